@@ -1,0 +1,340 @@
+// Written on XLA's C interface rather than its C++ templates: the handler's parts
+// are few, and what it does not use it does not pay for.
+//
+// Lifetime. A plan is held by the Python handle that the executable keeps alive, by
+// the slot table as long as that handle lives, and by every instantiated place of
+// the program (`PlanState`, which XLA destroys with its executable). The last is
+// what a run uses: an executable that is dropped while it runs in another thread is
+// destroyed after the run, whatever Python has let go of meanwhile.
+//
+// Threads. Entered on any thread, without the GIL as XLA has it (and with it where
+// somebody calls XLA so: GilGuard asks). No exception leaves a handler: XLA is
+// built without them.
+
+#include "cpu_handlers.h"
+
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "engine.h"
+#include "invoke.h"
+
+namespace hostcall {
+namespace {
+
+struct PlanState {
+  Counted<Plan> plan;
+  std::shared_ptr<Team> team;  // null: the program runs on one device
+};
+
+XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+
+XLA_FFI_Error* MakeError(const XLA_FFI_Api* api, const std::string& text,
+                         XLA_FFI_Error_Code code = XLA_FFI_Error_Code_INTERNAL) {
+  XLA_FFI_Error_Create_Args args;
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.message = text.c_str();
+  args.errc = code;
+  return api->XLA_FFI_Error_Create(&args);
+}
+
+/// True where XLA only asked what interface the handler was built for.
+bool AnswerMetadata(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId state_type) {
+  if (frame->extension_start == nullptr ||
+      frame->extension_start->type != XLA_FFI_Extension_Metadata) {
+    return false;
+  }
+  auto* metadata =
+      reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)
+          ->metadata;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+  metadata->traits = 0;
+  metadata->state_type_id = state_type;
+  return true;
+}
+
+uint64_t Attribute(const XLA_FFI_CallFrame* frame, std::string_view name) {
+  const XLA_FFI_Attrs& attrs = frame->attrs;
+  for (int64_t i = 0; i < attrs.size; ++i) {
+    if (std::string_view(attrs.names[i]->ptr, attrs.names[i]->len) != name ||
+        attrs.types[i] != XLA_FFI_AttrType_SCALAR) {
+      continue;
+    }
+    const auto* scalar = static_cast<const XLA_FFI_Scalar*>(attrs.attrs[i]);
+    if (scalar->dtype != XLA_FFI_DataType_U64) return 0;
+    uint64_t value;
+    std::memcpy(&value, scalar->value, sizeof value);
+    return value;
+  }
+  return 0;
+}
+
+/// Lets go of an error that changes nothing.
+bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
+  if (error == nullptr) return false;
+  XLA_FFI_Error_Destroy_Args args;
+  args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.error = error;
+  api->XLA_FFI_Error_Destroy(&args);
+  return true;
+}
+
+int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
+  XLA_FFI_DeviceOrdinal_Get_Args args;
+  args.struct_size = XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.ctx = frame->ctx;
+  args.device_ordinal = -1;
+  if (Drop(frame->api, frame->api->XLA_FFI_DeviceOrdinal_Get(&args))) return -1;
+  return args.device_ordinal;
+}
+
+/// Data pointers of buffers, on the stack where they are few. An ordered call has
+/// a token before its operands and results; it has no data, and is skipped.
+class Pointers {
+ public:
+  template <typename List>
+  Pointers(const List& list, void* const* items, size_t wanted) {
+    const size_t size = static_cast<size_t>(list.size);
+    ok_ = size == wanted || size == wanted + 1;
+    if (!ok_) return;
+    const size_t first = size - wanted;
+    if (wanted > kInline) heap_.reset(new void*[wanted]);
+    for (size_t i = 0; i < wanted; ++i) {
+      data()[i] = static_cast<const XLA_FFI_Buffer*>(items[first + i])->data;
+    }
+  }
+  bool ok() const { return ok_; }
+  void** data() { return heap_ ? heap_.get() : inline_; }
+
+ private:
+  static constexpr size_t kInline = 8;
+  bool ok_;
+  void* inline_[kInline];
+  std::unique_ptr<void*[]> heap_;
+};
+
+const char* ClosedText() {
+  return Engine::Get().forked()
+             ? "hostcall: this process was forked from one that had started "
+               "JAX, whose threads do not exist here. Start workers with "
+               "multiprocessing's 'spawn' or 'forkserver' method"
+             : "hostcall: the interpreter is shutting down, and Python can't be "
+               "called any more. Wait for your programs "
+               "(jax.block_until_ready) before the script ends";
+}
+
+XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
+  const uint64_t number = Attribute(frame, "slot");
+  Counted<Plan> plan = Slots().Find(number);
+  if (!plan || plan->signature != Attribute(frame, "signature")) {
+    return MakeError(
+        frame->api,
+        "hostcall: this program calls host function number " +
+            std::to_string(number) +
+            ", which this process doesn't have. It was compiled in another "
+            "process, or its function is gone: trace and compile it here",
+        XLA_FFI_Error_Code_FAILED_PRECONDITION);
+  }
+  std::shared_ptr<Team> team;
+  if (plan->team_mode != TeamMode::kAlone) {
+    team = std::make_shared<Team>(plan->team_mode, plan->team_size,
+                                  plan->team_leader);
+  }
+  auto* state = new PlanState{std::move(plan), std::move(team)};
+  XLA_FFI_State_Set_Args args;
+  args.struct_size = XLA_FFI_State_Set_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.ctx = frame->ctx;
+  args.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
+  args.type_id = &g_type_id;
+  args.state = state;
+  XLA_FFI_Error* error = frame->api->XLA_FFI_State_Set(&args);
+  if (error != nullptr) delete state;
+  return error;
+}
+
+/// Attaches, runs all rows, and gives the text of what failed, empty for nothing.
+std::string Run(const Plan& plan, int ordinal, const void* const* operands,
+                void* const* results) {
+  const int64_t start = NowNs();
+  GilGuard gil;
+  if (gil.first_on_foreign_thread()) MarkForeignThread();
+  const int64_t attached = NowNs();
+  std::string text;
+  {
+    CallScope scope(plan, ordinal);
+    scope.call().start_ns = start;
+    if (!Invoke(plan, scope.call(), operands, results)) {
+      text = TakeError(plan, scope.call());
+    }
+  }
+  plan.counters->gil_wait_ns += attached - start;
+  plan.counters->python_ns += NowNs() - attached;
+  return text;
+}
+
+int64_t RunId(const XLA_FFI_CallFrame* frame) {
+  XLA_FFI_RunId_Get_Args args;
+  args.struct_size = XLA_FFI_RunId_Get_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.ctx = frame->ctx;
+  args.run_id = 0;
+  Drop(frame->api, frame->api->XLA_FFI_RunId_Get(&args));
+  return args.run_id;
+}
+
+/// Tells XLA that an asynchronous call has ended. It may destroy everything that
+/// belongs to the call at once.
+void Complete(const XLA_FFI_Api* api, XLA_FFI_Future* future,
+              const std::string& error) {
+  if (error.empty()) {
+    XLA_FFI_Future_SetAvailable_Args args;
+    args.struct_size = XLA_FFI_Future_SetAvailable_Args_STRUCT_SIZE;
+    args.extension_start = nullptr;
+    args.future = future;
+    Drop(api, api->XLA_FFI_Future_SetAvailable(&args));
+    return;
+  }
+  XLA_FFI_Future_SetError_Args args;
+  args.struct_size = XLA_FFI_Future_SetError_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.future = future;
+  args.error = MakeError(api, error);
+  Drop(api, api->XLA_FFI_Future_SetError(&args));
+}
+
+/// A call that several devices make: hands it to their team, and returns before it
+/// has been made. XLA keeps the buffers until the future is complete.
+XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
+                        Pointers& operands, Pointers& results) {
+  XLA_FFI_Future_Create_Args create;
+  create.struct_size = XLA_FFI_Future_Create_Args_STRUCT_SIZE;
+  create.extension_start = nullptr;
+  create.future = nullptr;
+  if (XLA_FFI_Error* error = frame->api->XLA_FFI_Future_Create(&create)) {
+    return error;
+  }
+  const int ordinal = DeviceOrdinal(frame);
+  const XLA_FFI_Api* api = frame->api;
+  XLA_FFI_Future* future = frame->future = create.future;
+  Counted<Plan> plan = state.plan;
+
+  Team::Member member;
+  member.device = ordinal;
+  member.results.assign(results.data(), results.data() + plan->results.size());
+  std::vector<void*> in(operands.data(), operands.data() + plan->operands());
+  member.job = [plan, ordinal, in, out = member.results]() -> std::string {
+    Entry entry;
+    if (!entry) return ClosedText();
+    return Run(*plan, ordinal, in.data(), out.data());
+  };
+  member.finish = [api, future](const std::string& error) {
+    Complete(api, future, error);
+  };
+  member.copy_from = [plan, out = member.results](const Team::Member& leader) {
+    for (size_t i = 0; i < out.size(); ++i) {
+      std::memcpy(out[i], leader.results[i], plan->results[i].buffer_bytes());
+    }
+  };
+  // The team, not the state: the program may be gone when the call ends.
+  std::shared_ptr<Team> team = state.team;
+  team->Arrive(RunId(frame), std::move(member));
+  return nullptr;
+}
+
+XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_State_Get_Args get;
+  get.struct_size = XLA_FFI_State_Get_Args_STRUCT_SIZE;
+  get.extension_start = nullptr;
+  get.ctx = frame->ctx;
+  get.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
+  get.type_id = &g_type_id;
+  get.state = nullptr;
+  if (XLA_FFI_Error* error = frame->api->XLA_FFI_State_Get(&get)) return error;
+  const PlanState& state = *static_cast<PlanState*>(get.state);
+  const Plan& plan = *state.plan;
+
+  Pointers operands(frame->args, frame->args.args, plan.operands());
+  Pointers results(frame->rets, frame->rets.rets, plan.results.size());
+  if (!operands.ok() || !results.ok()) {
+    return MakeError(frame->api,
+                     "hostcall: the program passes another number of buffers "
+                     "than it was lowered with");
+  }
+  if (state.team) return MeetTeam(frame, state, operands, results);
+  Entry entry;
+  if (!entry) {
+    return MakeError(frame->api, ClosedText(),
+                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
+  }
+  const std::string text =
+      Run(plan, DeviceOrdinal(frame), operands.data(), results.data());
+  return text.empty() ? nullptr : MakeError(frame->api, text);
+}
+
+PyObject* g_raw = nullptr;
+
+template <typename Body>
+XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, Body body,
+                       XLA_FFI_TypeId state_type = XLA_FFI_UNKNOWN_TYPE_ID) {
+  if (AnswerMetadata(frame, state_type)) return nullptr;
+  try {
+    return body(frame);
+  } catch (const std::exception& e) {
+    return MakeError(frame->api, std::string("hostcall: ") + e.what());
+  }
+}
+
+}  // namespace
+
+SlotTable<Plan>& Slots() {
+  static auto* table = new SlotTable<Plan>;  // outlives static destruction
+  return *table;
+}
+
+XLA_FFI_Error* InstantiateCall(XLA_FFI_CallFrame* frame) {
+  return Guarded(frame, Instantiate, g_type_id);
+}
+
+XLA_FFI_Error* ExecuteCall(XLA_FFI_CallFrame* frame) {
+  return Guarded(frame, Execute);
+}
+
+void SetRawFunction(PyObject* function) {
+  Py_XINCREF(function);
+  Py_XSETREF(g_raw, function);
+}
+
+XLA_FFI_Error* ExecuteRaw(XLA_FFI_CallFrame* frame) {
+  return Guarded(frame, [](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
+    GilGuard gil;
+    Ref value = Ref::Steal(PyObject_CallNoArgs(g_raw));
+    if (!value) {
+      PyErr_Clear();
+      return MakeError(f->api, "the raw function failed");
+    }
+    return nullptr;
+  });
+}
+
+XLA_FFI_TypeId* PlanTypeId() { return &g_type_id; }
+
+const XLA_FFI_TypeInfo* PlanTypeInfo() {
+  static const XLA_FFI_TypeInfo info = [] {
+    XLA_FFI_TypeInfo made;
+    made.struct_size = XLA_FFI_TypeInfo_STRUCT_SIZE;
+    made.extension_start = nullptr;
+    made.deleter = [](void* state) { delete static_cast<PlanState*>(state); };
+    return made;
+  }();
+  return &info;
+}
+
+}  // namespace hostcall

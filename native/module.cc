@@ -1,0 +1,261 @@
+// Layer G. The only NB_MODULE: what Python sees of the engine.
+
+#define HOSTCALL_IMPORT_NUMPY
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "cpu_handlers.h"
+#include "engine.h"
+#include "invoke.h"
+#include "plan.h"
+
+namespace nb = nanobind;
+
+namespace hostcall {
+namespace {
+
+Ref Own(nb::handle object) { return Ref::Borrow(object.ptr()); }
+Ref OwnOrNull(nb::handle object) {
+  return object.is_none() ? Ref() : Ref::Borrow(object.ptr());
+}
+
+/// Rows to step along each batch axis of a buffer that has only the flagged ones.
+std::vector<int64_t> GridStrides(const std::vector<int64_t>& grid,
+                                 const std::vector<bool>& batched) {
+  if (batched.size() != grid.size()) {
+    throw nb::value_error("a leaf needs one flag a batch axis");
+  }
+  std::vector<int64_t> strides(grid.size(), 0);
+  int64_t step = 1;
+  for (size_t axis = grid.size(); axis-- > 0;) {
+    if (!batched[axis]) continue;
+    strides[axis] = step;
+    step *= grid[axis];
+  }
+  return strides;
+}
+
+/// (dtype, shape, bits, signed, batched, extra)
+Leaf MakeLeaf(const std::vector<int64_t>& grid, nb::tuple spec, bool is_result) {
+  Leaf leaf;
+  if (!PyArray_DescrCheck(spec[0].ptr())) {
+    throw nb::type_error("a leaf needs a NumPy dtype");
+  }
+  leaf.dtype = Own(spec[0]);
+  for (int64_t dim : nb::cast<std::vector<int64_t>>(spec[1])) {
+    leaf.dims.push_back(static_cast<npy_intp>(dim));
+  }
+  leaf.bits = nb::cast<int>(spec[2]);
+  leaf.is_signed = nb::cast<bool>(spec[3]);
+  leaf.grid_strides =
+      GridStrides(grid, nb::cast<std::vector<bool>>(spec[4]));
+  (is_result ? leaf.fill : leaf.convert) = OwnOrNull(spec[5]);
+  return leaf;
+}
+
+/// A plan as Python holds it.
+struct PlanHandle {
+  Counted<Plan> plan;
+};
+
+/// Keeps a plan under its number for as long as it lives. An executable holds it.
+struct Slot {
+  explicit Slot(const PlanHandle& handle) : number(Slots().Add(handle.plan)) {}
+  ~Slot() { Slots().Remove(number); }
+  Slot(const Slot&) = delete;
+  Slot& operator=(const Slot&) = delete;
+  uint64_t number;
+};
+
+PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
+                    std::vector<int64_t> grid, nb::object mask, int form, int lend,
+                    nb::object runner, nb::object hooks, nb::object out_tree,
+                    nb::object info, nb::object device, nb::object counters,
+                    uint64_t signature, int team_mode, int team_size,
+                    int team_leader, nb::object guard) {
+  auto* plan = new Plan;
+  PlanHandle handle{Counted<Plan>::Adopt(plan)};
+  plan->function = Own(function);
+  plan->grid = std::move(grid);
+  for (nb::handle spec : args) {
+    plan->args.push_back(MakeLeaf(plan->grid, nb::cast<nb::tuple>(spec), false));
+  }
+  for (nb::handle spec : results) {
+    plan->results.push_back(MakeLeaf(plan->grid, nb::cast<nb::tuple>(spec), true));
+  }
+  plan->masked = !mask.is_none();
+  if (plan->masked) {
+    plan->mask_strides =
+        GridStrides(plan->grid, nb::cast<std::vector<bool>>(mask));
+  }
+  plan->form = static_cast<ResultForm>(form);
+  plan->lend = static_cast<Lend>(lend);
+  plan->runner = OwnOrNull(runner);
+  plan->flatten = Own(hooks.attr("flatten"));
+  plan->coerce = Own(hooks.attr("coerce"));
+  plan->on_error = Own(hooks.attr("on_error"));
+  plan->on_escape = Own(hooks.attr("on_escape"));
+  plan->on_unwritten = Own(hooks.attr("on_unwritten"));
+  plan->out_tree = OwnOrNull(out_tree);
+  plan->info = Own(info);
+  plan->device = Own(device);
+  plan->counters_owner = Own(counters);
+  plan->counters = nb::cast<Counters*>(counters);
+  plan->signature = signature;
+  plan->team_mode = static_cast<TeamMode>(team_mode);
+  plan->team_size = team_size;
+  plan->team_leader = team_leader;
+  plan->guard = OwnOrNull(guard);
+  plan->Seal();
+  return handle;
+}
+
+/// Runs a plan on arrays of the host, without a compiled program.
+nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
+  const Plan& plan = *handle.plan;
+  if (operands.size() != plan.operands()) {
+    throw nb::value_error("another number of operands than the plan has");
+  }
+  std::vector<const void*> in;
+  for (nb::handle operand : operands) {
+    auto* array = reinterpret_cast<PyArrayObject*>(operand.ptr());
+    if (!PyArray_Check(operand.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
+      throw nb::type_error("operands are row-major arrays");
+    }
+    in.push_back(PyArray_DATA(array));
+  }
+  nb::list out;
+  std::vector<void*> targets;
+  for (const Leaf& leaf : plan.results) {
+    std::vector<npy_intp> dims(plan.grid.begin(), plan.grid.end());
+    dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
+    Py_INCREF(leaf.dtype.get());
+    PyObject* array = PyArray_Empty(static_cast<int>(dims.size()), dims.data(),
+                                    leaf.descr(), 0);
+    if (array == nullptr) throw nb::python_error();
+    targets.push_back(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)));
+    out.append(nb::steal(array));
+  }
+  const int64_t start = NowNs();
+  bool ok;
+  {
+    CallScope scope(plan, -1);
+    scope.call().start_ns = start;
+    ok = Invoke(plan, scope.call(), in.data(), targets.data());
+    if (!ok) ++plan.counters->errors;
+  }
+  plan.counters->python_ns += NowNs() - start;
+  if (!ok) throw nb::python_error();
+  return out;
+}
+
+nb::object RowOf(const ActiveCall& call) {
+  if (call.row == nullptr) return nb::none();
+  nb::list index;
+  for (int64_t i : *call.row) index.append(i);
+  return nb::tuple(index);
+}
+
+nb::object Current() {
+  const ActiveCall* call = CurrentCall();
+  if (call == nullptr) return nb::none();
+  return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
+                        RowOf(*call));
+}
+
+nb::list Active() {
+  nb::list calls;
+  const int64_t now = NowNs();
+  for (const ActiveCall* call = AllCalls(); call != nullptr; call = call->next) {
+    calls.append(nb::make_tuple(
+        nb::borrow(call->plan->info.get()), call->thread_id,
+        static_cast<double>(now - call->start_ns) * 1e-9, RowOf(*call)));
+  }
+  return calls;
+}
+
+template <typename F>
+nb::capsule FunctionCapsule(F* function) {
+  return nb::capsule(reinterpret_cast<void*>(function));
+}
+
+nb::dict Handlers() {
+  nb::dict call, raw, type, all;
+  call["instantiate"] = FunctionCapsule(&InstantiateCall);
+  call["execute"] = FunctionCapsule(&ExecuteCall);
+  raw["execute"] = FunctionCapsule(&ExecuteRaw);
+  type["type_id"] = nb::capsule(PlanTypeId());
+  type["type_info"] = nb::capsule(PlanTypeInfo());
+  all["call"] = call;
+  all["raw"] = raw;
+  all["type"] = type;
+  return all;
+}
+
+bool ImportNumpy() {
+  import_array1(false);
+  return true;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  if (!ImportNumpy()) throw nb::python_error();
+  m.attr("__doc__") = "The engine of hostcall (see native/ in its repository).";
+  // Plans live as long as programs do, and programs can outlive the module.
+  nb::set_leak_warnings(false);
+
+  nb::class_<Counters>(m, "Counters")
+      .def(nb::init<>())
+      .def_ro("calls", &Counters::calls)
+      .def_ro("masked", &Counters::masked)
+      .def_ro("errors", &Counters::errors)
+      .def_ro("bytes_in", &Counters::bytes_in)
+      .def_ro("bytes_out", &Counters::bytes_out)
+      .def_ro("python_ns", &Counters::python_ns)
+      .def_ro("gil_wait_ns", &Counters::gil_wait_ns);
+
+  nb::class_<PlanHandle>(m, "Plan")
+      .def("invoke", &InvokeEagerly, nb::arg("operands"));
+  m.def("make_plan", &MakePlan, nb::arg("function"), nb::arg("args"),
+        nb::arg("results"), nb::arg("grid"), nb::arg("mask").none(),
+        nb::arg("form"), nb::arg("lend"), nb::arg("runner").none(),
+        nb::arg("hooks"), nb::arg("out_tree").none(), nb::arg("info"),
+        nb::arg("device"), nb::arg("counters"), nb::arg("signature"),
+        nb::arg("team_mode"), nb::arg("team_size"), nb::arg("team_leader"),
+        nb::arg("guard").none());
+
+  nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
+      .def(nb::init<const PlanHandle&>(), nb::arg("plan"))
+      .def_ro("number", &Slot::number);
+
+  m.def("handlers", &Handlers);
+  m.def("current", &Current);
+  m.def("active", &Active);
+  m.def("live_slots", [] { return Slots().live(); });
+  m.def("bury", [] { Graveyard::Get().Bury(); });
+  m.def("in_flight", [] { return Engine::Get().in_flight(); });
+  m.def("closed", [] { return Engine::Get().closed(); });
+  m.def("close", [] { Engine::Get().Close(); });
+  m.def(
+      "wait_idle",
+      [](double seconds) { return Engine::Get().WaitIdle(seconds); },
+      nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("after_fork", [] {
+    Engine::Get().CloseAfterFork();
+    ForgetCallsAfterFork();
+  });
+  m.def(
+      "add_ambient_setting",
+      [](int kind, nb::object swap, nb::object set, nb::object value) {
+        AddAmbientSetting(static_cast<Ambient>(kind), swap.ptr(), set.ptr(),
+                          value.is_none() ? nullptr : value.ptr());
+      },
+      nb::arg("kind"), nb::arg("swap"), nb::arg("set"), nb::arg("value").none());
+  m.def(
+      "set_raw_function", [](nb::object f) { SetRawFunction(f.ptr()); },
+      nb::arg("function"));
+}
+
+}  // namespace hostcall

@@ -1,0 +1,25 @@
+#include "plan.h"
+
+namespace hostcall {
+
+void Plan::Seal() {
+  rows = 1;
+  for (int64_t size : grid) rows *= size;
+  packed = false;
+  bytes_in = bytes_out = 0;
+  for (auto* leaves : {&args, &results}) {
+    for (Leaf& leaf : *leaves) {
+      leaf.count = 1;
+      for (npy_intp dim : leaf.dims) leaf.count *= dim;
+      leaf.row_bytes = leaf.count * PyDataType_ELSIZE(leaf.descr());
+      leaf.rows = 1;
+      for (size_t axis = 0; axis < grid.size(); ++axis) {
+        if (leaf.grid_strides[axis] != 0) leaf.rows *= grid[axis];
+      }
+      packed |= leaf.bits != 0;
+      (leaves == &args ? bytes_in : bytes_out) += leaf.row_bytes;
+    }
+  }
+}
+
+}  // namespace hostcall

@@ -1,0 +1,104 @@
+// Layer C. What one compiled program knows of one call, made when it is lowered.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "guards.h"
+#include "numpy_api.h"
+#include "slot_table.h"
+#include "team.h"
+
+namespace hostcall {
+
+/// One operand or result, as one row of the batch sees it.
+struct Leaf {
+  Ref dtype;                          ///< PyArray_Descr of the host's elements
+  std::vector<npy_intp> dims;         ///< shape of one row
+  int64_t count = 1;                  ///< elements of one row
+  int64_t row_bytes = 0;              ///< host bytes of one row
+  int bits = 0;                       ///< 1, 2, 4 where XLA packs elements, else 0
+  bool is_signed = false;             ///< for packed elements
+  int64_t rows = 1;                   ///< rows that lie in the buffer
+  std::vector<int64_t> grid_strides;  ///< rows to step an axis; 0: not batched
+  Ref convert;                        ///< array -> what the function gets; or null
+  Ref fill;                           ///< bytes of a masked row (results); or null
+
+  /// Bytes of the whole buffer as XLA has it.
+  size_t buffer_bytes() const {
+    const int64_t elements = count * rows;
+    return static_cast<size_t>(bits == 0 ? row_bytes * rows
+                                         : (elements * bits + 7) / 8);
+  }
+  PyArray_Descr* descr() const {
+    return reinterpret_cast<PyArray_Descr*>(dtype.get());
+  }
+};
+
+/// How the function's return value falls apart into result leaves.
+enum class ResultForm {
+  kLeaf,     ///< the value is the one leaf
+  kTuple,    ///< a tuple of leaves
+  kList,     ///< a list of leaves
+  kNothing,  ///< None
+  kTree,     ///< anything else: Python's flatten takes it apart
+};
+
+/// How arguments reach the function.
+enum class Lend {
+  kCopy,  ///< arrays that the function owns
+  kArgs,  ///< read-only views of XLA's memory
+  kOut,   ///< the same, and `out=` views of the results' memory
+};
+
+/// What it cost, per callback, over all its programs. Written with the GIL held.
+struct Counters {
+  int64_t calls = 0;        ///< times the function was entered
+  int64_t masked = 0;       ///< rows that `where` kept from the function
+  int64_t errors = 0;       ///< programs that it failed
+  int64_t bytes_in = 0;     ///< handed to the function
+  int64_t bytes_out = 0;    ///< taken from it
+  int64_t python_ns = 0;    ///< attached, in the function and in conversions
+  int64_t gil_wait_ns = 0;  ///< waiting to attach
+};
+
+class Plan : public Mortal {
+ public:
+  Ref function;   ///< called with one argument a leaf
+  Ref runner;     ///< null, or runs all rows: runner(rows, indices) -> results
+  Ref flatten;    ///< value -> list of leaves, or raises (wrong structure)
+  Ref coerce;     ///< (leaf number, value) -> array of the leaf's dtype and shape
+  Ref on_error;   ///< (exception, info, row) -> text of the error XLA gets
+  Ref on_escape;  ///< (info, leaf numbers) -> raises: lent views are still held
+  Ref on_unwritten;  ///< (info, leaf number) -> raises: `out` was not written
+  Ref out_tree;   ///< list of result arrays -> the `out` argument; or null
+  Ref info;       ///< the Python side's description, for errors and status
+  Ref device;     ///< the device that host code finds as its default
+  Ref guard;      ///< refuses programs that would wait for this one; or null
+  Ref counters_owner;  ///< Python object that holds *counters
+  Counters* counters = nullptr;
+
+  std::vector<Leaf> args;
+  std::vector<Leaf> results;
+  std::vector<int64_t> grid;  ///< batch axes, outermost first
+  int64_t rows = 1;           ///< product of grid
+  bool masked = false;        ///< the first operand is the mask
+  std::vector<int64_t> mask_strides;  ///< as Leaf::grid_strides
+  ResultForm form = ResultForm::kTree;
+  Lend lend = Lend::kCopy;
+  bool packed = false;        ///< some leaf's elements are smaller than a byte
+  TeamMode team_mode = TeamMode::kAlone;
+  int team_size = 1;
+  int team_leader = 0;
+  uint64_t signature = 0;     ///< of the avals, checked against the program's
+  int64_t bytes_in = 0, bytes_out = 0;  ///< of one row
+
+  /// Operands that XLA passes: the mask, if any, and the arguments.
+  size_t operands() const { return args.size() + (masked ? 1 : 0); }
+
+  /// Finishes what the fields above imply. Called once, after they are set.
+  void Seal();
+};
+
+}  // namespace hostcall

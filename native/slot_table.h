@@ -1,0 +1,160 @@
+// Layer B. The numbers that compiled programs know callbacks by.
+//
+// Knows no Python, so that ThreadSanitizer can watch it alone
+// (tests/native/slot_table_test.cc).
+//
+// Guarantees
+//   * A number names one entry from Add to Remove. The smallest free number is
+//     given next, so that two processes that lower the same programs in the same
+//     order write the same program text, and JAX's compilation cache hits.
+//   * Find returns a counted pointer: what it points to outlives the caller's use
+//     even when Remove runs in another thread in between.
+//   * The last pointer may die on any thread, also one that must not touch Python.
+//     So dying means "pushed on the graveyard"; whoever next holds the GIL buries.
+//
+// The race that the counting settles:
+//   1. thread A: the program is instantiated, Find(7) copies the pointer
+//   2. thread B: the program's Python handle dies, Remove(7) drops the table's
+//   3. thread A: runs the callback through its own copy
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace hostcall {
+
+/// An object with a count. Dying puts it on the graveyard.
+class Mortal {
+ public:
+  virtual ~Mortal() = default;
+  void Retain() { count_.fetch_add(1, std::memory_order_relaxed); }
+  void Release();
+
+ private:
+  friend class Graveyard;
+  std::atomic<int64_t> count_{1};
+  Mortal* next_dead_ = nullptr;
+};
+
+/// Where the dead wait for a thread that may destroy them. Push takes no lock and
+/// does not allocate.
+class Graveyard {
+ public:
+  static Graveyard& Get() {
+    static Graveyard* graveyard = new Graveyard;  // outlives static destruction
+    return *graveyard;
+  }
+  void Push(Mortal* dead) {
+    Mortal* head = head_.load(std::memory_order_relaxed);
+    do {
+      dead->next_dead_ = head;
+    } while (!head_.compare_exchange_weak(head, dead, std::memory_order_release,
+                                          std::memory_order_relaxed));
+  }
+  /// Destroys what has been pushed. For plans the caller holds the GIL.
+  void Bury() {
+    if (head_.load(std::memory_order_relaxed) == nullptr) return;
+    Mortal* dead = head_.exchange(nullptr, std::memory_order_acquire);
+    while (dead != nullptr) {
+      Mortal* next = dead->next_dead_;
+      delete dead;
+      dead = next;
+    }
+  }
+
+ private:
+  std::atomic<Mortal*> head_{nullptr};
+};
+
+inline void Mortal::Release() {
+  if (count_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    Graveyard::Get().Push(this);
+  }
+}
+
+/// Counted pointer to a Mortal.
+template <typename T>
+class Counted {
+ public:
+  Counted() = default;
+  /// Takes over the count that `object` was born with, or that the caller holds.
+  static Counted Adopt(T* object) { return Counted(object); }
+  Counted(const Counted& other) : object_(other.object_) {
+    if (object_ != nullptr) object_->Retain();
+  }
+  Counted(Counted&& other) noexcept : object_(other.object_) {
+    other.object_ = nullptr;
+  }
+  Counted& operator=(Counted other) noexcept {
+    T* mine = object_;
+    object_ = other.object_;
+    other.object_ = mine;
+    return *this;
+  }
+  ~Counted() {
+    if (object_ != nullptr) object_->Release();
+  }
+  T* get() const { return object_; }
+  T* operator->() const { return object_; }
+  T& operator*() const { return *object_; }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  explicit Counted(T* object) : object_(object) {}
+  T* object_ = nullptr;
+};
+
+/// number -> counted pointer. Touched when a program is lowered, instantiated and
+/// dropped, never when it runs: one mutex is enough.
+template <typename T>
+class SlotTable {
+ public:
+  uint64_t Add(Counted<T> object) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++live_;
+    for (size_t i = first_free_; i < entries_.size(); ++i) {
+      if (!entries_[i]) {
+        entries_[i] = std::move(object);
+        first_free_ = i + 1;
+        return i + 1;
+      }
+    }
+    entries_.push_back(std::move(object));
+    first_free_ = entries_.size();
+    return entries_.size();
+  }
+
+  /// Null where no entry has this number.
+  Counted<T> Find(uint64_t number) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (number == 0 || number > entries_.size()) return {};
+    return entries_[number - 1];
+  }
+
+  void Remove(uint64_t number) {
+    Counted<T> doomed;  // dies after the lock is gone
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (number == 0 || number > entries_.size()) return;
+    if (!entries_[number - 1]) return;
+    doomed = std::move(entries_[number - 1]);
+    entries_[number - 1] = {};
+    --live_;
+    if (number - 1 < first_free_) first_free_ = number - 1;
+  }
+
+  size_t live() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return live_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<Counted<T>> entries_;
+  size_t first_free_ = 0;
+  size_t live_ = 0;
+};
+
+}  // namespace hostcall

@@ -1,0 +1,249 @@
+// Layer E. The devices of one program, at one of its calls.
+//
+// A program over several devices comes to each of its calls once on each device.
+// Knows no Python and no XLA (tests/native/team_test.cc).
+//
+// Two ways to make one call of several
+//   kOnce  the program is partitioned by the compiler: all devices hold the whole
+//          operands, and all come to the call, for their control flow is the same.
+//          The leader's function runs, and its results are copied to the others.
+//   kEach  the program is written per device (shard_map, pmap): each calls for its
+//          own shard, and they leave together. If one fails, all do: a shard that
+//          went on alone would wait for the failed one in the next collective
+//          until XLA ends the process.
+//
+// Guarantees
+//   * `finish` of a member is called exactly once, and not before its own job has
+//     ended: until then XLA keeps its buffers.
+//   * kOnce: the leader finishes last, so its results are there to be copied.
+//   * kEach: members wait for those that have come without limit (they are in user
+//     code), and for those that have not for kGrace, since control flow may differ
+//     between devices there. The first time somebody is missed the place is marked,
+//     and from then on nobody waits at it.
+//   * No thread of XLA's is blocked: jobs run on threads of ours, which are as many
+//     as there are jobs under way (the functions may wait for each other).
+//
+// Which meeting a member joins: the oldest open one of its run in which its device
+// is missing. One place is executed by one device in sequence, so a device's n-th
+// arrival is its n-th call.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace hostcall {
+
+/// Threads for jobs that may wait for each other: never fewer than jobs.
+class JobThreads {
+ public:
+  static JobThreads& Get() {
+    static JobThreads* threads = new JobThreads;  // outlives static destruction
+    return *threads;
+  }
+  void Run(std::function<void()> job) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    jobs_.push_back(std::move(job));
+    if (idle_ >= jobs_.size()) {
+      lock.unlock();
+      wake_.notify_one();
+      return;
+    }
+    lock.unlock();
+    std::thread([this] { Work(); }).detach();
+  }
+
+ private:
+  void Work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      while (jobs_.empty()) {
+        ++idle_;
+        wake_.wait(lock);
+        --idle_;
+      }
+      std::function<void()> job = std::move(jobs_.front());
+      jobs_.pop_front();
+      lock.unlock();
+      job();
+      job = nullptr;
+      lock.lock();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> jobs_;  // guarded by mutex_, as is idle_
+  size_t idle_ = 0;
+};
+
+enum class TeamMode { kAlone, kOnce, kEach };
+
+class Team : public std::enable_shared_from_this<Team> {
+ public:
+  /// Empty for success.
+  using Error = std::string;
+
+  struct Member {
+    int device;
+    std::function<Error()> job;                ///< calls the function
+    std::function<void(const Error&)> finish;  ///< tells XLA
+    std::function<void(const Member& leader)> copy_from;  ///< kOnce
+    std::vector<void*> results;
+  };
+
+  Team(TeamMode mode, int size, int leader,
+       std::chrono::milliseconds grace = std::chrono::milliseconds(1000))
+      : mode_(mode), size_(static_cast<size_t>(size)), leader_(leader),
+        grace_(grace) {}
+
+  void Arrive(int64_t run, Member member) {
+    if (mode_ == TeamMode::kOnce) {
+      ArriveOnce(run, std::move(member));
+    } else {
+      ArriveEach(run, std::move(member));
+    }
+  }
+
+ private:
+  struct Meeting {
+    int64_t run;
+    std::vector<Member> members;
+    size_t ended = 0;  ///< kEach: members whose job has ended
+    bool done = false;
+    Error error;
+    std::condition_variable changed;
+  };
+  using MeetingPtr = std::shared_ptr<Meeting>;
+
+  /// The lock is held.
+  MeetingPtr Join(int64_t run, Member member) {
+    MeetingPtr meeting;
+    for (const MeetingPtr& open : meetings_) {
+      if (open->run != run) continue;
+      bool here = false;
+      for (const Member& other : open->members) here |= other.device == member.device;
+      if (!here) {
+        meeting = open;
+        break;
+      }
+    }
+    if (!meeting) {
+      meeting = std::make_shared<Meeting>();
+      meeting->run = run;
+      meeting->members.reserve(size_);  // addresses of members stay
+      meetings_.push_back(meeting);
+    }
+    meeting->members.push_back(std::move(member));
+    return meeting;
+  }
+  void Close(const MeetingPtr& meeting) {
+    for (size_t i = 0; i < meetings_.size(); ++i) {
+      if (meetings_[i] != meeting) continue;
+      meetings_.erase(meetings_.begin() + static_cast<std::ptrdiff_t>(i));
+      return;
+    }
+  }
+
+  void ArriveOnce(int64_t run, Member member) {
+    const bool leads = member.device == leader_;
+    std::unique_lock<std::mutex> lock(mutex_);
+    MeetingPtr meeting = Join(run, std::move(member));
+    Member& mine = meeting->members.back();
+    if (leads) {
+      lock.unlock();
+      JobThreads::Get().Run([self = shared_from_this(), meeting, &mine] {
+        Error error = mine.job();
+        std::unique_lock<std::mutex> relock(self->mutex_);
+        meeting->error = std::move(error);
+        meeting->done = true;
+        self->Settle(meeting, relock);
+      });
+      return;
+    }
+    if (meeting->done) Settle(meeting, lock);
+  }
+
+  /// Serves the members that are there; with all there, the leader and the end.
+  void Settle(const MeetingPtr& meeting, std::unique_lock<std::mutex>& lock) {
+    const Member* leader = nullptr;
+    for (const Member& member : meeting->members) {
+      if (member.device == leader_) leader = &member;
+    }
+    std::vector<std::function<void(const Error&)>> finished;
+    for (Member& member : meeting->members) {
+      if (&member == leader || !member.finish) continue;
+      if (meeting->error.empty()) member.copy_from(*leader);
+      finished.push_back(std::exchange(member.finish, nullptr));
+    }
+    const bool last = meeting->members.size() == size_;
+    if (last) {
+      for (Member& member : meeting->members) {
+        if (&member == leader) {
+          finished.push_back(std::exchange(member.finish, nullptr));
+        }
+      }
+      Close(meeting);
+    }
+    lock.unlock();
+    for (auto& finish : finished) finish(meeting->error);
+  }
+
+  void ArriveEach(int64_t run, Member member) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (diverged_) {
+      lock.unlock();
+      JobThreads::Get().Run([member = std::move(member)] { member.finish(member.job()); });
+      return;
+    }
+    MeetingPtr meeting = Join(run, std::move(member));
+    Member& mine = meeting->members.back();
+    if (meeting->members.size() == size_) meeting->changed.notify_all();
+    lock.unlock();
+    JobThreads::Get().Run([self = shared_from_this(), meeting, &mine] {
+      self->RunEach(meeting, mine);
+    });
+  }
+
+  void RunEach(const MeetingPtr& meeting, Member& mine) {
+    Error error = mine.job();
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++meeting->ended;
+    if (meeting->error.empty()) meeting->error = error;
+    meeting->changed.notify_all();
+    const auto until = std::chrono::steady_clock::now() + grace_;
+    while (meeting->ended < size_) {
+      if (meeting->members.size() == size_) {
+        meeting->changed.wait(lock);
+      } else if (diverged_ || meeting->changed.wait_until(lock, until) ==
+                                  std::cv_status::timeout) {
+        if (meeting->members.size() == size_) continue;
+        diverged_ = true;
+        Close(meeting);  // who comes later finds `diverged_`
+        meeting->changed.notify_all();
+        break;
+      }
+    }
+    if (meeting->ended == size_) Close(meeting);
+    const Error shared = meeting->ended == size_ ? meeting->error : error;
+    lock.unlock();
+    mine.finish(shared);
+  }
+
+  const TeamMode mode_;
+  const size_t size_;
+  const int leader_;
+  const std::chrono::milliseconds grace_;
+  std::mutex mutex_;  // guards all below, and the meetings
+  std::vector<MeetingPtr> meetings_;
+  bool diverged_ = false;
+};
+
+}  // namespace hostcall

@@ -1,0 +1,56 @@
+"""hostcall: call Python from compiled JAX programs.
+
+    call        a host function with results
+    current     inside a callback: which device, mesh coordinates, row
+    reraise     the callback's own exception comes out of the program
+    last_error  the exception that a callback raised last
+    status      the calls under way, with what each is doing
+    stats       what calls have cost
+
+Errors: HostcallError and, below it, SpecError, BatchingError, DerivativeError,
+ResultError, EscapeError, UnwrittenError, CallTimeoutError,
+DeadlockError.
+
+The names here are stable. Modules with a leading underscore are not.
+"""
+
+from hostcall import _interpreter  # noqa: F401  (refuses sub-interpreters, first)
+from hostcall._call import call
+from hostcall._context import Current, current
+from hostcall._errors import (
+    BatchingError,
+    CallTimeoutError,
+    DeadlockError,
+    DerivativeError,
+    EscapeError,
+    HostcallError,
+    ResultError,
+    SpecError,
+    UnwrittenError,
+    last_error,
+    reraise,
+)
+from hostcall._sync import ActiveCall, CallStats, stats, status
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActiveCall",
+    "BatchingError",
+    "CallStats",
+    "CallTimeoutError",
+    "Current",
+    "DeadlockError",
+    "DerivativeError",
+    "EscapeError",
+    "HostcallError",
+    "ResultError",
+    "SpecError",
+    "UnwrittenError",
+    "call",
+    "current",
+    "last_error",
+    "reraise",
+    "stats",
+    "status",
+]

@@ -1,0 +1,198 @@
+"""The user's function with its trees, hashable; and what the engine asks of it.
+
+`Callback` is part of a primitive's parameters: equal callbacks trace to equal
+programs, so JAX's caches hit. `CallInfo` belongs to one place of one compiled program
+(or one eager call): the engine calls its hooks when something isn't the fast case.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from hostcall import _coerce, _errors
+from hostcall._native import Counters
+from hostcall._order import Order
+from hostcall._spec import Results, Static, Template
+from hostcall._where import Place, name_of, source_of
+
+Arrays = Literal["numpy", "jax", "dlpack"]
+Lend = Literal[False, True, "out"]
+
+
+@dataclass(frozen=True)
+class Callback:
+    """A function, how its arguments go in, and how its results come out.
+
+    Attributes:
+        fn: the function, compared as `Static` compares.
+        template: how (args, kwargs) are put together.
+        results: what it returns.
+        fills: bytes of each result of a masked row, or None for zeros.
+        arrays: what the function gets for an array.
+        lend: whether it gets views of XLA's memory.
+        timeout: seconds, or None.
+        executor: for parallel rows, compared by identity.
+        place: the user's line that wrote the call.
+    """
+
+    fn: Static
+    template: Template
+    results: Results
+    fills: tuple[bytes | None, ...]
+    arrays: Arrays
+    lend: Lend
+    timeout: float | None
+    executor: Static | None
+    place: Place = field(compare=False)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self.fn.value  # type: ignore[no-any-return]
+
+    @property
+    def name(self) -> str:
+        return name_of(self.function)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class CallParams:
+    """The parameters of one equation of the call primitive.
+
+    Attributes:
+        callback: see there.
+        avals: of the results of one row.
+        order, vmap_method, sharding: as given to `hc.call`.
+        masked: the first operand is `where`.
+        grid: sizes of the batch axes that rows run over, outermost first.
+        batched: for each operand, whether it has each of those axes.
+        levels: batch axes that the function itself sees, in front.
+    """
+
+    callback: Callback
+    avals: tuple[Any, ...]
+    order: Order
+    vmap_method: Any
+    sharding: Any
+    masked: bool
+    grid: tuple[int, ...] = ()
+    batched: tuple[tuple[bool, ...], ...] = ()
+    levels: int = 0
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return [a.update(shape=self.grid + a.shape) for a in self.avals]
+
+    def __repr__(self) -> str:
+        parts = [self.callback.name, self.order]
+        if self.masked:
+            parts.append("where")
+        if self.grid:
+            parts.append(f"rows={self.grid}")
+        return f"<{' '.join(parts)}>"
+
+
+class CallInfo:
+    """One call's description, with the hooks that native code calls."""
+
+    def __init__(
+        self,
+        params: CallParams,
+        devices: dict[int, Any],
+        mesh: Any | None,
+    ) -> None:
+        self.params = params
+        self.callback = params.callback
+        self.name = self.callback.name
+        self.place = self.callback.place
+        self.devices = devices  # by ordinal; -1 for an eager call
+        self.mesh = mesh
+
+    def __repr__(self) -> str:
+        return f"<call of {self.name} at {self.place}>"
+
+    # --- Hooks -----------------------------------------------------------------------
+
+    def flatten(self, value: Any) -> list[Any]:
+        return _coerce.take_apart(value, self.callback.results.treedef, self.name)
+
+    def coerce(self, number: int, value: Any) -> np.ndarray:
+        aval = self.params.avals[number]
+        where = f"{self.callback.results.paths()[number]} of `{self.name}`"
+        return _coerce.coerce(value, np.dtype(aval.dtype), aval.shape, where)  # type: ignore[no-any-return]
+
+    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
+        return _errors.text_for_xla(error, self.name, self.place, row)
+
+    def on_escape(
+        self, _: Any, held: list[tuple[int, bool]] | None, error: BaseException | None
+    ) -> None:
+        """First without `held`, to let go of what only looks kept; then to raise."""
+        if held is None:
+            while error is not None:
+                # A failed function's frames hold its arguments, and they are about
+                # to be reused: the lines stay, the values go.
+                traceback.clear_frames(error.__traceback__)
+                error = error.__cause__ or error.__context__
+            gc.collect()
+            return
+        names = [
+            self.callback.results.paths()[n].replace("result", "out", 1)
+            if is_result
+            else self.callback.template.paths()[n]
+            for n, is_result in held
+        ]
+        raise _errors.EscapeError(
+            f"hostcall: `{self.name}` kept a view of {', '.join(names)} after it"
+            " returned (itself, a slice, a memoryview, a tensor made from it). With"
+            f" lend={self.callback.lend!r} the memory is XLA's, which reuses it now:"
+            " keep a copy (x.copy()), or drop lend="
+        )
+
+    def on_unwritten(self, _: Any, number: int) -> None:
+        path = self.callback.results.paths()[number].replace("result", "out", 1)
+        aval = self.params.avals[number]
+        raise _errors.UnwrittenError(
+            f"hostcall: `{self.name}` returned None, but did not write all of {path}"
+            f" ({aval.dtype}{list(aval.shape)}). With lend='out' write out[...] = value,"
+            " or return the value"
+        )
+
+
+# --- Costs, kept per function definition ----------------------------------------------
+
+_counters: dict[str, Counters] = {}
+_lock = threading.Lock()
+
+
+def counters_of(fn: Callable[..., Any]) -> Counters:
+    """The counters that all calls of functions from one `def` share.
+
+    Keyed by source, not by object: a fresh lambda a call must not grow memory.
+    """
+    key = source_of(fn)
+    with _lock:
+        found = _counters.get(key)
+        if found is None:
+            found = _counters[key] = Counters()
+        return found
+
+
+def all_counters() -> dict[str, Counters]:
+    with _lock:
+        return dict(_counters)
+
+
+def executor_of(callback: Callback) -> futures.Executor | None:
+    return None if callback.executor is None else callback.executor.value
+

@@ -1,0 +1,87 @@
+"""`where=` for functions that take a whole batch: the False rows are taken out.
+
+With "expand_dims" and "broadcast_all" the function sees the batch axes itself, in
+front. The rows where the mask is True are put one behind the other along the first of
+those axes, the others keep size 1, and the results go back to their places:
+
+    mask (4,)         True  False  True  True
+    argument (4, 3)   row 0        row 2 row 3   ->  (3, 3)
+    unbatched (1, 3)                             ->  (1, 3)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hostcall import _jax
+from hostcall._callback import CallInfo, CallParams
+
+
+class CompressedCall:
+    """Called with (mask, *arrays); gives one full array a result leaf."""
+
+    def __init__(self, params: CallParams, info: CallInfo, device: Any) -> None:
+        self._params = params
+        self._info = info
+        self._device = device
+
+    def __call__(self, mask: np.ndarray, *arrays: np.ndarray) -> tuple[Any, ...]:
+        params, levels = self._params, self._params.levels
+        batch = self._batch(mask, arrays)
+        rows = np.nonzero(np.broadcast_to(mask, batch))
+        count = len(rows[0])
+        outs = [self._filled(i) for i in range(len(params.avals))]
+        if count == 0:
+            return tuple(outs)
+        ones = (1,) * (levels - 1)
+        taken = []
+        for array in arrays:
+            lead, rest = array.shape[:levels], array.shape[levels:]
+            if any(size != 1 for size in lead):
+                full = np.broadcast_to(array, batch + rest)
+                array = full[rows].reshape((count, *ones, *rest))
+            taken.append(array)
+        values = self._call(taken)
+        for i, (out, value) in enumerate(zip(outs, values, strict=True)):
+            rest = params.avals[i].shape[levels:]
+            out[rows] = self._leaf(i, value, (count, *ones, *rest)).reshape(
+                (count, *rest)
+            )
+        return tuple(outs)
+
+    def _batch(self, mask: np.ndarray, arrays: tuple[np.ndarray, ...]) -> Any:
+        levels = self._params.levels
+        return np.broadcast_shapes(
+            mask.shape, *(array.shape[:levels] for array in arrays)
+        )
+
+    def _filled(self, number: int) -> np.ndarray:
+        aval, fill = self._params.avals[number], self._params.callback.fills[number]
+        dtype = np.dtype(aval.dtype)
+        if fill is None:
+            return np.zeros(aval.shape, dtype)
+        row = np.frombuffer(fill, dtype).reshape(aval.shape[self._params.levels :])
+        return np.broadcast_to(row, aval.shape).copy()
+
+    def _call(self, arrays: list[np.ndarray]) -> list[Any]:
+        callback = self._params.callback
+        leaves = []
+        for array, key in zip(arrays, callback.template.keys, strict=True):
+            if key is not None:
+                leaf: Any = _jax.wrap_key(_jax.put_on_device(array, self._device), key)
+            elif callback.arrays == "jax":
+                leaf = _jax.put_on_device(array, self._device)
+            else:
+                leaf = array
+            leaves.append(leaf)
+        args, kwargs = callback.template.fill(leaves)
+        return self._info.flatten(callback.function(*args, **kwargs))
+
+    def _leaf(self, number: int, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+        from hostcall import _coerce
+
+        where = f"{self._params.callback.results.paths()[number]} of `{self._info.name}`"
+        dtype = np.dtype(self._params.avals[number].dtype)
+        return _coerce.coerce(value, dtype, shape, where)  # type: ignore[no-any-return]

@@ -1,0 +1,15 @@
+"""Settings that are not an argument of a call."""
+
+from __future__ import annotations
+
+import os
+
+# At exit, calls under way are waited for so long, in seconds.
+EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
+
+# How many of the exceptions that callbacks raised are kept for `reraise`. They hold
+# their tracebacks, and these the frames' values, so the number is small.
+KEPT_ERRORS = 32
+
+# Threads of the pool that serves vmap_method="parallel" without an executor.
+POOL_WORKERS = int(os.environ.get("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4)))

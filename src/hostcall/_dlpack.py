@@ -1,0 +1,47 @@
+"""What a callback gets for an array with arrays="dlpack"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class DLPackArray:
+    """An array of the host that any DLPack consumer takes without a copy.
+
+    NumPy's own DLPack knows NumPy's dtypes only; this also hands out bfloat16, the
+    float8 kinds and the rest of JAX's.
+
+    Attributes:
+        shape: its sizes.
+        dtype: the NumPy dtype.
+    """
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._array.dtype
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self._array.dtype.kind in "biufc":
+            return self._array.__dlpack__(**options)
+        return jnp.asarray(self._array).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)  # kDLCPU
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._array, dtype=dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return f"DLPackArray(dtype={self.dtype}, shape={self.shape})"

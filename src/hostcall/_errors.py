@@ -1,0 +1,214 @@
+"""What can go wrong, what it says, and where the callback's own exception is kept.
+
+    HostcallError
+    ├── SpecError(ValueError)          the call is written wrong: found at trace time
+    ├── BatchingError(ValueError)      vmap was not told how
+    ├── DerivativeError(ValueError)    a derivative that nobody has given
+    ├── ResultError(ValueError)        the function returned something else
+    ├── EscapeError(RuntimeError)      a lent view was kept
+    ├── UnwrittenError(RuntimeError)   lent memory for results was not written
+    ├── CallTimeoutError(TimeoutError) the function took longer than `timeout=`
+    └── DeadlockError(RuntimeError)    a callback would wait for its own program
+
+The first three are raised to the caller. The others, like whatever the user's
+function raises, fail the program that called: XLA carries only text, so the text
+ends with a number under which the exception object is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import threading
+from collections import OrderedDict
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from hostcall import _config
+
+
+class HostcallError(Exception):
+    """Base of all errors that hostcall itself raises."""
+
+
+class SpecError(HostcallError, ValueError):
+    """A call whose `result`, options or arguments can't mean anything."""
+
+
+class BatchingError(HostcallError, ValueError):
+    """`vmap` of a call that was not told how it batches."""
+
+
+class DerivativeError(HostcallError, ValueError):
+    """A derivative or transposition of a call without a rule for it."""
+
+
+class ResultError(HostcallError, ValueError):
+    """The function returned something else than its `result` says."""
+
+
+class EscapeError(HostcallError, RuntimeError):
+    """A view of lent memory is still referenced after the call."""
+
+
+class UnwrittenError(HostcallError, RuntimeError):
+    """The function returned without writing its lent `out`."""
+
+
+class CallTimeoutError(HostcallError, TimeoutError):
+    """The function took longer than its `timeout=`."""
+
+
+class DeadlockError(HostcallError, RuntimeError):
+    """A callback started a program that would wait for the one that calls it."""
+
+
+_NUMBER = re.compile(r"\[hostcall error (\d+)\]")
+_kept: OrderedDict[int, BaseException] = OrderedDict()
+_numbers = itertools.count(1)
+_last = 0
+_lock = threading.Lock()
+
+
+def keep(exception: BaseException) -> int:
+    """Keeps an exception that a callback raised, and gives its number."""
+    global _last
+    with _lock:
+        number = _last = next(_numbers)
+        _kept[number] = exception
+        while len(_kept) > _config.KEPT_ERRORS:
+            _kept.popitem(last=False)
+    if not isinstance(exception, Exception):
+        _come_out_as_themselves()
+    return number
+
+
+def text_for_xla(exception: BaseException, name: str, place: object, row: tuple) -> str:
+    """The line that JaxRuntimeError shows for an exception of a callback."""
+    message = str(exception)
+    said = type(exception).__name__ + (f": {message}" if message else "")
+    at = f", row {row[0] if len(row) == 1 else row}" if row else ""
+    number = keep(exception)
+    return f"{said} (in callback `{name}`{at}, called at {place}) [hostcall error {number}]"
+
+
+def original(error: BaseException) -> BaseException | None:
+    """The exception behind a JaxRuntimeError that a callback caused, if still kept."""
+    found = _NUMBER.findall(str(error))
+    with _lock:
+        return _kept.get(int(found[-1])) if found else None
+
+
+def last_error() -> BaseException | None:
+    """The exception object that a callback raised last, or None.
+
+    It has its own traceback, into the callback. The newest 32 are kept, across all
+    threads. Cost: none unless something failed.
+    """
+    with _lock:
+        return _kept.get(_last)
+
+
+class reraise(contextlib.ContextDecorator):
+    """Context manager and decorator: the callback's own exception comes out.
+
+    A program whose callback raised fails with `jax.errors.JaxRuntimeError`, since
+    XLA carries only text. Within `reraise` the object that the callback raised is
+    raised in its place, with the traceback into the callback, and the
+    JaxRuntimeError as its `__context__`.
+
+    Leaving without an error waits for everything that JAX has under way, so that a
+    program that was only dispatched inside fails here and not later.
+
+    Raises:
+        BaseException: what the callback raised; of several, the one that JAX
+            reported, else the first.
+
+    Cost: one wait when the block is left; nothing inside it.
+    """
+
+    def __enter__(self) -> reraise:
+        with _lock:
+            self._before = _last
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            try:
+                _wait()
+            except jax.errors.JaxRuntimeError as late:
+                self._raise_for(late)
+            with _lock:
+                news = [n for n in _kept if n > self._before]
+            if news:
+                raise _kept[news[0]]
+        elif isinstance(error, jax.errors.JaxRuntimeError):
+            self._raise_for(error)
+
+    def _raise_for(self, error: BaseException) -> None:
+        found = original(error)
+        if found is not None:
+            raise found
+
+
+def _wait() -> None:
+    """Waits for this thread's effects and for every array that lives."""
+    jax.effects_barrier()
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            try:
+                array.block_until_ready()
+            except jax.errors.JaxRuntimeError:
+                # Of an earlier program; those of this block are in `_kept`.
+                continue
+
+
+# --- KeyboardInterrupt and SystemExit come out as themselves ------------------------
+#
+# XLA carries text, jaxlib's C++ makes a JaxRuntimeError of it, and nothing runs in
+# between. What does run is the class itself: an exception that is raised while
+# another is made takes its place, in every version and on the fast path too. So once
+# a callback has raised one of those two, and only then, making a JaxRuntimeError
+# with its number raises it.
+
+_armed = False
+
+
+def _come_out_as_themselves() -> None:
+    global _armed
+    if _armed:
+        return
+    _armed = True
+    plain = jax.errors.JaxRuntimeError.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        plain(self, *args)
+        if args and isinstance(args[0], str):
+            found = original(Exception(args[0]))
+            if found is not None and not isinstance(found, Exception):
+                raise found
+
+    jax.errors.JaxRuntimeError.__init__ = init  # type: ignore[method-assign]
+
+
+__all__ = [
+    "BatchingError",
+    "CallTimeoutError",
+    "DeadlockError",
+    "DerivativeError",
+    "EscapeError",
+    "HostcallError",
+    "ResultError",
+    "SpecError",
+    "UnwrittenError",
+    "last_error",
+    "reraise",
+]

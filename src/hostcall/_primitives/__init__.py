@@ -1,0 +1,1 @@
+"""hostcall's JAX primitives, one a folder, always in one order."""

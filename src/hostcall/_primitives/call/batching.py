@@ -1,0 +1,154 @@
+"""What vmap makes of a call.
+
+Three ways, by `vmap_method`:
+
+rows (sequential, sequential_unrolled, parallel)
+    The call gets one more batch axis in its grid, and the engine runs the rows: in
+    row order, or all at once. The program stays one call, whatever the batch.
+whole (expand_dims, broadcast_all, legacy_vectorized)
+    The function gets the batch, as one more axis in front.
+the user's
+    A function of JAX code says what the batched call is.
+
+Without a method rows run one after the other, which is right for every function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hostcall import _jax
+from hostcall._callback import CallParams
+from hostcall._errors import BatchingError
+from hostcall._primitives.call.primitive import bind, call_p
+
+WHOLE = ("expand_dims", "broadcast_all", "legacy_vectorized")
+ROWS = ("sequential", "sequential_unrolled", "parallel")
+
+
+def _batch(
+    operands: Sequence[Any], dims: Sequence[int | None], *, params: CallParams
+) -> tuple[list[Any], tuple[int, ...]]:
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    if callable(params.vmap_method):
+        return _batch_by_rule(operands, dims, size, params)
+    moved = [
+        x if d is None else _jax.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    flags = [d is not None for d in dims]
+    if params.vmap_method in WHOLE:
+        return _batch_whole(moved, flags, size, params)
+    return _batch_rows(moved, flags, size, params)
+
+
+_jax.batchers[call_p] = _batch
+
+
+def _batch_rows(
+    operands: list[Any], flags: list[bool], size: int, params: CallParams
+) -> tuple[list[Any], tuple[int, ...]]:
+    """A vmap that is applied later is the outer one: its axis comes first."""
+    before = params.batched or ((),) * len(operands)
+    batched = tuple((f, *b) for f, b in zip(flags, before, strict=True))
+    outs = bind(
+        *operands, params=replace(params, grid=(size, *params.grid), batched=batched)
+    )
+    return outs, (0,) * len(outs)
+
+
+def _batch_whole(
+    operands: list[Any], flags: list[bool], size: int, params: CallParams
+) -> tuple[list[Any], tuple[int, ...]]:
+    method, levels = params.vmap_method, params.levels
+    if method == "legacy_vectorized" and params.masked and flags[0]:
+        raise BatchingError(
+            f"hostcall: `{params.callback.name}` has a where= that differs between"
+            ' rows, and vmap_method="legacy_vectorized", which does not tell batched'
+            ' arguments from others. Use "expand_dims", "broadcast_all" or "sequential"'
+        )
+    widened = []
+    for number, (x, flag) in enumerate(zip(operands, flags, strict=True)):
+        if params.masked and number == 0:
+            widened.append(_widen_mask(x, flag, levels))
+        elif flag or method == "legacy_vectorized":
+            widened.append(x)
+        elif method == "expand_dims":
+            widened.append(jnp.expand_dims(x, 0))
+        else:
+            widened.append(jnp.broadcast_to(x, (size, *x.shape)))
+    avals = tuple(a.update(shape=(size, *a.shape)) for a in params.avals)
+    outs = bind(*widened, params=replace(params, avals=avals, levels=levels + 1))
+    return outs, (0,) * len(outs)
+
+
+def _widen_mask(mask: Any, flag: bool, levels: int) -> Any:
+    """A mask is a scalar for the whole batch, or has an axis for each level."""
+    if not flag and mask.ndim == 0:
+        return mask
+    if not flag:
+        return jnp.expand_dims(mask, 0)
+    if mask.ndim == 1:
+        return mask.reshape(mask.shape + (1,) * levels)
+    return mask
+
+
+def _batch_by_rule(
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    size: int,
+    params: CallParams,
+) -> tuple[list[Any], tuple[int, ...]]:
+    callback = params.callback
+    if params.masked:
+        raise BatchingError(
+            f"hostcall: `{callback.name}` has where= and a vmap_method of your own."
+            " The mask could not reach your rule: give the rule to a call without"
+            ' where=, or use one of the named methods ("sequential", "expand_dims")'
+        )
+    moved = [
+        x if d is None else _jax.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    template, keys = callback.template, callback.template.keys
+    leaves = [
+        x if key is None else _jax.wrap_key(x, key)
+        for x, key in zip(moved, keys, strict=True)
+    ]
+    args, kwargs = template.fill(leaves)
+    in_args, in_kwargs = template.fill([d is not None for d in dims])
+    in_batched: Any = (*in_args, in_kwargs) if kwargs else tuple(in_args)
+    answer = params.vmap_method(size, in_batched, *args, **kwargs)
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise BatchingError(
+            f"hostcall: the vmap_method of `{callback.name}` should return"
+            f" (result, batched), got {type(answer).__name__}. `batched` says for each"
+            " leaf of the result whether it has the batch as its first axis: True for"
+            " all of them, or a tree like the result"
+        )
+    out, out_batched = answer
+    treedef = callback.results.treedef
+    flat = treedef.flatten_up_to(out)
+    if isinstance(out_batched, bool):
+        marks = [out_batched] * len(flat)
+    else:
+        marks = treedef.flatten_up_to(out_batched)
+    outs = []
+    for leaf, mark, aval in zip(flat, marks, params.avals, strict=True):
+        if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
+            leaf = jax.random.key_data(leaf)
+        leaf = jnp.asarray(leaf)
+        want = (size, *aval.shape) if mark else aval.shape
+        if leaf.shape != want or leaf.dtype != aval.dtype:
+            raise BatchingError(
+                f"hostcall: the vmap_method of `{callback.name}` returned"
+                f" {leaf.dtype}{list(leaf.shape)} for a leaf that should be"
+                f" {aval.dtype}{list(want)}"
+            )
+        outs.append(leaf if mark else jnp.broadcast_to(leaf, (size, *aval.shape)))
+    return outs, (0,) * len(outs)

@@ -1,0 +1,93 @@
+"""What the compiler gets: one custom call, and a slot that lives as long as it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hostcall import _jax, _native, _targets
+from hostcall._callback import CallInfo, CallParams
+from hostcall._errors import HostcallError
+from hostcall._order import ORDERED
+from hostcall._primitives.call.primitive import call_p
+
+
+def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
+    _targets.start()
+    client = _jax.lowering_client(ctx)
+    devices = {} if client is None else _by_ordinal(client)
+    info = CallInfo(params, devices, _jax.manual_mesh(ctx))
+    _jax.check_sharding(ctx, params.sharding, info.name)
+    plan, signature = _targets.make_plan(
+        params,
+        ctx.avals_in,
+        info,
+        _targets.host_device(client),
+        packed=True,
+        team=_team(ctx, client, params, info),
+    )
+    slot = _native.Slot(plan)
+    _jax.keep_alive(ctx, slot)
+
+    token, store = None, None
+    if params.order == "ordered":
+        token = _jax.ordered_token(ctx, ORDERED)
+    elif params.order == "unordered":
+        token, store = _jax.chain(ctx)
+    results, token_out = _jax.emit_custom_call(
+        ctx,
+        _targets.TARGET,
+        operands,
+        token=token,
+        returns_token=params.order != "pure",
+        has_side_effect=params.order != "pure",
+        attributes={
+            "slot": np.uint64(slot.number),
+            "signature": np.uint64(signature),
+        },
+    )
+    if params.order == "ordered":
+        _jax.set_ordered_token(ctx, ORDERED, token_out)
+    elif store is not None:
+        store(token_out)
+    return results
+
+
+def _by_ordinal(client: Any) -> dict[int, Any]:
+    return {device.local_hardware_id: device for device in client.local_devices()}
+
+
+def _team(
+    ctx: Any, client: Any, params: CallParams, info: CallInfo
+) -> tuple[int, int, int]:
+    """(mode, size, leader's ordinal) of the devices that come to this call."""
+    devices = _jax.program_devices(ctx)
+    if devices is None or client is None:
+        return _targets.ALONE
+    local = [d for d in devices if d.process_index == client.process_index()]
+    if info.mesh is not None:
+        return (_targets.EACH, len(local), 0)
+    leader = local[0]
+    if params.sharding is not None:
+        (leader,) = params.sharding.device_set
+        if leader not in local:
+            raise HostcallError(
+                f"hostcall: `{info.name}` has sharding={params.sharding}, and its device"
+                f" {leader} is not among those of the program: {devices}"
+            )
+    return (_targets.ONCE, len(local), leader.local_hardware_id)
+
+
+def _refuse(ctx: Any, *operands: Any, params: CallParams) -> NoReturn:
+    del operands
+    platforms = ", ".join(ctx.module_context.platforms)
+    raise HostcallError(
+        f"hostcall: `{params.callback.name}` is called on {platforms}, and the engine"
+        " of this version serves cpu only. Run that part on the CPU"
+        ' (jax.jit(f, device=jax.devices("cpu")[0])), or use jax.pure_callback there'
+    )
+
+
+_jax.register_default_lowering(call_p, _refuse)
+_jax.register_lowering(call_p, _lower, platform="cpu")

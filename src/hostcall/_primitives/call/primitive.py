@@ -1,0 +1,120 @@
+"""The call primitive itself: impl, abstract eval, JVP, transpose."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from hostcall import _errors, _host_device, _jax, _targets
+from hostcall._callback import CallInfo, CallParams
+from hostcall._order import effects_of
+
+call_p = _jax.Primitive("host_call")
+call_p.multiple_results = True
+
+
+def bind(*operands: Any, params: CallParams) -> list[Any]:
+    return call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+
+
+# --- impl -------------------------------------------------------------------------------
+
+
+def _impl(*operands: Any, params: CallParams) -> list[Any]:
+    """Calls the function now. Compiles nothing, and leaves nothing behind.
+
+    The same native code runs as in a compiled program, on NumPy's buffers. What the
+    function raises comes out as it is.
+    """
+    _targets.start()
+    if params.order == "ordered":
+        _jax.wait_for_ordered_effects()
+    place = _result_sharding(operands, params.sharding)
+    device = _host_device.above_here()
+    arrays = [_row_major(operand) for operand in operands]
+    info = CallInfo(params, {-1: _some_device(place)}, mesh=None)
+    plan, _ = _targets.make_plan(params, arrays, info, device, packed=False)
+    try:
+        results = plan.invoke(arrays)
+    except BaseException as error:
+        _errors.keep(error)
+        raise
+    return [jax.device_put(result, place) for result in results]
+
+
+call_p.def_impl(_impl)
+
+
+def _row_major(operand: Any) -> np.ndarray:
+    array = np.asarray(operand)
+    return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def _result_sharding(operands: Any, wanted: Any) -> Any:
+    """Where an eager call's results go: where jit would put them.
+
+    On the mesh of a sharded operand, replicated; else with a committed operand; else
+    to the default device (None).
+    """
+    if wanted is not None:
+        return wanted
+    for operand in operands:
+        if not isinstance(operand, jax.Array) or not _jax.is_committed(operand):
+            continue
+        sharding = operand.sharding
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return jax.sharding.NamedSharding(
+                sharding.mesh, jax.sharding.PartitionSpec()
+            )
+        if len(sharding.device_set) == 1:
+            return sharding
+        return jax.sharding.PositionalSharding(sharding).replicate()
+    return None
+
+
+def _some_device(place: Any) -> Any:
+    if place is not None:
+        return min(place.device_set, key=lambda device: device.id)
+    default = _jax.default_device.value
+    return default if hasattr(default, "client") else jax.local_devices()[0]
+
+
+# --- abstract eval ----------------------------------------------------------------------
+
+
+def _abstract_eval(*operands: Any, params: CallParams) -> tuple[list[Any], set[Any]]:
+    pure = params.order == "pure"
+    avals = _jax.result_avals(params.out_avals, operands, pure)
+    return avals, effects_of(params.order)
+
+
+_jax.def_effectful_abstract_eval(call_p, _abstract_eval)
+
+
+# --- JVP, transpose -----------------------------------------------------------------------
+
+
+def _jvp(primals: Any, tangents: Any, *, params: CallParams) -> NoReturn:
+    del primals, tangents
+    raise _errors.DerivativeError(
+        f"hostcall: the call of `{params.callback.name}` has no derivative"
+        f" ({params.callback.place}). Give one with jax.custom_jvp or jax.custom_vjp"
+        " around the call, or keep the derivative out with"
+        " jax.lax.stop_gradient on its arguments"
+    )
+
+
+def _transpose(cotangents: Any, *operands: Any, params: CallParams) -> NoReturn:
+    del cotangents, operands
+    raise _errors.DerivativeError(
+        f"hostcall: the call of `{params.callback.name}` can't be transposed"
+        f" ({params.callback.place}). If it is linear, say so with"
+        " jax.custom_derivatives.linear_call, or give the cotangents with"
+        " jax.custom_vjp around the call"
+    )
+
+
+_jax.jvps[call_p] = _jvp
+_jax.transposes[call_p] = _transpose

@@ -1,0 +1,296 @@
+"""From a call's parameters to the engine: handlers registered, plans built."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _config, _context, _host_device, _jax, _native, _workers
+from hostcall._callback import CallInfo, CallParams, counters_of, executor_of
+from hostcall._dlpack import DLPackArray
+from hostcall._errors import DeadlockError
+from hostcall._spec import packed_bits
+
+TARGET = "hostcall_call"
+RAW_TARGET = "hostcall_raw"  # benchmarks/: enters Python and nothing else
+
+logger = logging.getLogger("hostcall")
+
+_LEAF, _TUPLE, _LIST, _NOTHING, _TREE = range(5)
+_COPY, _ARGS, _OUT = range(3)
+
+# How the devices of a program make a call (native/team.h).
+ALONE = (0, 1, 0)
+ONCE, EACH = 1, 2
+
+_started = False
+_lock = threading.Lock()
+
+
+def start() -> None:
+    """Makes the engine known to XLA. Called at the first lowering or eager call, never
+    on import: it starts no back end, but it is not free."""
+    global _started
+    if _started:
+        return
+    with _lock:
+        if _started:
+            return
+        handlers = _native.handlers()
+        # The type before the targets that use it, and both before a program that
+        # names them is compiled.
+        jax.ffi.register_ffi_type("hostcall_plan", handlers["type"], platform="cpu")
+        jax.ffi.register_ffi_target(TARGET, handlers["call"], platform="cpu")
+        jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
+        for setting in _jax.ambient_settings():
+            _native.add_ambient_setting(*setting)
+        os.register_at_fork(after_in_child=_native.after_fork)
+        atexit.register(_stop)
+        _started = True
+
+
+def _stop() -> None:
+    """Runs at exit, before JAX's own clean-up: what must run still runs."""
+    if _native.closed():
+        return  # forked child
+    try:
+        _jax.wait_for_ordered_effects()
+    except Exception:
+        logger.exception("a program failed while the process was ending")
+    _native.close()
+    if not _native.wait_idle(_config.EXIT_TIMEOUT):
+        stuck = [f"{info.name} ({age:.0f} s)" for info, _, age, _ in _native.active()]
+        logger.warning(
+            "the process ends while these callbacks are still running: %s",
+            ", ".join(stuck),
+        )
+
+
+# --- Plans ------------------------------------------------------------------------------
+
+
+def signature(params: CallParams, operands: Sequence[Any]) -> int:
+    """A number of the avals and the function's name, equal in all processes.
+
+    A program that was compiled elsewhere names a slot of this process; if another
+    function sits there, the numbers differ and the program is refused.
+    """
+    text = repr(
+        (
+            params.callback.name,
+            [(a.shape, str(a.dtype)) for a in (*operands, *params.avals)],
+            params.grid,
+            params.batched,
+        )
+    )
+    return zlib.crc32(text.encode()) + 1
+
+
+def make_plan(
+    params: CallParams,
+    operands: Sequence[Any],
+    info: CallInfo,
+    device: Any,
+    *,
+    packed: bool,
+    team: tuple[int, int, int] = ALONE,
+) -> tuple[Any, int]:
+    """A native plan, and its signature.
+
+    Args:
+        params: of the equation.
+        operands: their avals, the mask first where there is one.
+        info: gets the engine's questions.
+        device: where JAX code inside the callback runs.
+        packed: whether small elements are packed, as XLA has them and NumPy hasn't.
+        team: (mode, size, leader's ordinal) of the devices that make the call.
+    """
+    callback = params.callback
+    grid = params.grid
+    compressed = compresses(params, operands)
+    native_mask = params.masked and not compressed
+    mask_flags = list(params.batched[0]) if native_mask and grid else None
+    if native_mask and not grid:
+        mask_flags = []
+    arg_operands = operands[1:] if native_mask else operands
+    arg_flags = params.batched[1:] if native_mask else params.batched
+    keys = callback.template.keys
+    if compressed:
+        keys = (None, *keys)
+    converters = [_converter(callback.arrays, key, device) for key in keys]
+    if compressed:
+        converters = [None] * len(keys)
+    args = []
+    for i, operand in enumerate(arg_operands):
+        flags = list(arg_flags[i]) if grid else []
+        dtype = np.dtype(operand.dtype)
+        shape = operand.shape[sum(flags) :]
+        args.append((dtype, shape, *_bits(dtype, packed), flags, converters[i]))
+    results = []
+    for aval, fill in zip(params.avals, callback.fills, strict=True):
+        dtype = np.dtype(aval.dtype)
+        every = [True] * len(grid)
+        row_fill = _tile(fill, aval, params.levels)
+        results.append((dtype, aval.shape, *_bits(dtype, packed), every, row_fill))
+    function, form = _function(params, info, device, compressed)
+    lend = {False: _COPY, True: _ARGS, "out": _OUT}[callback.lend]
+    number = signature(params, operands)
+    plan = _native.make_plan(
+        function=function,
+        args=args,
+        results=results,
+        grid=list(grid),
+        mask=mask_flags,
+        form=form,
+        lend=lend,
+        runner=_runner(params, info, device),
+        hooks=info,
+        out_tree=callback.results.treedef.unflatten if lend == _OUT else None,
+        info=info,
+        device=device,
+        counters=counters_of(callback.function),
+        signature=number,
+        team_mode=team[0],
+        team_size=team[1],
+        team_leader=team[2],
+        guard=None if team == ALONE else _guard(info),
+    )
+    return plan, number
+
+
+_guards: dict[frozenset[Any], _jax.ExecutionGuard] = {}
+
+
+def _guard(info: CallInfo) -> _jax.ExecutionGuard:
+    """The guard for callbacks of programs over these devices: one, since JAX's caches
+    have it in their keys."""
+    devices = frozenset(info.devices.values())
+    if devices not in _guards:
+        _guards[devices] = _jax.ExecutionGuard(devices, _would_wait)
+    return _guards[devices]
+
+
+def _would_wait() -> Exception:
+    return DeadlockError(
+        "hostcall: a callback of a program over several devices started another"
+        " program over some of them. It would wait for ever: those devices are busy"
+        " until the callback returns. Compute with NumPy, or on one device (JAX inside"
+        " a callback has one of its own by default: jnp.asarray(np.asarray(x))), or do"
+        " that part in the program that calls"
+    )
+
+
+def compresses(params: CallParams, operands: Sequence[Any]) -> bool:
+    """Whether the function sees a batch from which `where` removes rows."""
+    return params.masked and params.levels > 0 and operands[0].ndim > len(params.grid)
+
+
+def _bits(dtype: np.dtype, packed: bool) -> tuple[int, bool]:
+    return packed_bits(dtype) if packed else (0, False)
+
+
+def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:
+    """The fill of one row, repeated for the batch axes the function itself sees."""
+    if fill is None:
+        return None
+    batch = int(np.prod(aval.shape[:levels], dtype=np.int64))
+    return fill * batch
+
+
+def _converter(arrays: str, key: Any, device: Any) -> Callable[[Any], Any] | None:
+    if key is not None:
+        return lambda block: _jax.wrap_key(_jax.put_on_device(block, device), key)
+    if arrays == "jax":
+        return lambda array: _jax.put_on_device(array, device)
+    return DLPackArray if arrays == "dlpack" else None
+
+
+def _result_form(treedef: Any) -> int:
+    n = treedef.num_leaves
+    structure = jax.tree_util.tree_structure
+    if treedef == structure(0):
+        return _LEAF
+    if treedef == structure(None):
+        return _NOTHING
+    if n and treedef == structure((0,) * n):
+        return _TUPLE
+    return _TREE
+
+
+def _function(
+    params: CallParams, info: CallInfo, device: Any, compressed: bool
+) -> tuple[Callable[..., Any], int]:
+    """What the engine calls with one array a leaf, and what it gives back."""
+    callback = params.callback
+    fn, template = callback.function, callback.template
+    form = _result_form(callback.results.treedef)
+    if compressed:
+        from hostcall._compress import CompressedCall
+
+        return CompressedCall(params, info, device), _TUPLE
+    if callback.timeout is not None:
+        seconds = callback.timeout
+
+        def limited(*leaves: Any) -> Any:
+            args, kwargs = template.fill(leaves)
+            return _workers.run_with_timeout(
+                lambda: fn(*args, **kwargs),
+                seconds,
+                device,
+                _context.current(),
+                lambda stack: _late(info, leaves, seconds, stack),
+            )
+
+        return limited, form
+    if template.is_flat:
+        return fn, form
+
+    def whole(*leaves: Any, **out: Any) -> Any:
+        args, kwargs = template.fill(leaves)
+        return fn(*args, **kwargs, **out)
+
+    return whole, form
+
+
+def _late(info: CallInfo, leaves: Sequence[Any], seconds: float, stuck: str) -> str:
+    shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in leaves)
+    return (
+        f"hostcall: `{info.name}`({shapes}) took longer than timeout={seconds} s;"
+        f" {stuck}"
+    )
+
+
+def _runner(
+    params: CallParams, info: CallInfo, device: Any
+) -> Callable[[list[Any], list[Any]], list[Any]] | None:
+    """Runs all rows of a "parallel" call at once; None for the other methods."""
+    if params.vmap_method != "parallel" or not params.grid:
+        return None
+    callback = params.callback
+
+    def run(rows: list[Any], indices: list[Any]) -> list[Any]:
+        here = _context.current()
+        currents = [None if here is None else here.at_row(i) for i in indices]
+        return _workers.run_rows(
+            executor_of(callback),
+            callback.function,
+            [callback.template.fill(row) for row in rows],
+            currents,
+            device,
+            callback.timeout,
+            lambda which: _late(info, rows[0], callback.timeout or 0.0, which),
+        )
+
+    return run
+
+
+def host_device(client: Any | None) -> Any:
+    return _host_device.above(client)

@@ -1,0 +1,58 @@
+"""Places in the user's source, for messages."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the user's program.
+
+    Attributes:
+        file: its path as Python knows it.
+        line: counted from 1.
+        function: the function whose body the line is in.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def users_place() -> Place:
+    """The innermost frame of the calling thread that isn't hostcall's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    code = frame.f_code
+    return Place(code.co_filename, frame.f_lineno, code.co_qualname)
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What a reader would call this function."""
+    inner = fn
+    while not hasattr(inner, "__qualname__") and hasattr(inner, "func"):
+        inner = inner.func  # functools.partial
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    return f"partial({name})" if inner is not fn else str(name)
+
+
+def source_of(fn: Callable[..., Any]) -> str:
+    """Name and place of a function: the same for all closures over one `def`."""
+    inner = fn
+    while hasattr(inner, "func") and not hasattr(inner, "__code__"):
+        inner = inner.func
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return name_of(fn)
+    return f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno})"

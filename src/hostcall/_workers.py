@@ -1,0 +1,197 @@
+"""Host code on other threads or processes: vmap_method="parallel" and `timeout=`."""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any
+
+from hostcall import _config, _jax
+from hostcall._errors import CallTimeoutError
+
+_lock = threading.Lock()
+_pool: futures.ThreadPoolExecutor | None = None
+
+# Which thread really runs what another one waits for; `hc.status()` looks here.
+delegates: dict[int, int] = {}
+
+# What `hc.current()` answers on a thread that works for another one.
+_stand_in = threading.local()
+
+
+def stand_in() -> Any | None:
+    return getattr(_stand_in, "current", None)
+
+
+def default_pool() -> futures.ThreadPoolExecutor:
+    """The pool for parallel rows without an `executor=`; made at its first use."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = futures.ThreadPoolExecutor(
+                _config.POOL_WORKERS, thread_name_prefix="hostcall"
+            )
+        return _pool
+
+
+@contextmanager
+def _as_host_code(device: Any, current: Any) -> Iterator[None]:
+    """The calling thread finds what the waiting thread would find in a callback."""
+    saved = [
+        (put_back, swap(device if value is None else value))
+        for kind, swap, put_back, value in _jax.ambient_settings()
+        if kind != _jax.GUARD
+    ]
+    before = stand_in()
+    _stand_in.current = current
+    try:
+        yield
+    finally:
+        _stand_in.current = before
+        for put_back, value in saved:
+            put_back(value)
+
+
+# --- Rows in parallel -----------------------------------------------------------------
+
+# (host device, current) of rows under way, by a number that can be pickled.
+_contexts: dict[int, tuple[Any, Any]] = {}
+_context_numbers = itertools.count()
+
+
+def _run_row(
+    process: int, context: int, fn: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Runs on an executor's thread, here or in another process."""
+    if os.getpid() != process:
+        return fn(*args, **kwargs)
+    device, current = _contexts[context]
+    with _as_host_code(device, current):
+        return fn(*args, **kwargs)
+
+
+def run_rows(
+    executor: futures.Executor | None,
+    fn: Callable[..., Any],
+    rows: list[tuple[tuple[Any, ...], dict[str, Any]]],
+    currents: list[Any],
+    device: Any,
+    timeout: float | None,
+    describe: Callable[[str], str],
+) -> list[Any]:
+    """All rows at once; their results in row order.
+
+    Raises what the first failing row raised, after the others have been cancelled or
+    have ended.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    chosen = executor or default_pool()
+    numbers = []
+    tasks: list[futures.Future[Any]] = []
+    try:
+        for (args, kwargs), current in zip(rows, currents, strict=True):
+            number = next(_context_numbers)
+            _contexts[number] = (device, current)
+            numbers.append(number)
+            tasks.append(chosen.submit(_run_row, os.getpid(), number, fn, args, kwargs))
+        results = []
+        for row, task in enumerate(tasks):
+            left = None if end is None else max(0.0, end - time.monotonic())
+            try:
+                results.append(task.result(left))
+            except (futures.TimeoutError, TimeoutError):
+                if task.done():
+                    raise  # the function's own
+                raise CallTimeoutError(describe(f"row {row} of {len(rows)}")) from None
+        return results
+    except BaseException as error:
+        for task in tasks:
+            task.cancel()
+        if not isinstance(error, CallTimeoutError):
+            futures.wait(tasks)
+        raise
+    finally:
+        for number in numbers:
+            _contexts.pop(number, None)
+
+
+# --- One call with a time limit ---------------------------------------------------------
+
+
+class _Worker(threading.Thread):
+    """Runs one job at a time. A daemon: a job that never ends must not keep the
+    process."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True, name="hostcall-timeout")
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.jobs.get()()
+            with _lock:
+                _idle.append(self)
+
+
+_idle: list[_Worker] = []
+
+
+def run_with_timeout(
+    fn: Callable[[], Any],
+    seconds: float,
+    device: Any,
+    current: Any,
+    describe: Callable[[str], str],
+) -> Any:
+    """`fn()` on a worker; CallTimeoutError with the worker's stack when it is late.
+
+    The worker goes on to the end of a late job, whose result is dropped.
+    """
+    outcome: list[Any] = []
+    done = threading.Event()
+    context = contextvars.copy_context()
+
+    def job() -> None:
+        try:
+            with _as_host_code(device, current):
+                outcome.append((context.run(fn), None))
+        except BaseException as error:
+            outcome.append((None, error))
+        done.set()
+
+    with _lock:
+        worker = _idle.pop() if _idle else None
+    worker = worker or _Worker()
+    waiting = threading.get_ident()
+    assert worker.ident is not None
+    delegates[waiting] = worker.ident
+    try:
+        worker.jobs.put(job)
+        if not done.wait(seconds):
+            raise CallTimeoutError(describe(_stack_of(worker.ident)))
+    finally:
+        delegates.pop(waiting, None)
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def _stack_of(thread: int) -> str:
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "its thread has ended"
+    lines = traceback.format_stack(frame)
+    here = os.path.dirname(os.path.abspath(__file__))
+    users = [line for line in lines if here not in line and "threading.py" not in line]
+    return "it is stuck in:\n" + "".join(users or lines).rstrip()
