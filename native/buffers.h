@@ -15,9 +15,9 @@ inline void UnpackBits(const uint8_t* packed, uint8_t* bytes, int64_t count,
   const uint8_t mask = static_cast<uint8_t>((1u << bits) - 1);
   const uint8_t sign = static_cast<uint8_t>(1u << (bits - 1));
   for (int64_t i = 0; i < count; ++i) {
-    uint8_t v = static_cast<uint8_t>(packed[i / per_byte] >>
-                                     (bits * (i % per_byte))) &
-                mask;
+    uint8_t v =
+        static_cast<uint8_t>(packed[i / per_byte] >> (bits * (i % per_byte))) &
+        mask;
     // ml_dtypes reads a signed element from a byte whose high bits repeat the sign.
     if (is_signed && (v & sign)) v = static_cast<uint8_t>(v | ~mask);
     bytes[i] = v;

@@ -144,8 +144,8 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
   }
   std::shared_ptr<Team> team;
   if (plan->team_mode != TeamMode::kAlone) {
-    team = std::make_shared<Team>(plan->team_mode, plan->team_size,
-                                  plan->team_leader);
+    team =
+        std::make_shared<Team>(plan->team_mode, plan->team_size, plan->team_leader);
   }
   auto* state = new PlanState{std::move(plan), std::move(team)};
   XLA_FFI_State_Set_Args args;

@@ -38,8 +38,8 @@ class Engine {
 
   /// Waits until no call is under way, `seconds` at most. The GIL is not held.
   bool WaitIdle(double seconds) const {
-    const auto end = std::chrono::steady_clock::now() +
-                     std::chrono::duration<double>(seconds);
+    const auto end =
+        std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     while (in_flight_.load() != 0) {
       if (std::chrono::steady_clock::now() > end) return false;
       std::this_thread::sleep_for(std::chrono::microseconds(200));

@@ -1,63 +1,12 @@
 // Layer D. The only way into the user's Python function.
 #pragma once
 
-#include <cstdint>
 #include <string>
-#include <vector>
 
+#include "call_scope.h"
 #include "plan.h"
 
 namespace hostcall {
-
-/// A call under way. Lives on the stack of the thread that makes it, in a list of
-/// all and in a chain of its own thread's; both are touched with the GIL held.
-struct ActiveCall {
-  const Plan* plan = nullptr;
-  const std::vector<int64_t>* row = nullptr;  ///< place in the batch, or null
-  std::vector<int64_t> failed_row;            ///< the place where it failed
-  int device_ordinal = -1;                    ///< -1 where no program runs (eager)
-  int64_t start_ns = 0;
-  unsigned long thread_id = 0;
-  ActiveCall* outer = nullptr;  ///< the call of this thread that encloses this one
-  ActiveCall* prev = nullptr;
-  ActiveCall* next = nullptr;
-};
-
-/// The calling thread's innermost call, or null.
-ActiveCall* CurrentCall();
-/// Head of the list of all calls under way. The GIL is held.
-ActiveCall* AllCalls();
-/// A forked child inherits the list but not the threads it speaks of.
-void ForgetCallsAfterFork();
-
-/// Registers a call for its life, and makes host code's device its default. The
-/// GIL is held when it is made and when it goes.
-class CallScope {
- public:
-  CallScope(const Plan& plan, int device_ordinal);
-  ~CallScope();
-  CallScope(const CallScope&) = delete;
-  CallScope& operator=(const CallScope&) = delete;
-  ActiveCall& call() { return call_; }
-
- private:
-  ActiveCall call_;
-  Ref saved_[4];  ///< what each ambient setting was before
-};
-
-/// What a thread-local setting of JAX's is set to while host code runs.
-enum class Ambient {
-  kFixed,   ///< the value that it was registered with
-  kDevice,  ///< the plan's device
-  kGuard,   ///< the plan's guard; left alone by plans without one
-};
-
-/// Registers one of JAX's settings, by its methods to swap and to set.
-void AddAmbientSetting(Ambient kind, PyObject* swap, PyObject* set,
-                       PyObject* value);
-
-/// Tells that XLA owns the calling thread.
-void MarkForeignThread();
 
 /// Runs all rows of a call. `operands` and `results` point to row-major buffers.
 /// The GIL is held. False with a Python error set.

@@ -48,8 +48,7 @@ Leaf MakeLeaf(const std::vector<int64_t>& grid, nb::tuple spec, bool is_result) 
   }
   leaf.bits = nb::cast<int>(spec[2]);
   leaf.is_signed = nb::cast<bool>(spec[3]);
-  leaf.grid_strides =
-      GridStrides(grid, nb::cast<std::vector<bool>>(spec[4]));
+  leaf.grid_strides = GridStrides(grid, nb::cast<std::vector<bool>>(spec[4]));
   (is_result ? leaf.fill : leaf.convert) = OwnOrNull(spec[5]);
   return leaf;
 }
@@ -86,8 +85,7 @@ PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
   }
   plan->masked = !mask.is_none();
   if (plan->masked) {
-    plan->mask_strides =
-        GridStrides(plan->grid, nb::cast<std::vector<bool>>(mask));
+    plan->mask_strides = GridStrides(plan->grid, nb::cast<std::vector<bool>>(mask));
   }
   plan->form = static_cast<ResultForm>(form);
   plan->lend = static_cast<Lend>(lend);
@@ -131,8 +129,8 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     std::vector<npy_intp> dims(plan.grid.begin(), plan.grid.end());
     dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
     Py_INCREF(leaf.dtype.get());
-    PyObject* array = PyArray_Empty(static_cast<int>(dims.size()), dims.data(),
-                                    leaf.descr(), 0);
+    PyObject* array =
+        PyArray_Empty(static_cast<int>(dims.size()), dims.data(), leaf.descr(), 0);
     if (array == nullptr) throw nb::python_error();
     targets.push_back(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)));
     out.append(nb::steal(array));
@@ -168,9 +166,9 @@ nb::list Active() {
   nb::list calls;
   const int64_t now = NowNs();
   for (const ActiveCall* call = AllCalls(); call != nullptr; call = call->next) {
-    calls.append(nb::make_tuple(
-        nb::borrow(call->plan->info.get()), call->thread_id,
-        static_cast<double>(now - call->start_ns) * 1e-9, RowOf(*call)));
+    calls.append(nb::make_tuple(nb::borrow(call->plan->info.get()), call->thread_id,
+                                static_cast<double>(now - call->start_ns) * 1e-9,
+                                RowOf(*call)));
   }
   return calls;
 }
@@ -216,8 +214,8 @@ NB_MODULE(_native, m) {
       .def_ro("python_ns", &Counters::python_ns)
       .def_ro("gil_wait_ns", &Counters::gil_wait_ns);
 
-  nb::class_<PlanHandle>(m, "Plan")
-      .def("invoke", &InvokeEagerly, nb::arg("operands"));
+  nb::class_<PlanHandle>(m, "Plan").def("invoke", &InvokeEagerly,
+                                        nb::arg("operands"));
   m.def("make_plan", &MakePlan, nb::arg("function"), nb::arg("args"),
         nb::arg("results"), nb::arg("grid"), nb::arg("mask").none(),
         nb::arg("form"), nb::arg("lend"), nb::arg("runner").none(),
@@ -239,8 +237,7 @@ NB_MODULE(_native, m) {
   m.def("closed", [] { return Engine::Get().closed(); });
   m.def("close", [] { Engine::Get().Close(); });
   m.def(
-      "wait_idle",
-      [](double seconds) { return Engine::Get().WaitIdle(seconds); },
+      "wait_idle", [](double seconds) { return Engine::Get().WaitIdle(seconds); },
       nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
   m.def("after_fork", [] {
     Engine::Get().CloseAfterFork();
@@ -248,11 +245,14 @@ NB_MODULE(_native, m) {
   });
   m.def(
       "add_ambient_setting",
-      [](int kind, nb::object swap, nb::object set, nb::object value) {
+      [](int kind, nb::object swap, nb::object set, nb::object get,
+         nb::object value, nb::object unset) {
         AddAmbientSetting(static_cast<Ambient>(kind), swap.ptr(), set.ptr(),
-                          value.is_none() ? nullptr : value.ptr());
+                          get.ptr(), value.is_none() ? nullptr : value.ptr(),
+                          unset.ptr());
       },
-      nb::arg("kind"), nb::arg("swap"), nb::arg("set"), nb::arg("value").none());
+      nb::arg("kind"), nb::arg("swap"), nb::arg("set"), nb::arg("get"),
+      nb::arg("value").none(), nb::arg("unset"));
   m.def(
       "set_raw_function", [](nb::object f) { SetRawFunction(f.ptr()); },
       nb::arg("function"));

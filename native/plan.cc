@@ -5,6 +5,8 @@ namespace hostcall {
 void Plan::Seal() {
   rows = 1;
   for (int64_t size : grid) rows *= size;
+  spares.clear();
+  spares.resize(args.size());
   packed = false;
   bytes_in = bytes_out = 0;
   for (auto* leaves : {&args, &results}) {

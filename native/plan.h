@@ -71,27 +71,29 @@ class Plan : public Mortal {
   Ref coerce;     ///< (leaf number, value) -> array of the leaf's dtype and shape
   Ref on_error;   ///< (exception, info, row) -> text of the error XLA gets
   Ref on_escape;  ///< (info, leaf numbers) -> raises: lent views are still held
-  Ref on_unwritten;  ///< (info, leaf number) -> raises: `out` was not written
-  Ref out_tree;   ///< list of result arrays -> the `out` argument; or null
-  Ref info;       ///< the Python side's description, for errors and status
-  Ref device;     ///< the device that host code finds as its default
-  Ref guard;      ///< refuses programs that would wait for this one; or null
+  Ref on_unwritten;    ///< (info, leaf number) -> raises: `out` was not written
+  Ref out_tree;        ///< list of result arrays -> the `out` argument; or null
+  Ref info;            ///< the Python side's description, for errors and status
+  Ref device;          ///< the device that host code finds as its default
+  Ref guard;           ///< refuses programs that would wait for this one; or null
   Ref counters_owner;  ///< Python object that holds *counters
   Counters* counters = nullptr;
 
   std::vector<Leaf> args;
   std::vector<Leaf> results;
-  std::vector<int64_t> grid;  ///< batch axes, outermost first
-  int64_t rows = 1;           ///< product of grid
-  bool masked = false;        ///< the first operand is the mask
+  /// For each argument an array of an earlier call that nobody kept, or null.
+  mutable std::vector<Ref> spares;
+  std::vector<int64_t> grid;          ///< batch axes, outermost first
+  int64_t rows = 1;                   ///< product of grid
+  bool masked = false;                ///< the first operand is the mask
   std::vector<int64_t> mask_strides;  ///< as Leaf::grid_strides
   ResultForm form = ResultForm::kTree;
   Lend lend = Lend::kCopy;
-  bool packed = false;        ///< some leaf's elements are smaller than a byte
+  bool packed = false;  ///< some leaf's elements are smaller than a byte
   TeamMode team_mode = TeamMode::kAlone;
   int team_size = 1;
   int team_leader = 0;
-  uint64_t signature = 0;     ///< of the avals, checked against the program's
+  uint64_t signature = 0;  ///< of the avals, checked against the program's
   int64_t bytes_in = 0, bytes_out = 0;  ///< of one row
 
   /// Operands that XLA passes: the mask, if any, and the arguments.

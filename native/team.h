@@ -93,15 +93,17 @@ class Team : public std::enable_shared_from_this<Team> {
 
   struct Member {
     int device;
-    std::function<Error()> job;                ///< calls the function
-    std::function<void(const Error&)> finish;  ///< tells XLA
+    std::function<Error()> job;                           ///< calls the function
+    std::function<void(const Error&)> finish;             ///< tells XLA
     std::function<void(const Member& leader)> copy_from;  ///< kOnce
     std::vector<void*> results;
   };
 
   Team(TeamMode mode, int size, int leader,
        std::chrono::milliseconds grace = std::chrono::milliseconds(1000))
-      : mode_(mode), size_(static_cast<size_t>(size)), leader_(leader),
+      : mode_(mode),
+        size_(static_cast<size_t>(size)),
+        leader_(leader),
         grace_(grace) {}
 
   void Arrive(int64_t run, Member member) {
@@ -129,7 +131,8 @@ class Team : public std::enable_shared_from_this<Team> {
     for (const MeetingPtr& open : meetings_) {
       if (open->run != run) continue;
       bool here = false;
-      for (const Member& other : open->members) here |= other.device == member.device;
+      for (const Member& other : open->members)
+        here |= other.device == member.device;
       if (!here) {
         meeting = open;
         break;
@@ -200,7 +203,8 @@ class Team : public std::enable_shared_from_this<Team> {
     std::unique_lock<std::mutex> lock(mutex_);
     if (diverged_) {
       lock.unlock();
-      JobThreads::Get().Run([member = std::move(member)] { member.finish(member.job()); });
+      JobThreads::Get().Run(
+          [member = std::move(member)] { member.finish(member.job()); });
       return;
     }
     MeetingPtr meeting = Join(run, std::move(member));

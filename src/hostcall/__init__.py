@@ -1,15 +1,18 @@
 """hostcall: call Python from compiled JAX programs.
 
     call        a host function with results
-    current     inside a callback: which device, mesh coordinates, row
+    current     inside a callback: device, mesh coordinates, row (a `Current`)
     reraise     the callback's own exception comes out of the program
     last_error  the exception that a callback raised last
-    status      the calls under way, with what each is doing
-    stats       what calls have cost
+    status      the calls under way, with what each is doing (`ActiveCall`s)
+    stats       what calls have cost (`CallStats` by function)
 
 Errors: HostcallError and, below it, SpecError, BatchingError, DerivativeError,
-ResultError, EscapeError, UnwrittenError, CallTimeoutError,
-DeadlockError.
+ResultError, EscapeError, UnwrittenError, CallTimeoutError, DeadlockError.
+
+The map, top to bottom: `_call` checks and flattens, `_primitives/call` is the JAX
+primitive with its rules, `_targets` builds a plan for the engine, `_native` (C++, in
+native/) runs it. `_jax` alone touches JAX's private parts.
 
 The names here are stable. Modules with a leading underscore are not.
 """

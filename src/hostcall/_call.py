@@ -183,9 +183,8 @@ def _check_options(
 
     if order not in ORDERS:
         choose("order", order, ORDERS)
-    if vmap_method is not None and not callable(vmap_method):
-        if vmap_method not in _METHODS:
-            choose("vmap_method", vmap_method, (*_METHODS, None))
+    if not callable(vmap_method) and vmap_method not in (*_METHODS, None):
+        choose("vmap_method", vmap_method, (*_METHODS, None))
     if arrays not in ("numpy", "jax", "dlpack"):
         choose("arrays", arrays, ("numpy", "jax", "dlpack"))
     if lend not in (False, True, "out"):
@@ -231,7 +230,8 @@ def _check_sharding(sharding: Any, name: str) -> Any:
     devices = getattr(sharding, "device_set", None)
     if devices is None or len(devices) != 1:
         raise SpecError(
-            f"hostcall: sharding= of `{name}` should be the sharding of one device, such"
-            f" as jax.sharding.SingleDeviceSharding(device), or 'auto', got {sharding!r}"
+            f"hostcall: sharding= of `{name}` should be the sharding of one device,"
+            " such as jax.sharding.SingleDeviceSharding(device), or 'auto', got"
+            f" {sharding!r}"
         )
     return sharding

@@ -121,15 +121,18 @@ class CallInfo:
     def __repr__(self) -> str:
         return f"<call of {self.name} at {self.place}>"
 
-    # --- Hooks -----------------------------------------------------------------------
+    # --- Hooks ---------------------------------------------------------------------
 
     def flatten(self, value: Any) -> list[Any]:
         return _coerce.take_apart(value, self.callback.results.treedef, self.name)
 
     def coerce(self, number: int, value: Any) -> np.ndarray:
         aval = self.params.avals[number]
-        where = f"{self.callback.results.paths()[number]} of `{self.name}`"
-        return _coerce.coerce(value, np.dtype(aval.dtype), aval.shape, where)  # type: ignore[no-any-return]
+
+        def where() -> str:
+            return f"{self.callback.results.paths()[number]} of `{self.name}`"
+
+        return _coerce.coerce(value, aval.dtype, aval.shape, where)
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
         return _errors.text_for_xla(error, self.name, self.place, row)
@@ -164,12 +167,12 @@ class CallInfo:
         aval = self.params.avals[number]
         raise _errors.UnwrittenError(
             f"hostcall: `{self.name}` returned None, but did not write all of {path}"
-            f" ({aval.dtype}{list(aval.shape)}). With lend='out' write out[...] = value,"
-            " or return the value"
+            f" ({aval.dtype}{list(aval.shape)}). With lend='out' write"
+            " out[...] = value, or return the value"
         )
 
 
-# --- Costs, kept per function definition ----------------------------------------------
+# --- Costs, kept per function definition -------------------------------------------
 
 _counters: dict[str, Counters] = {}
 _lock = threading.Lock()
@@ -195,4 +198,3 @@ def all_counters() -> dict[str, Counters]:
 
 def executor_of(callback: Callback) -> futures.Executor | None:
     return None if callback.executor is None else callback.executor.value
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,16 +36,32 @@ def _words(treedef: Any) -> str:
     return str(treedef).removeprefix("PyTreeDef(").removesuffix(")")
 
 
-def coerce(value: Any, dtype: np.dtype, shape: tuple[int, ...], where: str) -> Any:
+def coerce(
+    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: Callable[[], str]
+) -> np.ndarray:
     """`value` as a row-major array of this dtype and shape.
 
     Takes NumPy arrays and scalars, Python numbers, nested lists, memoryviews,
     jax.Arrays (typed keys for uint32 blocks), and whatever has `__array__` or
     `__dlpack__`. Never changes an integer silently.
 
+    Args:
+        value: a leaf of what the function returned.
+        dtype: what the leaf should have.
+        shape: likewise.
+        where: gives the leaf's path and the function's name, for messages.
+
     Raises:
         ResultError: for another shape, or a dtype that can't become this one.
     """
+    if isinstance(value, jax.Array) and value.dtype == dtype and value.shape == shape:
+        return np.ascontiguousarray(value).reshape(shape)
+    return _coerce(value, dtype, shape, where())
+
+
+def _coerce(
+    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: str
+) -> np.ndarray:
     array = _as_numpy(value, where)
     if array.dtype.kind in "OUSMm":
         raise ResultError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hostcall import _jax
+from hostcall import _coerce, _jax
 from hostcall._callback import CallInfo, CallParams
 
 
@@ -80,8 +80,8 @@ class CompressedCall:
         return self._info.flatten(callback.function(*args, **kwargs))
 
     def _leaf(self, number: int, value: Any, shape: tuple[int, ...]) -> np.ndarray:
-        from hostcall import _coerce
+        def where() -> str:
+            path = self._params.callback.results.paths()[number]
+            return f"{path} of `{self._info.name}`"
 
-        where = f"{self._params.callback.results.paths()[number]} of `{self._info.name}`"
-        dtype = np.dtype(self._params.avals[number].dtype)
-        return _coerce.coerce(value, dtype, shape, where)  # type: ignore[no-any-return]
+        return _coerce.coerce(value, self._params.avals[number].dtype, shape, where)

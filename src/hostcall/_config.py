@@ -12,4 +12,6 @@ EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
 KEPT_ERRORS = 32
 
 # Threads of the pool that serves vmap_method="parallel" without an executor.
-POOL_WORKERS = int(os.environ.get("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4)))
+POOL_WORKERS = int(
+    os.environ.get("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4))
+)

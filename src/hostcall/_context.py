@@ -68,6 +68,4 @@ def _coords(mesh: Any | None, device: Any) -> dict[Any, int]:
     places = np.argwhere(ids == device.id)
     if not len(places):
         return {}
-    return {
-        name: int(i) for name, i in zip(mesh.axis_names, places[0], strict=True)
-    }
+    return {name: int(i) for name, i in zip(mesh.axis_names, places[0], strict=True)}

@@ -86,13 +86,21 @@ def keep(exception: BaseException) -> int:
     return number
 
 
-def text_for_xla(exception: BaseException, name: str, place: object, row: tuple) -> str:
+def text_for_xla(
+    exception: BaseException, name: str, place: object, row: tuple[int, ...]
+) -> str:
     """The line that JaxRuntimeError shows for an exception of a callback."""
-    message = str(exception)
+    number = keep(exception)
+    try:
+        message = str(exception)
+    except Exception as error:  # a text for the user's exception, whatever it does
+        message = f"<its str() raised {type(error).__name__}>"
     said = type(exception).__name__ + (f": {message}" if message else "")
     at = f", row {row[0] if len(row) == 1 else row}" if row else ""
-    number = keep(exception)
-    return f"{said} (in callback `{name}`{at}, called at {place}) [hostcall error {number}]"
+    return (
+        f"{said} (in callback `{name}`{at}, called at {place})"
+        f" [hostcall error {number}]"
+    )
 
 
 def original(error: BaseException) -> BaseException | None:
@@ -171,7 +179,7 @@ def _wait() -> None:
                 continue
 
 
-# --- KeyboardInterrupt and SystemExit come out as themselves ------------------------
+# --- KeyboardInterrupt and SystemExit come out as themselves -----------------------
 #
 # XLA carries text, jaxlib's C++ makes a JaxRuntimeError of it, and nothing runs in
 # between. What does run is the class itself: an exception that is raised while

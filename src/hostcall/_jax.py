@@ -28,14 +28,14 @@ from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import sdy as _sdy
 
-# --- Primitives (_primitives/*) ---------------------------------------------------
+# --- Primitives (_primitives/*) ----------------------------------------------------
 
 Primitive = _core.Primitive
 ShapedArray = _core.ShapedArray
 moveaxis = _batching.moveaxis
-batchers: dict[Any, Callable[..., Any]] = _batching.primitive_batchers
-jvps: dict[Any, Callable[..., Any]] = _ad.primitive_jvps
-transposes: dict[Any, Callable[..., Any]] = _ad.primitive_transposes
+batchers = _batching.primitive_batchers
+jvps = _ad.primitive_jvps
+transposes = _ad.primitive_transposes
 
 
 def def_effectful_abstract_eval(primitive: Any, rule: Callable[..., Any]) -> None:
@@ -59,7 +59,9 @@ def register_default_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
     _mlir.register_lowering(primitive, rule, cacheable=False)
 
 
-def result_avals(avals: Sequence[Any], operands: Sequence[Any], pure: bool) -> list[Any]:
+def result_avals(
+    avals: Sequence[Any], operands: Sequence[Any], pure: bool
+) -> list[Any]:
     """Result avals on the mesh in context, varying as the operands do.
 
     Inside `shard_map` with its check on, JAX follows over which mesh axes a value
@@ -84,7 +86,7 @@ def result_avals(avals: Sequence[Any], operands: Sequence[Any], pure: bool) -> l
     ]
 
 
-# --- Effects (_order) -------------------------------------------------------------
+# --- Effects (_order) --------------------------------------------------------------
 
 Effect = _effects.Effect
 
@@ -105,7 +107,7 @@ def wait_for_ordered_effects() -> None:
     _dispatch.runtime_tokens.block_until_ready()
 
 
-# --- dtypes (_spec, _coerce) ------------------------------------------------------
+# --- dtypes (_spec, _coerce) -------------------------------------------------------
 
 
 def is_key_dtype(dtype: Any) -> bool:
@@ -126,7 +128,7 @@ def wrap_key(data: Any, dtype: Any) -> Any:
     return jax.random.wrap_key_data(data, impl=dtype._impl.name)
 
 
-# --- Lowering (_primitives/call/lowering) -----------------------------------------
+# --- Lowering (_primitives/call/lowering) ------------------------------------------
 
 
 _CHAIN = "hostcall: last token of each block"
@@ -231,9 +233,9 @@ def emit_custom_call(
     inner = ctx.replace(avals_in=avals_in, avals_out=avals_out)
 
     def emit(values: Sequence[Any]) -> Any:
-        return _ffi.build_ffi_lowering_function(target, has_side_effect=has_side_effect)(
-            inner, *values, **attributes
-        )
+        return _ffi.build_ffi_lowering_function(
+            target, has_side_effect=has_side_effect
+        )(inner, *values, **attributes)
 
     devices = program_devices(ctx)
     if devices is None:
@@ -243,7 +245,9 @@ def emit_custom_call(
         _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
         results = list(op.results)
     else:
-        results = _emit_on_each_device(ctx, emit, operands, avals_in, avals_out, devices)
+        results = _emit_on_each_device(
+            ctx, emit, operands, avals_in, avals_out, devices
+        )
     return (results[1:], results[0]) if returns_token else (results, None)
 
 
@@ -296,7 +300,7 @@ def _emit_on_each_device(
     return list(region.results)
 
 
-# --- Host code's own device (_host_device) ----------------------------------------
+# --- Host code's own device (_host_device) -----------------------------------------
 
 default_device = _config.default_device
 
@@ -313,8 +317,8 @@ def make_host_client() -> Any:
 FIXED, DEVICE, GUARD = range(3)
 
 
-def ambient_settings() -> list[tuple[int, Any, Any, Any]]:
-    """(kind, swap, set, value) of the thread-local settings host code has its own of.
+def ambient_settings() -> list[tuple[int, Any, Any, Any, Any]]:
+    """(kind, swap, set, get, value) of the settings that host code has its own of.
 
     A callback may run on the thread that dispatched the program, inside that
     thread's `jax.default_device` and `jax.set_mesh`, which it must not inherit. What
@@ -322,17 +326,20 @@ def ambient_settings() -> list[tuple[int, Any, Any, Any]]:
     """
     home = _config if hasattr(_config, "device_context") else _mesh
     abstract, concrete = home.abstract_mesh_context_manager, home.device_context
+
+    def entry(kind: int, setting: Any, value: Any) -> tuple[int, Any, Any, Any, Any]:
+        return kind, setting.swap_local, setting.set_local, setting.get_local, value
+
     return [
-        (DEVICE, default_device.swap_local, default_device.set_local, None),
-        (FIXED, abstract.swap_local, abstract.set_local, _mesh.empty_abstract_mesh),
-        (FIXED, concrete.swap_local, concrete.set_local, _mesh.empty_concrete_mesh),
-        (
-            GUARD,
-            _config.no_execution.swap_local,
-            _config.no_execution.set_local,
-            None,
-        ),
+        entry(DEVICE, default_device, None),
+        entry(FIXED, abstract, _mesh.empty_abstract_mesh),
+        entry(FIXED, concrete, _mesh.empty_concrete_mesh),
+        entry(GUARD, _config.no_execution, None),
     ]
+
+
+# What `get_local` gives for a setting that the calling thread has not set.
+UNSET = _config.config_ext.unset
 
 
 class ExecutionGuard:
@@ -348,7 +355,9 @@ class ExecutionGuard:
     again; those that have passed get a fast path of their own.
     """
 
-    def __init__(self, devices: frozenset[Any], refuse: Callable[[], Exception]) -> None:
+    def __init__(
+        self, devices: frozenset[Any], refuse: Callable[[], Exception]
+    ) -> None:
         self._devices = devices
         self._refuse = refuse
 
@@ -363,11 +372,14 @@ class ExecutionGuard:
         return False
 
 
-def put_on_device(array: np.ndarray, device: Any) -> jax.Array:
-    """NumPy to jax.Array in 3 us, where `jax.device_put` takes 20."""
+def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax.Array:
+    """NumPy to jax.Array in 3 us, where `jax.device_put` takes 20 to 50.
+
+    The result may share the array's memory: nobody may write to that any more.
+    """
     aval = ShapedArray(array.shape, array.dtype)
     sharding = _single_device_sharding(device)
-    return _xla_client.batched_device_put(aval, sharding, [array], [device])
+    return _xla_client.batched_device_put(aval, sharding, [array], [device], committed)
 
 
 _shardings: dict[Any, Any] = {}
@@ -378,6 +390,14 @@ def _single_device_sharding(device: Any) -> Any:
     if sharding is None:
         sharding = _shardings[device] = jax.sharding.SingleDeviceSharding(device)
     return sharding
+
+
+def here() -> Any:
+    """The device where the calling thread's computations go by default."""
+    default = default_device.value
+    if hasattr(default, "client"):
+        return default
+    return jax.local_devices(backend=default)[0]
 
 
 def is_committed(array: jax.Array) -> bool:

@@ -2,8 +2,8 @@
 
 | order | runs | kept | JAX effect |
 |---|---|---|---|
-| pure | as its results need | by data | none: JAX may drop, merge and repeat it |
-| unordered | exactly once per execution of its place | in straight-line code | `CallEffect` |
+| pure | as results need | by data | none: JAX may drop, merge, repeat |
+| unordered | exactly once | in straight-line code | `CallEffect` |
 | ordered | exactly once | on each device, across programs | `OrderedCallEffect` |
 
 Any effect closes JAX's fast dispatch (3 us without, 35 with, 94 when ordered), so a
@@ -20,14 +20,14 @@ Order = Literal["pure", "unordered", "ordered"]
 ORDERS: tuple[Order, ...] = ("pure", "unordered", "ordered")
 
 
-class CallEffect(_jax.Effect):
+class CallEffect(_jax.Effect):  # type: ignore[misc]
     """A host call that must run, and whose neighbours must stay where they are."""
 
     def __str__(self) -> str:
         return "HostCall"
 
 
-class OrderedCallEffect(_jax.Effect):
+class OrderedCallEffect(_jax.Effect):  # type: ignore[misc]
     """A host call that must run after the ordered call before it."""
 
     def __str__(self) -> str:

@@ -37,7 +37,8 @@ _lock = threading.Lock()
 
 def start() -> None:
     """Makes the engine known to XLA. Called at the first lowering or eager call, never
-    on import: it starts no back end, but it is not free."""
+    on import: it starts no back end, but it is not free.
+    """
     global _started
     if _started:
         return
@@ -51,7 +52,7 @@ def start() -> None:
         jax.ffi.register_ffi_target(TARGET, handlers["call"], platform="cpu")
         jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
         for setting in _jax.ambient_settings():
-            _native.add_ambient_setting(*setting)
+            _native.add_ambient_setting(*setting, _jax.UNSET)
         os.register_at_fork(after_in_child=_native.after_fork)
         atexit.register(_stop)
         _started = True
@@ -74,7 +75,7 @@ def _stop() -> None:
         )
 
 
-# --- Plans ------------------------------------------------------------------------------
+# --- Plans -------------------------------------------------------------------------
 
 
 def signature(params: CallParams, operands: Sequence[Any]) -> int:
@@ -101,9 +102,10 @@ def make_plan(
     device: Any,
     *,
     packed: bool,
+    number: int,
     team: tuple[int, int, int] = ALONE,
-) -> tuple[Any, int]:
-    """A native plan, and its signature.
+) -> Any:
+    """A native plan.
 
     Args:
         params: of the equation.
@@ -111,6 +113,7 @@ def make_plan(
         info: gets the engine's questions.
         device: where JAX code inside the callback runs.
         packed: whether small elements are packed, as XLA has them and NumPy hasn't.
+        number: the call's `signature`; 0 for an eager call, which nobody looks up.
         team: (mode, size, leader's ordinal) of the devices that make the call.
     """
     callback = params.callback
@@ -142,8 +145,7 @@ def make_plan(
         results.append((dtype, aval.shape, *_bits(dtype, packed), every, row_fill))
     function, form = _function(params, info, device, compressed)
     lend = {False: _COPY, True: _ARGS, "out": _OUT}[callback.lend]
-    number = signature(params, operands)
-    plan = _native.make_plan(
+    return _native.make_plan(
         function=function,
         args=args,
         results=results,
@@ -163,7 +165,6 @@ def make_plan(
         team_leader=team[2],
         guard=None if team == ALONE else _guard(info),
     )
-    return plan, number
 
 
 _guards: dict[frozenset[Any], _jax.ExecutionGuard] = {}
@@ -171,7 +172,8 @@ _guards: dict[frozenset[Any], _jax.ExecutionGuard] = {}
 
 def _guard(info: CallInfo) -> _jax.ExecutionGuard:
     """The guard for callbacks of programs over these devices: one, since JAX's caches
-    have it in their keys."""
+    have it in their keys.
+    """
     devices = frozenset(info.devices.values())
     if devices not in _guards:
         _guards[devices] = _jax.ExecutionGuard(devices, _would_wait)

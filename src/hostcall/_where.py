@@ -43,7 +43,11 @@ def name_of(fn: Callable[..., Any]) -> str:
     inner = fn
     while not hasattr(inner, "__qualname__") and hasattr(inner, "func"):
         inner = inner.func  # functools.partial
-    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    name = (
+        getattr(inner, "__qualname__", None)
+        or getattr(inner, "__name__", None)  # a ufunc
+        or type(inner).__qualname__
+    )
     return f"partial({name})" if inner is not fn else str(name)
 
 

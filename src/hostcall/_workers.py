@@ -48,7 +48,7 @@ def _as_host_code(device: Any, current: Any) -> Iterator[None]:
     """The calling thread finds what the waiting thread would find in a callback."""
     saved = [
         (put_back, swap(device if value is None else value))
-        for kind, swap, put_back, value in _jax.ambient_settings()
+        for kind, swap, put_back, _, value in _jax.ambient_settings()
         if kind != _jax.GUARD
     ]
     before = stand_in()
@@ -61,7 +61,7 @@ def _as_host_code(device: Any, current: Any) -> Iterator[None]:
             put_back(value)
 
 
-# --- Rows in parallel -----------------------------------------------------------------
+# --- Rows in parallel --------------------------------------------------------------
 
 # (host device, current) of rows under way, by a number that can be pickled.
 _contexts: dict[int, tuple[Any, Any]] = {}
@@ -124,12 +124,13 @@ def run_rows(
             _contexts.pop(number, None)
 
 
-# --- One call with a time limit ---------------------------------------------------------
+# --- One call with a time limit ----------------------------------------------------
 
 
 class _Worker(threading.Thread):
     """Runs one job at a time. A daemon: a job that never ends must not keep the
-    process."""
+    process.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="hostcall-timeout")

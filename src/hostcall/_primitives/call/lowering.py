@@ -19,12 +19,14 @@ def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
     devices = {} if client is None else _by_ordinal(client)
     info = CallInfo(params, devices, _jax.manual_mesh(ctx))
     _jax.check_sharding(ctx, params.sharding, info.name)
-    plan, signature = _targets.make_plan(
+    signature = _targets.signature(params, ctx.avals_in)
+    plan = _targets.make_plan(
         params,
         ctx.avals_in,
         info,
         _targets.host_device(client),
         packed=True,
+        number=signature,
         team=_team(ctx, client, params, info),
     )
     slot = _native.Slot(plan)
@@ -73,8 +75,8 @@ def _team(
         (leader,) = params.sharding.device_set
         if leader not in local:
             raise HostcallError(
-                f"hostcall: `{info.name}` has sharding={params.sharding}, and its device"
-                f" {leader} is not among those of the program: {devices}"
+                f"hostcall: `{info.name}` has sharding={params.sharding}, and its"
+                f" device {leader} is not among those of the program: {devices}"
             )
     return (_targets.ONCE, len(local), leader.local_hardware_id)
 

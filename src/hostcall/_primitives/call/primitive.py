@@ -19,7 +19,7 @@ def bind(*operands: Any, params: CallParams) -> list[Any]:
     return call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
 
 
-# --- impl -------------------------------------------------------------------------------
+# --- impl --------------------------------------------------------------------------
 
 
 def _impl(*operands: Any, params: CallParams) -> list[Any]:
@@ -34,13 +34,16 @@ def _impl(*operands: Any, params: CallParams) -> list[Any]:
     place = _result_sharding(operands, params.sharding)
     device = _host_device.above_here()
     arrays = [_row_major(operand) for operand in operands]
-    info = CallInfo(params, {-1: _some_device(place)}, mesh=None)
-    plan, _ = _targets.make_plan(params, arrays, info, device, packed=False)
+    home = _some_device(place)
+    info = CallInfo(params, {-1: home}, mesh=None)
+    plan = _targets.make_plan(params, arrays, info, device, packed=False, number=0)
     try:
         results = plan.invoke(arrays)
     except BaseException as error:
         _errors.keep(error)
         raise
+    if place is None:
+        return [_jax.put_on_device(r, home, committed=False) for r in results]
     return [jax.device_put(result, place) for result in results]
 
 
@@ -68,20 +71,22 @@ def _result_sharding(operands: Any, wanted: Any) -> Any:
             return jax.sharding.NamedSharding(
                 sharding.mesh, jax.sharding.PartitionSpec()
             )
-        if len(sharding.device_set) == 1:
-            return sharding
-        return jax.sharding.PositionalSharding(sharding).replicate()
+        return sharding if len(sharding.device_set) == 1 else _first_device(sharding)
     return None
+
+
+def _first_device(sharding: Any) -> Any:
+    device = min(sharding.device_set, key=lambda d: d.id)
+    return jax.sharding.SingleDeviceSharding(device)
 
 
 def _some_device(place: Any) -> Any:
     if place is not None:
         return min(place.device_set, key=lambda device: device.id)
-    default = _jax.default_device.value
-    return default if hasattr(default, "client") else jax.local_devices()[0]
+    return _jax.here()
 
 
-# --- abstract eval ----------------------------------------------------------------------
+# --- abstract eval -----------------------------------------------------------------
 
 
 def _abstract_eval(*operands: Any, params: CallParams) -> tuple[list[Any], set[Any]]:
@@ -93,7 +98,7 @@ def _abstract_eval(*operands: Any, params: CallParams) -> tuple[list[Any], set[A
 _jax.def_effectful_abstract_eval(call_p, _abstract_eval)
 
 
-# --- JVP, transpose -----------------------------------------------------------------------
+# --- JVP, transpose ----------------------------------------------------------------
 
 
 def _jvp(primals: Any, tangents: Any, *, params: CallParams) -> NoReturn:

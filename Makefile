@@ -1,0 +1,67 @@
+# make demo    build, install into .venv, run the main job
+# make test    build, install into .venv, run the tests
+# make bench   print the table of targets, and write docs/benchmarks.md
+# make check   format, lint, types, layers, tests
+# make sanitize  the native tests under ASan and TSan, and the Python ones under ASan
+# make wheel-check  one wheel under both ends of the range of jax
+#
+# PYTHON=python3.12  which Python makes the environment (3.11 or later)
+# VENV=.venv         where
+# JAX="jax==0.10.2"  which jax; empty for the newest that is supported
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?=
+JAX ?=
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
+  \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' -o -name 'py.typed' \))
+
+.PHONY: demo test bench check format sanitize wheel-check clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m hostcall
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks --write docs/benchmarks.md
+
+check: $(VENV)/.installed $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror native/*.cc native/*.h tests/native/*.cc
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layers.py -q
+	$(BIN)/python -m pytest
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i native/*.cc native/*.h tests/native/*.cc
+
+sanitize: $(VENV)/.installed
+	$(MAKE) -C tests/native run
+	scripts/asan.sh $(BIN)/python
+
+wheel-check:
+	scripts/one_wheel.sh "$(PYTHON)"
+
+$(VENV)/.made:
+	scripts/venv.sh "$(PYTHON)" $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made $(SOURCES)
+	scripts/compiler.sh
+	$(BIN)/pip install --quiet --disable-pip-version-check $(JAX) ".[demo,test]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.made pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check \
+	  "ruff>=0.9" "mypy>=1.13" "clang-format>=18"
+	@touch $@
+
+clean:
+	rm -rf build dist .venv .venv-* .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+	$(MAKE) -C tests/native clean

@@ -1,0 +1,116 @@
+#include "arrays.h"
+
+namespace hostcall {
+namespace {
+
+Ref NewArray(const Leaf& leaf, char* data, int flags) {
+  Py_INCREF(leaf.dtype.get());
+  return Ref::Steal(PyArray_NewFromDescr(
+      &PyArray_Type, leaf.descr(), static_cast<int>(leaf.dims.size()),
+      leaf.dims.data(), nullptr, data, flags, nullptr));
+}
+
+Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
+  Ref array =
+      NewArray(leaf, data, writeable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);
+  if (!array) return array;
+  // A base that is no array and exports no writable buffer: see the file's head.
+  Py_INCREF(Py_None);
+  if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()),
+                            Py_None) != 0) {
+    return Ref();
+  }
+  return array;
+}
+
+/// Points a lent array that escaped at a copy of its own, so that at least the
+/// array itself stays safe to touch.
+void Disown(PyObject* array, const Leaf& leaf) {
+  auto* fields = reinterpret_cast<PyArrayObject_fields*>(array);
+  const size_t bytes = static_cast<size_t>(std::max<int64_t>(leaf.row_bytes, 1));
+  char* copy = static_cast<char*>(PyMem_Malloc(bytes));
+  if (copy == nullptr) return;
+  std::memcpy(copy, fields->data, static_cast<size_t>(leaf.row_bytes));
+  PyObject* owner = PyCapsule_New(copy, nullptr, [](PyObject* capsule) {
+    PyMem_Free(PyCapsule_GetPointer(capsule, nullptr));
+  });
+  if (owner == nullptr) {
+    PyErr_Clear();
+    PyMem_Free(copy);
+    return;
+  }
+  fields->data = copy;
+  Py_XSETREF(fields->base, owner);
+}
+
+}  // namespace
+
+bool AsMade(PyObject* object, const Leaf& leaf) {
+  if (Py_REFCNT(object) != 1 || Py_TYPE(object) != &PyArray_Type) return false;
+  auto* fields = reinterpret_cast<PyArrayObject_fields*>(object);
+  constexpr int kFlags = NPY_ARRAY_CARRAY | NPY_ARRAY_OWNDATA;
+  return fields->weakreflist == nullptr && fields->base == nullptr &&
+         fields->descr == leaf.descr() && (fields->flags & kFlags) == kFlags &&
+         fields->nd == static_cast<int>(leaf.dims.size()) &&
+         std::equal(leaf.dims.begin(), leaf.dims.end(), fields->dimensions);
+}
+
+Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare) {
+  Ref array = spare ? std::move(spare) : NewArray(leaf, nullptr, 0);
+  if (array && leaf.row_bytes != 0) {
+    auto* target = reinterpret_cast<PyArrayObject*>(array.get());
+    GilRelease release(leaf.row_bytes >= kReleaseBytes);
+    std::memcpy(PyArray_DATA(target), data, static_cast<size_t>(leaf.row_bytes));
+  }
+  return array;
+}
+
+PyObject* Loan::Lend(size_t number, bool is_result, char* data) {
+  const Leaf& leaf = is_result ? plan_.results[number] : plan_.args[number];
+  Ref array = LentArray(leaf, data, is_result);
+  if (!array) return nullptr;
+  PyObject* borrowed = array.get();
+  entries_.push_back({number, is_result, std::move(array)});
+  return borrowed;
+}
+
+bool Loan::End() {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  const bool failed = type != nullptr;
+  if (failed) PyErr_NormalizeException(&type, &value, &trace);
+  if (failed && trace != nullptr) PyException_SetTraceback(value, trace);
+  bool ok = true;
+  if (AnyHeld()) ok = Report(failed ? value : Py_None);
+  if (failed) {
+    PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+    return false;
+  }
+  return ok;
+}
+
+bool Loan::Report(PyObject* exception) {
+  Ref held = Ref::Steal(PyList_New(0));
+  if (!held) return false;
+  PyObject* stack[] = {plan_.info.get(), Py_None, exception};
+  Ref cleared =
+      Ref::Steal(PyObject_Vectorcall(plan_.on_escape.get(), stack, 3, nullptr));
+  if (!cleared) return false;
+  for (Entry& entry : entries_) {
+    if (!Held(entry)) continue;
+    Disown(entry.array.get(), entry.is_result ? plan_.results[entry.number]
+                                              : plan_.args[entry.number]);
+    Ref item =
+        Ref::Steal(Py_BuildValue("(nO)", static_cast<Py_ssize_t>(entry.number),
+                                 entry.is_result ? Py_True : Py_False));
+    if (!item || PyList_Append(held.get(), item.get()) != 0) return false;
+  }
+  if (PyList_GET_SIZE(held.get()) == 0 || exception != Py_None) return true;
+  stack[1] = held.get();
+  Ref ignored =
+      Ref::Steal(PyObject_Vectorcall(plan_.on_escape.get(), stack, 3, nullptr));
+  return static_cast<bool>(ignored);
+}
+
+}  // namespace hostcall

@@ -1,0 +1,98 @@
+#include "call_scope.h"
+
+#include <utility>
+
+namespace hostcall {
+namespace {
+
+thread_local ActiveCall* t_current = nullptr;
+// On threads that Python did not start, the settings of the last outermost call
+// stay.
+thread_local PyObject* t_device = nullptr;
+thread_local PyObject* t_guard = nullptr;
+thread_local bool t_foreign = false;
+ActiveCall* g_calls = nullptr;  // guarded by the GIL
+
+struct Setting {
+  Ambient kind;
+  PyObject* swap;
+  PyObject* set;
+  PyObject* get;
+  PyObject* value;
+  PyObject* unset;
+};
+constexpr size_t kMaxAmbient = 4;
+Setting g_ambient[kMaxAmbient];
+size_t g_ambient_count = 0;
+
+}  // namespace
+
+ActiveCall* CurrentCall() { return t_current; }
+ActiveCall* AllCalls() { return g_calls; }
+void ForgetCallsAfterFork() {
+  g_calls = nullptr;
+  t_current = nullptr;
+}
+
+void AddAmbientSetting(Ambient kind, PyObject* swap, PyObject* set, PyObject* get,
+                       PyObject* value, PyObject* unset) {
+  if (g_ambient_count == kMaxAmbient) return;
+  for (PyObject* kept : {swap, set, get, value, unset}) Py_XINCREF(kept);
+  g_ambient[g_ambient_count++] = {kind, swap, set, get, value, unset};
+}
+
+CallScope::CallScope(const Plan& plan, int device_ordinal) {
+  call_.plan = &plan;
+  call_.device_ordinal = device_ordinal;
+  call_.thread_id = PyThread_get_thread_ident();
+  call_.outer = t_current;
+  t_current = &call_;
+  call_.next = g_calls;
+  if (g_calls != nullptr) g_calls->prev = &call_;
+  g_calls = &call_;
+  const bool stays = t_foreign && call_.outer == nullptr;
+  if (stays) {
+    if (t_device == plan.device.get() && t_guard == plan.guard.get()) return;
+    t_device = plan.device.get();
+    t_guard = plan.guard.get();
+  }
+  for (size_t i = 0; i < g_ambient_count; ++i) {
+    const Setting& setting = g_ambient[i];
+    PyObject* value = setting.kind == Ambient::kFixed    ? setting.value
+                      : setting.kind == Ambient::kDevice ? plan.device.get()
+                                                         : plan.guard.get();
+    if (value == nullptr) continue;
+    if (setting.kind == Ambient::kFixed && !stays) {
+      // Most threads have never set it; asking is half the price of setting.
+      Ref now = Ref::Steal(PyObject_CallNoArgs(setting.get));
+      if (now.get() == setting.unset) continue;
+      if (!now) PyErr_Clear();
+    }
+    PyObject* stack[] = {value};
+    Ref before = Ref::Steal(PyObject_Vectorcall(setting.swap, stack, 1, nullptr));
+    if (!before) PyErr_WriteUnraisable(setting.swap);
+    if (!stays) saved_[i] = std::move(before);
+  }
+}
+
+CallScope::~CallScope() {
+  // A failing call leaves its error set; putting back must not disturb it.
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  const bool failed = PyErr_Occurred() != nullptr;
+  if (failed) PyErr_Fetch(&type, &value, &trace);
+  for (size_t i = g_ambient_count; i-- > 0;) {
+    if (!saved_[i]) continue;
+    PyObject* stack[] = {saved_[i].get()};
+    Ref done = Ref::Steal(PyObject_Vectorcall(g_ambient[i].set, stack, 1, nullptr));
+    if (!done) PyErr_WriteUnraisable(g_ambient[i].set);
+  }
+  if (failed) PyErr_Restore(type, value, trace);
+  t_current = call_.outer;
+  if (call_.prev != nullptr) call_.prev->next = call_.next;
+  if (call_.next != nullptr) call_.next->prev = call_.prev;
+  if (g_calls == &call_) g_calls = call_.next;
+}
+
+void MarkForeignThread() { t_foreign = true; }
+
+}  // namespace hostcall

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# asan.sh PYTHON: builds the engine with AddressSanitizer and UBSan, and runs the tests
+# of memory, lifetime, dtypes, vmap and devices with it.
+set -eu
+cd "$(dirname "$0")/.."
+python=$(realpath -s "$1")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$python" -m pip install --quiet --disable-pip-version-check nanobind cmake
+cmake=$("$python" -c 'import cmake, os; print(os.path.join(cmake.CMAKE_BIN_DIR, "cmake"))')
+mkdir -p "$work/src"
+cp -r src/hostcall "$work/src/"
+rm -f "$work"/src/hostcall/_native*.so
+flags="-fsanitize=address,undefined -fno-omit-frame-pointer -g -O1"
+"$cmake" -S . -B "$work/build" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+  -DPython_EXECUTABLE="$python" -DCMAKE_CXX_FLAGS="$flags" \
+  -Dnanobind_DIR="$("$python" -m nanobind --cmake_dir)" >"$work/cmake.log" ||
+  { cat "$work/cmake.log"; exit 1; }
+"$cmake" --build "$work/build" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
+cp "$work"/build/_native*.so "$work/src/hostcall/"
+# CPython and XLA keep memory for the process's life: leaks are what test_lifetime.py
+# counts. XLA installs handlers of its own for the signals that ASan would take.
+LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0:allow_user_segv_handler=1:alloc_dealloc_mismatch=0 \
+  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  PYTHONPATH="$work/src" PYTHONMALLOC=malloc \
+  "$python" -m pytest -q -p no:cacheprovider tests/test_memory.py tests/test_vmap.py \
+  tests/test_where.py tests/test_dtypes.py tests/test_errors.py tests/test_sharding.py

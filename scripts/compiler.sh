@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Says what is missing where there is no C++17 compiler.
+set -u
+compiler=${CXX:-c++}
+probe='#include <optional>
+int main() { std::optional<int> x = 0; return *x; }'
+if command -v "$compiler" >/dev/null 2>&1 &&
+  printf '%s\n' "$probe" | "$compiler" -std=c++17 -x c++ -fsyntax-only - 2>/dev/null; then
+  exit 0
+fi
+cat >&2 <<EOF
+hostcall needs a C++17 compiler, and '$compiler' is none.
+On Debian or Ubuntu:  sudo apt-get install g++
+On Fedora:            sudo dnf install gcc-c++
+Or name one:          make CXX=/path/to/clang++ demo
+EOF
+exit 1

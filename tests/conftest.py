@@ -1,0 +1,83 @@
+"""Strictness for every test: four devices, no leftovers, no silent hang."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+
+# Before JAX is imported: four CPU devices, so that sharding is real.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
+import jax
+import pytest
+
+import hostcall as hc
+from hostcall import _errors, _native
+
+HANG_SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    """A test that takes a minute dumps all stacks and ends the run."""
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(no_hang: None) -> Iterator[None]:
+    """Every test ends with no call under way, and no slot that its programs left."""
+    yield
+    jax.effects_barrier()
+    assert hc.status() == []
+    assert _native.in_flight() == 0
+    _errors._kept.clear()  # the newest 32 are kept, with all that their frames hold
+    jax.clear_caches()
+    gc.collect()
+    _native.bury()
+    if _native.live_slots():  # a reference cycle through a frame takes another pass
+        gc.collect()
+    assert _native.live_slots() == 0, "a compiled program outlived its test"
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """The test runs in JAX's 64-bit mode."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_python() -> Run:
+    """Runs a program in a fresh interpreter, with this one's environment and paths."""
+
+    def run(
+        source: str,
+        *args: str,
+        timeout: float = 50,
+        env: dict[str, str] | None = None,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(source), *args],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, **(env or {})},
+        )
+        if check:
+            assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return run

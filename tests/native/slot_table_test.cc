@@ -1,0 +1,197 @@
+// Numbers, counted pointers and the graveyard, alone and under many threads.
+#undef NDEBUG
+#include "slot_table.h"
+
+#include <atomic>
+#include <cassert>
+#include <cstdio>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+using hostcall::Counted;
+using hostcall::Graveyard;
+using hostcall::Mortal;
+using hostcall::SlotTable;
+
+namespace {
+
+std::atomic<int> g_alive{0};
+thread_local bool t_burying = false;
+
+/// May be destroyed only where somebody buries, as a plan may.
+struct Thing : Mortal {
+  explicit Thing(int v) : value(v) { ++g_alive; }
+  ~Thing() override {
+    assert(t_burying);
+    assert(value >= 0);
+    value = -1;
+    --g_alive;
+  }
+  int value;
+};
+
+Counted<Thing> Make(int value) { return Counted<Thing>::Adopt(new Thing(value)); }
+
+void Bury() {
+  t_burying = true;
+  Graveyard::Get().Bury();
+  t_burying = false;
+}
+
+void TheSmallestFreeNumberIsGiven() {
+  SlotTable<Thing> table;
+  for (uint64_t i = 1; i <= 5; ++i) assert(table.Add(Make(1)) == i);
+  table.Remove(4);
+  table.Remove(2);
+  assert(table.live() == 3);
+  assert(table.Add(Make(1)) == 2);
+  assert(table.Add(Make(1)) == 4);
+  assert(table.Add(Make(1)) == 6);
+  for (uint64_t i = 1; i <= 6; ++i) table.Remove(i);
+  assert(table.live() == 0);
+  assert(table.Add(Make(1)) == 1);
+  table.Remove(1);
+  Bury();
+  assert(g_alive == 0);
+}
+
+void UnknownNumbersFindNothing() {
+  SlotTable<Thing> table;
+  assert(!table.Find(0) && !table.Find(1) && !table.Find(~0ull));
+  const uint64_t number = table.Add(Make(7));
+  assert(table.Find(number)->value == 7);
+  assert(!table.Find(number + 1));
+  table.Remove(0);
+  table.Remove(number + 1);
+  assert(table.live() == 1);
+  table.Remove(number);
+  table.Remove(number);
+  assert(table.live() == 0);
+  assert(!table.Find(number));
+  Bury();
+  assert(g_alive == 0);
+}
+
+void WhatWasFoundOutlivesItsRemoval() {
+  SlotTable<Thing> table;
+  const uint64_t number = table.Add(Make(3));
+  {
+    Counted<Thing> found = table.Find(number);
+    table.Remove(number);
+    Bury();
+    assert(g_alive == 1 && found->value == 3);
+  }
+  assert(g_alive == 1);  // dead, and waiting for somebody who may bury
+  Bury();
+  assert(g_alive == 0);
+}
+
+void CountsSurviveCopyMoveAndAssignment() {
+  {
+    Counted<Thing> a = Make(1), b = Make(2);
+    Counted<Thing> copy = a;
+    Counted<Thing> moved = std::move(b);
+    assert(!b && moved->value == 2);
+    a = moved;
+    assert(a.get() == moved.get() && copy->value == 1);
+    Counted<Thing>& alias = a;
+    a = alias;  // to itself
+    assert(a->value == 2);
+    copy = {};
+    Bury();
+    assert(g_alive == 1);
+    a = std::move(moved);
+    assert(a->value == 2 && !moved);
+  }
+  Bury();
+  assert(g_alive == 0);
+}
+
+void BuryingTakesAllThatArePushed() {
+  for (int i = 0; i < 1000; ++i) Make(i);
+  assert(g_alive == 1000);
+  Bury();
+  assert(g_alive == 0);
+  Bury();
+}
+
+/// Threads lower programs, look plans up and run them, and drop them, while one buries.
+void ManyThreads() {
+  constexpr int kThreads = 8, kSteps = 3000;
+  SlotTable<Thing> table;
+  std::atomic<uint64_t> shared[16] = {};
+  std::atomic<bool> stop{false};
+  std::thread burier([&stop] {
+    while (!stop) Bury();
+  });
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&table, &shared, t] {
+      std::mt19937 random(static_cast<uint32_t>(t));
+      std::vector<std::pair<uint64_t, int>> mine;
+      for (int i = 0; i < kSteps; ++i) {
+        const int value = t * kSteps + i;
+        mine.emplace_back(table.Add(Make(value)), value);
+        shared[random() % 16] = mine.back().first;
+        // A number of somebody else's: there or gone, but never a dead object.
+        if (Counted<Thing> other = table.Find(shared[random() % 16])) {
+          assert(other->value >= 0);
+        }
+        if (random() % 4 != 0) {
+          const size_t k = random() % mine.size();
+          assert(table.Find(mine[k].first)->value == mine[k].second);
+          table.Remove(mine[k].first);
+          mine.erase(mine.begin() + static_cast<std::ptrdiff_t>(k));
+        }
+      }
+      for (const auto& entry : mine) {
+        assert(table.Find(entry.first)->value == entry.second);
+        table.Remove(entry.first);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  stop = true;
+  burier.join();
+  assert(table.live() == 0);
+  Bury();
+  assert(g_alive == 0);
+}
+
+/// The race of the header: each round one thread finds while another removes.
+void FindRacesRemove() {
+  for (int round = 0; round < 500; ++round) {
+    SlotTable<Thing> table;
+    const uint64_t number = table.Add(Make(round));
+    std::atomic<int> ready{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 3; ++t) {
+      threads.emplace_back([&, t] {
+        ++ready;
+        while (ready < 3) std::this_thread::yield();
+        if (t == 0) return table.Remove(number);
+        Counted<Thing> found = table.Find(number);
+        Bury();
+        if (found) assert(found->value == round);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    Bury();
+    assert(g_alive == 0);
+  }
+}
+
+}  // namespace
+
+int main() {
+  TheSmallestFreeNumberIsGiven();
+  UnknownNumbersFindNothing();
+  WhatWasFoundOutlivesItsRemoval();
+  CountsSurviveCopyMoveAndAssignment();
+  BuryingTakesAllThatArePushed();
+  ManyThreads();
+  FindRacesRemove();
+  std::puts("slot_table: ok");
+}

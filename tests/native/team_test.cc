@@ -1,0 +1,315 @@
+// The devices of one program at one of its calls, played by threads.
+#undef NDEBUG
+#include "visit.h"
+
+#include <algorithm>
+#include <cassert>
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+using hostcall::Barrier;
+using hostcall::Gate;
+using hostcall::Team;
+using hostcall::TeamMode;
+using hostcall::Visit;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr milliseconds kForEver{600'000};
+
+std::shared_ptr<Team> MakeTeam(TeamMode mode, int size, int leader = 0,
+                               milliseconds grace = kForEver) {
+  return std::make_shared<Team>(mode, size, leader, grace);
+}
+
+// --- kOnce ---------------------------------------------------------------------------
+
+void TheLeaderCallsForAll(int leader, std::vector<int> order) {
+  auto team = MakeTeam(TeamMode::kOnce, 4, leader);
+  Visit visits[4];
+  for (int device : order) {
+    team->Arrive(1, visits[device].Member(device, [&visits, leader] {
+      visits[leader].value = 42;
+      return std::string();
+    }));
+  }
+  for (int device = 0; device < 4; ++device) {
+    visits[device].gate.Wait();
+    assert(visits[device].error.empty());
+    assert(visits[device].value == 42);
+    assert(visits[device].ran == (device == leader));
+    assert(visits[device].copied == (device != leader));
+  }
+}
+
+void TheLeaderWaitsUntilAllHaveCopied() {
+  auto team = MakeTeam(TeamMode::kOnce, 2);
+  Visit leader, follower;
+  team->Arrive(1, leader.Member(0, [&leader] {
+    leader.value = 5;
+    return std::string();
+  }));
+  while (!leader.ended) std::this_thread::yield();
+  std::this_thread::sleep_for(milliseconds(20));
+  assert(leader.finished == 0);  // its buffer is still needed
+  team->Arrive(1, follower.Member(1, [] { return std::string("never runs"); }));
+  follower.gate.Wait();
+  leader.gate.Wait();
+  assert(follower.value == 5);
+}
+
+void TheLeadersErrorIsEverybodys() {
+  auto team = MakeTeam(TeamMode::kOnce, 3, 1);
+  Visit visits[3];
+  for (int device = 0; device < 3; ++device) {
+    team->Arrive(1, visits[device].Member(device, [] { return std::string("bad"); }));
+  }
+  for (Visit& visit : visits) {
+    visit.gate.Wait();
+    assert(visit.error == "bad" && !visit.copied);
+  }
+}
+
+/// Many programs run at once; each device comes to the place again and again.
+void ManyRuns(TeamMode mode) {
+  constexpr int kRuns = 6, kDevices = 4, kCalls = 60;
+  auto team = MakeTeam(mode, kDevices, 2);
+  auto all = std::make_unique<Visit[][kCalls][kDevices]>(kRuns);
+  std::vector<std::thread> threads;
+  for (int run = 0; run < kRuns; ++run) {
+    for (int device = 0; device < kDevices; ++device) {
+      threads.emplace_back([&all, &team, mode, run, device] {
+        std::mt19937 random(static_cast<uint32_t>(run * 31 + device));
+        for (int call = 0; call < kCalls; ++call) {
+          if (random() % 8 == 0) std::this_thread::sleep_for(milliseconds(1));
+          Visit& visit = all[run][call][device];
+          const bool fails = (call + run) % 7 == 0 && device == 2;
+          team->Arrive(run, visit.Member(device, [&visit, run, call, fails] {
+            visit.value = run * kCalls + call;
+            return fails ? "run " + std::to_string(run) : std::string();
+          }));
+          visit.gate.Wait();
+          const bool failed = (call + run) % 7 == 0;
+          assert(visit.error == (failed ? "run " + std::to_string(run) : ""));
+          if (!failed) assert(visit.value == run * kCalls + call);
+          assert(visit.ran == (mode == TeamMode::kEach || device == 2));
+        }
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// --- kEach ---------------------------------------------------------------------------
+
+void EachCallsAndAllLeaveTogether() {
+  auto team = MakeTeam(TeamMode::kEach, 4);
+  Visit visits[4];
+  Barrier barrier(4);  // functions may wait for each other
+  Gate slow;
+  for (int device = 0; device < 4; ++device) {
+    team->Arrive(1, visits[device].Member(device, [&, device] {
+      barrier.Wait();
+      if (device == 3) slow.Wait();
+      return std::string();
+    }));
+  }
+  for (int device = 0; device < 3; ++device) {
+    while (!visits[device].ended) std::this_thread::yield();
+  }
+  std::this_thread::sleep_for(milliseconds(20));
+  for (Visit& visit : visits) assert(visit.finished == 0);
+  slow.Open();
+  for (Visit& visit : visits) {
+    visit.gate.Wait();
+    assert(visit.ran && visit.error.empty() && !visit.copied);
+  }
+}
+
+void OneErrorIsEverybodys() {
+  for (int failing = 0; failing < 4; ++failing) {
+    auto team = MakeTeam(TeamMode::kEach, 4);
+    Visit visits[4];
+    for (int device = 0; device < 4; ++device) {
+      team->Arrive(1, visits[device].Member(device, [device, failing] {
+        return device == failing ? std::string("shard") : std::string();
+      }));
+    }
+    for (Visit& visit : visits) {
+      visit.gate.Wait();
+      assert(visit.error == "shard");
+    }
+    // The next call of the same place starts afresh.
+    Visit again[4];
+    for (int device = 0; device < 4; ++device) {
+      team->Arrive(1, again[device].Member(device, [] { return std::string(); }));
+    }
+    for (Visit& visit : again) {
+      visit.gate.Wait();
+      assert(visit.error.empty());
+    }
+  }
+}
+
+/// Those that have come are waited for without limit, whatever the grace.
+void SlowFunctionsAreNoDivergence() {
+  auto team = MakeTeam(TeamMode::kEach, 3, 0, milliseconds(1));
+  Visit visits[3];
+  Gate arrived;
+  for (int device = 0; device < 3; ++device) {
+    team->Arrive(1, visits[device].Member(device, [&arrived, device] {
+      arrived.Wait();
+      if (device == 1) std::this_thread::sleep_for(milliseconds(60));
+      return device == 1 ? std::string("late but here") : std::string();
+    }));
+  }
+  arrived.Open();
+  for (Visit& visit : visits) {
+    visit.gate.Wait();
+    assert(visit.error == "late but here");
+  }
+}
+
+void AMemberThatComesLateIsWaitedFor() {
+  auto team = MakeTeam(TeamMode::kEach, 3);
+  Visit visits[3];
+  for (int device = 0; device < 2; ++device) {
+    team->Arrive(1, visits[device].Member(device, [] { return std::string(); }));
+  }
+  for (int device = 0; device < 2; ++device) {
+    while (!visits[device].ended) std::this_thread::yield();
+  }
+  std::this_thread::sleep_for(milliseconds(20));
+  assert(visits[0].finished == 0 && visits[1].finished == 0);
+  team->Arrive(1, visits[2].Member(2, [] { return std::string("last"); }));
+  for (Visit& visit : visits) {
+    visit.gate.Wait();
+    assert(visit.error == "last");
+  }
+}
+
+void AMissingMemberEndsTheWaiting() {
+  auto team = MakeTeam(TeamMode::kEach, 3, 0, milliseconds(30));
+  Visit visits[3];
+  for (int device = 0; device < 2; ++device) {
+    team->Arrive(1, visits[device].Member(device, [device] {
+      return device == 0 ? std::string("own") : std::string();
+    }));
+  }
+  visits[0].gate.Wait();
+  visits[1].gate.Wait();
+  assert(visits[0].error == "own");
+  assert(visits[1].error.empty());  // nobody knows whether all will come
+  // Who comes now is served alone, and so is everybody from now on.
+  team->Arrive(1, visits[2].Member(2, [] { return std::string("third"); }));
+  visits[2].gate.Wait();
+  assert(visits[2].error == "third");
+  // Errors are no longer shared, even where all are there.
+  Visit again[3];
+  Gate gate;
+  for (int device = 0; device < 3; ++device) {
+    team->Arrive(2, again[device].Member(device, [&gate, device] {
+      gate.Wait();
+      return device == 2 ? std::string("alone") : std::string();
+    }));
+  }
+  gate.Open();
+  for (int device = 0; device < 3; ++device) {
+    again[device].gate.Wait();
+    assert(again[device].error == (device == 2 ? "alone" : ""));
+  }
+}
+
+/// A job that is under way when the others stop waiting ends with its own error.
+void DivergenceDuringAJob() {
+  auto team = MakeTeam(TeamMode::kEach, 3, 0, milliseconds(10));
+  Visit quick, slow;
+  Gate gate;
+  team->Arrive(1, slow.Member(1, [&gate] {
+    gate.Wait();
+    return std::string("slow");
+  }));
+  team->Arrive(1, quick.Member(0, [] { return std::string(); }));
+  quick.gate.Wait();
+  assert(quick.error.empty() && slow.finished == 0);
+  gate.Open();
+  slow.gate.Wait();
+  assert(slow.error == "slow");
+}
+
+/// Arrivals on both sides of the grace: everybody is told once, whoever was missed.
+void ArrivalsAroundTheGrace() {
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    auto team = MakeTeam(TeamMode::kEach, 4, 0, milliseconds(2));
+    Visit visits[3][4];
+    std::vector<std::thread> threads;
+    for (int device = 0; device < 4; ++device) {
+      threads.emplace_back([&team, &visits, seed, device] {
+        std::mt19937 random(seed * 4 + static_cast<uint32_t>(device));
+        for (auto& call : visits) {
+          std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
+          team->Arrive(1, call[device].Member(device, [device] {
+            return device == 0 ? std::string("zero") : std::string();
+          }));
+          call[device].gate.Wait();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (auto& call : visits) {
+      assert(call[0].error == "zero");
+      for (int device = 1; device < 4; ++device) {
+        assert(call[device].error.empty() || call[device].error == "zero");
+        assert(call[device].finished == 1 && call[device].ended);
+      }
+    }
+  }
+}
+
+void TheTeamMayGoBeforeItsCallsEnd(TeamMode mode) {
+  Visit visits[2];
+  Gate gate;
+  {
+    auto team = MakeTeam(mode, 2);
+    for (int device = 0; device < 2; ++device) {
+      team->Arrive(1, visits[device].Member(device, [&gate] {
+        gate.Wait();
+        return std::string();
+      }));
+    }
+  }
+  gate.Open();
+  for (Visit& visit : visits) {
+    visit.gate.Wait();
+    assert(visit.error.empty());
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::vector<int> order = {0, 1, 2, 3};
+  do {
+    for (int leader = 0; leader < 4; ++leader) TheLeaderCallsForAll(leader, order);
+  } while (std::next_permutation(order.begin(), order.end()));
+  TheLeaderWaitsUntilAllHaveCopied();
+  TheLeadersErrorIsEverybodys();
+  ManyRuns(TeamMode::kOnce);
+  EachCallsAndAllLeaveTogether();
+  OneErrorIsEverybodys();
+  SlowFunctionsAreNoDivergence();
+  AMemberThatComesLateIsWaitedFor();
+  AMissingMemberEndsTheWaiting();
+  DivergenceDuringAJob();
+  ManyRuns(TeamMode::kEach);
+  ArrivalsAroundTheGrace();
+  TheTeamMayGoBeforeItsCallsEnd(TeamMode::kOnce);
+  TheTeamMayGoBeforeItsCallsEnd(TeamMode::kEach);
+  std::puts("team: ok");
+}

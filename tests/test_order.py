@@ -1,0 +1,356 @@
+"""What ran, how often, and in which order."""
+
+import random
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import hostcall as hc
+
+ANY = jax.ShapeDtypeStruct((), jnp.int32)
+EFFECTS = pytest.mark.parametrize("order", ["unordered", "ordered"])
+
+
+class Log(list):
+    """Grows by one entry a call: the argument, or what `key` makes of it."""
+
+    def __init__(self, order, key=int, wait=None):
+        super().__init__()
+        self.order, self.key, self.wait = order, key, wait
+
+    def __call__(self, *args, result=ANY, **options):
+        return hc.call(self.host, result, *args, order=self.order, **options)
+
+    def tell(self, *args):
+        """A call without results."""
+        hc.call(self.silent, None, *args, order=self.order)
+
+    def silent(self, *args):
+        self.host(*args)
+
+    def host(self, number, *rest):
+        if self.wait is not None:
+            time.sleep(self.wait())
+        self.append(self.key(number))
+        return np.int32(number)
+
+
+def upset():
+    """Up to 0.3 ms, to upset an order that nothing holds."""
+    return random.random() * 3e-4
+
+
+# --- Exactly once ------------------------------------------------------------------------
+
+
+@EFFECTS
+def test_equal_calls_are_neither_merged_nor_dropped(order):
+    log = Log(order)
+
+    @jax.jit
+    def f(x):
+        a, b = log(x), log(x)
+        log.tell(x)
+        log(x)
+        return a + b
+
+    assert f(7) == 14
+    jax.effects_barrier()
+    assert log == [7, 7, 7, 7]
+
+
+@EFFECTS
+def test_loop_invariant_call_runs_every_time_round(order):
+    log = Log(order)
+    f = jax.jit(lambda x: lax.fori_loop(0, 10, lambda _, c: c + log(x) * 0 + 1, 0))
+    assert f(3) == 10
+    jax.effects_barrier()
+    assert log == [3] * 10
+
+
+@EFFECTS
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_calls_without_arguments_and_results(order, wrap):
+    count = []
+    f = wrap(lambda: [hc.call(lambda: count.append(1), None, order=order)] * 2)
+    for _ in range(3):
+        assert f() == [None, None]
+    jax.effects_barrier()
+    assert len(count) == 3
+
+
+# --- Unordered: straight-line code -------------------------------------------------------
+
+
+@pytest.mark.parametrize("results", [True, False], ids=["results", "silent"])
+def test_straight_line_unordered_calls_come_in_program_order(results):
+    log = Log("unordered", wait=upset)
+    block = jnp.ones(2048)
+
+    @jax.jit
+    def f(x):
+        outs = []
+        for n in range(20):
+            block = x * n + n  # 8 KiB, and ready in no particular order
+            if results:
+                outs.append(log(n, block, jnp.sin(block)))
+            else:
+                log.tell(n, block, jnp.sin(block))
+        return outs
+
+    for _ in range(50):
+        log.clear()
+        jax.block_until_ready(f(block))
+        jax.effects_barrier()
+        assert log == list(range(20))
+
+
+def test_unordered_calls_of_a_loop_body_come_in_program_order():
+    log = Log("unordered", wait=upset)
+
+    @jax.jit
+    def f(x):
+        def body(i, c):
+            return c + sum(log(i * 5 + n, x + n) for n in range(5)) * 0
+
+        return lax.fori_loop(0, 20, body, 0)
+
+    f(jnp.ones(1024)).block_until_ready()
+    jax.effects_barrier()
+    assert log == list(range(100))
+
+
+@pytest.mark.parametrize("name", ["one function", "several functions", "mixed"])
+def test_unordered_calls_in_nested_jitted_functions_come_in_program_order(name):
+    log = Log("unordered", wait=upset)
+
+    def once(n, x):
+        return log(n, jnp.sin(x * n))
+
+    same = jax.jit(once)
+
+    @jax.jit
+    def f(x):
+        outs = []
+        for n in range(10):
+            inner = same if name == "one function" else jax.jit(lambda n, x: once(n, x))
+            if name == "mixed" and n % 2:
+                inner = once
+            outs.append(inner(n, x))
+        return outs
+
+    for _ in range(20):
+        log.clear()
+        jax.block_until_ready(f(jnp.ones(1024)))
+        jax.effects_barrier()
+        assert log == list(range(10))
+
+
+# --- Ordered -----------------------------------------------------------------------------
+
+
+def test_ordered_calls_keep_program_order_across_control_flow():
+    log = Log("ordered", wait=upset)
+
+    @jax.jit
+    def inner(x):
+        log(x)
+        log.tell(x + 1)
+        return x + 2
+
+    def program(x, scan, cond, while_loop, inner):
+        x = inner(x)
+
+        def step(c, _):
+            c = inner(c)
+            return cond(
+                c % 4 == 0, lambda v: inner(inner(v)), lambda v: log(v) + 1, c
+            ), None
+
+        x, _ = scan(step, x, 5)
+        log.tell(x)
+        x = while_loop(
+            lambda v: log(v) < 60,
+            lambda v: cond(v % 3 == 0, lambda u: u + 1, lambda u: inner(u) + 3, v),
+            x,
+        )
+        return inner(x)
+
+    # The oracle: the same program with Python's own control flow, eagerly.
+    def plain_scan(step, carry, n):
+        for _ in range(n):
+            carry, _ = step(carry, None)
+        return carry, None
+
+    def plain_while(condition, body, value):
+        while condition(value):
+            value = body(value)
+        return value
+
+    want = program(
+        jnp.int32(0),
+        plain_scan,
+        lambda p, t, f, v: t(v) if p else f(v),
+        plain_while,
+        inner.__wrapped__,
+    )
+    plain = list(log)
+    assert len(plain) > 20
+    log.clear()
+    f = jax.jit(
+        lambda x: program(
+            x,
+            lambda step, c, n: lax.scan(step, c, None, length=n),
+            lax.cond,
+            lax.while_loop,
+            inner,
+        )
+    )
+    got = f(0)
+    jax.effects_barrier()
+    assert (got, list(log)) == (want, plain)
+
+
+def test_ordered_calls_keep_order_across_dispatches():
+    log = Log("ordered", wait=upset)
+    functions = [
+        jax.jit(lambda n, x, k=k: (log(n), log.tell(n + 1), x @ x + k)[2])
+        for k in range(3)
+    ]
+    x = jnp.eye(100)
+    for n in range(0, 120, 2):
+        functions[n % 3](n, x)  # nobody waits for it
+    jax.effects_barrier()
+    assert log == list(range(120))
+
+
+def test_eager_ordered_calls_come_after_what_was_dispatched():
+    log = Log("ordered", wait=lambda: 2e-3)
+    f = jax.jit(lambda n: lax.fori_loop(0, 3, lambda i, c: c + log(n + i), 0))
+    for n in range(0, 40, 4):
+        f(n)
+        log(n + 3)
+    jax.effects_barrier()
+    assert log == list(range(40))
+
+
+def test_ordered_and_unordered_mix():
+    seen = []
+    ordered = Log("ordered", key=lambda n: seen.append(("ordered", int(n))), wait=upset)
+    unordered = Log(
+        "unordered", key=lambda n: seen.append(("unordered", int(n))), wait=upset
+    )
+
+    @jax.jit
+    def f(x):
+        for n in range(10):
+            ordered.tell(n, x + n)
+            unordered.tell(n, x * n)
+
+        def body(i, c):
+            return c + ordered(i + 10) * 0 + unordered(i + 10) * 0
+
+        return lax.fori_loop(0, 10, body, 0)
+
+    f(jnp.ones(1024))
+    jax.effects_barrier()
+    of = {kind: [n for k, n in seen if k == kind] for kind, _ in seen}
+    assert of["ordered"] == list(range(20))
+    assert of["unordered"][-10:] == list(range(10, 20)) or sorted(
+        of["unordered"]
+    ) == list(range(20))
+    assert [n for n in of["unordered"] if n < 10] == list(range(10))
+    assert [n for n in of["unordered"] if n >= 10] == list(range(10, 20))
+
+
+def test_pure_calls_follow_their_data():
+    log = Log("pure")
+    f = jax.jit(lambda x: log(log(log(x) + 1) + 1))
+    assert f(0) == 2
+    assert log == [0, 1, 2]
+
+
+# --- Devices and threads -----------------------------------------------------------------
+
+
+def by_device(log):
+    return {d: [n for device, n in log if device == d] for d, _ in log}
+
+
+def with_device(n):
+    return hc.current().device.id, int(n)
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()), ("i",))
+
+
+@EFFECTS
+def test_shard_map_keeps_the_order_on_each_device(order):
+    log = Log(order, key=with_device, wait=upset)
+
+    def body(x):
+        for n in range(5):
+            x = x + log(n, x) * 0
+            log.tell(n + 100, x)
+        return lax.fori_loop(5, 10, lambda i, c: c + log(i, c) * 0, x)
+
+    f = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("i"), out_specs=P("i")))
+    x = np.arange(4, dtype=np.int32)
+    for _ in range(5):
+        np.testing.assert_array_equal(f(x), x)
+    jax.effects_barrier()
+    once = [n for k in range(5) for n in (k, k + 100)] + list(range(5, 10))
+    lists = by_device(log)
+    assert sorted(lists) == [d.id for d in jax.devices()]
+    if order == "ordered":
+        assert all(found == once * 5 for found in lists.values())
+    else:
+        assert all(sorted(found) == sorted(once * 5) for found in lists.values())
+
+
+def test_pmap_keeps_the_order_on_each_device():
+    log = Log("ordered", key=with_device, wait=upset)
+
+    def body(x):
+        for n in range(10):
+            log.tell(n, x + n)
+        return x * 2
+
+    f = jax.pmap(body)
+    x = np.arange(4, dtype=np.int32)
+    for _ in range(5):
+        np.testing.assert_array_equal(f(x), x * 2)
+    jax.effects_barrier()
+    assert by_device(log) == {d.id: list(range(10)) * 5 for d in jax.devices()}
+
+
+@EFFECTS
+def test_threads_each_have_their_own_order(order):
+    log = Log(order, key=lambda n: (threading.get_ident(), int(n)), wait=upset)
+    log.key = lambda n: (int(n) // 1000, int(n) % 1000)
+    f = jax.jit(lambda n, x: (log(n, x), log(n + 1, x * 2), x.sum()))
+    failures = []
+
+    def work(number):
+        try:
+            for n in range(0, 60, 2):
+                jax.block_until_ready(f(number * 1000 + n, jnp.ones(1024)))
+            jax.effects_barrier()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert by_device(log) == {n: list(range(60)) for n in range(6)}

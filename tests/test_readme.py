@@ -1,0 +1,38 @@
+"""The README's and the docs' programs run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    )
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_block_runs(block):
+    exec(compile(block, "<documentation>", "exec"), {"__name__": "__main__"})
+
+
+def test_the_first_screen_has_a_program_that_ends_in_an_assert():
+    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
+    (first, *_) = re.findall(r"^```python\n(.*?)^```", screen, re.M | re.S)
+    assert first.rstrip().splitlines()[-1].startswith("assert")
+    assert "make demo" in screen
+    assert "make test" in screen
+    assert "| JAX's callbacks | hostcall |" in screen
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
