@@ -29,6 +29,16 @@ size_t g_ambient_count = 0;
 
 ActiveCall* CurrentCall() { return t_current; }
 ActiveCall* AllCalls() { return g_calls; }
+int InterruptForeignCalls() {
+  int sent = 0;
+  for (ActiveCall* call = g_calls; call != nullptr; call = call->next) {
+    if (!call->foreign || call->interrupted) continue;
+    PyThreadState_SetAsyncExc(call->thread_id, PyExc_KeyboardInterrupt);
+    call->interrupted = true;
+    ++sent;
+  }
+  return sent;
+}
 void ForgetCallsAfterFork() {
   g_calls = nullptr;
   t_current = nullptr;
@@ -45,6 +55,7 @@ CallScope::CallScope(const Plan& plan, int device_ordinal) {
   call_.plan = &plan;
   call_.device_ordinal = device_ordinal;
   call_.thread_id = PyThread_get_thread_ident();
+  call_.foreign = t_foreign;
   call_.outer = t_current;
   t_current = &call_;
   call_.next = g_calls;
@@ -87,6 +98,8 @@ CallScope::~CallScope() {
     if (!done) PyErr_WriteUnraisable(g_ambient[i].set);
   }
   if (failed) PyErr_Restore(type, value, trace);
+  // One that came too late must not hit the next call of this thread.
+  if (call_.interrupted) PyThreadState_SetAsyncExc(call_.thread_id, nullptr);
   t_current = call_.outer;
   if (call_.prev != nullptr) call_.prev->next = call_.next;
   if (call_.next != nullptr) call_.next->prev = call_.prev;

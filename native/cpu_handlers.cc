@@ -233,7 +233,11 @@ XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
   member.job = [plan, ordinal, in, out = member.results]() -> std::string {
     Entry entry;
     if (!entry) return ClosedText();
-    return Run(*plan, ordinal, in.data(), out.data());
+    try {
+      return Run(*plan, ordinal, in.data(), out.data());
+    } catch (const std::exception& e) {  // the thread is ours: nobody else would
+      return std::string("hostcall: ") + e.what();
+    }
   };
   member.finish = [api, future](const std::string& error) {
     Complete(api, future, error);

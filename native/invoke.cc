@@ -357,6 +357,7 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);
+  if (value == nullptr) return "hostcall: a call failed without saying why";
   if (trace != nullptr) PyException_SetTraceback(value, trace);
   Ref held_type = Ref::Steal(type), held = Ref::Steal(value),
       held_trace = Ref::Steal(trace);

@@ -7,6 +7,7 @@
 
 #include "cpu_handlers.h"
 #include "engine.h"
+#include "interrupts.h"
 #include "invoke.h"
 #include "plan.h"
 
@@ -239,6 +240,11 @@ NB_MODULE(_native, m) {
   m.def(
       "wait_idle", [](double seconds) { return Engine::Get().WaitIdle(seconds); },
       nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("forked", [] { return Engine::Get().forked(); });
+  m.def("watch_interrupts", &InterruptWatch::Install);
+  m.def("wait_interrupt", &InterruptWatch::Wait,
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("interrupt_calls", &InterruptForeignCalls);
   m.def("after_fork", [] {
     Engine::Get().CloseAfterFork();
     ForgetCallsAfterFork();

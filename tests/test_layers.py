@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "hostcall"
 LAYERS: list[tuple[str, ...]] = [
     ("_native", "_jax", "_interpreter"),
     ("_config", "_where", "_errors"),
-    ("_order", "_spec", "_coerce", "_dlpack", "_host_device", "_workers"),
+    ("_order", "_spec", "_coerce", "_dlpack", "_host_device", "_workers", "_interrupt"),
     ("_callback", "_context", "_compress", "_targets"),
     (
         "_primitives",

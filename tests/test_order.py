@@ -1,7 +1,6 @@
 """What ran, how often, and in which order."""
 
 import random
-import threading
 import time
 
 import jax
@@ -9,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import hostcall as hc
 
@@ -263,11 +260,10 @@ def test_ordered_and_unordered_mix():
     jax.effects_barrier()
     of = {kind: [n for k, n in seen if k == kind] for kind, _ in seen}
     assert of["ordered"] == list(range(20))
-    assert of["unordered"][-10:] == list(range(10, 20)) or sorted(
-        of["unordered"]
-    ) == list(range(20))
-    assert [n for n in of["unordered"] if n < 10] == list(range(10))
-    assert [n for n in of["unordered"] if n >= 10] == list(range(10, 20))
+    # Nothing orders the loop against the straight line before it.
+    straight, loop = list(range(10)), list(range(10, 20))
+    assert [n for n in of["unordered"] if n < 10] == straight
+    assert [n for n in of["unordered"] if n >= 10] == loop
 
 
 def test_pure_calls_follow_their_data():
@@ -275,82 +271,3 @@ def test_pure_calls_follow_their_data():
     f = jax.jit(lambda x: log(log(log(x) + 1) + 1))
     assert f(0) == 2
     assert log == [0, 1, 2]
-
-
-# --- Devices and threads -----------------------------------------------------------------
-
-
-def by_device(log):
-    return {d: [n for device, n in log if device == d] for d, _ in log}
-
-
-def with_device(n):
-    return hc.current().device.id, int(n)
-
-
-def mesh():
-    return Mesh(np.array(jax.devices()), ("i",))
-
-
-@EFFECTS
-def test_shard_map_keeps_the_order_on_each_device(order):
-    log = Log(order, key=with_device, wait=upset)
-
-    def body(x):
-        for n in range(5):
-            x = x + log(n, x) * 0
-            log.tell(n + 100, x)
-        return lax.fori_loop(5, 10, lambda i, c: c + log(i, c) * 0, x)
-
-    f = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("i"), out_specs=P("i")))
-    x = np.arange(4, dtype=np.int32)
-    for _ in range(5):
-        np.testing.assert_array_equal(f(x), x)
-    jax.effects_barrier()
-    once = [n for k in range(5) for n in (k, k + 100)] + list(range(5, 10))
-    lists = by_device(log)
-    assert sorted(lists) == [d.id for d in jax.devices()]
-    if order == "ordered":
-        assert all(found == once * 5 for found in lists.values())
-    else:
-        assert all(sorted(found) == sorted(once * 5) for found in lists.values())
-
-
-def test_pmap_keeps_the_order_on_each_device():
-    log = Log("ordered", key=with_device, wait=upset)
-
-    def body(x):
-        for n in range(10):
-            log.tell(n, x + n)
-        return x * 2
-
-    f = jax.pmap(body)
-    x = np.arange(4, dtype=np.int32)
-    for _ in range(5):
-        np.testing.assert_array_equal(f(x), x * 2)
-    jax.effects_barrier()
-    assert by_device(log) == {d.id: list(range(10)) * 5 for d in jax.devices()}
-
-
-@EFFECTS
-def test_threads_each_have_their_own_order(order):
-    log = Log(order, key=lambda n: (threading.get_ident(), int(n)), wait=upset)
-    log.key = lambda n: (int(n) // 1000, int(n) % 1000)
-    f = jax.jit(lambda n, x: (log(n, x), log(n + 1, x * 2), x.sum()))
-    failures = []
-
-    def work(number):
-        try:
-            for n in range(0, 60, 2):
-                jax.block_until_ready(f(number * 1000 + n, jnp.ones(1024)))
-            jax.effects_barrier()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert by_device(log) == {n: list(range(60)) for n in range(6)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# At exit, calls under way are waited for so long, in seconds.
+# At exit, calls under way are waited for so long, in seconds, then interrupted.
 EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
 
 # How many of the exceptions that callbacks raised are kept for `reraise`. They hold

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -298,6 +299,36 @@ def _emit_on_each_device(
         _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
         _sdy.return_(list(op.results))
     return list(region.results)
+
+
+def emit_jax_callback(
+    ctx: Any,
+    run: Callable[..., Sequence[np.ndarray]],
+    operands: Sequence[Any],
+    *,
+    token: Any | None,
+    has_side_effect: bool,
+    sharding: Any,
+) -> tuple[list[Any], Any | None]:
+    """JAX's own callback, for platforms that the engine does not serve.
+
+    Gives (results, token). `run` gets one array an operand, and gives one a result.
+    """
+    place = _callback._callback_op_sharding(
+        ctx.module_context.axis_context, sharding, ctx.avals_out
+    )
+    results, token_out, _ = _callback.emit_python_callback(
+        ctx,
+        run,
+        token,
+        list(operands),
+        ctx.avals_in,
+        ctx.avals_out,
+        has_side_effect=has_side_effect,
+        returns_token=token is not None,
+        sharding=place,
+    )
+    return list(results), token_out
 
 
 # --- Host code's own device (_host_device) -----------------------------------------

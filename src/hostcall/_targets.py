@@ -13,7 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _config, _context, _host_device, _jax, _native, _workers
+from hostcall import (
+    _config,
+    _context,
+    _host_device,
+    _interrupt,
+    _jax,
+    _native,
+    _workers,
+)
 from hostcall._callback import CallInfo, CallParams, counters_of, executor_of
 from hostcall._dlpack import DLPackArray
 from hostcall._errors import DeadlockError
@@ -54,6 +62,7 @@ def start() -> None:
         for setting in _jax.ambient_settings():
             _native.add_ambient_setting(*setting, _jax.UNSET)
         os.register_at_fork(after_in_child=_native.after_fork)
+        _interrupt.watch()
         atexit.register(_stop)
         _started = True
 
@@ -67,12 +76,21 @@ def _stop() -> None:
     except Exception:
         logger.exception("a program failed while the process was ending")
     _native.close()
-    if not _native.wait_idle(_config.EXIT_TIMEOUT):
-        stuck = [f"{info.name} ({age:.0f} s)" for info, _, age, _ in _native.active()]
-        logger.warning(
-            "the process ends while these callbacks are still running: %s",
-            ", ".join(stuck),
-        )
+    if _native.wait_idle(_config.EXIT_TIMEOUT):
+        return
+    stuck = [f"{info.name} ({age:.0f} s)" for info, _, age, _ in _native.active()]
+    logger.warning(
+        "the process wants to end, and waits for these callbacks, which are interrupted"
+        " (Ctrl-C ends it at once): %s",
+        ", ".join(stuck),
+    )
+    # Ending anyway would take the interpreter from under a running function.
+    _native.interrupt_calls()
+    try:
+        while not _native.wait_idle(0.2):
+            pass
+    except KeyboardInterrupt:
+        os._exit(130)
 
 
 # --- Plans -------------------------------------------------------------------------

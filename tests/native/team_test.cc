@@ -12,21 +12,16 @@
 #include <thread>
 #include <vector>
 
+using hostcall::ArriveAll;
 using hostcall::Barrier;
 using hostcall::Gate;
+using hostcall::MakeTeam;
 using hostcall::Team;
 using hostcall::TeamMode;
 using hostcall::Visit;
 using std::chrono::milliseconds;
 
 namespace {
-
-constexpr milliseconds kForEver{600'000};
-
-std::shared_ptr<Team> MakeTeam(TeamMode mode, int size, int leader = 0,
-                               milliseconds grace = kForEver) {
-  return std::make_shared<Team>(mode, size, leader, grace);
-}
 
 // --- kOnce ---------------------------------------------------------------------------
 
@@ -67,9 +62,7 @@ void TheLeaderWaitsUntilAllHaveCopied() {
 void TheLeadersErrorIsEverybodys() {
   auto team = MakeTeam(TeamMode::kOnce, 3, 1);
   Visit visits[3];
-  for (int device = 0; device < 3; ++device) {
-    team->Arrive(1, visits[device].Member(device, [] { return std::string("bad"); }));
-  }
+  ArriveAll(*team, 1, visits, 3, [](int) { return std::string("bad"); });
   for (Visit& visit : visits) {
     visit.gate.Wait();
     assert(visit.error == "bad" && !visit.copied);
@@ -113,13 +106,11 @@ void EachCallsAndAllLeaveTogether() {
   Visit visits[4];
   Barrier barrier(4);  // functions may wait for each other
   Gate slow;
-  for (int device = 0; device < 4; ++device) {
-    team->Arrive(1, visits[device].Member(device, [&, device] {
-      barrier.Wait();
-      if (device == 3) slow.Wait();
-      return std::string();
-    }));
-  }
+  ArriveAll(*team, 1, visits, 4, [&](int device) {
+    barrier.Wait();
+    if (device == 3) slow.Wait();
+    return std::string();
+  });
   for (int device = 0; device < 3; ++device) {
     while (!visits[device].ended) std::this_thread::yield();
   }
@@ -136,20 +127,16 @@ void OneErrorIsEverybodys() {
   for (int failing = 0; failing < 4; ++failing) {
     auto team = MakeTeam(TeamMode::kEach, 4);
     Visit visits[4];
-    for (int device = 0; device < 4; ++device) {
-      team->Arrive(1, visits[device].Member(device, [device, failing] {
-        return device == failing ? std::string("shard") : std::string();
-      }));
-    }
+    ArriveAll(*team, 1, visits, 4, [failing](int device) {
+      return device == failing ? std::string("shard") : std::string();
+    });
     for (Visit& visit : visits) {
       visit.gate.Wait();
       assert(visit.error == "shard");
     }
     // The next call of the same place starts afresh.
     Visit again[4];
-    for (int device = 0; device < 4; ++device) {
-      team->Arrive(1, again[device].Member(device, [] { return std::string(); }));
-    }
+    ArriveAll(*team, 1, again, 4, [](int) { return std::string(); });
     for (Visit& visit : again) {
       visit.gate.Wait();
       assert(visit.error.empty());
@@ -162,13 +149,11 @@ void SlowFunctionsAreNoDivergence() {
   auto team = MakeTeam(TeamMode::kEach, 3, 0, milliseconds(1));
   Visit visits[3];
   Gate arrived;
-  for (int device = 0; device < 3; ++device) {
-    team->Arrive(1, visits[device].Member(device, [&arrived, device] {
-      arrived.Wait();
-      if (device == 1) std::this_thread::sleep_for(milliseconds(60));
-      return device == 1 ? std::string("late but here") : std::string();
-    }));
-  }
+  ArriveAll(*team, 1, visits, 3, [&arrived](int device) {
+    arrived.Wait();
+    if (device == 1) std::this_thread::sleep_for(milliseconds(60));
+    return device == 1 ? std::string("late but here") : std::string();
+  });
   arrived.Open();
   for (Visit& visit : visits) {
     visit.gate.Wait();
@@ -179,9 +164,7 @@ void SlowFunctionsAreNoDivergence() {
 void AMemberThatComesLateIsWaitedFor() {
   auto team = MakeTeam(TeamMode::kEach, 3);
   Visit visits[3];
-  for (int device = 0; device < 2; ++device) {
-    team->Arrive(1, visits[device].Member(device, [] { return std::string(); }));
-  }
+  ArriveAll(*team, 1, visits, 2, [](int) { return std::string(); });
   for (int device = 0; device < 2; ++device) {
     while (!visits[device].ended) std::this_thread::yield();
   }
@@ -197,11 +180,9 @@ void AMemberThatComesLateIsWaitedFor() {
 void AMissingMemberEndsTheWaiting() {
   auto team = MakeTeam(TeamMode::kEach, 3, 0, milliseconds(30));
   Visit visits[3];
-  for (int device = 0; device < 2; ++device) {
-    team->Arrive(1, visits[device].Member(device, [device] {
-      return device == 0 ? std::string("own") : std::string();
-    }));
-  }
+  ArriveAll(*team, 1, visits, 2, [](int device) {
+    return device == 0 ? std::string("own") : std::string();
+  });
   visits[0].gate.Wait();
   visits[1].gate.Wait();
   assert(visits[0].error == "own");
@@ -213,12 +194,10 @@ void AMissingMemberEndsTheWaiting() {
   // Errors are no longer shared, even where all are there.
   Visit again[3];
   Gate gate;
-  for (int device = 0; device < 3; ++device) {
-    team->Arrive(2, again[device].Member(device, [&gate, device] {
-      gate.Wait();
-      return device == 2 ? std::string("alone") : std::string();
-    }));
-  }
+  ArriveAll(*team, 2, again, 3, [&gate](int device) {
+    gate.Wait();
+    return device == 2 ? std::string("alone") : std::string();
+  });
   gate.Open();
   for (int device = 0; device < 3; ++device) {
     again[device].gate.Wait();
@@ -277,12 +256,10 @@ void TheTeamMayGoBeforeItsCallsEnd(TeamMode mode) {
   Gate gate;
   {
     auto team = MakeTeam(mode, 2);
-    for (int device = 0; device < 2; ++device) {
-      team->Arrive(1, visits[device].Member(device, [&gate] {
-        gate.Wait();
-        return std::string();
-      }));
-    }
+    ArriveAll(*team, 1, visits, 2, [&gate](int) {
+      gate.Wait();
+      return std::string();
+    });
   }
   gate.Open();
   for (Visit& visit : visits) {

@@ -4,8 +4,10 @@
 #undef NDEBUG
 #include <atomic>
 #include <cassert>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -13,6 +15,8 @@
 #include "team.h"
 
 namespace hostcall {
+
+constexpr std::chrono::milliseconds kForEver{600'000};
 
 /// Opens once, for all who wait.
 class Gate {
@@ -79,5 +83,19 @@ struct Visit {
     return member;
   }
 };
+
+inline std::shared_ptr<Team> MakeTeam(TeamMode mode, int size, int leader = 0,
+                               std::chrono::milliseconds grace = kForEver) {
+  return std::make_shared<Team>(mode, size, leader, grace);
+}
+
+/// The first `count` devices come to the call, in order.
+template <size_t N, typename Job>
+void ArriveAll(Team& team, int64_t run, Visit (&visits)[N], int count, Job job) {
+  for (int device = 0; device < count; ++device) {
+    team.Arrive(run,
+                visits[device].Member(device, [job, device] { return job(device); }));
+  }
+}
 
 }  // namespace hostcall

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -81,15 +81,57 @@ def _team(
     return (_targets.ONCE, len(local), leader.local_hardware_id)
 
 
-def _refuse(ctx: Any, *operands: Any, params: CallParams) -> NoReturn:
-    del operands
-    platforms = ", ".join(ctx.module_context.platforms)
-    raise HostcallError(
-        f"hostcall: `{params.callback.name}` is called on {platforms}, and the engine"
-        " of this version serves cpu only. Run that part on the CPU"
-        ' (jax.jit(f, device=jax.devices("cpu")[0])), or use jax.pure_callback there'
+# --- Platforms that the engine does not serve -----------------------------------------
+
+_JAXS_OWN = ("cuda", "rocm", "tpu")
+
+
+def _lower_elsewhere(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
+    """The same call through JAX's own callback: as slow as that, and as it is.
+
+    Rows, masks, dtypes and errors are the engine's, which runs on the arrays that
+    JAX brings to the host. Where JAX has no callback the call is refused.
+    """
+    platforms = tuple(ctx.module_context.platforms)
+    if len(platforms) != 1 or platforms[0] not in _JAXS_OWN:
+        raise HostcallError(
+            f"hostcall: `{params.callback.name}` is lowered for"
+            f" {', '.join(platforms)}. The engine of this version serves one platform"
+            " at a time: cpu, and cuda, rocm and tpu through JAX's own callback. Run"
+            ' that part on the CPU: jax.jit(f, device=jax.devices("cpu")[0])'
+        )
+    return lower_through_jax(ctx, *operands, params=params)
+
+
+def lower_through_jax(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
+    """The lowering itself, on any platform that JAX's callback serves."""
+    _targets.start()
+    info = CallInfo(params, {}, _jax.manual_mesh(ctx))
+    device = _targets.host_device(None)
+    plan = _targets.make_plan(
+        params, ctx.avals_in, info, device, packed=False, number=0
     )
 
+    def run(*arrays: Any) -> list[np.ndarray]:
+        hosts = [np.ascontiguousarray(a).reshape(np.shape(a)) for a in arrays]
+        try:
+            return plan.invoke(hosts)
+        except Exception as error:
+            raise HostcallError(info.on_error(error, None, ())) from error
 
-_jax.register_default_lowering(call_p, _refuse)
+    ordered = params.order == "ordered"
+    results, token = _jax.emit_jax_callback(
+        ctx,
+        run,
+        operands,
+        token=_jax.ordered_token(ctx, ORDERED) if ordered else None,
+        has_side_effect=params.order != "pure",
+        sharding=params.sharding,
+    )
+    if ordered:
+        _jax.set_ordered_token(ctx, ORDERED, token)
+    return results
+
+
+_jax.register_default_lowering(call_p, _lower_elsewhere)
 _jax.register_lowering(call_p, _lower, platform="cpu")

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from hostcall import _errors, _host_device, _jax, _targets
+from hostcall import _errors, _host_device, _jax, _native, _targets
 from hostcall._callback import CallInfo, CallParams
 from hostcall._order import effects_of
 
@@ -29,6 +29,12 @@ def _impl(*operands: Any, params: CallParams) -> list[Any]:
     function raises comes out as it is.
     """
     _targets.start()
+    if _native.forked():
+        raise _errors.HostcallError(
+            f"hostcall: `{params.callback.name}` is called in a process that was forked"
+            " from one that had started JAX, whose threads do not exist here. Start"
+            " workers with multiprocessing's 'spawn' or 'forkserver' method"
+        )
     if params.order == "ordered":
         _jax.wait_for_ordered_effects()
     place = _result_sharding(operands, params.sharding)

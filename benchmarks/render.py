@@ -1,0 +1,149 @@
+"""Results as a Markdown table, as JSON, and the machine they hold for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.harness import Result, Target
+
+COLUMNS = ("what", "case", "figure", "compared with", "figure", "ratio", "wanted", "")
+
+
+def number(value: float) -> str:
+    """Three digits, without an exponent; whole numbers as they are."""
+    if value == int(value):
+        return f"{int(value):,}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"
+
+
+def _judged(target: Target, value: float, unit: str) -> tuple[str, str]:
+    """The ratio as shown, and the one wanted."""
+    if target.base is None:
+        return "", f"<= {target.bound:g} {unit}"
+    if target.faster:
+        return f"{number(value)}x faster", f">= {target.bound:g}x faster"
+    return f"{number(value)}x", f"<= {target.bound:g}x"
+
+
+def lines(result: Result) -> list[tuple[str, ...]]:
+    """The table's lines of one row: one a target, then the cases no target names."""
+    unit, made = result.row.unit, []
+    name = result.row.name
+    for target, value, holds in result.measured():
+        ratio, wanted = _judged(target, value, unit)
+        base = target.base
+        made.append(
+            (
+                name,
+                target.ours,
+                f"{number(result.figure(target.ours))} {unit}",
+                base or "",
+                f"{number(result.figure(base))} {unit}" if base else "",
+                ratio,
+                wanted,
+                "pass" if holds else "**FAIL**",
+            )
+        )
+        name = ""
+    judged = {c for t in result.row.target for c in (t.ours, t.base)}
+    for case in result.rounds:
+        if case not in judged:
+            figure = f"{number(result.figure(case))} {unit}"
+            made.append((name, case, figure, "", "", "", "", ""))
+            name = ""
+    return made
+
+
+def table(results: Sequence[Result]) -> str:
+    """A Markdown table, aligned to be read as plain text too."""
+    body = [line for result in results for line in lines(result)]
+    widths = [max(len(line[i]) for line in (COLUMNS, *body)) for i in range(8)]
+
+    def write(cells: Sequence[str]) -> str:
+        padded = (c.ljust(w) for c, w in zip(cells, widths, strict=True))
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
+    return "\n".join([write(COLUMNS), rule, *map(write, body)])
+
+
+def summary(results: Sequence[Result]) -> str:
+    marks = [holds for result in results for _, _, holds in result.measured()]
+    return f"{sum(marks)} of {len(marks)} targets reached."
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as info:
+            models = [line for line in info if line.startswith("model name")]
+        model = models[0].split(":", 1)[1].strip() if models else model
+    except OSError:
+        pass
+    found = {
+        "CPU": model,
+        "cores": str(len(os.sched_getaffinity(0))),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "Python": platform.python_version(),
+    }
+    for package in ("jax", "jaxlib", "numpy"):
+        found[package] = importlib.metadata.version(package)
+    return found
+
+
+def document(results: Sequence[Result]) -> str:
+    """The whole of docs/benchmarks.md."""
+    where = "\n".join(f"| {name} | {value} |" for name, value in machine().items())
+    return f"""# Benchmarks
+
+Written by `make bench` (`python -m benchmarks --write docs/benchmarks.md`); edits are
+lost.
+
+The cases of a row run in turn, in one process; figures are medians of the rounds, and
+ratios the medians of the rounds' ratios. "JAX" is JAX's own callback doing the same
+work: `jax.pure_callback`, or `jax.experimental.io_callback` where a line says so. The
+bounds are those of the design's table; a line without one is there to compare.
+
+{table(results)}
+
+{summary(results)}
+
+| measured on | |
+|---|---|
+{where}
+"""
+
+
+def as_json(results: Sequence[Result]) -> dict[str, Any]:
+    rows = []
+    for result in results:
+        targets = [
+            {
+                "ours": target.ours,
+                "base": target.base,
+                "value": value,
+                "bound": target.bound,
+                "more_is_better": target.faster,
+                "pass": holds,
+            }
+            for target, value, holds in result.measured()
+        ]
+        rows.append(
+            {
+                "name": result.row.name,
+                "unit": result.row.unit,
+                "median": {case: result.figure(case) for case in result.rounds},
+                "rounds": result.rounds,
+                "targets": targets,
+            }
+        )
+    return {"machine": machine(), "rows": rows}

@@ -1,0 +1,182 @@
+"""Rows: what a call costs before and around its run (section 6 of the design).
+
+Dispatch, eager calls, import, tracing and lowering.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import io_callback
+
+import hostcall as hc
+from benchmarks.harness import (
+    Case,
+    Row,
+    at_most,
+    dispatch_time,
+    resident_kib,
+    run_time,
+)
+from benchmarks.rows_call import SCALAR, same
+
+# --- Dispatch -------------------------------------------------------------------------
+
+
+def dispatch_pure(quick: bool) -> dict[str, Case]:
+    x, repeat = jnp.float32(1), 64 if quick else 512
+    fs = {
+        "hostcall": lambda x: hc.call(same, SCALAR, x),
+        "jit(x + 1)": lambda x: x + 1,
+        "JAX": lambda x: jax.pure_callback(same, SCALAR, x),
+    }
+    return {n: dispatch_time(jax.jit(f), x, repeat=repeat) for n, f in fs.items()}
+
+
+def dispatch_with_effect(ordered: bool) -> Callable[[bool], dict[str, Case]]:
+    order = "ordered" if ordered else "unordered"
+
+    def cases(quick: bool) -> dict[str, Case]:
+        x, repeat = jnp.float32(1), 64 if quick else 256
+        fs = {
+            "hostcall": lambda x: hc.call(same, SCALAR, x, order=order),
+            "io_callback": lambda x: io_callback(same, SCALAR, x, ordered=ordered),
+        }
+        return {n: dispatch_time(jax.jit(f), x, repeat=repeat) for n, f in fs.items()}
+
+    return cases
+
+
+# --- Fresh functions ------------------------------------------------------------------
+
+
+def _fresh_hostcall(n: int) -> None:
+    x = jnp.float32(1)
+    for _ in range(n):
+        hc.call(lambda x: x, SCALAR, x)
+
+
+def _fresh_jax(n: int) -> None:
+    x = jnp.float32(1)
+    for _ in range(n):
+        jax.pure_callback(lambda x: x, SCALAR, x)
+
+
+def fresh_time(quick: bool) -> dict[str, Case]:
+    n, few = (300, 5) if quick else (10_000, 40)
+    return {
+        "hostcall": run_time(_fresh_hostcall, n, per=n),
+        "JAX": run_time(_fresh_jax, few, per=few),
+    }
+
+
+def fresh_memory(quick: bool) -> dict[str, Case]:
+    n, few = (1000, 10) if quick else (10_000, 100)
+
+    def grown(f: Callable[[int], None], n: int) -> float:
+        gc.collect()
+        before = resident_kib()
+        f(n)
+        gc.collect()
+        return (resident_kib() - before) / n
+
+    return {
+        "hostcall": lambda: grown(_fresh_hostcall, n),
+        "JAX": lambda: grown(_fresh_jax, few),
+    }
+
+
+# --- Before anything runs -------------------------------------------------------------
+
+
+def import_time(quick: bool) -> dict[str, Case]:
+    del quick
+    program = (
+        "import time, jax\n"
+        "begin = time.perf_counter()\n"
+        "import hostcall\n"
+        "print((time.perf_counter() - begin) * 1e3)"
+    )
+
+    def run() -> float:
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
+        return float(done.stdout)
+
+    return {"hostcall": run}
+
+
+def lowering_time(quick: bool) -> dict[str, Case]:
+    """A fresh function each time, so that no cache of JAX's has it."""
+    x, repeat = jnp.float32(1), 10 if quick else 50
+
+    def timed(call: Callable[..., Any]) -> Case:
+        def run() -> float:
+            seconds = []
+            for _ in range(repeat):
+                f = jax.jit(lambda x: call(lambda y: y, SCALAR, x))
+                begin = time.perf_counter()
+                f.lower(x)
+                seconds.append(time.perf_counter() - begin)
+            return statistics.median(seconds) * 1e6
+
+        return run
+
+    return {"hostcall": timed(hc.call), "JAX": timed(jax.pure_callback)}
+
+
+def program_size(quick: bool) -> dict[str, Case]:
+    del quick
+    f = jax.jit(jax.vmap(lambda c: hc.call(same, SCALAR, c)))
+
+    def lines(batch: int) -> Case:
+        xs = jnp.ones(batch, jnp.float32)
+        return lambda: float(len(f.lower(xs).as_text().splitlines()))
+
+    return {"batch of 1000": lines(1000), "batch of 2": lines(2)}
+
+
+ROWS = (
+    Row(
+        "dispatch, one pure call",
+        (at_most(1.2, "jit(x + 1)"),),
+        dispatch_pure,
+    ),
+    Row(
+        "dispatch, one unordered call",
+        (at_most(0.4, "io_callback"),),
+        dispatch_with_effect(False),
+    ),
+    Row(
+        "dispatch, one ordered call",
+        (at_most(0.65, "io_callback"),),
+        dispatch_with_effect(True),
+    ),
+    Row("eager call of a fresh lambda", (at_most(100, None),), fresh_time, rounds=3),
+    Row(
+        "memory kept by an eager call of a fresh lambda",
+        # "Flat": 1 MiB in 10,000 calls is an allocator's noise.
+        (at_most(0.1, None),),
+        fresh_memory,
+        unit="KiB",
+        rounds=3,
+    ),
+    Row("import hostcall after import jax", (at_most(30, None),), import_time, "ms", 5),
+    Row("tracing and lowering one call", (at_most(1.2, "JAX"),), lowering_time),
+    Row(
+        "program under vmap, lines",
+        (at_most(1, "batch of 2", "batch of 1000"),),
+        program_size,
+        "lines",
+        1,
+    ),
+)

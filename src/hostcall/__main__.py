@@ -1,0 +1,258 @@
+"""python -m hostcall: what works here, a real job, and what a call costs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+import hostcall as hc
+
+# --- The report -----------------------------------------------------------------------
+
+
+def heading(text: str) -> None:
+    print(f"\n{text}\n{'-' * len(text)}")
+
+
+def line(name: str, value: object) -> None:
+    print(f"  {name:<34} {value}")
+
+
+def engine_answers() -> str:
+    """Tries the engine: a callback in a compiled loop, which counts."""
+    seen = []
+    result = jax.ShapeDtypeStruct((), np.float32)
+
+    def count(x: np.ndarray) -> np.ndarray:
+        seen.append(float(x))
+        return x + 1
+
+    def body(_: Any, x: Any) -> Any:
+        return hc.call(count, result, x, order="ordered")
+
+    total = jax.jit(lambda x: jax.lax.fori_loop(0, 3, body, x))(0.0)
+    works = float(total) == 3.0 and seen == [0.0, 1.0, 2.0]
+    return "works (tried: ordered calls in a compiled loop)" if works else "BROKEN"
+
+
+def report() -> bool:
+    """Prints versions, devices and the engine's state: whether it works."""
+    heading("hostcall")
+    for name, value in {
+        "hostcall": hc.__version__,
+        "jax, jaxlib": f"{jax.__version__}, {jaxlib.__version__}",
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "devices": ", ".join(map(str, jax.devices())),
+    }.items():
+        line(name, value)
+    answer = engine_answers()
+    line("engine on cpu", answer)
+    line("engine on gpu", "not in this version")
+    line("calls under way", len(hc.status()))
+    return answer.startswith("works")
+
+
+# --- The job --------------------------------------------------------------------------
+
+
+def missing_packages() -> list[str]:
+    return [n for n in ("scipy", "statsmodels") if importlib.util.find_spec(n) is None]
+
+
+def job() -> None:
+    """The sunspot record, through SciPy routines that JAX lacks; see `_demo`."""
+    from hostcall import _demo
+
+    record = _demo.load()
+    years, numbers = record
+    t = years - years.mean()
+    heading(f"Sunspots, {years[0]:.0f} to {years[-1]:.0f} ({len(years)} years)")
+    bessel(_demo)
+    modulation(_demo, t, numbers)
+    forecasts(_demo, numbers)
+    calls = sum(s.calls for s in hc.stats().values())
+    print(f"\n  {calls} calls of SciPy so far, every one from a compiled program.")
+
+
+def bessel(demo: Any) -> None:
+    import scipy.special
+
+    z = np.linspace(0, 20, 201)
+    orders = np.arange(-3, 4)[:, None]
+    slopes = jax.jit(jax.vmap(jax.vmap(jax.grad(demo.jv, 1), (None, 0)), (0, None)))
+    plain = scipy.special.jvp(orders, z)
+    difference = demo.close(slopes(orders[:, 0], z), plain, 1e-13)
+    print("\n  Bessel functions jv: gradients under jit(vmap(vmap(grad)))")
+    line("against scipy.special.jvp", f"max difference {difference:.1e}")
+
+
+def modulation(demo: Any, t: np.ndarray, numbers: np.ndarray) -> None:
+    import scipy.special
+
+    first, steps = demo.starts(16), 100
+    begin = time.perf_counter()
+    parameters, costs = jax.block_until_ready(demo.fit(first, t, numbers, steps))
+    seconds = time.perf_counter() - begin
+    best = np.asarray(parameters)[int(np.argmin(costs))]
+    plain = demo.fit_with_scipy(first, t, numbers)
+    curve = demo.curve(best, t, jnp, demo.jv)
+    difference = demo.close(curve, demo.curve(best, t, np, scipy.special.jv), 1e-9)
+    demo.close(np.min(costs) / plain.cost, 1.0, 1e-6)
+    period, depth, long_period = np.abs(best[3:6])
+    worse = demo.close(np.abs(best[:6]), np.abs(plain.x[:6]), 0.1)
+
+    print(
+        f"\n  Slow modulation of the cycle: jit(vmap(scan)), 16 starts x {steps} steps"
+    )
+    line("cycle", f"{period:.2f} years")
+    line("its phase swings once in", f"{long_period:.0f} years, by {depth:.2f} rad")
+    error = np.sqrt(2 * np.min(costs) / len(t))
+    line("root mean square error", f"{error:.1f} sunspots (mean {numbers.mean():.1f})")
+    line("time, with compilation", f"{seconds:.2f} s")
+    line("against plain SciPy, the curve", f"max difference {difference:.1e}")
+    line("  least_squares, parameters", f"max difference {worse:.1e}")
+
+
+def forecasts(demo: Any, numbers: np.ndarray) -> None:
+    field = demo.magnetic_field(numbers)
+    drive = np.linspace(0, 0.4, 9)
+    begin = time.perf_counter()
+    ahead = np.asarray(demo.forecast(drive, field))
+    seconds = time.perf_counter() - begin
+    difference = demo.close(ahead, demo.forecast_without_jax(drive, field), 1e-9)
+
+    def error(guess: np.ndarray) -> np.ndarray:
+        """Root mean square, without the 20 years that it takes to settle."""
+        miss = (guess - numbers[1:])[..., 20:]
+        return np.sqrt(np.mean(miss**2, axis=-1))  # type: ignore[no-any-return]
+
+    errors = error(ahead**2)
+    best = int(np.argmin(errors))
+    assert errors[best] < error(numbers[:-1])
+    steps = len(field) - 1
+    print(
+        f"\n  Forecast of the next year by solve_ivp: jit(vmap(scan)), 9 x {steps} years"
+    )
+    line(
+        "root mean square error, best drive", f"{errors[best]:.1f} ({drive[best]:.2f})"
+    )
+    line("  a harmonic oscillator's", f"{errors[0]:.1f}")
+    line("  next year like this one", f"{error(numbers[:-1]):.1f}")
+    line("time, with compilation", f"{seconds:.2f} s")
+    line("against plain SciPy", f"max difference {difference:.1e}")
+
+
+# --- The cost -------------------------------------------------------------------------
+
+
+def costs(quick: bool) -> None:
+    """Microseconds a call, beside jax.pure_callback, in turn and in this process."""
+    heading("Microseconds a call, in compiled programs")
+    n, rounds = (100, 3) if quick else (1000, 7)
+    print(f"  {'':<34} {'hostcall':>9} {'JAX':>9} {'ratio':>8}")
+    for name, (call, x, times) in programs(n).items():
+        ours, theirs = call(hc.call), call(jax.pure_callback)
+        mine, yours = [], []
+        for f in (ours, theirs):
+            jax.block_until_ready(f(x))
+        for _ in range(rounds):
+            mine.append(timed(ours, x, times))
+            yours.append(timed(theirs, x, times))
+        a, b = statistics.median(mine), statistics.median(yours)
+        print(f"  {name:<34} {a:>9.2f} {b:>9.1f} {b / a:>7.1f}x")
+
+
+Program = Callable[[Any], Callable[[Any], Any]]
+
+
+def programs(n: int) -> dict[str, tuple[Program, Any, int]]:
+    """Name -> (program made from hc.call or jax.pure_callback, argument, its calls)."""
+
+    def same(x: Any) -> Any:
+        return x
+
+    def spec(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def loop(call: Any) -> Callable[[Any], Any]:
+        def body(_: Any, c: Any) -> Any:
+            return call(same, jax.tree.map(spec, c), c)
+
+        return jax.jit(lambda x: jax.lax.fori_loop(0, n, body, x))
+
+    def rows(call: Any) -> Callable[[Any], Any]:
+        method = "sequential"
+        return jax.jit(jax.vmap(lambda x: call(same, spec(x), x, vmap_method=method)))
+
+    def once(call: Any) -> Callable[[Any], Any]:
+        return jax.jit(lambda x: call(same, spec(x), x))
+
+    one, mib = jnp.float32(1), jnp.ones(1 << 18, jnp.float32)
+    return {
+        "scalar, in a loop": (loop, one, n),
+        "scalar, a row of a vmap": (rows, jnp.ones(n, jnp.float32), n),
+        "a tree of 20 scalars, in a loop": (loop, (one,) * 20, n),
+        "scalar, a dispatched program each": (once, one, 1),
+        "1 MiB, a dispatched program each": (once, mib, 1),
+    }
+
+
+def timed(f: Callable[[Any], Any], x: Any, calls: int) -> float:
+    """Microseconds a call; programs that are soon done run until 5 ms have passed."""
+    runs, begin = 0, time.perf_counter()
+    while True:
+        jax.block_until_ready(f(x))
+        runs += 1
+        seconds = time.perf_counter() - begin
+        if seconds >= 0.005:
+            return seconds / (runs * calls) * 1e6
+
+
+# --- The program ----------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m hostcall",
+        description="Says what works here, analyses the sunspot record in JAX programs"
+        " that call SciPy, checks the results against plain SciPy, and times calls.",
+    )
+    parser.add_argument("--quick", action="store_true", help="time calls coarsely")
+    parser.add_argument("--report", action="store_true", help="the report only")
+    options = parser.parse_args()
+    # SciPy computes in double precision, and so does what it is compared with.
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
+    if not report():
+        return 1
+    if options.report:
+        return 0
+    missing = missing_packages()
+    if missing:
+        print(
+            f"\nThe main job needs {' and '.join(missing)}. Install what is missing with"
+            '\n  pip install "hostcall[demo]"',
+            file=sys.stderr,
+        )
+        return 1
+    job()
+    costs(options.quick)
+    print("\nAll results agree with plain SciPy.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Calls in custom derivatives and remat, and the derivatives they refuse."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+import hostcall as hc
+
+ROW = np.arange(3, dtype=np.float32)
+EAGER_AND_JIT = pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit], ids=["eager", "jit"]
+)
+
+
+def counted(fn):
+    """`fn`, with a list `seen` that grows by (args, kwargs) a call."""
+
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        wrapper.seen.append((args, kwargs))
+        return fn(*args, **kwargs)
+
+    wrapper.seen = []
+    return wrapper
+
+
+def assert_same(got, want):
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(np.asarray(got), want)
+
+
+def sine(x):
+    return np.sin(x)
+
+
+def cosine(x):
+    return np.cos(x)
+
+
+def custom_sine(kind, host_sine, host_cosine):
+    """sin on the host, with its derivative on the host too."""
+
+    def call(fn, x):
+        return hc.call(fn, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    if kind == "jvp":
+        f = jax.custom_jvp(lambda x: call(host_sine, x))
+        f.defjvp(lambda x, t: (f(*x), call(host_cosine, *x) * t[0]))
+        return f
+    f = jax.custom_vjp(lambda x: call(host_sine, x))
+    f.defvjp(
+        lambda x: (call(host_sine, x), x), lambda x, ct: (call(host_cosine, x) * ct,)
+    )
+    return f
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_custom_derivatives_around_a_call(kind, wrap):
+    host_sine, host_cosine = counted(sine), counted(cosine)
+    f = custom_sine(kind, host_sine, host_cosine)
+    assert_same(wrap(f)(ROW), np.sin(ROW))
+    value, gradient = wrap(jax.value_and_grad(lambda x: f(x).sum()))(ROW)
+    np.testing.assert_allclose(value, np.sin(ROW).sum(), rtol=1e-6)
+    assert_same(gradient, np.cos(ROW))
+    assert (len(host_sine.seen), len(host_cosine.seen)) == (2, 1)
+    jacobian = wrap(jax.jacrev(f))(ROW)
+    np.testing.assert_array_equal(jacobian, np.diag(np.cos(ROW)))
+    if kind == "jvp":
+        assert_same(
+            wrap(jax.jvp)(f, (ROW,), (ROW,))[1]
+            if wrap is not jax.jit
+            else jax.jit(lambda x: jax.jvp(f, (x,), (x,))[1])(ROW),
+            np.cos(ROW) * ROW,
+        )
+
+
+@pytest.mark.parametrize(
+    ("order", "calls"), [("pure", 2), ("unordered", 1), ("ordered", 1)]
+)
+def test_remat_runs_only_a_pure_call_again(order, calls):
+    host = counted(sine)
+
+    @jax.checkpoint
+    def f(x):
+        # Quadratic in x, so that the backward pass wants the call's result.
+        return (hc.call(host, ROW, lax.stop_gradient(x), order=order) * x * x).sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(f))(ROW)
+    np.testing.assert_allclose(value, (np.sin(ROW) * ROW * ROW).sum(), rtol=1e-6)
+    assert_same(gradient, np.sin(ROW) * ROW + np.sin(ROW) * ROW)
+    jax.effects_barrier()
+    assert len(host.seen) == calls
+
+
+@EAGER_AND_JIT
+def test_stop_gradient_keeps_the_derivative_out(wrap):
+    f = wrap(jax.grad(lambda x: (hc.call(sine, ROW, lax.stop_gradient(x)) * x).sum()))
+    assert_same(f(ROW), np.sin(ROW))
+
+
+DERIVATIVES = {
+    "jvp": (lambda f: jax.jvp(f, (ROW,), (ROW,)), "has no derivative"),
+    "grad": (lambda f: jax.grad(lambda x: f(x).sum())(ROW), "has no derivative"),
+    "jit of grad": (
+        lambda f: jax.jit(jax.grad(lambda x: f(x).sum()))(ROW),
+        "has no derivative",
+    ),
+    "linear_transpose": (
+        lambda f: jax.linear_transpose(f, ROW)(ROW),
+        "can't be transposed",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("derive", "what"), DERIVATIVES.values(), ids=DERIVATIVES.keys()
+)
+def test_a_derivative_is_refused_with_the_remedy(derive, what):
+    def f(x):
+        return hc.call(sine, ROW, x)
+
+    line = f.__code__.co_firstlineno + 1
+    remedy = "linear_call" if "transposed" in what else "stop_gradient"
+    with pytest.raises(hc.DerivativeError) as caught:
+        derive(f)
+    text = str(caught.value)
+    assert text.startswith(
+        f"hostcall: the call of `sine` {what} ({__file__}:{line} in "
+    )
+    assert re.search(rf"jax\.custom_vjp.*{remedy}|{remedy}.*jax\.custom_vjp", text)

@@ -1,0 +1,262 @@
+"""Every dtype of JAX's, both ways, in every place where bytes are moved."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+WIDE = ("int64", "uint64", "float64", "complex128")
+SMALL = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
+DTYPES = (
+    "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16",
+    "bfloat16", "float32", "complex64", "float8_e3m4", "float8_e4m3",
+    "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", *SMALL, *WIDE,
+)  # fmt: skip
+# Named by jnp, but no arrays of them on a CPU: in all versions, or in the older ones.
+ABSENT = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}
+SHAPES = [(), (7,), (3, 5), (0,), (2, 0, 3)]
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def wide(request):
+    """64-bit mode for the tests of 64-bit dtypes."""
+    params = getattr(request.node, "callspec", None)
+    if params is not None and params.params.get("dtype") in WIDE:
+        request.getfixturevalue("x64")
+
+
+def values(dtype, shape, seed=0):
+    """All kinds of bits that an element may have."""
+    random = np.random.default_rng(seed)
+    dtype = np.dtype(getattr(jnp, dtype))
+    if dtype == np.bool_:
+        return random.integers(0, 2, shape).astype(bool)
+    if dtype.name in ("int2", "int4"):
+        high = 2 ** (int(dtype.name[3:]) - 1)
+        return random.integers(-high, high, shape, np.int8).astype(dtype)
+    if dtype.name in SMALL:
+        high = 4 if dtype.name == "uint2" else 16
+        return random.integers(0, high, shape, np.uint8).view(dtype)
+    count = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(random.bytes(count), dtype).reshape(shape).copy()
+
+
+def same(a, b):
+    """Bit for bit, for a nan has many."""
+    a, b = np.asarray(a), np.asarray(b)
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    assert a.tobytes() == b.tobytes()
+
+
+def spec(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+class Echo:
+    """Returns what it gets, and keeps it."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, x):
+        self.seen.append(x)
+        return x.copy()
+
+
+def test_no_dtype_is_left_out():
+    kind = type(jnp.float32)
+    named = {np.dtype(s).name for s in vars(jnp).values() if isinstance(s, kind)}
+    assert named == set(DTYPES) | ABSENT
+
+
+@dtypes
+@shapes
+def test_in_a_compiled_program(dtype, shape):
+    x, echo = values(dtype, shape), Echo()
+    same(jax.jit(lambda x: hc.call(echo, spec(x), x))(x), x)
+    same(echo.seen[0], x)
+
+
+@dtypes
+@shapes
+def test_eagerly(dtype, shape):
+    x, echo = values(dtype, shape), Echo()
+    same(hc.call(echo, spec(x), jnp.asarray(x)), x)
+    same(echo.seen[0], x)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(), (3,), (3, 5), (0,)], ids=str)
+def test_as_rows_of_a_batch(dtype, shape):
+    # Three and five elements end in the middle of a byte where two or four share one.
+    x, y, echo = values(dtype, (3, *shape)), values(dtype, shape, 1), Echo()
+
+    def host(x, y):
+        return echo(x), echo(y)
+
+    def rows(x, y):
+        return hc.call(host, (spec(x), spec(y)), x, y)
+
+    first, second = jax.jit(jax.vmap(rows, in_axes=(0, None)))(x, y)
+    same(first, x)
+    same(second, np.broadcast_to(y, x.shape))
+    for row in range(3):
+        same(echo.seen[2 * row], x[row])
+        same(echo.seen[2 * row + 1], y)
+
+
+@dtypes
+@pytest.mark.parametrize("method", ["expand_dims", "parallel"])
+def test_as_a_whole_batch_and_in_parallel(dtype, method):
+    x = values(dtype, (3, 5))
+    echo = Echo()
+    batched = jax.vmap(lambda x: hc.call(echo, spec(x), x, vmap_method=method))
+    same(jax.jit(batched)(x), x)
+    assert len(echo.seen) == (1 if method == "expand_dims" else 3)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(), (7,)], ids=str)
+def test_masked(dtype, shape):
+    x = values(dtype, (4, *shape))
+    mask = np.array([True, False, False, True])
+
+    def row(fill, method):
+        def call(x, wanted):
+            return hc.call(
+                Echo(), spec(x), x, where=wanted, fill=fill, vmap_method=method
+            )
+
+        return jax.jit(jax.vmap(call))(x, mask)
+
+    ones = np.ones(shape, x.dtype)
+    keep = mask.reshape(4, *(1,) * len(shape))
+    for method in ("sequential", "expand_dims"):
+        same(row(1, method), np.where(keep, x, ones))
+        zeros = np.zeros(shape, np.uint8 if x.dtype.itemsize == 1 else x.dtype)
+        same(row(None, method), np.where(keep, x, zeros.view(x.dtype)))
+    one = jax.jit(lambda x: hc.call(Echo(), spec(x), x, where=False, fill=1))
+    same(one(x[0]), ones)
+
+
+def test_several_small_dtypes_in_one_call():
+    args = [values(d, (n,)) for d, n in zip(SMALL, (3, 5, 1, 7, 9), strict=True)]
+    args.insert(2, values("float32", (2,)))
+    seen = []
+
+    def host(*args):
+        seen.extend(args)
+        return args[::-1]
+
+    program = jax.jit(lambda *args: hc.call(host, tuple(map(spec, args[::-1])), *args))
+    for out, arg in zip(program(*args), args[::-1], strict=True):
+        same(out, arg)
+    for got, arg in zip(seen, args, strict=True):
+        same(got, arg)
+
+
+@dtypes
+def test_between_other_operations(dtype):
+    """The compiler slices and turns around the call what it has packed."""
+    x = values(dtype, (5, 3))
+
+    def program(x):
+        column = x[::2, 1]
+        return hc.call(Echo(), spec(column), column)[::-1]
+
+    same(jax.jit(program)(x), x[::2, 1][::-1])
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="jax makes no float6 arrays before 0.12"
+)
+@pytest.mark.parametrize("dtype", ["float6_e2m3fn", "float6_e3m2fn"])
+def test_float6(dtype):
+    x = np.arange(64, dtype=np.uint8)[:63].view(np.dtype(getattr(jnp, dtype)))
+    echo = Echo()
+    same(jax.jit(lambda x: hc.call(echo, spec(x), x))(x), x)
+    same(echo.seen[0], x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_many_dimensions(dtype, mode):
+    x = values(dtype, (1,) * 29 + (2, 3, 5))
+    assert x.ndim == 32
+    echo = Echo()
+    same(mode(lambda x: hc.call(echo, spec(x), x))(jnp.asarray(x)), x)
+    same(echo.seen[0], x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint4"])
+def test_many_batch_axes(dtype):
+    x = values(dtype, (2, 3, 1, 2, 3, 5))
+    echo = Echo()
+    batched = lambda x: hc.call(echo, spec(x), x)
+    for _ in range(5):
+        batched = jax.vmap(batched)
+    same(jax.jit(batched)(x), x)
+    for got, want in zip(echo.seen, x.reshape(-1, 5), strict=True):
+        same(got, want)
+
+
+# --- Typed PRNG keys ---------------------------------------------------------------
+
+KINDS = ["threefry2x32", "rbg", "unsafe_rbg"]
+
+
+def split(key):
+    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return jax.random.split(key, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_keys(kind, mode):
+    key = jax.random.key(7, impl=kind)
+    result = jax.ShapeDtypeStruct((3,), key.dtype)
+    out = mode(lambda key: hc.call(split, result, key))(key)
+    assert out.dtype == key.dtype
+    assert (out == split(key)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["sequential", "parallel", "expand_dims"])
+def test_batches_of_keys(kind, method):
+    keys = jax.random.split(jax.random.key(7, impl=kind), 4)
+
+    def host(keys, x):
+        return {"keys": keys, "shifted": x + 1}
+
+    def row(key, x):
+        result = {"keys": jax.ShapeDtypeStruct((), key.dtype), "shifted": spec(x)}
+        return hc.call(host, result, key, x, vmap_method=method)
+
+    out = jax.jit(jax.vmap(row))(keys, jnp.arange(4))
+    assert (out["keys"] == keys).all()
+    np.testing.assert_array_equal(out["shifted"], np.arange(4) + 1)
+
+
+def test_arrays_of_keys_as_one_argument():
+    keys = jax.random.split(jax.random.key(1), (2, 3))
+
+    def host(keys):
+        assert keys.shape == (2, 3)
+        return keys[::-1, 0], jax.random.uniform(keys[0, 0])
+
+    result = (jax.ShapeDtypeStruct((2,), keys.dtype), spec(jnp.float32(0)))
+    column, number = jax.jit(lambda keys: hc.call(host, result, keys))(keys)
+    assert (column == keys[::-1, 0]).all()
+    assert number == jax.random.uniform(keys[0, 0])
+
+
+def test_raw_key_data_may_be_returned_for_a_key():
+    key = jax.random.key(3)
+    raw = np.asarray(jax.random.key_data(key))
+    assert jax.jit(lambda: hc.call(lambda: raw, spec(key)))() == key

@@ -1,0 +1,102 @@
+"""Platforms that the engine doesn't serve: the path through JAX's own callback.
+
+There is no such platform here, so the path is put in the CPU's place.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+from hostcall import _jax
+from hostcall._primitives.call import lowering
+from hostcall._primitives.call.primitive import call_p
+
+
+@pytest.fixture(autouse=True)
+def through_jax():
+    _jax.register_lowering(call_p, lowering.lower_through_jax, platform="cpu")
+    jax.clear_caches()
+    yield
+    _jax.register_lowering(call_p, lowering._lower, platform="cpu")
+    jax.clear_caches()
+
+
+def test_the_program_has_jaxs_call():
+    x = jnp.arange(4.0)
+    text = jax.jit(lambda x: hc.call(np.sin, x, x)).lower(x).as_text()
+    assert "python_cpu_callback" in text
+    assert "hostcall_call" not in text
+
+
+@pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+def test_values(order):
+    x = jnp.arange(6.0).reshape(2, 3)
+
+    @jax.jit
+    def f(x):
+        return hc.call(lambda d: {"y": d["x"] * 2}, {"y": x}, {"x": x}, order=order)
+
+    np.testing.assert_array_equal(f(x)["y"], np.asarray(x) * 2)
+
+
+def test_vmap_with_where_calls_for_true_rows_only():
+    seen = []
+
+    def double(v):
+        seen.append(float(v))
+        return v * 2
+
+    f = jax.jit(jax.vmap(lambda v: hc.call(double, v, v, where=v > 1)))
+    np.testing.assert_array_equal(f(jnp.arange(4.0)), [0, 0, 4, 6])
+    assert seen == [2, 3]
+
+
+def test_ordered_calls_in_a_scan():
+    seen = []
+
+    @jax.jit
+    def f(xs):
+        def body(carry, x):
+            hc.call(lambda v: seen.append(int(v)), None, x, order="ordered")
+            return carry, None
+
+        return jax.lax.scan(body, 0, xs)[0]
+
+    f(jnp.arange(20))
+    jax.effects_barrier()
+    assert seen == list(range(20))
+
+
+def test_small_elements_are_right():
+    x = jnp.arange(-8, 7, dtype=jnp.int4)
+    f = jax.jit(lambda x: hc.call(lambda a: a[::-1], x, x))
+    np.testing.assert_array_equal(np.asarray(f(x)), np.asarray(x)[::-1])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_callbacks_own_exception(caplog):
+    error = ValueError("no")
+
+    def fail(x):
+        raise error
+
+    f = jax.jit(lambda x: hc.call(fail, x, x))
+    with pytest.raises(ValueError) as caught, hc.reraise():
+        f(jnp.float32(1)).block_until_ready()
+    assert caught.value is error
+
+
+def test_other_platforms_are_refused():
+    class Context:
+        class module_context:
+            platforms = ("cpu", "cuda")
+
+    spec = jax.ShapeDtypeStruct((), np.float32)
+    jaxpr = jax.make_jaxpr(lambda x: hc.call(np.sin, spec, x))(np.float32(0))
+    params = jaxpr.eqns[0].params
+    with pytest.raises(hc.HostcallError, match="lowered for cpu, cuda"):
+        lowering._lower_elsewhere(Context, **params)

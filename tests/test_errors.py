@@ -1,0 +1,259 @@
+"""What a failing callback tells: the object itself, and the text that JAX shows."""
+
+import ctypes
+import struct
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+JaxRuntimeError = jax.errors.JaxRuntimeError
+F32 = jax.ShapeDtypeStruct((), jnp.float32)
+ORDERS = ("pure", "unordered", "ordered")
+MODES = {"eager": lambda f: f, "jit": jax.jit}
+
+orders = pytest.mark.parametrize("order", ORDERS)
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+class Flaky:
+    """Doubles, but raises for negative numbers; keeps what it raised."""
+
+    def __init__(self, make=lambda: LookupError("negative")):
+        self.make = make
+        self.raised = []
+
+    def double(self, x):
+        if x < 0:
+            self.raised.append(self.make())
+            raise self.raised[-1]
+        return 2 * x
+
+
+@pytest.fixture
+def flaky():
+    """Makes `Flaky`s."""
+    made = []
+
+    def make(*args):
+        made.append(Flaky(*args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        # function -> exception -> frame -> program -> function is a cycle that runs
+        # through XLA, where the garbage collector can't see it.
+        one.raised.clear()
+
+
+# --- The object --------------------------------------------------------------------
+
+
+@modes
+@orders
+@pytest.mark.parametrize("successes_before", [0, 1, 2])
+def test_reraise_gives_the_raised_object(flaky, mode, order, successes_before):
+    bad = flaky()
+    step = mode(lambda x: hc.call(bad.double, F32, x, order=order))
+    for _ in range(successes_before):
+        assert step(2.0) == 4
+    for _ in range(2):
+        with pytest.raises(LookupError) as caught, hc.reraise():
+            step(-1.0)
+        error = caught.value
+        assert error is bad.raised[-1]
+        assert hc.last_error() is error
+        assert "double" in [f.name for f in traceback.extract_tb(error.__traceback__)]
+        assert isinstance(error.__context__, JaxRuntimeError) == (mode is jax.jit)
+        assert step(3.0) == 6
+    assert len(bad.raised) == 2
+
+
+@orders
+def test_reraise_waits_for_a_program_that_was_only_dispatched(flaky, order):
+    bad = flaky()
+    step = jax.jit(lambda x: hc.call(bad.double, F32, jnp.sin(x).sum(), order=order))
+    x = jax.block_until_ready(jnp.full((2_000_000,), -1.0))
+    assert step(-x) > 0
+    with pytest.raises(LookupError) as caught, hc.reraise():
+        unread = step(x)  # a pure call may be left out where nobody keeps its result
+    del unread
+    assert caught.value is bad.raised[0]
+    assert isinstance(caught.value.__context__, JaxRuntimeError)
+
+
+@modes
+def test_reraise_as_decorator(flaky, mode):
+    bad = flaky()
+    step = mode(lambda x: hc.call(bad.double, F32, x))
+
+    @hc.reraise()
+    def run(x):
+        return step(x)
+
+    assert run(1.0) == 2
+    with pytest.raises(LookupError) as caught:
+        run(-1.0)
+    assert caught.value is bad.raised[0]
+    assert run(1.0) == 2
+
+
+def test_reraise_leaves_other_errors_alone():
+    with pytest.raises(ZeroDivisionError), hc.reraise():
+        1 / 0
+    other = JaxRuntimeError("INTERNAL: not hostcall's")
+    with pytest.raises(JaxRuntimeError) as caught, hc.reraise():
+        raise other
+    assert caught.value is other
+
+
+def test_reraise_forgets_what_was_caught_before_it(flaky):
+    bad = flaky()
+    with pytest.raises(JaxRuntimeError):
+        jax.block_until_ready(jax.jit(lambda: hc.call(bad.double, F32, -1.0))())
+    with hc.reraise():
+        assert hc.call(bad.double, F32, 1.0) == 2
+
+
+class Awkward(Exception):
+    """Can't be made from its `args`, and says nothing."""
+
+    def __init__(self, *, code):
+        self.code = code
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def chained():
+    error = LookupError("outer")
+    error.__cause__ = OSError("inner")
+    return error
+
+
+MAKERS = {
+    "no message": lambda: ValueError(),
+    "lines": lambda: ValueError("one\ntwo\r\nthree"),
+    "not ASCII": lambda: ValueError("Größe ≠ 0 🦜"),
+    "NUL": lambda: ValueError("before \0 after"),
+    "surrogate": lambda: ValueError("bad \ud800 text"),
+    "long": lambda: ValueError("x" * 200_000),
+    "looks like ours": lambda: ValueError("[hostcall error 1]"),
+    "cause": chained,
+    "custom": lambda: Awkward(code=7),
+    "str raises": Unspeakable,
+    "group": lambda: ExceptionGroup("two", [ValueError("a"), KeyError("b")]),
+    "StopIteration": lambda: StopIteration(3),
+    "JAX's own type": lambda: JaxRuntimeError("INTERNAL: from a callback"),
+}
+
+
+@modes
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_any_exception_comes_out_as_the_object_it_was(flaky, mode, make):
+    bad = flaky(make)
+    step = mode(lambda x: hc.call(bad.double, F32, x))
+    for _ in range(2):
+        with pytest.raises(type(make())) as caught, hc.reraise():
+            step(-1.0)
+        assert caught.value is bad.raised[-1]
+        assert step(1.0) == 2
+    if make is chained:
+        assert str(caught.value.__cause__) == "inner"
+
+
+def recurse(x):
+    return recurse(x) + 1
+
+
+FROM_C = {
+    "recursion": (recurse, RecursionError),
+    "memory": (lambda x: np.empty(2**60, np.uint8), MemoryError),
+    "ctypes": (lambda x: ctypes.CDLL(None).no_such_symbol, AttributeError),
+    "numpy": (lambda x: np.linalg.inv(np.zeros((2, 2))), np.linalg.LinAlgError),
+    "struct": (lambda x: struct.unpack("i", b""), struct.error),
+    "decoding": (lambda x: b"\xff".decode(), UnicodeDecodeError),
+    "division": (lambda x: 1 // 0, ZeroDivisionError),
+    "arity": (lambda: 0, TypeError),
+}
+
+
+@modes
+@pytest.mark.parametrize(("fn", "kind"), FROM_C.values(), ids=FROM_C)
+def test_errors_raised_by_c_code(mode, fn, kind):
+    step = mode(lambda x: hc.call(fn, F32, x))
+    for _ in range(2):
+        with pytest.raises(kind), hc.reraise():
+            step(1.0)
+        assert isinstance(hc.last_error(), kind)
+
+
+@modes
+@orders
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_interrupts_come_out_as_themselves(flaky, mode, order, kind):
+    bad = flaky(lambda: kind("stop"))
+    step = mode(lambda x: hc.call(bad.double, F32, x, order=order))
+    for _ in range(2):
+        with pytest.raises(kind) as caught:
+            jax.block_until_ready(step(-1.0))
+        assert caught.value is bad.raised[-1]
+        assert step(1.0) == 2
+
+
+# --- The text ----------------------------------------------------------------------
+
+
+@orders
+def test_text_and_type_are_the_same_on_first_and_later_calls(order):
+    def broken(x):
+        if x < 0:
+            raise LookupError("nothing there")
+        return x
+
+    call = lambda x: hc.call(broken, F32, x, order=order)
+    step, texts = jax.jit(call), []
+    for x in (-1.0, 1.0, -1.0, -1.0):
+        if x > 0:
+            assert step(x) == x
+            continue
+        with pytest.raises(Exception) as caught:
+            jax.block_until_ready(step(x))
+        assert type(caught.value) is JaxRuntimeError
+        texts.append(str(caught.value))
+    for text in texts:
+        assert "LookupError: nothing there" in text
+        assert f"`{broken.__qualname__}`" in text
+        assert f"{__file__}:{call.__code__.co_firstlineno}" in text
+        assert "\n" not in text
+        assert len(text) < 600
+
+
+@pytest.mark.parametrize(
+    ("axes", "where"), [((4,), ", row 2,"), ((2, 3), ", row (1, 2),")], ids=str
+)
+@pytest.mark.parametrize("order", ["pure", "ordered"])
+def test_text_names_the_row_that_failed(axes, where, order):
+    bad = 2 if len(axes) == 1 else 5
+
+    def host(x):
+        if x == bad:
+            raise ValueError("this row")
+        return x
+
+    batched = lambda x: hc.call(host, F32, x, order=order)
+    for _ in axes:
+        batched = jax.vmap(batched)
+    rows = jnp.arange(np.prod(axes), dtype=jnp.float32).reshape(axes)
+    with pytest.raises(JaxRuntimeError) as caught:
+        jax.block_until_ready(jax.jit(batched)(rows))
+    assert where in str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        batched(rows)
+    assert caught.value.args == ("this row",)

@@ -1,0 +1,223 @@
+"""What a function may return for a `result=`, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+JaxRuntimeError = jax.errors.JaxRuntimeError
+MODES = {"eager": lambda f: f, "jit": jax.jit}
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+def spec(dtype="float32", *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+F32, I32 = spec(), spec("int32")
+
+
+def returning(value, result, order="pure"):
+    """A program whose callback, `give`, returns `value`."""
+
+    def give():
+        return value
+
+    return lambda: hc.call(give, result, order=order)
+
+
+def refusal(mode, value, result):
+    """The text of the refusal, once it has been seen to be one."""
+    program = mode(returning(value, result, "unordered"))
+    with pytest.raises(hc.ResultError) as caught, hc.reraise():
+        jax.block_until_ready(program())
+    text = str(caught.value)
+    assert text.startswith("hostcall: ")
+    assert "give`" in text
+    if mode is jax.jit:
+        with pytest.raises(JaxRuntimeError) as plain:
+            jax.block_until_ready(program())
+        assert f"ResultError: {text}" in str(plain.value)
+        assert f"called at {__file__}" in str(plain.value)
+    return text
+
+
+# --- Structure ---------------------------------------------------------------------
+
+STRUCTURES = {
+    "too few": ((1.0,), (F32, F32), "Expected (*, *), got (*,)"),
+    "too many": ((1.0, 2.0), (F32,), "Expected (*,), got (*, *)"),
+    "one for a tuple": (1.0, (F32, F32), "Expected (*, *), got *"),
+    "list for a tuple": ([1.0, 2.0], (F32, F32), "Expected (*, *), got [*, *]"),
+    "tuple for a list": ((1.0,), [F32], "Expected [*], got (*,)"),
+    "other keys": ({"b": 1.0}, {"a": F32}, "Expected {'a': *}, got {'b': *}"),
+    "deeper": ({"a": (1.0,)}, {"a": [F32]}, "Expected {'a': [*]}, got {'a': (*,)}"),
+    "something for None": (3, None, "The call has result=None: return nothing"),
+    "arrays for nothing": ([1.0], [], "The call has result=None: return nothing"),
+}
+
+
+@modes
+@pytest.mark.parametrize(
+    ("value", "result", "say"), STRUCTURES.values(), ids=STRUCTURES
+)
+def test_another_structure_is_refused(mode, value, result, say):
+    text = refusal(mode, value, result)
+    assert "returned another structure than its result=" in text
+    assert say in text
+
+
+@modes
+@pytest.mark.parametrize("result", [F32, (F32, F32), {"a": F32}], ids=str)
+def test_a_forgotten_return_is_named(mode, result):
+    assert "Does the function lack a `return`?" in refusal(mode, None, result)
+
+
+@modes
+def test_none_for_a_leaf_is_refused(mode):
+    assert "result[0] of" in refusal(mode, (None, 1.0), (F32, F32))
+
+
+# --- Shapes ------------------------------------------------------------------------
+
+SHAPES = {
+    "shorter": (
+        {"a": np.zeros(2, np.float32)},
+        {"a": spec("float32", 3)},
+        "result['a'] of ",
+        "should be float32[3], got float32[2].",
+    ),
+    "scalar": (1.5, spec("float32", 1), "result of ", "float32[1], got float64[]."),
+    "vector": ([1.5], F32, "result of ", "Return x.item() or x.reshape(()) for a"),
+    "transposed": (
+        (np.zeros((2, 3)), 0.0),
+        (spec("float32", 3, 2), F32),
+        "result[0] of ",
+        "should be float32[3,2], got float64[2,3].",
+    ),
+    "whole batch": (
+        np.zeros((8, 3), np.float32),
+        spec("float32", 3),
+        "result of ",
+        "Does the function return the whole batch where one row is wanted?",
+    ),
+    "empty": (np.zeros((0,)), spec("float32", 2), "result of ", "got float64[0]."),
+    "broadcast": (np.zeros((1, 2)), spec("float32", 3, 2), "result of ", "[1,2]."),
+}
+
+
+@modes
+@pytest.mark.parametrize(
+    ("value", "result", "path", "say"), SHAPES.values(), ids=SHAPES
+)
+def test_another_shape_is_refused(mode, value, result, path, say):
+    text = refusal(mode, value, result)
+    assert path in text
+    assert say in text
+
+
+@modes
+def test_a_ragged_list_is_refused(mode):
+    text = refusal(mode, [[1.0, 2.0], [3.0]], spec("float32", 2, 2))
+    assert "is a list that NumPy can't read" in text
+
+
+# --- Numbers -----------------------------------------------------------------------
+
+LOSSY = {
+    "wide integer": (np.int64(2**40), "int32", "got int64 holding 1099511627776"),
+    "wide Python int": (2**40, "int32", "which int32 can't hold"),
+    "wider than C": (2**100, "int32", "result of "),
+    "low": (np.array(-(2**31) - 1), "int32", "holding -2147483649"),
+    "negative": (-1, "uint8", "holding -1, which uint8 can't hold"),
+    "unsigned": (np.uint8(200), "int8", "got uint8 holding 200"),
+    "small": (np.int8(8), "int4", "got int8 holding 8, which int4 can't hold"),
+    "smaller": (4, "uint2", "holding 4, which uint2 can't hold"),
+    "number for bool": (1, "bool", "A integer is not made a bool silently"),
+    "float": (np.float32(2.0), "int32", "should be int32, got float32."),
+    "Python float": (2.0, "int32", "got float64 from Python numbers."),
+    "float8": (jnp.float8_e4m3fn(2.0), "int32", "got float8_e4m3fn."),
+    "complex": (1 + 2j, "float32", "A complex is not made a float silently"),
+    "integer for float": (2**24 + 1, "float32", "that float32 can't hold exactly"),
+    "integer for half": (np.int32(2049), "float16", "can't hold exactly"),
+    "text": ("2.0", "float32", "got str '2.0', which is no array of numbers"),
+    "object": (object(), "float32", "which is no array of numbers"),
+    "date": (np.datetime64("2020-01-01"), "int32", "no array of numbers"),
+}
+
+
+@modes
+@pytest.mark.parametrize(("value", "dtype", "say"), LOSSY.values(), ids=LOSSY)
+def test_numbers_are_not_changed_silently(mode, value, dtype, say):
+    text = refusal(mode, value, spec(dtype))
+    assert say in text
+
+
+@modes
+def test_one_bad_integer_among_many_is_found(mode):
+    values = np.arange(10_000)
+    values[9_876] = 2**31
+    assert "holding 2147483648" in refusal(mode, values, spec("int32", 10_000))
+    values[9_876] = -7
+    out = mode(returning(values, spec("int32", 10_000)))()
+    np.testing.assert_array_equal(out, values)
+
+
+ALLOWED = {
+    "float64": (np.float64(1 / 3), "float32", np.float32(1 / 3)),
+    "Python float": (1 / 3, "float32", np.float32(1 / 3)),
+    "to half": (1 / 3, "float16", np.float16(1 / 3)),
+    "to bfloat16": (np.float32(1 / 3), "bfloat16", jnp.bfloat16(1 / 3)),
+    "overflow": (1e300, "float32", np.float32(np.inf)),
+    "integer": (7, "float32", 7.0),
+    "wide but exact": (2**40, "float32", 2.0**40),
+    "bool": (True, "int32", 1),
+    "bool to float": (np.True_, "float32", 1.0),
+    "int64 that fits": (np.int64(-5), "int32", -5),
+    "unsigned that fits": (np.uint64(127), "int8", 127),
+    "to int4": (-8, "int4", -8),
+    "float to complex": (1.5, "complex64", 1.5 + 0j),
+    "complex128": (1 / 3 + 1j, "complex64", np.complex64(1 / 3 + 1j)),
+    "int to complex": (3, "complex64", 3 + 0j),
+}
+
+
+@modes
+@pytest.mark.parametrize(("value", "dtype", "want"), ALLOWED.values(), ids=ALLOWED)
+def test_numbers_that_may_become_others(mode, value, dtype, want):
+    out = mode(returning(value, spec(dtype)))()
+    assert out.dtype == dtype
+    assert np.asarray(out) == want
+
+
+@modes
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_values_that_are_no_numbers_stay_so(mode, dtype):
+    result = spec(dtype, 3)
+    out = np.asarray(mode(returning([np.nan, np.inf, -np.inf], result))())
+    assert np.isnan(out[0])
+    assert np.isinf(out[1:]).all()
+    with np.errstate(all="raise"):
+        np.testing.assert_array_equal(out[1:].real, [np.inf, -np.inf])
+
+
+@modes
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+def test_a_call_for_its_effect_returns_nothing(mode, order):
+    assert mode(returning(None, None, order))() is None
+    assert mode(returning([], [], order))() == []
+    program = mode(returning(1.0, None, order))
+    with pytest.raises(hc.ResultError, match="result=None"), hc.reraise():
+        program()
+
+
+@modes
+def test_a_refused_result_leaves_the_program_usable(mode):
+    values = [1.0, [1.0], 2.0]
+    program = mode(lambda: hc.call(lambda: values.pop(0), F32, order="unordered"))
+    assert program() == 1
+    with pytest.raises(hc.ResultError, match="x.item()"), hc.reraise():
+        program()
+    assert program() == 2

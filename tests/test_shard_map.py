@@ -1,0 +1,258 @@
+"""Calls inside shard_map and pmap: one a shard, which knows where it is."""
+
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import hostcall as hc
+
+ORDERS = pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+X = np.arange(32, dtype=np.float32).reshape(4, 8)
+
+
+def grid():
+    return Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+
+
+def line():
+    return Mesh(np.array(jax.devices()), ("x",))
+
+
+def over(mesh, f, spec, out=None, **options):
+    out = spec if out is None else out
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out, **options))
+
+
+class Host:
+    """Doubles on the host; `seen` has (device, mesh coordinates, block) a call."""
+
+    def __init__(self, **options):
+        self.options, self.seen = options, []
+
+    def double(self, x):
+        here = hc.current()
+        self.seen.append((here.device, here.mesh_coords, x.copy()))
+        return x * 2
+
+    def __call__(self, x):
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return hc.call(self.double, result, x, **self.options)
+
+
+# The block of device (i, j) of the grid.
+BLOCKS = {
+    P("x", "y"): lambda i, j: X[2 * i : 2 * i + 2, 4 * j : 4 * j + 4],
+    P("x"): lambda i, j: X[2 * i : 2 * i + 2],
+    P(("y", "x")): lambda i, j: X[2 * j + i][None],
+    P(): lambda i, j: X,
+}
+
+
+@ORDERS
+@pytest.mark.parametrize("spec", BLOCKS, ids=str)
+def test_one_call_a_shard_with_its_block_and_place(spec, order):
+    host = Host(order=order)
+    # With effects a result counts as different on each device, whatever the block.
+    strict = order == "pure" or spec in (P("x", "y"), P(("y", "x")))
+    f = over(grid(), host, spec, check_vma=strict)
+    np.testing.assert_array_equal(f(X), X * 2)
+    jax.effects_barrier()
+    assert len(host.seen) == 4
+    for device, coords, block in host.seen:
+        i, j = coords["x"], coords["y"]
+        assert grid().devices[i, j] == device
+        np.testing.assert_array_equal(block, BLOCKS[spec](i, j))
+    assert {device for device, _, _ in host.seen} == set(jax.devices())
+
+
+@ORDERS
+def test_pmap_makes_one_call_a_device(order):
+    host = Host(order=order)
+    np.testing.assert_array_equal(jax.pmap(host, axis_name="i")(X), X * 2)
+    jax.effects_barrier()
+    assert sorted(coords["i"] for _, coords, _ in host.seen) == [0, 1, 2, 3]
+    for device, coords, block in host.seen:
+        assert device == jax.devices()[coords["i"]]
+        np.testing.assert_array_equal(block, X[coords["i"]])
+
+
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+def test_a_call_without_results(order):
+    host = Host()
+
+    def body(x):
+        hc.call(lambda v: host.double(v) is None or None, None, x, order=order)
+        return x + 1
+
+    np.testing.assert_array_equal(over(line(), body, P("x"))(X), X + 1)
+    jax.effects_barrier()
+    assert sorted(coords["x"] for _, coords, _ in host.seen) == [0, 1, 2, 3]
+
+
+@ORDERS
+@pytest.mark.parametrize("length", [1, 7])
+def test_in_a_scan(order, length):
+    host = Host(order=order)
+
+    def body(x):
+        return lax.scan(lambda c, _: (host(c) - c + 1, None), x, None, length=length)[0]
+
+    f = over(line(), body, P("x"), check_vma=True)
+    np.testing.assert_array_equal(f(X), X + length)
+    jax.effects_barrier()
+    for k in range(4):
+        blocks = [block for _, coords, block in host.seen if coords["x"] == k]
+        np.testing.assert_array_equal(blocks, [X[k : k + 1] + n for n in range(length)])
+
+
+@ORDERS
+def test_a_collective_after_the_call(order):
+    host = Host(order=order)
+    f = over(line(), lambda x: lax.psum(host(x), "x"), P("x"), P(), check_vma=True)
+    for _ in range(10):
+        np.testing.assert_array_equal(f(X), (X * 2).sum(0, keepdims=True))
+    jax.effects_barrier()
+    assert len(host.seen) == 40
+
+
+@ORDERS
+def test_under_vmap(order):
+    host = Host(order=order)
+    f = over(line(), jax.vmap(host, in_axes=1, out_axes=1), P("x"), check_vma=True)
+    np.testing.assert_array_equal(f(X), X * 2)
+    jax.effects_barrier()
+    for k in range(4):
+        blocks = [block for _, coords, block in host.seen if coords["x"] == k]
+        np.testing.assert_array_equal(blocks, X[k][:, None])
+
+
+@ORDERS
+def test_shards_with_control_flow_of_their_own(order):
+    host = Host(order=order)
+
+    def body(x):
+        index = lax.axis_index("x")
+        x = lax.cond(index % 2 == 1, host, lambda v: v, x)
+        return lax.fori_loop(0, index, lambda _, v: host(v), x)
+
+    f = over(line(), body, P("x"), check_vma=False)
+    np.testing.assert_array_equal(f(X), X * np.array([[1], [4], [4], [16]]))
+    jax.effects_barrier()
+    calls = [coords["x"] for _, coords, _ in host.seen]
+    assert [calls.count(k) for k in range(4)] == [0, 2, 2, 4]
+
+
+@pytest.mark.parametrize("wrap", ["shard_map", "pmap"])
+def test_the_callbacks_of_four_shards_can_meet(wrap):
+    meeting = threading.Barrier(4, timeout=30)
+
+    def host(x):
+        meeting.wait()
+        return x * 2
+
+    def body(x):
+        for _ in range(5):
+            x = hc.call(host, x, x)
+        return x
+
+    f = over(line(), body, P("x")) if wrap == "shard_map" else jax.pmap(body)
+    for _ in range(5):
+        np.testing.assert_array_equal(f(X), X * 32)
+
+
+# --- Failures ----------------------------------------------------------------------------
+
+
+FAILING = """
+    import sys, time
+    import jax, numpy as np
+    from jax.sharding import Mesh, PartitionSpec as P
+    import hostcall as hc
+
+    order, wrap = sys.argv[1:]
+    count = []
+
+    def host(x):
+        count.append(1)
+        if x[0] == -1:
+            raise KeyError("one shard")
+        return x
+
+    def body(x):
+        y = hc.call(host, x, x, order=order)
+        return jax.lax.psum(y, "i")
+
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    if wrap == "pmap":
+        pmapped = jax.pmap(body, axis_name="i")
+        f = lambda x: pmapped(x[:, None])[0]
+    else:
+        f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P()))
+    good = np.arange(4, dtype=np.float32)
+    for _ in range(3):
+        bad = good.copy()
+        bad[2] = -1
+        try:
+            with hc.reraise():
+                jax.block_until_ready(f(bad))
+        except KeyError as error:
+            assert error is hc.last_error()
+        else:
+            raise AssertionError("no error")
+        for _ in range(2):
+            assert np.asarray(f(good)).tolist() == [6.0]
+    jax.effects_barrier()
+    assert len(count) == 4 * 9, len(count)
+    print("alive")
+"""
+
+
+@ORDERS
+@pytest.mark.parametrize("wrap", ["shard_map", "pmap"])
+def test_one_failing_shard_before_a_collective(run_python, order, wrap):
+    # In a process of its own, which XLA aborts where the other shards wait in vain.
+    done = run_python(FAILING, order, wrap, timeout=35)
+    assert done.stdout == "alive\n"
+
+
+@ORDERS
+def test_a_callback_that_starts_a_program_over_its_own_mesh(order):
+    other = over(line(), lambda x: lax.psum(x, "x"), P("x"), P())
+    np.testing.assert_array_equal(other(X), X.sum(0, keepdims=True))  # fast path too
+
+    def host(x):
+        if x[0, 0] >= 0:
+            np.asarray(other(jnp.asarray(X)))
+        return x
+
+    f = over(line(), lambda x: hc.call(host, x, x, order=order), P("x"))
+    for _ in range(3):
+        with pytest.raises(hc.DeadlockError, match="Compute with NumPy"), hc.reraise():
+            jax.block_until_ready(f(X))
+        np.testing.assert_array_equal(f(X - 100), X - 100)
+        np.testing.assert_array_equal(other(X), X.sum(0, keepdims=True))
+
+
+# --- What is refused -----------------------------------------------------------------------
+
+
+def test_partially_manual_shard_map_is_refused():
+    f = over(grid(), Host(), P("x"), axis_names={"x"})
+    text = "`Host.double` is called inside a shard_map that is manual over some mesh axes"
+    with pytest.raises(NotImplementedError, match=re.escape(text) + r".*over \['y'\] too"):
+        f(X)
+
+
+@pytest.mark.parametrize("wrap", ["shard_map", "pmap"])
+def test_sharding_is_refused_where_each_device_calls(wrap):
+    host = Host(sharding=SingleDeviceSharding(jax.devices()[0]))
+    f = over(line(), host, P("x")) if wrap == "shard_map" else jax.pmap(host)
+    with pytest.raises(ValueError, match="inside shard_map or pmap, where each device"):
+        f(X)

@@ -1,0 +1,195 @@
+"""Calls of jitted programs over sharded arrays: once, on the whole value."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import hostcall as hc
+
+ORDERS = pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+X = np.arange(32, dtype=np.float32).reshape(4, 8)
+SPECS = [P("x"), P("x", "y"), P(None, ("y", "x")), P()]
+
+
+def grid(kind=AxisType.Auto):
+    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
+
+
+def put(x, spec, kind=AxisType.Auto):
+    return jax.device_put(x, NamedSharding(grid(kind), spec))
+
+
+class Host:
+    """Doubles on the host; `seen` has each argument, with the device that called."""
+
+    def __init__(self, **options):
+        self.options, self.seen = options, []
+
+    def double(self, x):
+        assert hc.current().mesh_coords == {}
+        self.seen.append((x.copy(), hc.current().device))
+        return x * 2
+
+    def tell(self, x):
+        self.double(x)
+
+    def __call__(self, x):
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return hc.call(self.double, result, x, **self.options)
+
+    def check(self, *values, device=0):
+        jax.effects_barrier()
+        assert [at.id for _, at in self.seen] == [device] * len(values)
+        for (seen, _), want in zip(self.seen, values, strict=True):
+            np.testing.assert_array_equal(seen, want)
+
+
+@ORDERS
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_one_call_gets_the_whole_value(spec, order):
+    host = Host(order=order)
+    x = put(X, spec)
+    np.testing.assert_array_equal(jax.jit(lambda v: host(v) + v)(x), X * 2 + X)
+    host.check(X)
+
+
+@ORDERS
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_mesh_of_explicit_axes(spec, order):
+    host = Host(order=order)
+    x = put(X, spec, AxisType.Explicit)
+    np.testing.assert_array_equal(jax.jit(lambda v: host(v) + v)(x), X * 2 + X)
+    host.check(X)
+
+
+@ORDERS
+def test_the_result_can_be_sharded_again(order):
+    host = Host(order=order)
+    sharding = NamedSharding(grid(), P("y", "x"))
+    f = jax.jit(lambda v: host(v * 3), out_shardings=sharding)
+    got = f(put(X, P("x", "y")))
+    np.testing.assert_array_equal(got, X * 6)
+    assert got.sharding.is_equivalent_to(sharding, 2)
+    host.check(X * 3)
+
+
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+def test_a_call_without_results(order):
+    host = Host()
+
+    @jax.jit
+    def f(v):
+        hc.call(host.tell, None, v, order=order)
+        hc.call(host.tell, None, v + 1, order=order)
+        return v
+
+    f(put(X, P("x", "y"))).block_until_ready()
+    host.check(X, X + 1)
+
+
+@ORDERS
+def test_in_a_loop_and_a_cond(order):
+    host = Host(order=order)
+
+    @jax.jit
+    def f(v):
+        def body(i, c):
+            return lax.cond(i % 2 == 0, lambda u: host(u) - u + 1, lambda u: u + 1, c)
+
+        return lax.fori_loop(0, 6, body, v)
+
+    np.testing.assert_array_equal(f(put(X, P("x", "y"))), X + 6)
+    host.check(X, X + 2, X + 4)
+
+
+@ORDERS
+def test_under_vmap_with_a_mask(order):
+    host = Host(order=order)
+    mask = np.array([True, False, False, True])
+    f = jax.jit(jax.vmap(lambda v, w: hc.call(host.double, v, v, where=w, order=order)))
+    np.testing.assert_array_equal(f(put(X, P("x", "y")), mask), X * 2 * mask[:, None])
+    host.check(X[0], X[3])
+
+
+@ORDERS
+@pytest.mark.parametrize("number", range(4))
+def test_sharding_picks_the_device(number, order):
+    device = jax.devices()[number]
+    host = Host(order=order, sharding=SingleDeviceSharding(device))
+    f = jax.jit(lambda v: host(v) + v)
+    for _ in range(2):
+        np.testing.assert_array_equal(f(put(X, P("x", "y"))), X * 3)
+    host.check(X, X, device=number)
+
+
+def test_a_device_outside_of_the_program_is_refused():
+    host = Host(sharding=SingleDeviceSharding(jax.devices()[3]))
+    x = jax.device_put(X, NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P()))
+    with pytest.raises(hc.HostcallError, match="is not among those of the program"):
+        jax.jit(host)(x)
+
+
+@pytest.mark.parametrize("sharding", ["first", 0, "mesh"])
+def test_another_sharding_is_refused(sharding):
+    if sharding == "mesh":
+        sharding = NamedSharding(grid(), P())
+    host = Host(sharding=sharding)
+    text = "sharding= of `Host.double` should be the sharding of one device"
+    with pytest.raises(hc.SpecError, match=re.escape(text)):
+        jax.jit(host)(X)
+
+
+def test_a_program_on_one_other_device():
+    host = Host()
+    got = jax.jit(host)(jax.device_put(X, jax.devices()[2]))
+    np.testing.assert_array_equal(got, X * 2)
+    assert got.devices() == {jax.devices()[2]}
+    host.check(X, device=2)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_eager_call(spec):
+    host = Host()
+    got = host(put(X, spec))
+    np.testing.assert_array_equal(got, X * 2)
+    assert got.devices() == set(jax.devices())
+    host.check(X)
+
+
+@ORDERS
+def test_failing_call(order):
+    def host(x):
+        if x[0, 0] < 0:
+            raise KeyError("negative")
+        return x
+
+    f = jax.jit(lambda v: hc.call(host, v, v, order=order).sum())
+    for _ in range(3):
+        with pytest.raises(KeyError, match="negative"), hc.reraise():
+            f(put(X - 1, P("x", "y"))).block_until_ready()
+        assert f(put(X, P("x", "y"))) == X.sum()
+
+
+def test_overlapping_programs_keep_the_ordered_calls_in_order():
+    seen = []
+
+    def host(n, x):
+        seen.append(int(n))
+
+    @jax.jit
+    def f(n, x):
+        hc.call(host, None, n, x, order="ordered")
+        hc.call(host, None, n + 1, x * 2, order="ordered")
+        return jnp.sin(x) @ x.T
+
+    x = put(X, P("x", "y"))
+    outs = [f(n, x) for n in range(0, 60, 2)]
+    jax.block_until_ready(outs)
+    jax.effects_barrier()
+    assert seen == list(range(60))

@@ -1,0 +1,211 @@
+"""Calls that are written wrong: refused when they are traced, with what to do."""
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+F32 = jax.ShapeDtypeStruct((), jnp.float32)
+MODES = {"eager": lambda f: f, "jit": jax.jit}
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+def host(x):
+    raise AssertionError("a call that is written wrong must not run")
+
+
+# --- The function ------------------------------------------------------------------
+
+
+def generator(x):
+    yield x
+
+
+async def coroutine(x):
+    return x
+
+
+async def async_generator(x):
+    yield x
+
+
+class AsyncCallable:
+    async def __call__(self, x):
+        return x
+
+    def method(self, x):
+        yield x
+
+
+@pytest.mark.parametrize(
+    ("fn", "say"),
+    [
+        (generator, "next value: lambda: next(generator)"),
+        (coroutine, "lambda *args: asyncio.run(coroutine(*args))"),
+        (async_generator, "next(generator)"),
+        (functools.partial(generator), "next(generator)"),
+        (functools.partial(coroutine), "asyncio.run"),
+        (AsyncCallable(), "asyncio.run"),
+        (AsyncCallable().method, "next(generator)"),
+        (3, "should be a function, got 3"),
+        (F32, "Write hc.call(fn, result, *args)"),
+    ],
+    ids=str,
+)
+@modes
+def test_functions_that_could_not_work_are_refused(fn, say, mode):
+    with pytest.raises(hc.SpecError) as caught:
+        mode(lambda x: hc.call(fn, F32, x))(1.0)
+    assert say in str(caught.value)
+
+
+# --- result= -----------------------------------------------------------------------
+
+RESULTS = {
+    "number": (3.0, "result of `host` is 3.0, which has no shape and dtype"),
+    "type": (float, "which has no shape and dtype. Write jax.ShapeDtypeStruct"),
+    "in a tree": ({"a": [F32, "x"]}, "result['a'][1] of `host` is 'x'"),
+    "int64": (
+        jax.ShapeDtypeStruct((), np.int64),
+        "result of `host` is int64, and JAX is in its 32-bit mode. Ask for int32",
+    ),
+    "float64": ([np.zeros(3)], "result[0] of `host` is float64"),
+    "complex128": (np.zeros(2, np.complex128), "Ask for complex64, or enable"),
+    "unknown size": (
+        type("Spec", (), {"shape": (None, 2), "dtype": np.float32}),
+        "has the shape (None, 2). Sizes must be integers",
+    ),
+}
+
+
+@modes
+@pytest.mark.parametrize(("result", "say"), RESULTS.values(), ids=RESULTS)
+def test_result_that_means_nothing(mode, result, say):
+    with pytest.raises(hc.SpecError) as caught:
+        mode(lambda x: hc.call(host, result, x))(1.0)
+    assert say in str(caught.value)
+
+
+def test_wide_results_in_64_bit_mode(x64):
+    result = jax.ShapeDtypeStruct((), np.int64)
+    assert hc.call(lambda: 2**40, result) == 2**40
+    assert jax.jit(lambda: hc.call(lambda: -(2**40), result))() == -(2**40)
+
+
+# --- Arguments ---------------------------------------------------------------------
+
+TOO_WIDE = {
+    "int": (2**40, str(2**40)),
+    "negative": (-(2**31) - 1, str(-(2**31) - 1)),
+    "huge": (2**100, str(2**100)),
+    "array": (np.array([1, 2**40]), str(2**40)),
+    "low": (np.array([-(2**40), 1]), str(-(2**40))),
+    "scalar": (np.int64(2**33), str(2**33)),
+    "unsigned": (np.uint64(2**33), str(2**33)),
+    "in a tree": ({"n": [2**40]}, str(2**40)),
+}
+
+
+@modes
+@pytest.mark.parametrize(("value", "say"), TOO_WIDE.values(), ids=TOO_WIDE)
+def test_integers_too_wide_for_jax_are_refused(mode, value, say):
+    with pytest.raises(hc.SpecError) as caught:
+        mode(lambda: hc.call(host, F32, value))()
+    assert f"an argument holds {say} (" in str(caught.value)
+    assert "jax_enable_x64" in str(caught.value)
+
+
+@modes
+@pytest.mark.parametrize("value", [2**31 - 1, -(2**31), np.array([2**31 - 1])])
+def test_wide_integers_that_fit_are_taken(mode, value):
+    seen = mode(lambda: hc.call(lambda x: x, jax.ShapeDtypeStruct(np.shape(value), np.int32), value))()
+    np.testing.assert_array_equal(seen, value)
+
+
+def test_wide_arguments_in_64_bit_mode(x64):
+    result = jax.ShapeDtypeStruct((), np.int64)
+    assert jax.jit(lambda: hc.call(lambda x: x, result, 2**40))() == 2**40
+
+
+# --- Options -----------------------------------------------------------------------
+
+OPTIONS = {
+    "order": (
+        {"order": "sometimes"},
+        "order= of `host` should be one of 'pure', 'unordered', 'ordered',"
+        " got 'sometimes'",
+    ),
+    "order of another kind": ({"order": ["pure"]}, "got ['pure']"),
+    "vmap_method": (
+        {"vmap_method": "rows"},
+        "vmap_method= of `host` should be one of 'sequential', 'sequential_unrolled',"
+        " 'parallel', 'expand_dims', 'broadcast_all', 'legacy_vectorized', None,"
+        " got 'rows'",
+    ),
+    "arrays": ({"arrays": "torch"}, "should be one of 'numpy', 'jax', 'dlpack'"),
+    "lend": ({"lend": "in"}, "should be one of False, True, 'out', got 'in'"),
+    "zero timeout": ({"timeout": 0}, "should be a number of seconds above 0, got 0"),
+    "negative timeout": ({"timeout": -1.5}, "above 0, got -1.5"),
+    "timeout nan": ({"timeout": float("nan")}, "above 0, got nan"),
+    "timeout text": ({"timeout": "3"}, "above 0, got '3'"),
+    "no executor": (
+        {"executor": "pool", "vmap_method": "parallel"},
+        "should be a concurrent.futures.Executor, got 'pool'",
+    ),
+    "lend and timeout": ({"lend": True, "timeout": 1}, "has lend=True and timeout=."),
+    "lend and parallel": (
+        {"lend": "out", "vmap_method": "parallel"},
+        "has lend='out' and vmap_method=\"parallel\". A function on another",
+    ),
+    "where of numbers": ({"where": 3}, "where= of `host` should be one bool, got int"),
+    "where of rows": (
+        {"where": np.array([True, False])},
+        "should be one bool, got bool[2]. For one a row, vmap the function",
+    ),
+    "fill of another shape": (
+        {"where": True, "fill": np.zeros(3)},
+        "for result, which should be float32[]",
+    ),
+    "fill of text": ({"where": True, "fill": "x"}, "fill= of `host` is 'x' for result"),
+    "sharding": ({"sharding": "gpu"}, "should be the sharding of one device"),
+}
+
+
+@modes
+@pytest.mark.parametrize(("options", "say"), OPTIONS.values(), ids=OPTIONS)
+def test_options_that_mean_nothing(mode, options, say):
+    with pytest.raises(hc.SpecError) as caught:
+        mode(lambda x: hc.call(host, F32, x, **options))(1.0)
+    assert say in str(caught.value)
+
+
+def test_executor_without_parallel_rows():
+    with ThreadPoolExecutor(1) as pool, pytest.raises(hc.SpecError) as caught:
+        hc.call(host, F32, 1.0, executor=pool)
+    assert 'Rows go to an executor with vmap_method="parallel"' in str(caught.value)
+
+
+def test_fill_is_not_traced():
+    with pytest.raises(hc.SpecError, match="choose with jnp.where after the call"):
+        jax.jit(lambda x: hc.call(host, F32, x, where=True, fill=x))(1.0)
+
+
+def test_sharding_over_several_devices():
+    mesh = jax.make_mesh((4,), ("i",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with pytest.raises(hc.SpecError, match="the sharding of one device"):
+        hc.call(host, F32, 1.0, sharding=spread)
+
+
+def test_errors_are_what_their_kind_says():
+    assert issubclass(hc.SpecError, hc.HostcallError)
+    assert issubclass(hc.SpecError, ValueError)
+    for kind in (hc.EscapeError, hc.UnwrittenError, hc.DeadlockError):
+        assert issubclass(kind, hc.HostcallError)
+        assert issubclass(kind, RuntimeError)
+    assert issubclass(hc.CallTimeoutError, TimeoutError)
