@@ -80,13 +80,14 @@ bool Loan::End() {
   const bool failed = type != nullptr;
   if (failed) PyErr_NormalizeException(&type, &value, &trace);
   if (failed && trace != nullptr) PyException_SetTraceback(value, trace);
-  bool ok = true;
-  if (AnyHeld()) ok = Report(failed ? value : Py_None);
-  if (failed) {
-    PyErr_Clear();
+  const bool ok = !AnyHeld() || Report(failed ? value : Py_None);
+  if (failed && ok) {
     PyErr_Restore(type, value, trace);
     return false;
   }
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(trace);
   return ok;
 }
 
@@ -106,7 +107,7 @@ bool Loan::Report(PyObject* exception) {
                                  entry.is_result ? Py_True : Py_False));
     if (!item || PyList_Append(held.get(), item.get()) != 0) return false;
   }
-  if (PyList_GET_SIZE(held.get()) == 0 || exception != Py_None) return true;
+  if (PyList_GET_SIZE(held.get()) == 0) return true;
   stack[1] = held.get();
   Ref ignored =
       Ref::Steal(PyObject_Vectorcall(plan_.on_escape.get(), stack, 3, nullptr));

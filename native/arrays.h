@@ -76,7 +76,7 @@ class Loan {
   PyObject* Lend(size_t number, bool is_result, char* data);
 
   /// Called when only these entries should hold the arrays. With a Python error
-  /// set it stays set; without one, an escape sets one.
+  /// set it stays set, but for an escape, which sets its own.
   bool End();
 
  private:

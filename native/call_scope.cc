@@ -1,6 +1,8 @@
 #include "call_scope.h"
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 namespace hostcall {
 namespace {
@@ -30,14 +32,17 @@ size_t g_ambient_count = 0;
 ActiveCall* CurrentCall() { return t_current; }
 ActiveCall* AllCalls() { return g_calls; }
 int InterruptForeignCalls() {
-  int sent = 0;
+  // Newest first, so the first of a thread is its innermost, where Python is.
+  std::vector<unsigned long> done;
   for (ActiveCall* call = g_calls; call != nullptr; call = call->next) {
-    if (!call->foreign || call->interrupted) continue;
+    if (!call->foreign) continue;
+    if (std::find(done.begin(), done.end(), call->thread_id) != done.end())
+      continue;
     PyThreadState_SetAsyncExc(call->thread_id, PyExc_KeyboardInterrupt);
     call->interrupted = true;
-    ++sent;
+    done.push_back(call->thread_id);
   }
-  return sent;
+  return static_cast<int>(done.size());
 }
 void ForgetCallsAfterFork() {
   g_calls = nullptr;

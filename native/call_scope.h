@@ -17,8 +17,8 @@ struct ActiveCall {
   int device_ordinal = -1;                    ///< -1 where no program runs (eager)
   int64_t start_ns = 0;
   unsigned long thread_id = 0;
-  bool foreign = false;      ///< Python did not start the thread
-  bool interrupted = false;  ///< KeyboardInterrupt was sent to its thread
+  bool foreign = false;         ///< Python did not start the thread
+  bool interrupted = false;     ///< KeyboardInterrupt was sent to its thread
   ActiveCall* outer = nullptr;  ///< the call of this thread that encloses this one
   ActiveCall* prev = nullptr;
   ActiveCall* next = nullptr;
@@ -28,8 +28,8 @@ struct ActiveCall {
 ActiveCall* CurrentCall();
 /// Head of the list of all calls under way. The GIL is held.
 ActiveCall* AllCalls();
-/// Raises KeyboardInterrupt in the calls that run on threads that Python did not start,
-/// and says in how many. The GIL is held.
+/// Raises KeyboardInterrupt in the calls that run on threads that Python did not
+/// start, and says in how many. The GIL is held.
 int InterruptForeignCalls();
 /// A forked child inherits the list but not the threads it speaks of.
 void ForgetCallsAfterFork();

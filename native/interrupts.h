@@ -1,10 +1,10 @@
 // Layer E. Ctrl-C while the main thread waits inside JAX.
 //
-// Python acts on a signal on its main thread, between two instructions. A main thread
-// that waits in XLA for a program, whose callback runs on a thread of XLA's, comes to
-// no instruction before the program ends. So a signal also wakes a watcher (see
-// _interrupt.py), which raises KeyboardInterrupt in those callbacks; their program
-// fails, and the main thread comes back.
+// Python acts on a signal on its main thread, between two instructions. A main
+// thread that waits in XLA for a program, whose callback runs on a thread of XLA's,
+// comes to no instruction before the program ends. So a signal also wakes a watcher
+// (see _interrupt.py), which raises KeyboardInterrupt in those callbacks; their
+// program fails, and the main thread comes back.
 #pragma once
 
 #include <semaphore.h>
@@ -20,8 +20,8 @@ class InterruptWatch {
     static const bool installed = [] {
       if (sem_init(&Posted(), 0, 0) != 0) return false;
       if (sigaction(SIGINT, nullptr, &Before()) != 0) return false;
-      if ((Before().sa_flags & SA_SIGINFO) != 0 ||
-          Before().sa_handler == SIG_DFL || Before().sa_handler == SIG_IGN) {
+      if ((Before().sa_flags & SA_SIGINFO) != 0 || Before().sa_handler == SIG_DFL ||
+          Before().sa_handler == SIG_IGN) {
         return false;
       }
       struct sigaction ours = Before();

@@ -149,27 +149,44 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   return out;
 }
 
-nb::object RowOf(const ActiveCall& call) {
-  if (call.row == nullptr) return nb::none();
+nb::tuple IndexOf(const std::vector<int64_t>& row) {
   nb::list index;
-  for (int64_t i : *call.row) index.append(i);
+  for (int64_t i : row) index.append(i);
   return nb::tuple(index);
 }
 
 nb::object Current() {
   const ActiveCall* call = CurrentCall();
   if (call == nullptr) return nb::none();
+  nb::object row = nb::none();
+  if (call->row != nullptr) row = IndexOf(*call->row);
   return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
-                        RowOf(*call));
+                        row);
 }
 
 nb::list Active() {
+  // Making a Python object may let another thread run, and the list change.
+  struct Seen {
+    nb::object info;
+    unsigned long thread;
+    int64_t start;
+    bool batched;
+    std::vector<int64_t> row;
+  };
+  std::vector<Seen> seen;
+  for (const ActiveCall* call = AllCalls(); call != nullptr; call = call->next) {
+    const bool batched = call->row != nullptr;
+    seen.push_back({nb::borrow(call->plan->info.get()), call->thread_id,
+                    call->start_ns, batched,
+                    batched ? *call->row : std::vector<int64_t>()});
+  }
   nb::list calls;
   const int64_t now = NowNs();
-  for (const ActiveCall* call = AllCalls(); call != nullptr; call = call->next) {
-    calls.append(nb::make_tuple(nb::borrow(call->plan->info.get()), call->thread_id,
-                                static_cast<double>(now - call->start_ns) * 1e-9,
-                                RowOf(*call)));
+  for (const Seen& call : seen) {
+    nb::object row = nb::none();
+    if (call.batched) row = IndexOf(call.row);
+    calls.append(nb::make_tuple(call.info, call.thread,
+                                static_cast<double>(now - call.start) * 1e-9, row));
   }
   return calls;
 }

@@ -15,7 +15,7 @@
 // Guarantees
 //   * `finish` of a member is called exactly once, and not before its own job has
 //     ended: until then XLA keeps its buffers.
-//   * kOnce: the leader finishes last, so its results are there to be copied.
+//   * kOnce: the leader finishes after the others have copied its results.
 //   * kEach: members wait for those that have come without limit (they are in user
 //     code), and for those that have not for kGrace, since control flow may differ
 //     between devices there. The first time somebody is missed the place is marked,
@@ -36,6 +36,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -50,32 +51,32 @@ class JobThreads {
     return *threads;
   }
   void Run(std::function<void()> job) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    jobs_.push_back(std::move(job));
-    if (idle_ >= jobs_.size()) {
-      lock.unlock();
-      wake_.notify_one();
-      return;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (idle_ > jobs_.size()) {
+        jobs_.push_back(std::move(job));
+        wake_.notify_one();
+        return;
+      }
     }
-    lock.unlock();
-    std::thread([this] { Work(); }).detach();
+    try {
+      std::thread([this, job] { Work(job); }).detach();
+    } catch (const std::system_error&) {
+      job();  // no more threads: better on this one than never
+    }
   }
 
  private:
-  void Work() {
-    std::unique_lock<std::mutex> lock(mutex_);
+  void Work(std::function<void()> job) {
     for (;;) {
-      while (jobs_.empty()) {
-        ++idle_;
-        wake_.wait(lock);
-        --idle_;
-      }
-      std::function<void()> job = std::move(jobs_.front());
-      jobs_.pop_front();
-      lock.unlock();
       job();
       job = nullptr;
-      lock.lock();
+      std::unique_lock<std::mutex> lock(mutex_);
+      ++idle_;
+      while (jobs_.empty()) wake_.wait(lock);
+      --idle_;
+      job = std::move(jobs_.front());
+      jobs_.pop_front();
     }
   }
   std::mutex mutex_;
@@ -196,7 +197,12 @@ class Team : public std::enable_shared_from_this<Team> {
       Close(meeting);
     }
     lock.unlock();
-    for (auto& finish : finished) finish(meeting->error);
+    // Each on a thread of its own: XLA goes on with the device's program inside
+    // `finish`, up to the next collective, and there waits for the other devices.
+    for (auto& finish : finished) {
+      JobThreads::Get().Run(
+          [finish = std::move(finish), meeting] { finish(meeting->error); });
+    }
   }
 
   void ArriveEach(int64_t run, Member member) {

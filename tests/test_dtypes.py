@@ -20,7 +20,6 @@ ABSENT = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}
 SHAPES = [(), (7,), (3, 5), (0,), (2, 0, 3)]
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +47,11 @@ def values(dtype, shape, seed=0):
 
 
 def same(a, b):
-    """Bit for bit, for a nan has many."""
+    """Bit for bit, for a nan has many; of a signed small integer a byte has too many."""
     a, b = np.asarray(a), np.asarray(b)
     assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    if a.dtype.name in ("int2", "int4"):
+        a, b = a.astype(np.int8), b.astype(np.int8)
     assert a.tobytes() == b.tobytes()
 
 
@@ -76,39 +77,41 @@ def test_no_dtype_is_left_out():
 
 
 @dtypes
-@shapes
-def test_in_a_compiled_program(dtype, shape):
-    x, echo = values(dtype, shape), Echo()
-    same(jax.jit(lambda x: hc.call(echo, spec(x), x))(x), x)
-    same(echo.seen[0], x)
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_scalars_vectors_and_empty_arrays(dtype, mode):
+    xs, echo = [values(dtype, shape) for shape in SHAPES], Echo()
+
+    def program(*xs):
+        return [hc.call(echo, spec(x), x, order="unordered") for x in xs]
+
+    for out, got, x in zip(mode(program)(*xs), echo.seen, xs, strict=True):
+        same(out, x)
+        same(got, x)
 
 
 @dtypes
-@shapes
-def test_eagerly(dtype, shape):
-    x, echo = values(dtype, shape), Echo()
-    same(hc.call(echo, spec(x), jnp.asarray(x)), x)
-    same(echo.seen[0], x)
+def test_as_rows_of_a_batch(dtype):
+    # Seven and fifteen elements end in the middle of a byte that two or four share.
+    xs = [values(dtype, (3, *shape)) for shape in SHAPES]
+    ys = [values(dtype, shape, 1) for shape in SHAPES]
+    echo = Echo()
 
+    def host(xs, ys):
+        return [[echo(x) for x in xs], [echo(y) for y in ys]]
 
-@dtypes
-@pytest.mark.parametrize("shape", [(), (3,), (3, 5), (0,)], ids=str)
-def test_as_rows_of_a_batch(dtype, shape):
-    # Three and five elements end in the middle of a byte where two or four share one.
-    x, y, echo = values(dtype, (3, *shape)), values(dtype, shape, 1), Echo()
+    def row(xs, ys):
+        result = [[spec(x) for x in xs], [spec(y) for y in ys]]
+        return hc.call(host, result, xs, ys)
 
-    def host(x, y):
-        return echo(x), echo(y)
-
-    def rows(x, y):
-        return hc.call(host, (spec(x), spec(y)), x, y)
-
-    first, second = jax.jit(jax.vmap(rows, in_axes=(0, None)))(x, y)
-    same(first, x)
-    same(second, np.broadcast_to(y, x.shape))
-    for row in range(3):
-        same(echo.seen[2 * row], x[row])
-        same(echo.seen[2 * row + 1], y)
+    first, second = jax.jit(jax.vmap(row, in_axes=(0, None)))(xs, ys)
+    seen = iter(echo.seen)
+    for out, x in zip(first, xs, strict=True):
+        same(out, x)
+    for out, y in zip(second, ys, strict=True):
+        same(out, np.broadcast_to(y, (3, *y.shape)))
+    for i in range(3):
+        for want in [*(x[i] for x in xs), *ys]:
+            same(next(seen), want)
 
 
 @dtypes

@@ -68,7 +68,10 @@ def test_reraise_gives_the_raised_object(flaky, mode, order, successes_before):
         assert error is bad.raised[-1]
         assert hc.last_error() is error
         assert "double" in [f.name for f in traceback.extract_tb(error.__traceback__)]
-        assert isinstance(error.__context__, JaxRuntimeError) == (mode is jax.jit)
+        # JAX's fast path, which pure programs take from their second call on, reports
+        # a program that it ran on this thread as ValueError (docs/design/errors.md).
+        reports = (JaxRuntimeError, ValueError)
+        assert isinstance(error.__context__, reports) == (mode is jax.jit)
         assert step(3.0) == 6
     assert len(bad.raised) == 2
 

@@ -83,7 +83,8 @@ def call(
             `hostcall.reraise()` and `hostcall.last_error()` give the exception
             itself. An eager call raises it directly. Also for a result of another
             structure, shape or dtype (`ResultError`), a kept view (`EscapeError`), a
-            late function (`CallTimeoutError`).
+            late function (`CallTimeoutError`). Small pure programs on JAX's fast path
+            raise ValueError with that text in its place.
 
     Under transformations:
         jit, scan, while_loop, cond, map: once for each time the place is reached.
@@ -195,7 +196,7 @@ def _check_options(
             f"hostcall: `{name}` has lend={lend!r} and {other}. A function on another"
             " thread could outlive the memory it was lent: drop one of the two"
         )
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise SpecError(
             f"hostcall: timeout= of `{name}` should be a number of seconds above 0,"
             f" got {timeout!r}"

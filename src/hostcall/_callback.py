@@ -117,6 +117,7 @@ class CallInfo:
         self.place = self.callback.place
         self.devices = devices  # by ordinal; -1 for an eager call
         self.mesh = mesh
+        self.guard: Any = None  # of a program over several devices
 
     def __repr__(self) -> str:
         return f"<call of {self.name} at {self.place}>"
@@ -142,11 +143,8 @@ class CallInfo:
     ) -> None:
         """First without `held`, to let go of what only looks kept; then to raise."""
         if held is None:
-            while error is not None:
-                # A failed function's frames hold its arguments, and they are about
-                # to be reused: the lines stay, the values go.
-                traceback.clear_frames(error.__traceback__)
-                error = error.__cause__ or error.__context__
+            if error is not None:
+                _let_go(error)
             gc.collect()
             return
         names = [
@@ -155,12 +153,13 @@ class CallInfo:
             else self.callback.template.paths()[n]
             for n, is_result in held
         ]
+        ended = "returned" if error is None else f"raised {type(error).__name__}"
         raise _errors.EscapeError(
             f"hostcall: `{self.name}` kept a view of {', '.join(names)} after it"
-            " returned (itself, a slice, a memoryview, a tensor made from it). With"
+            f" {ended} (itself, a slice, a memoryview, a tensor made from it). With"
             f" lend={self.callback.lend!r} the memory is XLA's, which reuses it now:"
             " keep a copy (x.copy()), or drop lend="
-        )
+        ) from error
 
     def on_unwritten(self, _: Any, number: int) -> None:
         path = self.callback.results.paths()[number].replace("result", "out", 1)
@@ -170,6 +169,29 @@ class CallInfo:
             f" ({aval.dtype}{list(aval.shape)}). With lend='out' write"
             " out[...] = value, or return the value"
         )
+
+
+def _let_go(error: BaseException) -> None:
+    """Makes an exception, and all behind it, hold no array of a failed call.
+
+    The frames of its traceback hold the function's arguments: the lines stay, the
+    values go. Arrays among its own arguments become copies.
+    """
+    todo, seen = [error], set()
+    while todo:
+        current = todo.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        if any(isinstance(arg, np.ndarray) for arg in current.args):
+            current.args = tuple(
+                arg.copy() if isinstance(arg, np.ndarray) else arg
+                for arg in current.args
+            )
+        behind = [current.__cause__, current.__context__]
+        behind += getattr(current, "exceptions", ())
+        todo += [e for e in behind if e is not None]
 
 
 # --- Costs, kept per function definition -------------------------------------------

@@ -55,14 +55,24 @@ def coerce(
         ResultError: for another shape, or a dtype that can't become this one.
     """
     if isinstance(value, jax.Array) and value.dtype == dtype and value.shape == shape:
-        return np.ascontiguousarray(value).reshape(shape)
-    return _coerce(value, dtype, shape, where())
+        array = np.asarray(value)
+    else:
+        array = _coerce(value, dtype, shape, where())
+    array = np.ascontiguousarray(array).reshape(shape)
+    # Equal dtypes can be several objects (after pickling, with metadata, longlong), and
+    # the engine asks for this one.
+    return array if array.dtype is dtype else array.view(dtype)
 
 
 def _coerce(
     value: Any, dtype: np.dtype, shape: tuple[int, ...], where: str
 ) -> np.ndarray:
     array = _as_numpy(value, where)
+    if value is None:
+        raise ResultError(
+            f"hostcall: {where} should be {_named(dtype, shape)}, got None. Does the"
+            " function lack a `return`?"
+        )
     if array.dtype.kind in "OUSMm":
         raise ResultError(
             f"hostcall: {where} should be {_named(dtype, shape)}, got"
@@ -77,7 +87,7 @@ def _coerce(
         # Python's own numbers have no width to insist on.
         weak = not hasattr(value, "dtype")
         array = _cast(array, dtype, weak, where)
-    return np.ascontiguousarray(array).reshape(shape)
+    return array
 
 
 def _as_numpy(value: Any, where: str) -> np.ndarray:
@@ -88,7 +98,10 @@ def _as_numpy(value: Any, where: str) -> np.ndarray:
     if hasattr(value, "requires_grad") and hasattr(value, "detach"):
         value = value.detach()  # a torch tensor that takes part in autograd
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
+        if array.dtype != np.object_ or not hasattr(value, "__dlpack__"):
+            return array
+        return np.from_dlpack(value)
     except (ValueError, TypeError, RuntimeError, BufferError) as error:
         if hasattr(value, "__dlpack__"):
             # A dtype that NumPy's protocols don't know, bfloat16 for one.

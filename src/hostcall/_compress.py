@@ -11,21 +11,29 @@ those axes, the others keep size 1, and the results go back to their places:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hostcall import _coerce, _jax
+from hostcall import _coerce
 from hostcall._callback import CallInfo, CallParams
 
 
 class CompressedCall:
     """Called with (mask, *arrays); gives one full array a result leaf."""
 
-    def __init__(self, params: CallParams, info: CallInfo, device: Any) -> None:
+    def __init__(
+        self,
+        params: CallParams,
+        info: CallInfo,
+        whole: Callable[..., Any],
+        converters: Sequence[Callable[[Any], Any] | None],
+    ) -> None:
         self._params = params
         self._info = info
-        self._device = device
+        self._whole = whole
+        self._converters = converters
 
     def __call__(self, mask: np.ndarray, *arrays: np.ndarray) -> tuple[Any, ...]:
         params, levels = self._params, self._params.levels
@@ -66,18 +74,11 @@ class CompressedCall:
         return np.broadcast_to(row, aval.shape).copy()
 
     def _call(self, arrays: list[np.ndarray]) -> list[Any]:
-        callback = self._params.callback
-        leaves = []
-        for array, key in zip(arrays, callback.template.keys, strict=True):
-            if key is not None:
-                leaf: Any = _jax.wrap_key(_jax.put_on_device(array, self._device), key)
-            elif callback.arrays == "jax":
-                leaf = _jax.put_on_device(array, self._device)
-            else:
-                leaf = array
-            leaves.append(leaf)
-        args, kwargs = callback.template.fill(leaves)
-        return self._info.flatten(callback.function(*args, **kwargs))
+        leaves = [
+            array if convert is None else convert(array)
+            for array, convert in zip(arrays, self._converters, strict=True)
+        ]
+        return self._info.flatten(self._whole(*leaves))
 
     def _leaf(self, number: int, value: Any, shape: tuple[int, ...]) -> np.ndarray:
         def where() -> str:

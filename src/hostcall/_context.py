@@ -43,12 +43,9 @@ def current() -> Current | None:
 
     Cost: nothing until asked; then a few microseconds.
     """
-    known = _workers.stand_in()
-    if known is not None:
-        return known  # type: ignore[no-any-return]
     found = _native.current()
-    if found is None:
-        return None
+    if found is None:  # on a thread that works for a call, its stand-in
+        return _workers.stand_in()
     info, ordinal, row = found
     device = info.devices.get(ordinal)
     return Current(

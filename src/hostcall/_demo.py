@@ -62,7 +62,7 @@ def close(ours: Array, plain: Array, tolerance: float) -> float:
 # --- Bessel functions -----------------------------------------------------------------
 
 
-@jax.custom_jvp
+@jax.custom_jvp  # type: ignore[untyped-decorator]
 def jv(order: Array, z: Array) -> Array:
     """SciPy's Bessel function of the first kind, of integer order, elementwise.
 
@@ -73,7 +73,7 @@ def jv(order: Array, z: Array) -> Array:
     return hc.call(scipy.special.jv, result, order, z, vmap_method="expand_dims")
 
 
-@jv.defjvp
+@jv.defjvp  # type: ignore[untyped-decorator]
 def _jv_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     order, z = primals
     _, z_dot = tangents
@@ -151,7 +151,8 @@ def magnetic_field(numbers: np.ndarray) -> np.ndarray:
     """Square roots of the numbers; the sign changes at each minimum of the cycle."""
     minima, _ = scipy.signal.find_peaks(-numbers, distance=8, prominence=10)
     cycle = np.searchsorted(minima, np.arange(len(numbers)))
-    return np.where(cycle % 2, -1.0, 1.0) * np.sqrt(numbers)
+    field: np.ndarray = np.where(cycle % 2, -1.0, 1.0) * np.sqrt(numbers)
+    return field
 
 
 def next_year(state: np.ndarray, drive: np.ndarray) -> np.ndarray:
@@ -166,7 +167,7 @@ def next_year(state: np.ndarray, drive: np.ndarray) -> np.ndarray:
     return solved.y[:, -1]  # type: ignore[no-any-return]
 
 
-@jax.jit
+@jax.jit  # type: ignore[untyped-decorator]
 @partial(jax.vmap, in_axes=(0, None))
 def forecast(drive: Array, field: Array) -> Array:
     """Each year's field, as forecast the year before; (years - 1,) a row."""

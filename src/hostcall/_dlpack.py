@@ -33,7 +33,7 @@ class DLPackArray:
         return self._array.dtype
 
     def __dlpack__(self, **options: Any) -> Any:
-        if self._array.dtype.kind in "biufc":
+        if self._array.dtype.isbuiltin == 1:
             return self._array.__dlpack__(**options)
         return jnp.asarray(self._array).__dlpack__(**options)
 

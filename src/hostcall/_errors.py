@@ -68,17 +68,26 @@ class DeadlockError(HostcallError, RuntimeError):
 
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
 _kept: OrderedDict[int, BaseException] = OrderedDict()
+_came_out: set[int] = set()
 _numbers = itertools.count(1)
 _last = 0
 _lock = threading.Lock()
 
 
-def keep(exception: BaseException) -> int:
-    """Keeps an exception that a callback raised, and gives its number."""
+def keep(exception: BaseException, comes_out: bool = False) -> int:
+    """Keeps an exception that a callback raised, and gives its number.
+
+    Args:
+        exception: the object.
+        comes_out: it is also raised to the caller, who may handle it.
+    """
     global _last
     with _lock:
         number = _last = next(_numbers)
         _kept[number] = exception
+        if comes_out:
+            _came_out.add(number)
+            _came_out.intersection_update(_kept)
         while len(_kept) > _config.KEPT_ERRORS:
             _kept.popitem(last=False)
     if not isinstance(exception, Exception):
@@ -95,6 +104,9 @@ def text_for_xla(
         message = str(exception)
     except Exception as error:  # a text for the user's exception, whatever it does
         message = f"<its str() raised {type(error).__name__}>"
+    # It goes through a C string in UTF-8.
+    message = message.replace("\0", "\\0")
+    message = message.encode("utf-8", "backslashreplace").decode()
     said = type(exception).__name__ + (f": {message}" if message else "")
     at = f", row {row[0] if len(row) == 1 else row}" if row else ""
     return (
@@ -103,11 +115,25 @@ def text_for_xla(
     )
 
 
-def original(error: BaseException) -> BaseException | None:
-    """The exception behind a JaxRuntimeError that a callback caused, if still kept."""
-    found = _NUMBER.findall(str(error))
+def any_failure() -> bool:
+    """Whether a callback has failed in this process."""
+    return _last != 0
+
+
+# What JAX raises for a program that failed. It is JaxRuntimeError, but for programs
+# that its fast path runs on the thread that calls: there it is ValueError.
+_REPORTS = (jax.errors.JaxRuntimeError, ValueError)
+
+
+def _number(report: BaseException) -> int:
+    found = _NUMBER.findall(str(report))
+    return int(found[-1]) if found else 0
+
+
+def original(report: BaseException) -> BaseException | None:
+    """The exception behind what JAX raised for a failed program, if still kept."""
     with _lock:
-        return _kept.get(int(found[-1])) if found else None
+        return _kept.get(_number(report))
 
 
 def last_error() -> BaseException | None:
@@ -150,33 +176,32 @@ class reraise(contextlib.ContextDecorator):
         trace: TracebackType | None,
     ) -> None:
         if error is None:
-            try:
-                _wait()
-            except jax.errors.JaxRuntimeError as late:
-                self._raise_for(late)
+            self._wait()
             with _lock:
-                news = [n for n in _kept if n > self._before]
-            if news:
-                raise _kept[news[0]]
-        elif isinstance(error, jax.errors.JaxRuntimeError):
-            self._raise_for(error)
+                lost = [
+                    error
+                    for number, error in _kept.items()
+                    if number > self._before and number not in _came_out
+                ]
+            if lost:  # JAX did not tell: its results are gone
+                raise lost[0]
+        elif isinstance(error, _REPORTS):
+            found = original(error)
+            if found is not None:
+                raise found
 
-    def _raise_for(self, error: BaseException) -> None:
-        found = original(error)
-        if found is not None:
-            raise found
-
-
-def _wait() -> None:
-    """Waits for this thread's effects and for every array that lives."""
-    jax.effects_barrier()
-    for array in jax.live_arrays():
-        if not array.is_deleted():
+    def _wait(self) -> None:
+        """Waits for this thread's effects and for every array that lives."""
+        waits = [jax.effects_barrier]
+        waits += [a.block_until_ready for a in jax.live_arrays() if not a.is_deleted()]
+        for wait in waits:
             try:
-                array.block_until_ready()
-            except jax.errors.JaxRuntimeError:
-                # Of an earlier program; those of this block are in `_kept`.
-                continue
+                wait()
+            except _REPORTS as error:
+                if _number(error) > self._before:
+                    found = original(error)
+                    if found is not None:
+                        raise found  # noqa: B904  (the report is its context)
 
 
 # --- KeyboardInterrupt and SystemExit come out as themselves -----------------------

@@ -46,5 +46,11 @@ def _after_interrupt() -> None:
 
 
 def _where_main_is() -> tuple[int, int] | None:
+    """Frame and instruction of the main thread.
+
+    One that has acted on the interrupt already, and is blocked in something else now,
+    looks the same as one that waits in JAX (which has no frames of its own while its
+    C++ fetches a value). Then the callbacks are interrupted too: somebody did ask.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return None if frame is None else (id(frame), frame.f_lasti)

@@ -108,6 +108,29 @@ def wait_for_ordered_effects() -> None:
     _dispatch.runtime_tokens.block_until_ready()
 
 
+def drop_failed_token(effect: Any) -> str | None:
+    """Forgets this thread's token of `effect` if it is that of a program that failed.
+
+    Gives what the program failed with. Does not wait for one that is under way.
+    """
+    tokens = _dispatch.runtime_tokens.current_tokens
+    # Not by look-up: that would ask for the effect's hash, which asks for this.
+    token = next((t for e, t in list(tokens.items()) if e is effect), None)
+    buffer = getattr(token, "_buf", None)
+    if buffer is None or not buffer.is_ready():
+        return None
+    try:
+        buffer.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        # In place, since JAX is about to look into this dictionary; and what is put
+        # back has hashes of its own.
+        kept = [(e, t) for e, t in tokens.items() if e is not effect]
+        tokens.clear()
+        tokens.update(kept)
+        return str(error)
+    return None
+
+
 # --- dtypes (_spec, _coerce) -------------------------------------------------------
 
 

@@ -12,9 +12,12 @@ pure call has none.
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
-from hostcall import _jax
+from hostcall import _errors, _jax
+
+logger = logging.getLogger("hostcall")
 
 Order = Literal["pure", "unordered", "ordered"]
 ORDERS: tuple[Order, ...] = ("pure", "unordered", "ordered")
@@ -28,7 +31,21 @@ class CallEffect(_jax.Effect):  # type: ignore[misc]
 
 
 class OrderedCallEffect(_jax.Effect):  # type: ignore[misc]
-    """A host call that must run after the ordered call before it."""
+    """A host call that must run after the ordered call before it.
+
+    JAX keeps the token of the last program in a dictionary with the effect as its key,
+    and so asks for this hash whenever it dispatches an ordered program. If a callback
+    has failed since, that token may be a failed program's, and would fail every later
+    one: it is dropped first.
+    """
+
+    def __hash__(self) -> int:
+        if _errors.any_failure():
+            _heal()
+        return object.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
     def __str__(self) -> str:
         return "OrderedHostCall"
@@ -39,6 +56,12 @@ ORDERED = OrderedCallEffect()
 
 _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
+
+
+def _heal() -> None:
+    failure = _jax.drop_failed_token(ORDERED)
+    if failure is not None:
+        logger.error("ordered calls go on after a program that failed: %s", failure)
 
 
 def effects_of(order: Order) -> set[_jax.Effect]:

@@ -23,9 +23,10 @@ from hostcall import (
     _workers,
 )
 from hostcall._callback import CallInfo, CallParams, counters_of, executor_of
+from hostcall._compress import CompressedCall
 from hostcall._dlpack import DLPackArray
 from hostcall._errors import DeadlockError
-from hostcall._spec import packed_bits
+from hostcall._spec import Template, packed_bits
 
 TARGET = "hostcall_call"
 RAW_TARGET = "hostcall_raw"  # benchmarks/: enters Python and nothing else
@@ -108,6 +109,11 @@ def signature(params: CallParams, operands: Sequence[Any]) -> int:
             [(a.shape, str(a.dtype)) for a in (*operands, *params.avals)],
             params.grid,
             params.batched,
+            params.masked,
+            params.order,
+            params.levels,
+            params.callback.lend,
+            params.callback.arrays,
         )
     )
     return zlib.crc32(text.encode()) + 1
@@ -161,6 +167,8 @@ def make_plan(
         every = [True] * len(grid)
         row_fill = _tile(fill, aval, params.levels)
         results.append((dtype, aval.shape, *_bits(dtype, packed), every, row_fill))
+    if team != ALONE:
+        info.guard = _guard(info)
     function, form = _function(params, info, device, compressed)
     lend = {False: _COPY, True: _ARGS, "out": _OUT}[callback.lend]
     return _native.make_plan(
@@ -181,7 +189,7 @@ def make_plan(
         team_mode=team[0],
         team_size=team[1],
         team_leader=team[2],
-        guard=None if team == ALONE else _guard(info),
+        guard=info.guard,
     )
 
 
@@ -252,32 +260,54 @@ def _function(
     callback = params.callback
     fn, template = callback.function, callback.template
     form = _result_form(callback.results.treedef)
-    if compressed:
-        from hostcall._compress import CompressedCall
-
-        return CompressedCall(params, info, device), _TUPLE
+    whole = fn if template.is_flat else _with_trees(fn, template)
     if callback.timeout is not None:
-        seconds = callback.timeout
+        whole = _with_limit(whole, callback.timeout, info, device)
+    if callback.lend == "out":
+        whole = _with_own_results(whole)
+    if not compressed:
+        return whole, form
+    converters = [_converter(callback.arrays, key, device) for key in template.keys]
+    return CompressedCall(params, info, whole, converters), _TUPLE
 
-        def limited(*leaves: Any) -> Any:
-            args, kwargs = template.fill(leaves)
-            return _workers.run_with_timeout(
-                lambda: fn(*args, **kwargs),
-                seconds,
-                device,
-                _context.current(),
-                lambda stack: _late(info, leaves, seconds, stack),
-            )
 
-        return limited, form
-    if template.is_flat:
-        return fn, form
-
+def _with_trees(fn: Callable[..., Any], template: Template) -> Callable[..., Any]:
     def whole(*leaves: Any, **out: Any) -> Any:
         args, kwargs = template.fill(leaves)
         return fn(*args, **kwargs, **out)
 
-    return whole, form
+    return whole
+
+
+def _with_limit(
+    whole: Callable[..., Any], seconds: float, info: CallInfo, device: Any
+) -> Callable[..., Any]:
+    def limited(*leaves: Any) -> Any:
+        return _workers.run_with_timeout(
+            lambda: whole(*leaves),
+            seconds,
+            (device, info.guard),
+            _context.current(),
+            lambda stack: _late(info, leaves, seconds, stack),
+        )
+
+    return limited
+
+
+def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
+    """With `out=`, results that are returned all the same may be views of it, and
+    storing one could overwrite the next: they are copied first.
+    """
+
+    def call(*leaves: Any, out: Any) -> Any:
+        value = whole(*leaves, out=out)
+        if value is None:
+            return None
+        return jax.tree.map(
+            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value
+        )
+
+    return call
 
 
 def _late(info: CallInfo, leaves: Sequence[Any], seconds: float, stuck: str) -> str:
@@ -304,7 +334,7 @@ def _runner(
             callback.function,
             [callback.template.fill(row) for row in rows],
             currents,
-            device,
+            (device, info.guard),
             callback.timeout,
             lambda which: _late(info, rows[0], callback.timeout or 0.0, which),
         )

@@ -27,6 +27,9 @@ delegates: dict[int, int] = {}
 # What `hc.current()` answers on a thread that works for another one.
 _stand_in = threading.local()
 
+# Set on the threads of the default pool.
+_in_pool = threading.local()
+
 
 def stand_in() -> Any | None:
     return getattr(_stand_in, "current", None)
@@ -38,19 +41,25 @@ def default_pool() -> futures.ThreadPoolExecutor:
     with _lock:
         if _pool is None:
             _pool = futures.ThreadPoolExecutor(
-                _config.POOL_WORKERS, thread_name_prefix="hostcall"
+                _config.POOL_WORKERS,
+                thread_name_prefix="hostcall",
+                initializer=lambda: setattr(_in_pool, "yes", True),
             )
         return _pool
 
 
 @contextmanager
-def _as_host_code(device: Any, current: Any) -> Iterator[None]:
-    """The calling thread finds what the waiting thread would find in a callback."""
-    saved = [
-        (put_back, swap(device if value is None else value))
-        for kind, swap, put_back, _, value in _jax.ambient_settings()
-        if kind != _jax.GUARD
-    ]
+def _as_host_code(ambient: tuple[Any, Any], current: Any) -> Iterator[None]:
+    """The calling thread finds what the waiting thread would find in a callback.
+
+    `ambient` is the call's host device, and its guard or None.
+    """
+    device, guard = ambient
+    saved = []
+    for kind, swap, put_back, _, value in _jax.ambient_settings():
+        value = {_jax.DEVICE: device, _jax.GUARD: guard}.get(kind, value)
+        if value is not None:
+            saved.append((put_back, swap(value)))
     before = stand_in()
     _stand_in.current = current
     try:
@@ -63,8 +72,8 @@ def _as_host_code(device: Any, current: Any) -> Iterator[None]:
 
 # --- Rows in parallel --------------------------------------------------------------
 
-# (host device, current) of rows under way, by a number that can be pickled.
-_contexts: dict[int, tuple[Any, Any]] = {}
+# ((host device, guard), current) of rows under way, by a number that can be pickled.
+_contexts: dict[int, tuple[tuple[Any, Any], Any]] = {}
 _context_numbers = itertools.count()
 
 
@@ -74,8 +83,8 @@ def _run_row(
     """Runs on an executor's thread, here or in another process."""
     if os.getpid() != process:
         return fn(*args, **kwargs)
-    device, current = _contexts[context]
-    with _as_host_code(device, current):
+    ambient, current = _contexts[context]
+    with _as_host_code(ambient, current):
         return fn(*args, **kwargs)
 
 
@@ -84,7 +93,7 @@ def run_rows(
     fn: Callable[..., Any],
     rows: list[tuple[tuple[Any, ...], dict[str, Any]]],
     currents: list[Any],
-    device: Any,
+    ambient: tuple[Any, Any],
     timeout: float | None,
     describe: Callable[[str], str],
 ) -> list[Any]:
@@ -94,13 +103,22 @@ def run_rows(
     have ended.
     """
     end = None if timeout is None else time.monotonic() + timeout
+    if executor is None and getattr(_in_pool, "yes", False):
+        # Rows of a call that a row makes. In the pool they could wait for its threads,
+        # which all wait for them.
+        executor = futures.ThreadPoolExecutor(len(rows))
+        try:
+            return run_rows(executor, fn, rows, currents, ambient, timeout, describe)
+        finally:
+            executor.shutdown(wait=False)
     chosen = executor or default_pool()
     numbers = []
+    late = False
     tasks: list[futures.Future[Any]] = []
     try:
         for (args, kwargs), current in zip(rows, currents, strict=True):
             number = next(_context_numbers)
-            _contexts[number] = (device, current)
+            _contexts[number] = (ambient, current)
             numbers.append(number)
             tasks.append(chosen.submit(_run_row, os.getpid(), number, fn, args, kwargs))
         results = []
@@ -111,12 +129,13 @@ def run_rows(
             except (futures.TimeoutError, TimeoutError):
                 if task.done():
                     raise  # the function's own
+                late = True
                 raise CallTimeoutError(describe(f"row {row} of {len(rows)}")) from None
         return results
-    except BaseException as error:
+    except BaseException:
         for task in tasks:
             task.cancel()
-        if not isinstance(error, CallTimeoutError):
+        if not late:
             futures.wait(tasks)
         raise
     finally:
@@ -150,7 +169,7 @@ _idle: list[_Worker] = []
 def run_with_timeout(
     fn: Callable[[], Any],
     seconds: float,
-    device: Any,
+    ambient: tuple[Any, Any],
     current: Any,
     describe: Callable[[str], str],
 ) -> Any:
@@ -164,7 +183,7 @@ def run_with_timeout(
 
     def job() -> None:
         try:
-            with _as_host_code(device, current):
+            with _as_host_code(ambient, current):
                 outcome.append((context.run(fn), None))
         except BaseException as error:
             outcome.append((None, error))

@@ -72,6 +72,12 @@ def _batch_whole(
             ' rows, and vmap_method="legacy_vectorized", which does not tell batched'
             ' arguments from others. Use "expand_dims", "broadcast_all" or "sequential"'
         )
+    if params.masked and flags[0] and params.callback.lend == "out":
+        raise BatchingError(
+            f"hostcall: `{params.callback.name}` has lend='out', and a where= that"
+            " differs between the rows of the batch it sees: some rows have no place"
+            ' of their own. Use lend=True, or vmap_method="sequential"'
+        )
     widened = []
     for number, (x, flag) in enumerate(zip(operands, flags, strict=True)):
         if params.masked and number == 0:
@@ -133,11 +139,21 @@ def _batch_by_rule(
         )
     out, out_batched = answer
     treedef = callback.results.treedef
-    flat = treedef.flatten_up_to(out)
-    if isinstance(out_batched, bool):
+    try:
+        flat = treedef.flatten_up_to(out)
         marks = [out_batched] * len(flat)
-    else:
-        marks = treedef.flatten_up_to(out_batched)
+        if not isinstance(out_batched, bool):
+            marks = treedef.flatten_up_to(out_batched)
+    except ValueError as error:
+        raise BatchingError(
+            f"hostcall: the vmap_method of `{callback.name}` should return"
+            f" (result, batched) with the structure of result=: {error}"
+        ) from None
+    if not all(isinstance(mark, bool) for mark in marks):
+        raise BatchingError(
+            f"hostcall: the vmap_method of `{callback.name}` should say with True or"
+            f" False which results are batched, got {out_batched!r}"
+        )
     outs = []
     for leaf, mark, aval in zip(flat, marks, params.avals, strict=True):
         if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):

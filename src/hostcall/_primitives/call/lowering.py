@@ -15,6 +15,7 @@ from hostcall._primitives.call.primitive import call_p
 
 def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
     _targets.start()
+    _native.bury()  # programs that died since the last call
     client = _jax.lowering_client(ctx)
     devices = {} if client is None else _by_ordinal(client)
     info = CallInfo(params, devices, _jax.manual_mesh(ctx))
@@ -115,9 +116,10 @@ def lower_through_jax(ctx: Any, *operands: Any, params: CallParams) -> list[Any]
     def run(*arrays: Any) -> list[np.ndarray]:
         hosts = [np.ascontiguousarray(a).reshape(np.shape(a)) for a in arrays]
         try:
-            return plan.invoke(hosts)
+            results: list[np.ndarray] = plan.invoke(hosts)
         except Exception as error:
             raise HostcallError(info.on_error(error, None, ())) from error
+        return results
 
     ordered = params.order == "ordered"
     results, token = _jax.emit_jax_callback(

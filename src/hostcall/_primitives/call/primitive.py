@@ -46,7 +46,7 @@ def _impl(*operands: Any, params: CallParams) -> list[Any]:
     try:
         results = plan.invoke(arrays)
     except BaseException as error:
-        _errors.keep(error)
+        _errors.keep(error, comes_out=True)
         raise
     if place is None:
         return [_jax.put_on_device(r, home, committed=False) for r in results]

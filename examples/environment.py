@@ -1,0 +1,80 @@
+"""A Python environment inside a compiled loop, as in reinforcement learning.
+
+The environment keeps its state, so its steps have to come one after the other, each
+exactly once: `order="ordered"`. The policy and the bookkeeping are JAX, and the whole
+episode is one compiled program.
+"""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import hostcall as hc
+
+STEPS = 500
+
+
+class Walk:
+    """A walker on a line, pushed by the policy and by chance. Its aim is 0."""
+
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
+        self.place = 0.0
+        self.steps = 0
+
+    def step(self, push):
+        self.place += float(push) + self.chance.gauss(0.0, 1.0)
+        self.steps += 1
+        return np.float32(self.place), np.float32(-abs(self.place))
+
+
+def policy(gain, place):
+    return -gain * place
+
+
+def episode(environment):
+    """A compiled program that plays: gain -> (places, total reward)."""
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def step(place, gain):
+        push = policy(gain, place)
+        place, reward = hc.call(
+            environment.step, (number, number), push, order="ordered"
+        )
+        return place, (place, reward)
+
+    @jax.jit
+    def play(gain):
+        gains = jnp.full(STEPS, gain)
+        _, (places, rewards) = jax.lax.scan(step, jnp.float32(0), gains)
+        return places, rewards.sum()
+
+    return play
+
+
+def episode_in_python(environment, gain):
+    place, places = np.float32(0), []
+    for _ in range(STEPS):
+        place, _ = environment.step(policy(np.float32(gain), place))
+        places.append(place)
+    return np.array(places)
+
+
+def main():
+    environment = Walk(seed=1)
+    places, reward = episode(environment)(0.5)
+    expected = episode_in_python(Walk(seed=1), 0.5)
+    print(f"{environment.steps} steps, total reward {reward:.1f}")
+    assert environment.steps == STEPS
+    np.testing.assert_array_equal(places, expected)
+
+    # Without the policy the walker is lost.
+    _, lost = episode(Walk(seed=1))(0.0)
+    print(f"without a policy {lost:.1f}")
+    assert lost < reward
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""lend=True: views of XLA's memory, which must be neither written to nor kept."""
+
+import threading
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+MODES = {"eager": lambda f: f, "jit": jax.jit}
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+N = 1000
+
+
+def spec(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def ramp(start=0):
+    return np.arange(start, start + N, dtype=np.float32)
+
+
+def lending(host, *, lend=True, order="pure", result=spec()):
+    def program(x, y):
+        return hc.call(host, result, {"x": x}, lend=lend, order=order, other=y)
+
+    return program
+
+
+@modes
+def test_lent_arrays_can_not_be_written_to(mode):
+    def host(tree, other):
+        for x in (tree["x"], other, tree["x"][3:], tree["x"].view(np.int32)):
+            assert not x.flags.writeable
+            assert memoryview(x).readonly
+            assert x.__array_interface__["data"][1]
+            for attempt in (
+                lambda x=x: x.__setitem__(0, 1),
+                lambda x=x: x.setflags(write=True),
+                lambda x=x: setattr(x.flags, "writeable", True),
+                lambda x=x: np.ndarray(3, np.uint8, x).__setitem__(0, 1),
+                lambda x=x: np.frombuffer(x, np.uint8).__setitem__(0, 1),
+                lambda x=x: memoryview(x).cast("B").__setitem__(0, 1),
+                lambda x=x: np.from_dlpack(x).__setitem__(0, 1),
+            ):
+                with pytest.raises((ValueError, TypeError)):
+                    attempt()
+        return other.sum()
+
+    with hc.reraise():
+        assert mode(lending(host))(ramp(), np.ones(3, np.float32)) == 3
+
+
+def test_lent_arrays_are_the_programs_memory():
+    places = []
+
+    def host(x):
+        places.append(x.__array_interface__["data"][0])
+        return x.sum()
+
+    def program(x):
+        return [hc.call(host, spec(), x, lend=True, order="unordered") for _ in "ab"]
+
+    x = jnp.asarray(ramp())
+    assert jax.jit(program)(x) == [x.sum()] * 2
+    assert places == [x.unsafe_buffer_pointer()] * 2
+
+
+ESCAPES = {
+    "array": lambda x: x,
+    "view": lambda x: x[:],
+    "part": lambda x: x[3:7],
+    "view of a view": lambda x: x.reshape(10, -1)[:, ::1].reshape(N),
+    "memoryview": lambda x: memoryview(x),
+    "iterator": lambda x: x.flat,
+    "dlpack": lambda x: np.from_dlpack(x),
+    "capsule": lambda x: x.__dlpack__(max_version=(1, 0)),
+    "in a container": lambda x: {"deep": [x]},
+    "in a closure": lambda x: lambda: x,
+    "in a thread": lambda x: started(x),
+}
+
+
+def started(x):
+    stop = threading.Event()
+    threading.Thread(target=lambda: (stop.wait(), x)).start()
+    return stop
+
+
+@modes
+@pytest.mark.parametrize("keep", ESCAPES.values(), ids=ESCAPES)
+@pytest.mark.parametrize("order", ["pure", "ordered"])
+def test_a_kept_view_is_an_error_that_names_the_argument(mode, keep, order):
+    kept = []
+
+    def host(tree, other):
+        if other > 0:
+            kept.append(keep(tree["x"]))
+        return tree["x"][0]
+
+    program = mode(lending(host, order=order))
+    assert program(ramp(3), -1.0) == 3
+    with pytest.raises(hc.EscapeError) as caught, hc.reraise():
+        jax.block_until_ready(program(ramp(4), 1.0))
+    text = str(caught.value)
+    assert "host` kept a view of args[0]['x'] after it returned" in text
+    assert "keep a copy (x.copy()), or drop lend=" in text
+    for one in kept:
+        if isinstance(one, threading.Event):
+            one.set()
+    assert program(ramp(5), -1.0) == 5
+
+
+def test_an_array_that_escaped_keeps_its_values():
+    kept = []
+    program = jax.jit(lending(lambda tree, other: kept.append(tree["x"]) or 0.0))
+    for start in range(3):
+        with pytest.raises(hc.EscapeError), hc.reraise():
+            jax.block_until_ready(program(ramp(start), 0.0))
+    for start, array in enumerate(kept):
+        np.testing.assert_array_equal(array, ramp(start))
+
+
+@modes
+def test_what_only_looks_kept_is_not(mode):
+    def host(tree, other):
+        cycle = [tree["x"]]
+        cycle.append(cycle)
+        try:
+            raise ValueError("caught, with a traceback to this frame")
+        except ValueError as error:
+            cycle.append(error)
+        return other
+
+    assert mode(lending(host))(ramp(), 2.0) == 2
+
+
+@modes
+@pytest.mark.parametrize("lend", [True, "out"])
+def test_a_failing_function_keeps_its_own_error(mode, lend):
+    def host(tree, other, out=None):
+        x = tree["x"]
+        try:
+            raise LookupError("inner")
+        except LookupError:
+            raise ValueError(f"first is {x[0]}")  # noqa: B904 (the context holds frames)
+
+    program = mode(lending(host, lend=lend))
+    with pytest.raises(ValueError, match="first is 7") as caught, hc.reraise():
+        jax.block_until_ready(program(ramp(7), 0.0))
+    assert type(caught.value) is ValueError
+    assert "host" in [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
+
+
+@modes
+@pytest.mark.parametrize("lend", [True, "out"])
+def test_a_failing_function_that_kept_a_view(mode, lend):
+    kept, raised = [], ValueError("its own")
+
+    def host(tree, other, out=None):
+        kept.append(tree["x"])
+        raise raised
+
+    program = mode(lending(host, lend=lend))
+    with pytest.raises(hc.EscapeError) as caught, hc.reraise():
+        jax.block_until_ready(program(ramp(7), 0.0))
+    assert "kept a view of args[0]['x'] after it raised ValueError" in str(caught.value)
+    assert caught.value.__cause__ is raised
+    np.testing.assert_array_equal(kept[0], ramp(7))
+    raised.__traceback__ = None  # it leads to the program, and the program to it
+
+
+@modes
+def test_lent_arguments_may_be_returned(mode):
+    host = lambda tree, other: tree["x"][::-1]
+    out = mode(lending(host, result=spec(N)))(ramp(), 0.0)
+    np.testing.assert_array_equal(out, ramp()[::-1])
+
+
+@modes
+@pytest.mark.parametrize("dtype", ["float32", "int4", "bfloat16"])
+def test_lent_rows(mode, dtype):
+    seen = []
+
+    def host(x, shared):
+        assert not x.flags.writeable
+        seen.append(float(x[0]))
+        return x[::-1]
+
+    rows = np.arange(6).reshape(2, 3).astype(dtype)
+    call = lambda x: hc.call(host, spec(3, dtype=dtype), x, rows[0], lend=True)
+    np.testing.assert_array_equal(mode(jax.vmap(call))(rows), rows[:, ::-1])
+    assert seen == [0, 3]

@@ -1,0 +1,156 @@
+"""Rows in parallel, timeouts and masks, put together."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+SCALAR = jax.ShapeDtypeStruct((), np.float32)
+MODES = pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
+
+
+@MODES
+def test_rows_that_make_parallel_calls_of_their_own(mode):
+    """More rows than the pool has threads, each waiting for rows in turn."""
+
+    def outer(v):
+        inner = jax.vmap(
+            lambda u: hc.call(lambda u: u + 1, u, u, vmap_method="parallel")
+        )
+        return np.asarray(inner(jnp.full(3, v))).sum()
+
+    f = mode(jax.vmap(lambda v: hc.call(outer, SCALAR, v, vmap_method="parallel")))
+    xs = np.arange(40, dtype=np.float32)
+    np.testing.assert_array_equal(f(jnp.asarray(xs)), 3 * (xs + 1))
+
+
+def test_arrays_that_come_from_another_process():
+    """Their dtypes are equal to NumPy's own, and other objects."""
+    spec = jax.ShapeDtypeStruct((3,), np.float32)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        f = jax.jit(
+            jax.vmap(
+                lambda v: hc.call(
+                    np.sort, spec, v, vmap_method="parallel", executor=pool
+                )
+            )
+        )
+        xs = np.array([[3, 1, 2], [9, 8, 7]], np.float32)
+        np.testing.assert_array_equal(f(xs), np.sort(xs))
+
+
+@MODES
+def test_current_of_a_call_inside_a_parallel_row(mode):
+    names = []
+
+    def inner(v):
+        names.append(hc.current().name.split(".")[-1])
+        return v
+
+    def outer(v):
+        hc.call(inner, SCALAR, v)
+        names.append(hc.current().name.split(".")[-1])
+        return v
+
+    f = mode(jax.vmap(lambda v: hc.call(outer, v, v, vmap_method="parallel")))
+    jax.block_until_ready(f(jnp.zeros(1)))
+    assert names == ["inner", "outer"]
+
+
+@MODES
+def test_a_timeout_holds_for_a_masked_batch(mode):
+    def slow(v):
+        time.sleep(30)
+        return v
+
+    f = mode(
+        jax.vmap(
+            lambda v: hc.call(
+                slow, v, v, where=v > 0, timeout=0.1, vmap_method="expand_dims"
+            )
+        )
+    )
+    with pytest.raises(hc.CallTimeoutError, match=r"timeout=0\.1"), hc.reraise():
+        jax.block_until_ready(f(jnp.arange(3.0)))
+
+
+@MODES
+def test_dlpack_in_a_masked_batch(mode):
+    kinds = []
+
+    def host(v):
+        kinds.append(type(v).__name__)
+        return np.from_dlpack(v) * 2
+
+    f = mode(
+        jax.vmap(
+            lambda v: hc.call(
+                host, v, v, where=v > 0, arrays="dlpack", vmap_method="expand_dims"
+            )
+        )
+    )
+    np.testing.assert_array_equal(f(jnp.arange(3.0)), [0, 2, 4])
+    assert kinds == ["DLPackArray"]
+
+
+def test_lent_results_of_a_masked_batch_are_refused():
+    def host(v, out):
+        out[...] = v
+
+    f = jax.vmap(
+        lambda v: hc.call(
+            host, v, v, where=v > 0, lend="out", vmap_method="expand_dims"
+        )
+    )
+    with pytest.raises(hc.BatchingError, match=r"lend='out'.*no place"):
+        f(jnp.arange(3.0))
+
+
+@MODES
+def test_results_that_are_each_others_lent_memory(mode):
+    spec = (jax.ShapeDtypeStruct((3,), np.float32),) * 2
+
+    def swapped(x, out):
+        out[0][...] = 1
+        out[1][...] = 2
+        return out[1], out[0]
+
+    first, second = mode(lambda x: hc.call(swapped, spec, x, lend="out"))(jnp.zeros(3))
+    assert first.tolist() == [2, 2, 2]
+    assert second.tolist() == [1, 1, 1]
+
+
+@MODES
+def test_an_exception_that_carries_a_lent_slice(mode):
+    """Its arrays become copies; the memory they showed is XLA's again."""
+
+    def fail(x):
+        error = ValueError(x[:4])
+        error.__cause__ = LookupError("a ring")
+        error.__cause__.__cause__ = error
+        raise error
+
+    with pytest.raises(ValueError) as caught, hc.reraise():
+        jax.block_until_ready(
+            mode(lambda x: hc.call(fail, x, x, lend=True))(jnp.arange(1000.0))
+        )
+    assert caught.value.args[0].tolist() == [0, 1, 2, 3]
+    assert caught.value.args[0].base is None
+
+
+def test_reraise_leaves_handled_eager_errors_alone():
+    def fail(x):
+        raise ValueError("handled")
+
+    with hc.reraise():
+        with contextlib.suppress(ValueError):
+            hc.call(fail, SCALAR, np.float32(0))
