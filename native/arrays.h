@@ -36,19 +36,32 @@ bool AsMade(PyObject* object, const Leaf& leaf);
 /// An array that the function owns, with the row at `data`. Uses up `spare`.
 Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare = Ref());
 
-/// Words that a function which fills its `out` overwrites.
+/// Marks that a function which fills its `out` overwrites.
+///
+/// Up to 16 words across the array hold a pattern that no sane result has (as a
+/// float32 it is a NaN, as an integer of 32 bits far from 0). An element that still
+/// has it was not written. Elements of less than 4 bytes can't be told from a
+/// result one by one: there a whole word must be left, and small arrays are only
+/// zeroed.
 class Canaries {
  public:
-  Canaries(char* data, int64_t bytes) : data_(data), words_(bytes / kWord) {
+  Canaries(char* data, int64_t bytes, int64_t itemsize)
+      : data_(data), unit_(itemsize == 4 ? 4 : kWord) {
     if (bytes <= kZeroBytes) std::memset(data, 0, static_cast<size_t>(bytes));
+    if (itemsize >= 4 || bytes > kZeroBytes) words_ = bytes / kWord;
     static uint64_t seed = 0x9E3779B97F4A7C15ull;  // guarded by the GIL
     seed = seed * 6364136223846793005ull + 1442695040888963407ull;
-    value_ = seed ^ static_cast<uint64_t>(NowNs());
+    value_ = 0xFFE5'0000'FFE5'0000ull | ((seed >> 16) & 0xFFFF'0000'FFFFull);
     for (int i = 0; i < count(); ++i) std::memcpy(At(i), &value_, kWord);
   }
   bool Overwritten() const {
+    const char* mark = reinterpret_cast<const char*>(&value_);
     for (int i = 0; i < count(); ++i) {
-      if (std::memcmp(At(i), &value_, kWord) == 0) return false;
+      for (int64_t at = 0; at < kWord; at += unit_) {
+        if (std::memcmp(At(i) + at, mark + at, static_cast<size_t>(unit_)) == 0) {
+          return false;
+        }
+      }
     }
     return true;
   }
@@ -63,7 +76,8 @@ class Canaries {
     return data_ + word * kWord;
   }
   char* data_;
-  int64_t words_;
+  int64_t unit_;
+  int64_t words_ = 0;
   uint64_t value_;
 };
 

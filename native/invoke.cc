@@ -100,7 +100,9 @@ bool CallLent(const Plan& plan, Loan& loan, char* const* args,
     outs = Ref::Steal(PyList_New(static_cast<Py_ssize_t>(plan.results.size())));
     if (!outs) return false;
     for (size_t i = 0; i < plan.results.size(); ++i) {
-      canaries.emplace_back(targets[i], plan.results[i].row_bytes);
+      const Leaf& leaf = plan.results[i];
+      canaries.emplace_back(targets[i], leaf.row_bytes,
+                            PyDataType_ELSIZE(leaf.descr()));
       PyObject* array = loan.Lend(i, true, targets[i]);
       if (array == nullptr) return false;
       Py_INCREF(array);

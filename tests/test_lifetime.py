@@ -77,13 +77,13 @@ def test_every_kind_of_callable_is_let_go(make, batch):
     assert _native.live_slots() == 0
 
 
-def test_static_arguments_and_executors_are_let_go():
-    token, model = Model(), Model()
-    program = jax.jit(lambda x: hc.call(lambda x, t: x, F32, x, token))
+def test_static_arguments_are_let_go():
+    token = Model()
+    program = jax.jit(lambda x, t=token: hc.call(lambda x, t: x, F32, x, t))
     assert program(1.0) == 1
-    refs = weakref.ref(token), weakref.ref(model)
-    del token, model, program
-    assert collected(*refs)
+    ref = weakref.ref(token)
+    del token, program
+    assert collected(ref)
 
 
 def test_arguments_and_results_are_let_go():
@@ -239,26 +239,22 @@ def test_jitted_fresh_lambdas_do_not_grow():
     assert _native.live_slots() == 0
 
 
-def test_failing_eager_calls_do_not_grow():
-    def many(n):
-        for _ in range(n):
-            with pytest.raises(ZeroDivisionError):
-                hc.call(lambda x: np.full(1 << 16, 1.0).sum() / 0 or 1 // 0, F32, 0.0)
-
+def test_failing_calls_do_not_grow():
     def failing(x):
-        block = np.ones(1 << 18, np.uint8)  # held by the frame of the traceback
+        block = np.ones(1 << 18, np.uint8)  # held by a frame of the traceback
         raise ValueError(block[0])
 
-    def more(n):
+    def many(n):
         for _ in range(n):
-            with pytest.raises(ValueError):
+            with pytest.raises(ValueError, match="1"):
                 hc.call(failing, F32, 0.0)
 
-    more(50)
+    many(50)
     gc.collect()
     before = resident()
-    more(400)
+    many(400)
     gc.collect()
+    # Four hundred blocks would be 100 MB; the newest 32 are kept.
     assert resident() - before < 16 * 2**20
 
 

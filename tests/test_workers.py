@@ -151,6 +151,5 @@ def test_reraise_leaves_handled_eager_errors_alone():
     def fail(x):
         raise ValueError("handled")
 
-    with hc.reraise():
-        with contextlib.suppress(ValueError):
-            hc.call(fail, SCALAR, np.float32(0))
+    with hc.reraise(), contextlib.suppress(ValueError):
+        hc.call(fail, SCALAR, np.float32(0))
