@@ -1,0 +1,193 @@
+"""The ends of processes: exit, fork, spawn, sub-interpreters, Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+HEAD = """
+import os, signal, sys, threading, time
+import jax, jax.numpy as jnp, numpy as np
+import hostcall as hc
+x = jnp.float32(1)
+"""
+
+
+def test_import_starts_no_back_end(run_python):
+    done = run_python(
+        """
+        import hostcall
+        from jax._src import xla_bridge
+        print(xla_bridge._backends)
+        """
+    )
+    assert done.stdout.strip() == "{}"
+
+
+def test_what_was_dispatched_with_effects_runs_before_the_end(run_python):
+    done = run_python(
+        HEAD
+        + """
+def say(a):
+    time.sleep(0.02)
+    print(int(a), flush=True)
+m = jnp.ones((500, 500))
+f = jax.jit(lambda i, m: hc.call(say, None, i + 0 * (m @ m)[0, 0], order="ordered"))
+for i in range(10):
+    f(float(i), m)
+"""
+    )
+    assert done.stdout.split() == [str(i) for i in range(10)]
+    assert done.stderr == ""
+
+
+def test_exit_with_a_call_under_way(run_python):
+    done = run_python(
+        HEAD
+        + """
+entered = threading.Event()
+def slow(a):
+    entered.set()
+    time.sleep(0.5)
+    print("ended", flush=True)
+    return a
+f = jax.jit(lambda v: hc.call(slow, v, v))
+threading.Thread(target=lambda: f(x), daemon=True).start()
+entered.wait()
+print("leaving", flush=True)
+"""
+    )
+    assert done.stdout.split() == ["leaving", "ended"]
+
+
+def test_exit_with_a_stuck_call_names_and_interrupts_it(run_python):
+    done = run_python(
+        HEAD
+        + """
+entered = threading.Event()
+def stuck(a):
+    entered.set()
+    while True:
+        time.sleep(0.01)
+m = jnp.ones((800, 800))
+f = jax.jit(lambda m: hc.call(stuck, m, m @ m) @ m)
+y = f(m)
+entered.wait()
+""",
+        env={"HOSTCALL_EXIT_TIMEOUT": "0.3"},
+    )
+    assert "stuck" in done.stderr
+    assert "interrupted" in done.stderr
+
+
+def test_a_forked_child_ends_and_is_refused_politely(run_python):
+    done = run_python(
+        HEAD
+        + """
+import warnings
+warnings.simplefilter("ignore")
+jax.jit(lambda v: hc.call(lambda a: a, v, v))(x).block_until_ready()
+child = os.fork()
+if child == 0:
+    try:
+        hc.call(lambda a: a, jax.ShapeDtypeStruct((), np.float32), np.float32(1))
+    except hc.HostcallError as error:
+        print("refused" if "spawn" in str(error) else error, flush=True)
+    sys.exit(0)
+print(os.waitpid(child, 0)[1], flush=True)
+"""
+    )
+    assert done.stdout.split() == ["refused", "0"]
+
+
+def test_a_spawned_child_has_an_engine_of_its_own(run_python, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        HEAD
+        + """
+import multiprocessing
+def work(n):
+    return float(jax.jit(lambda v: hc.call(lambda a: a + n, v, v))(x))
+if __name__ == "__main__":
+    print(work(1))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(work, (2,)))
+"""
+    )
+    done = run_python(
+        "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')",
+        str(program),
+    )
+    assert done.stdout.split() == ["2.0", "3.0"]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("_xxsubinterpreters") is None
+    and importlib.util.find_spec("_interpreters") is None,
+    reason="this Python has no module for sub-interpreters",
+)
+def test_a_sub_interpreter_is_refused_politely(run_python):
+    done = run_python(
+        """
+        try:
+            import _interpreters as interpreters
+        except ImportError:
+            import _xxsubinterpreters as interpreters
+        import sys
+        program = f'''
+        import sys
+        sys.path[:] = {sys.path!r}
+        try:
+            import hostcall
+        except ImportError as error:
+            print(error, flush=True)
+        '''
+        import textwrap
+        interpreters.run_string(interpreters.create(), textwrap.dedent(program))
+        """
+    )
+    assert "sub-interpreter" in done.stdout
+
+
+LOOP = "while True: pass"
+SLEEP = "time.sleep(30)"
+
+
+@pytest.mark.parametrize("body", [LOOP, SLEEP], ids=["loop", "sleep"])
+@pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+def test_ctrl_c_in_a_callback(run_python, body, order):
+    done = run_python(
+        HEAD
+        + f"""
+entered = threading.Event()
+def host(a):
+    entered.set()
+    {body}
+f = jax.jit(lambda v: hc.call(host, v, v, order={order!r}))
+def interrupt():
+    entered.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    f(x).block_until_ready()
+except KeyboardInterrupt:
+    print("interrupted")
+print(jax.jit(lambda v: hc.call(lambda a: a + 1, v, v))(x))
+""",
+        timeout=20,
+    )
+    assert done.stdout.split() == ["interrupted", "2.0"]
+
+
+def test_system_exit_in_a_callback_ends_the_process(run_python):
+    done = run_python(
+        HEAD
+        + """
+def leave(a):
+    sys.exit(7)
+jax.jit(lambda v: hc.call(leave, v, v))(x).block_until_ready()
+""",
+        check=False,
+    )
+    assert done.returncode == 7

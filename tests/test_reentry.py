@@ -1,0 +1,152 @@
+"""Callbacks that use JAX, start threads, and call callbacks."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+SIDE = 400
+SPEC = jax.ShapeDtypeStruct((SIDE, SIDE), np.float32)
+ONES = np.ones((SIDE, SIDE), np.float32)
+
+
+@pytest.fixture
+def matmul():
+    return jax.jit(lambda a: a @ a)
+
+
+def test_200_overlapping_programs_whose_callbacks_compute(matmul):
+    f = jax.jit(lambda x: hc.call(lambda a: np.asarray(matmul(a)), SPEC, x))
+    outs = [f(ONES) for _ in range(200)]
+    for out in outs:
+        assert float(out[0, 0]) == SIDE
+
+
+def test_overlapping_programs_that_xla_runs_on_its_own_threads(matmul):
+    f = jax.jit(lambda x: hc.call(lambda a: np.asarray(matmul(a)), SPEC, x @ x) @ x)
+    jax.block_until_ready([f(ONES) for _ in range(60)])
+
+
+def test_callbacks_in_callbacks_in_callbacks(matmul):
+    depths = []
+
+    def level(n):
+        def host(a):
+            depths.append(n)
+            if n == 3:
+                return np.asarray(matmul(a))
+            inner = jax.jit(lambda x: hc.call(level(n + 1), SPEC, x) + 1)
+            return np.asarray(inner(a))
+
+        return host
+
+    f = jax.jit(lambda x: hc.call(level(0), SPEC, x))
+    jax.block_until_ready([f(ONES) for _ in range(40)])
+    assert float(f(ONES)[0, 0]) == SIDE + 3
+    assert depths == [0, 1, 2, 3] * 41
+
+
+def test_each_depth_computes_on_a_client_of_its_own():
+    clients = []
+
+    def inner(a):
+        clients.append(jnp.zeros(()).devices().pop().client)
+        return a
+
+    def outer(a):
+        clients.append(jnp.zeros(()).devices().pop().client)
+        return np.asarray(jax.jit(lambda v: hc.call(inner, v, v))(a))
+
+    x = jnp.float32(1)
+    jax.jit(lambda v: hc.call(outer, v, v))(x).block_until_ready()
+    assert len({id(c) for c in [x.devices().pop().client, *clients]}) == 3
+
+
+def test_a_callback_that_starts_a_thread_that_computes(matmul):
+    def host(a):
+        out = []
+        thread = threading.Thread(target=lambda: out.append(np.asarray(matmul(a))))
+        thread.start()
+        thread.join()
+        return out[0]
+
+    # One at a time: a new thread has none of its starter's settings, so it uses the
+    # process's client (docs/design/threads.md).
+    f = jax.jit(lambda x: hc.call(host, SPEC, x))
+    for _ in range(20):
+        assert float(f(ONES)[0, 0]) == SIDE
+
+
+def test_six_threads_at_once(matmul):
+    f = jax.jit(lambda x: hc.call(lambda a: np.asarray(matmul(a)), SPEC, x))
+    wrong = []
+
+    def run():
+        for out in [f(ONES) for _ in range(20)]:
+            if float(out[0, 0]) != SIDE:
+                wrong.append(out)
+
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_threads_default_device_is_its_own_again():
+    x = jnp.float32(1)
+    (mine,) = jnp.zeros(()).devices()
+    f = jax.jit(lambda v: hc.call(lambda a: np.asarray(jnp.sin(a)), v, v))
+    for _ in range(3):
+        f(x).block_until_ready()
+        assert jnp.zeros(()).devices() == {mine}
+
+    def fail(a):
+        raise ValueError
+
+    with pytest.raises(ValueError), hc.reraise():
+        jax.jit(lambda v: hc.call(fail, v, v))(x)
+    assert jnp.zeros(()).devices() == {mine}
+
+
+def test_callbacks_do_not_inherit_device_or_mesh():
+    x = jnp.arange(4.0)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    seen = []
+
+    def host(a):
+        seen.append(jnp.zeros(()).devices())
+        return np.asarray(jnp.sin(a) * 2)
+
+    f = jax.jit(lambda v: hc.call(host, v, v))
+    want = np.sin(np.arange(4.0)) * 2
+    with jax.default_device(jax.devices()[3]):
+        np.testing.assert_allclose(f(x), want, rtol=1e-6)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(f(x), want, rtol=1e-6)
+    assert all(device not in jax.devices() for (device,) in seen)
+
+
+def test_context_variables_of_the_dispatching_thread():
+    variable = contextvars.ContextVar("variable", default="unset")
+    seen = []
+
+    def host(a):
+        same = threading.current_thread() is threading.main_thread()
+        seen.append((same, variable.get()))
+        return a
+
+    f = jax.jit(lambda v: hc.call(host, v, v))
+    late = jax.jit(lambda v: hc.call(host, v, v, timeout=30))
+    variable.set("mine")
+    f(jnp.float32(1)).block_until_ready()
+    late(jnp.float32(1)).block_until_ready()
+    assert seen == [(True, "mine"), (False, "mine")]

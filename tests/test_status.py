@@ -1,0 +1,134 @@
+"""current(), status(), stats() and timeouts."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+SCALAR = jax.ShapeDtypeStruct((), np.float32)
+MODES = pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
+
+
+def test_there_is_no_current_call_outside_of_one():
+    assert hc.current() is None
+
+
+@MODES
+@pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+def test_current_describes_the_call(mode, order):
+    seen = []
+
+    def host(a):
+        seen.append(hc.current())
+        return a
+
+    mode(lambda v: hc.call(host, SCALAR, v, order=order))(jnp.float32(1))
+    jax.effects_barrier()
+    (now,) = seen
+    assert now.name.endswith("host")
+    assert now.order == order
+    assert now.place.file == __file__
+    assert now.device == jax.devices()[0]
+    assert now.mesh_coords == {}
+    assert now.row == ()
+
+
+@MODES
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_status_shows_a_call_with_its_stack(mode, timeout):
+    entered, leave = threading.Event(), threading.Event()
+
+    def waits_here(a):
+        entered.set()
+        assert leave.wait(30)
+        return a
+
+    program = mode(lambda v: hc.call(waits_here, SCALAR, v, timeout=timeout))
+    thread = threading.Thread(
+        target=lambda: jax.block_until_ready(program(jnp.float32(1)))
+    )
+    thread.start()
+    assert entered.wait(30)
+    (call,) = hc.status()
+    leave.set()
+    thread.join()
+    assert call.name.endswith("waits_here")
+    assert call.seconds > 0
+    assert "in waits_here" in call.stack
+    assert "waits_here" in str(call)
+    assert hc.status() == []
+
+
+@MODES
+def test_stats_count_what_a_function_cost(mode):
+    def counted(a):
+        if a.sum() < 0:
+            raise ValueError
+        return a[:2]
+
+    def mine():
+        (found,) = [s for name, s in hc.stats().items() if "counted" in name]
+        return found
+
+    spec = jax.ShapeDtypeStruct((2,), np.float32)
+    f = mode(lambda v, w: hc.call(counted, spec, v, where=w))
+    x = jnp.ones(5)
+    jax.block_until_ready(f(x, True))
+    start = mine()
+    jax.block_until_ready(f(x, True))
+    jax.block_until_ready(f(x, False))
+    with pytest.raises(ValueError), hc.reraise():
+        jax.block_until_ready(f(-x, True))
+    now = mine()
+    assert now.calls - start.calls == 2
+    assert now.masked - start.masked == 1
+    assert now.errors - start.errors == 1
+    assert now.bytes_in - start.bytes_in == 2 * 20
+    assert now.bytes_out - start.bytes_out == 8
+    assert now.python_seconds > start.python_seconds
+    assert now.gil_seconds >= start.gil_seconds
+
+
+@MODES
+def test_a_late_function_fails_its_program_only(mode):
+    late = [True]
+
+    def sometimes_slow(a):
+        while late[0]:
+            time.sleep(0.01)
+        return a
+
+    f = mode(lambda v: hc.call(sometimes_slow, SCALAR, v, timeout=0.2))
+    with pytest.raises(hc.CallTimeoutError) as caught, hc.reraise():
+        jax.block_until_ready(f(jnp.float32(1)))
+    text = str(caught.value)
+    assert "sometimes_slow`(float32[]) took longer than timeout=0.2 s" in text
+    assert "time.sleep(0.01)" in text
+    late[0] = False
+    assert f(jnp.float32(3)) == 3
+
+
+@MODES
+def test_a_late_row_is_named(mode):
+    leave = threading.Event()
+
+    def host(a):
+        if a == 2:
+            leave.wait(30)
+        return a
+
+    f = mode(
+        jax.vmap(
+            lambda v: hc.call(host, SCALAR, v, timeout=0.3, vmap_method="parallel")
+        )
+    )
+    with pytest.raises(hc.CallTimeoutError, match="row 2 of 4"), hc.reraise():
+        jax.block_until_ready(f(jnp.arange(4.0)))
+    leave.set()
