@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from hostcall import _config
+from hostcall import _config, _jax
 
 
 class HostcallError(Exception):
@@ -192,16 +192,20 @@ class reraise(contextlib.ContextDecorator):
 
     def _wait(self) -> None:
         """Waits for this thread's effects and for every array that lives."""
-        waits = [jax.effects_barrier]
-        waits += [a.block_until_ready for a in jax.live_arrays() if not a.is_deleted()]
-        for wait in waits:
+        reports: list[Exception] = _jax.wait_for_effects()
+        for array in jax.live_arrays():
             try:
-                wait()
+                if not array.is_deleted():
+                    array.block_until_ready()
             except _REPORTS as error:
-                if _number(error) > self._before:
-                    found = original(error)
-                    if found is not None:
-                        raise found  # noqa: B904  (the report is its context)
+                reports.append(error)
+        for report in reports:
+            found = original(report) if _number(report) > self._before else None
+            if found is not None:
+                try:
+                    raise report
+                except _REPORTS:
+                    raise found  # noqa: B904  (the report is its context)
 
 
 # --- KeyboardInterrupt and SystemExit come out as themselves -----------------------

@@ -103,9 +103,22 @@ def register_effect(effect_type: type, ordered: bool) -> None:
         _effects.shardable_ordered_effects.add_type(effect_type)
 
 
-def wait_for_ordered_effects() -> None:
-    """Waits for what this thread has dispatched, as far as effects tell."""
-    _dispatch.runtime_tokens.block_until_ready()
+def wait_for_effects() -> list[Exception]:
+    """Waits for what this thread has dispatched, as far as effects tell.
+
+    Gives what programs failed with, each once. JAX's own wait stops at the first that
+    failed (0.10.2), and there fails again the next time.
+    """
+    tokens = _dispatch.runtime_tokens
+    found: dict[str, Exception] = {}
+    waiting = [*tokens.current_tokens.values(), *tokens.output_runtime_tokens.values()]
+    for token in waiting:
+        try:
+            token.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            found.setdefault(str(error), error)
+    tokens.clear()
+    return list(found.values())
 
 
 def drop_failed_token(effect: Any) -> str | None:

@@ -72,10 +72,8 @@ def _stop() -> None:
     """Runs at exit, before JAX's own clean-up: what must run still runs."""
     if _native.closed():
         return  # forked child
-    try:
-        _jax.wait_for_ordered_effects()
-    except Exception:
-        logger.exception("a program failed while the process was ending")
+    for failure in _jax.wait_for_effects():
+        logger.error("a program failed while the process was ending: %s", failure)
     _native.close()
     if _native.wait_idle(_config.EXIT_TIMEOUT):
         return

@@ -36,7 +36,8 @@ def _impl(*operands: Any, params: CallParams) -> list[Any]:
             " workers with multiprocessing's 'spawn' or 'forkserver' method"
         )
     if params.order == "ordered":
-        _jax.wait_for_ordered_effects()
+        for failure in _jax.wait_for_effects():
+            _targets.logger.error("an ordered call goes on after: %s", failure)
     place = _result_sharding(operands, params.sharding)
     device = _host_device.above_here()
     arrays = [_row_major(operand) for operand in operands]
