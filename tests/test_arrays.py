@@ -160,7 +160,9 @@ def test_torch_tensors_may_be_returned(mode):
 
 
 def test_an_argument_may_be_returned_as_it_is():
-    program = jax.jit(lambda x: hc.call(lambda x: (x, x, x[::-1]), (spec(WANT),) * 3, x))
+    program = jax.jit(
+        lambda x: hc.call(lambda x: (x, x, x[::-1]), (spec(WANT),) * 3, x)
+    )
     first, second, turned = program(WANT)
     np.testing.assert_array_equal(first, WANT)
     np.testing.assert_array_equal(second, WANT)
@@ -186,7 +188,9 @@ def test_numpy_arrays_are_what_a_function_gets(mode, lend):
 
 @modes
 @pytest.mark.parametrize("lend", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "float8_e5m2", "bool"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "int4", "float8_e5m2", "bool"]
+)
 def test_jax_arrays_on_a_device_of_hostcalls_own(mode, lend, dtype):
     x = WANT.astype(dtype)
 

@@ -45,12 +45,11 @@ def test_an_ahead_of_time_program_keeps_its_callback():
     held = Held()
     gone = weakref.ref(held)
 
-    def compiled():
-        mine = held
+    def compiled(mine):
         f = jax.jit(lambda v: hc.call(lambda a: (mine, a + 1)[1], v, v))
         return f.lower(jnp.float32(1)).compile()
 
-    program = compiled()
+    program = compiled(held)
     del held
     jax.clear_caches()
     gc.collect()

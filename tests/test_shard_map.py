@@ -245,8 +245,12 @@ def test_a_callback_that_starts_a_program_over_its_own_mesh(order):
 
 def test_partially_manual_shard_map_is_refused():
     f = over(grid(), Host(), P("x"), axis_names={"x"})
-    text = "`Host.double` is called inside a shard_map that is manual over some mesh axes"
-    with pytest.raises(NotImplementedError, match=re.escape(text) + r".*over \['y'\] too"):
+    text = (
+        "`Host.double` is called inside a shard_map that is manual over some mesh axes"
+    )
+    with pytest.raises(
+        NotImplementedError, match=re.escape(text) + r".*over \['y'\] too"
+    ):
         f(X)
 
 

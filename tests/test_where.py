@@ -225,7 +225,9 @@ def test_a_wrong_mask_or_fill_is_refused(options, text, wrap):
 
 
 def test_a_traced_mask_of_many_is_refused():
-    with pytest.raises(hc.SpecError, match=re.escape("got bool[3]. For one a row, vmap")):
+    with pytest.raises(
+        hc.SpecError, match=re.escape("got bool[3]. For one a row, vmap")
+    ):
         jax.jit(lambda x: hc.call(free, ROW, x, where=x > 0))(X[0])
 
 
@@ -236,5 +238,7 @@ def test_a_traced_fill_is_refused():
 
 def test_legacy_vectorized_refuses_a_mask_a_row():
     host = Host(vmap_method="legacy_vectorized")
-    with pytest.raises(hc.BatchingError, match='vmap_method="legacy_vectorized", which'):
+    with pytest.raises(
+        hc.BatchingError, match='vmap_method="legacy_vectorized", which'
+    ):
         jax.vmap(host)(X, np.ones(4, bool))

@@ -18,7 +18,8 @@ namespace {
 constexpr uint8_t kGuard = 0xA5;
 
 /// Element `i`, read bit by bit.
-int Element(const std::vector<uint8_t>& packed, int64_t i, int bits, bool is_signed) {
+int Element(const std::vector<uint8_t>& packed, int64_t i, int bits,
+            bool is_signed) {
   int value = 0;
   for (int bit = 0; bit < bits; ++bit) {
     const int64_t at = i * bits + bit;
@@ -95,7 +96,8 @@ void NoAxesAreOneRow() {
 void ManyReadersOfOneBuffer() {
   constexpr int64_t kCount = 4097;
   std::vector<uint8_t> packed((kCount + 1) / 2);
-  for (size_t i = 0; i < packed.size(); ++i) packed[i] = static_cast<uint8_t>(i * 37);
+  for (size_t i = 0; i < packed.size(); ++i)
+    packed[i] = static_cast<uint8_t>(i * 37);
   std::vector<std::thread> threads;
   for (int t = 0; t < 8; ++t) {
     threads.emplace_back([&packed, t] {

@@ -72,8 +72,8 @@ void AForkedChildWaitsForNobody() {
 void NobodyIsInsideOnceIdle() {
   for (int round = 0; round < 200; ++round) {
     auto engine = std::make_unique<Engine>();
-    // Plain memory on purpose: where the guarantee failed, ThreadSanitizer would see
-    // a call read what the closing thread writes.
+    // Plain memory on purpose: where the guarantee failed, ThreadSanitizer would
+    // see a call read what the closing thread writes.
     int python = 1;
     std::atomic<int> refused{0};
     std::atomic<bool> started{false};

@@ -117,7 +117,8 @@ void BuryingTakesAllThatArePushed() {
   Bury();
 }
 
-/// Threads lower programs, look plans up and run them, and drop them, while one buries.
+/// Threads lower programs, look plans up and run them, and drop them, while one
+/// buries.
 void ManyThreads() {
   constexpr int kThreads = 8, kSteps = 3000;
   SlotTable<Thing> table;

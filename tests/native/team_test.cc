@@ -1,7 +1,5 @@
 // The devices of one program at one of its calls, played by threads.
 #undef NDEBUG
-#include "visit.h"
-
 #include <algorithm>
 #include <cassert>
 #include <chrono>
@@ -11,6 +9,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "visit.h"
 
 using hostcall::ArriveAll;
 using hostcall::Barrier;
@@ -23,7 +23,8 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// --- kOnce ---------------------------------------------------------------------------
+// --- kOnce
+// ---------------------------------------------------------------------------
 
 void TheLeaderCallsForAll(int leader, std::vector<int> order) {
   auto team = MakeTeam(TeamMode::kOnce, 4, leader);
@@ -99,7 +100,8 @@ void ManyRuns(TeamMode mode) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// --- kEach ---------------------------------------------------------------------------
+// --- kEach
+// ---------------------------------------------------------------------------
 
 void EachCallsAndAllLeaveTogether() {
   auto team = MakeTeam(TeamMode::kEach, 4);

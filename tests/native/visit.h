@@ -85,7 +85,7 @@ struct Visit {
 };
 
 inline std::shared_ptr<Team> MakeTeam(TeamMode mode, int size, int leader = 0,
-                               std::chrono::milliseconds grace = kForEver) {
+                                      std::chrono::milliseconds grace = kForEver) {
   return std::make_shared<Team>(mode, size, leader, grace);
 }
 
@@ -93,8 +93,8 @@ inline std::shared_ptr<Team> MakeTeam(TeamMode mode, int size, int leader = 0,
 template <size_t N, typename Job>
 void ArriveAll(Team& team, int64_t run, Visit (&visits)[N], int count, Job job) {
   for (int device = 0; device < count; ++device) {
-    team.Arrive(run,
-                visits[device].Member(device, [job, device] { return job(device); }));
+    team.Arrive(
+        run, visits[device].Member(device, [job, device] { return job(device); }));
   }
 }
 
