@@ -112,5 +112,6 @@ CallScope::~CallScope() {
 }
 
 void MarkForeignThread() { t_foreign = true; }
+bool OnForeignThread() { return t_foreign; }
 
 }  // namespace hostcall

@@ -63,5 +63,6 @@ void AddAmbientSetting(Ambient kind, PyObject* swap, PyObject* set, PyObject* ge
 
 /// Tells that XLA owns the calling thread.
 void MarkForeignThread();
+bool OnForeignThread();
 
 }  // namespace hostcall

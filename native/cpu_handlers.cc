@@ -21,6 +21,7 @@
 
 #include "engine.h"
 #include "invoke.h"
+#include "report.h"
 
 namespace hostcall {
 namespace {
@@ -174,6 +175,11 @@ std::string Run(const Plan& plan, int ordinal, const void* const* operands,
     if (!Invoke(plan, scope.call(), operands, results)) {
       text = TakeError(plan, scope.call());
     }
+  }
+  // Where this thread goes back to Python: its own, or a callback's around this
+  // call.
+  if (!text.empty() && (!OnForeignThread() || CurrentCall() != nullptr)) {
+    WatchForReport();
   }
   plan.counters->gil_wait_ns += attached - start;
   plan.counters->python_ns += NowNs() - attached;

@@ -10,6 +10,7 @@
 #include "interrupts.h"
 #include "invoke.h"
 #include "plan.h"
+#include "report.h"
 
 namespace nb = nanobind;
 
@@ -257,6 +258,9 @@ NB_MODULE(_native, m) {
   m.def(
       "wait_idle", [](double seconds) { return Engine::Get().WaitIdle(seconds); },
       nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "set_report_converter", [](nb::object f) { SetReportConverter(f.ptr()); },
+      nb::arg("convert"));
   m.def("forked", [] { return Engine::Get().forked(); });
   m.def("watch_interrupts", &InterruptWatch::Install);
   m.def("wait_interrupt", &InterruptWatch::Wait,

@@ -1,8 +1,11 @@
 """What a failing callback tells: the object itself, and the text that JAX shows."""
 
+import contextlib
 import ctypes
 import struct
+import sys
 import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +71,7 @@ def test_reraise_gives_the_raised_object(flaky, mode, order, successes_before):
         assert error is bad.raised[-1]
         assert hc.last_error() is error
         assert "double" in [f.name for f in traceback.extract_tb(error.__traceback__)]
-        # JAX's fast path, which pure programs take from their second call on, reports
-        # a program that it ran on this thread as ValueError (docs/design/errors.md).
-        reports = (JaxRuntimeError, ValueError)
-        assert isinstance(error.__context__, reports) == (mode is jax.jit)
+        assert isinstance(error.__context__, JaxRuntimeError) == (mode is jax.jit)
         assert step(3.0) == 6
     assert len(bad.raised) == 2
 
@@ -260,3 +260,78 @@ def test_text_names_the_row_that_failed(axes, where, order):
     with pytest.raises(ValueError) as caught:
         batched(rows)
     assert caught.value.args == ("this row",)
+
+
+# --- The type, on JAX's fast path too ---------------------------------------------------
+
+
+@orders
+@pytest.mark.parametrize("successes_before", [0, 1, 3])
+def test_the_type_is_the_same_on_every_call(flaky, order, successes_before):
+    bad = flaky()
+    step = jax.jit(lambda x: hc.call(bad.double, F32, x, order=order))
+    for _ in range(successes_before):
+        step(2.0)
+    for _ in range(3):
+        with pytest.raises(JaxRuntimeError, match="LookupError: negative") as caught:
+            jax.block_until_ready(step(-1.0))
+            jax.effects_barrier()
+        assert type(caught.value) is JaxRuntimeError
+        assert caught.traceback[0].path == Path(__file__)
+        assert step(3.0) == 6
+    assert sys.gettrace() is None
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("successes_before", [0, 1, 3])
+def test_what_ends_a_program_comes_out_as_itself(kind, successes_before):
+    def host(x):
+        if x < 0:
+            raise kind("mine")
+        return x
+
+    step = jax.jit(lambda x: hc.call(host, F32, x))
+    for _ in range(successes_before):
+        step(2.0)
+    with pytest.raises(kind, match="mine"):
+        step(-1.0)
+    assert step(3.0) == 3
+
+
+def test_a_trace_function_of_somebody_else_stays():
+    seen = []
+
+    def trace(frame, event, arg):
+        seen.append(event)
+        return trace
+
+    def host(x):
+        if x < 0:
+            raise LookupError
+        return x
+
+    step = jax.jit(lambda x: hc.call(host, F32, x))
+    step(2.0)
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(JaxRuntimeError, ValueError):
+            step(-1.0)
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(None)
+    assert "exception" in seen
+
+
+def test_a_failure_that_comes_out_later_leaves_no_trace_function():
+    """The program runs on a thread of XLA's; this one goes on meanwhile."""
+
+    def host(x):
+        raise LookupError("late")
+
+    step = jax.jit(lambda m: hc.call(host, F32, (m @ m)[0, 0]))
+    late = step(jnp.ones((500, 500)))
+    assert sys.gettrace() is None
+    with pytest.raises(JaxRuntimeError, match="late"):
+        late.block_until_ready()
+    with pytest.raises(ValueError, match="somebody else's"):
+        raise ValueError("somebody else's")

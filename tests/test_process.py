@@ -52,8 +52,8 @@ def slow(a):
     time.sleep(0.5)
     print("ended", flush=True)
     return a
-f = jax.jit(lambda v: hc.call(slow, v, v))
-threading.Thread(target=lambda: f(x), daemon=True).start()
+m = jnp.ones((800, 800))  # large enough for XLA to run it on a thread of its own
+y = jax.jit(lambda m: hc.call(slow, m, m @ m) @ m)(m)
 entered.wait()
 print("leaving", flush=True)
 """
@@ -167,6 +167,7 @@ def host(a):
 f = jax.jit(lambda v: hc.call(host, v, v, order={order!r}))
 def interrupt():
     entered.wait()
+    time.sleep(0.3)  # the callback is in its sleep: before, the kernel would not end it
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
 try:

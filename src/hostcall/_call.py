@@ -83,8 +83,7 @@ def call(
             `hostcall.reraise()` and `hostcall.last_error()` give the exception
             itself. An eager call raises it directly. Also for a result of another
             structure, shape or dtype (`ResultError`), a kept view (`EscapeError`), a
-            late function (`CallTimeoutError`). Small pure programs on JAX's fast path
-            raise ValueError with that text in its place.
+            late function (`CallTimeoutError`).
 
     Under transformations:
         jit, scan, while_loop, cond, map: once for each time the place is reached.

@@ -120,8 +120,8 @@ def any_failure() -> bool:
     return _last != 0
 
 
-# What JAX raises for a program that failed. It is JaxRuntimeError, but for programs
-# that its fast path runs on the thread that calls: there it is ValueError.
+# What JAX raises for a program that failed. It is JaxRuntimeError, but on its fast path
+# ValueError, which is only seen under somebody else's trace function (`in_place_of`).
 _REPORTS = (jax.errors.JaxRuntimeError, ValueError)
 
 
@@ -206,6 +206,22 @@ class reraise(contextlib.ContextDecorator):
                     raise report
                 except _REPORTS:
                     raise found  # noqa: B904  (the report is its context)
+
+
+def in_place_of(report: BaseException) -> BaseException | None:
+    """What the caller shall see for what JAX raised on the thread that called.
+
+    The engine asks while the exception looks for its handler (native/report.h).
+    """
+    found = original(report)
+    if found is None:
+        return None
+    if not isinstance(found, Exception):
+        return found
+    if type(report) is ValueError:
+        same: BaseException = jax.errors.JaxRuntimeError(str(report))
+        return same
+    return None
 
 
 # --- KeyboardInterrupt and SystemExit come out as themselves -----------------------

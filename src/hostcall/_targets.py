@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from hostcall import (
     _config,
     _context,
+    _errors,
     _host_device,
     _interrupt,
     _jax,
@@ -64,6 +66,7 @@ def start() -> None:
             _native.add_ambient_setting(*setting, _jax.UNSET)
         os.register_at_fork(after_in_child=_native.after_fork)
         _interrupt.watch()
+        _native.set_report_converter(_errors.in_place_of)
         atexit.register(_stop)
         _started = True
 
@@ -75,7 +78,12 @@ def _stop() -> None:
     for failure in _jax.wait_for_effects():
         logger.error("a program failed while the process was ending: %s", failure)
     _native.close()
+    under_way = _native.in_flight()
     if _native.wait_idle(_config.EXIT_TIMEOUT):
+        if under_way:
+            # A daemon thread that made one is on its way out of JAX's C++, where
+            # Python must not stop it.
+            time.sleep(0.1)
         return
     stuck = [f"{info.name} ({age:.0f} s)" for info, _, age, _ in _native.active()]
     logger.warning(
