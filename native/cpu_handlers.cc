@@ -15,6 +15,7 @@
 
 #include <cstring>
 #include <exception>
+#include <future>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -196,40 +197,13 @@ int64_t RunId(const XLA_FFI_CallFrame* frame) {
   return args.run_id;
 }
 
-/// Tells XLA that an asynchronous call has ended. It may destroy everything that
-/// belongs to the call at once.
-void Complete(const XLA_FFI_Api* api, XLA_FFI_Future* future,
-              const std::string& error) {
-  if (error.empty()) {
-    XLA_FFI_Future_SetAvailable_Args args;
-    args.struct_size = XLA_FFI_Future_SetAvailable_Args_STRUCT_SIZE;
-    args.extension_start = nullptr;
-    args.future = future;
-    Drop(api, api->XLA_FFI_Future_SetAvailable(&args));
-    return;
-  }
-  XLA_FFI_Future_SetError_Args args;
-  args.struct_size = XLA_FFI_Future_SetError_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.future = future;
-  args.error = MakeError(api, error);
-  Drop(api, api->XLA_FFI_Future_SetError(&args));
-}
-
-/// A call that several devices make: hands it to their team, and returns before it
-/// has been made. XLA keeps the buffers until the future is complete.
+/// A call that several devices make: hands it to their team, and waits for its end
+/// as a collective would. Not with XLA's futures: a program that goes on in pieces
+/// lets the next one start between them, and their collectives then wait for each
+/// other's threads.
 XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
                         Pointers& operands, Pointers& results) {
-  XLA_FFI_Future_Create_Args create;
-  create.struct_size = XLA_FFI_Future_Create_Args_STRUCT_SIZE;
-  create.extension_start = nullptr;
-  create.future = nullptr;
-  if (XLA_FFI_Error* error = frame->api->XLA_FFI_Future_Create(&create)) {
-    return error;
-  }
   const int ordinal = DeviceOrdinal(frame);
-  const XLA_FFI_Api* api = frame->api;
-  XLA_FFI_Future* future = frame->future = create.future;
   Counted<Plan> plan = state.plan;
 
   Team::Member member;
@@ -245,9 +219,8 @@ XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
       return std::string("hostcall: ") + e.what();
     }
   };
-  member.finish = [api, future](const std::string& error) {
-    Complete(api, future, error);
-  };
+  auto ended = std::make_shared<std::promise<std::string>>();
+  member.finish = [ended](const std::string& error) { ended->set_value(error); };
   member.copy_from = [plan, out = member.results](const Team::Member& leader) {
     for (size_t i = 0; i < out.size(); ++i) {
       std::memcpy(out[i], leader.results[i], plan->results[i].buffer_bytes());
@@ -255,8 +228,10 @@ XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
   };
   // The team, not the state: the program may be gone when the call ends.
   std::shared_ptr<Team> team = state.team;
+  std::future<std::string> end = ended->get_future();
   team->Arrive(RunId(frame), std::move(member));
-  return nullptr;
+  const std::string error = end.get();
+  return error.empty() ? nullptr : MakeError(frame->api, error);
 }
 
 XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {

@@ -20,8 +20,9 @@
 //     code), and for those that have not for kGrace, since control flow may differ
 //     between devices there. The first time somebody is missed the place is marked,
 //     and from then on nobody waits at it.
-//   * No thread of XLA's is blocked: jobs run on threads of ours, which are as many
-//     as there are jobs under way (the functions may wait for each other).
+//   * Jobs run on threads of ours, which are as many as there are jobs under way
+//   (the
+//     functions may wait for each other). XLA's wait for them, as in a collective.
 //
 // Which meeting a member joins: the oldest open one of its run in which its device
 // is missing. One place is executed by one device in sequence, so a device's n-th
@@ -197,12 +198,7 @@ class Team : public std::enable_shared_from_this<Team> {
       Close(meeting);
     }
     lock.unlock();
-    // Each on a thread of its own: XLA goes on with the device's program inside
-    // `finish`, up to the next collective, and there waits for the other devices.
-    for (auto& finish : finished) {
-      JobThreads::Get().Run(
-          [finish = std::move(finish), meeting] { finish(meeting->error); });
-    }
+    for (auto& finish : finished) finish(meeting->error);
   }
 
   void ArriveEach(int64_t run, Member member) {

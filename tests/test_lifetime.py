@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import threading
 import weakref
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import hostcall as hc
 from hostcall import _native
@@ -103,6 +106,132 @@ def test_jitted_fresh_lambdas_are_let_go():
     gc.collect()
     _native.bury()
     assert _native.live_slots() == 0
+
+
+# --- Without clearing JAX's caches, as programs of users run ------------------------
+
+
+class Model:
+    """Something that a callback holds."""
+
+    def double(self, x):
+        return 2 * x
+
+
+def is_gone(ref):
+    """Whether an object is gone, once everything that is dead is buried."""
+    jax.effects_barrier()
+    for _ in range(2):
+        gc.collect()
+        _native.bury()
+    return ref() is None
+
+
+@pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_a_callback_goes_when_its_program_is_dropped(order, calls):
+    model = Model()
+    program = jax.jit(lambda x: hc.call(model.double, SCALAR, x, order=order))
+    compiled = program.lower(1.0).compile()
+    for _ in range(calls):
+        assert compiled(2.0) == 4
+        assert program(2.0) == 4
+    ref = weakref.ref(model)
+    del model
+    assert not is_gone(ref)
+    del compiled, program
+    assert is_gone(ref)
+    assert _native.live_slots() == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: functools.partial(Model.double, m),
+        lambda m: lambda x: m.double(x),
+        lambda m: m.double,
+        lambda m: type("Callable", (), {"__call__": lambda self, x: m.double(x)})(),
+    ],
+    ids=["partial", "closure", "method", "object"],
+)
+@pytest.mark.parametrize("batch", [False, True])
+def test_every_kind_of_callable_is_let_go(make, batch):
+    model = Model()
+    row = lambda x, fn=make(model): hc.call(fn, SCALAR, x)
+    program = jax.jit(jax.vmap(row) if batch else row)
+    program(jnp.arange(3.0) if batch else 2.0).block_until_ready()
+    ref = weakref.ref(model)
+    del model, row, program
+    assert is_gone(ref)
+
+
+def test_static_arguments_are_let_go():
+    token = Model()
+    program = jax.jit(lambda x, t=token: hc.call(lambda x, t: x, SCALAR, x, t))
+    assert program(1.0) == 1
+    ref = weakref.ref(token)
+    del token, program
+    assert is_gone(ref)
+
+
+def test_programs_of_fresh_functions_do_not_grow():
+    block = np.zeros(1 << 20, np.uint8)
+
+    def run(times):
+        for i in range(times):
+            held = block.copy()
+            f = jax.jit(lambda x, b=held: hc.call(lambda x: x + b[0], SCALAR, x))
+            assert f(float(i)) == i
+
+    run(10)
+    gc.collect()
+    before = resident_kib()
+    run(60)
+    gc.collect()
+    _native.bury()
+    assert resident_kib() - before < 30 * 1024  # sixty blocks would be twice that
+
+
+def test_failing_calls_do_not_grow():
+    def failing(x):
+        block = np.ones(1 << 18, np.uint8)  # held by a frame of the traceback
+        raise ValueError(block[0])
+
+    def run(times):
+        for _ in range(times):
+            with pytest.raises(ValueError, match="1"):
+                hc.call(failing, SCALAR, 0.0)
+
+    run(50)
+    gc.collect()
+    before = resident_kib()
+    run(400)
+    gc.collect()
+    assert resident_kib() - before < 16 * 1024  # four hundred blocks would be 100 MiB
+
+
+@pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+def test_a_program_that_is_dropped_while_it_runs_ends(order):
+    entered, go, seen = threading.Event(), threading.Event(), []
+
+    def host(x):
+        entered.set()
+        go.wait()
+        seen.append(float(x[0, 0]))
+        return x
+
+    # Large enough for XLA to run it on a thread of its own.
+    x = jnp.ones((1000, 1000))
+    program = jax.jit(lambda x: hc.call(host, x, x @ x, order=order) + 1)
+    y = program(x)
+    entered.wait()
+    del program
+    jax.clear_caches()
+    gc.collect()
+    _native.bury()
+    go.set()
+    assert y[0, 0] == 1001
+    assert seen == [1000]
 
 
 CACHED = """
