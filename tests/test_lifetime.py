@@ -131,7 +131,7 @@ def is_gone(ref):
 @pytest.mark.parametrize("calls", [0, 1, 3])
 def test_a_callback_goes_when_its_program_is_dropped(order, calls):
     model = Model()
-    program = jax.jit(lambda x: hc.call(model.double, SCALAR, x, order=order))
+    program = jax.jit(lambda x, fn=model.double: hc.call(fn, SCALAR, x, order=order))
     compiled = program.lower(1.0).compile()
     for _ in range(calls):
         assert compiled(2.0) == 4
