@@ -221,6 +221,12 @@ XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
   };
   auto ended = std::make_shared<std::promise<std::string>>();
   member.finish = [ended](const std::string& error) { ended->set_value(error); };
+  member.alone = [plan, ordinal](const std::string& error) {
+    Entry entry;
+    if (!entry) return;
+    GilGuard gil;
+    WarnOfLoneFailure(*plan, ordinal, error);
+  };
   member.copy_from = [plan, out = member.results](const Team::Member& leader) {
     for (size_t i = 0; i < out.size(); ++i) {
       std::memcpy(out[i], leader.results[i], plan->results[i].buffer_bytes());

@@ -377,4 +377,15 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
   return utf8;
 }
 
+void WarnOfLoneFailure(const Plan& plan, int ordinal, const std::string& error) {
+  Ref device = Ref::Steal(PyLong_FromLong(ordinal));
+  Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
+      error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
+  PyObject* stack[] = {device.get(), text.get()};
+  Ref done = device && text ? Ref::Steal(PyObject_Vectorcall(
+                                  plan.on_lone_failure.get(), stack, 2, nullptr))
+                            : Ref();
+  if (!done) PyErr_WriteUnraisable(plan.on_lone_failure.get());
+}
+
 }  // namespace hostcall

@@ -17,4 +17,7 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
 /// returns the text for XLA.
 std::string TakeError(const Plan& plan, const ActiveCall& call);
 
+/// Says in the log that one device of several fails with `error`, and only it.
+void WarnOfLoneFailure(const Plan& plan, int ordinal, const std::string& error);
+
 }  // namespace hostcall

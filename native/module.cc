@@ -97,6 +97,7 @@ PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
   plan->on_error = Own(hooks.attr("on_error"));
   plan->on_escape = Own(hooks.attr("on_escape"));
   plan->on_unwritten = Own(hooks.attr("on_unwritten"));
+  plan->on_lone_failure = Own(hooks.attr("on_lone_failure"));
   plan->out_tree = OwnOrNull(out_tree);
   plan->info = Own(info);
   plan->device = Own(device);

@@ -71,12 +71,13 @@ class Plan : public Mortal {
   Ref coerce;     ///< (leaf number, value) -> array of the leaf's dtype and shape
   Ref on_error;   ///< (exception, info, row) -> text of the error XLA gets
   Ref on_escape;  ///< (info, leaf numbers) -> raises: lent views are still held
-  Ref on_unwritten;    ///< (info, leaf number) -> raises: `out` was not written
-  Ref out_tree;        ///< list of result arrays -> the `out` argument; or null
-  Ref info;            ///< the Python side's description, for errors and status
-  Ref device;          ///< the device that host code finds as its default
-  Ref guard;           ///< refuses programs that would wait for this one; or null
-  Ref counters_owner;  ///< Python object that holds *counters
+  Ref on_unwritten;     ///< (info, leaf number) -> raises: `out` was not written
+  Ref on_lone_failure;  ///< (ordinal, text): one device failed, the others go on
+  Ref out_tree;         ///< list of result arrays -> the `out` argument; or null
+  Ref info;             ///< the Python side's description, for errors and status
+  Ref device;           ///< the device that host code finds as its default
+  Ref guard;            ///< refuses programs that would wait for this one; or null
+  Ref counters_owner;   ///< Python object that holds *counters
   Counters* counters = nullptr;
 
   std::vector<Leaf> args;

@@ -19,9 +19,9 @@
 //   * kEach: members wait for those that have come without limit (they are in user
 //     code), and for those that have not for kGrace, since control flow may differ
 //     between devices there. The first time somebody is missed the place is marked,
-//     and from then on nobody waits at it.
-//   * Jobs run on threads of ours, which are as many as there are jobs under way
-//   (the
+//     and from then on nobody waits at it. One that fails there fails alone, and
+//     says so first: the others may never get out of their next collective.
+//   * Jobs run on threads of ours, as many as there are jobs under way (the
 //     functions may wait for each other). XLA's wait for them, as in a collective.
 //
 // Which meeting a member joins: the oldest open one of its run in which its device
@@ -97,6 +97,7 @@ class Team : public std::enable_shared_from_this<Team> {
     int device;
     std::function<Error()> job;                           ///< calls the function
     std::function<void(const Error&)> finish;             ///< tells XLA
+    std::function<void(const Error&)> alone;              ///< kEach: only it fails
     std::function<void(const Member& leader)> copy_from;  ///< kOnce
     std::vector<void*> results;
   };
@@ -206,7 +207,7 @@ class Team : public std::enable_shared_from_this<Team> {
     if (diverged_) {
       lock.unlock();
       JobThreads::Get().Run(
-          [member = std::move(member)] { member.finish(member.job()); });
+          [member = std::move(member)] { FinishAlone(member, member.job()); });
       return;
     }
     MeetingPtr meeting = Join(run, std::move(member));
@@ -237,10 +238,20 @@ class Team : public std::enable_shared_from_this<Team> {
         break;
       }
     }
-    if (meeting->ended == size_) Close(meeting);
-    const Error shared = meeting->ended == size_ ? meeting->error : error;
-    lock.unlock();
-    mine.finish(shared);
+    if (meeting->ended == size_) {
+      Close(meeting);
+      const Error shared = meeting->error;
+      lock.unlock();
+      mine.finish(shared);
+    } else {
+      lock.unlock();
+      FinishAlone(mine, error);
+    }
+  }
+
+  static void FinishAlone(const Member& member, const Error& error) {
+    if (!error.empty()) member.alone(error);
+    member.finish(error);
   }
 
   const TeamMode mode_;

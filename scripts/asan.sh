@@ -5,7 +5,7 @@ set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "$1")
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'cat "$work"/report* 2>/dev/null || true; rm -rf "$work"' EXIT
 "$python" -m pip install --quiet --disable-pip-version-check nanobind cmake
 cmake=$("$python" -c 'import cmake, os; print(os.path.join(cmake.CMAKE_BIN_DIR, "cmake"))')
 mkdir -p "$work/src"
@@ -18,11 +18,16 @@ flags="-fsanitize=address,undefined -fno-omit-frame-pointer -g -O1"
   { cat "$work/cmake.log"; exit 1; }
 "$cmake" --build "$work/build" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
 cp "$work"/build/_native*.so "$work/src/hostcall/"
+# Reports go to files, which are printed at the end: pytest would swallow them.
+report="log_path=$work/report"
 # CPython and XLA keep memory for the process's life: leaks are what test_lifetime.py
-# counts. XLA installs handlers of its own for the signals that ASan would take.
+# counts. XLA installs handlers of its own for the signals that ASan would take. A test
+# asks for more memory than there is, and wants a MemoryError.
+asan="$report:detect_leaks=0:allow_user_segv_handler=1:alloc_dealloc_mismatch=0"
+asan="$asan:allocator_may_return_null=1"
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
-  ASAN_OPTIONS=detect_leaks=0:allow_user_segv_handler=1:alloc_dealloc_mismatch=0 \
-  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  ASAN_OPTIONS="$asan" \
+  UBSAN_OPTIONS="$report:halt_on_error=1:print_stacktrace=1" \
   PYTHONPATH="$work/src" PYTHONMALLOC=malloc \
   "$python" -m pytest -q -p no:cacheprovider tests/test_memory.py tests/test_vmap.py \
   tests/test_where.py tests/test_dtypes.py tests/test_errors.py tests/test_sharding.py

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 # Before JAX is imported: four CPU devices, so that sharding is real.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -20,12 +21,20 @@ import hostcall as hc
 from hostcall import _errors, _native
 
 HANG_SECONDS = 60
+STDERR = pytest.StashKey[TextIO]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before output is captured: what is dumped at the end would go with the capture.
+    config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 
 
 @pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
+def no_hang(pytestconfig: pytest.Config) -> Iterator[None]:
     """A test that takes a minute dumps all stacks and ends the run."""
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(
+        HANG_SECONDS, exit=True, file=pytestconfig.stash[STDERR]
+    )
     yield
     faulthandler.cancel_dump_traceback_later()
 

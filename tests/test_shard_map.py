@@ -222,6 +222,53 @@ def test_one_failing_shard_before_a_collective(run_python, order, wrap):
     assert done.stdout == "alive\n"
 
 
+def test_a_shard_that_fails_alone_says_so_at_once(caplog):
+    # Were a collective to follow, XLA would end the process after a minute, and this
+    # record would be all there is.
+    def host(x):
+        raise KeyError("lonely")
+
+    def shard(x):
+        called = lambda v: hc.call(host, v, v)
+        return lax.cond(lax.axis_index("x") == 2, called, lambda v: v, x)
+
+    f = over(line(), shard, P("x"), check_vma=False)
+    for _ in range(2):
+        caplog.clear()
+        with pytest.raises(KeyError, match="lonely"), hc.reraise():
+            jax.block_until_ready(f(X))
+        (record,) = (r for r in caplog.records if r.name == "hostcall")
+        text = record.getMessage()
+        assert (
+            f"`{host.__qualname__}` failed on {jax.devices()[2]} in a program" in text
+        )
+        assert "give the condition as where= in place of lax.cond" in text
+        assert "KeyError: 'lonely'" in text
+
+
+@ORDERS
+def test_where_brings_all_shards_to_the_call(order):
+    # The remedy of the text above, with the collective that would hang.
+    count = []
+
+    def host(x):
+        count.append(x)
+        if x[0, 0] < 0:
+            raise KeyError("shared")
+        return x + 1
+
+    def shard(x):
+        chosen = lax.axis_index("x") == 2
+        return lax.psum(hc.call(host, x, x, where=chosen, order=order), "x")
+
+    f = over(line(), shard, P("x"), P(), check_vma=False)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="shared"), hc.reraise():
+            jax.block_until_ready(f(-X - 1))
+        np.testing.assert_array_equal(f(X), X[2:3] + 1)
+    assert len(count) == 4
+
+
 @ORDERS
 def test_a_callback_that_starts_a_program_over_its_own_mesh(order):
     other = over(line(), lambda x: lax.psum(x, "x"), P("x"), P())

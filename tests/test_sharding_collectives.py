@@ -52,10 +52,12 @@ def test_runs_are_kept_apart(sharded):
     def f(x):
         return x + hc.call(lambda s: s, SCALAR, x.sum())
 
-    # One run after the other: with 20 in flight on four devices this hangs in one of
-    # six processes on two cores. Known, and open (CHANGELOG.md).
-    for i in range(20):
-        np.testing.assert_allclose(f(sharded * i), X * i + (X * i).sum())
+    # jax 0.10.2 hangs with many such programs in flight, with or without a call
+    # (docs/design/devices.md).
+    settle = jax.block_until_ready if jax.__version_info__ < (0, 12) else lambda y: y
+    outs = [settle(f(sharded * i)) for i in range(20)]
+    for i, out in enumerate(outs):
+        np.testing.assert_allclose(out, X * i + (X * i).sum())
 
 
 def test_a_parallel_call_refuses_a_program_over_its_own_devices(sharded):

@@ -8,6 +8,7 @@ programs, so JAX's caches hit. `CallInfo` belongs to one place of one compiled p
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from hostcall._native import Counters
 from hostcall._order import Order
 from hostcall._spec import Results, Static, Template
 from hostcall._where import Place, name_of, source_of
+
+logger = logging.getLogger("hostcall")
 
 Arrays = Literal["numpy", "jax", "dlpack"]
 Lend = Literal[False, True, "out"]
@@ -137,6 +140,19 @@ class CallInfo:
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
         return _errors.text_for_xla(error, self.name, self.place, row)
+
+    def on_lone_failure(self, ordinal: int, text: str) -> None:
+        logger.error(
+            "`%s` failed on %s in a program whose devices come to this call one by one"
+            " (it stands under control flow that differs between them), so the others"
+            " go on. If one of them waits for this device in a collective (psum,"
+            " all_gather, ...), XLA ends the process after a minute. All devices fail"
+            " together where all come to the call: give the condition as where= in"
+            " place of lax.cond. What it failed with: %s",
+            self.name,
+            self.devices.get(ordinal, f"device {ordinal}"),
+            text,
+        )
 
     def on_escape(
         self, _: Any, held: list[tuple[int, bool]] | None, error: BaseException | None

@@ -155,7 +155,9 @@ class reraise(contextlib.ContextDecorator):
     JaxRuntimeError as its `__context__`.
 
     Leaving without an error waits for everything that JAX has under way, so that a
-    program that was only dispatched inside fails here and not later.
+    program that was only dispatched inside fails here and not later. One that has no
+    effect and whose results nobody keeps is nobody's to wait for, JAX's neither: keep
+    what a pure call is needed for, or give the call an order.
 
     Raises:
         BaseException: what the callback raised; of several, the one that JAX

@@ -22,6 +22,7 @@ from jax._src import effects as _effects
 from jax._src import ffi as _ffi
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import util as _util
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -37,6 +38,15 @@ moveaxis = _batching.moveaxis
 batchers = _batching.primitive_batchers
 jvps = _ad.primitive_jvps
 transposes = _ad.primitive_transposes
+
+
+def hold_weakly_in_caches(parameter_type: type) -> None:
+    """JAX's caches of traced equations shall not keep parameters of this type alive.
+
+    They are global, and would keep the user's function with them. Needs a type that
+    allows weak references.
+    """
+    _util.weakref_cache_key_types.add(parameter_type)
 
 
 def def_effectful_abstract_eval(primitive: Any, rule: Callable[..., Any]) -> None:

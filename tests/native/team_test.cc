@@ -134,7 +134,7 @@ void OneErrorIsEverybodys() {
     });
     for (Visit& visit : visits) {
       visit.gate.Wait();
-      assert(visit.error == "shard");
+      assert(visit.error == "shard" && !visit.alone);
     }
     // The next call of the same place starts afresh.
     Visit again[4];
@@ -189,10 +189,11 @@ void AMissingMemberEndsTheWaiting() {
   visits[1].gate.Wait();
   assert(visits[0].error == "own");
   assert(visits[1].error.empty());  // nobody knows whether all will come
+  assert(visits[0].alone && !visits[1].alone);
   // Who comes now is served alone, and so is everybody from now on.
   team->Arrive(1, visits[2].Member(2, [] { return std::string("third"); }));
   visits[2].gate.Wait();
-  assert(visits[2].error == "third");
+  assert(visits[2].error == "third" && visits[2].alone);
   // Errors are no longer shared, even where all are there.
   Visit again[3];
   Gate gate;
@@ -204,6 +205,7 @@ void AMissingMemberEndsTheWaiting() {
   for (int device = 0; device < 3; ++device) {
     again[device].gate.Wait();
     assert(again[device].error == (device == 2 ? "alone" : ""));
+    assert(again[device].alone == (device == 2));
   }
 }
 

@@ -56,7 +56,7 @@ class Barrier {
 /// One device at one call: its buffers, and what became of it.
 struct Visit {
   int value = -1;  ///< the result's buffer
-  std::atomic<bool> ran{false}, copied{false}, ended{false};
+  std::atomic<bool> ran{false}, copied{false}, ended{false}, alone{false};
   std::atomic<int> finished{0};
   std::string error;
   Gate gate;  ///< opens when XLA has been told
@@ -79,6 +79,10 @@ struct Visit {
       assert(++finished == 1);
       error = text;
       gate.Open();
+    };
+    member.alone = [this](const std::string& text) {
+      assert(finished == 0 && !text.empty());
+      alone = true;
     };
     return member;
   }

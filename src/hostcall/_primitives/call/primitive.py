@@ -13,6 +13,7 @@ from hostcall._order import effects_of
 
 call_p = _jax.Primitive("host_call")
 call_p.multiple_results = True
+_jax.hold_weakly_in_caches(CallParams)
 
 
 def bind(*operands: Any, params: CallParams) -> list[Any]:
