@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import render, rows_around, rows_call
+from benchmarks import render, rows_around, rows_call, rows_tap
 from benchmarks.harness import measure
 
-ROWS = (*rows_call.ROWS, *rows_around.ROWS)
+ROWS = (*rows_call.ROWS, *rows_around.ROWS, *rows_tap.ROWS)
 
 
 def main() -> int:

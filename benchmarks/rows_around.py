@@ -153,12 +153,12 @@ ROWS = (
     ),
     Row(
         "dispatch, one unordered call",
-        (at_most(0.4, "io_callback"),),
+        (),
         dispatch_with_effect(False),
     ),
     Row(
         "dispatch, one ordered call",
-        (at_most(0.65, "io_callback"),),
+        (),
         dispatch_with_effect(True),
     ),
     Row("eager call of a fresh lambda", (at_most(100, None),), fresh_time, rounds=3),

@@ -31,11 +31,14 @@ size_t g_ambient_count = 0;
 
 ActiveCall* CurrentCall() { return t_current; }
 ActiveCall* AllCalls() { return g_calls; }
-int InterruptForeignCalls() {
-  // Newest first, so the first of a thread is its innermost, where Python is.
+namespace {
+
+/// Newest first, so the first of a thread is its innermost, where Python is.
+template <typename Wanted>
+int Interrupt(Wanted wanted) {
   std::vector<unsigned long> done;
   for (ActiveCall* call = g_calls; call != nullptr; call = call->next) {
-    if (!call->foreign) continue;
+    if (!wanted(*call)) continue;
     if (std::find(done.begin(), done.end(), call->thread_id) != done.end())
       continue;
     PyThreadState_SetAsyncExc(call->thread_id, PyExc_KeyboardInterrupt);
@@ -43,6 +46,17 @@ int InterruptForeignCalls() {
     done.push_back(call->thread_id);
   }
   return static_cast<int>(done.size());
+}
+
+}  // namespace
+
+int InterruptForeignCalls(bool taps) {
+  return Interrupt([taps](const ActiveCall& call) {
+    return call.tap != nullptr ? taps : call.foreign;
+  });
+}
+int InterruptTaps() {
+  return Interrupt([](const ActiveCall& call) { return call.tap != nullptr; });
 }
 void ForgetCallsAfterFork() {
   g_calls = nullptr;

@@ -17,8 +17,9 @@ struct ActiveCall {
   int device_ordinal = -1;                    ///< -1 where no program runs (eager)
   int64_t start_ns = 0;
   unsigned long thread_id = 0;
-  bool foreign = false;         ///< Python did not start the thread
-  bool interrupted = false;     ///< KeyboardInterrupt was sent to its thread
+  const TapEvent* tap = nullptr;  ///< what is delivered, or null for a call
+  bool foreign = false;           ///< Python did not start the thread
+  bool interrupted = false;       ///< KeyboardInterrupt was sent to its thread
   ActiveCall* outer = nullptr;  ///< the call of this thread that encloses this one
   ActiveCall* prev = nullptr;
   ActiveCall* next = nullptr;
@@ -29,8 +30,11 @@ ActiveCall* CurrentCall();
 /// Head of the list of all calls under way. The GIL is held.
 ActiveCall* AllCalls();
 /// Raises KeyboardInterrupt in the calls that run on threads that Python did not
-/// start, and says in how many. The GIL is held.
-int InterruptForeignCalls();
+/// start, and says in how many. With `taps` also in the tap that is being
+/// delivered. The GIL is held.
+int InterruptForeignCalls(bool taps = false);
+/// The same for the tap that is being delivered alone.
+int InterruptTaps();
 /// A forked child inherits the list but not the threads it speaks of.
 void ForgetCallsAfterFork();
 

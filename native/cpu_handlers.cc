@@ -21,116 +21,14 @@
 #include <string_view>
 
 #include "engine.h"
+#include "ffi.h"
 #include "invoke.h"
 #include "report.h"
 
 namespace hostcall {
 namespace {
 
-struct PlanState {
-  Counted<Plan> plan;
-  std::shared_ptr<Team> team;  // null: the program runs on one device
-};
-
 XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
-
-XLA_FFI_Error* MakeError(const XLA_FFI_Api* api, const std::string& text,
-                         XLA_FFI_Error_Code code = XLA_FFI_Error_Code_INTERNAL) {
-  XLA_FFI_Error_Create_Args args;
-  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.message = text.c_str();
-  args.errc = code;
-  return api->XLA_FFI_Error_Create(&args);
-}
-
-/// True where XLA only asked what interface the handler was built for.
-bool AnswerMetadata(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId state_type) {
-  if (frame->extension_start == nullptr ||
-      frame->extension_start->type != XLA_FFI_Extension_Metadata) {
-    return false;
-  }
-  auto* metadata =
-      reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)
-          ->metadata;
-  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-  metadata->traits = 0;
-  metadata->state_type_id = state_type;
-  return true;
-}
-
-uint64_t Attribute(const XLA_FFI_CallFrame* frame, std::string_view name) {
-  const XLA_FFI_Attrs& attrs = frame->attrs;
-  for (int64_t i = 0; i < attrs.size; ++i) {
-    if (std::string_view(attrs.names[i]->ptr, attrs.names[i]->len) != name ||
-        attrs.types[i] != XLA_FFI_AttrType_SCALAR) {
-      continue;
-    }
-    const auto* scalar = static_cast<const XLA_FFI_Scalar*>(attrs.attrs[i]);
-    if (scalar->dtype != XLA_FFI_DataType_U64) return 0;
-    uint64_t value;
-    std::memcpy(&value, scalar->value, sizeof value);
-    return value;
-  }
-  return 0;
-}
-
-/// Lets go of an error that changes nothing.
-bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
-  if (error == nullptr) return false;
-  XLA_FFI_Error_Destroy_Args args;
-  args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.error = error;
-  api->XLA_FFI_Error_Destroy(&args);
-  return true;
-}
-
-int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DeviceOrdinal_Get_Args args;
-  args.struct_size = XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.ctx = frame->ctx;
-  args.device_ordinal = -1;
-  if (Drop(frame->api, frame->api->XLA_FFI_DeviceOrdinal_Get(&args))) return -1;
-  return args.device_ordinal;
-}
-
-/// Data pointers of buffers, on the stack where they are few. An ordered call has
-/// a token before its operands and results; it has no data, and is skipped.
-class Pointers {
- public:
-  template <typename List>
-  Pointers(const List& list, void* const* items, size_t wanted) {
-    const size_t size = static_cast<size_t>(list.size);
-    ok_ = size == wanted || size == wanted + 1;
-    if (!ok_) return;
-    const size_t first = size - wanted;
-    if (wanted > kInline) heap_.reset(new void*[wanted]);
-    for (size_t i = 0; i < wanted; ++i) {
-      data()[i] = static_cast<const XLA_FFI_Buffer*>(items[first + i])->data;
-    }
-  }
-  bool ok() const { return ok_; }
-  void** data() { return heap_ ? heap_.get() : inline_; }
-
- private:
-  static constexpr size_t kInline = 8;
-  bool ok_;
-  void* inline_[kInline];
-  std::unique_ptr<void*[]> heap_;
-};
-
-const char* ClosedText() {
-  return Engine::Get().forked()
-             ? "hostcall: this process was forked from one that had started "
-               "JAX, whose threads do not exist here. Start workers with "
-               "multiprocessing's 'spawn' or 'forkserver' method"
-             : "hostcall: the interpreter is shutting down, and Python can't be "
-               "called any more. Wait for your programs "
-               "(jax.block_until_ready) before the script ends";
-}
 
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
   const uint64_t number = Attribute(frame, "slot");
@@ -149,7 +47,9 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
     team =
         std::make_shared<Team>(plan->team_mode, plan->team_size, plan->team_leader);
   }
-  auto* state = new PlanState{std::move(plan), std::move(team)};
+  std::unique_ptr<Throttle> throttle = Throttle::For(plan->tap);
+  auto* state =
+      new PlanState{std::move(plan), std::move(team), std::move(throttle)};
   XLA_FFI_State_Set_Args args;
   args.struct_size = XLA_FFI_State_Set_Args_STRUCT_SIZE;
   args.extension_start = nullptr;
@@ -185,16 +85,6 @@ std::string Run(const Plan& plan, int ordinal, const void* const* operands,
   plan.counters->gil_wait_ns += attached - start;
   plan.counters->python_ns += NowNs() - attached;
   return text;
-}
-
-int64_t RunId(const XLA_FFI_CallFrame* frame) {
-  XLA_FFI_RunId_Get_Args args;
-  args.struct_size = XLA_FFI_RunId_Get_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.ctx = frame->ctx;
-  args.run_id = 0;
-  Drop(frame->api, frame->api->XLA_FFI_RunId_Get(&args));
-  return args.run_id;
 }
 
 /// A call that several devices make: hands it to their team, and waits for its end
@@ -241,15 +131,9 @@ XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
 }
 
 XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_State_Get_Args get;
-  get.struct_size = XLA_FFI_State_Get_Args_STRUCT_SIZE;
-  get.extension_start = nullptr;
-  get.ctx = frame->ctx;
-  get.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
-  get.type_id = &g_type_id;
-  get.state = nullptr;
-  if (XLA_FFI_Error* error = frame->api->XLA_FFI_State_Get(&get)) return error;
-  const PlanState& state = *static_cast<PlanState*>(get.state);
+  const PlanState* found = nullptr;
+  if (XLA_FFI_Error* error = StateOf(frame, &found)) return error;
+  const PlanState& state = *found;
   const Plan& plan = *state.plan;
 
   Pointers operands(frame->args, frame->args.args, plan.operands());
@@ -271,17 +155,6 @@ XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
 }
 
 PyObject* g_raw = nullptr;
-
-template <typename Body>
-XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, Body body,
-                       XLA_FFI_TypeId state_type = XLA_FFI_UNKNOWN_TYPE_ID) {
-  if (AnswerMetadata(frame, state_type)) return nullptr;
-  try {
-    return body(frame);
-  } catch (const std::exception& e) {
-    return MakeError(frame->api, std::string("hostcall: ") + e.what());
-  }
-}
 
 }  // namespace
 
@@ -313,6 +186,19 @@ XLA_FFI_Error* ExecuteRaw(XLA_FFI_CallFrame* frame) {
     }
     return nullptr;
   });
+}
+
+XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state) {
+  XLA_FFI_State_Get_Args get;
+  get.struct_size = XLA_FFI_State_Get_Args_STRUCT_SIZE;
+  get.extension_start = nullptr;
+  get.ctx = frame->ctx;
+  get.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
+  get.type_id = &g_type_id;
+  get.state = nullptr;
+  if (XLA_FFI_Error* error = frame->api->XLA_FFI_State_Get(&get)) return error;
+  *state = static_cast<const PlanState*>(get.state);
+  return nullptr;
 }
 
 XLA_FFI_TypeId* PlanTypeId() { return &g_type_id; }

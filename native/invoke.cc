@@ -257,7 +257,13 @@ bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
     if (!rows.wanted()) {
       rows.Fill();
     } else if (!RunRow(plan, rows.args(), rows.targets())) {
-      ok = false;
+      // A tap's other rows are delivered all the same, but for Ctrl-C.
+      if (plan.tap.on && !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+        call.failed_row = rows.index();
+        TakeError(plan, call);
+      } else {
+        ok = false;
+      }
     } else if (PyErr_CheckSignals() != 0) {  // Ctrl-C between rows
       ok = false;
     }

@@ -11,6 +11,8 @@
 #include "invoke.h"
 #include "plan.h"
 #include "report.h"
+#include "tap_bindings.h"
+#include "tap_worker.h"
 
 namespace nb = nanobind;
 
@@ -74,7 +76,7 @@ PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
                     nb::object runner, nb::object hooks, nb::object out_tree,
                     nb::object info, nb::object device, nb::object counters,
                     uint64_t signature, int team_mode, int team_size,
-                    int team_leader, nb::object guard) {
+                    int team_leader, nb::object guard, nb::object tap) {
   auto* plan = new Plan;
   PlanHandle handle{Counted<Plan>::Adopt(plan)};
   plan->function = Own(function);
@@ -103,18 +105,18 @@ PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
   plan->device = Own(device);
   plan->counters_owner = Own(counters);
   plan->counters = nb::cast<Counters*>(counters);
+  plan->counts = &plan->counters->taps;
   plan->signature = signature;
   plan->team_mode = static_cast<TeamMode>(team_mode);
   plan->team_size = team_size;
   plan->team_leader = team_leader;
   plan->guard = OwnOrNull(guard);
+  plan->tap = ReadTapSettings(tap);
   plan->Seal();
   return handle;
 }
 
-/// Runs a plan on arrays of the host, without a compiled program.
-nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
-  const Plan& plan = *handle.plan;
+std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
   if (operands.size() != plan.operands()) {
     throw nb::value_error("another number of operands than the plan has");
   }
@@ -126,6 +128,23 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     }
     in.push_back(PyArray_DATA(array));
   }
+  return in;
+}
+
+/// Queues a tap of arrays of the host. False: it was dropped.
+bool PushEagerly(const PlanHandle& handle, nb::list operands) {
+  const Plan& plan = *handle.plan;
+  const std::vector<const void*> in = Buffers(plan, operands);
+  Entry entry;
+  if (!entry) throw std::runtime_error("hostcall: the engine is closed");
+  nb::gil_scoped_release unlocked;  // it may wait for the worker
+  return PushTap(plan, -1, -1, in.data());
+}
+
+/// Runs a plan on arrays of the host, without a compiled program.
+nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
+  const Plan& plan = *handle.plan;
+  const std::vector<const void*> in = Buffers(plan, operands);
   nb::list out;
   std::vector<void*> targets;
   for (const Leaf& leaf : plan.results) {
@@ -162,8 +181,13 @@ nb::object Current() {
   if (call == nullptr) return nb::none();
   nb::object row = nb::none();
   if (call->row != nullptr) row = IndexOf(*call->row);
+  nb::object run = nb::none(), step = nb::none();
+  if (call->tap != nullptr) {
+    run = nb::int_(call->tap->run);
+    step = nb::int_(call->tap->sequence);
+  }
   return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
-                        row);
+                        row, run, step);
 }
 
 nb::list Active() {
@@ -199,13 +223,18 @@ nb::capsule FunctionCapsule(F* function) {
 }
 
 nb::dict Handlers() {
-  nb::dict call, raw, type, all;
+  nb::dict call, tap, link, raw, type, all;
   call["instantiate"] = FunctionCapsule(&InstantiateCall);
   call["execute"] = FunctionCapsule(&ExecuteCall);
+  tap["instantiate"] = FunctionCapsule(&InstantiateCall);
+  tap["execute"] = FunctionCapsule(&ExecuteTap);
+  link["execute"] = FunctionCapsule(&ExecuteLink);
   raw["execute"] = FunctionCapsule(&ExecuteRaw);
   type["type_id"] = nb::capsule(PlanTypeId());
   type["type_info"] = nb::capsule(PlanTypeInfo());
   all["call"] = call;
+  all["tap"] = tap;
+  all["link"] = link;
   all["raw"] = raw;
   all["type"] = type;
   return all;
@@ -227,22 +256,28 @@ NB_MODULE(_native, m) {
   nb::class_<Counters>(m, "Counters")
       .def(nb::init<>())
       .def_ro("calls", &Counters::calls)
-      .def_ro("masked", &Counters::masked)
+      .def_prop_ro("masked",
+                   [](const Counters& c) { return c.masked + c.taps.masked; })
+      .def_prop_ro("dropped",
+                   [](const Counters& c) { return c.taps.dropped.load(); })
+      .def_prop_ro("skipped",
+                   [](const Counters& c) { return c.taps.skipped.load(); })
       .def_ro("errors", &Counters::errors)
       .def_ro("bytes_in", &Counters::bytes_in)
       .def_ro("bytes_out", &Counters::bytes_out)
       .def_ro("python_ns", &Counters::python_ns)
       .def_ro("gil_wait_ns", &Counters::gil_wait_ns);
 
-  nb::class_<PlanHandle>(m, "Plan").def("invoke", &InvokeEagerly,
-                                        nb::arg("operands"));
+  nb::class_<PlanHandle>(m, "Plan")
+      .def("invoke", &InvokeEagerly, nb::arg("operands"))
+      .def("push", &PushEagerly, nb::arg("operands"));
   m.def("make_plan", &MakePlan, nb::arg("function"), nb::arg("args"),
         nb::arg("results"), nb::arg("grid"), nb::arg("mask").none(),
         nb::arg("form"), nb::arg("lend"), nb::arg("runner").none(),
         nb::arg("hooks"), nb::arg("out_tree").none(), nb::arg("info"),
         nb::arg("device"), nb::arg("counters"), nb::arg("signature"),
         nb::arg("team_mode"), nb::arg("team_size"), nb::arg("team_leader"),
-        nb::arg("guard").none());
+        nb::arg("guard").none(), nb::arg("tap").none());
 
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
       .def(nb::init<const PlanHandle&>(), nb::arg("plan"))
@@ -266,7 +301,8 @@ NB_MODULE(_native, m) {
   m.def("watch_interrupts", &InterruptWatch::Install);
   m.def("wait_interrupt", &InterruptWatch::Wait,
         nb::call_guard<nb::gil_scoped_release>());
-  m.def("interrupt_calls", &InterruptForeignCalls);
+  m.def("interrupt_calls", &InterruptForeignCalls, nb::arg("taps") = false);
+  InitTaps(m);
   m.def("after_fork", [] {
     Engine::Get().CloseAfterFork();
     ForgetCallsAfterFork();

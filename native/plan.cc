@@ -7,6 +7,10 @@ void Plan::Seal() {
   for (int64_t size : grid) rows *= size;
   spares.clear();
   spares.resize(args.size());
+  mask_rows = 1;
+  for (size_t axis = 0; masked && axis < grid.size(); ++axis) {
+    if (mask_strides[axis] != 0) mask_rows *= grid[axis];
+  }
   packed = false;
   bytes_in = bytes_out = 0;
   for (auto* leaves : {&args, &results}) {
@@ -22,6 +26,14 @@ void Plan::Seal() {
       (leaves == &args ? bytes_in : bytes_out) += leaf.row_bytes;
     }
   }
+  tap.offsets.clear();
+  tap.bytes = 0;
+  const auto place = [this](size_t bytes) {
+    tap.offsets.push_back(tap.bytes);
+    tap.bytes += (bytes + 15) / 16 * 16;
+  };
+  if (masked) place(static_cast<size_t>(mask_rows));
+  for (const Leaf& leaf : args) place(leaf.buffer_bytes());
 }
 
 }  // namespace hostcall

@@ -8,6 +8,7 @@
 #include "guards.h"
 #include "numpy_api.h"
 #include "slot_table.h"
+#include "tap_queue.h"
 #include "team.h"
 
 namespace hostcall {
@@ -43,6 +44,7 @@ enum class ResultForm {
   kList,     ///< a list of leaves
   kNothing,  ///< None
   kTree,     ///< anything else: Python's flatten takes it apart
+  kIgnored,  ///< a tap's: whatever it is
 };
 
 /// How arguments reach the function.
@@ -61,9 +63,26 @@ struct Counters {
   int64_t bytes_out = 0;    ///< taken from it
   int64_t python_ns = 0;    ///< attached, in the function and in conversions
   int64_t gil_wait_ns = 0;  ///< waiting to attach
+  TapCounts taps;           ///< written by devices, without the GIL
 };
 
-class Plan : public Mortal {
+/// What makes a plan a tap's: its operands are queued, and the function runs later.
+struct TapSettings {
+  bool on = false;
+  WhenFull when_full = WhenFull::kBlock;
+  bool nested = false;  ///< of a program that host code runs: never waits
+  /// Ordinals of the devices that tap, where others have the same; empty: all do.
+  std::vector<int> only;
+  bool linked = false;          ///< has a result that only says that it ran
+  bool through = false;         ///< the arguments come out again as results
+  int64_t every_steps = 0;      ///< lets one of so many through; 0: all
+  int64_t every_ns = 0;         ///< lets one through in so long; 0: all
+  double sample = 1;            ///< lets this share through
+  std::vector<size_t> offsets;  ///< of the operands in an event
+  size_t bytes = 0;             ///< of all operands
+};
+
+class Plan : public TapOwner {
  public:
   Ref function;   ///< called with one argument a leaf
   Ref runner;     ///< null, or runs all rows: runner(rows, indices) -> results
@@ -88,8 +107,10 @@ class Plan : public Mortal {
   int64_t rows = 1;                   ///< product of grid
   bool masked = false;                ///< the first operand is the mask
   std::vector<int64_t> mask_strides;  ///< as Leaf::grid_strides
+  int64_t mask_rows = 1;              ///< bools in the mask's buffer
   ResultForm form = ResultForm::kTree;
   Lend lend = Lend::kCopy;
+  TapSettings tap;
   bool packed = false;  ///< some leaf's elements are smaller than a byte
   TeamMode team_mode = TeamMode::kAlone;
   int team_size = 1;

@@ -102,6 +102,8 @@ bool StoreResults(const Plan& plan, PyObject* value, char* const* targets) {
     case ResultForm::kNothing:
       if (value == Py_None) return true;
       break;
+    case ResultForm::kIgnored:
+      return true;
     case ResultForm::kList:  // can change under us: through flatten
     case ResultForm::kTree:
       break;

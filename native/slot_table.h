@@ -26,17 +26,19 @@
 
 namespace hostcall {
 
-/// An object with a count. Dying puts it on the graveyard.
-class Mortal {
+/// An object with a count. Dying puts it on the graveyard. The count has a line of
+/// the cache to itself: devices change it while the worker reads what follows.
+class alignas(64) Mortal {
  public:
   virtual ~Mortal() = default;
   void Retain() { count_.fetch_add(1, std::memory_order_relaxed); }
-  void Release();
+  void Release(int64_t times = 1);
 
  private:
   friend class Graveyard;
   std::atomic<int64_t> count_{1};
   Mortal* next_dead_ = nullptr;
+  char rest_of_the_line_[64 - sizeof(void*) - sizeof(count_) - sizeof(next_dead_)];
 };
 
 /// Where the dead wait for a thread that may destroy them. Push takes no lock and
@@ -69,8 +71,8 @@ class Graveyard {
   std::atomic<Mortal*> head_{nullptr};
 };
 
-inline void Mortal::Release() {
-  if (count_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+inline void Mortal::Release(int64_t times) {
+  if (count_.fetch_sub(times, std::memory_order_acq_rel) == times) {
     Graveyard::Get().Push(this);
   }
 }

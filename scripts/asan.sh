@@ -30,4 +30,5 @@ LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.s
   UBSAN_OPTIONS="$report:halt_on_error=1:print_stacktrace=1" \
   PYTHONPATH="$work/src" PYTHONMALLOC=malloc \
   "$python" -m pytest -q -p no:cacheprovider tests/test_memory.py tests/test_vmap.py \
-  tests/test_where.py tests/test_dtypes.py tests/test_errors.py tests/test_sharding.py
+  tests/test_where.py tests/test_dtypes.py tests/test_errors.py tests/test_sharding.py \
+  tests/test_tap.py tests/test_tap_queue.py

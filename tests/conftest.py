@@ -18,7 +18,7 @@ import jax
 import pytest
 
 import hostcall as hc
-from hostcall import _errors, _native
+from hostcall import _delivery, _errors, _native
 
 HANG_SECONDS = 60
 STDERR = pytest.StashKey[TextIO]()
@@ -41,9 +41,13 @@ def no_hang(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(no_hang: None) -> Iterator[None]:
-    """Every test ends with no call under way, and no slot that its programs left."""
+    """Every test ends with no call or tap under way, and no slot of its programs."""
     yield
     jax.effects_barrier()
+    assert hc.flush(30), "a tap was not delivered"
+    failures, _ = _delivery.take_failures()
+    assert not failures, "a tap failed, and the test did not take its error"
+    assert _native.tap_queue()["bytes"] == 0
     assert hc.status() == []
     assert _native.in_flight() == 0
     _errors._kept.clear()  # the newest 32 are kept, with all that their frames hold

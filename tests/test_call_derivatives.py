@@ -133,3 +133,29 @@ def test_a_derivative_is_refused_with_the_remedy(derive, what):
         f"hostcall: the call of `sine` {what} ({__file__}:{line} in "
     )
     assert re.search(rf"jax\.custom_vjp.*{remedy}|{remedy}.*jax\.custom_vjp", text)
+
+
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "transform",
+    [jax.grad, jax.value_and_grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))],
+    ids=["grad", "value_and_grad", "jvp"],
+)
+def test_effects_of_a_differentiated_scan_run_once(order, wrap, mode, transform):
+    # JAX splits the scan, and keeps effects only of types that ask for it.
+    seen = []
+
+    def body(c, _):
+        hc.call(
+            lambda v: seen.append(float(v)), None, jax.lax.stop_gradient(c), order=order
+        )
+        return c + 1, None
+
+    def f(x):
+        return jax.lax.scan(wrap(body), x, None, length=3)[0] ** 2
+
+    jax.block_until_ready(mode(transform(f))(2.0))
+    jax.effects_barrier()
+    assert seen == [2, 3, 4]

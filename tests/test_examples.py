@@ -27,7 +27,12 @@ def test_example(path, run_python):
 
 
 def test_there_are_examples():
-    assert {p.stem for p in EXAMPLES} >= {"bessel", "environment", "parallel_rows"}
+    assert {p.stem for p in EXAMPLES} >= {
+        "bessel",
+        "environment",
+        "parallel_rows",
+        "training_log",
+    }
 
 
 def test_the_main_job(run_python):

@@ -1,11 +1,19 @@
 """hostcall: call Python from compiled JAX programs.
 
     call        a host function with results
+    tap         values leave, the program does not wait; tap_through gives them back,
+                tap_tangent and tap_cotangent see derivatives
+    print       a formatted line, the same way
+    barrier     waits for programs and taps, raises what taps raised
+    flush       waits for what is queued
+    collect     what named taps saw, as arrays
+    configure   settings of the process
     current     inside a callback: device, mesh coordinates, row (a `Current`)
     reraise     the callback's own exception comes out of the program
     last_error  the exception that a callback raised last
     status      the calls under way, with what each is doing (`ActiveCall`s)
-    stats       what calls have cost (`CallStats` by function)
+    stats       what calls and taps have cost (`CallStats` by function)
+    tap_queue   what waits to be delivered (a `TapQueue`)
 
 Errors: HostcallError and, below it, SpecError, BatchingError, DerivativeError,
 ResultError, EscapeError, UnwrittenError, CallTimeoutError, DeadlockError.
@@ -19,6 +27,7 @@ The names here are stable. Modules with a leading underscore are not.
 
 from hostcall import _interpreter  # noqa: F401  (refuses sub-interpreters, first)
 from hostcall._call import call
+from hostcall._collect import collect
 from hostcall._context import Current, current
 from hostcall._errors import (
     BatchingError,
@@ -33,7 +42,19 @@ from hostcall._errors import (
     last_error,
     reraise,
 )
-from hostcall._sync import ActiveCall, CallStats, stats, status
+from hostcall._print import print
+from hostcall._sync import (
+    ActiveCall,
+    CallStats,
+    TapQueue,
+    barrier,
+    configure,
+    flush,
+    stats,
+    status,
+    tap_queue,
+)
+from hostcall._tap import tap, tap_cotangent, tap_tangent, tap_through
 
 __version__ = "0.1.0"
 
@@ -49,11 +70,22 @@ __all__ = [
     "HostcallError",
     "ResultError",
     "SpecError",
+    "TapQueue",
     "UnwrittenError",
+    "barrier",
     "call",
+    "collect",
+    "configure",
     "current",
+    "flush",
     "last_error",
+    "print",
     "reraise",
     "stats",
     "status",
+    "tap",
+    "tap_cotangent",
+    "tap_queue",
+    "tap_tangent",
+    "tap_through",
 ]

@@ -108,13 +108,13 @@ def call(
     Source: the guide "External callbacks" of JAX, whose three kinds of callback this
     one function covers.
     """
-    name = _check_function(fn)
+    name = check_function(fn, "hc.call(fn, result, *args)")
     _check_options(name, order, vmap_method, arrays, lend, timeout, executor)
     operands, template = flatten_arguments(args, kwargs)
     results = parse_result(result, name)
     masked = where is not None
     if masked:
-        operands.insert(0, _mask(where, name))
+        operands.insert(0, parse_mask(where, name))
     callback = Callback(
         fn=Static(fn),
         template=template,
@@ -142,11 +142,12 @@ def call(
     return results.treedef.unflatten(leaves)
 
 
-def _check_function(fn: Any) -> str:
+def check_function(fn: Any, usage: str) -> str:
+    """The function's name; refuses what can't be called for its effect."""
     if not callable(fn):
         raise SpecError(
             f"hostcall: the first argument should be a function, got {fn!r}. Write"
-            " hc.call(fn, result, *args)"
+            f" {usage}"
         )
     name = name_of(fn)
     body = fn if inspect.isroutine(fn) else getattr(fn, "func", type(fn).__call__)
@@ -213,7 +214,7 @@ def _check_options(
             )
 
 
-def _mask(where: Any, name: str) -> Any:
+def parse_mask(where: Any, name: str) -> Any:
     mask = where if isinstance(where, jax.Array) else np.asarray(where)
     if mask.dtype != np.bool_ or mask.shape != ():
         raise SpecError(

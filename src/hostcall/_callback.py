@@ -110,7 +110,7 @@ class CallInfo:
 
     def __init__(
         self,
-        params: CallParams,
+        params: Any,
         devices: dict[int, Any],
         mesh: Any | None,
     ) -> None:

@@ -11,7 +11,22 @@ EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
 # their tracebacks, and these the frames' values, so the number is small.
 KEPT_ERRORS = 32
 
+# How many of the exceptions that taps raised are kept for the next `barrier`.
+KEPT_TAP_ERRORS = 100
+
 # Threads of the pool that serves vmap_method="parallel" without an executor.
 POOL_WORKERS = int(
     os.environ.get("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4))
 )
+
+_tap_queue_bytes = int(float(os.environ.get("HOSTCALL_TAP_QUEUE_BYTES", "256e6")))
+
+
+def tap_queue_bytes() -> int:
+    """Bytes that taps may hold before they are delivered."""
+    return _tap_queue_bytes
+
+
+def set_tap_queue_bytes(size: int) -> None:
+    global _tap_queue_bytes
+    _tap_queue_bytes = size

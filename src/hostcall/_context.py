@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +23,23 @@ class Current:
         place: the user's line that wrote the call: `file`, `line`, `function`.
         order: "pure", "unordered" or "ordered".
         device: the `jax.Device` whose program calls; of an eager call, the device that
-            its results go to.
+            its results go to; of an eager tap, that of its first array.
         mesh_coords: inside shard_map and pmap, axis name -> index of `device` on
             the mesh; else empty.
         row: this row's index along each batch axis that the rows run over, the
             outermost vmap first; empty without one.
+        transforms: of a tap that is delivered with the whole batch, one
+            ("batch", {"batch_dims": ...}) for each vmap in the order they were
+            applied, with 0 for each array that has its axis and None for others. A
+            later one's axis is in front.
+        rows: where a tap's `where` differs between the rows of such a batch, the
+            indices of those that were delivered, one array for each vmap, the
+            outermost first; else None.
+        index: of a tap with sharding="shards", for each array the place of its block in
+            the whole array, a tuple of slices; else None.
+        run: XLA's number of the execution a tap is of; -1 of an eager tap; None in a
+            call.
+        step: the tap's number among all that were pushed; None in a call.
     """
 
     name: str
@@ -33,6 +48,11 @@ class Current:
     device: Any
     mesh_coords: dict[Any, int]
     row: tuple[int, ...]
+    transforms: tuple[tuple[str, dict[str, Any]], ...] = ()
+    rows: tuple[np.ndarray, ...] | None = None
+    index: tuple[tuple[slice, ...], ...] | None = None
+    run: int | None = None
+    step: int | None = None
 
     def at_row(self, row: tuple[int, ...]) -> Current:
         return replace(self, row=tuple(row))
@@ -46,7 +66,7 @@ def current() -> Current | None:
     found = _native.current()
     if found is None:  # on a thread that works for a call, its stand-in
         return _workers.stand_in()
-    info, ordinal, row = found
+    info, ordinal, row, run, step = found
     device = info.devices.get(ordinal)
     return Current(
         name=info.name,
@@ -55,7 +75,26 @@ def current() -> Current | None:
         device=device,
         mesh_coords=_coords(info.mesh, device),
         row=row or (),
+        transforms=getattr(info.params, "transforms", ()),
+        rows=None if run is None else getattr(_kept, "rows", None),
+        index=(getattr(info, "places", None) or {}).get(ordinal),
+        run=run,
+        step=step,
     )
+
+
+_kept = threading.local()
+
+
+@contextmanager
+def only_rows(rows: tuple[np.ndarray, ...]) -> Iterator[None]:
+    """Of a batch only these rows are delivered."""
+    before = getattr(_kept, "rows", None)
+    _kept.rows = rows
+    try:
+        yield
+    finally:
+        _kept.rows = before
 
 
 def _coords(mesh: Any | None, device: Any) -> dict[Any, int]:

@@ -24,6 +24,10 @@ class DLPackArray:
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
 
+    def to_numpy(self) -> np.ndarray:
+        """A copy."""
+        return self._array.copy()
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self._array.shape

@@ -27,6 +27,12 @@ def _level(client: Any | None) -> int:
     return 0
 
 
+def is_host(client: Any | None) -> bool:
+    """Whether this is a client made for host code."""
+    with _lock:
+        return _level(client) > 0
+
+
 def above(client: Any | None) -> Any:
     """The host device for callbacks of programs that run on `client`.
 

@@ -40,7 +40,10 @@ def _after_interrupt() -> None:
     end = time.monotonic() + _SEARCH
     time.sleep(_PATIENCE)
     while _where_main_is() == before and time.monotonic() < end:
-        if _native.interrupt_calls():
+        # A program that waits for space in the queue of taps waits for the one that
+        # is being delivered.
+        full = _native.tap_queue()["blocked"] > 0
+        if _native.interrupt_calls(taps=full):
             return
         time.sleep(_PATIENCE)
 

@@ -26,6 +26,7 @@ from jax._src import util as _util
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _pe
 from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import sdy as _sdy
@@ -36,6 +37,9 @@ Primitive = _core.Primitive
 ShapedArray = _core.ShapedArray
 moveaxis = _batching.moveaxis
 batchers = _batching.primitive_batchers
+Zero = _ad.Zero
+instantiate_zeros = _ad.instantiate_zeros
+partial_eval_rules = _pe.partial_eval_jaxpr_custom_rules  # under remat
 jvps = _ad.primitive_jvps
 transposes = _ad.primitive_transposes
 
@@ -108,6 +112,8 @@ def register_effect(effect_type: type, ordered: bool) -> None:
     _effects.control_flow_allowed_effects.add_type(effect_type)
     _effects.custom_derivatives_allowed_effects.add_type(effect_type)
     _effects.remat_allowed_effects.add_type(effect_type)
+    # Else a scan under grad, whose effects have no result, drops them.
+    _effects.partial_eval_kept_effects.add_type(effect_type)
     if ordered:
         _effects.ordered_effects.add_type(effect_type)
         _effects.shardable_ordered_effects.add_type(effect_type)
@@ -227,6 +233,16 @@ def manual_mesh(ctx: Any) -> Any | None:
     return None
 
 
+def is_partitioned(ctx: Any) -> bool:
+    """Whether the compiler splits this program over several devices."""
+    return program_devices(ctx) is not None and manual_mesh(ctx) is None
+
+
+def lower_by(ctx: Any, f: Callable[..., Any], *operands: Any) -> list[Any]:
+    """Lowers an equation as the JAX function `f` (a list of results) is lowered."""
+    return list(_mlir.lower_fun(f, multiple_results=True)(ctx, *operands))
+
+
 def check_sharding(ctx: Any, sharding: Any, name: str) -> None:
     """Refuses placements that mean nothing for this program."""
     context = ctx.module_context.axis_context
@@ -266,12 +282,14 @@ def emit_custom_call(
     returns_token: bool,
     has_side_effect: bool,
     attributes: dict[str, np.uint64],
+    aliases: dict[int, int] | None = None,
 ) -> tuple[list[Any], Any | None]:
     """Emits the call and gives (results, token).
 
     With `token` the first operand, and with `returns_token` the first result, is a
     token. Buffers are row-major. In a program over several devices every device makes
     the call, on whole values (on its own, in a region that is manual already).
+    `aliases` says which operand's memory may become which result's.
     """
     abstract_token = _core.abstract_token
     operands = list(operands) if token is None else [token, *operands]
@@ -281,7 +299,9 @@ def emit_custom_call(
 
     def emit(values: Sequence[Any]) -> Any:
         return _ffi.build_ffi_lowering_function(
-            target, has_side_effect=has_side_effect
+            target,
+            has_side_effect=has_side_effect,
+            operand_output_aliases=aliases,
         )(inner, *values, **attributes)
 
     devices = program_devices(ctx)

@@ -7,8 +7,11 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from hostcall import _native, _workers
+import jax
+
+from hostcall import _config, _delivery, _jax, _native, _workers
 from hostcall._callback import all_counters
+from hostcall._errors import SpecError, original
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,10 @@ class CallStats:
 
     Attributes:
         calls: times the function was entered.
-        masked: rows that `where` kept from it.
-        errors: programs (or eager calls) that it failed.
+        masked: rows, and taps, that `where` kept from it.
+        dropped: taps that found the queue full.
+        skipped: taps that `every=` or `sample=` left out.
+        errors: programs (or eager calls) that it failed, or taps that failed.
         bytes_in: handed to it.
         bytes_out: taken from it.
         python_seconds: in the function and in conversions, waiting for nobody.
@@ -55,6 +60,8 @@ class CallStats:
 
     calls: int
     masked: int
+    dropped: int
+    skipped: int
     errors: int
     bytes_in: int
     bytes_out: int
@@ -89,6 +96,8 @@ def stats() -> dict[str, CallStats]:
         name: CallStats(
             c.calls,
             c.masked,
+            c.dropped,
+            c.skipped,
             c.errors,
             c.bytes_in,
             c.bytes_out,
@@ -97,3 +106,113 @@ def stats() -> dict[str, CallStats]:
         )
         for name, c in all_counters().items()
     }
+
+
+# --- Taps ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TapQueue:
+    """The queue of taps (`hc.tap_queue()`), over the life of the process.
+
+    Attributes:
+        pushed: taps that devices have queued.
+        delivered: of those, taps whose function has run.
+        dropped: taps that found the queue full, those dropped for newer ones included.
+        nbytes: held by what is queued and being delivered.
+        limit: of `nbytes`.
+        blocked: devices that wait for space at this moment.
+    """
+
+    pushed: int
+    delivered: int
+    dropped: int
+    nbytes: int
+    limit: int
+    blocked: int
+
+
+def tap_queue() -> TapQueue:
+    """What the queue of taps holds, and what became of the rest. Cost: microseconds."""
+    state = _native.tap_queue()
+    return TapQueue(
+        state["pushed"],
+        state["delivered"],
+        state["dropped"],
+        state["bytes"],
+        state["limit"],
+        state["blocked"],
+    )
+
+
+def flush(timeout: float | None = None) -> bool:
+    """Waits until the taps that are queued now have been delivered.
+
+    Does not wait for programs that are still running: `hc.barrier` does.
+
+    Args:
+        timeout: seconds, or None for no limit.
+
+    Returns:
+        Whether all were delivered in time. What they raised stays for `hc.barrier`.
+
+    Raises:
+        HostcallError: called from inside a tap.
+    """
+    return _delivery.flush(timeout, "hc.flush()")
+
+
+def barrier() -> None:
+    """Waits for JAX, then for all taps, and raises what taps have raised meanwhile.
+
+    It waits for the effects that this thread has dispatched, for every array that is
+    alive, and for the queue. Ctrl-C ends the wait, and loses no tap and no error.
+
+    Raises:
+        BaseException: what a tap raised, the object itself; of several an
+            ExceptionGroup. What a program failed with is raised before that, as JAX
+            raises it.
+    """
+    _delivery.refuse_inside_a_tap("hc.barrier()")
+    failures: list[Exception] = _jax.wait_for_effects()
+    for array in jax.live_arrays():
+        try:
+            if not array.is_deleted():
+                array.block_until_ready()
+        except (jax.errors.JaxRuntimeError, ValueError, RuntimeError) as error:
+            # Its reader will see it too; only what hostcall knows is told here. (A
+            # RuntimeError: the array was donated meanwhile.)
+            if original(error) is not None:
+                failures.append(error)
+    _delivery.flush(None, "hc.barrier()")
+    if failures:  # what taps raised stays for the next barrier
+        raise failures[0]
+    errors, more = _delivery.take_failures()
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        text = f"{len(errors) + more} taps failed"
+        if more:
+            text += f"; the last {len(errors)} are here, the others in the log"
+        raise BaseExceptionGroup(text, errors)
+
+
+def configure(*, tap_queue_bytes: int | None = None) -> None:
+    """Changes settings of the process.
+
+    Args:
+        tap_queue_bytes: how much taps may hold before they are delivered. Default
+            256e6, or the environment variable HOSTCALL_TAP_QUEUE_BYTES. One value above
+            it goes through alone.
+    """
+    if tap_queue_bytes is None:
+        return
+    size = int(tap_queue_bytes)
+    if isinstance(tap_queue_bytes, bool) or size <= 0 or size != tap_queue_bytes:
+        raise SpecError(
+            f"hostcall: tap_queue_bytes should be a number of bytes above 0, got"
+            f" {tap_queue_bytes!r}"
+        )
+    _config.set_tap_queue_bytes(size)
+    if not _native.forked():
+        _native.set_tap_limit(size)

@@ -17,6 +17,7 @@ import numpy as np
 from hostcall import (
     _config,
     _context,
+    _delivery,
     _errors,
     _host_device,
     _interrupt,
@@ -29,13 +30,16 @@ from hostcall._compress import CompressedCall
 from hostcall._dlpack import DLPackArray
 from hostcall._errors import DeadlockError
 from hostcall._spec import Template, packed_bits
+from hostcall._tap_info import TapParams
 
 TARGET = "hostcall_call"
+TAP_TARGET = "hostcall_tap"
+LINK_TARGET = "hostcall_link"
 RAW_TARGET = "hostcall_raw"  # benchmarks/: enters Python and nothing else
 
 logger = logging.getLogger("hostcall")
 
-_LEAF, _TUPLE, _LIST, _NOTHING, _TREE = range(5)
+_LEAF, _TUPLE, _LIST, _NOTHING, _TREE, _IGNORED = range(6)
 _COPY, _ARGS, _OUT = range(3)
 
 # How the devices of a program make a call (native/team.h).
@@ -61,10 +65,12 @@ def start() -> None:
         # names them is compiled.
         jax.ffi.register_ffi_type("hostcall_plan", handlers["type"], platform="cpu")
         jax.ffi.register_ffi_target(TARGET, handlers["call"], platform="cpu")
+        jax.ffi.register_ffi_target(TAP_TARGET, handlers["tap"], platform="cpu")
+        jax.ffi.register_ffi_target(LINK_TARGET, handlers["link"], platform="cpu")
         jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
         for setting in _jax.ambient_settings():
             _native.add_ambient_setting(*setting, _jax.UNSET)
-        os.register_at_fork(after_in_child=_native.after_fork)
+        os.register_at_fork(after_in_child=_after_fork)
         _interrupt.watch()
         _native.set_report_converter(_errors.in_place_of)
         atexit.register(_stop)
@@ -75,8 +81,20 @@ def _stop() -> None:
     """Runs at exit, before JAX's own clean-up: what must run still runs."""
     if _native.closed():
         return  # forked child
-    for failure in _jax.wait_for_effects():
-        logger.error("a program failed while the process was ending: %s", failure)
+    try:
+        _delivery.watch_the_end()
+        _end()
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+def _end() -> None:
+    try:
+        for failure in _jax.wait_for_effects():
+            logger.error("a program failed while the process was ending: %s", failure)
+    except SystemExit as error:  # of a callback; the process ends anyway
+        logger.error("a callback raised %r while the process was ending", error)
+    _delivery.flush(None, "the end of the process")
     _native.close()
     under_way = _native.in_flight()
     if _native.wait_idle(_config.EXIT_TIMEOUT):
@@ -84,6 +102,7 @@ def _stop() -> None:
             # A daemon thread that made one is on its way out of JAX's C++, where
             # Python must not stop it.
             time.sleep(0.1)
+        _delivery.stop()
         return
     stuck = [f"{info.name} ({age:.0f} s)" for info, _, age, _ in _native.active()]
     logger.warning(
@@ -93,17 +112,20 @@ def _stop() -> None:
     )
     # Ending anyway would take the interpreter from under a running function.
     _native.interrupt_calls()
-    try:
-        while not _native.wait_idle(0.2):
-            pass
-    except KeyboardInterrupt:
-        os._exit(130)
+    while not _native.wait_idle(0.2):
+        pass
+    _delivery.stop()
+
+
+def _after_fork() -> None:
+    _native.after_fork()
+    _delivery.after_fork()
 
 
 # --- Plans -------------------------------------------------------------------------
 
 
-def signature(params: CallParams, operands: Sequence[Any]) -> int:
+def signature(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
     """A number of the avals and the function's name, equal in all processes.
 
     A program that was compiled elsewhere names a slot of this process; if another
@@ -126,7 +148,7 @@ def signature(params: CallParams, operands: Sequence[Any]) -> int:
 
 
 def make_plan(
-    params: CallParams,
+    params: CallParams | TapParams,
     operands: Sequence[Any],
     info: CallInfo,
     device: Any,
@@ -134,6 +156,7 @@ def make_plan(
     packed: bool,
     number: int,
     team: tuple[int, int, int] = ALONE,
+    tap: tuple[Any, ...] | None = None,
 ) -> Any:
     """A native plan.
 
@@ -145,6 +168,7 @@ def make_plan(
         packed: whether small elements are packed, as XLA has them and NumPy hasn't.
         number: the call's `signature`; 0 for an eager call, which nobody looks up.
         team: (mode, size, leader's ordinal) of the devices that make the call.
+        tap: what makes it a tap (`TapParams.settings`).
     """
     callback = params.callback
     grid = params.grid
@@ -196,6 +220,7 @@ def make_plan(
         team_size=team[1],
         team_leader=team[2],
         guard=info.guard,
+        tap=tap,
     )
 
 
@@ -222,7 +247,7 @@ def _would_wait() -> Exception:
     )
 
 
-def compresses(params: CallParams, operands: Sequence[Any]) -> bool:
+def compresses(params: CallParams | TapParams, operands: Sequence[Any]) -> bool:
     """Whether the function sees a batch from which `where` removes rows."""
     return params.masked and params.levels > 0 and operands[0].ndim > len(params.grid)
 
@@ -260,13 +285,20 @@ def _result_form(treedef: Any) -> int:
 
 
 def _function(
-    params: CallParams, info: CallInfo, device: Any, compressed: bool
+    params: CallParams | TapParams, info: CallInfo, device: Any, compressed: bool
 ) -> tuple[Callable[..., Any], int]:
     """What the engine calls with one array a leaf, and what it gives back."""
     callback = params.callback
     fn, template = callback.function, callback.template
-    form = _result_form(callback.results.treedef)
     whole = fn if template.is_flat else _with_trees(fn, template)
+    if isinstance(params, TapParams):
+        converters = None
+        if compressed:
+            converters = [
+                _converter(callback.arrays, key, device) for key in template.keys
+            ]
+        return params.function(whole, converters), _IGNORED
+    form = _result_form(callback.results.treedef)
     if callback.timeout is not None:
         whole = _with_limit(whole, callback.timeout, info, device)
     if callback.lend == "out":
@@ -325,7 +357,7 @@ def _late(info: CallInfo, leaves: Sequence[Any], seconds: float, stuck: str) -> 
 
 
 def _runner(
-    params: CallParams, info: CallInfo, device: Any
+    params: CallParams | TapParams, info: CallInfo, device: Any
 ) -> Callable[[list[Any], list[Any]], list[Any]] | None:
     """Runs all rows of a "parallel" call at once; None for the other methods."""
     if params.vmap_method != "parallel" or not params.grid:
@@ -346,6 +378,11 @@ def _runner(
         )
 
     return run
+
+
+def is_host_client(client: Any | None) -> bool:
+    """Whether programs on this client are run by host code."""
+    return _host_device.is_host(client)
 
 
 def host_device(client: Any | None) -> Any:

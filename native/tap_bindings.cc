@@ -1,0 +1,63 @@
+#include "tap_bindings.h"
+
+#include "call_scope.h"
+#include "tap_worker.h"
+
+namespace nb = nanobind;
+
+namespace hostcall {
+
+TapSettings ReadTapSettings(nb::object settings) {
+  TapSettings tap;
+  if (settings.is_none()) return tap;
+  nb::tuple given = nb::cast<nb::tuple>(settings);
+  tap.on = true;
+  tap.when_full = static_cast<WhenFull>(nb::cast<int>(given[0]));
+  tap.nested = nb::cast<bool>(given[1]);
+  for (nb::handle ordinal : nb::cast<nb::tuple>(given[2])) {
+    tap.only.push_back(nb::cast<int>(ordinal));
+  }
+  tap.through = nb::cast<bool>(given[3]);
+  tap.every_steps = nb::cast<int64_t>(given[4]);
+  tap.every_ns = nb::cast<int64_t>(given[5]);
+  tap.sample = nb::cast<double>(given[6]);
+  tap.linked = nb::cast<bool>(given[7]);
+  return tap;
+}
+
+namespace {
+
+nb::dict QueueState() {
+  const TapQueue& queue = TapQueue::Get();
+  nb::dict state;
+  state["pushed"] = queue.pushed();
+  state["delivered"] = queue.delivered();
+  state["dropped"] = queue.dropped();
+  state["bytes"] = queue.bytes();
+  state["limit"] = queue.limit();
+  state["blocked"] = queue.blocked();
+  return state;
+}
+
+}  // namespace
+
+void InitTaps(nb::module_& m) {
+  m.def("interrupt_taps", &InterruptTaps);
+  m.def("run_tap_worker", &RunTapWorker);
+  m.def("on_tap_worker", &OnTapWorker);
+  m.def("stop_taps", [] { TapQueue::Get().Stop(); });
+  m.def(
+      "set_tap_limit", [](int64_t bytes) { TapQueue::Get().SetLimit(bytes); },
+      nb::arg("bytes"));
+  m.def("tap_mark", [] { return TapQueue::Get().Mark(); });
+  m.def(
+      "flush_taps",
+      [](int64_t mark, double seconds) {
+        return TapQueue::Get().Flush(mark, seconds);
+      },
+      nb::arg("mark"), nb::arg("seconds"),
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def("tap_queue", &QueueState);
+}
+
+}  // namespace hostcall

@@ -1,0 +1,82 @@
+// Taps on the CPU: the operands are copied into the queue, and XLA goes on.
+//
+// Nothing here knows the GIL: the thread waits for Python only where the queue is
+// full and the tap is to block.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "cpu_handlers.h"
+#include "engine.h"
+#include "ffi.h"
+#include "tap_worker.h"
+
+namespace hostcall {
+namespace {
+
+XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
+  const PlanState* state = nullptr;
+  if (XLA_FFI_Error* error = StateOf(frame, &state)) return error;
+  const Plan& plan = *state->plan;
+  // A linked tap has one operand more, which is not data either (Pointers skips
+  // it).
+  Pointers operands(frame->args, frame->args.args, plan.operands());
+  const size_t wanted =
+      plan.tap.through ? plan.args.size() : static_cast<size_t>(plan.tap.linked);
+  Pointers results(frame->rets, frame->rets.rets, wanted);
+  if (!operands.ok() || !results.ok()) {
+    return MakeError(frame->api,
+                     "hostcall: the program passes another number of buffers "
+                     "than it was lowered with");
+  }
+  if (plan.tap.through) {
+    const size_t first = plan.masked ? 1 : 0;
+    for (size_t i = 0; i < plan.args.size(); ++i) {
+      void* out = results.data()[i];
+      const void* in = operands.data()[first + i];
+      if (out != in) std::memcpy(out, in, plan.args[i].buffer_bytes());
+    }
+  }
+  if (plan.tap.linked) std::memset(results.data()[0], 0, sizeof(int32_t));
+  const int device = DeviceOrdinal(frame);
+  const std::vector<int>& only = plan.tap.only;
+  if (!only.empty() && std::find(only.begin(), only.end(), device) == only.end()) {
+    return nullptr;
+  }
+  if (plan.masked && plan.mask_rows == 1 &&
+      !*static_cast<const bool*>(operands.data()[0])) {
+    plan.counts->masked.fetch_add(1, std::memory_order_relaxed);
+    return nullptr;
+  }
+  if (state->throttle && !state->throttle->Lets(device)) {
+    plan.counts->skipped.fetch_add(1, std::memory_order_relaxed);
+    return nullptr;
+  }
+  Entry entry;
+  if (!entry) {
+    return MakeError(frame->api, ClosedText(),
+                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
+  }
+  PushTap(plan, device, RunId(frame), operands.data());
+  return nullptr;
+}
+
+}  // namespace
+
+XLA_FFI_Error* ExecuteTap(XLA_FFI_CallFrame* frame) { return Guarded(frame, Tap); }
+
+XLA_FFI_Error* ExecuteLink(XLA_FFI_CallFrame* frame) {
+  return Guarded(frame, [](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
+    Pointers in(f->args, f->args.args, 1);
+    Pointers out(f->rets, f->rets.rets, 1);
+    if (!in.ok() || !out.ok()) {
+      return MakeError(f->api, "hostcall: a link has one operand and one result");
+    }
+    std::memcpy(out.data()[0], in.data()[0], sizeof(int32_t));
+    return nullptr;
+  });
+}
+
+}  // namespace hostcall

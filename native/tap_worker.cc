@@ -1,0 +1,107 @@
+#include "tap_worker.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+
+#include "call_scope.h"
+#include "invoke.h"
+
+namespace hostcall {
+namespace {
+
+thread_local bool t_worker = false;
+
+/// The worker gives the GIL up after so long, and tells the queue how far it is.
+constexpr int64_t kHoldNs = 1'000'000;
+/// A function that takes as long as this leaves what it has not come to in the
+/// queue, where `when_full` can drop it.
+constexpr int64_t kSlowNs = 50'000;
+
+void Deliver(TapEvent& event) {
+  const auto& plan = static_cast<const Plan&>(*event.owner);
+  constexpr size_t kInline = 8;
+  const void* inline_operands[kInline];
+  std::vector<const void*> more;
+  const void** operands = inline_operands;
+  const size_t n = plan.tap.offsets.size();
+  if (n > kInline) {
+    more.resize(n);
+    operands = more.data();
+  }
+  for (size_t i = 0; i < n; ++i)
+    operands[i] = event.payload() + plan.tap.offsets[i];
+  const int64_t start = NowNs();
+  {
+    CallScope scope(plan, event.device);
+    scope.call().start_ns = start;
+    scope.call().tap = &event;
+    bool ok;
+    try {
+      ok = Invoke(plan, scope.call(), operands, nullptr);
+    } catch (const std::exception&) {  // no memory for a scratch block
+      PyErr_NoMemory();
+      ok = false;
+    }
+    if (!ok) TakeError(plan, scope.call());  // its hook keeps what it is told
+  }
+  plan.counters->python_ns += NowNs() - start;
+}
+
+}  // namespace
+
+bool OnTapWorker() { return t_worker; }
+
+bool PushTap(const Plan& plan, int device, int64_t run,
+             const void* const* operands) {
+  const TapSettings& tap = plan.tap;
+  return TapQueue::Get().Push(
+      device, run, const_cast<Plan&>(plan), tap.bytes, tap.when_full,
+      tap.nested || t_worker, [&](char* to) {
+        size_t i = 0;
+        if (plan.masked) {
+          std::memcpy(to, operands[i++], static_cast<size_t>(plan.mask_rows));
+        }
+        for (const Leaf& leaf : plan.args) {
+          std::memcpy(to + tap.offsets[i], operands[i], leaf.buffer_bytes());
+          ++i;
+        }
+      });
+}
+
+void RunTapWorker() {
+  t_worker = true;
+  TapQueue& queue = TapQueue::Get();
+  size_t want = 1;
+  for (;;) {
+    TapBatch batch;
+    {
+      GilRelease unlocked(true);
+      batch = queue.Wait(want);
+    }
+    if (!batch) break;
+    bool slow = false;
+    while (batch && !slow) {
+      const int64_t start = NowNs();
+      int64_t elapsed = 0;
+      int n = 0;
+      TapEvent* event = batch.first;
+      while (event != nullptr && elapsed < kHoldNs) {
+        Deliver(*event);
+        event = event->next;
+        if (++n % 16 == 0 || n < 4) elapsed = NowNs() - start;
+      }
+      elapsed = NowNs() - start;
+      queue.Finish(batch.first, event);
+      batch.first = event;
+      slow = elapsed / n > kSlowNs;
+      if (batch && !slow) GilRelease others(true);
+    }
+    if (batch) queue.GiveBack(batch);
+    want = slow ? 1 : std::min(want * 2, TapQueue::kMostAtOnce);
+    Graveyard::Get().Bury();
+  }
+  t_worker = false;
+}
+
+}  // namespace hostcall

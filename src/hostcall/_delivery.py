@@ -1,0 +1,136 @@
+"""The worker that delivers taps, and waiting for it.
+
+The queue and the loop are native (native/tap_queue.h, tap_worker.cc). The thread is
+Python's, so that debuggers, `hc.status()` and tracebacks see it by its name.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from hostcall import _config, _errors, _native
+from hostcall._errors import HostcallError
+
+logger = logging.getLogger("hostcall")
+
+# A wait looks up so often, for Ctrl-C to come through.
+_SLICE = 0.05
+
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+_ending = threading.Event()
+_failures: list[BaseException] = []
+_forgotten = 0  # failures above _config.KEPT_TAP_ERRORS
+
+
+def start() -> None:
+    """Starts the worker, once; in a forked child never."""
+    global _thread
+    if _thread is not None or _native.forked():
+        return
+    with _lock:
+        if _thread is None:
+            _native.set_tap_limit(_config.tap_queue_bytes())
+            thread = threading.Thread(
+                target=_native.run_tap_worker, daemon=True, name="hostcall-taps"
+            )
+            thread.start()
+            _thread = thread
+            threading.Thread(
+                target=_watch, daemon=True, name="hostcall-taps-exit"
+            ).start()
+
+
+def after_fork() -> None:
+    """In a forked child there is no worker, and nothing will come."""
+    global _thread, _lock
+    _lock = threading.Lock()
+    _thread = None
+    _failures.clear()
+
+
+def failed(error: BaseException) -> None:
+    """A tap raised: kept for the next barrier()."""
+    global _forgotten
+    _errors.keep(error, comes_out=True)
+    with _lock:
+        _failures.append(error)
+        if len(_failures) > _config.KEPT_TAP_ERRORS:
+            del _failures[0]
+            _forgotten += 1
+
+
+def take_failures() -> tuple[list[BaseException], int]:
+    """What taps have raised since the last time, and how many more did."""
+    global _forgotten
+    with _lock:
+        taken, more = list(_failures), _forgotten
+        _failures.clear()
+        _forgotten = 0
+    return taken, more
+
+
+def refuse_inside_a_tap(who: str) -> None:
+    if _native.on_tap_worker():
+        raise HostcallError(
+            f"hostcall: {who} inside a tap would wait for the tap itself. Call it where"
+            " the program is called"
+        )
+
+
+def flush(timeout: float | None, who: str) -> bool:
+    """Waits until what is queued now is delivered. False: it was late."""
+    refuse_inside_a_tap(who)
+    if _thread is None:
+        return True
+    mark = _native.tap_mark()
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
+        if _native.flush_taps(mark, max(left, 0.0)):
+            return True
+        if end is not None and time.monotonic() >= end:
+            return False
+
+
+def watch_the_end() -> None:
+    """From here on a tap that hangs is named, and interrupted.
+
+    By a thread of its own, since the end waits for programs first, and they may wait
+    for space in the queue, and so for that tap.
+    """
+    _ending.set()
+
+
+def _watch() -> None:
+    """Started with the worker: Python starts no threads while it ends."""
+    _ending.wait()
+    while _thread is not None and _thread.is_alive():
+        for info, thread, age, _ in _native.active():
+            if thread == _thread.ident and age >= _config.EXIT_TIMEOUT:
+                logger.warning(
+                    "the process wants to end, and waits for the tap `%s`, which has"
+                    " taken %.0f s and is interrupted (Ctrl-C ends all at once)",
+                    info.name,
+                    age,
+                )
+                _native.interrupt_taps()
+                break
+        time.sleep(_SLICE)
+
+
+def stop() -> None:
+    """Delivers what is left, and ends the worker. Nothing may be pushed any more."""
+    if _thread is None:
+        return
+    _native.stop_taps()
+    while _thread.is_alive():
+        _thread.join(_SLICE)
+    errors, more = take_failures()
+    if errors:
+        logger.error(
+            "%d taps failed that no barrier() told of (their errors are above)",
+            len(errors) + more,
+        )

@@ -1,0 +1,98 @@
+"""Two identities: one taps its tangent, the other what its transposition gets.
+
+Neither has an effect: without differentiation nothing is tapped. In a program they are
+their operands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostcall import _jax
+from hostcall._primitives.tap import primitive
+from hostcall._primitives.tap.primitive import arguments
+from hostcall._tap_info import TapParams, with_axis
+
+tangent_tap_p = _jax.Primitive("host_tangent_tap")
+cotangent_tap_p = _jax.Primitive("host_cotangent_tap")
+
+
+def _identity(*operands: Any, params: TapParams) -> list[Any]:
+    return list(arguments(operands, params))
+
+
+def _batcher(identity: Any) -> Any:
+    def batch(operands: Any, dims: Any, *, params: TapParams) -> tuple[list[Any], Any]:
+        (size,) = {
+            x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
+        }
+        flags = [d is not None for d in dims]
+        moved = [
+            _jax.moveaxis(x, d, 0) if flag else x
+            for x, d, flag in zip(operands, dims, flags, strict=True)
+        ]
+        outs = identity.bind(*moved, params=with_axis(params, flags, size))
+        return outs, tuple(0 if flag else None for flag in arguments(flags, params))
+
+    return batch
+
+
+def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
+    del ctx
+    return list(arguments(operands, params))
+
+
+def _mask(operands: Any, params: TapParams) -> Any:
+    return operands[:1] if params.masked else ()
+
+
+for _p in (tangent_tap_p, cotangent_tap_p):
+    _p.multiple_results = True
+    _p.def_impl(_identity)
+    _p.def_abstract_eval(_identity)
+    _jax.batchers[_p] = _batcher(_p)
+    _jax.register_default_lowering(_p, _lower)
+
+
+# --- The tangent is tapped ---------------------------------------------------------
+
+
+def _tangent_jvp(
+    primals: Any, tangents: Any, *, params: TapParams
+) -> tuple[list[Any], list[Any]]:
+    dots = list(arguments(tangents, params))
+    if any(type(dot) is not _jax.Zero for dot in dots):
+        mask = _mask(primals, params)
+        primitive.bind(*mask, *map(_jax.instantiate_zeros, dots), params=params)
+    return list(arguments(primals, params)), dots
+
+
+_jax.jvps[tangent_tap_p] = _tangent_jvp
+
+
+# --- The cotangent is tapped -------------------------------------------------------
+
+
+def _cotangent_jvp(
+    primals: Any, tangents: Any, *, params: TapParams
+) -> tuple[list[Any], list[Any]]:
+    """The primal goes by; the tangent goes through, to be transposed there."""
+    outs, dots = list(arguments(primals, params)), list(arguments(tangents, params))
+    if all(type(dot) is _jax.Zero for dot in dots):
+        return outs, dots
+    mask = _mask(primals, params)
+    through = map(_jax.instantiate_zeros, dots)
+    return outs, cotangent_tap_p.bind(*mask, *through, params=params)
+
+
+def _cotangent_transpose(
+    cotangents: Any, *operands: Any, params: TapParams
+) -> list[Any]:
+    mask = _mask(operands, params)
+    back = list(map(_jax.instantiate_zeros, cotangents))
+    primitive.bind(*mask, *back, params=params)
+    return [*(None for _ in mask), *back]
+
+
+_jax.jvps[cotangent_tap_p] = _cotangent_jvp
+_jax.transposes[cotangent_tap_p] = _cotangent_transpose

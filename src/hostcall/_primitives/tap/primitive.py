@@ -1,0 +1,192 @@
+"""The tap primitive: values leave, the program goes on.
+
+Without results it carries an effect, which keeps it in the program. With its arguments
+as results (`through`) it has none: what uses the results keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _delivery, _errors, _host_device, _jax, _native, _targets
+from hostcall._order import effects_of
+from hostcall._tap_info import TapInfo, TapParams, with_axis
+
+tap_p = _jax.Primitive("host_tap")
+tap_p.multiple_results = True
+_jax.hold_weakly_in_caches(TapParams)
+
+
+def bind(*operands: Any, params: TapParams) -> list[Any]:
+    return tap_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+
+
+def arguments(operands: Any, params: TapParams) -> Any:
+    """The operands without the mask."""
+    return operands[1:] if params.masked else operands
+
+
+# --- impl --------------------------------------------------------------------------
+
+
+def _impl(*operands: Any, params: TapParams) -> list[Any]:
+    """Queues the tap now. Compiles nothing, and leaves nothing behind."""
+    _targets.start()
+    if _native.forked():
+        raise _errors.HostcallError(
+            f"hostcall: `{params.callback.name}` is tapped in a process that was forked"
+            " from one that had started JAX, whose threads do not exist here. Start"
+            " workers with multiprocessing's 'spawn' or 'forkserver' method"
+        )
+    _delivery.start()
+    results = list(arguments(operands, params)) if params.through else []
+    if params.masked and np.size(operands[0]) == 1 and not np.asarray(operands[0]):
+        return results
+    if params.order == "ordered":
+        for failure in _jax.wait_for_effects():
+            _targets.logger.error("an ordered tap goes on after: %s", failure)
+    for home, place, blocks in _blocks(operands, params):
+        arrays = [row_major(block) for block in blocks]
+        info = TapInfo(params, {-1: home}, mesh=None)
+        info.places = None if place is None else {-1: place}
+        plan = _targets.make_plan(
+            params,
+            arrays,
+            info,
+            _host_device.above_here(),
+            packed=False,
+            number=0,
+            tap=params.settings(),
+        )
+        plan.push(arrays)
+    return results
+
+
+tap_p.def_impl(_impl)
+
+
+def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]]:
+    """(device, place, operands) of each delivery of an eager tap."""
+    sharded = [x for x in operands if isinstance(x, jax.Array) and len(x.devices()) > 1]
+    if params.sharding == "whole" or not sharded:
+        place = None
+        if params.sharding == "shards":
+            place = tuple(whole(np.shape(x)) for x in arguments(operands, params))
+        return [(_home(operands), place, list(operands))]
+    found: dict[str, tuple[Any, Any, list[Any]]] = {}
+    for device in (shard.device for shard in sharded[0].addressable_shards):
+        blocks, indices = [], []
+        for x in operands:
+            shards = x.addressable_shards if isinstance(x, jax.Array) else ()
+            here = [shard for shard in shards if shard.device == device]
+            blocks.append(here[0].data if here else x)
+            index = here[0].index if here else whole(np.shape(x))
+            indices.append(block_index(index, np.shape(x)))
+        place = tuple(arguments(indices, params))
+        found.setdefault(str(place), (device, place, blocks))
+    return list(found.values())
+
+
+def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in shape)
+
+
+def block_index(index: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """With both ends, which JAX leaves out where they are the array's."""
+    return tuple(
+        slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)
+    )
+
+
+def _home(operands: Any) -> Any:
+    for operand in operands:
+        if isinstance(operand, jax.Array):
+            return min(operand.devices(), key=lambda device: device.id)
+    return _jax.here()
+
+
+def row_major(operand: Any) -> np.ndarray:
+    array = np.asarray(operand)
+    return np.ascontiguousarray(array).reshape(array.shape)
+
+
+# --- abstract eval -----------------------------------------------------------------
+
+
+def _abstract_eval(*operands: Any, params: TapParams) -> tuple[list[Any], set[Any]]:
+    avals = list(arguments(operands, params)) if params.through else []
+    return avals, effects_of(params.order)
+
+
+_jax.def_effectful_abstract_eval(tap_p, _abstract_eval)
+
+
+# --- batching ----------------------------------------------------------------------
+
+
+def _batch(
+    operands: Any, dims: Any, *, params: TapParams
+) -> tuple[list[Any], tuple[Any, ...]]:
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    flags = [d is not None for d in dims]
+    moved = [
+        _jax.moveaxis(x, d, 0) if flag else x
+        for x, d, flag in zip(operands, dims, flags, strict=True)
+    ]
+    outs = bind(*moved, params=with_axis(params, flags, size))
+    out_dims = [0 if flag else None for flag in arguments(flags, params)]
+    return outs, tuple(out_dims[: len(outs)])
+
+
+_jax.batchers[tap_p] = _batch
+
+
+# --- JVP, transpose ----------------------------------------------------------------
+
+
+def _jvp(
+    primals: Any, tangents: Any, *, params: TapParams
+) -> tuple[list[Any], list[Any]]:
+    """Taps see primals; derivatives pass by."""
+    outs = bind(*primals, params=params)
+    return outs, list(arguments(tangents, params))[: len(outs)]
+
+
+def _transpose(cotangents: Any, *operands: Any, params: TapParams) -> list[Any]:
+    """A tap of tangents, in a program that only wants their transpose: none come."""
+    del params
+    if cotangents:
+        raise _errors.DerivativeError(
+            "hostcall: tap_through of a tangent can't be transposed; use"
+            " hc.tap_tangent, or hc.tap_cotangent for what comes back"
+        )
+    return [None] * len(operands)
+
+
+_jax.jvps[tap_p] = _jvp
+_jax.transposes[tap_p] = _transpose
+
+
+# --- Partial evaluation under remat --------------------------------------------------
+
+
+def _partial_eval(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
+    """Known values are tapped in the forward pass; what the backward pass computes
+    again is not tapped again, but with remat="repeat".
+
+    Gives (known equation, staged one, unknown outs, instantiated outs, residuals).
+    """
+    del saveable
+    n = len(eqn.outvars)
+    residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
+    if any(unknown):
+        return None, eqn, [True] * n, [True] * n, residuals
+    if eqn.params["params"].remat == "repeat":
+        return eqn, eqn, [False] * n, [True] * n, residuals
+    return eqn, None, [False] * n, [False] * n, []
+
+
+_jax.partial_eval_rules[tap_p] = _partial_eval

@@ -1,0 +1,373 @@
+// The tap queue between threads that play devices and one that plays the worker.
+#undef NDEBUG
+#include "tap_queue.h"
+
+#include <atomic>
+#include <cassert>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+using hostcall::Counted;
+using hostcall::Graveyard;
+using hostcall::TapBatch;
+using hostcall::TapEvent;
+using hostcall::TapLane;
+using hostcall::TapOwner;
+using hostcall::TapQueue;
+using hostcall::WhenFull;
+using std::chrono::milliseconds;
+
+namespace {
+
+std::atomic<int> g_buried{0};
+struct Owner : TapOwner {
+  Owner() { counts = &mine; }
+  ~Owner() override { ++g_buried; }
+  int64_t dropped() const { return mine.dropped.load(); }
+  hostcall::TapCounts mine;
+};
+using OwnerPtr = Counted<Owner>;
+OwnerPtr MakeOwner() { return OwnerPtr::Adopt(new Owner); }
+
+constexpr int64_t kSmall = TapEvent::LinesFor(64) * TapEvent::kLine;
+
+/// Takes a batch, as an array.
+size_t Take(TapQueue& queue, TapEvent** batch, size_t most) {
+  size_t n = 0;
+  for (TapEvent* e = queue.Wait(most).first; e != nullptr; e = e->next) {
+    batch[n++] = e;
+  }
+  return n;
+}
+
+/// What a device sends: who, its how-manieth, and bytes that follow from both.
+struct Value {
+  int32_t device;
+  int32_t number;
+  uint64_t bytes;
+};
+
+bool Send(TapQueue& queue, const OwnerPtr& owner, int device, int number,
+          size_t bytes = 64, WhenFull when_full = WhenFull::kBlock,
+          bool nested = false) {
+  bytes = std::max(bytes, sizeof(Value));
+  return queue.Push(device, 7, *owner, bytes, when_full, nested, [&](char* to) {
+    const Value value{device, number, bytes};
+    std::memset(to, static_cast<char>(device + number), bytes);
+    std::memcpy(to, &value, sizeof value);
+  });
+}
+
+Value Read(TapEvent* event) {
+  Value value;
+  std::memcpy(&value, event->payload(), sizeof value);
+  assert(value.device == event->device && event->run == 7);
+  assert(event->lines == TapEvent::LinesFor(value.bytes));
+  for (size_t i = sizeof value; i < value.bytes; i += 1 + value.bytes / 64) {
+    assert(event->payload()[i] == static_cast<char>(value.device + value.number));
+  }
+  return value;
+}
+
+/// A worker that notes what it gets, until the queue is stopped.
+class Worker {
+ public:
+  explicit Worker(TapQueue& queue, size_t most = 16, int slow_us = 0)
+      : thread_([this, &queue, most, slow_us] {
+          std::mt19937 random(1);
+          while (TapBatch batch = queue.Wait(most)) {
+            TapEvent* event = batch.first;
+            do {
+              got.push_back(Read(event));
+              event = event->next;
+              if (slow_us != 0) {
+                std::this_thread::sleep_for(std::chrono::microseconds(slow_us));
+              }
+              if (event != nullptr && random() % 50 == 0) {
+                queue.Finish(batch.first, event);
+                batch.first = event;
+                if (random() % 2 == 0) break;
+              }
+            } while (event != nullptr);
+            if (event != nullptr) {
+              queue.GiveBack(batch);
+            } else {
+              queue.Finish(batch.first, nullptr);
+            }
+          }
+        }) {}
+  void Join() { thread_.join(); }
+  std::vector<Value> got;
+
+ private:
+  std::thread thread_;
+};
+
+void OrderOfEachDevice(int devices, int count, size_t most = 16) {
+  auto queue = std::make_unique<TapQueue>();
+  OwnerPtr owner = MakeOwner();
+  Worker worker(*queue, most);
+  std::vector<std::thread> threads;
+  for (int device = 0; device < devices; ++device) {
+    threads.emplace_back([&, device] {
+      std::mt19937 random(static_cast<uint32_t>(device));
+      for (int i = 0; i < count; ++i) {
+        // Small ones, ones that fill slabs, and ones with a block of their own.
+        const uint32_t kind = random() % 100;
+        const size_t bytes = kind < 80   ? random() % 200
+                             : kind < 98 ? random() % TapLane::kOwnBlock
+                                         : TapLane::kOwnBlock + random() % 300'000;
+        assert(Send(*queue, owner, device, i, bytes));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  assert(queue->Flush(queue->Mark(), 60));
+  assert(queue->bytes() == 0);
+  queue->Stop();
+  worker.Join();
+  assert(worker.got.size() == static_cast<size_t>(devices) * count);
+  std::vector<int> next(static_cast<size_t>(devices), 0);
+  for (const Value& value : worker.got) {
+    assert(value.number == next[static_cast<size_t>(value.device)]++);
+  }
+}
+
+/// A device that is alone is delivered in the order of all its pushes, and devices
+/// that take turns in the order of their turns.
+void OrderBetweenDevices() {
+  auto queue = std::make_unique<TapQueue>();
+  OwnerPtr owner = MakeOwner();
+  for (int i = 0; i < 3000; ++i) Send(*queue, owner, i % 3, i / 3);
+  Worker worker(*queue);
+  assert(queue->Flush(queue->Mark(), 60));
+  queue->Stop();
+  worker.Join();
+  for (int i = 0; i < 3000; ++i) {
+    assert(worker.got[static_cast<size_t>(i)].device == i % 3);
+    assert(worker.got[static_cast<size_t>(i)].number == i / 3);
+  }
+}
+
+void BlockingLosesNothing() {
+  auto queue = std::make_unique<TapQueue>();
+  queue->SetLimit(10 * kSmall);
+  OwnerPtr owner = MakeOwner();
+  Worker worker(*queue, 4, 20);
+  std::vector<std::thread> threads;
+  std::atomic<bool> over{false};
+  for (int device = 0; device < 4; ++device) {
+    threads.emplace_back([&, device] {
+      for (int i = 0; i < 500; ++i) {
+        assert(Send(*queue, owner, device, i));
+        over = over || queue->bytes() > queue->limit();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  assert(queue->Flush(queue->Mark(), 60));
+  queue->Stop();
+  worker.Join();
+  assert(!over);
+  assert(worker.got.size() == 2000 && queue->dropped() == 0);
+}
+
+void AValueAboveTheLimitGoesAlone() {
+  auto queue = std::make_unique<TapQueue>();
+  queue->SetLimit(1000);
+  OwnerPtr owner = MakeOwner();
+  Worker worker(*queue);
+  for (int i = 0; i < 20; ++i) {
+    assert(Send(*queue, owner, 0, i, i % 2 == 0 ? 1'000'000 : 10));
+  }
+  assert(queue->Flush(queue->Mark(), 60));
+  queue->Stop();
+  worker.Join();
+  assert(worker.got.size() == 20);
+}
+
+void DropNewest() {
+  auto queue = std::make_unique<TapQueue>();
+  queue->SetLimit(5 * kSmall);
+  OwnerPtr owner = MakeOwner();
+  int let_in = 0;
+  for (int i = 0; i < 20; ++i) {
+    let_in += Send(*queue, owner, 0, i, 64, WhenFull::kDropNewest);
+  }
+  assert(let_in == 5 && owner->dropped() == 15 && queue->dropped() == 15);
+  Worker worker(*queue);
+  assert(queue->Flush(queue->Mark(), 60));
+  queue->Stop();
+  worker.Join();
+  for (int i = 0; i < 5; ++i)
+    assert(worker.got[static_cast<size_t>(i)].number == i);
+}
+
+void DropOldest() {
+  auto queue = std::make_unique<TapQueue>();
+  queue->SetLimit(5 * kSmall);
+  OwnerPtr owner = MakeOwner();
+  for (int i = 0; i < 20; ++i) {
+    assert(Send(*queue, owner, 0, i, 64, WhenFull::kDropOldest));
+  }
+  assert(owner->dropped() == 15);
+  // What is being delivered stays: with all of it taken, the newest goes.
+  TapEvent* batch[TapQueue::kMostAtOnce];
+  assert(Take(*queue, batch, 8) == 5);
+  assert(!Send(*queue, owner, 0, 20, 64, WhenFull::kDropOldest));
+  for (int i = 0; i < 5; ++i) assert(Read(batch[i]).number == 15 + i);
+  queue->Finish(batch[0], nullptr);
+  assert(queue->bytes() == 0);
+  // Nor do those that are to block, another device's, or all in vain.
+  for (int i = 0; i < 3; ++i) Send(*queue, owner, 1, i);
+  for (int i = 3; i < 5; ++i) Send(*queue, owner, 1, i, 64, WhenFull::kDropOldest);
+  assert(!Send(*queue, owner, 2, 0, 64, WhenFull::kDropOldest));
+  assert(!Send(*queue, owner, 1, 5, 100'000, WhenFull::kDropOldest));
+  assert(Send(*queue, owner, 1, 5, 64, WhenFull::kDropOldest));
+  assert(Send(*queue, owner, 1, 6, 64, WhenFull::kDropOldest));
+  assert(Take(*queue, batch, 8) == 5);
+  const int left[] = {0, 1, 2, 5, 6};
+  for (int i = 0; i < 5; ++i) assert(Read(batch[i]).number == left[i]);
+  queue->Finish(batch[0], nullptr);
+  assert(queue->bytes() == 0);
+}
+
+void NestedPushesAreLetIn() {
+  auto queue = std::make_unique<TapQueue>();
+  queue->SetLimit(200);
+  OwnerPtr owner = MakeOwner();
+  for (int i = 0; i < 10; ++i) {
+    assert(Send(*queue, owner, 0, i, 64, WhenFull::kBlock, true));
+  }
+  TapEvent* batch[TapQueue::kMostAtOnce];
+  assert(Take(*queue, batch, 100) == 10);
+  queue->Finish(batch[0], nullptr);
+  assert(queue->bytes() == 0);
+}
+
+/// Many senders, all policies, a tight queue: in = out + dropped, and in order.
+void Stress() {
+  auto queue = std::make_unique<TapQueue>();
+  queue->SetLimit(20'000);
+  OwnerPtr owner = MakeOwner();
+  Worker worker(*queue, TapQueue::kMostAtOnce);
+  std::atomic<int> sent{0}, refused{0};
+  std::vector<std::thread> threads;
+  for (int device = 0; device < 8; ++device) {
+    threads.emplace_back([&, device] {
+      std::mt19937 random(static_cast<uint32_t>(device) + 100);
+      for (int i = 0; i < 2000; ++i) {
+        const auto policy = static_cast<WhenFull>(random() % 3);
+        ++sent;
+        if (!Send(*queue, owner, device, i, random() % 3000, policy)) ++refused;
+        if (random() % 500 == 0) queue->Flush(queue->Mark(), 0.001);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  assert(queue->Flush(queue->Mark(), 60));
+  queue->Stop();
+  worker.Join();
+  assert(queue->dropped() == owner->dropped() && owner->dropped() >= refused);
+  assert(static_cast<int64_t>(worker.got.size()) + queue->dropped() == sent);
+  assert(queue->delivered() == static_cast<int64_t>(worker.got.size()));
+  assert(queue->bytes() == 0);
+  std::vector<int> last(8, -1);
+  for (const Value& value : worker.got) {
+    int& before = last[static_cast<size_t>(value.device)];
+    assert(value.number > before);
+    before = value.number;
+  }
+}
+
+/// A worker that sleeps is woken, and a push between naps is found.
+void Waking() {
+  auto queue = std::make_unique<TapQueue>();
+  OwnerPtr owner = MakeOwner();
+  Worker worker(*queue);
+  std::mt19937 random(5);
+  for (int i = 0; i < 40; ++i) {
+    std::this_thread::sleep_for(milliseconds(random() % 30));
+    Send(*queue, owner, 0, i);
+    assert(queue->Flush(queue->Mark(), 60));
+  }
+  queue->Stop();
+  worker.Join();
+  assert(worker.got.size() == 40);
+}
+
+void FlushIsLateWhereNobodyDelivers() {
+  auto queue = std::make_unique<TapQueue>();
+  OwnerPtr owner = MakeOwner();
+  assert(queue->Flush(queue->Mark(), 0));
+  Send(*queue, owner, 0, 0);
+  assert(!queue->Flush(queue->Mark(), 0.02));
+  TapEvent* batch[TapQueue::kMostAtOnce];
+  assert(Take(*queue, batch, 1) == 1);
+  assert(!queue->Flush(queue->Mark(), 0.02));  // taken, not delivered
+  const int64_t mark = queue->Mark();
+  Send(*queue, owner, 0, 1);
+  queue->Finish(batch[0], nullptr);
+  assert(queue->Flush(mark, 0));  // what came later does not count
+  assert(Take(*queue, batch, 1) == 1);
+  queue->Finish(batch[0], nullptr);
+}
+
+/// Stop lets go of who waits for space, and delivers what is queued.
+void StopWithAFullQueue() {
+  auto queue = std::make_unique<TapQueue>();
+  queue->SetLimit(200);
+  OwnerPtr owner = MakeOwner();
+  assert(Send(*queue, owner, 0, 0));
+  std::thread blocked([&] { assert(!Send(*queue, owner, 0, 1)); });
+  while (queue->blocked() == 0) std::this_thread::yield();
+  queue->Stop();
+  blocked.join();
+  Worker worker(*queue);
+  worker.Join();
+  assert(worker.got.size() == 1);
+}
+
+void AnOwnerLivesUntilItsEventsAreDelivered() {
+  Graveyard::Get().Bury();
+  const int before = g_buried;
+  auto queue = std::make_unique<TapQueue>();
+  {
+    OwnerPtr owner = MakeOwner();
+    Send(*queue, owner, 0, 0);
+  }
+  Graveyard::Get().Bury();
+  assert(g_buried == before);
+  TapEvent* batch[TapQueue::kMostAtOnce];
+  assert(Take(*queue, batch, 1) == 1);
+  queue->Finish(batch[0], nullptr);
+  Graveyard::Get().Bury();
+  assert(g_buried == before + 1);
+}
+
+}  // namespace
+
+int main() {
+  OrderOfEachDevice(1, 20'000);
+  OrderOfEachDevice(1, 20'000, TapQueue::kMostAtOnce);
+  OrderOfEachDevice(4, 5'000);
+  OrderOfEachDevice(70, 100);  // more devices than lanes
+  OrderBetweenDevices();
+  BlockingLosesNothing();
+  AValueAboveTheLimitGoesAlone();
+  DropNewest();
+  DropOldest();
+  NestedPushesAreLetIn();
+  for (int i = 0; i < 3; ++i) Stress();
+  Waking();
+  FlushIsLateWhereNobodyDelivers();
+  StopWithAFullQueue();
+  AnOwnerLivesUntilItsEventsAreDelivered();
+  std::puts("tap_queue: ok");
+}

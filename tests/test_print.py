@@ -1,0 +1,299 @@
+"""`hc.print`: what it prints, what it refuses, and how long its programs live."""
+
+import gc
+import io
+import sys
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import hostcall as hc
+from hostcall import _native
+
+EAGER_AND_JIT = pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit], ids=["eager", "jit"]
+)
+X = np.arange(3, dtype=np.float32)
+
+
+def printed(capsys):
+    hc.barrier()
+    return capsys.readouterr().out
+
+
+# --- What it prints ------------------------------------------------------------------
+
+TREE = {"a": X, "b": (X + 1, 2)}
+# (format, positional, keywords): printed as str.format has it.
+FORMATS = {
+    "one": ("x = {}", (X,), {}),
+    "several": ("{} {:.3f} {n}", (X, 1.5), {"n": 3}),
+    "indices": ("{1} {0} {1}", (X, 2), {}),
+    "attributes": ("{0.shape} {x.dtype} {0.ndim}", (X,), {"x": X}),
+    "automatic attributes": ("{.shape} {[1]}", (X, X), {}),
+    "items": ("{0[1]:.1f} {t[a]} {t[b][0]} {t[b][1]}", (X,), {"t": TREE}),
+    "trees": ("{}", (TREE,), {}),
+    "conversions": ("{!r} {x!s} {y!a}", (X,), {"x": 1.0, "y": "é"}),
+    "nested": ("{:{width}.{digits}f}|", (1.5,), {"width": 9, "digits": 2}),
+    "nested automatic": ("{:{}} {}|", (1.5, 8, 3), {}),
+    "nested conversion": ("{:{fill}{align}8}|", (2,), {"fill": "-", "align": "^"}),
+    "static": ("{} {} {s:>6} {o}", ("text", X), {"s": "right", "o": None}),
+    "braces": ("{{}} {} {{x}}", (1,), {}),
+    "nothing": ("100% {{x}} \n", (), {}),
+    "bools": ("{} {}", (True, np.array([True, False])), {}),
+    "complex": ("{:.2f} {}", (1 + 2j, X * 1j), {}),
+    "numbers": ("{:04d} {:#x} {:,} {:.1e}", (7, 255, 12345, 1.5), {}),
+}
+
+
+def as_it_arrives(leaf):
+    static = leaf is None or isinstance(leaf, str)
+    return leaf if static else np.asarray(jnp.asarray(leaf))
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("name", FORMATS)
+def test_prints_what_format_gives(name, wrap, capsys):
+    fmt, args, kwargs = FORMATS[name]
+    wrap(lambda: hc.print(fmt, *args, **kwargs))()
+    args, kwargs = jax.tree.map(as_it_arrives, (args, kwargs))
+    assert printed(capsys) == fmt.format(*args, **kwargs) + "\n"
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("name", ["name", "fn", "remat", "arrays", "sample", "self"])
+def test_arguments_may_have_any_name_that_print_does_not_take(name, wrap, capsys):
+    wrap(lambda: hc.print(f"{{{name}}}", **{name: 0.5}))()
+    assert printed(capsys) == "0.5\n"
+
+
+SMALL = {
+    "bfloat16": (1.5, "1.5 |  1.50| 1.5"),
+    "float8_e4m3fn": (1.5, "1.5 |  1.50| 1.5"),
+    "float16": (1.5, "1.5 |  1.50| 1.5"),
+    "int4": (-3, "-3 | -3.00| -3"),
+    "uint4": (9, "9 |  9.00| 9"),
+    "int2": (-2, "-2 | -2.00| -2"),
+}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("dtype", SMALL)
+def test_scalars_of_small_types_take_formats(dtype, wrap, capsys):
+    value, text = SMALL[dtype]
+    x = jnp.asarray(value, dtype)
+    wrap(lambda x: hc.print("{} |{:6.2f}| {t[0]}", x, x, t=[x]))(x)
+    assert printed(capsys) == text + "\n"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
+def test_scalars_of_small_types_take_formats_wherever_they_are(dtype, capsys):
+    x = jnp.arange(4).astype(dtype)
+    hc.print("{t[a]:.1f} {x[2]:.1f} {t[b][1]}", x=x, t={"a": x[1], "b": (x, x)})
+    assert printed(capsys).split()[:2] == ["1.0", "2.0"]
+
+
+def test_in_loops_conditions_and_vmap(capsys):
+    def f(x):
+        def turn(i, c):
+            hc.print("{} {}", i, c, order="ordered", where=i != 1)
+            return c * 2
+
+        return lax.fori_loop(0, 3, turn, x)
+
+    jax.jit(f)(1)
+    assert printed(capsys) == "0 1\n2 4\n"
+    batch = np.array([1, 2], np.int32)
+    jax.jit(jax.vmap(f))(batch)
+    assert printed(capsys) == "0 [1 2]\n2 [4 8]\n"
+    jax.jit(jax.vmap(lambda x: hc.print("x {}", x, rows="each")))(batch)
+    assert printed(capsys) == "x 1\nx 2\n"
+    jax.jit(jax.vmap(lambda x: hc.print("x {}", x, where=x > 1)))(batch)
+    assert printed(capsys) == "x [2]\n"
+    jax.jit(jax.grad(lambda x: (hc.print("x {}", x), x * x)[1]))(3.0)
+    assert printed(capsys) == "x 3.0\n"
+
+
+# --- Where to ------------------------------------------------------------------------
+
+
+class File(io.StringIO):
+    """Notes each write and flush."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def write(self, text):
+        self.events.append(text)
+
+    def flush(self):
+        self.events.append("flushed")
+
+
+@EAGER_AND_JIT
+def test_file_flush_and_end(wrap, capsys):
+    file = File()
+    options = ({}, {"flush": True}, {"end": ""}, {"end": "!\n", "flush": True})
+    for n, more in enumerate(options):
+        wrap(lambda n, more=more: hc.print("line {}", n, file=file, **more))(n)
+        hc.barrier()
+    assert printed(capsys) == ""
+    want = ["line 0\n", "line 1\n", "flushed", "line 2", "line 3!\n", "flushed"]
+    assert file.events == want
+
+
+def test_stdout_is_the_one_at_the_time_of_printing(monkeypatch, capsys):
+    f = jax.jit(lambda x: hc.print("{}", x))
+    f(1)
+    assert printed(capsys) == "1\n"
+    other = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", other)
+    f(2)
+    hc.barrier()
+    assert other.getvalue() == "2\n"
+
+
+@EAGER_AND_JIT
+def test_numpys_print_options_count_where_it_is_traced(wrap, capsys):
+    x = X / 3
+    f = wrap(lambda x: hc.print("{}", x))
+    with np.printoptions(precision=2, linewidth=20, suppress=True):
+        f(x)
+        assert printed(capsys) == f"{x}\n"
+        traced = f"{x}\n"
+    assert traced != f"{x}\n"
+    f(x)
+    assert printed(capsys) == (traced if wrap is jax.jit else f"{x}\n")
+
+
+def test_formatters_count_too(capsys):
+    with np.printoptions(formatter={"float": lambda v: f"<{v:.1f}>"}):
+        jax.jit(lambda x: hc.print("{}", x))(X)
+    assert printed(capsys) == "[<0.0> <1.0> <2.0>]\n"
+
+
+# --- What it refuses -----------------------------------------------------------------
+
+REFUSED = {
+    "no string": ((X,), {}, r"should be a format string, got array\("),
+    "no argument": (("{} {} {y}", 1), {"z": 2}, "wants 1, y, and was given 1 .* and z"),
+    "index too high": (("{0} {2}", 1, 2), {}, "wants 2, and was given 2 positional"),
+    "negative": (("{-1}", 1), {}, "wants -1"),
+    "nested": (("{:{w}}", 1), {}, "wants w, and was given 1 positional"),
+    "unused": (("{}", 1, 2), {"z": 3}, "does not use argument 1, z. Each needs its"),
+    "only text": (("x = 3", 1), {}, "does not use argument 0.*an f-string has lost"),
+    "open": (("{x",), {"x": 1}, r"can't read the format '{x'.*doubled: {{ }}"),
+    "closed": (("x}",), {}, "can't read the format 'x}': Single '}'"),
+    "numbering": (("{} {0}", 1), {}, r"can't read the format '{} \{0}'"),
+    "conversion": (("{!q}", 1), {}, "can't read the format '{!q}'"),
+}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_where_it_is_written(name, wrap):
+    args, kwargs, text = REFUSED[name]
+    with pytest.raises(hc.SpecError, match=text):
+        wrap(lambda: hc.print(*args, **kwargs))()
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, jax.grad])
+@pytest.mark.parametrize("more", [False, True])
+def test_f_strings_are_refused(wrap, more):
+    def f(x):
+        hc.print(f"x = {x}", *([x] if more else []))
+        return x
+
+    with pytest.raises(hc.SpecError, match=r"looks like an f-string.*hc\.print\('x ="):
+        wrap(f)(X if wrap is jax.vmap else 1.0)
+
+
+def test_what_only_formatting_finds_out_is_raised_by_barrier(capsys):
+    f = jax.jit(lambda x: hc.print("{:q}", x))
+    assert f(1.0) is None
+    with pytest.raises(ValueError, match="format code 'q'"):
+        hc.barrier()
+    jax.jit(lambda x: hc.print("{}", x))(1.0)
+    assert printed(capsys) == "1.0\n"
+
+
+# --- How long programs live ----------------------------------------------------------
+
+
+class Held:
+    """Something that a callback holds."""
+
+    def __call__(self, *_):
+        pass
+
+    def write(self, _):
+        pass
+
+
+def tell(*_):
+    """What is tapped with where something else is held."""
+
+
+KINDS = {
+    "print": lambda held: lambda x: hc.print("{}", x, file=held),
+    "tap": lambda held: lambda x: hc.tap(held, x, name="x", every=2),
+    "static": lambda held: lambda x: hc.tap(tell, x, held),
+    "through": lambda held: lambda x: hc.tap_through(held, x),
+    "cotangent": lambda held: jax.grad(lambda x: hc.tap_cotangent(held, x * x)),
+    "tangent": lambda held: (
+        lambda x: jax.jvp(lambda x: hc.tap_tangent(held, x), (x,), (x,))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_line_jitted_again_finds_what_was_compiled(kind):
+    compiled = []
+    f = KINDS[kind](Held())
+    listener = lambda name, *_, **__: compiled.append("backend_compile" in name)
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        programs = [jax.jit(f) for _ in range(5)]
+        for program in programs:
+            jax.block_until_ready(program(np.float32(1)))
+            assert _native.live_slots() == 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert sum(compiled) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_line_traced_by_fresh_functions_does_not_grow(kind):
+    f = KINDS[kind](Held())
+    for _ in range(5):
+        jax.block_until_ready(jax.jit(lambda x: f(x))(np.float32(1)))
+        hc.barrier()
+        gc.collect()
+        _native.bury()
+        assert _native.live_slots() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", [False, True], ids=["", "vmap"])
+def test_a_tap_goes_when_its_program_is_dropped(batch, kind):
+    held = Held()
+    gone = weakref.ref(held)
+    f = KINDS[kind](held)
+    program = jax.jit(jax.vmap(f) if batch else f)
+    del held, f
+    for _ in range(2):
+        jax.block_until_ready(program(X if batch else 1.0))
+    hc.barrier()
+    gc.collect()
+    assert gone() is not None
+    del program
+    for _ in range(2):
+        gc.collect()
+        _native.bury()
+    assert gone() is None
+    assert _native.live_slots() == 0

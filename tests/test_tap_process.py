@@ -1,0 +1,204 @@
+"""Taps at the ends of a process: exit, fork, Ctrl-C, the environment."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+import sys, time
+import jax, jax.numpy as jnp
+import hostcall as hc
+def slow(i):
+    time.sleep(0.02)
+    print(int(i), flush=True)
+f = jax.jit(lambda x: jax.lax.fori_loop(
+    0, 20, lambda i, c: (hc.tap(slow, i, order={order!r}), c)[1], x))
+"""
+
+
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+def test_everything_pending_is_delivered_at_exit(run_python, order):
+    done = run_python(PROGRAM.format(order=order) + "f(0)\n")
+    assert done.stdout.split() == [str(i) for i in range(20)]
+    assert done.stderr == ""
+
+
+def test_after_an_uncaught_error_too(run_python):
+    source = PROGRAM.format(order="unordered") + "f(0)\nraise SystemExit(3)\n"
+    done = run_python(source, check=False)
+    assert done.returncode == 3
+    assert done.stdout.split() == [str(i) for i in range(20)]
+
+
+def test_errors_at_exit_are_logged(run_python):
+    done = run_python(
+        """
+        import jax, hostcall as hc
+        def bad(x): raise KeyError("never told")
+        jax.jit(lambda x: hc.tap(bad, x))(1)
+        """
+    )
+    assert "KeyError: 'never told'" in done.stderr
+    assert "1 taps failed that no barrier() told of" in done.stderr
+
+
+def test_a_tap_that_hangs_at_exit_is_named_and_interrupted(run_python):
+    done = run_python(
+        """
+        import jax, time, hostcall as hc
+        def forever(x):
+            while True: time.sleep(0.01)
+        def after(x): print("after", int(x))
+        jax.jit(lambda x: (hc.tap(forever, x), hc.tap(after, x))[0])(1)
+        """,
+        env={"HOSTCALL_EXIT_TIMEOUT": "0.5"},
+    )
+    assert done.stdout == "after 1\n"
+    assert "the process wants to end, and waits for the tap `forever`" in done.stderr
+    assert "KeyboardInterrupt" in done.stderr
+
+
+def test_a_full_queue_at_exit_waits_for_the_tap_that_hangs(run_python):
+    done = run_python(
+        """
+        import jax, time, jax.numpy as jnp, hostcall as hc
+        hc.configure(tap_queue_bytes=200)
+        def forever(x):
+            while True: time.sleep(0.01)
+        def note(x): print(int(x), flush=True)
+        def f(x):
+            y = (jnp.ones((300, 300)) @ jnp.ones((300, 300)) * 0).sum() + x
+            hc.tap(forever, y, where=y == 0)
+            hc.tap(note, y)
+        for i in range(8): jax.jit(f)(i)
+        """,
+        env={"HOSTCALL_EXIT_TIMEOUT": "0.5"},
+    )
+    assert done.stdout.split() == [str(i) for i in range(8)]
+    assert "waits for the tap `forever`" in done.stderr
+
+
+def test_slow_taps_at_exit_are_not_interrupted(run_python):
+    source = PROGRAM.format(order="unordered") + "f(0)\n"
+    done = run_python(source, env={"HOSTCALL_EXIT_TIMEOUT": "0.1"})
+    assert done.stdout.split() == [str(i) for i in range(20)]
+    assert done.stderr == ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fork_with_a_live_worker(run_python):
+    done = run_python(
+        """
+        import os, warnings; warnings.simplefilter("ignore")
+        import jax, hostcall as hc
+        f = jax.jit(lambda x: hc.tap(lambda v: None, x))
+        seen = []
+        for i in range(100): f(i)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                assert hc.flush(1.0)
+                f(1)  # refused by the handler, on whatever thread it runs
+            except Exception: pass
+            try:
+                try: hc.tap(print, 1)
+                except hc.HostcallError as error: code = 0 if "forked" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        hc.barrier()
+        print("parent goes on")
+        """
+    )
+    assert done.stdout == "parent goes on\n"
+
+
+@pytest.mark.parametrize("wait", ["hc.barrier()", "hc.flush()"])
+def test_ctrl_c_ends_a_wait_and_loses_nothing(wait):
+    source = f"""
+    import jax, time, threading, hostcall as hc
+    gate = threading.Event()
+    def slow(i):
+        gate.wait(30); print("tap", int(i), flush=True)
+    jax.jit(lambda x: (hc.tap(slow, x), hc.tap(slow, x + 1))[0])(1)
+    print("ready", flush=True)
+    try:
+        {wait}
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    gate.set()
+    hc.barrier()
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert out.split("\n")[:3] == ["interrupted", "tap 1", "tap 2"]
+
+
+def test_the_environment_sets_the_limit(run_python):
+    done = run_python(
+        """
+        import jax, hostcall as hc
+        hc.tap(lambda x: None, 1)
+        hc.barrier()
+        print(hc.tap_queue().limit)
+        """,
+        env={"HOSTCALL_TAP_QUEUE_BYTES": "1e6"},
+    )
+    assert done.stdout == "1000000\n"
+
+
+def test_a_process_without_taps_starts_no_worker(run_python):
+    done = run_python(
+        """
+        import jax, threading, hostcall as hc
+        jax.jit(lambda x: hc.call(lambda v: v, x, x))(1.0)
+        hc.barrier(); assert hc.flush()
+        print([t.name for t in threading.enumerate() if "taps" in t.name])
+        """
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_ctrl_c_where_a_full_queue_waits_for_a_tap_that_hangs():
+    source = """
+    import jax, time, hostcall as hc
+    hc.configure(tap_queue_bytes=200)
+    def forever(i):
+        while not hc.tap_queue().blocked: time.sleep(0.01)
+        print("ready", flush=True)
+        while True: time.sleep(0.01)
+    f = jax.jit(lambda x: [hc.tap(forever, x, where=x == 0), hc.tap(print, x)])
+    try:
+        for i in range(5): jax.block_until_ready(f(i))
+        jax.effects_barrier()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    try: hc.barrier()
+    except KeyboardInterrupt: print("the tap too", flush=True)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "interrupted" in out
+    assert "0" in out
+    assert out.endswith("the tap too\n")

@@ -1,0 +1,339 @@
+"""The queue of taps: bounds, policies, and devices that do not wait."""
+
+import itertools
+import random
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import hostcall as hc
+
+KIB = jnp.zeros(256)  # 1 KiB of float32
+
+
+@pytest.fixture
+def small_queue():
+    before = hc.tap_queue().limit
+    hc.configure(tap_queue_bytes=8 * 1100)  # eight of 1 KiB
+    yield
+    hc.configure(tap_queue_bytes=before)
+
+
+class Gated:
+    """A tap that waits at its first value until `open` is set."""
+
+    def __init__(self):
+        self.entered, self.open, self.seen = threading.Event(), threading.Event(), []
+
+    def __call__(self, i, *_):
+        self.entered.set()
+        assert self.open.wait(50)
+        self.seen.append(int(i))
+
+
+def loop(n, **options):
+    gated = Gated()
+
+    @jax.jit
+    def f(x):
+        def body(i, c):
+            hc.tap(gated, i, c, **options)
+            return c
+
+        return lax.fori_loop(0, n, body, x)
+
+    return f, gated
+
+
+def counters(gated):
+    return next(s for name, s in hc.stats().items() if "Gated" in name)
+
+
+def test_a_blocked_worker_does_not_stop_the_device():
+    f, gated = loop(100)
+    for _ in range(5):
+        f(KIB).block_until_ready()  # nobody has delivered anything
+    assert gated.seen == []
+    assert hc.flush(0.01) is False
+    gated.open.set()
+    hc.barrier()
+    assert gated.seen == list(range(100)) * 5
+
+
+def test_block_waits_and_loses_nothing(small_queue):
+    f, gated = loop(50)
+    # On a thread: XLA runs a small program on the one that dispatches it.
+    thread = threading.Thread(target=lambda: f(KIB).block_until_ready())
+    thread.start()
+    assert gated.entered.wait(50)
+    while hc.tap_queue().blocked == 0:
+        pass
+    assert thread.is_alive()
+    assert 0 < hc.tap_queue().nbytes <= hc.tap_queue().limit
+    gated.open.set()
+    thread.join()
+    hc.barrier()
+    assert gated.seen == list(range(50))
+
+
+def test_drop_newest(small_queue):
+    f, gated = loop(50, when_full="drop_newest")
+    hc.tap(gated, -1)
+    assert gated.entered.wait(50)
+    before = hc.tap_queue().dropped
+    f(KIB).block_until_ready()
+    dropped = hc.tap_queue().dropped - before
+    gated.open.set()
+    hc.barrier()
+    assert gated.seen == [-1, *range(50 - dropped)]
+    assert 40 <= dropped <= 45
+
+
+def test_drop_oldest(small_queue):
+    f, gated = loop(50, when_full="drop_oldest")
+    hc.tap(gated, -1)
+    assert gated.entered.wait(50)
+    before = hc.tap_queue().dropped
+    f(KIB).block_until_ready()
+    dropped = hc.tap_queue().dropped - before
+    gated.open.set()
+    hc.barrier()
+    assert gated.seen == [-1, *range(dropped, 50)]
+    assert 40 <= dropped <= 45
+
+
+def test_stats_count_what_was_dropped(small_queue):
+    f, gated = loop(50, when_full="drop_newest")
+    hc.tap(gated, -1)
+    assert gated.entered.wait(50)
+    before = counters(gated).dropped
+    queue = hc.tap_queue().dropped
+    f(KIB).block_until_ready()
+    assert counters(gated).dropped - before == hc.tap_queue().dropped - queue > 0
+    gated.open.set()
+    hc.barrier()
+
+
+def test_values_above_the_limit_go_through_alone(small_queue):
+    sums = []
+    f = jax.jit(
+        lambda x: lax.fori_loop(
+            0, 5, lambda i, c: (hc.tap(lambda v: sums.append(v.sum()), c), c + 1)[1], x
+        )
+    )
+    f(jnp.zeros(1_000_000))
+    hc.barrier()
+    assert sums == [i * 1e6 for i in range(5)]
+
+
+def test_64_mib(small_queue):
+    seen = []
+    f = jax.jit(lambda x: hc.tap(lambda v: seen.append(v[::4096].copy()), x))
+    x = jnp.arange(16 << 20, dtype=jnp.float32)
+    f(x)
+    f(x + 1)
+    hc.barrier()
+    for i, array in enumerate(seen):
+        np.testing.assert_array_equal(array, np.asarray(x[::4096]) + i)
+
+
+def test_a_tap_that_taps_does_not_wait_for_itself(small_queue):
+    seen = []
+    inner = jax.jit(
+        lambda x: lax.fori_loop(
+            0,
+            30,
+            lambda i, c: (hc.tap(lambda j, _: seen.append(int(j)), i, c), c)[1],
+            x,
+        )
+    )
+
+    def outer(x):
+        inner(x).block_until_ready()  # 30 KiB into a queue of 8
+        for i in range(30, 40):
+            hc.tap(lambda j, _: seen.append(int(j)), i, KIB)
+
+    jax.jit(lambda x: hc.tap(outer, x))(KIB)
+    hc.barrier()
+    hc.barrier()
+    assert seen == list(range(40))
+
+
+def test_the_device_never_takes_the_gil(run_python):
+    # Threads get the lock for ten seconds at a time: a device that wanted it would
+    # take as long. The main thread gives it up itself where it waits.
+    done = run_python(
+        """
+        import sys, threading, time
+        import jax, jax.numpy as jnp
+        import hostcall as hc
+        f = jax.jit(lambda x: jax.lax.fori_loop(
+            0, 1000, lambda i, c: (hc.tap(lambda v: None, c), c + 1)[1], x))
+        x = jax.block_until_ready(jnp.zeros(()))
+        f(x).block_until_ready()
+        hc.barrier()
+        pushed = hc.tap_queue().pushed
+        out = f(x)
+        sys.setswitchinterval(10)
+        # From here the main thread keeps the lock: the tight loop gives it to nobody.
+        from hostcall import _native
+        deadline = time.monotonic() + 5
+        while _native.tap_queue()["pushed"] < pushed + 1000:
+            assert time.monotonic() < deadline, "the device waits for the lock"
+        sys.setswitchinterval(0.005)
+        hc.barrier()
+        print("done")
+        """
+    )
+    assert done.stdout == "done\n"
+
+
+def test_status_names_a_tap_that_hangs():
+    f, gated = loop(1)
+    f(KIB)
+    assert gated.entered.wait(50)
+    (active,) = hc.status()
+    assert active.name == "Gated"
+    assert "self.open.wait" in active.stack
+    assert active.place.file == __file__
+    gated.open.set()
+    hc.barrier()
+
+
+def test_flush_leaves_errors_to_the_barrier():
+    error = ValueError("later")
+
+    def fail(x):
+        raise error
+
+    jax.jit(lambda x: hc.tap(fail, x))(1)
+    jax.effects_barrier()
+    assert hc.flush() is True
+    with pytest.raises(ValueError, match="later"):
+        hc.barrier()
+
+
+def test_a_writer_of_snapshots():
+    """A slow writer, 100 steps, a queue of eight: dispatch waits for nobody."""
+    hc.configure(tap_queue_bytes=200 * 1100)
+    written, gate = [], threading.Event()
+
+    def write(i, x):
+        assert gate.wait(50)
+        if i == 70:
+            raise OSError("disk full")
+        written.append((int(i), x.copy()))
+
+    @jax.jit
+    def step(i, x):
+        x = x + 1
+        hc.tap(write, i, x, order="ordered")
+        return x
+
+    x = KIB
+    for i in range(100):
+        x = step(i, x)
+    np.testing.assert_array_equal(x, np.full(256, 100))  # computed, nothing written
+    assert written == []
+    gate.set()
+    with pytest.raises(OSError, match="disk full"):
+        hc.barrier()
+    assert [i for i, _ in written] == [i for i in range(100) if i != 70]
+    for i, array in written:
+        np.testing.assert_array_equal(array, np.full(256, i + 1))
+    hc.configure(tap_queue_bytes=256_000_000)
+
+
+@pytest.mark.parametrize("size", [0, -5, 1.5, True])
+def test_configure_refuses(size):
+    with pytest.raises(hc.SpecError, match="tap_queue_bytes should be a number"):
+        hc.configure(tap_queue_bytes=size)
+
+
+def test_a_million_taps_in_a_scan():
+    total = itertools.count()
+    last = []
+
+    def note(i):
+        next(total)
+        last[:] = [i]
+
+    jax.jit(
+        lambda: lax.scan(
+            lambda c, _: ((hc.tap(note, c), c + 1)[1], None), 0, length=1_000_000
+        )
+    )()
+    hc.barrier()
+    assert next(total) == 1_000_000
+    assert last == [999_999]
+
+
+def test_stress(small_queue):
+    """Threads and devices, sizes and policies, some raise: all is accounted for."""
+    seen, failed, lock = {}, itertools.count(), threading.Lock()
+
+    class Unlucky(Exception):
+        pass
+
+    def note(thread, device_step, x):
+        device = hc.current().device.id
+        assert (np.asarray(x) == device_step).all()
+        seen.setdefault((int(thread), device), []).append(int(device_step))
+        if device_step % 97 == 13:
+            next(failed)
+            raise Unlucky
+
+    def shard(policy, size):
+        def f(thread, start):
+            def body(i, c):
+                step = start[0] + i
+                hc.tap(note, thread, step, jnp.full(size, step), when_full=policy)
+                return c
+
+            return lax.fori_loop(0, 20, body, start)
+
+        return jax.pmap(f, in_axes=(None, 0), devices=devices)
+
+    devices = jax.devices()
+    policies = ["block", "drop_newest", "drop_oldest"]
+    programs = [shard(p, size) for p in policies for size in (1, 300, 5000)]
+    for program in programs:  # compiled before the threads start
+        jax.block_until_ready(program(-1, jnp.zeros((4, 1), jnp.int32)))
+    hc.flush()
+    seen.clear()
+    before, errors_before = hc.tap_queue(), next(failed)
+    problems = []
+
+    def run(thread):
+        try:
+            choose = random.Random(thread)
+            for turn in range(12):
+                program = choose.choice(programs)
+                with lock:  # many such programs at once are JAX's to order
+                    start = jnp.full((4, 1), turn * 20)
+                    jax.block_until_ready(program(thread, start))
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=run, args=(t,)) for t in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = next(failed) - errors_before
+    assert errors > 1
+    with pytest.raises(ExceptionGroup) as caught:
+        hc.barrier()
+    assert caught.value.split(Unlucky)[1] is None
+    assert problems == []
+    after = hc.tap_queue()
+    pushed = 8 * 12 * 4 * 20
+    delivered = sum(map(len, seen.values()))
+    assert delivered == after.delivered - before.delivered
+    assert delivered + after.dropped - before.dropped == pushed
+    for steps in seen.values():
+        assert steps == sorted(steps)
