@@ -1,8 +1,10 @@
 #include "tap_worker.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <exception>
+#include <thread>
 
 #include "call_scope.h"
 #include "invoke.h"
@@ -12,8 +14,11 @@ namespace {
 
 thread_local bool t_worker = false;
 
-/// The worker gives the GIL up after so long, and tells the queue how far it is.
-constexpr int64_t kHoldNs = 1'000'000;
+/// The worker gives the GIL up after so long, and tells the queue how far it is. A
+/// thread that dispatches a program gives the GIL up some twenty times, and would wait
+/// for Python's 5 ms each time to have it back (20,000 lines of hc.print took 130 ms
+/// to dispatch).
+constexpr int64_t kHoldNs = 250'000;
 /// A function that takes as long as this leaves what it has not come to in the
 /// queue, where `when_full` can drop it.
 constexpr int64_t kSlowNs = 50'000;
@@ -95,7 +100,11 @@ void RunTapWorker() {
       queue.Finish(batch.first, event);
       batch.first = event;
       slow = elapsed / n > kSlowNs;
-      if (batch && !slow) GilRelease others(true);
+      if (batch && !slow) {
+        GilRelease others(true);
+        // As long as a thread needs to wake up, or it would find the GIL taken again.
+        std::this_thread::sleep_for(std::chrono::microseconds(1));
+      }
     }
     if (batch) queue.GiveBack(batch);
     want = slow ? 1 : std::min(want * 2, TapQueue::kMostAtOnce);

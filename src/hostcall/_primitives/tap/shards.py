@@ -20,7 +20,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 
 from hostcall import _delivery, _jax, _native, _targets
 from hostcall._errors import SpecError
@@ -175,6 +174,12 @@ def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
 
 
 def _partitioned(site: Site) -> Any:
+    # Here, since importing it takes 10 ms that most programs need not pay.
+    from jax.experimental.custom_partitioning import (
+        SdyShardingRule,
+        custom_partitioning,
+    )
+
     @custom_partitioning
     def tap(number: Any, *arrays: Any) -> Any:
         return block_tap_p.bind(number, *arrays, site=site, places=Places({}))
