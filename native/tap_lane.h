@@ -122,7 +122,8 @@ class alignas(64) TapLane {
     const int64_t bound = second();
     if (head_ == nullptr || head_->sequence >= bound) return {};
     TapBatch batch{head_, tail_};
-    if (!all || bound != kNone || !one_device_) {
+    // What may be dropped stays in reach of DropOldest.
+    if (!all || bound != kNone || !one_device_ || head_->droppable) {
       TapEvent* last = head_;
       for (size_t n = 1;
            n < most && last->next != nullptr && last->next->sequence < bound &&

@@ -15,27 +15,17 @@ namespace {
 thread_local bool t_worker = false;
 
 /// The worker gives the GIL up after so long, and tells the queue how far it is. A
-/// thread that dispatches a program gives the GIL up some twenty times, and would wait
-/// for Python's 5 ms each time to have it back (20,000 lines of hc.print took 130 ms
-/// to dispatch).
+/// thread that dispatches a program gives the GIL up some twenty times, and would
+/// wait for Python's 5 ms each time to have it back (20,000 lines of hc.print took
+/// 130 ms to dispatch).
 constexpr int64_t kHoldNs = 250'000;
 /// A function that takes as long as this leaves what it has not come to in the
 /// queue, where `when_full` can drop it.
 constexpr int64_t kSlowNs = 50'000;
 
-void Deliver(TapEvent& event) {
+/// Gives the time of its end.
+int64_t Deliver(TapEvent& event) {
   const auto& plan = static_cast<const Plan&>(*event.owner);
-  constexpr size_t kInline = 8;
-  const void* inline_operands[kInline];
-  std::vector<const void*> more;
-  const void** operands = inline_operands;
-  const size_t n = plan.tap.offsets.size();
-  if (n > kInline) {
-    more.resize(n);
-    operands = more.data();
-  }
-  for (size_t i = 0; i < n; ++i)
-    operands[i] = event.payload() + plan.tap.offsets[i];
   const int64_t start = NowNs();
   {
     CallScope scope(plan, event.device);
@@ -43,14 +33,28 @@ void Deliver(TapEvent& event) {
     scope.call().tap = &event;
     bool ok;
     try {
+      constexpr size_t kInline = 8;
+      const void* inline_operands[kInline];
+      std::vector<const void*> more;
+      const void** operands = inline_operands;
+      const size_t n = plan.tap.offsets.size();
+      if (n > kInline) {
+        more.resize(n);
+        operands = more.data();
+      }
+      for (size_t i = 0; i < n; ++i) {
+        operands[i] = event.payload() + plan.tap.offsets[i];
+      }
       ok = Invoke(plan, scope.call(), operands, nullptr);
-    } catch (const std::exception&) {  // no memory for a scratch block
+    } catch (const std::exception&) {  // no memory
       PyErr_NoMemory();
       ok = false;
     }
     if (!ok) TakeError(plan, scope.call());  // its hook keeps what it is told
   }
-  plan.counters->python_ns += NowNs() - start;
+  const int64_t end = NowNs();
+  plan.counters->python_ns += end - start;
+  return end;
 }
 
 }  // namespace
@@ -92,17 +96,17 @@ void RunTapWorker() {
       int n = 0;
       TapEvent* event = batch.first;
       while (event != nullptr && elapsed < kHoldNs) {
-        Deliver(*event);
+        elapsed = Deliver(*event) - start;
         event = event->next;
-        if (++n % 16 == 0 || n < 4) elapsed = NowNs() - start;
+        ++n;
       }
-      elapsed = NowNs() - start;
       queue.Finish(batch.first, event);
       batch.first = event;
       slow = elapsed / n > kSlowNs;
       if (batch && !slow) {
         GilRelease others(true);
-        // As long as a thread needs to wake up, or it would find the GIL taken again.
+        // As long as a thread needs to wake up, or it would find the GIL taken
+        // again.
         std::this_thread::sleep_for(std::chrono::microseconds(1));
       }
     }

@@ -286,3 +286,11 @@ def test_an_error_of_the_block_comes_out_and_ends_the_collecting():
 def test_without_a_function_it_is_no_function():
     with pytest.raises(TypeError, match="without a function is a context manager"):
         hc.collect()(X)
+
+
+def test_a_collector_of_a_collector():
+    f = hc.collect(hc.collect(jax.jit(lambda x: (hc.tap(nothing, x, name="x"), x)[1])))
+    (out, inner), outer = f(2.0)
+    assert out == 2
+    np.testing.assert_array_equal(inner["x"], [2])
+    np.testing.assert_array_equal(outer["x"], [2])

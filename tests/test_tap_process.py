@@ -126,8 +126,8 @@ def test_ctrl_c_ends_a_wait_and_loses_nothing(wait):
     def slow(i):
         gate.wait(30); print("tap", int(i), flush=True)
     jax.jit(lambda x: (hc.tap(slow, x), hc.tap(slow, x + 1))[0])(1)
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         {wait}
     except KeyboardInterrupt:
         print("interrupted", flush=True)

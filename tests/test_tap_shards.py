@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import hostcall as hc
 from hostcall import _native
+from hostcall._primitives.tap import shards
 
 ORDERS = pytest.mark.parametrize("order", ["unordered", "ordered"])
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
@@ -184,6 +185,52 @@ def test_under_transformations(name, order, log):
     want = X.T if name == "vmap of columns" else X
     for _, (index,), (block,) in seen:
         np.testing.assert_array_equal(block, want[index])
+
+
+def test_blocks_of_different_sizes_are_gathered():
+    # JAX refuses such shardings where a user writes them; the compiler may choose one.
+    class Uneven:
+        shape = (10,)
+
+        class sharding:
+            @staticmethod
+            def devices_indices_map(shape):
+                raise AssertionError("ragged")
+
+    everywhere = object()
+    assert shards._even(Uneven, everywhere) is everywhere
+    even = jax.ShapeDtypeStruct(
+        (4,), np.float32, sharding=put(P("a"), X[:, 0]).sharding
+    )
+    assert shards._even(even, everywhere) is even.sharding
+
+
+def test_a_tap_without_arrays_arrives_once(log):
+    def f(x):
+        hc.tap(lambda word: log(word), "static", sharding="shards")
+        return x
+
+    jax.jit(f)(put(P("a", "b")))
+    ((_, index, (word,)),) = log.taken()
+    assert (index, word) == ((), "static")
+
+
+def test_the_compilation_cache_is_left_alone(tmp_path, log):
+    # Its slots are taken where the compiler partitions, which a hit leaves out.
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+    try:
+        for _ in range(3):
+            jax.jit(lambda x: hc.tap(log, x, sharding="shards"))(put(P("a", "b")))
+            assert len(log.taken()) == 4
+            jax.clear_caches()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", False)
 
 
 def test_where_holds_for_all_devices(log):

@@ -18,9 +18,10 @@
 Errors: HostcallError and, below it, SpecError, BatchingError, DerivativeError,
 ResultError, EscapeError, UnwrittenError, CallTimeoutError, DeadlockError.
 
-The map, top to bottom: `_call` checks and flattens, `_primitives/call` is the JAX
-primitive with its rules, `_targets` builds a plan for the engine, `_native` (C++, in
-native/) runs it. `_jax` alone touches JAX's private parts.
+The map, top to bottom: `_call` and `_tap` check and flatten, `_primitives` has the JAX
+primitives with their rules, `_targets` builds a plan for the engine, `_native` (C++, in
+native/) runs it; `_delivery` is the worker of taps. `_jax` alone touches JAX's private
+parts.
 
 The names here are stable. Modules with a leading underscore are not.
 """

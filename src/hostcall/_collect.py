@@ -34,8 +34,10 @@ class collect:
     of them, with keyword arguments (args, kwargs). Deliveries that do not fit together
     (another tree or shape) stay a list.
 
-    Taps of all programs and threads are seen that are delivered meanwhile; entering and
-    leaving wait for those that were queued before (`hc.barrier`).
+    The taps' own functions run as ever. Seen are taps of all programs and threads that
+    are delivered meanwhile; entering and leaving wait for those that were queued
+    before, and raise what they raised (`hc.barrier`). `seen` is filled when the block
+    is left, and has the names that were tapped.
 
     Cost: a copy of each value, on the worker.
     """
@@ -44,7 +46,7 @@ class collect:
         self._fn = fn
         self._seen: dict[str, list[Any]] = {}
         if fn is not None:
-            functools.update_wrapper(self, fn)
+            functools.update_wrapper(self, fn, updated=())
 
     def __enter__(self) -> dict[str, Any]:
         barrier()
@@ -58,7 +60,10 @@ class collect:
             barrier()
         finally:
             _collectors.remove(self)
-            self._out.update({k: _stacked(v) for k, v in self._seen.items()})
+            # Copies: after Ctrl-C the worker may still be at it.
+            self._out.update(
+                {k: _stacked(list(v)) for k, v in dict(self._seen).items()}
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         if self._fn is None:

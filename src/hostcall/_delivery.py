@@ -22,6 +22,7 @@ _lock = threading.Lock()
 _thread: threading.Thread | None = None
 _ending = threading.Event()
 _failures: list[BaseException] = []
+reports: list[Exception] = []  # of programs, for the barrier that waits for them
 _forgotten = 0  # failures above _config.KEPT_TAP_ERRORS
 
 
@@ -107,18 +108,24 @@ def watch_the_end() -> None:
 def _watch() -> None:
     """Started with the worker: Python starts no threads while it ends."""
     _ending.wait()
+    patience = _config.EXIT_TIMEOUT
+    next_time = time.monotonic() + patience
     while _thread is not None and _thread.is_alive():
+        time.sleep(_SLICE)
+        if time.monotonic() < next_time:
+            continue
         for info, thread, age, _ in _native.active():
-            if thread == _thread.ident and age >= _config.EXIT_TIMEOUT:
+            if thread == _thread.ident and age >= patience:
+                # At once, or the next tap is hit. Then it has time to clean up.
+                _native.interrupt_taps()
+                next_time = time.monotonic() + patience
                 logger.warning(
                     "the process wants to end, and waits for the tap `%s`, which has"
                     " taken %.0f s and is interrupted (Ctrl-C ends all at once)",
                     info.name,
                     age,
                 )
-                _native.interrupt_taps()
                 break
-        time.sleep(_SLICE)
 
 
 def stop() -> None:

@@ -37,9 +37,10 @@ def print(
             when the program is traced.
         *args: pytrees; arrays arrive as NumPy arrays, other leaves as they are. Each
             must have its place in `fmt`.
-        order: as in `hc.tap`, as those up to `every`.
+        order: as in `hc.tap`.
         where: a bool scalar: no line where it is False.
-        rows: under vmap, one line for the batch or one a row.
+        rows: under vmap, "batched": one line for the batch; "each": one a row, as
+            `jax.debug.print` has it.
         when_full: what happens where the queue is full.
         every: one line in so many executions, or in so many seconds.
         file: where to; None for `sys.stdout` as it is at the time of printing, so a

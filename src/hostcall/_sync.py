@@ -70,7 +70,7 @@ class CallStats:
 
 
 def status() -> list[ActiveCall]:
-    """The calls under way, oldest first, with what each is doing.
+    """The calls, and the tap, under way, oldest first, with what each is doing.
 
     For a program that hangs: call it from another thread, or from a signal handler.
     Cost: none until asked; nothing is recorded but a pointer a call.
@@ -170,11 +170,14 @@ def barrier() -> None:
 
     Raises:
         BaseException: what a tap raised, the object itself; of several an
-            ExceptionGroup. What a program failed with is raised before that, as JAX
-            raises it.
+            ExceptionGroup.
+        jax.errors.JaxRuntimeError: a program whose callback failed, before that; what
+            taps raised then stays for the next barrier.
+        HostcallError: called from inside a tap.
     """
     _delivery.refuse_inside_a_tap("hc.barrier()")
-    failures: list[Exception] = _jax.wait_for_effects()
+    failures = _delivery.reports  # kept where Ctrl-C ends the wait
+    failures += _jax.wait_for_effects()
     for array in jax.live_arrays():
         try:
             if not array.is_deleted():
@@ -186,7 +189,9 @@ def barrier() -> None:
                 failures.append(error)
     _delivery.flush(None, "hc.barrier()")
     if failures:  # what taps raised stays for the next barrier
-        raise failures[0]
+        first = failures[0]
+        failures.clear()
+        raise first
     errors, more = _delivery.take_failures()
     if len(errors) == 1:
         raise errors[0]

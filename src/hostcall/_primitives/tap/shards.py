@@ -14,6 +14,7 @@ No part moves data between devices: the number is the same everywhere.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -34,12 +35,14 @@ _NUMBER = _jax.ShapedArray((), np.dtype(np.int32))
 link_p = _jax.Primitive("host_link")
 
 
-def _link_abstract_eval(number: Any, *, order: Order) -> tuple[Any, set[Any]]:
-    del number
+def _link_abstract_eval(
+    number: Any, *, order: Order, mark: int
+) -> tuple[Any, set[Any]]:
+    del number, mark
     return _NUMBER, effects_of(order)
 
 
-def _lower_link(ctx: Any, number: Any, *, order: Order) -> list[Any]:
+def _lower_link(ctx: Any, number: Any, *, order: Order, mark: int) -> list[Any]:
     token, store = None, None
     if order == "ordered":
         token = _jax.ordered_token(ctx, ORDERED)
@@ -52,7 +55,7 @@ def _lower_link(ctx: Any, number: Any, *, order: Order) -> list[Any]:
         token=token,
         returns_token=True,
         has_side_effect=True,
-        attributes={},
+        attributes={"mark": np.uint64(mark)},
     )
     if store is None:
         _jax.set_ordered_token(ctx, ORDERED, token_out)
@@ -75,6 +78,9 @@ class Site:
         self.params = params
         self.client = client
         self.slots: list[Any] = []  # they live as long as the executable
+        # In the program's text. JAX's compilation cache must not know the program
+        # from elsewhere: its slots are taken where it is compiled.
+        self.mark = int.from_bytes(os.urandom(7), "little")
 
 
 class Places:
@@ -151,9 +157,9 @@ def lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     _jax.keep_alive(ctx, site)
 
     def tap(*arrays: Any) -> list[Any]:
-        before = link_p.bind(jnp.int32(0), order=params.order)
+        before = link_p.bind(jnp.int32(0), order=params.order, mark=site.mark)
         ran = _partitioned(site)(before, *arrays)
-        link_p.bind(ran, order=params.order)
+        link_p.bind(ran, order=params.order, mark=0)
         return []
 
     return _jax.lower_by(ctx, tap, *operands)
@@ -185,9 +191,13 @@ def _partitioned(site: Site) -> Any:
         return block_tap_p.bind(number, *arrays, site=site, places=Places({}))
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
-        shardings = tuple(arg.sharding for arg in args)
-        one = partial(_tap_block, site=site, places=_places(site, args[1:]))
-        return mesh, one, result.sharding, shardings
+        everywhere = args[0].sharding
+        shardings = [everywhere]
+        shardings += [_even(arg, everywhere) for arg in args[1:]]
+        shapes = [arg.shape for arg in args[1:]]
+        places = _places(site, everywhere, shardings[1:], shapes)
+        one = partial(_tap_block, site=site, places=places)
+        return mesh, one, result.sharding, tuple(shardings)
 
     def rule(mesh: Any, values: Any, results: Any) -> Any:
         """No two dimensions have to do with each other."""
@@ -210,18 +220,31 @@ def _tap_block(number: Any, *blocks: Any, site: Site, places: Places) -> Any:
     return block_tap_p.bind(number, *blocks, site=site, places=places)
 
 
-def _places(site: Site, args: Sequence[Any]) -> Places:
+def _even(arg: Any, everywhere: Any) -> Any:
+    """Its sharding; whole where its blocks differ in size, and the last is padded."""
+    try:
+        arg.sharding.devices_indices_map(arg.shape)
+    except (AssertionError, ValueError):
+        return everywhere
+    return arg.sharding
+
+
+def _places(
+    site: Site, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
+) -> Places:
     """Of devices whose blocks are all equal the first taps."""
-    maps = [dict(arg.sharding.devices_indices_map(arg.shape)) for arg in args]
+    maps = [
+        dict(sharding.devices_indices_map(shape))
+        for sharding, shape in zip(shardings, shapes, strict=True)
+    ]
     local = {d.id: d.local_hardware_id for d in site.client.local_devices()}
     found: dict[str, tuple[int, Any]] = {}
-    devices = maps[0] if maps else ()
-    for device in sorted(devices, key=lambda d: d.id):
+    for device in sorted(everywhere.device_set, key=lambda d: d.id):
         if device.id not in local:
             continue
         indices = [
-            block_index(of[device], arg.shape)
-            for of, arg in zip(maps, args, strict=True)
+            block_index(of[device], shape)
+            for of, shape in zip(maps, shapes, strict=True)
         ]
         place = tuple(arguments(indices, site.params))
         found.setdefault(str(place), (local[device.id], place))

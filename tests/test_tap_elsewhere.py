@@ -1,0 +1,91 @@
+"""Taps on platforms that the engine doesn't serve: JAX's callback brings the values.
+
+There is no such platform here, so the path is put in the CPU's place.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+from hostcall import _jax
+from hostcall._primitives.tap import lowering
+from hostcall._primitives.tap.primitive import tap_p
+
+
+@pytest.fixture(autouse=True)
+def through_jax():
+    _jax.register_lowering(tap_p, lowering.lower_through_jax, platform="cpu")
+    jax.clear_caches()
+    yield
+    _jax.register_lowering(tap_p, lowering._lower, platform="cpu")
+    jax.clear_caches()
+
+
+@pytest.fixture
+def seen():
+    return []
+
+
+def test_the_program_has_jaxs_call(seen):
+    f = jax.jit(lambda x: hc.tap(seen.append, x))
+    text = f.lower(jnp.arange(4.0)).as_text()
+    assert "python_cpu_callback" in text
+    assert "hostcall_tap" not in text
+
+
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+def test_a_loop_is_delivered_in_order(order, seen):
+    @jax.jit
+    def f(x):
+        def body(i, c):
+            hc.tap(lambda v: seen.append(int(v)), i, where=i != 3, order=order)
+            return c
+
+        return jax.lax.fori_loop(0, 10, body, x)
+
+    f(1)
+    hc.barrier()
+    assert seen == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+
+
+def test_rows_and_trees(seen):
+    def note(tree):
+        seen.append((float(tree["x"]), hc.current().row))
+
+    jax.jit(jax.vmap(lambda v: hc.tap(note, {"x": v}, rows="each")))(jnp.arange(3.0))
+    hc.barrier()
+    assert seen == [(0, (0,)), (1, (1,)), (2, (2,))]
+
+
+def test_small_elements_and_the_value_given_back(seen):
+    x = jnp.arange(-8, 7, dtype=jnp.int4)
+    y = jax.jit(lambda x: hc.tap_through(lambda a: seen.append(a.tolist()), x))(x)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(x))
+    hc.barrier()
+    assert seen == [list(range(-8, 7))]
+
+
+def test_an_error_is_the_object_itself():
+    error = ValueError("no")
+
+    def fail(x):
+        raise error
+
+    assert jax.jit(lambda x: (hc.tap(fail, x), x)[1])(1) == 1
+    with pytest.raises(ValueError, match="no") as caught:
+        hc.barrier()
+    assert caught.value is error
+
+
+def test_other_platforms_are_refused(seen):
+    class Context:
+        class module_context:
+            platforms = ("cpu", "cuda")
+
+    jaxpr = jax.make_jaxpr(lambda x: hc.tap(seen.append, x))(np.float32(0))
+    with pytest.raises(hc.HostcallError, match="lowered for cpu, cuda"):
+        lowering._lower_elsewhere(Context, **jaxpr.eqns[0].params)
