@@ -1,4 +1,4 @@
-"""Rows: what a call costs before and around its run (section 6 of the design).
+"""Rows: what a call costs before and around its run.
 
 Dispatch, eager calls, import, tracing and lowering.
 """

@@ -1,4 +1,4 @@
-"""Rows: calls in compiled programs (section 6 of the design)."""
+"""Rows: calls in compiled programs."""
 
 from __future__ import annotations
 

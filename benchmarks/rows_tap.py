@@ -1,4 +1,4 @@
-"""Rows: taps (section 6 of the design): on the device, on dispatch, at delivery."""
+"""Rows: taps on the device, on dispatch, at delivery."""
 
 from __future__ import annotations
 
