@@ -113,9 +113,10 @@ ratios the medians of the rounds' ratios. "JAX" is JAX's own callback doing the 
 work: `jax.pure_callback` for calls, `jax.debug.callback` or `debug.print` for taps,
 `jax.experimental.io_callback` where a line says so. The bounds are what the project
 aims at; a line without one is there to compare. Some are a reading of it: "resident
-memory flat" is 0.1 KiB a call, "program size independent of the batch" counts lines, and 1 MiB
-lent is judged in a program of 32 calls, since fresh memory for a program's buffers
-costs some 150 us a run, whoever is called. The rows of 1 MiB vary most from run to run.
+memory flat" is 0.1 KiB a call, "program size independent of the batch" counts lines,
+and 1 MiB lent is judged in a program of 32 calls, since fresh memory for a program's
+buffers costs some 150 us a run, whoever is called. The rows of 1 MiB vary most from
+run to run.
 
 A row "on the device" is what a tap adds to a step of a compiled loop, the handler's
 entry by XLA included (some 0.1 us: the line with `where=False` moves no byte).
