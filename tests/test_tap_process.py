@@ -117,6 +117,21 @@ def test_fork_with_a_live_worker(run_python):
     assert done.stdout == "parent goes on\n"
 
 
+def interrupted_when_ready(source):
+    """What a program prints after "ready", where it gets a Ctrl-C."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    return out
+
+
 @pytest.mark.parametrize("wait", ["hc.barrier()", "hc.flush()"])
 def test_ctrl_c_ends_a_wait_and_loses_nothing(wait):
     source = f"""
@@ -133,16 +148,7 @@ def test_ctrl_c_ends_a_wait_and_loses_nothing(wait):
     gate.set()
     hc.barrier()
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ},
-    )
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 0
+    out = interrupted_when_ready(source)
     assert out.split("\n")[:3] == ["interrupted", "tap 1", "tap 2"]
 
 
@@ -188,16 +194,7 @@ def test_ctrl_c_where_a_full_queue_waits_for_a_tap_that_hangs():
     try: hc.barrier()
     except KeyboardInterrupt: print("the tap too", flush=True)
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ},
-    )
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 0
+    out = interrupted_when_ready(source)
     assert "interrupted" in out
     assert "0" in out
     assert out.endswith("the tap too\n")

@@ -81,8 +81,15 @@ def test_block_waits_and_loses_nothing(small_queue):
     assert gated.seen == list(range(50))
 
 
-def test_drop_newest(small_queue):
-    f, gated = loop(50, when_full="drop_newest")
+KEPT = {
+    "drop_newest": lambda dropped: range(50 - dropped),
+    "drop_oldest": lambda dropped: range(dropped, 50),
+}
+
+
+@pytest.mark.parametrize("when_full", KEPT)
+def test_what_a_full_queue_drops(when_full, small_queue):
+    f, gated = loop(50, when_full=when_full)
     hc.tap(gated, -1)
     assert gated.entered.wait(50)
     before = hc.tap_queue().dropped
@@ -90,20 +97,7 @@ def test_drop_newest(small_queue):
     dropped = hc.tap_queue().dropped - before
     gated.open.set()
     hc.barrier()
-    assert gated.seen == [-1, *range(50 - dropped)]
-    assert 40 <= dropped <= 45
-
-
-def test_drop_oldest(small_queue):
-    f, gated = loop(50, when_full="drop_oldest")
-    hc.tap(gated, -1)
-    assert gated.entered.wait(50)
-    before = hc.tap_queue().dropped
-    f(KIB).block_until_ready()
-    dropped = hc.tap_queue().dropped - before
-    gated.open.set()
-    hc.barrier()
-    assert gated.seen == [-1, *range(dropped, 50)]
+    assert gated.seen == [-1, *KEPT[when_full](dropped)]
     assert 40 <= dropped <= 45
 
 
