@@ -27,6 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("_callback", "_context", "_compress", "_tap_info", "_targets"),
     (
         "_primitives",
+        "_primitives.emit",
         "_primitives.call",
         "_primitives.call.primitive",
         "_primitives.call.batching",

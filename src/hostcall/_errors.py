@@ -22,6 +22,7 @@ import itertools
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -146,6 +147,16 @@ def last_error() -> BaseException | None:
         return _kept.get(_last)
 
 
+def failures_of_arrays() -> Iterator[Exception]:
+    """Waits for every array that lives; gives what JAX raises for those that failed."""
+    for array in jax.live_arrays():
+        try:
+            if not array.is_deleted():
+                array.block_until_ready()
+        except (*_REPORTS, RuntimeError) as error:  # RuntimeError: donated meanwhile
+            yield error
+
+
 class reraise(contextlib.ContextDecorator):
     """Context manager and decorator: the callback's own exception comes out.
 
@@ -193,14 +204,7 @@ class reraise(contextlib.ContextDecorator):
                 raise found
 
     def _wait(self) -> None:
-        """Waits for this thread's effects and for every array that lives."""
-        reports: list[Exception] = _jax.wait_for_effects()
-        for array in jax.live_arrays():
-            try:
-                if not array.is_deleted():
-                    array.block_until_ready()
-            except _REPORTS as error:
-                reports.append(error)
+        reports = [*_jax.wait_for_effects(), *failures_of_arrays()]
         for report in reports:
             found = original(report) if _number(report) > self._before else None
             if found is not None:

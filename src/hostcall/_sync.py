@@ -7,11 +7,9 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from hostcall import _config, _delivery, _jax, _native, _workers
 from hostcall._callback import all_counters
-from hostcall._errors import SpecError, original
+from hostcall._errors import SpecError, failures_of_arrays, original
 
 
 @dataclass(frozen=True)
@@ -178,15 +176,10 @@ def barrier() -> None:
     _delivery.refuse_inside_a_tap("hc.barrier()")
     failures = _delivery.reports  # kept where Ctrl-C ends the wait
     failures += _jax.wait_for_effects()
-    for array in jax.live_arrays():
-        try:
-            if not array.is_deleted():
-                array.block_until_ready()
-        except (jax.errors.JaxRuntimeError, ValueError, RuntimeError) as error:
-            # Its reader will see it too; only what hostcall knows is told here. (A
-            # RuntimeError: the array was donated meanwhile.)
-            if original(error) is not None:
-                failures.append(error)
+    for error in failures_of_arrays():
+        # Its reader will see it too; only what hostcall knows is told here.
+        if original(error) is not None:
+            failures.append(error)
     _delivery.flush(None, "hc.barrier()")
     if failures:  # what taps raised stays for the next barrier
         first = failures[0]

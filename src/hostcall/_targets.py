@@ -291,13 +291,9 @@ def _function(
     callback = params.callback
     fn, template = callback.function, callback.template
     whole = fn if template.is_flat else _with_trees(fn, template)
+    converters = [_converter(callback.arrays, key, device) for key in template.keys]
     if isinstance(params, TapParams):
-        converters = None
-        if compressed:
-            converters = [
-                _converter(callback.arrays, key, device) for key in template.keys
-            ]
-        return params.function(whole, converters), _IGNORED
+        return params.function(whole, converters if compressed else None), _IGNORED
     form = _result_form(callback.results.treedef)
     if callback.timeout is not None:
         whole = _with_limit(whole, callback.timeout, info, device)
@@ -305,7 +301,6 @@ def _function(
         whole = _with_own_results(whole)
     if not compressed:
         return whole, form
-    converters = [_converter(callback.arrays, key, device) for key in template.keys]
     return CompressedCall(params, info, whole, converters), _TUPLE
 
 

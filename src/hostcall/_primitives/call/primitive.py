@@ -30,18 +30,13 @@ def _impl(*operands: Any, params: CallParams) -> list[Any]:
     function raises comes out as it is.
     """
     _targets.start()
-    if _native.forked():
-        raise _errors.HostcallError(
-            f"hostcall: `{params.callback.name}` is called in a process that was forked"
-            " from one that had started JAX, whose threads do not exist here. Start"
-            " workers with multiprocessing's 'spawn' or 'forkserver' method"
-        )
+    refuse_forked(f"`{params.callback.name}` is called")
     if params.order == "ordered":
         for failure in _jax.wait_for_effects():
             _targets.logger.error("an ordered call goes on after: %s", failure)
     place = _result_sharding(operands, params.sharding)
     device = _host_device.above_here()
-    arrays = [_row_major(operand) for operand in operands]
+    arrays = [row_major(operand) for operand in operands]
     home = _some_device(place)
     info = CallInfo(params, {-1: home}, mesh=None)
     plan = _targets.make_plan(params, arrays, info, device, packed=False, number=0)
@@ -58,7 +53,16 @@ def _impl(*operands: Any, params: CallParams) -> list[Any]:
 call_p.def_impl(_impl)
 
 
-def _row_major(operand: Any) -> np.ndarray:
+def refuse_forked(what: str) -> None:
+    if _native.forked():
+        raise _errors.HostcallError(
+            f"hostcall: {what} in a process that was forked"
+            " from one that had started JAX, whose threads do not exist here. Start"
+            " workers with multiprocessing's 'spawn' or 'forkserver' method"
+        )
+
+
+def row_major(operand: Any) -> np.ndarray:
     array = np.asarray(operand)
     return np.ascontiguousarray(array).reshape(array.shape)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from hostcall import _jax
 from hostcall._primitives.tap import primitive
-from hostcall._primitives.tap.primitive import arguments
-from hostcall._tap_info import TapParams, with_axis
+from hostcall._primitives.tap.primitive import arguments, batched
+from hostcall._tap_info import TapParams
 
 tangent_tap_p = _jax.Primitive("host_tangent_tap")
 cotangent_tap_p = _jax.Primitive("host_cotangent_tap")
@@ -23,16 +23,8 @@ def _identity(*operands: Any, params: TapParams) -> list[Any]:
 
 def _batcher(identity: Any) -> Any:
     def batch(operands: Any, dims: Any, *, params: TapParams) -> tuple[list[Any], Any]:
-        (size,) = {
-            x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
-        }
-        flags = [d is not None for d in dims]
-        moved = [
-            _jax.moveaxis(x, d, 0) if flag else x
-            for x, d, flag in zip(operands, dims, flags, strict=True)
-        ]
-        outs = identity.bind(*moved, params=with_axis(params, flags, size))
-        return outs, tuple(0 if flag else None for flag in arguments(flags, params))
+        moved, params, axes = batched(operands, dims, params)
+        return identity.bind(*moved, params=params), axes
 
     return batch
 

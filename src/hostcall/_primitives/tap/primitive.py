@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _delivery, _errors, _host_device, _jax, _native, _targets
+from hostcall import _delivery, _errors, _host_device, _jax, _targets
 from hostcall._order import effects_of
+from hostcall._primitives.call.primitive import refuse_forked, row_major
 from hostcall._tap_info import TapInfo, TapParams, with_axis
 
 tap_p = _jax.Primitive("host_tap")
@@ -35,12 +36,7 @@ def arguments(operands: Any, params: TapParams) -> Any:
 def _impl(*operands: Any, params: TapParams) -> list[Any]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
     _targets.start()
-    if _native.forked():
-        raise _errors.HostcallError(
-            f"hostcall: `{params.callback.name}` is tapped in a process that was forked"
-            " from one that had started JAX, whose threads do not exist here. Start"
-            " workers with multiprocessing's 'spawn' or 'forkserver' method"
-        )
+    refuse_forked(f"`{params.callback.name}` is tapped")
     _delivery.start()
     results = list(arguments(operands, params)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not np.asarray(operands[0]):
@@ -108,11 +104,6 @@ def _home(operands: Any) -> Any:
     return _jax.here()
 
 
-def row_major(operand: Any) -> np.ndarray:
-    array = np.asarray(operand)
-    return np.ascontiguousarray(array).reshape(array.shape)
-
-
 # --- abstract eval -----------------------------------------------------------------
 
 
@@ -127,18 +118,26 @@ _jax.def_effectful_abstract_eval(tap_p, _abstract_eval)
 # --- batching ----------------------------------------------------------------------
 
 
-def _batch(
-    operands: Any, dims: Any, *, params: TapParams
-) -> tuple[list[Any], tuple[Any, ...]]:
+def batched(
+    operands: Any, dims: Any, params: TapParams
+) -> tuple[list[Any], TapParams, tuple[int | None, ...]]:
+    """(operands, params, axes of the arguments) under one more vmap."""
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     flags = [d is not None for d in dims]
     moved = [
-        _jax.moveaxis(x, d, 0) if flag else x
-        for x, d, flag in zip(operands, dims, flags, strict=True)
+        x if d is None else _jax.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
     ]
-    outs = bind(*moved, params=with_axis(params, flags, size))
-    out_dims = [0 if flag else None for flag in arguments(flags, params)]
-    return outs, tuple(out_dims[: len(outs)])
+    axes = tuple(0 if flag else None for flag in arguments(flags, params))
+    return moved, with_axis(params, flags, size), axes
+
+
+def _batch(
+    operands: Any, dims: Any, *, params: TapParams
+) -> tuple[list[Any], tuple[Any, ...]]:
+    moved, params, axes = batched(operands, dims, params)
+    outs = bind(*moved, params=params)
+    return outs, axes[: len(outs)]
 
 
 _jax.batchers[tap_p] = _batch

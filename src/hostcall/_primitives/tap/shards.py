@@ -24,7 +24,8 @@ import numpy as np
 
 from hostcall import _delivery, _jax, _native, _targets
 from hostcall._errors import SpecError
-from hostcall._order import ORDERED, Order, effects_of
+from hostcall._order import Order, effects_of
+from hostcall._primitives import emit
 from hostcall._primitives.tap.primitive import arguments, block_index
 from hostcall._tap_info import TapInfo, TapParams
 
@@ -43,25 +44,14 @@ def _link_abstract_eval(
 
 
 def _lower_link(ctx: Any, number: Any, *, order: Order, mark: int) -> list[Any]:
-    token, store = None, None
-    if order == "ordered":
-        token = _jax.ordered_token(ctx, ORDERED)
-    else:
-        token, store = _jax.chain(ctx)
-    results, token_out = _jax.emit_custom_call(
+    return emit.emit(
         ctx,
         _targets.LINK_TARGET,
         [number],
-        token=token,
-        returns_token=True,
+        {"mark": np.uint64(mark)},
+        order=order,
         has_side_effect=True,
-        attributes={"mark": np.uint64(mark)},
     )
-    if store is None:
-        _jax.set_ordered_token(ctx, ORDERED, token_out)
-    else:
-        store(token_out)
-    return results
 
 
 _jax.def_effectful_abstract_eval(link_p, _link_abstract_eval)
@@ -105,8 +95,7 @@ def _lower_block(
     ctx: Any, number: Any, *operands: Any, site: Site, places: Places
 ) -> Any:
     params = site.params
-    devices = {d.local_hardware_id: d for d in site.client.local_devices()}
-    info = TapInfo(params, devices, None)
+    info = TapInfo(params, emit.by_ordinal(site.client), None)
     info.places = places.by_ordinal
     avals = ctx.avals_in[1:]
     signature = _targets.signature(params, avals)
@@ -123,21 +112,16 @@ def _lower_block(
             linked=True,
         ),
     )
-    slot = _native.Slot(plan)
+    slot, attributes = emit.take_slot(plan, signature)
     site.slots.append(slot)
-    results, _ = _jax.emit_custom_call(
+    return emit.emit(
         ctx,
         _targets.TAP_TARGET,
         [number, *operands],
-        token=None,
-        returns_token=False,
+        attributes,
+        order="pure",  # the links have the order
         has_side_effect=True,
-        attributes={
-            "slot": np.uint64(slot.number),
-            "signature": np.uint64(signature),
-        },
     )
-    return results
 
 
 block_tap_p.def_abstract_eval(_block_abstract_eval)
