@@ -3,6 +3,8 @@
 # make bench   print the table of targets, and write docs/benchmarks.md
 # make check   format, lint, types, layers, tests
 # make sanitize  the native tests under ASan and TSan, and the Python ones under ASan
+# make clients  programs of libraries that use JAX's callbacks, with and without
+#               hostcall.patch_jax(): the results must be equal
 # make wheel-check  one wheel under both ends of the range of jax
 #
 # PYTHON=python3.12  which Python makes the environment (3.11 or later)
@@ -14,9 +16,9 @@ PYTHON ?=
 JAX ?=
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
-  \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' -o -name 'py.typed' \))
+  \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test bench check format sanitize wheel-check clean
+.PHONY: demo test bench check format sanitize clients wheel-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
@@ -43,6 +45,14 @@ format: $(VENV)/.dev
 sanitize: $(VENV)/.installed
 	$(MAKE) -C tests/native run
 	scripts/asan.sh $(BIN)/python
+
+clients: CLIENTS := .venv-clients
+clients:
+	scripts/venv.sh "$(PYTHON)" $(CLIENTS)
+	scripts/compiler.sh
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check \
+	  $(JAX) . -r clients/requirements.txt
+	$(CLIENTS)/bin/python clients/compare.py
 
 wheel-check:
 	scripts/one_wheel.sh "$(PYTHON)"

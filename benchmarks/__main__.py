@@ -8,10 +8,15 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import render, rows_around, rows_call, rows_tap
+from benchmarks import render, rows_around, rows_call, rows_drop_in, rows_tap
 from benchmarks.harness import measure
 
-ROWS = (*rows_call.ROWS, *rows_around.ROWS, *rows_tap.ROWS)
+ROWS = (
+    *rows_call.ROWS,
+    *rows_around.ROWS,
+    *rows_tap.ROWS,
+    *rows_drop_in.ROWS,
+)
 
 
 def main() -> int:

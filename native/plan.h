@@ -109,6 +109,7 @@ class Plan : public TapOwner {
   std::vector<int64_t> mask_strides;  ///< as Leaf::grid_strides
   int64_t mask_rows = 1;              ///< bools in the mask's buffer
   ResultForm form = ResultForm::kTree;
+  bool literals = true;  ///< Python's numbers may stand for arrays of 32 bits
   Lend lend = Lend::kCopy;
   TapSettings tap;
   bool packed = false;  ///< some leaf's elements are smaller than a byte

@@ -9,7 +9,7 @@ namespace hostcall {
 namespace {
 
 /// Stores a value that is already what the leaf wants; false: it is not.
-bool StoreFast(const Leaf& leaf, PyObject* value, char* target) {
+bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
   PyArray_Descr* want = leaf.descr();
   if (PyArray_Check(value)) {
     auto* array = reinterpret_cast<PyArrayObject*>(value);
@@ -25,7 +25,7 @@ bool StoreFast(const Leaf& leaf, PyObject* value, char* target) {
     }
     return true;
   }
-  if (!leaf.dims.empty()) return false;
+  if (!leaf.dims.empty() || !literals) return false;
   switch (want->type_num) {
     case NPY_DOUBLE: {
       if (!PyFloat_Check(value)) return false;  // np.float64 is a float
@@ -71,13 +71,13 @@ bool StoreFast(const Leaf& leaf, PyObject* value, char* target) {
 
 bool StoreLeaf(const Plan& plan, size_t number, PyObject* value, char* target) {
   const Leaf& leaf = plan.results[number];
-  if (StoreFast(leaf, value, target)) return true;
+  if (StoreFast(leaf, plan.literals, value, target)) return true;
   Ref index = Ref::Steal(PyLong_FromSize_t(number));
   if (!index) return false;
   PyObject* stack[] = {index.get(), value};
   Ref array = Ref::Steal(PyObject_Vectorcall(plan.coerce.get(), stack, 2, nullptr));
   if (!array) return false;
-  if (StoreFast(leaf, array.get(), target)) return true;
+  if (StoreFast(leaf, plan.literals, array.get(), target)) return true;
   PyErr_SetString(PyExc_SystemError,
                   "hostcall: a coerced result is not what its plan wants");
   return false;

@@ -29,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 
 
+def pytest_collection_finish() -> None:
+    # What is imported by now stays: the collections after each test pass it over.
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_hang(pytestconfig: pytest.Config) -> Iterator[None]:
     """A test that takes a minute dumps all stacks and ends the run."""
@@ -40,9 +46,11 @@ def no_hang(pytestconfig: pytest.Config) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(no_hang: None) -> Iterator[None]:
+def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Every test ends with no call or tap under way, and no slot of its programs."""
     yield
+    for record in caplog.get_records("call"):
+        record.exc_info = None  # its frames hold what the test has compiled
     jax.effects_barrier()
     assert hc.flush(30), "a tap was not delivered"
     failures, _ = _delivery.take_failures()

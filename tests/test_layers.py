@@ -24,10 +24,19 @@ LAYERS: list[tuple[str, ...]] = [
         "_collectors",
         "_delivery",
     ),
-    ("_callback", "_context", "_compress", "_tap_info", "_targets"),
+    (
+        "_callback",
+        "_context",
+        "_compress",
+        "_tap_info",
+        "_drop_in",
+        "_guards",
+        "_targets",
+    ),
     (
         "_primitives",
         "_primitives.emit",
+        "_primitives.parts",
         "_primitives.call",
         "_primitives.call.primitive",
         "_primitives.call.batching",
@@ -37,10 +46,15 @@ LAYERS: list[tuple[str, ...]] = [
         "_primitives.tap.derivatives",
         "_primitives.tap.shards",
         "_primitives.tap.lowering",
+        "_primitives.drop_in",
+        "_primitives.drop_in.primitive",
+        "_primitives.drop_in.parts",
+        "_primitives.drop_in.lowering",
     ),
-    ("_call", "_sync", "_tap", "_print", "_collect"),
+    ("_call", "_sync", "_tap", "_print", "_collect", "_callbacks", "debug", "_hooks"),
+    ("_patch",),
     ("",),  # hostcall/__init__.py
-    ("_demo", "__main__"),
+    ("_demo", "_run", "__main__"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -112,12 +126,12 @@ def test_only_one_file_opens_jax(name):
     assert private == set()
 
 
-@pytest.mark.parametrize("name", ["__main__", "_demo"])
+@pytest.mark.parametrize("name", ["__main__", "_demo", "_run"])
 def test_tools_use_public_names_only(name):
     if name not in modules():
         pytest.skip(f"{name} is not part of this checkout")
     private = {i for i in own_imports(modules()[name]) if i.startswith("_")}
-    assert private - {"_demo"} == set()
+    assert private - {"_demo", "_run"} == set()
 
 
 def test_the_front_page_lists_every_public_name():

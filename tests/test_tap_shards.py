@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import hostcall as hc
 from hostcall import _native
-from hostcall._primitives.tap import shards
+from hostcall._primitives import parts
 
 ORDERS = pytest.mark.parametrize("order", ["unordered", "ordered"])
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
@@ -198,11 +198,11 @@ def test_blocks_of_different_sizes_are_gathered():
                 raise AssertionError("ragged")
 
     everywhere = object()
-    assert shards._even(Uneven, everywhere) is everywhere
+    assert parts._even(Uneven, everywhere) is everywhere
     even = jax.ShapeDtypeStruct(
         (4,), np.float32, sharding=put(P("a"), X[:, 0]).sharding
     )
-    assert shards._even(even, everywhere) is even.sharding
+    assert parts._even(even, everywhere) is even.sharding
 
 
 def test_a_tap_without_arrays_arrives_once(log):

@@ -4,6 +4,9 @@
     tap         values leave, the program does not wait; tap_through gives them back,
                 tap_tangent and tap_cotangent see derivatives
     print       a formatted line, the same way
+    pure_callback, io_callback, debug
+                drop-ins for JAX's own; `debug` has callback and print
+    patch_jax   puts them under JAX's names, for every program; unpatch_jax ends that
     barrier     waits for programs and taps, raises what taps raised
     flush       waits for what is queued
     collect     what named taps saw, as arrays
@@ -27,7 +30,10 @@ The names here are stable. Modules with a leading underscore are not.
 """
 
 from hostcall import _interpreter  # noqa: F401  (refuses sub-interpreters, first)
+
+from hostcall import debug  # isort: skip
 from hostcall._call import call
+from hostcall._callbacks import io_callback, pure_callback
 from hostcall._collect import collect
 from hostcall._context import Current, current
 from hostcall._errors import (
@@ -43,6 +49,7 @@ from hostcall._errors import (
     last_error,
     reraise,
 )
+from hostcall._patch import patch_jax, unpatch_jax
 from hostcall._print import print
 from hostcall._sync import (
     ActiveCall,
@@ -78,9 +85,13 @@ __all__ = [
     "collect",
     "configure",
     "current",
+    "debug",
     "flush",
+    "io_callback",
     "last_error",
+    "patch_jax",
     "print",
+    "pure_callback",
     "reraise",
     "stats",
     "status",
@@ -89,4 +100,5 @@ __all__ = [
     "tap_queue",
     "tap_tangent",
     "tap_through",
+    "unpatch_jax",
 ]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
+from hostcall import _run
 
 # --- The report -----------------------------------------------------------------------
 
@@ -276,10 +277,15 @@ def timed(f: Callable[[Any], Any], x: Any, calls: int) -> float:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["run"]:
+        _run.main(sys.argv[2:])
+        return 0
     parser = argparse.ArgumentParser(
         prog="python -m hostcall",
         description="Says what works here, analyses the sunspot record in JAX programs"
-        " that call SciPy, checks the results against plain SciPy, and times calls.",
+        " that call SciPy, checks the results against plain SciPy, and times calls."
+        " `python -m hostcall run script.py` runs a program with its callbacks on the"
+        " engine.",
     )
     parser.add_argument("--quick", action="store_true", help="time calls coarsely")
     parser.add_argument("--report", action="store_true", help="the report only")

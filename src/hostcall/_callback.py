@@ -26,7 +26,8 @@ from hostcall._where import Place, name_of, source_of
 
 logger = logging.getLogger("hostcall")
 
-Arrays = Literal["numpy", "jax", "dlpack"]
+# "free": jax.Arrays that are not committed to their device, as drop-ins hand out.
+Arrays = Literal["numpy", "jax", "free", "dlpack"]
 Lend = Literal[False, True, "out"]
 
 
@@ -80,6 +81,9 @@ class CallParams:
         grid: sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of those axes.
         levels: batch axes that the function itself sees, in front.
+        results_as: "tree", the structure of `result`; "leaves" in any containers;
+            "nothing", whatever is returned.
+        literals: Python's numbers may stand for arrays of 32 bits.
     """
 
     callback: Callback
@@ -91,6 +95,8 @@ class CallParams:
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
     levels: int = 0
+    results_as: Literal["tree", "leaves", "nothing"] = "tree"
+    literals: bool = True
 
     @property
     def out_avals(self) -> list[Any]:

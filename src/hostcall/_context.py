@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from hostcall import _native, _workers
@@ -98,7 +99,7 @@ def only_rows(rows: tuple[np.ndarray, ...]) -> Iterator[None]:
 
 
 def _coords(mesh: Any | None, device: Any) -> dict[Any, int]:
-    if mesh is None or device is None:
+    if mesh is None or device is None or isinstance(mesh, jax.sharding.AbstractMesh):
         return {}
     ids = np.vectorize(lambda d: d.id, otypes=[int])(mesh.devices)
     places = np.argwhere(ids == device.id)

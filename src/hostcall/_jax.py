@@ -16,20 +16,27 @@ import numpy as np
 from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import ffi as _ffi
 from jax._src import mesh as _mesh
+from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import source_info_util as _source_info_util
+from jax._src import tree_util as _tree_util
 from jax._src import util as _util
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
+from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax._src.lib.mlir.dialects import sdy as _sdy
+from jax._src.state import discharge as _discharge
 
 # --- Primitives (_primitives/*) ----------------------------------------------------
 
@@ -72,6 +79,7 @@ def register_lowering(primitive: Any, rule: Callable[..., Any], platform: str) -
 def register_default_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
     """Registers what happens on platforms that have no rule of their own."""
     _mlir.register_lowering(primitive, rule, cacheable=False)
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def result_avals(
@@ -144,7 +152,7 @@ def drop_failed_token(effect: Any) -> str | None:
     """
     tokens = _dispatch.runtime_tokens.current_tokens
     # Not by look-up: that would ask for the effect's hash, which asks for this.
-    token = next((t for e, t in list(tokens.items()) if e is effect), None)
+    token = next((t for e, t in list(tokens.items()) if _is_same(e, effect)), None)
     buffer = getattr(token, "_buf", None)
     if buffer is None or not buffer.is_ready():
         return None
@@ -153,11 +161,16 @@ def drop_failed_token(effect: Any) -> str | None:
     except jax.errors.JaxRuntimeError as error:
         # In place, since JAX is about to look into this dictionary; and what is put
         # back has hashes of its own.
-        kept = [(e, t) for e, t in tokens.items() if e is not effect]
+        kept = [(e, t) for e, t in tokens.items() if not _is_same(e, effect)]
         tokens.clear()
         tokens.update(kept)
         return str(error)
     return None
+
+
+def _is_same(effect: Any, other: Any) -> bool:
+    """Without asking for a hash."""
+    return effect is other or effect is getattr(other, "stands_for", other)
 
 
 # --- dtypes (_spec, _coerce) -------------------------------------------------------
@@ -262,9 +275,13 @@ def check_sharding(ctx: Any, sharding: Any, name: str) -> None:
 
 
 def program_devices(ctx: Any) -> list[Any] | None:
-    """The devices that the program will run on, in its order; None: just one."""
+    """The devices that the program will run on, in its order; None: just one, or (in
+    a region inside a region) not to be told.
+    """
     context = ctx.module_context.axis_context
     if isinstance(context, _sharding_impls.SPMDAxisContext):
+        if isinstance(context.mesh, jax.sharding.AbstractMesh):
+            return None
         devices = list(context.mesh.devices.flat)
     elif isinstance(context, _sharding_impls.ShardingContext):
         devices = list(context.device_assignment or ())
@@ -283,13 +300,15 @@ def emit_custom_call(
     has_side_effect: bool,
     attributes: dict[str, np.uint64],
     aliases: dict[int, int] | None = None,
+    source: int | None = None,
 ) -> tuple[list[Any], Any | None]:
     """Emits the call and gives (results, token).
 
     With `token` the first operand, and with `returns_token` the first result, is a
     token. Buffers are row-major. In a program over several devices every device makes
     the call, on whole values (on its own, in a region that is manual already).
-    `aliases` says which operand's memory may become which result's.
+    `aliases` says which operand's memory may become which result's. With `source`, the
+    number of a device in the program, the results are that device's, everywhere.
     """
     abstract_token = _core.abstract_token
     operands = list(operands) if token is None else [token, *operands]
@@ -305,15 +324,15 @@ def emit_custom_call(
         )(inner, *values, **attributes)
 
     devices = program_devices(ctx)
-    if devices is None:
-        results = list(emit(operands).results)
-    elif manual_mesh(ctx) is not None:
+    if manual_mesh(ctx) is not None:
         op = emit(operands)
         _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
         results = list(op.results)
+    elif devices is None:
+        results = list(emit(operands).results)
     else:
         results = _emit_on_each_device(
-            ctx, emit, operands, avals_in, avals_out, devices
+            ctx, emit, operands, avals_in, avals_out, devices, source
         )
     return (results[1:], results[0]) if returns_token else (results, None)
 
@@ -340,6 +359,7 @@ def _emit_on_each_device(
     avals_in: Sequence[Any],
     avals_out: Sequence[Any],
     devices: Sequence[Any],
+    source: int | None,
 ) -> list[Any]:
     """The call inside a region that is manual over all devices, on whole values.
 
@@ -363,8 +383,58 @@ def _emit_on_each_device(
     with _ir.InsertionPoint(block):
         op = emit(list(block.arguments))
         _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
-        _sdy.return_(list(op.results))
+        results = list(op.results)
+        if source is not None:
+            results = [
+                _taken_from(ctx, result, source, len(devices))
+                if isinstance(result.type, _ir.RankedTensorType)
+                else result
+                for result in results
+            ]
+        _sdy.return_(results)
     return list(region.results)
+
+
+def _taken_from(ctx: Any, value: Any, source: int, n: int) -> Any:
+    """What device number `source` of `n` has, on all of them.
+
+    By gathering and choosing, which is exact for every dtype, and which every platform
+    has (a broadcast between devices is not to be had on the CPU).
+    """
+    shape, element = list(value.type.shape), value.type.element_type
+    alone = _ir.RankedTensorType.get([1, *shape], element)
+    widened = _hlo.reshape(alone, value)
+    gathered = _hlo.AllGatherOp(
+        [_ir.RankedTensorType.get([n, *shape], element)],
+        [widened],
+        all_gather_dim=_mlir.i64_attr(0),
+        replica_groups=_ir.DenseElementsAttr.get(
+            np.arange(n, dtype=np.int64).reshape(1, n)
+        ),
+        channel_handle=_hlo.ChannelHandle.get(
+            ctx.module_context.new_channel(), _mlir.DEVICE_TO_DEVICE_TYPE
+        ),
+        use_global_device_ids=_ir.BoolAttr.get(True),
+    )
+    _mlir.set_sharding(
+        ctx.module_context, gathered, _closed((), [_Rank(len(shape) + 1)])
+    )
+    zeros = [0] * len(shape)
+    row = _hlo.slice(
+        gathered.results[0],
+        start_indices=_mlir.dense_int_array([source, *zeros]),
+        limit_indices=_mlir.dense_int_array([source + 1, *shape]),
+        strides=_mlir.dense_int_array([1] * (len(shape) + 1)),
+    )
+    return _hlo.reshape(value.type, row)
+
+
+class _Rank:
+    def __init__(self, ndim: int) -> None:
+        self.ndim = ndim
+
+
+emit_python_callback = _callback.emit_python_callback  # as it was before any patch
 
 
 def emit_jax_callback(
@@ -375,6 +445,7 @@ def emit_jax_callback(
     token: Any | None,
     has_side_effect: bool,
     sharding: Any,
+    partitioned: bool = False,
 ) -> tuple[list[Any], Any | None]:
     """JAX's own callback, for platforms that the engine does not serve.
 
@@ -383,7 +454,7 @@ def emit_jax_callback(
     place = _callback._callback_op_sharding(
         ctx.module_context.axis_context, sharding, ctx.avals_out
     )
-    results, token_out, _ = _callback.emit_python_callback(
+    results, token_out, _ = emit_python_callback(
         ctx,
         run,
         token,
@@ -392,6 +463,7 @@ def emit_jax_callback(
         ctx.avals_out,
         has_side_effect=has_side_effect,
         returns_token=token is not None,
+        partitioned=partitioned,
         sharding=place,
     )
     return list(results), token_out
@@ -459,14 +531,31 @@ class ExecutionGuard:
         self._refuse = refuse
 
     def __bool__(self) -> bool:
-        asking = sys._getframe(1).f_locals
-        program = asking.get("self")
-        if program is None:
-            program = getattr(asking.get("executable"), "unsafe_call", None)
-        devices = getattr(program, "_local_devices", ())
+        devices = _devices_of_what_asks(sys._getframe(1))
         if len(devices) > 1 and not self._devices.isdisjoint(devices):
             raise self._refuse()
         return False
+
+
+class ExecutionWitness:
+    """Tells of programs that a callback starts on a device, in the place of a guard."""
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        self._tell = tell
+
+    def __bool__(self) -> bool:
+        for device in _devices_of_what_asks(sys._getframe(1)):
+            self._tell(device)
+        return False
+
+
+def _devices_of_what_asks(frame: Any) -> Sequence[Any]:
+    """Those of the program that JAX is about to execute, or to put on its fast path."""
+    asking = frame.f_locals
+    program = asking.get("self")
+    if program is None:
+        program = getattr(asking.get("executable"), "unsafe_call", None)
+    return getattr(program, "_local_devices", ())
 
 
 def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax.Array:
@@ -499,3 +588,215 @@ def here() -> Any:
 
 def is_committed(array: jax.Array) -> bool:
     return bool(getattr(array, "_committed", False))
+
+
+# --- Drop-ins (_primitives/drop_in, _callbacks, debug) -------------------------------
+
+IO_EFFECT = _callback._IOEffect
+ORDERED_IO_EFFECT = _callback._OrderedIOEffect
+DEBUG_EFFECT = _debugging.debug_effect
+ORDERED_DEBUG_EFFECT = _debugging.ordered_debug_effect
+
+# Where JAX logs that a callback failed. Equinox filters what the first one says.
+callback_logger = _callback.logger
+debug_logger = _debugging.logger
+
+FlatCallback = _callback._FlatCallback  # what JAX's own primitives hold
+tree_flatten = _tree_util.tree_flatten
+
+
+def flatten_with_refs(tree: Any) -> tuple[list[Any], Any]:
+    """As JAX flattens the arguments of debug callbacks: views of Refs are opened too,
+    where the installed JAX does so.
+    """
+    registry = getattr(_tree_util, "tracing_registry", None)
+    leaves, treedef = (registry or _tree_util.default_registry).flatten(tree)
+    return list(leaves), treedef
+
+
+def is_traceable(leaf: Any) -> bool:
+    """Whether JAX's debug callbacks take this leaf as an array, and not as static."""
+    try:
+        _core.shaped_abstractify(leaf)
+    except (AssertionError, TypeError):
+        return False
+    return True
+
+
+def physical_avals(avals: Sequence[Any]) -> list[Any]:
+    """With the uint32 blocks behind typed keys; float0, as in programs, is bool."""
+    return [
+        aval.update(dtype=np.dtype(np.bool_)) if aval.dtype == _dtypes.float0 else aval
+        for aval in map(_core.physical_aval, avals)
+    ]
+
+
+def to_host(operand: Any) -> np.ndarray:
+    """An operand of an eager call, with the dtype that JAX gives it."""
+    if isinstance(operand, jax.Array):
+        return np.asarray(operand)
+    if getattr(operand, "dtype", None) == _dtypes.float0:
+        return np.zeros(operand.shape, np.bool_)
+    array = np.asarray(operand, _dtypes.canonicalize_dtype(_dtypes.dtype(operand)))
+    return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def apply_primitive(primitive: Any, *operands: Any, **params: Any) -> Any:
+    """Compiles one equation and runs it; equal ones find what was compiled."""
+    return _dispatch.apply_primitive(primitive, *operands, **params)
+
+
+def refuse_vmap(primitive: Any, operands: Any, dims: Any) -> None:
+    """Raises as JAX does for a callback without a `vmap_method`."""
+    _ffi.ffi_batching_rule(primitive, operands, dims, vmap_method=None, result_avals=())
+
+
+def unroll(primitive: Any, operands: Any, dims: Any, params: dict[str, Any]) -> Any:
+    """JAX's batching rule of debug callbacks: an equation a row."""
+    return _debugging.debug_batching_rule(operands, dims, primitive=primitive, **params)
+
+
+def keep_under_remat(primitive: Any) -> None:
+    """JAX's rule of debug callbacks: staged out where remat computes their inputs."""
+    rule = _debugging._debug_partial_eval_custom
+
+    def partial_eval(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
+        return rule(saveable, unknown, inst, eqn, primitive)
+
+    partial_eval_rules[primitive] = partial_eval
+
+
+def discharge_in_place(primitive: Any) -> None:
+    """The equation takes the value of a Ref, and changes none."""
+    own = _debugging._debug_callback_state_discharge_rule
+    names = own.__code__.co_varnames[: own.__code__.co_argcount]
+    leading = len(names)  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
+
+    def rule(*args: Any, **params: Any) -> Any:
+        values = args[leading:]
+        return values, primitive.bind(*values, **params)
+
+    _discharge.register_discharge_rule(primitive)(rule)
+
+
+def in_pallas_kernel() -> bool:
+    """Whether the calling thread is tracing a Pallas kernel: device code, where only
+    JAX's own primitives have rules.
+    """
+    pallas = sys.modules.get("jax._src.pallas.core")
+    if pallas is None:
+        return False
+    holder = getattr(pallas, "_grid_context", None)
+    if holder is not None:
+        return holder.value is not None
+    return pallas._pallas_tracing_env.grid_context is not None
+
+
+def place_of_callback(ctx: Any, sharding: Any) -> Any:
+    """JAX's check of a callback's `sharding=`, with its texts; gives the annotation."""
+    return _callback._callback_op_sharding(
+        ctx.module_context.axis_context, sharding, ctx.avals_out
+    )
+
+
+def mark_place(ctx: Any, place: Any) -> None:
+    """Writes into the program which device makes the next call.
+
+    On a constant that nothing uses: the call itself can't bear the mark (see
+    `_emit_on_each_device`), and readers of StableHLO look for it.
+    """
+    constant = _hlo.ConstantOp(_ir.DenseElementsAttr.get(np.zeros((), np.int32)))
+    first = _sharding_impls.SdyArrayList((place.shardings[0],))
+    _mlir.set_sharding(ctx.module_context, constant, first)
+
+
+def automatic_axes(ctx: Any) -> set[Any]:
+    """Mesh axes over which the enclosing shard_map is not manual."""
+    context = ctx.module_context.axis_context
+    if not isinstance(context, _sharding_impls.SPMDAxisContext):
+        return set()
+    return set(context.mesh.axis_names) - set(context.manual_axes)
+
+
+def on_first_of(axes: Sequence[Any], f: Callable[[], Any]) -> Any:
+    """`f()`, on the devices that are first along these axes."""
+
+    def body() -> Any:
+        first = jax.lax.axis_index(tuple(axes)) == 0
+        return jax.lax.cond(first, f, lambda: [])
+
+    return _shard_map.shard_map(body, in_specs=(), out_specs=[])()
+
+
+def platforms(ctx: Any) -> tuple[str, ...]:
+    return tuple(ctx.module_context.platforms)
+
+
+def line_of(ctx: Any) -> tuple[str, int, str] | None:
+    """(file, line, function) of the user's line behind an equation being lowered."""
+    frame = _source_info_util.user_frame(ctx.traceback)
+    if frame is None:
+        return None
+    return frame.file_name, frame.start_line, frame.function_name
+
+
+# --- What `patch_jax` replaces (_patch, _hooks) --------------------------------------
+
+pure_callback_p = _callback.pure_callback_p
+io_callback_p = _callback.io_callback_p
+debug_callback_p = _debugging.debug_callback_p
+debug_print_p = _debugging.debug_print_p
+MODULES_WITH_EMIT = ("jax._src.callback", "jax.interpreters.mlir")
+
+
+def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> Callable[[], None]:
+    """Lowers a primitive of JAX's by `rule` on the CPU; gives what ends that.
+
+    For other platforms, and for several at once, JAX's own rule stays. JAX lowers each
+    equation of these primitives by itself, as `register_lowering` has it for ours.
+    """
+    table: dict[Any, Any] = _mlir._lowerings
+    if primitive not in table:
+        table = _mlir._platform_specific_lowerings["cpu"]
+    entry = table[primitive]
+
+    def either(ctx: Any, *operands: Any, **params: Any) -> Any:
+        chosen = rule if platforms(ctx) == ("cpu",) else entry.rule
+        return chosen(ctx, *operands, **params)
+
+    ours = type(entry)(either, entry.inline)
+
+    def restore() -> None:
+        if table[primitive] is ours:  # else somebody came after us
+            table[primitive] = entry
+
+    table[primitive] = ours
+    return restore
+
+
+def print_callback(params: dict[str, Any]) -> Callable[..., Any]:
+    """What JAX's debug_print primitive calls with its arrays."""
+    line = _debugging.partial(
+        _debugging._format_print_callback,
+        params["fmt"],
+        dict(params["np_printoptions"]),
+        params["has_placeholders"],
+        params["logging_record"],
+    )
+    flat: Callable[..., Any] = _debugging._make_flat_callback(
+        params["in_tree"], line, params["static_args"]
+    )
+    return flat
+
+
+def device_of(ctx: Any, annotation: Any) -> Any | None:
+    """The device that an annotation of JAX's puts a callback on; None where none."""
+    devices = program_devices(ctx)
+    entries = getattr(annotation, "shardings", None)
+    if devices is None or not entries or not entries[0].logical_device_ids:
+        return None
+    return devices[entries[0].logical_device_ids[0]]
+
+
+def back_ends_started() -> bool:
+    return bool(_xla_bridge.backends_are_initialized())

@@ -60,6 +60,7 @@ def make_plan(
     team_size: int,
     team_leader: int,
     guard: Any | None,
+    literals: bool,
     tap: tuple[Any, ...] | None,
 ) -> Plan: ...
 def handlers() -> dict[str, dict[str, Any]]: ...

@@ -13,7 +13,7 @@ pure call has none.
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 from hostcall import _errors, _jax
 
@@ -41,7 +41,7 @@ class OrderedCallEffect(_jax.Effect):  # type: ignore[misc]
 
     def __hash__(self) -> int:
         if _errors.any_failure():
-            _heal()
+            _heal(self)
         return object.__hash__(self)
 
     def __eq__(self, other: object) -> bool:
@@ -51,6 +51,30 @@ class OrderedCallEffect(_jax.Effect):  # type: ignore[misc]
         return "OrderedHostCall"
 
 
+def healing(effect: Any) -> Any:
+    """An effect of JAX's own that heals as `OrderedCallEffect` does.
+
+    It equals JAX's, so that JAX's rules find it where they look for theirs, and
+    programs that have the one are in order with programs that have the other.
+    """
+
+    class Healing(type(effect)):  # type: ignore[misc]
+        stands_for = effect
+
+        def __hash__(self) -> int:
+            if _errors.any_failure():
+                _heal(self)
+            return hash(effect)
+
+        def __eq__(self, other: object) -> bool:
+            return other is self or other is effect
+
+        def __repr__(self) -> str:
+            return repr(effect)
+
+    return Healing()
+
+
 UNORDERED = CallEffect()
 ORDERED = OrderedCallEffect()
 
@@ -58,8 +82,8 @@ _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
 
 
-def _heal() -> None:
-    failure = _jax.drop_failed_token(ORDERED)
+def _heal(effect: Any) -> None:
+    failure = _jax.drop_failed_token(effect)
     if failure is not None:
         logger.error("ordered calls go on after a program that failed: %s", failure)
 

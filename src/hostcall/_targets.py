@@ -19,6 +19,7 @@ from hostcall import (
     _context,
     _delivery,
     _errors,
+    _guards,
     _host_device,
     _interrupt,
     _jax,
@@ -28,7 +29,6 @@ from hostcall import (
 from hostcall._callback import CallInfo, CallParams, counters_of, executor_of
 from hostcall._compress import CompressedCall
 from hostcall._dlpack import DLPackArray
-from hostcall._errors import DeadlockError
 from hostcall._spec import Template, packed_bits
 from hostcall._tap_info import TapParams
 
@@ -198,7 +198,9 @@ def make_plan(
         row_fill = _tile(fill, aval, params.levels)
         results.append((dtype, aval.shape, *_bits(dtype, packed), every, row_fill))
     if team != ALONE:
-        info.guard = _guard(info)
+        info.guard = _guards.of_several(frozenset(info.devices.values()))
+    elif callback.arrays == "free":
+        info.guard = _guards.WITNESS
     function, form = _function(params, info, device, compressed)
     lend = {False: _COPY, True: _ARGS, "out": _OUT}[callback.lend]
     return _native.make_plan(
@@ -220,30 +222,8 @@ def make_plan(
         team_size=team[1],
         team_leader=team[2],
         guard=info.guard,
+        literals=getattr(params, "literals", True),
         tap=tap,
-    )
-
-
-_guards: dict[frozenset[Any], _jax.ExecutionGuard] = {}
-
-
-def _guard(info: CallInfo) -> _jax.ExecutionGuard:
-    """The guard for callbacks of programs over these devices: one, since JAX's caches
-    have it in their keys.
-    """
-    devices = frozenset(info.devices.values())
-    if devices not in _guards:
-        _guards[devices] = _jax.ExecutionGuard(devices, _would_wait)
-    return _guards[devices]
-
-
-def _would_wait() -> Exception:
-    return DeadlockError(
-        "hostcall: a callback of a program over several devices started another"
-        " program over some of them. It would wait for ever: those devices are busy"
-        " until the callback returns. Compute with NumPy, or on one device (JAX inside"
-        " a callback has one of its own by default: jnp.asarray(np.asarray(x))), or do"
-        " that part in the program that calls"
     )
 
 
@@ -267,13 +247,19 @@ def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:
 def _converter(arrays: str, key: Any, device: Any) -> Callable[[Any], Any] | None:
     if key is not None:
         return lambda block: _jax.wrap_key(_jax.put_on_device(block, device), key)
-    if arrays == "jax":
-        return lambda array: _jax.put_on_device(array, device)
+    if arrays in ("jax", "free"):
+        committed = arrays == "jax"
+        return lambda array: _jax.put_on_device(array, device, committed)
     return DLPackArray if arrays == "dlpack" else None
 
 
-def _result_form(treedef: Any) -> int:
+def _result_form(params: CallParams) -> int:
+    treedef = params.callback.results.treedef
     n = treedef.num_leaves
+    if params.results_as == "nothing":
+        return _IGNORED
+    if params.results_as == "leaves":
+        return _LEAF if n == 1 else _TREE
     structure = jax.tree_util.tree_structure
     if treedef == structure(0):
         return _LEAF
@@ -294,7 +280,7 @@ def _function(
     converters = [_converter(callback.arrays, key, device) for key in template.keys]
     if isinstance(params, TapParams):
         return params.function(whole, converters if compressed else None), _IGNORED
-    form = _result_form(callback.results.treedef)
+    form = _result_form(params)
     if callback.timeout is not None:
         whole = _with_limit(whole, callback.timeout, info, device)
     if callback.lend == "out":

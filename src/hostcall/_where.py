@@ -51,12 +51,21 @@ def name_of(fn: Callable[..., Any]) -> str:
     return f"partial({name})" if inner is not fn else str(name)
 
 
-def source_of(fn: Callable[..., Any]) -> str:
-    """Name and place of a function: the same for all closures over one `def`."""
+def place_of(fn: Callable[..., Any]) -> Place:
+    """Where a function is defined."""
     inner = fn
     while hasattr(inner, "func") and not hasattr(inner, "__code__"):
         inner = inner.func
     code = getattr(inner, "__code__", None)
     if code is None:
-        return name_of(fn)
-    return f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno})"
+        return Place("(built in)", 0, name_of(fn))
+    return Place(code.co_filename, code.co_firstlineno, name_of(fn))
+
+
+def source_of(fn: Callable[..., Any]) -> str:
+    """Name and place of a function: the same for all closures over one `def`."""
+    own = getattr(fn, "hostcall_source", None)  # of what hostcall itself calls
+    if isinstance(own, str):
+        return own
+    place = place_of(fn)
+    return f"{name_of(fn)} ({place.file}:{place.line})" if place.line else name_of(fn)

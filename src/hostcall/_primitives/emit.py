@@ -12,11 +12,19 @@ from hostcall._errors import HostcallError
 from hostcall._order import ORDERED, Order
 
 
+def ordinal(device: Any) -> int:
+    """The number under which XLA tells handlers of this device.
+
+    On CPUs that is its id, which counts on from process to process.
+    """
+    return int(device.id if device.platform == "cpu" else device.local_hardware_id)
+
+
 def by_ordinal(client: Any | None) -> dict[int, Any]:
     """The client's devices; none in a cross-lowering."""
     if client is None:
         return {}
-    return {device.local_hardware_id: device for device in client.local_devices()}
+    return {ordinal(device): device for device in client.local_devices()}
 
 
 def local_devices(ctx: Any, client: Any | None) -> list[Any] | None:
@@ -47,11 +55,17 @@ def emit(
     order: Order,
     has_side_effect: bool,
     aliases: dict[int, int] | None = None,
+    ordered: Any = ORDERED,
+    source: int | None = None,
 ) -> list[Any]:
-    """The custom call, with the tokens that its order needs; gives the results."""
+    """The custom call, with the tokens that its order needs; gives the results.
+
+    `ordered` is the effect whose token an ordered call has, `source` the number of the
+    device whose results all take.
+    """
     token, store = None, None
     if order == "ordered":
-        token = _jax.ordered_token(ctx, ORDERED)
+        token = _jax.ordered_token(ctx, ordered)
     elif order == "unordered":
         token, store = _jax.chain(ctx)
     results, token_out = _jax.emit_custom_call(
@@ -63,9 +77,10 @@ def emit(
         has_side_effect=has_side_effect,
         attributes=attributes,
         aliases=aliases,
+        source=source,
     )
     if order == "ordered":
-        _jax.set_ordered_token(ctx, ORDERED, token_out)
+        _jax.set_ordered_token(ctx, ordered, token_out)
     elif store is not None:
         store(token_out)
     return results
@@ -96,17 +111,20 @@ def emit_through_jax(
     order: Order,
     has_side_effect: bool,
     sharding: Any,
+    ordered: Any = ORDERED,
+    partitioned: bool = False,
 ) -> list[Any]:
     """JAX's own callback of `run`, in its order; gives the results."""
-    ordered = order == "ordered"
+    in_order = order == "ordered"
     results, token = _jax.emit_jax_callback(
         ctx,
         run,
         operands,
-        token=_jax.ordered_token(ctx, ORDERED) if ordered else None,
+        token=_jax.ordered_token(ctx, ordered) if in_order else None,
         has_side_effect=has_side_effect,
         sharding=sharding,
+        partitioned=partitioned,
     )
-    if ordered:
-        _jax.set_ordered_token(ctx, ORDERED, token)
+    if in_order:
+        _jax.set_ordered_token(ctx, ordered, token)
     return results

@@ -15,7 +15,7 @@ Without a method rows run one after the other, which is right for every function
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,45 +25,71 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._callback import CallParams
 from hostcall._errors import BatchingError
-from hostcall._primitives.call.primitive import bind, call_p
+from hostcall._primitives.call.primitive import call_p
 
 WHOLE = ("expand_dims", "broadcast_all", "legacy_vectorized")
 ROWS = ("sequential", "sequential_unrolled", "parallel")
 
 
-def _batch(
-    operands: Sequence[Any], dims: Sequence[int | None], *, params: CallParams
+def batch(
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    params: CallParams,
+    primitive: Any = call_p,
+    innermost: bool = False,
 ) -> tuple[list[Any], tuple[int, ...]]:
+    """The batching rule of any primitive whose equations have `CallParams`.
+
+    With `innermost`, rows of a vmap that is applied later vary fastest, as they do
+    where JAX makes loops or copies of a callback.
+    """
+    bind = primitive.bind
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     if callable(params.vmap_method):
         return _batch_by_rule(operands, dims, size, params)
-    moved = [
-        x if d is None else _jax.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-    ]
     flags = [d is not None for d in dims]
     if params.vmap_method in WHOLE:
-        return _batch_whole(moved, flags, size, params)
-    return _batch_rows(moved, flags, size, params)
+        moved = [
+            x if d is None else _jax.moveaxis(x, d, 0)
+            for x, d in zip(operands, dims, strict=True)
+        ]
+        return _batch_whole(bind, moved, flags, size, params)
+    return _batch_rows(bind, operands, dims, size, params, innermost)
 
 
-_jax.batchers[call_p] = _batch
+_jax.batchers[call_p] = batch
 
 
 def _batch_rows(
-    operands: list[Any], flags: list[bool], size: int, params: CallParams
+    bind: Callable[..., Any],
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    size: int,
+    params: CallParams,
+    innermost: bool,
 ) -> tuple[list[Any], tuple[int, ...]]:
-    """A vmap that is applied later is the outer one: its axis comes first."""
+    """A vmap that is applied later is the outer one: its axis comes first, but for
+    drop-ins.
+    """
     before = params.batched or ((),) * len(operands)
-    batched = tuple((f, *b) for f, b in zip(flags, before, strict=True))
-    outs = bind(
-        *operands, params=replace(params, grid=(size, *params.grid), batched=batched)
-    )
-    return outs, (0,) * len(outs)
+    place = len(params.grid) if innermost else 0
+    moved, batched = [], []
+    for x, d, flags in zip(operands, dims, before, strict=True):
+        axis = sum(flags[:place])
+        moved.append(x if d is None else _jax.moveaxis(x, d, axis))
+        batched.append((*flags[:place], d is not None, *flags[place:]))
+    grid = (*params.grid[:place], size, *params.grid[place:])
+    outs = bind(*moved, params=replace(params, grid=grid, batched=tuple(batched)))
+    return outs, (place,) * len(outs)
 
 
 def _batch_whole(
-    operands: list[Any], flags: list[bool], size: int, params: CallParams
+    bind: Callable[..., Any],
+    operands: list[Any],
+    flags: list[bool],
+    size: int,
+    params: CallParams,
 ) -> tuple[list[Any], tuple[int, ...]]:
     method, levels = params.vmap_method, params.levels
     if method == "legacy_vectorized" and params.masked and flags[0]:
@@ -87,7 +113,7 @@ def _batch_whole(
         elif method == "expand_dims":
             widened.append(jnp.expand_dims(x, 0))
         else:
-            widened.append(jnp.broadcast_to(x, (size, *x.shape)))
+            widened.append(jnp.broadcast_to(x, (size, *jnp.shape(x))))
     avals = tuple(a.update(shape=(size, *a.shape)) for a in params.avals)
     outs = bind(*widened, params=replace(params, avals=avals, levels=levels + 1))
     return outs, (0,) * len(outs)

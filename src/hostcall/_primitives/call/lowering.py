@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,57 +11,117 @@ import numpy as np
 from hostcall import _jax, _native, _targets
 from hostcall._callback import CallInfo, CallParams
 from hostcall._errors import HostcallError
+from hostcall._order import ORDERED
 from hostcall._primitives import emit
 from hostcall._primitives.call.primitive import call_p, row_major
+from hostcall._spec import Static
 
 
-def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
-    _targets.start()
-    _native.bury()  # programs that died since the last call
+def lower(
+    ctx: Any,
+    operands: Sequence[Any],
+    avals: Sequence[Any],
+    params: CallParams,
+    info_type: Callable[..., CallInfo] = CallInfo,
+    ordered: Any = ORDERED,
+) -> list[Any]:
+    """Emits the call.
+
+    Args:
+        ctx: of the equation that is lowered.
+        operands: values.
+        avals: theirs; of typed keys those of the blocks behind them.
+        params: of the call.
+        info_type: makes the call's description.
+        ordered: the effect whose token an ordered call takes and gives.
+    """
     client = _jax.lowering_client(ctx)
-    info = CallInfo(params, emit.by_ordinal(client), _jax.manual_mesh(ctx))
-    _jax.check_sharding(ctx, params.sharding, info.name)
-    signature = _targets.signature(params, ctx.avals_in)
-    plan = _targets.make_plan(
-        params,
-        ctx.avals_in,
-        info,
-        _targets.host_device(client),
-        packed=True,
-        number=signature,
-        team=_team(ctx, client, params, info),
-    )
-    slot, attributes = emit.take_slot(plan, signature)
-    _jax.keep_alive(ctx, slot)
+    info = info_type(params, emit.by_ordinal(client), _jax.manual_mesh(ctx))
+    leader = None
+    if params.sharding is not None and _jax.is_partitioned(ctx):
+        (leader,) = params.sharding.device_set
+    attributes, source = prepare(ctx, client, info, avals, leader)
     return emit.emit(
         ctx,
         _targets.TARGET,
         operands,
         attributes,
         order=params.order,
+        ordered=ordered,
         has_side_effect=params.order != "pure",
+        source=source,
     )
 
 
+def prepare(
+    ctx: Any, client: Any, info: CallInfo, avals: Sequence[Any], leader: Any | None
+) -> tuple[dict[str, np.uint64], int | None]:
+    """Puts the call's plan into a slot that lives as long as the program.
+
+    Gives the attributes by which the program finds it, and the number of the device
+    whose results all processes take. `leader` is the device that calls, or None.
+    """
+    _targets.start()
+    _native.bury()  # programs that died since the last call
+    params = info.params
+    team, source, elsewhere = _team(ctx, client, info, leader)
+    signature = _targets.signature(params, avals)
+    plan = _targets.make_plan(
+        _stand_in(params) if elsewhere else params,
+        avals,
+        info,
+        _targets.host_device(client),
+        packed=True,
+        number=signature,
+        team=team,
+    )
+    slot, attributes = emit.take_slot(plan, signature)
+    _jax.keep_alive(ctx, slot)
+    return attributes, source
+
+
+def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
+    _jax.check_sharding(ctx, params.sharding, params.callback.name)
+    return lower(ctx, operands, ctx.avals_in, params)
+
+
 def _team(
-    ctx: Any, client: Any, params: CallParams, info: CallInfo
-) -> tuple[int, int, int]:
-    """(mode, size, leader's ordinal) of the devices that come to this call."""
+    ctx: Any, client: Any, info: CallInfo, leader: Any | None
+) -> tuple[tuple[int, int, int], int | None, bool]:
+    """((mode, size, leader's ordinal) of this process's devices that come to the call,
+    number of the device whose results all processes take, whether that is not ours).
+    """
     local = emit.local_devices(ctx, client)
     if local is None:
-        return _targets.ALONE
+        return _targets.ALONE, None, False
     if info.mesh is not None:
-        return (_targets.EACH, len(local), 0)
-    leader = local[0]
-    if params.sharding is not None:
-        (leader,) = params.sharding.device_set
-        if leader not in local:
-            raise HostcallError(
-                f"hostcall: `{info.name}` has sharding={params.sharding}, and its"
-                f" device {leader} is not among those of the program:"
-                f" {_jax.program_devices(ctx)}"
-            )
-    return (_targets.ONCE, len(local), leader.local_hardware_id)
+        return (_targets.EACH, len(local), 0), None, False
+    devices = _jax.program_devices(ctx)
+    assert devices is not None
+    if leader is None:
+        leader = devices[0]
+    if leader not in devices:
+        raise HostcallError(
+            f"hostcall: `{info.name}` has sharding={info.params.sharding}, and its"
+            f" device {leader} is not among those of the program: {devices}"
+        )
+    source = devices.index(leader) if len(local) < len(devices) else None
+    elsewhere = leader not in local
+    caller = emit.ordinal(local[0] if elsewhere else leader)
+    return (_targets.ONCE, len(local), caller), source, elsewhere
+
+
+def _stand_in(params: CallParams) -> CallParams:
+    """The call in a process that takes its results from another's."""
+    zeros = [np.zeros(aval.shape, aval.dtype) for aval in params.avals]
+    value = params.callback.results.treedef.unflatten(zeros)
+
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        return value
+
+    callback = replace(params.callback, fn=Static(elsewhere), lend=False, timeout=None)
+    return replace(params, callback=callback)
 
 
 # --- Platforms that the engine does not serve -----------------------------------------
@@ -75,14 +137,20 @@ def _lower_elsewhere(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
     return lower_through_jax(ctx, *operands, params=params)
 
 
-def lower_through_jax(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
+def lower_through_jax(
+    ctx: Any,
+    *operands: Any,
+    params: CallParams,
+    info_type: Callable[..., CallInfo] = CallInfo,
+    ordered: Any = ORDERED,
+    partitioned: bool = False,
+) -> list[Any]:
     """The lowering itself, on any platform that JAX's callback serves."""
     _targets.start()
-    info = CallInfo(params, {}, _jax.manual_mesh(ctx))
+    info = info_type(params, {}, _jax.manual_mesh(ctx))
+    avals = _jax.physical_avals(ctx.avals_in)
     device = _targets.host_device(None)
-    plan = _targets.make_plan(
-        params, ctx.avals_in, info, device, packed=False, number=0
-    )
+    plan = _targets.make_plan(params, avals, info, device, packed=False, number=0)
 
     def run(*arrays: Any) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
@@ -97,8 +165,10 @@ def lower_through_jax(ctx: Any, *operands: Any, params: CallParams) -> list[Any]
         run,
         operands,
         order=params.order,
+        ordered=ordered,
         has_side_effect=params.order != "pure",
         sharding=params.sharding,
+        partitioned=partitioned,
     )
 
 

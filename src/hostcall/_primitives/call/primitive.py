@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -24,6 +25,21 @@ def bind(*operands: Any, params: CallParams) -> list[Any]:
 
 
 def _impl(*operands: Any, params: CallParams) -> list[Any]:
+    try:
+        return run_now(operands, params)
+    except BaseException as error:
+        _errors.keep(error, comes_out=True)
+        raise
+
+
+call_p.def_impl(_impl)
+
+
+def run_now(
+    operands: Sequence[Any],
+    params: CallParams,
+    info_type: Callable[..., CallInfo] = CallInfo,
+) -> list[Any]:
     """Calls the function now. Compiles nothing, and leaves nothing behind.
 
     The same native code runs as in a compiled program, on NumPy's buffers. What the
@@ -38,19 +54,12 @@ def _impl(*operands: Any, params: CallParams) -> list[Any]:
     device = _host_device.above_here()
     arrays = [row_major(operand) for operand in operands]
     home = _some_device(place)
-    info = CallInfo(params, {-1: home}, mesh=None)
+    info = info_type(params, {-1: home}, mesh=None)
     plan = _targets.make_plan(params, arrays, info, device, packed=False, number=0)
-    try:
-        results = plan.invoke(arrays)
-    except BaseException as error:
-        _errors.keep(error, comes_out=True)
-        raise
+    results = plan.invoke(arrays)
     if place is None:
         return [_jax.put_on_device(r, home, committed=False) for r in results]
     return [jax.device_put(result, place) for result in results]
-
-
-call_p.def_impl(_impl)
 
 
 def refuse_forked(what: str) -> None:

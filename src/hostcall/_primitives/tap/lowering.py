@@ -58,7 +58,7 @@ def _leader(ctx: Any, client: Any, info: TapInfo) -> tuple[int, ...]:
     local = emit.local_devices(ctx, client)
     if local is None or info.mesh is not None:
         return ()
-    return (int(local[0].local_hardware_id),)
+    return (emit.ordinal(local[0]),)
 
 
 _jax.register_lowering(tap_p, _lower, platform="cpu")

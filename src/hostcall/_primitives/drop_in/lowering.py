@@ -1,0 +1,56 @@
+"""What the compiler gets for a drop-in: a call, with JAX's checks of its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostcall import _jax
+from hostcall._drop_in import DropInInfo, DropInParams
+from hostcall._primitives.call import lowering as call_lowering
+from hostcall._primitives.drop_in import parts
+from hostcall._primitives.drop_in.primitive import PRIMITIVES, bind
+
+
+def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
+    """The lowering of our primitives, and on the CPU of JAX's (`_hooks`)."""
+    automatic = _jax.automatic_axes(ctx)
+    if params.kind == "debug" and automatic:
+        return _lower_once_along(ctx, operands, sorted(automatic, key=str), params)
+    if _jax.platforms(ctx) != ("cpu",):
+        return lower_elsewhere(ctx, *operands, params=params)
+    if params.partitioned and _jax.is_partitioned(ctx):
+        return parts.lower(ctx, *operands, params=params)
+    place = _jax.place_of_callback(ctx, params.sharding)
+    if _jax.is_partitioned(ctx):
+        _jax.mark_place(ctx, place)
+    avals = _jax.physical_avals(ctx.avals_in)
+    ordered = params.flavour.ordered
+    return call_lowering.lower(ctx, operands, avals, params, DropInInfo, ordered)
+
+
+def _lower_once_along(
+    ctx: Any, operands: Any, automatic: list[Any], params: DropInParams
+) -> list[Any]:
+    """In a shard_map that is manual over some axes: once along the others."""
+
+    def call(*values: Any) -> Any:
+        return _jax.on_first_of(automatic, lambda: bind(*values, params=params))
+
+    return _jax.lower_by(ctx, call, *operands)
+
+
+def lower_elsewhere(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
+    """Through JAX's own callback, with its refusals."""
+    return call_lowering.lower_through_jax(
+        ctx,
+        *operands,
+        params=params,
+        info_type=DropInInfo,
+        ordered=params.flavour.ordered,
+        partitioned=params.partitioned,
+    )
+
+
+for _primitive in PRIMITIVES.values():
+    # For all platforms: with a rule for each, JAX would try to lower for several.
+    _jax.register_default_lowering(_primitive, lower)

@@ -1,0 +1,106 @@
+"""A debug callback with partitioned=True: each device calls for its own block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hostcall import _jax, _native, _targets
+from hostcall._drop_in import DropInInfo, DropInParams
+from hostcall._primitives import emit, parts
+from hostcall._spec import Results, Static
+
+tree = _jax.tree_flatten
+
+
+class Site:
+    """What the parts of one call share. Parameters are compared by its identity."""
+
+    def __init__(self, params: DropInParams, client: Any) -> None:
+        self.params = params
+        self.client = client
+        self.slots: list[Any] = []  # they live as long as the executable
+
+
+block_call_p = _jax.Primitive("host_block_call")
+
+
+def _abstract_eval(number: Any, *operands: Any, site: Site) -> Any:
+    del number, operands, site
+    return parts.NUMBER
+
+
+def _lower(ctx: Any, number: Any, *operands: Any, site: Site) -> Any:
+    """A call of one device, alone, that takes and gives the number."""
+    params = _with_number(site.params)
+    avals = _jax.physical_avals(ctx.avals_in)
+    info = DropInInfo(params, emit.by_ordinal(site.client), None)
+    signature = _targets.signature(params, avals)
+    plan = _targets.make_plan(
+        params,
+        avals,
+        info,
+        _targets.host_device(site.client),
+        packed=True,
+        number=signature,
+    )
+    slot, attributes = emit.take_slot(plan, signature)
+    site.slots.append(slot)
+    return emit.emit(
+        ctx,
+        _targets.TARGET,
+        [number, *operands],
+        attributes,
+        order="pure",  # the links have the order
+        has_side_effect=True,
+    )
+
+
+block_call_p.def_abstract_eval(_abstract_eval)
+_jax.register_lowering(block_call_p, _lower, platform="cpu")
+
+
+def _with_number(params: DropInParams) -> DropInParams:
+    """The call with the number in front of its arguments, and as its result."""
+    callback = params.callback
+    fn, template = callback.function, callback.template
+
+    def call(number: Any, *leaves: Any) -> np.ndarray:
+        args, kwargs = template.fill(leaves)
+        fn(*args, **kwargs)
+        return np.zeros((), np.int32)
+
+    call.__qualname__ = callback.name
+    arrays = len(template.keys) + 1
+    flat = tree(((0,) * arrays, {}))[1]
+    return replace(
+        params,
+        callback=replace(
+            callback,
+            fn=Static(call),
+            template=replace(template, treedef=flat, leaves=(None, *template.keys)),
+            results=Results(tree(0)[1], (parts.NUMBER,), (None,)),
+            fills=(None,),
+        ),
+        avals=(parts.NUMBER,),
+        results_as="leaves",
+    )
+
+
+def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
+    """The lowering in a partitioned program."""
+    _targets.start()
+    _native.bury()
+    site = Site(params, _jax.lowering_client(ctx))
+    _jax.keep_alive(ctx, site)
+    call = partial(_call_block, site=site)
+    return parts.lower(
+        ctx, operands, params.order, lambda *shardings: call, unpartitioned=call
+    )
+
+
+def _call_block(number: Any, *blocks: Any, site: Site) -> Any:
+    return block_call_p.bind(number, *blocks, site=site)

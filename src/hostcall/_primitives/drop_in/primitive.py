@@ -1,0 +1,232 @@
+"""The drop-ins' primitives: impl, abstract eval, batching, derivatives, remat, Refs.
+
+They bear the names of JAX's own, and equations of theirs are calls with other effects,
+refusals and checks (see `_drop_in`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from types import BuiltinFunctionType
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from hostcall import _errors, _jax
+from hostcall._drop_in import DropInInfo, DropInParams, Kind
+from hostcall._primitives.call.batching import batch
+from hostcall._primitives.call.primitive import run_now
+from hostcall._spec import Static
+
+
+def _primitive(name: str) -> Any:
+    primitive = _jax.Primitive(name)
+    primitive.multiple_results = True
+    return primitive
+
+
+PRIMITIVES: dict[Kind, Any] = {
+    "pure": _primitive("pure_callback"),
+    "io": _primitive("io_callback"),
+    "debug": _primitive("debug_callback"),
+}
+_jax.hold_weakly_in_caches(DropInParams)
+
+
+def bind(*operands: Any, params: DropInParams) -> list[Any]:
+    primitive = PRIMITIVES[params.kind]
+    return primitive.bind(*operands, params=params)  # type: ignore[no-any-return]
+
+
+# --- impl --------------------------------------------------------------------------
+#
+# JAX compiles every eager callback, 5 to 8 ms for each fresh lambda, and keeps what it
+# compiled. Here the first call of a function runs at once, and compiles nothing; an
+# equal call that comes again while the function still lives is worth compiling.
+
+_SEEN_AT_MOST = 4096
+_seen: OrderedDict[int, Any] = OrderedDict()  # hash of params -> reference to function
+
+
+def _seen_before(params: DropInParams) -> bool:
+    key, fn = hash(params), params.callback.function
+    reference = _seen.pop(key, None)
+    before = reference is not None and reference() is fn
+    if not before:
+        try:
+            reference = weakref.ref(fn)
+        except TypeError:
+            if not isinstance(fn, (np.ufunc, BuiltinFunctionType, type)):
+                return False
+            reference = _Kept(fn)  # lives as long as its module
+    _seen[key] = reference
+    while len(_seen) > _SEEN_AT_MOST:
+        _seen.popitem(last=False)
+    return before
+
+
+class _Kept:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __call__(self) -> Any:
+        return self._value
+
+
+def _impl(*operands: Any, params: DropInParams) -> list[Any]:
+    """A failure is what a compiled program's is: JaxRuntimeError. But a debug callback
+    that is called eagerly raises what it raised, as JAX's does.
+    """
+    if params.kind == "pure" and not params.avals:
+        return []  # a program would drop it
+    if params.kind != "debug" and (
+        _seen_before(params) or not _at_home(operands, params)
+    ):
+        primitive = PRIMITIVES[params.kind]
+        out: list[Any] = _jax.apply_primitive(primitive, *operands, params=params)
+        return out
+    if params.kind == "debug":
+        blocks, params = _open_keys(operands, params)
+    else:
+        blocks = list(operands)
+    arrays = [
+        block if isinstance(block, jax.Array) else _jax.to_host(block)
+        for block in blocks
+    ]
+    infos = []
+
+    def info_type(*args: Any, **kwargs: Any) -> DropInInfo:
+        infos.append(DropInInfo(*args, **kwargs))
+        return infos[-1]
+
+    try:
+        return run_now(arrays, params, info_type)
+    except Exception as error:
+        if not infos:  # not the callback: hostcall was not ready to call it
+            raise
+        if params.kind == "debug":
+            infos[0].log(error)
+            _errors.keep(error, comes_out=True)
+            raise
+        raise jax.errors.JaxRuntimeError(infos[0].on_error(error, None, ())) from error
+    except BaseException as error:  # KeyboardInterrupt, SystemExit
+        _errors.keep(error, comes_out=True)
+        raise
+
+
+def _at_home(operands: Sequence[Any], params: DropInParams) -> bool:
+    """Whether JAX would have nothing to refuse about devices."""
+    places = {
+        frozenset(operand.devices())
+        for operand in operands
+        if isinstance(operand, jax.Array) and _jax.is_committed(operand)
+    }
+    return params.sharding is None and len(places) <= 1
+
+
+def _open_keys(
+    operands: Sequence[Any], params: DropInParams
+) -> tuple[list[Any], DropInParams]:
+    """Outside of a program a debug callback gets typed keys, inside their blocks."""
+    keys = [
+        x.dtype if isinstance(x, jax.Array) and _jax.is_key_dtype(x.dtype) else None
+        for x in operands
+    ]
+    if not any(keys):
+        return list(operands), params
+    template = params.callback.template
+    rest = iter(keys)
+    leaves = tuple(
+        leaf if isinstance(leaf, Static) else next(rest) for leaf in template.leaves
+    )
+    callback = replace(params.callback, template=replace(template, leaves=leaves))
+    blocks = [
+        x if key is None else jax.random.key_data(x)
+        for x, key in zip(operands, keys, strict=True)
+    ]
+    return blocks, replace(params, callback=callback)
+
+
+# --- abstract eval -----------------------------------------------------------------
+
+
+def _abstract_eval(*operands: Any, params: DropInParams) -> tuple[list[Any], set[Any]]:
+    del operands
+    return params.out_avals, params.effects
+
+
+# --- batching ----------------------------------------------------------------------
+
+
+def _batch(
+    kind: Kind,
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    params: DropInParams,
+) -> Any:
+    primitive = PRIMITIVES[kind]
+    if kind == "io" and params.order == "ordered":
+        raise ValueError("Cannot `vmap` ordered IO callback.")
+    if kind == "pure" and params.vmap_method is None:
+        _jax.refuse_vmap(primitive, operands, dims)
+    if params.partitioned:  # which rows a device has, only the compiler knows
+        return _jax.unroll(primitive, operands, dims, {"params": params})
+    return batch(operands, dims, params=params, primitive=primitive, innermost=True)
+
+
+# --- JVP, transpose ----------------------------------------------------------------
+
+
+def _refuse_jvp(primals: Any, tangents: Any, *, params: DropInParams) -> NoReturn:
+    del primals, tangents
+    raise ValueError(_refusal(params, "JVP", "jvp"))
+
+
+def _refuse_transpose(
+    cotangents: Any, *operands: Any, params: DropInParams
+) -> NoReturn:
+    del cotangents, operands
+    raise ValueError(_refusal(params, "transpose", "vjp"))
+
+
+def _refusal(params: DropInParams, what: str, remedy: str) -> str:
+    flavour = params.flavour
+    return f"{flavour.does} {what}. {flavour.hint.format(remedy)}".rstrip()
+
+
+def _debug_jvp(primals: Any, tangents: Any, *, params: DropInParams) -> Any:
+    del tangents
+    return bind(*primals, params=params), []
+
+
+def _debug_transpose(cotangents: Any, *operands: Any, params: DropInParams) -> Any:
+    del cotangents, params
+    return [None for _ in operands]
+
+
+# --- registration ------------------------------------------------------------------
+
+
+def _register(kind: Kind, primitive: Any) -> None:
+    primitive.def_impl(_impl)
+    _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
+
+    def rule(operands: Any, dims: Any, *, params: DropInParams) -> Any:
+        return _batch(kind, operands, dims, params=params)
+
+    _jax.batchers[primitive] = rule
+    debug = kind == "debug"
+    _jax.jvps[primitive] = _debug_jvp if debug else _refuse_jvp
+    _jax.transposes[primitive] = _debug_transpose if debug else _refuse_transpose
+    if debug:
+        _jax.keep_under_remat(primitive)
+        _jax.discharge_in_place(primitive)
+
+
+for _kind, _p in PRIMITIVES.items():
+    _register(_kind, _p)

@@ -1,0 +1,133 @@
+"""Host code on each device of a partitioned program, for its own block of the values.
+
+Which block that is, only the compiler knows, and it says so where it partitions: there
+`jax.experimental.custom_partitioning` asks for the program of one device. What stands
+there has no effect that JAX knows, and would be dropped if nobody used it. So there are
+three parts, held together by a number that means nothing:
+
+    before = link(0)           the effect: after what came before
+    ran    = parts(before, x)  custom-partitioned: each device does its block
+    link(ran)                  the effect: what comes after, comes after this
+
+No part moves data between devices: the number is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from hostcall import _jax, _targets
+from hostcall._order import Order, effects_of
+from hostcall._primitives import emit
+
+NUMBER = _jax.ShapedArray((), np.dtype(np.int32))
+
+# --- A link in the order of effects, as a value --------------------------------------
+
+link_p = _jax.Primitive("host_link")
+
+
+def _link_abstract_eval(
+    number: Any, *, order: Order, mark: int
+) -> tuple[Any, set[Any]]:
+    del number, mark
+    return NUMBER, effects_of(order)
+
+
+def _lower_link(ctx: Any, number: Any, *, order: Order, mark: int) -> list[Any]:
+    return emit.emit(
+        ctx,
+        _targets.LINK_TARGET,
+        [number],
+        {"mark": np.uint64(mark)},
+        order=order,
+        has_side_effect=True,
+    )
+
+
+_jax.def_effectful_abstract_eval(link_p, _link_abstract_eval)
+_jax.register_lowering(link_p, _lower_link, platform="cpu")
+
+
+# --- The whole ------------------------------------------------------------------------
+
+
+def lower(
+    ctx: Any,
+    operands: Sequence[Any],
+    order: Order,
+    block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
+    unpartitioned: Callable[..., Any],
+) -> list[Any]:
+    """Lowers an equation without results to its parts.
+
+    Args:
+        ctx: of the equation.
+        operands: its values.
+        order: "unordered" or "ordered".
+        block: (replicated sharding, each operand's sharding, each one's shape) -> the
+            function of one device, (number, *blocks) -> number.
+        unpartitioned: the same before anything is partitioned.
+    """
+    # In the program's text. JAX's compilation cache must not know the program from
+    # elsewhere: its slots are taken where it is compiled.
+    mark = int.from_bytes(os.urandom(7), "little")
+
+    def parts(*arrays: Any) -> list[Any]:
+        before = link_p.bind(jnp.int32(0), order=order, mark=mark)
+        ran = _partitioned(block, unpartitioned)(before, *arrays)
+        link_p.bind(ran, order=order, mark=0)
+        return []
+
+    return _jax.lower_by(ctx, parts, *operands)
+
+
+def _partitioned(
+    block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
+    unpartitioned: Callable[..., Any],
+) -> Any:
+    # Here, since importing it takes 10 ms that most programs need not pay.
+    from jax.experimental.custom_partitioning import (
+        SdyShardingRule,
+        custom_partitioning,
+    )
+
+    @custom_partitioning
+    def parts(number: Any, *arrays: Any) -> Any:
+        return unpartitioned(number, *arrays)
+
+    def partition(mesh: Any, args: Any, result: Any) -> Any:
+        everywhere = args[0].sharding
+        shardings = [_even(arg, everywhere) for arg in args[1:]]
+        one = block(everywhere, shardings, [arg.shape for arg in args[1:]])
+        return mesh, one, result.sharding, (everywhere, *shardings)
+
+    def rule(mesh: Any, values: Any, results: Any) -> Any:
+        """No two dimensions have to do with each other."""
+        del mesh, results
+        names = (f"d{i}" for i in range(10_000))
+        return SdyShardingRule(
+            tuple(tuple(next(names) for _ in value.shape) for value in values), ((),)
+        )
+
+    parts.def_partition(
+        partition,
+        infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+        decode_shardings=False,
+        sharding_rule=rule,
+    )
+    return parts
+
+
+def _even(arg: Any, everywhere: Any) -> Any:
+    """Its sharding; whole where its blocks differ in size, and the last is padded."""
+    try:
+        arg.sharding.devices_indices_map(arg.shape)
+    except (AssertionError, ValueError):
+        return everywhere
+    return arg.sharding

@@ -1,0 +1,51 @@
+"""python -m hostcall run: a program with its callbacks on hostcall's engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+# In an interpreter of its own, since this one has imported JAX: what the program sets
+# before it does so (JAX_PLATFORMS, XLA_FLAGS) has to count.
+_START = """
+import _hostcall_autopatch, runpy, sys
+module, home, program = sys.argv[1:4]
+sys.argv = sys.argv[3:]
+sys.path[0] = home
+if module:
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(program, run_name="__main__")
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs a script or a module as Python itself would, with JAX patched."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hostcall run",
+        description="Runs a program with every JAX callback on hostcall's engine"
+        " (hostcall.patch_jax).",
+    )
+    parser.add_argument(
+        "--arrays",
+        choices=["jax", "numpy"],
+        default="jax",
+        help="what callbacks get (default: jax)",
+    )
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="PROGRAM is a module's name"
+    )
+    parser.add_argument("program", help="a script, or a module with -m")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="the program's own")
+    options = parser.parse_args(arguments)
+    home = os.getcwd()
+    if not options.module:
+        if not os.path.exists(options.program):
+            parser.error(f"there is no file {options.program}")
+        home = os.path.dirname(os.path.abspath(options.program))
+    sys.stdout.flush()
+    start = [sys.executable, "-c", _START, "-m" if options.module else "", home]
+    environment = {**os.environ, "HOSTCALL_PATCH": options.arrays}
+    os.execve(sys.executable, [*start, options.program, *options.rest], environment)
