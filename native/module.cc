@@ -123,10 +123,17 @@ std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
     throw nb::value_error("another number of operands than the plan has");
   }
   std::vector<const void*> in;
+  const size_t first = plan.masked ? 1 : 0;
   for (nb::handle operand : operands) {
     auto* array = reinterpret_cast<PyArrayObject*>(operand.ptr());
     if (!PyArray_Check(operand.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
       throw nb::type_error("operands are row-major arrays");
+    }
+    const size_t bytes = in.size() < first
+                             ? static_cast<size_t>(plan.mask_rows)
+                             : plan.args[in.size() - first].buffer_bytes();
+    if (static_cast<size_t>(PyArray_NBYTES(array)) != bytes) {
+      throw nb::value_error("an operand of another size than the plan's");
     }
     in.push_back(PyArray_DATA(array));
   }

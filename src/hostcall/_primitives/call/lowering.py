@@ -150,12 +150,22 @@ def lower_through_jax(
     info = info_type(params, {}, _jax.manual_mesh(ctx))
     avals = _jax.physical_avals(ctx.avals_in)
     device = _targets.host_device(None)
-    plan = _targets.make_plan(params, avals, info, device, packed=False, number=0)
+    plans: dict[Any, Any] = {}  # by the operands' shapes, which parts of values have
+
+    def plan_of(operands: Sequence[Any]) -> Any:
+        shapes = tuple(operand.shape for operand in operands)
+        if shapes not in plans:
+            plans[shapes] = _targets.make_plan(
+                params, operands, info, device, packed=False, number=0
+            )
+        return plans[shapes]
+
+    plan_of(avals)
 
     def run(*arrays: Any) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
         try:
-            results: list[np.ndarray] = plan.invoke(hosts)
+            results: list[np.ndarray] = plan_of(hosts).invoke(hosts)
         except Exception as error:
             raise HostcallError(info.on_error(error, None, ())) from error
         return results
