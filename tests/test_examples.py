@@ -30,6 +30,7 @@ def test_there_are_examples():
     assert {p.stem for p in EXAMPLES} >= {
         "bessel",
         "environment",
+        "old_training",
         "parallel_rows",
         "training_log",
     }

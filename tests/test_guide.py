@@ -1,10 +1,11 @@
-"""docs/external_callbacks.md: its programs, one after the other, print what they say; and
-each cell of its table holds.
+"""The pages that users read: their programs, one after the other, print what they say;
+and each cell of the table in docs/external_callbacks.md holds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import re
 from pathlib import Path
@@ -17,21 +18,37 @@ from jax import lax
 
 import hostcall as hc
 
-PAGE = Path(__file__).parent.parent / "docs" / "external_callbacks.md"
-CELLS = re.findall(
-    r"^```py\n(.*?)^```\n```text\n(.*?)^```", PAGE.read_text(), re.M | re.S
-)
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = {"external_callbacks.md": 16, "migrating/host_callback.md": 13}
 
 
-def test_the_programs_of_the_page():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pmap says that it is old
+@pytest.mark.parametrize("page", PAGES)
+def test_the_programs_of_the_page(page):
     pytest.importorskip("scipy")
-    assert len(CELLS) == PAGE.read_text().count("```py\n") == 16
-    names: dict[str, object] = {}
-    for source, wanted in CELLS:
+    text = (DOCS / page).read_text()
+    cells = re.findall(r"^```py\n(.*?)^```\n```text\n(.*?)^```", text, re.M | re.S)
+    assert len(cells) == text.count("```py\n") == PAGES[page]
+    run(page, cells, {})
+
+
+def test_the_program_with_torch(run_python):
+    """In a process of its own: torch is large, and would stay in this one."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    text = (DOCS / "migrating" / "host_callback.md").read_text()
+    pattern = r"^```py torch\n(.*?)^```\n```text\n(.*?)^```"
+    ((source, wanted),) = re.findall(pattern, text, re.M | re.S)
+    head = "import jax, numpy as np, hostcall.host_callback as hcb\n"
+    assert numbers(run_python(head + source).stdout) == numbers(wanted)
+
+
+def run(page, cells, names):
+    for source, wanted in cells:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             try:
-                exec(compile(source, "<the guide>", "exec"), names)
+                exec(compile(source, f"<{page}>", "exec"), names)
             except ValueError as error:
                 print(f"ValueError: {str(error).splitlines()[0]}")
         assert numbers(out.getvalue()) == numbers(wanted), source

@@ -52,6 +52,8 @@ LAYERS: list[tuple[str, ...]] = [
         "_primitives.drop_in.lowering",
     ),
     ("_call", "_sync", "_tap", "_print", "_collect", "_callbacks", "debug", "_hooks"),
+    ("_outside_call",),
+    ("host_callback",),
     ("_patch",),
     ("",),  # hostcall/__init__.py
     ("_demo", "_run", "__main__"),

@@ -6,6 +6,8 @@
     print       a formatted line, the same way
     pure_callback, io_callback, debug
                 drop-ins for JAX's own; `debug` has callback and print
+    host_callback
+                a module to import: the one of this name that JAX removed
     patch_jax   puts them under JAX's names, for every program; unpatch_jax ends that
     barrier     waits for programs and taps, raises what taps raised
     flush       waits for what is queued

@@ -96,7 +96,9 @@ def call(
             code replaces the call, as in `jax.custom_batching.custom_vmap`; with
             keyword arguments their flags are the last entry of `in_batched`.
         vmap of cond, of while_loop: JAX computes every branch for every row. Give
-            the condition as `where=` too, and only rows that are meant to, call.
+            the condition as `where=` too, and only rows that are meant to, call. An
+            ordered call in a while_loop's condition that is batched makes JAX compute
+            wrong values (the loop ends for all rows at once): use "unordered" there.
         jvp, grad, transposition: refused; put jax.custom_jvp or custom_vjp around.
         remat: a pure call runs again in the backward pass, others do not.
         shard_map, pmap: once a shard; `hostcall.current()` tells which.

@@ -22,6 +22,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import ffi as _ffi
 from jax._src import mesh as _mesh
+from jax._src import pretty_printer as _pretty_printer
 from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
@@ -800,3 +801,36 @@ def device_of(ctx: Any, annotation: Any) -> Any | None:
 
 def back_ends_started() -> bool:
     return bool(_xla_bridge.backends_are_initialized())
+
+
+# --- The old module (host_callback, _outside_call) -----------------------------------
+
+partial_eval_by_trace = _pe.custom_partial_eval_rules  # under linearize
+pretty_printer = _pretty_printer
+is_undefined_primal = _ad.is_undefined_primal
+check_arg = _dispatch.check_arg
+
+
+def is_known(tracer: Any) -> bool:
+    """Whether partial evaluation knows this value."""
+    return bool(tracer.is_known())
+
+
+_old_flags: dict[str, Any] = {}
+
+
+def define_old_flags(flags: dict[str, tuple[bool | int, str]]) -> None:
+    """Settings that JAX had: by `jax.config.update`, and from the environment."""
+    for name, (default, help_text) in flags.items():
+        if name in _old_flags:
+            continue
+        if isinstance(default, bool):
+            from_env = _config.bool_env(name.upper(), default)
+            _old_flags[name] = _config.bool_flag(name, from_env, help=help_text)
+        else:
+            from_env = _config.int_env(name.upper(), default)
+            _old_flags[name] = _config.int_flag(name, from_env, help=help_text)
+
+
+def old_flag(name: str) -> Any:
+    return _old_flags[name].value

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from types import TracebackType
 from typing import Any
 
 import jax
+import jax.experimental
 
-from hostcall import _delivery, _hooks, _jax, debug
+from hostcall import _delivery, _hooks, _jax, debug, host_callback
 from hostcall._callbacks import call_io, call_pure
 from hostcall._drop_in import arrays_of
 
@@ -171,7 +173,8 @@ def patch_jax(arrays: str = "jax") -> Patch:
     `jax.debug.print` and `jax.effects_barrier` become hostcall's; programs that took
     JAX's functions before, and JAX's own (Pallas in interpret mode, checkify), are met
     where they are lowered. On platforms that the engine does not serve, and inside
-    Pallas kernels, they stay JAX's.
+    Pallas kernels, they stay JAX's. `jax.experimental.host_callback`, which JAX has
+    removed, can be imported again (`hostcall.host_callback`).
 
     Best before the first program is traced. If a back end runs already, JAX's caches
     are cleared, so that programs are compiled again; an executable that somebody holds
@@ -218,17 +221,32 @@ def _apply() -> None:
         _hooks.hand_out(choice)
     if _choice is None:
         _hooks_held = _hooks.Hooks()
+        _revive(True)
         for name, function in _REPLACEMENTS.items():
             _replaced[name] = _replace(name, function)
     elif choice is None:
         for name, function in _replaced.items():
             if _get(name) is _REPLACEMENTS[name]:  # else somebody patched after us
                 _replace(name, function)
+        _revive(False)
         assert _hooks_held is not None
         _hooks_held.release()
         _hooks_held = None
     _choice = choice
     _hooks.forget_programs()
+
+
+_OLD_MODULE = "jax.experimental.host_callback"
+
+
+def _revive(there: bool) -> None:
+    """`jax.experimental.host_callback` can be imported again, or no longer."""
+    if there and _OLD_MODULE not in sys.modules:
+        sys.modules[_OLD_MODULE] = host_callback
+        jax.experimental.host_callback = host_callback
+    elif not there and sys.modules.get(_OLD_MODULE) is host_callback:
+        del sys.modules[_OLD_MODULE]
+        del jax.experimental.host_callback
 
 
 def _get(name: str) -> Any:

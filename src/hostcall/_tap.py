@@ -102,7 +102,9 @@ def tap(
         jit, scan, while_loop (its condition too), cond, map: once for each time the
             place is reached; never removed as unused.
         vmap: see `rows`. Of cond and while_loop JAX computes all branches for all
-            rows: give the condition as `where=` too.
+            rows: give the condition as `where=` too. An ordered tap (or call) in the
+            condition of a while_loop that vmap batches makes JAX compute wrong values;
+            an unordered one does not.
         jvp, grad: primal values, where they are computed. `hc.tap_tangent` and
             `hc.tap_cotangent` see derivatives. A linearized while_loop is run again
             for each tangent, as JAX does it, and so are its taps.
@@ -117,7 +119,7 @@ def tap(
     callback brings the values to the queue, as slow as that; there `sharding` has no
     meaning, and `hc.current()` knows no device.
     """
-    operands, params = _prepare(
+    operands, params = prepare(
         fn,
         args,
         kwargs,
@@ -173,7 +175,7 @@ def tap_through(
     Cost: that of `hc.tap`, and a copy of `x` where XLA can't give its memory on. In a
     jitted program over sharded arrays `x` is gathered, and the result replicated.
     """
-    operands, params = _prepare(
+    operands, params = prepare(
         fn,
         (x,),
         {},
@@ -244,7 +246,7 @@ def _seen_in_derivatives(identity: Any, fn: Any, x: Any, options: Any) -> Any:
             f" {', '.join(sorted(_OPTIONS))}"
         )
     inexact, rest = _split(x)
-    operands, params = _prepare(fn, (inexact,), {}, **options)
+    operands, params = prepare(fn, (inexact,), {}, **options)
     _refuse_pure(params, "it is tied to no result")
     return _joined(_rebuilt(params, identity.bind(*operands, params=params)), rest)
 
@@ -257,7 +259,7 @@ def _refuse_pure(params: TapParams, why: str) -> None:
         )
 
 
-def _prepare(
+def prepare(
     fn: Any,
     args: Any,
     kwargs: Any,

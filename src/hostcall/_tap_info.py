@@ -33,6 +33,8 @@ class TapParams:
         rows: under vmap, one delivery of the batch or one a row.
         when_full, remat, sharding, name, every, sample: as given to `hc.tap`.
         through: the arguments are results too.
+        leader: in a program that is split over devices, the number of the one that
+            taps a whole value; None for this process's first.
         grid: sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of those axes.
         flags: of rows="batched", for each vmap in the order they were applied (the
@@ -52,6 +54,7 @@ class TapParams:
     every: int | float | None
     sample: float | None
     through: bool = False
+    leader: int | None = None
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
     flags: tuple[tuple[bool, ...], ...] = ()

@@ -52,8 +52,9 @@ _SEEN_AT_MOST = 4096
 _seen: OrderedDict[int, Any] = OrderedDict()  # hash of params -> reference to function
 
 
-def _seen_before(params: DropInParams) -> bool:
-    key, fn = hash(params), params.callback.function
+def seen_before(params: Any, fn: Any) -> bool:
+    """Whether an equal eager call of `fn`, which lives still, has been made before."""
+    key = hash(params)
     reference = _seen.pop(key, None)
     before = reference is not None and reference() is fn
     if not before:
@@ -84,7 +85,7 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
     if params.kind == "pure" and not params.avals:
         return []  # a program would drop it
     if params.kind != "debug" and (
-        _seen_before(params) or not _at_home(operands, params)
+        not _at_home(operands, params) or seen_before(params, params.callback.function)
     ):
         primitive = PRIMITIVES[params.kind]
         out: list[Any] = _jax.apply_primitive(primitive, *operands, params=params)

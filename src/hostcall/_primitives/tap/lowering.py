@@ -36,7 +36,8 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         packed=True,
         number=signature,
         tap=params.settings(
-            _leader(ctx, client, info), nested=_targets.is_host_client(client)
+            _leader(ctx, client, info, params.leader),
+            nested=_targets.is_host_client(client),
         ),
     )
     slot, attributes = emit.take_slot(plan, signature)
@@ -53,12 +54,22 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     )
 
 
-def _leader(ctx: Any, client: Any, info: TapInfo) -> tuple[int, ...]:
+_NONE_HERE = (-1,)  # as ordinals of devices
+
+
+def _leader(
+    ctx: Any, client: Any, info: TapInfo, leader: int | None
+) -> tuple[int, ...]:
     """Ordinal of the one device that taps, where all hold the same; else none."""
     local = emit.local_devices(ctx, client)
     if local is None or info.mesh is not None:
         return ()
-    return (emit.ordinal(local[0]),)
+    if leader is None:
+        return (emit.ordinal(local[0]),)
+    devices = _jax.program_devices(ctx)
+    assert devices is not None
+    device = devices[leader]
+    return (emit.ordinal(device),) if device in local else _NONE_HERE
 
 
 _jax.register_lowering(tap_p, _lower, platform="cpu")

@@ -1,0 +1,110 @@
+"""A training script of the days of jax.experimental.host_callback. Only its import has
+changed: `from jax.experimental import host_callback as hcb`.
+
+It fits a linear recurrence to a noisy signal, taps its losses, prints from inside pmap
+on two devices, and asks NumPy for the eigenvalues of what it has learnt (JAX has no
+general eigenvalues on accelerators).
+"""
+
+import os
+import warnings
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import hostcall.host_callback as hcb
+
+# pmap says that it is old, too.
+warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+ORDER, STEPS, RATE = 3, 400, 0.1
+TRUE = np.array([1.5, -0.8, 0.2], np.float32)
+
+
+class Lines:
+    """Where id_print writes to."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, line):
+        self.text += line
+
+
+losses, printed = [], Lines()
+
+
+def log_loss(loss, transforms):
+    losses.append(float(loss))
+
+
+def signal(seed, n=300):
+    noise = np.random.default_rng(seed).normal(scale=0.5, size=n).astype(np.float32)
+    x = np.zeros(n, np.float32)
+    for i in range(ORDER, n):
+        x[i] = TRUE @ x[i - ORDER : i][::-1] + noise[i]
+    return x
+
+
+def windows(x):
+    rows = [x[i - ORDER : i][::-1] for i in range(ORDER, len(x))]
+    return np.stack(rows), x[ORDER:]
+
+
+def loss_of(w, rows, targets):
+    loss = jnp.mean((rows @ w - targets) ** 2)
+    return hcb.id_tap(log_loss, loss)
+
+
+@jax.jit
+def train(w, rows, targets):
+    def step(w, _):
+        return w - RATE * jax.grad(loss_of)(w, rows, targets), None
+
+    return jax.lax.scan(step, w, length=STEPS)[0]
+
+
+def eigenvalues(m):
+    return np.linalg.eigvals(m).astype(np.complex64)
+
+
+@jax.jit
+def modes(w):
+    companion = jnp.zeros((ORDER, ORDER)).at[0].set(w)
+    companion = companion.at[1:, :-1].set(jnp.eye(ORDER - 1))
+    return hcb.call(
+        eigenvalues,
+        companion,
+        result_shape=jax.ShapeDtypeStruct((ORDER,), jnp.complex64),
+    )
+
+
+rows, targets = windows(signal(0))
+w = train(jnp.zeros(ORDER), rows, targets)
+hcb.barrier_wait("after training")
+assert len(losses) == STEPS
+assert losses[-1] < losses[0] / 3
+assert np.abs(w - TRUE).max() < 0.3
+
+
+# How well it predicts two other signals, each on a device of its own.
+@jax.pmap
+def error(rows, targets):
+    mse = jnp.mean((rows @ w - targets) ** 2)
+    return hcb.id_print(mse, what="mse", tap_with_device=True, output_stream=printed)
+
+
+others = [windows(signal(seed)) for seed in (1, 2)]
+errors = error(*(np.stack(part) for part in zip(*others, strict=True)))
+hcb.barrier_wait("after evaluation")
+lines = printed.text.splitlines()
+assert sorted(lines[::2]) == [f"device: {d} what: mse" for d in jax.devices()[:2]]
+assert sorted(map(float, lines[1::2])) == sorted(float(f"{e:.8g}") for e in errors)
+
+roots = modes(w)
+assert np.abs(roots).max() < 1  # what was learnt is stable, as the truth is
+print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
+print(f"errors {[round(float(e), 3) for e in errors]}, |roots| {np.abs(roots)}")
