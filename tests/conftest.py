@@ -77,6 +77,23 @@ def x64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", before)
 
 
+@pytest.fixture
+def compiled_during() -> Callable[[Callable[[], object]], int]:
+    """How many programs are compiled while a function runs."""
+
+    def count(run: Callable[[], object]) -> int:
+        events: list[str] = []
+        listener = lambda name, *_, **__: events.append(name)
+        jax.monitoring.register_event_duration_secs_listener(listener)
+        try:
+            run()
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listener)
+        return sum("backend_compile" in name for name in events)
+
+    return count
+
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -498,15 +498,7 @@ def test_integers_that_wrap_around_say_so_once(caplog):
 # --- Eager calls ----------------------------------------------------------------------------
 
 
-def compiled_during(run):
-    from jax._src import test_util as jtu
-
-    with jtu.count_jit_and_pmap_lowerings() as count:
-        run()
-    return count()
-
-
-def test_an_eager_call_compiles_when_it_comes_again():
+def test_an_eager_call_compiles_when_it_comes_again(compiled_during):
     x = np.arange(3, dtype=np.float32)
     spec = like(x)
 
@@ -520,7 +512,7 @@ def test_an_eager_call_compiles_when_it_comes_again():
     np.testing.assert_array_equal(call(), np.sin(x))
 
 
-def test_fresh_functions_never_compile():
+def test_fresh_functions_never_compile(compiled_during):
     def run():
         for i in range(20):
             f = lambda v, i=i: np.asarray(v) + i
