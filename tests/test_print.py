@@ -252,19 +252,16 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_line_jitted_again_finds_what_was_compiled(kind):
-    compiled = []
+def test_a_line_jitted_again_finds_what_was_compiled(kind, compiled_during):
     f = KINDS[kind](Held())
-    listener = lambda name, *_, **__: compiled.append("backend_compile" in name)
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
+
+    def run():
         programs = [jax.jit(f) for _ in range(5)]
         for program in programs:
             jax.block_until_ready(program(np.float32(1)))
             assert _native.live_slots() == 1
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
-    assert sum(compiled) == 1
+
+    assert compiled_during(run) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

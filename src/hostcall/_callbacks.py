@@ -79,13 +79,14 @@ def pure_callback(
                 " used together. Please use the vmap_method argument."
             )
         vmap_method = "legacy_vectorized" if vectorized else "sequential"
-    return call_pure(
+    return call_back(
+        "pure",
         callback,
         result_shape_dtypes,
         args,
         kwargs,
         sharding=sharding,
-        vmap_method=_check_vmap_method(vmap_method) or "sequential",
+        vmap_method=check_vmap_method(vmap_method) or "sequential",
         arrays=arrays,
     )
 
@@ -130,51 +131,7 @@ def io_callback(
 
     Source: JAX's guide "External callbacks".
     """
-    return call_io(
-        callback,
-        result_shape_dtypes,
-        args,
-        kwargs,
-        sharding=sharding,
-        ordered=ordered,
-        arrays=arrays,
-    )
-
-
-def call_pure(
-    callback: Callable[..., Any],
-    result_shape_dtypes: Any,
-    args: Any,
-    kwargs: Any,
-    *,
-    sharding: Any,
-    vmap_method: str | None,
-    arrays: str,
-) -> Any:
-    """Without a `vmap_method` it refuses vmap, as today's JAX does."""
-    return _call(
-        "pure",
-        callback,
-        result_shape_dtypes,
-        args,
-        kwargs,
-        sharding=sharding,
-        vmap_method=_check_vmap_method(vmap_method),
-        arrays=arrays,
-    )
-
-
-def call_io(
-    callback: Callable[..., Any],
-    result_shape_dtypes: Any,
-    args: Any,
-    kwargs: Any,
-    *,
-    sharding: Any,
-    ordered: bool,
-    arrays: str,
-) -> Any:
-    return _call(
+    return call_back(
         "io",
         callback,
         result_shape_dtypes,
@@ -186,7 +143,7 @@ def call_io(
     )
 
 
-def _check_vmap_method(method: Any) -> str | None:
+def check_vmap_method(method: Any) -> str | None:
     if method not in _VMAP_METHODS:
         raise ValueError(
             f"vmap_method must be on of the allowed methods {_VMAP_METHODS}, but got:"
@@ -195,7 +152,7 @@ def _check_vmap_method(method: Any) -> str | None:
     return method  # type: ignore[no-any-return]
 
 
-def _call(
+def call_back(
     kind: Kind,
     callback: Callable[..., Any],
     result: Any,
@@ -205,10 +162,13 @@ def _call(
     arrays: str,
     **options: Any,
 ) -> Any:
-    leaves, in_tree = _jax.tree_flatten((args, kwargs))
+    """The call itself; here no keyword of the callback's is an option. Without a
+    `vmap_method` it refuses vmap, as today's JAX does.
+    """
+    leaves, in_tree = jax.tree.flatten((args, kwargs))
     operands = [raw_keys(leaf) for leaf in leaves]
     template = Template(in_tree, (None,) * len(leaves))
-    described, out_tree = _jax.tree_flatten(result)
+    described, out_tree = jax.tree.flatten(result)
     avals = tuple(map(_result_aval, described))
     params = make_params(
         kind,

@@ -35,13 +35,12 @@ def _template(treedef: Any) -> Template:
 
 
 def _flat(n: int) -> Template:
-    return _template(_jax.tree_flatten(((0,) * n, {}))[1])
+    return Template.flat(*(None,) * n)
 
 
 def _results(avals: Sequence[Any]) -> Results:
-    return Results(
-        _jax.tree_flatten((0,) * len(avals))[1], tuple(avals), (None,) * len(avals)
-    )
+    n = len(avals)
+    return Results(jax.tree.structure((0,) * n), tuple(avals), (None,) * n)
 
 
 def _place(ctx: Any, fn: Callable[..., Any]) -> Place:

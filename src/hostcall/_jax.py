@@ -603,7 +603,6 @@ callback_logger = _callback.logger
 debug_logger = _debugging.logger
 
 FlatCallback = _callback._FlatCallback  # what JAX's own primitives hold
-tree_flatten = _tree_util.tree_flatten
 
 
 def flatten_with_refs(tree: Any) -> tuple[list[Any], Any]:

@@ -12,7 +12,7 @@ import jax
 import jax.experimental
 
 from hostcall import _delivery, _hooks, _jax, debug, host_callback
-from hostcall._callbacks import call_io, call_pure
+from hostcall._callbacks import call_back, check_vmap_method
 from hostcall._drop_in import arrays_of
 
 # --- What stands under JAX's names ----------------------------------------------------
@@ -27,13 +27,14 @@ def _pure_callback(
     **kwargs: Any,
 ) -> Any:
     """`jax.pure_callback` on hostcall's engine (`hostcall.patch_jax`)."""
-    return call_pure(
+    return call_back(
+        "pure",
         callback,
         result_shape_dtypes,
         args,
         kwargs,
         sharding=sharding,
-        vmap_method=vmap_method,
+        vmap_method=check_vmap_method(vmap_method),
         arrays=_arrays(),
     )
 
@@ -47,7 +48,8 @@ def _io_callback(
     **kwargs: Any,
 ) -> Any:
     """`jax.experimental.io_callback` on hostcall's engine (`hostcall.patch_jax`)."""
-    return call_io(
+    return call_back(
+        "io",
         callback,
         result_shape_dtypes,
         args,

@@ -65,6 +65,11 @@ class Template:
     treedef: Any
     leaves: tuple[Any, ...]
 
+    @classmethod
+    def flat(cls, *marks: Any) -> Template:
+        """Of positional arrays alone; `marks` as in `leaves`."""
+        return cls(tree.tree_structure(((0,) * len(marks), {})), marks)
+
     @property
     def keys(self) -> tuple[Any, ...]:
         """For each array: the key dtype, or None."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from hostcall import _jax
@@ -158,7 +159,7 @@ def print(
     return call
 
 
-_NOTHING = Results(_jax.tree_flatten(None)[1], (), ())
+_NOTHING = Results(jax.tree.structure(None), (), ())
 
 
 def _refuse_arguments(name: str, args: Any, kwargs: Any) -> None:
@@ -239,7 +240,7 @@ def _is_plain(fmt: str, template: Template, positional: int, kwargs: Any) -> boo
     """Whether NumPy's arrays would be written just as JAX's: bare arguments in fields
     without conversion, attribute or index.
     """
-    bare = _jax.tree_flatten(((0,) * positional, dict.fromkeys(kwargs, 0)))[1]
+    bare = jax.tree.structure(((0,) * positional, dict.fromkeys(kwargs, 0)))
     if template.treedef != bare or not _has_fields(fmt):
         return False
     try:

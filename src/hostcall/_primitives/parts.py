@@ -54,6 +54,34 @@ _jax.def_effectful_abstract_eval(link_p, _link_abstract_eval)
 _jax.register_lowering(link_p, _lower_link, platform="cpu")
 
 
+# --- The part of one device -----------------------------------------------------------
+
+
+class Site:
+    """What the parts of one equation share. Parameters are compared by its identity."""
+
+    def __init__(self, params: Any, client: Any) -> None:
+        self.params = params
+        self.client = client
+        self.slots: list[Any] = []  # they live as long as the executable
+
+
+def emit_block(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    site: Site,
+    plan: Any,
+    signature: int,
+) -> list[Any]:
+    """The custom call of one device: the links have its order, the site its slot."""
+    slot, attributes = emit.take_slot(plan, signature)
+    site.slots.append(slot)
+    return emit.emit(
+        ctx, target, operands, attributes, order="pure", has_side_effect=True
+    )
+
+
 # --- The whole ------------------------------------------------------------------------
 
 

@@ -6,34 +6,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from hostcall import _jax, _native, _targets
 from hostcall._drop_in import DropInInfo, DropInParams
 from hostcall._primitives import emit, parts
-from hostcall._spec import Results, Static
-
-tree = _jax.tree_flatten
-
-
-class Site:
-    """What the parts of one call share. Parameters are compared by its identity."""
-
-    def __init__(self, params: DropInParams, client: Any) -> None:
-        self.params = params
-        self.client = client
-        self.slots: list[Any] = []  # they live as long as the executable
-
+from hostcall._spec import Results, Static, Template
 
 block_call_p = _jax.Primitive("host_block_call")
 
 
-def _abstract_eval(number: Any, *operands: Any, site: Site) -> Any:
+def _abstract_eval(number: Any, *operands: Any, site: parts.Site) -> Any:
     del number, operands, site
     return parts.NUMBER
 
 
-def _lower(ctx: Any, number: Any, *operands: Any, site: Site) -> Any:
+def _lower(ctx: Any, number: Any, *operands: Any, site: parts.Site) -> Any:
     """A call of one device, alone, that takes and gives the number."""
     params = _with_number(site.params)
     avals = _jax.physical_avals(ctx.avals_in)
@@ -47,15 +36,8 @@ def _lower(ctx: Any, number: Any, *operands: Any, site: Site) -> Any:
         packed=True,
         number=signature,
     )
-    slot, attributes = emit.take_slot(plan, signature)
-    site.slots.append(slot)
-    return emit.emit(
-        ctx,
-        _targets.TARGET,
-        [number, *operands],
-        attributes,
-        order="pure",  # the links have the order
-        has_side_effect=True,
+    return parts.emit_block(
+        ctx, _targets.TARGET, [number, *operands], site, plan, signature
     )
 
 
@@ -74,15 +56,13 @@ def _with_number(params: DropInParams) -> DropInParams:
         return np.zeros((), np.int32)
 
     call.__qualname__ = callback.name
-    arrays = len(template.keys) + 1
-    flat = tree(((0,) * arrays, {}))[1]
     return replace(
         params,
         callback=replace(
             callback,
             fn=Static(call),
-            template=replace(template, treedef=flat, leaves=(None, *template.keys)),
-            results=Results(tree(0)[1], (parts.NUMBER,), (None,)),
+            template=Template.flat(None, *template.keys),
+            results=Results(jax.tree.structure(0), (parts.NUMBER,), (None,)),
             fills=(None,),
         ),
         avals=(parts.NUMBER,),
@@ -94,7 +74,7 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     """The lowering in a partitioned program."""
     _targets.start()
     _native.bury()
-    site = Site(params, _jax.lowering_client(ctx))
+    site = parts.Site(params, _jax.lowering_client(ctx))
     _jax.keep_alive(ctx, site)
     call = partial(_call_block, site=site)
     return parts.lower(
@@ -102,5 +82,5 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     )
 
 
-def _call_block(number: Any, *blocks: Any, site: Site) -> Any:
+def _call_block(number: Any, *blocks: Any, site: parts.Site) -> Any:
     return block_call_p.bind(number, *blocks, site=site)

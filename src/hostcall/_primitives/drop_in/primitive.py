@@ -63,19 +63,11 @@ def seen_before(params: Any, fn: Any) -> bool:
         except TypeError:
             if not isinstance(fn, (np.ufunc, BuiltinFunctionType, type)):
                 return False
-            reference = _Kept(fn)  # lives as long as its module
+            reference = lambda: fn  # noqa: E731  (it lives as long as its module)
     _seen[key] = reference
     while len(_seen) > _SEEN_AT_MOST:
         _seen.popitem(last=False)
     return before
-
-
-class _Kept:
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __call__(self) -> Any:
-        return self._value
 
 
 def _impl(*operands: Any, params: DropInParams) -> list[Any]:

@@ -15,15 +15,6 @@ from hostcall._tap_info import TapInfo, TapParams
 # --- The tap of one device ------------------------------------------------------------
 
 
-class Site:
-    """What the parts of one tap share. Parameters are compared by its identity."""
-
-    def __init__(self, params: TapParams, client: Any) -> None:
-        self.params = params
-        self.client = client
-        self.slots: list[Any] = []  # they live as long as the executable
-
-
 class Places:
     """Ordinal -> index of each array's block, of the devices that tap.
 
@@ -37,13 +28,13 @@ class Places:
 block_tap_p = _jax.Primitive("host_block_tap")
 
 
-def _block_abstract_eval(*operands: Any, site: Site, places: Any) -> Any:
+def _block_abstract_eval(*operands: Any, site: parts.Site, places: Any) -> Any:
     del operands, site, places
     return parts.NUMBER
 
 
 def _lower_block(
-    ctx: Any, number: Any, *operands: Any, site: Site, places: Places
+    ctx: Any, number: Any, *operands: Any, site: parts.Site, places: Places
 ) -> Any:
     params = site.params
     info = TapInfo(params, emit.by_ordinal(site.client), None)
@@ -63,15 +54,8 @@ def _lower_block(
             linked=True,
         ),
     )
-    slot, attributes = emit.take_slot(plan, signature)
-    site.slots.append(slot)
-    return emit.emit(
-        ctx,
-        _targets.TAP_TARGET,
-        [number, *operands],
-        attributes,
-        order="pure",  # the links have the order
-        has_side_effect=True,
+    return parts.emit_block(
+        ctx, _targets.TAP_TARGET, [number, *operands], site, plan, signature
     )
 
 
@@ -88,7 +72,7 @@ def lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     _targets.start()
     _delivery.start()
     _native.bury()
-    site = Site(params, _jax.lowering_client(ctx))
+    site = parts.Site(params, _jax.lowering_client(ctx))
     _jax.keep_alive(ctx, site)
 
     def block(everywhere: Any, shardings: Any, shapes: Any) -> Any:
@@ -113,12 +97,12 @@ def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
     )
 
 
-def _tap_block(number: Any, *blocks: Any, site: Site, places: Places) -> Any:
+def _tap_block(number: Any, *blocks: Any, site: parts.Site, places: Places) -> Any:
     return block_tap_p.bind(number, *blocks, site=site, places=places)
 
 
 def _places(
-    site: Site, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
+    site: parts.Site, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
 ) -> Places:
     """Of devices whose blocks are all equal the first taps."""
     maps = [
