@@ -8,26 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
+from meshes import grid, line, over
 
 import hostcall as hc
 
 ORDERS = pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
-
-
-def grid():
-    return Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-
-
-def line():
-    return Mesh(np.array(jax.devices()), ("x",))
-
-
-def over(mesh, f, spec, out=None, **options):
-    out = spec if out is None else out
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out, **options))
 
 
 class Host:
