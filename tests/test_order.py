@@ -219,6 +219,52 @@ def test_ordered_calls_keep_program_order_across_control_flow():
     assert (got, list(log)) == (want, plain)
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["vmap", "vmap of vmap"])
+@pytest.mark.parametrize("tells", ["call", "tap", "tap of a constant"])
+def test_batched_conditions_with_ordered_calls(tells, nested):
+    """JAX's rule for ordered effects there lets stopped rows run on; ours is used."""
+    asked = []
+
+    def smaller(i, n):
+        return np.asarray(i < n)
+
+    def program(n, m):
+        def condition(carry):
+            i, *_ = carry
+            if tells == "call":
+                result = jax.ShapeDtypeStruct((), bool)
+                return hc.call(smaller, result, i, n, order="ordered")
+            told = i if tells == "tap" else 7
+            hc.tap(lambda v: asked.append(np.asarray(v)), told, order="ordered")
+            return i < n
+
+        def body(carry):
+            i, value, key, (low,) = carry
+            hc.tap(lambda i: None, i, order="ordered")
+            key = jax.random.split(key)[0]
+            return i + 1, value * 2 + m, key, (low + low.dtype.type(1),)
+
+        key = jax.random.key(3)
+        i, value, key, (low,) = lax.while_loop(
+            condition, body, (0, jnp.ones(3), key, (jnp.zeros((2, 1), jnp.bfloat16),))
+        )
+        return i, value, jax.random.key_data(key), low
+
+    ns, ms = jnp.array([0, 2, 5]), jnp.array([1.0, 4.0])
+    rows = [[program(n, m) for n in ns] for m in ms[: 1 + nested]]
+    hc.flush()
+    asked.clear()
+    f = jax.vmap(program, (0, None))
+    f = jax.vmap(f, (None, 0)) if nested else f
+    out = jax.jit(f)(ns, ms if nested else ms[0])
+    hc.flush()
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(r for row in rows for r in row))
+    for got, want in zip(out, stacked, strict=True):
+        np.testing.assert_array_equal(got.reshape(want.shape), want)
+    if tells != "call":
+        assert len(asked) == 6  # once a round for all rows, and at the end
+
+
 def test_ordered_calls_keep_order_across_dispatches():
     log = Log("ordered", wait=upset)
     functions = [

@@ -128,6 +128,57 @@ def register_effect(effect_type: type, ordered: bool) -> None:
         _effects.shardable_ordered_effects.add_type(effect_type)
 
 
+def lower_batched_conditions(effect_type: type) -> None:
+    """Lowers `while_loop`s whose condition is batched and has this ordered effect.
+
+    JAX's rule for ordered effects in a condition (0.10.2, 0.12.0.1) forgets there that
+    rows stop one by one, and lets all of them run on. Every other loop stays JAX's.
+    """
+    table = _mlir._lowerings
+    entry = table[jax.lax.while_p]
+
+    def rule(ctx: Any, *operands: Any, cond_jaxpr: Any, **params: Any) -> Any:
+        batched = bool(cond_jaxpr.out_avals[0].shape)
+        ours = any(isinstance(effect, effect_type) for effect in cond_jaxpr.effects)
+        if not (batched and ours):
+            return entry.rule(ctx, *operands, cond_jaxpr=cond_jaxpr, **params)
+        loop = _batched_while(cond_jaxpr=cond_jaxpr, **params)
+        return lower_by(ctx, loop, *operands)
+
+    table[jax.lax.while_p] = type(entry)(rule, entry.inline)
+
+
+def _batched_while(
+    *, cond_jaxpr: Any, body_jaxpr: Any, cond_nconsts: int, body_nconsts: int
+) -> Callable[..., list[Any]]:
+    """The loop with its condition moved into its body, and rows that stop."""
+    condition, body = _core.jaxpr_as_fun(cond_jaxpr), _core.jaxpr_as_fun(body_jaxpr)
+
+    def chosen(goes_on: Any, new: Any, old: Any) -> Any:
+        rows = jax.lax.broadcast_in_dim(goes_on, new.shape, range(goes_on.ndim))
+        return jax.lax.select(rows, new, old)
+
+    def loop(*operands: Any) -> list[Any]:
+        cond_consts = operands[:cond_nconsts]
+        body_consts = operands[cond_nconsts : cond_nconsts + body_nconsts]
+        start = operands[cond_nconsts + body_nconsts :]
+
+        def again(state: Any) -> Any:
+            goes_on, carry = state
+            new = body(*body_consts, *carry)
+            carry = [chosen(goes_on, n, c) for n, c in zip(new, carry, strict=True)]
+            (still,) = condition(*cond_consts, *carry)
+            return goes_on & still, carry
+
+        (first,) = condition(*cond_consts, *start)
+        _, carry = jax.lax.while_loop(
+            lambda state: state[0].any(), again, (first, list(start))
+        )
+        return list(carry)
+
+    return loop
+
+
 def wait_for_effects() -> list[Exception]:
     """Waits for what this thread has dispatched, as far as effects tell.
 

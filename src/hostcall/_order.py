@@ -80,6 +80,7 @@ ORDERED = OrderedCallEffect()
 
 _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
+_jax.lower_batched_conditions(OrderedCallEffect)
 
 
 def _heal(effect: Any) -> None:

@@ -182,11 +182,11 @@ def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
                 Host(params),
                 params.avals,
                 *operands,
-                order="unordered",
+                order="ordered",
                 sharding=place,
             )
         )
-    arrays, tap = prepare(Host(params), operands, {}, order="unordered")
+    arrays, tap = prepare(Host(params), operands, {}, order="ordered")
     leader = params.device_index if devices is not None else None
     bind_tap(*arrays, params=replace(tap, leader=leader))
     return [
@@ -200,7 +200,7 @@ def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
 
 def _abstract_eval(*avals: Any, params: Outside) -> tuple[list[Any], set[Any]]:
     results = avals if params.identity else params.avals
-    return list(results), effects_of("unordered")
+    return list(results), effects_of("ordered")
 
 
 # --- batching ------------------------------------------------------------------------
