@@ -1,5 +1,7 @@
 # make demo    build, install into .venv, run the main job
 # make test    build, install into .venv, run the tests
+# make test-staged  the tests with the GPU's handlers, on a driver that takes the host's
+#               memory for a device's (tests/platforms.py)
 # make bench   print the table of targets, and write docs/benchmarks.md
 # make check   format, lint, types, layers, tests
 # make sanitize  the native tests under ASan and TSan, and the Python ones under ASan
@@ -18,13 +20,16 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test bench check format sanitize clients wheel-check clean
+.PHONY: demo test test-staged bench check format sanitize clients wheel-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+test-staged: $(VENV)/.installed
+	$(BIN)/python -m pytest --platform staged
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --write docs/benchmarks.md

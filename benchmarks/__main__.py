@@ -8,7 +8,15 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import render, rows_around, rows_call, rows_drop_in, rows_tap
+from benchmarks import (
+    render,
+    rows_around,
+    rows_buffers,
+    rows_call,
+    rows_drop_in,
+    rows_gpu,
+    rows_tap,
+)
 from benchmarks.harness import measure
 
 ROWS = (
@@ -16,6 +24,8 @@ ROWS = (
     *rows_around.ROWS,
     *rows_tap.ROWS,
     *rows_drop_in.ROWS,
+    *rows_buffers.ROWS,
+    *rows_gpu.ROWS,
 )
 
 

@@ -33,14 +33,14 @@ def looped(step: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
 def raw_call() -> Callable[[Any], Any]:
     """A handler that enters Python, calls a function of nothing, and no more: the
     floor under every callback. Its result is not written."""
-    from hostcall import _native, _targets
+    from hostcall import _handlers, _native
 
     def nothing() -> None:
         pass
 
-    _targets.start()
+    _handlers.start()
     _native.set_raw_function(nothing)
-    return jax.ffi.ffi_call(_targets.RAW_TARGET, SCALAR, has_side_effect=True)
+    return jax.ffi.ffi_call(_handlers.RAW_TARGET, SCALAR, has_side_effect=True)
 
 
 def scalar_loop(quick: bool) -> dict[str, Case]:

@@ -10,6 +10,8 @@ Ref NewArray(const Leaf& leaf, char* data, int flags) {
       leaf.dims.data(), nullptr, data, flags, nullptr));
 }
 
+}  // namespace
+
 Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
   Ref array =
       NewArray(leaf, data, writeable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);
@@ -23,8 +25,6 @@ Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
   return array;
 }
 
-/// Points a lent array that escaped at a copy of its own, so that at least the
-/// array itself stays safe to touch.
 void Disown(PyObject* array, const Leaf& leaf) {
   auto* fields = reinterpret_cast<PyArrayObject_fields*>(array);
   const size_t bytes = static_cast<size_t>(std::max<int64_t>(leaf.row_bytes, 1));
@@ -42,8 +42,6 @@ void Disown(PyObject* array, const Leaf& leaf) {
   fields->data = copy;
   Py_XSETREF(fields->base, owner);
 }
-
-}  // namespace
 
 bool AsMade(PyObject* object, const Leaf& leaf) {
   if (Py_REFCNT(object) != 1 || Py_TYPE(object) != &PyArray_Type) return false;

@@ -27,6 +27,8 @@ namespace hostcall {
 constexpr int64_t kReleaseBytes = 1 << 18;
 /// Arrays larger than this are not kept for the next call.
 constexpr int64_t kSpareBytes = 1 << 23;
+/// Inputs up to this are watched, where a consumer of them might write.
+constexpr int64_t kWatchedBytes = 1 << 16;
 /// Results smaller than this are zeroed before they are lent for writing.
 constexpr int64_t kZeroBytes = 4096;
 
@@ -35,6 +37,13 @@ bool AsMade(PyObject* object, const Leaf& leaf);
 
 /// An array that the function owns, with the row at `data`. Uses up `spare`.
 Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare = Ref());
+
+/// An array over the row at `data`, which is XLA's.
+Ref LentArray(const Leaf& leaf, char* data, bool writeable);
+
+/// Points a lent array that escaped at a copy of its own, so that at least the
+/// array itself stays safe to touch.
+void Disown(PyObject* array, const Leaf& leaf);
 
 /// Marks that a function which fills its `out` overwrites.
 ///

@@ -86,16 +86,21 @@ CallScope::CallScope(const Plan& plan, int device_ordinal) {
     t_device = plan.device.get();
     t_guard = plan.guard.get();
   }
+  bool was_set = true;  // the fixed one before
   for (size_t i = 0; i < g_ambient_count; ++i) {
     const Setting& setting = g_ambient[i];
-    PyObject* value = setting.kind == Ambient::kFixed    ? setting.value
+    const bool fixed =
+        setting.kind == Ambient::kFixed || setting.kind == Ambient::kWith;
+    PyObject* value = fixed                              ? setting.value
                       : setting.kind == Ambient::kDevice ? plan.device.get()
                                                          : plan.guard.get();
     if (value == nullptr) continue;
-    if (setting.kind == Ambient::kFixed && !stays) {
+    if (fixed && !stays) {
+      if (setting.kind == Ambient::kWith && !was_set) continue;
       // Most threads have never set it; asking is half the price of setting.
       Ref now = Ref::Steal(PyObject_CallNoArgs(setting.get));
-      if (now.get() == setting.unset) continue;
+      was_set = now.get() != setting.unset;
+      if (!was_set) continue;
       if (!now) PyErr_Clear();
     }
     PyObject* stack[] = {value};

@@ -17,6 +17,9 @@ struct ActiveCall {
   int device_ordinal = -1;                    ///< -1 where no program runs (eager)
   int64_t start_ns = 0;
   unsigned long thread_id = 0;
+  int64_t run = -1;        ///< XLA's number of the execution, where it was asked
+  void* stream = nullptr;  ///< of a GPU, in a call on its memory
+  bool on_gpu = false;     ///< the operands and results are a GPU's
   const TapEvent* tap = nullptr;  ///< what is delivered, or null for a call
   bool foreign = false;           ///< Python did not start the thread
   bool interrupted = false;       ///< KeyboardInterrupt was sent to its thread
@@ -58,6 +61,7 @@ enum class Ambient {
   kFixed,   ///< the value that it was registered with
   kDevice,  ///< the plan's device
   kGuard,   ///< the plan's guard; left alone by plans without one
+  kWith,    ///< as kFixed, and only ever set by who sets the one before it too
 };
 
 /// Registers one of JAX's settings by its methods. `unset` is what `get` gives on a

@@ -13,24 +13,22 @@
 
 #include "cpu_handlers.h"
 
-#include <cstring>
 #include <exception>
-#include <future>
 #include <memory>
 #include <string>
 #include <string_view>
 
-#include "engine.h"
 #include "ffi.h"
-#include "invoke.h"
-#include "report.h"
+#include "run_call.h"
 
 namespace hostcall {
 namespace {
 
+// Of each of XLA's registries: a CUDA plugin has its own.
 XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+XLA_FFI_TypeId g_cuda_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 
-XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   const uint64_t number = Attribute(frame, "slot");
   Counted<Plan> plan = Slots().Find(number);
   if (!plan || plan->signature != Attribute(frame, "signature")) {
@@ -55,79 +53,11 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
   args.extension_start = nullptr;
   args.ctx = frame->ctx;
   args.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
-  args.type_id = &g_type_id;
+  args.type_id = type;
   args.state = state;
   XLA_FFI_Error* error = frame->api->XLA_FFI_State_Set(&args);
   if (error != nullptr) delete state;
   return error;
-}
-
-/// Attaches, runs all rows, and gives the text of what failed, empty for nothing.
-std::string Run(const Plan& plan, int ordinal, const void* const* operands,
-                void* const* results) {
-  const int64_t start = NowNs();
-  GilGuard gil;
-  if (gil.first_on_foreign_thread()) MarkForeignThread();
-  const int64_t attached = NowNs();
-  std::string text;
-  {
-    CallScope scope(plan, ordinal);
-    scope.call().start_ns = start;
-    if (!Invoke(plan, scope.call(), operands, results)) {
-      text = TakeError(plan, scope.call());
-    }
-  }
-  // Where this thread goes back to Python: its own, or a callback's around this
-  // call.
-  if (!text.empty() && (!OnForeignThread() || CurrentCall() != nullptr)) {
-    WatchForReport();
-  }
-  plan.counters->gil_wait_ns += attached - start;
-  plan.counters->python_ns += NowNs() - attached;
-  return text;
-}
-
-/// A call that several devices make: hands it to their team, and waits for its end
-/// as a collective would. Not with XLA's futures: a program that goes on in pieces
-/// lets the next one start between them, and their collectives then wait for each
-/// other's threads.
-XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
-                        Pointers& operands, Pointers& results) {
-  const int ordinal = DeviceOrdinal(frame);
-  Counted<Plan> plan = state.plan;
-
-  Team::Member member;
-  member.device = ordinal;
-  member.results.assign(results.data(), results.data() + plan->results.size());
-  std::vector<void*> in(operands.data(), operands.data() + plan->operands());
-  member.job = [plan, ordinal, in, out = member.results]() -> std::string {
-    Entry entry;
-    if (!entry) return ClosedText();
-    try {
-      return Run(*plan, ordinal, in.data(), out.data());
-    } catch (const std::exception& e) {  // the thread is ours: nobody else would
-      return std::string("hostcall: ") + e.what();
-    }
-  };
-  auto ended = std::make_shared<std::promise<std::string>>();
-  member.finish = [ended](const std::string& error) { ended->set_value(error); };
-  member.alone = [plan, ordinal](const std::string& error) {
-    Entry entry;
-    if (!entry) return;
-    GilGuard gil;
-    WarnOfLoneFailure(*plan, ordinal, error);
-  };
-  member.copy_from = [plan, out = member.results](const Team::Member& leader) {
-    for (size_t i = 0; i < out.size(); ++i) {
-      std::memcpy(out[i], leader.results[i], plan->results[i].buffer_bytes());
-    }
-  };
-  // The team, not the state: the program may be gone when the call ends.
-  std::shared_ptr<Team> team = state.team;
-  std::future<std::string> end = ended->get_future();
-  team->Arrive(RunId(frame), std::move(member));
-  const std::string error = end.get();
-  return error.empty() ? nullptr : MakeError(frame->api, error);
 }
 
 XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
@@ -143,15 +73,8 @@ XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
                      "hostcall: the program passes another number of buffers "
                      "than it was lowered with");
   }
-  if (state.team) return MeetTeam(frame, state, operands, results);
-  Entry entry;
-  if (!entry) {
-    return MakeError(frame->api, ClosedText(),
-                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
-  }
-  const std::string text =
-      Run(plan, DeviceOrdinal(frame), operands.data(), results.data());
-  return text.empty() ? nullptr : MakeError(frame->api, text);
+  return MakeCall(frame, state, {DeviceOrdinal(frame)}, operands.data(),
+                  results.data());
 }
 
 PyObject* g_raw = nullptr;
@@ -164,7 +87,21 @@ SlotTable<Plan>& Slots() {
 }
 
 XLA_FFI_Error* InstantiateCall(XLA_FFI_CallFrame* frame) {
-  return Guarded(frame, Instantiate, g_type_id);
+  return Guarded(
+      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_type_id); },
+      g_type_id);
+}
+
+XLA_FFI_Error* InstantiateOnCuda(XLA_FFI_CallFrame* frame) {
+  return Guarded(
+      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_cuda_type_id); },
+      g_cuda_type_id);
+}
+
+XLA_FFI_Error* InstantiateInGraph(XLA_FFI_CallFrame* frame) {
+  return Guarded(
+      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_cuda_type_id); },
+      g_cuda_type_id, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
 }
 
 XLA_FFI_Error* ExecuteCall(XLA_FFI_CallFrame* frame) {
@@ -188,13 +125,14 @@ XLA_FFI_Error* ExecuteRaw(XLA_FFI_CallFrame* frame) {
   });
 }
 
-XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state) {
+XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
+                       XLA_FFI_TypeId* type) {
   XLA_FFI_State_Get_Args get;
   get.struct_size = XLA_FFI_State_Get_Args_STRUCT_SIZE;
   get.extension_start = nullptr;
   get.ctx = frame->ctx;
   get.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
-  get.type_id = &g_type_id;
+  get.type_id = type;
   get.state = nullptr;
   if (XLA_FFI_Error* error = frame->api->XLA_FFI_State_Get(&get)) return error;
   *state = static_cast<const PlanState*>(get.state);
@@ -202,6 +140,7 @@ XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state) {
 }
 
 XLA_FFI_TypeId* PlanTypeId() { return &g_type_id; }
+XLA_FFI_TypeId* CudaPlanTypeId() { return &g_cuda_type_id; }
 
 const XLA_FFI_TypeInfo* PlanTypeInfo() {
   static const XLA_FFI_TypeInfo info = [] {

@@ -15,23 +15,34 @@ SlotTable<Plan>& Slots();
 struct PlanState {
   Counted<Plan> plan;
   std::shared_ptr<Team> team;          ///< null: the program runs on one device
-  std::unique_ptr<Throttle> throttle;  ///< null: every tap goes through
+  std::shared_ptr<Throttle> throttle;  ///< null: every tap goes through
 };
-XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state);
+XLA_FFI_TypeId* PlanTypeId();
+XLA_FFI_TypeId* CudaPlanTypeId();
+const XLA_FFI_TypeInfo* PlanTypeInfo();
+
+/// What was kept when the place was instantiated, in the registry of this type.
+XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
+                       XLA_FFI_TypeId* type = PlanTypeId());
 
 /// Made once for each place of a program: finds the plan by its number.
 XLA_FFI_Error* InstantiateCall(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* InstantiateOnCuda(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* InstantiateInGraph(XLA_FFI_CallFrame* frame);
 /// Made once for each execution of that place.
 XLA_FFI_Error* ExecuteCall(XLA_FFI_CallFrame* frame);
 /// The same for a tap (tap_handlers.cc).
 XLA_FFI_Error* ExecuteTap(XLA_FFI_CallFrame* frame);
+/// What a tap asks before it sends values, on any platform: whether this device is
+/// one that taps, whether `where` keeps all of it back (counted), and whether it is
+/// one of those that are left out (counted).
+bool IsWanted(const PlanState& state, int device);
+bool IsMasked(const Plan& plan, const void* const* operands);
+bool IsSkipped(const Plan& plan, Throttle* throttle, int device);
 /// Gives its number back: a place in the order of effects, as a value.
 XLA_FFI_Error* ExecuteLink(XLA_FFI_CallFrame* frame);
 /// The floor that benchmarks compare with: enters Python, and nothing else.
 XLA_FFI_Error* ExecuteRaw(XLA_FFI_CallFrame* frame);
 void SetRawFunction(PyObject* function);
-
-XLA_FFI_TypeId* PlanTypeId();
-const XLA_FFI_TypeInfo* PlanTypeInfo();
 
 }  // namespace hostcall

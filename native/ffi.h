@@ -25,7 +25,8 @@ inline XLA_FFI_Error* MakeError(
 }
 
 /// True where XLA only asked what interface the handler was built for.
-inline bool AnswerMetadata(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId state_type) {
+inline bool AnswerMetadata(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId state_type,
+                           uint32_t traits = 0) {
   if (frame->extension_start == nullptr ||
       frame->extension_start->type != XLA_FFI_Extension_Metadata) {
     return false;
@@ -35,7 +36,7 @@ inline bool AnswerMetadata(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId state_type) 
           ->metadata;
   metadata->api_version.major_version = XLA_FFI_API_MAJOR;
   metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-  metadata->traits = 0;
+  metadata->traits = traits;
   metadata->state_type_id = state_type;
   return true;
 }
@@ -112,6 +113,17 @@ inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
   return args.run_id;
 }
 
+/// XLA's stream on a GPU; null where there is none.
+inline void* StreamOf(const XLA_FFI_CallFrame* frame) {
+  XLA_FFI_Stream_Get_Args args;
+  args.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.ctx = frame->ctx;
+  args.stream = nullptr;
+  if (Drop(frame->api, frame->api->XLA_FFI_Stream_Get(&args))) return nullptr;
+  return args.stream;
+}
+
 inline const char* ClosedText() {
   return Engine::Get().forked()
              ? "hostcall: this process was forked from one that had started "
@@ -124,12 +136,15 @@ inline const char* ClosedText() {
 
 template <typename Body>
 XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, Body body,
-                       XLA_FFI_TypeId state_type = XLA_FFI_UNKNOWN_TYPE_ID) {
-  if (AnswerMetadata(frame, state_type)) return nullptr;
+                       XLA_FFI_TypeId state_type = XLA_FFI_UNKNOWN_TYPE_ID,
+                       uint32_t traits = 0) {
+  if (AnswerMetadata(frame, state_type, traits)) return nullptr;
   try {
     return body(frame);
   } catch (const std::exception& e) {
-    return MakeError(frame->api, std::string("hostcall: ") + e.what());
+    std::string text = e.what();
+    if (text.rfind("hostcall: ", 0) != 0) text = "hostcall: " + text;
+    return MakeError(frame->api, text);
   }
 }
 

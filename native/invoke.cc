@@ -6,38 +6,12 @@
 #include <utility>
 
 #include "arrays.h"
-#include "buffers.h"
+#include "buffer_call.h"
 #include "results.h"
+#include "rows.h"
 
 namespace hostcall {
 namespace {
-
-/// Where the leaf's rows lie, as the host sees them: XLA's buffer, or a scratch
-/// block with its elements unpacked.
-using Bases = std::vector<char*>;
-
-/// The arrays of one row, on the stack where they are few.
-class RowArrays {
- public:
-  explicit RowArrays(size_t n) : n_(n) {
-    if (n + 2 > kInline) heap_.reset(new PyObject*[n + 2]);
-    std::fill(all(), all() + n + 2, nullptr);
-  }
-  ~RowArrays() {
-    for (size_t i = 0; i < n_ + 2; ++i) Py_XDECREF(all()[i]);
-  }
-  RowArrays(const RowArrays&) = delete;
-  RowArrays& operator=(const RowArrays&) = delete;
-  /// Room for `self` before the first, which a vectorcall may borrow.
-  PyObject** args() { return all() + 1; }
-
- private:
-  static constexpr size_t kInline = 10;
-  PyObject** all() { return heap_ ? heap_.get() : inline_; }
-  size_t n_;
-  PyObject* inline_[kInline];
-  std::unique_ptr<PyObject*[]> heap_;
-};
 
 PyObject* OutKeyword() {
   static PyObject* names = [] {
@@ -136,117 +110,25 @@ bool RunLent(const Plan& plan, char* const* args, char* const* targets) {
   return loan.End() && ok;
 }
 
-/// The buffers as the host sees them, with packed elements unpacked.
-class HostView {
- public:
-  HostView(const Plan& plan, const void* const* operands, void* const* results)
-      : plan_(plan), results_(results) {
-    const size_t first = plan.masked ? 1 : 0;
-    for (size_t i = 0; i < plan.args.size(); ++i) {
-      const Leaf& leaf = plan.args[i];
-      char* data = static_cast<char*>(const_cast<void*>(operands[first + i]));
-      if (leaf.bits != 0) {
-        const int64_t count = leaf.count * leaf.rows;
-        char* bytes = Scratch(count);
-        UnpackBits(reinterpret_cast<uint8_t*>(data),
-                   reinterpret_cast<uint8_t*>(bytes), count, leaf.bits,
-                   leaf.is_signed);
-        data = bytes;
-      }
-      args.push_back(data);
-    }
-    for (size_t i = 0; i < plan.results.size(); ++i) {
-      const Leaf& leaf = plan.results[i];
-      targets.push_back(leaf.bits != 0 ? Scratch(leaf.count * leaf.rows)
-                                       : static_cast<char*>(results[i]));
-    }
-  }
-
-  /// Packs the results that have small elements.
-  void Finish() {
-    for (size_t i = 0; i < plan_.results.size(); ++i) {
-      const Leaf& leaf = plan_.results[i];
-      if (leaf.bits == 0) continue;
-      PackBits(reinterpret_cast<uint8_t*>(targets[i]),
-               static_cast<uint8_t*>(results_[i]), leaf.count * leaf.rows,
-               leaf.bits);
-    }
-  }
-
-  Bases args, targets;
-
- private:
-  char* Scratch(int64_t bytes) {
-    scratch_.emplace_back(new char[static_cast<size_t>(bytes)]());
-    return scratch_.back().get();
-  }
-  const Plan& plan_;
-  void* const* results_;
-  std::vector<std::unique_ptr<char[]>> scratch_;
-};
-
-bool RunRow(const Plan& plan, char* const* args, char* const* targets) {
+bool RunRow(const Plan& plan, const ActiveCall& call, char* const* args,
+            char* const* targets) {
   Counters& counters = *plan.counters;
   ++counters.calls;
   counters.bytes_in += plan.bytes_in;
-  const bool ok = plan.lend == Lend::kCopy ? RunCopied(plan, args, targets)
-                                           : RunLent(plan, args, targets);
+  bool ok;
+  switch (plan.lend) {
+    case Lend::kCopy:
+      ok = RunCopied(plan, args, targets);
+      break;
+    case Lend::kBuffers:
+      ok = RunOnBuffers(plan, call, args, targets);
+      break;
+    default:
+      ok = RunLent(plan, args, targets);
+  }
   if (ok) counters.bytes_out += plan.bytes_out;
   return ok;
 }
-
-void FillRow(const Leaf& leaf, char* target) {
-  if (leaf.fill) {
-    std::memcpy(target, PyBytes_AS_STRING(leaf.fill.get()),
-                static_cast<size_t>(leaf.row_bytes));
-  } else {
-    std::memset(target, 0, static_cast<size_t>(leaf.row_bytes));
-  }
-}
-
-/// Rows in row order, each before the next.
-class Rows {
- public:
-  Rows(const Plan& plan, const bool* mask, HostView& view)
-      : plan_(plan), mask_(mask), view_(view), walker_(plan.grid) {
-    args_.resize(plan.args.size());
-    targets_.resize(plan.results.size());
-  }
-  const std::vector<int64_t>& index() const { return walker_.index(); }
-  bool wanted() const {
-    return mask_ == nullptr || mask_[walker_.RowOf(plan_.mask_strides)];
-  }
-  bool Next() { return walker_.Next(); }
-  char* const* args() {
-    for (size_t i = 0; i < args_.size(); ++i) {
-      const Leaf& leaf = plan_.args[i];
-      args_[i] = view_.args[i] + walker_.RowOf(leaf.grid_strides) * leaf.row_bytes;
-    }
-    return args_.data();
-  }
-  char* const* targets() {
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      const Leaf& leaf = plan_.results[i];
-      targets_[i] =
-          view_.targets[i] + walker_.RowOf(leaf.grid_strides) * leaf.row_bytes;
-    }
-    return targets_.data();
-  }
-  void Fill() {
-    ++plan_.counters->masked;
-    targets();
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      FillRow(plan_.results[i], targets_[i]);
-    }
-  }
-
- private:
-  const Plan& plan_;
-  const bool* mask_;
-  HostView& view_;
-  RowWalker walker_;
-  Bases args_, targets_;
-};
 
 bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
                 HostView& view) {
@@ -256,7 +138,7 @@ bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
   do {
     if (!rows.wanted()) {
       rows.Fill();
-    } else if (!RunRow(plan, rows.args(), rows.targets())) {
+    } else if (!RunRow(plan, call, rows.args(), rows.targets())) {
       // A tap's other rows are delivered all the same, but for Ctrl-C.
       if (plan.tap.on && !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
         call.failed_row = rows.index();
@@ -351,9 +233,9 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
     // Only lent arrays alias the operands, and those are read-only.
     auto* args = const_cast<char* const*>(
         reinterpret_cast<const char* const*>(operands) + (mask ? 1 : 0));
-    return RunRow(plan, args, reinterpret_cast<char* const*>(results));
+    return RunRow(plan, call, args, reinterpret_cast<char* const*>(results));
   }
-  HostView view(plan, operands, results);
+  HostView view(plan, operands, results, call.on_gpu);
   const bool ok = plan.runner ? RunTogether(plan, mask, view)
                               : RunInOrder(plan, call, mask, view);
   if (ok) view.Finish();

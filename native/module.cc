@@ -5,8 +5,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "buffer_call.h"
+#include "buffer_object.h"
 #include "cpu_handlers.h"
 #include "engine.h"
+#include "handler_bindings.h"
 #include "interrupts.h"
 #include "invoke.h"
 #include "plan.h"
@@ -77,7 +80,7 @@ PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
                     nb::object info, nb::object device, nb::object counters,
                     uint64_t signature, int team_mode, int team_size,
                     int team_leader, nb::object guard, bool literals,
-                    nb::object tap) {
+                    nb::object tap, nb::object buffers) {
   auto* plan = new Plan;
   PlanHandle handle{Counted<Plan>::Adopt(plan)};
   plan->function = Own(function);
@@ -114,6 +117,12 @@ PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
   plan->guard = OwnOrNull(guard);
   plan->literals = literals;
   plan->tap = ReadTapSettings(tap);
+  if (!buffers.is_none()) {  // (aliases, debug, address, status)
+    plan->buffers.aliases = nb::cast<std::vector<int>>(buffers[0]);
+    plan->buffers.debug = nb::cast<bool>(buffers[1]);
+    plan->buffers.address = nb::cast<uintptr_t>(buffers[2]);
+    plan->buffers.status = nb::cast<bool>(buffers[3]);
+  }
   plan->Seal();
   return handle;
 }
@@ -153,7 +162,7 @@ bool PushEagerly(const PlanHandle& handle, nb::list operands) {
 /// Runs a plan on arrays of the host, without a compiled program.
 nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   const Plan& plan = *handle.plan;
-  const std::vector<const void*> in = Buffers(plan, operands);
+  std::vector<const void*> in = Buffers(plan, operands);
   nb::list out;
   std::vector<void*> targets;
   for (const Leaf& leaf : plan.results) {
@@ -163,8 +172,24 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     PyObject* array =
         PyArray_Empty(static_cast<int>(dims.size()), dims.data(), leaf.descr(), 0);
     if (array == nullptr) throw nb::python_error();
-    targets.push_back(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)));
+    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
+    if (plan.buffers.Aliases(targets.size())) {
+      const int arg = plan.buffers.aliases[targets.size()];
+      std::memcpy(data, in[arg], plan.args[arg].buffer_bytes());
+      in[arg] = data;
+    }
+    targets.push_back(data);
     out.append(nb::steal(array));
+  }
+  if (plan.buffers.address != 0) {
+    NativeStatus status;
+    {
+      nb::gil_scoped_release unlocked;
+      status = RunNative(plan, in.data(), targets.data(), nullptr);
+    }
+    if (status.ok()) return out;
+    RaiseStatus(plan, status);
+    throw nb::python_error();
   }
   const int64_t start = NowNs();
   bool ok;
@@ -191,12 +216,15 @@ nb::object Current() {
   nb::object row = nb::none();
   if (call->row != nullptr) row = IndexOf(*call->row);
   nb::object run = nb::none(), step = nb::none();
+  if (call->plan->lend == Lend::kBuffers) run = nb::int_(call->run);
   if (call->tap != nullptr) {
     run = nb::int_(call->tap->run);
     step = nb::int_(call->tap->sequence);
   }
+  nb::object stream = nb::none();
+  if (call->on_gpu) stream = nb::int_(reinterpret_cast<uintptr_t>(call->stream));
   return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
-                        row, run, step);
+                        row, run, step, stream);
 }
 
 nb::list Active() {
@@ -226,29 +254,6 @@ nb::list Active() {
   return calls;
 }
 
-template <typename F>
-nb::capsule FunctionCapsule(F* function) {
-  return nb::capsule(reinterpret_cast<void*>(function));
-}
-
-nb::dict Handlers() {
-  nb::dict call, tap, link, raw, type, all;
-  call["instantiate"] = FunctionCapsule(&InstantiateCall);
-  call["execute"] = FunctionCapsule(&ExecuteCall);
-  tap["instantiate"] = FunctionCapsule(&InstantiateCall);
-  tap["execute"] = FunctionCapsule(&ExecuteTap);
-  link["execute"] = FunctionCapsule(&ExecuteLink);
-  raw["execute"] = FunctionCapsule(&ExecuteRaw);
-  type["type_id"] = nb::capsule(PlanTypeId());
-  type["type_info"] = nb::capsule(PlanTypeInfo());
-  all["call"] = call;
-  all["tap"] = tap;
-  all["link"] = link;
-  all["raw"] = raw;
-  all["type"] = type;
-  return all;
-}
-
 bool ImportNumpy() {
   import_array1(false);
   return true;
@@ -264,7 +269,9 @@ NB_MODULE(_native, m) {
 
   nb::class_<Counters>(m, "Counters")
       .def(nb::init<>())
-      .def_ro("calls", &Counters::calls)
+      .def_prop_ro(
+          "calls",
+          [](const Counters& c) { return c.calls + c.native_calls.load(); })
       .def_prop_ro("masked",
                    [](const Counters& c) { return c.masked + c.taps.masked; })
       .def_prop_ro("dropped",
@@ -286,13 +293,14 @@ NB_MODULE(_native, m) {
         nb::arg("hooks"), nb::arg("out_tree").none(), nb::arg("info"),
         nb::arg("device"), nb::arg("counters"), nb::arg("signature"),
         nb::arg("team_mode"), nb::arg("team_size"), nb::arg("team_leader"),
-        nb::arg("guard").none(), nb::arg("literals"), nb::arg("tap").none());
+        nb::arg("guard").none(), nb::arg("literals"), nb::arg("tap").none(),
+        nb::arg("buffers").none());
 
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
       .def(nb::init<const PlanHandle&>(), nb::arg("plan"))
       .def_ro("number", &Slot::number);
 
-  m.def("handlers", &Handlers);
+  InitHandlers(m);
   m.def("current", &Current);
   m.def("active", &Active);
   m.def("live_slots", [] { return Slots().live(); });
@@ -312,6 +320,13 @@ NB_MODULE(_native, m) {
         nb::call_guard<nb::gil_scoped_release>());
   m.def("interrupt_calls", &InterruptForeignCalls, nb::arg("taps") = false);
   InitTaps(m);
+  if (!InitBuffers(m.ptr())) throw nb::python_error();
+  m.def(
+      "set_buffer_names",
+      [](nb::object stage, nb::object ended, nb::object stream) {
+        SetBufferNames(stage.ptr(), ended.ptr(), stream.ptr());
+      },
+      nb::arg("stage"), nb::arg("ended_error"), nb::arg("stream_error"));
   m.def("after_fork", [] {
     Engine::Get().CloseAfterFork();
     ForgetCallsAfterFork();

@@ -1,6 +1,7 @@
 // Layer C. What one compiled program knows of one call, made when it is lowered.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -49,9 +50,10 @@ enum class ResultForm {
 
 /// How arguments reach the function.
 enum class Lend {
-  kCopy,  ///< arrays that the function owns
-  kArgs,  ///< read-only views of XLA's memory
-  kOut,   ///< the same, and `out=` views of the results' memory
+  kCopy,     ///< arrays that the function owns
+  kArgs,     ///< read-only views of XLA's memory
+  kOut,      ///< the same, and `out=` views of the results' memory
+  kBuffers,  ///< Buffers over both, the results' first (buffer_call.h)
 };
 
 /// What it cost, per callback, over all its programs. Written with the GIL held.
@@ -63,7 +65,21 @@ struct Counters {
   int64_t bytes_out = 0;    ///< taken from it
   int64_t python_ns = 0;    ///< attached, in the function and in conversions
   int64_t gil_wait_ns = 0;  ///< waiting to attach
-  TapCounts taps;           ///< written by devices, without the GIL
+  std::atomic<int64_t> native_calls{0};  ///< of native code, without the GIL
+  TapCounts taps;                        ///< written by devices, without the GIL
+};
+
+/// What a plan knows of a call that works in place on buffers.
+struct BufferSettings {
+  std::vector<int>
+      aliases;            ///< for each result the argument whose memory it has, -1
+  bool debug = false;     ///< poisons outputs, and looks whether inputs changed
+  uintptr_t address = 0;  ///< of native code that runs instead of a function
+  bool status = false;    ///< the native code says with a number how it went
+
+  bool Aliases(size_t result) const {
+    return result < aliases.size() && aliases[result] >= 0;
+  }
 };
 
 /// What makes a plan a tap's: its operands are queued, and the function runs later.
@@ -101,7 +117,8 @@ class Plan : public TapOwner {
 
   std::vector<Leaf> args;
   std::vector<Leaf> results;
-  /// For each argument an array of an earlier call that nobody kept, or null.
+  /// For each argument an array of an earlier call that nobody kept, or null. Of
+  /// kBuffers the context, and a Buffer for each result and argument.
   mutable std::vector<Ref> spares;
   std::vector<int64_t> grid;          ///< batch axes, outermost first
   int64_t rows = 1;                   ///< product of grid
@@ -112,6 +129,7 @@ class Plan : public TapOwner {
   bool literals = true;  ///< Python's numbers may stand for arrays of 32 bits
   Lend lend = Lend::kCopy;
   TapSettings tap;
+  BufferSettings buffers;
   bool packed = false;  ///< some leaf's elements are smaller than a byte
   TeamMode team_mode = TeamMode::kAlone;
   int team_size = 1;

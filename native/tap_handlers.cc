@@ -14,6 +14,25 @@
 #include "tap_worker.h"
 
 namespace hostcall {
+
+bool IsWanted(const PlanState& state, int device) {
+  const std::vector<int>& only = state.plan->tap.only;
+  return only.empty() || std::find(only.begin(), only.end(), device) != only.end();
+}
+
+bool IsMasked(const Plan& plan, const void* const* operands) {
+  if (!plan.masked || plan.mask_rows != 1) return false;
+  if (*static_cast<const bool*>(operands[0])) return false;
+  plan.counts->masked.fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
+bool IsSkipped(const Plan& plan, Throttle* throttle, int device) {
+  if (throttle == nullptr || throttle->Lets(device)) return false;
+  plan.counts->skipped.fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
 namespace {
 
 XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
@@ -41,19 +60,9 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
   }
   if (plan.tap.linked) std::memset(results.data()[0], 0, sizeof(int32_t));
   const int device = DeviceOrdinal(frame);
-  const std::vector<int>& only = plan.tap.only;
-  if (!only.empty() && std::find(only.begin(), only.end(), device) == only.end()) {
-    return nullptr;
-  }
-  if (plan.masked && plan.mask_rows == 1 &&
-      !*static_cast<const bool*>(operands.data()[0])) {
-    plan.counts->masked.fetch_add(1, std::memory_order_relaxed);
-    return nullptr;
-  }
-  if (state->throttle && !state->throttle->Lets(device)) {
-    plan.counts->skipped.fetch_add(1, std::memory_order_relaxed);
-    return nullptr;
-  }
+  if (!IsWanted(*state, device)) return nullptr;
+  if (IsMasked(plan, operands.data())) return nullptr;
+  if (IsSkipped(plan, state->throttle.get(), device)) return nullptr;
   Entry entry;
   if (!entry) {
     return MakeError(frame->api, ClosedText(),

@@ -103,6 +103,20 @@ class TapQueue {
     return true;
   }
 
+  /// Waits until an event of so many bytes would be let in. For who pushes it
+  /// later, on a thread that must not wait.
+  void AwaitSpace(size_t bytes) {
+    const auto charge =
+        static_cast<int64_t>(TapEvent::LinesFor(bytes) * TapEvent::kLine);
+    if (Fits(bytes_.load(), charge)) return;
+    Wake();
+    std::unique_lock<std::mutex> lock(space_mutex_);
+    waiters_.fetch_add(1);
+    space_.wait(lock,
+                [&] { return Fits(bytes_.load(), charge) || stopped_.load(); });
+    waiters_.fetch_sub(1);
+  }
+
   // --- The worker ----------------------------------------------------------------
 
   /// Takes up to `most` events; all there are with kMostAtOnce, where one device is

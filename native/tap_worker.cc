@@ -61,12 +61,12 @@ int64_t Deliver(TapEvent& event) {
 
 bool OnTapWorker() { return t_worker; }
 
-bool PushTap(const Plan& plan, int device, int64_t run,
-             const void* const* operands) {
+bool PushTap(const Plan& plan, int device, int64_t run, const void* const* operands,
+             bool at_once) {
   const TapSettings& tap = plan.tap;
   return TapQueue::Get().Push(
       device, run, const_cast<Plan&>(plan), tap.bytes, tap.when_full,
-      tap.nested || t_worker, [&](char* to) {
+      at_once || tap.nested || t_worker, [&](char* to) {
         size_t i = 0;
         if (plan.masked) {
           std::memcpy(to, operands[i++], static_cast<size_t>(plan.mask_rows));

@@ -7,9 +7,10 @@
 
 namespace hostcall {
 
-/// Queues a tap of these operands. Needs no GIL. False: it was dropped.
-bool PushTap(const Plan& plan, int device, int64_t run,
-             const void* const* operands);
+/// Queues a tap of these operands. Needs no GIL. False: it was dropped. With
+/// `at_once` it never waits: what would is let in.
+bool PushTap(const Plan& plan, int device, int64_t run, const void* const* operands,
+             bool at_once = false);
 
 /// Delivers until the queue is stopped and empty. Called on the worker's thread,
 /// with the GIL, which it gives up between batches and while it waits.

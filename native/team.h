@@ -102,6 +102,10 @@ class Team : public std::enable_shared_from_this<Team> {
     std::vector<void*> results;
   };
 
+  /// As the leader: the one that comes first, for a program that does not know its
+  /// devices.
+  static constexpr int kFirst = -1;
+
   Team(TeamMode mode, int size, int leader,
        std::chrono::milliseconds grace = std::chrono::milliseconds(1000))
       : mode_(mode),
@@ -159,9 +163,10 @@ class Team : public std::enable_shared_from_this<Team> {
   }
 
   void ArriveOnce(int64_t run, Member member) {
-    const bool leads = member.device == leader_;
+    bool leads = member.device == leader_;
     std::unique_lock<std::mutex> lock(mutex_);
     MeetingPtr meeting = Join(run, std::move(member));
+    if (leader_ == kFirst) leads = meeting->members.size() == 1;
     Member& mine = meeting->members.back();
     if (leads) {
       lock.unlock();
@@ -183,6 +188,7 @@ class Team : public std::enable_shared_from_this<Team> {
     for (const Member& member : meeting->members) {
       if (member.device == leader_) leader = &member;
     }
+    if (leader_ == kFirst) leader = &meeting->members.front();
     std::vector<std::function<void(const Error&)>> finished;
     for (Member& member : meeting->members) {
       if (&member == leader || !member.finish) continue;

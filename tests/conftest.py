@@ -15,6 +15,7 @@ from typing import TextIO
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax
+import platforms
 import pytest
 
 import hostcall as hc
@@ -24,7 +25,17 @@ HANG_SECONDS = 60
 STDERR = pytest.StashKey[TextIO]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--platform",
+        default="cpu",
+        choices=platforms.PLATFORMS,
+        help="where programs run (tests/platforms.py)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    platforms.set_up(config.getoption("--platform"))
     # Before output is captured: what is dumped at the end would go with the capture.
     config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 
@@ -33,6 +44,19 @@ def pytest_collection_finish() -> None:
     # What is imported by now stays: the collections after each test pass it over.
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    platform = config.getoption("--platform")
+    if platform == "cpu":
+        return
+    few = platform == "cuda" and len(jax.devices()) < 4
+    for item in items:
+        reason = platforms.why_not(item, few)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

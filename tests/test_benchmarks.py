@@ -54,7 +54,9 @@ def test_a_table_comes_out(tmp_path):
     # can come out below 0.
     figures = [figure for row in rows for figure in row["median"].values()]
     assert len(figures) >= len(rows) > 0
-    assert all(isinstance(figure, float) and math.isfinite(figure) for figure in figures)
+    assert all(
+        isinstance(figure, float) and math.isfinite(figure) for figure in figures
+    )
 
 
 def test_an_unknown_row_is_an_error():

@@ -29,6 +29,8 @@ def test_example(path, run_python):
 def test_there_are_examples():
     assert {p.stem for p in EXAMPLES} >= {
         "bessel",
+        "buffers",
+        "buffers_gpu",
         "environment",
         "old_training",
         "parallel_rows",

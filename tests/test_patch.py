@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import debug, lax, pure_callback  # bound early, as most libraries do
+from jax.experimental import buffer_callback as buffers
 from jax.experimental import io_callback
 
 import hostcall as hc
@@ -34,6 +35,9 @@ ORIGINALS = [
     jax.debug.print,
     jax.effects_barrier,
     jax.interpreters.mlir.emit_python_callback,
+    buffers.buffer_callback,
+    buffers.Buffer,
+    buffers.ExecutionContext,
 ]
 
 
@@ -45,6 +49,9 @@ def in_place():
         jax.debug.print,
         jax.effects_barrier,
         jax.interpreters.mlir.emit_python_callback,
+        buffers.buffer_callback,
+        buffers.Buffer,
+        buffers.ExecutionContext,
     ]
 
 
@@ -127,6 +134,35 @@ def test_errors(bound, patched):
         assert "test_patch.py" in str(caught.value)
         assert hc.last_error() is error
     error.__traceback__ = None
+
+
+@pytest.mark.parametrize("bound", ["early", "late"])
+@pytest.mark.parametrize("effect", [False, True])
+def test_buffer_callbacks(bound, effect, patched):
+    seen = []
+
+    def host(ctx, out, tree, *, k):
+        seen.append(type(out["y"]))
+        assert ctx.stage == buffers.ExecutionStage.EXECUTE
+        np.asarray(out["y"])[...] = np.asarray(tree[0]) * np.asarray(k)
+
+    early = ORIGINALS[-3]
+    function = early if bound == "early" else buffers.buffer_callback
+    x = jnp.arange(4.0)
+    f = function(host, {"y": like(x)}, has_side_effect=effect, vmap_method="sequential")
+    assert "@hostcall_buffer(" in text_of(lambda x: f((x,), k=3.0), x)
+    for g in (f, jax.jit(f)):
+        np.testing.assert_array_equal(g((x,), k=3.0)["y"], x * 3)
+    rows = jax.jit(jax.vmap(lambda x: f((x,), k=2.0)))(jnp.ones((3, 4)))
+    np.testing.assert_array_equal(rows["y"], np.full((3, 4), 2))
+    assert set(seen) == {hc.Buffer}
+    shared = function(
+        lambda ctx, out, x: np.asarray(out).__iadd__(1) is None,
+        like(x),
+        input_output_aliases={0: 0},
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="must not return any values"):
+        jax.block_until_ready(jax.jit(shared)(x))
 
 
 @pytest.mark.parametrize("bound", [EARLY, LATE], ids=["early", "late"])

@@ -6,6 +6,9 @@
     print       a formatted line, the same way
     pure_callback, io_callback, debug
                 drop-ins for JAX's own; `debug` has callback and print
+    buffer_callback
+                works in place on the device's memory (`Buffer`, `ExecutionContext`,
+                `ExecutionStage`); native makes machine code its callback
     host_callback
                 a module to import: the one of this name that JAX removed
     patch_jax   puts them under JAX's names, for every program; unpatch_jax ends that
@@ -18,6 +21,8 @@
     last_error  the exception that a callback raised last
     status      the calls under way, with what each is doing (`ActiveCall`s)
     stats       what calls and taps have cost (`CallStats` by function)
+    pinned_memory
+                what values on their way to and from GPUs hold (`PinnedMemory`s)
     tap_queue   what waits to be delivered (a `TapQueue`)
 
 Errors: HostcallError and, below it, SpecError, BatchingError, DerivativeError,
@@ -34,6 +39,8 @@ The names here are stable. Modules with a leading underscore are not.
 from hostcall import _interpreter  # noqa: F401  (refuses sub-interpreters, first)
 
 from hostcall import debug  # isort: skip
+from hostcall._buffer import buffer_callback
+from hostcall._buffers import Buffer, ExecutionContext, ExecutionStage, native
 from hostcall._call import call
 from hostcall._callbacks import io_callback, pure_callback
 from hostcall._collect import collect
@@ -56,10 +63,12 @@ from hostcall._print import print
 from hostcall._sync import (
     ActiveCall,
     CallStats,
+    PinnedMemory,
     TapQueue,
     barrier,
     configure,
     flush,
+    pinned_memory,
     stats,
     status,
     tap_queue,
@@ -71,18 +80,23 @@ __version__ = "0.1.0"
 __all__ = [
     "ActiveCall",
     "BatchingError",
+    "Buffer",
     "CallStats",
     "CallTimeoutError",
     "Current",
     "DeadlockError",
     "DerivativeError",
     "EscapeError",
+    "ExecutionContext",
+    "ExecutionStage",
     "HostcallError",
+    "PinnedMemory",
     "ResultError",
     "SpecError",
     "TapQueue",
     "UnwrittenError",
     "barrier",
+    "buffer_callback",
     "call",
     "collect",
     "configure",
@@ -91,7 +105,9 @@ __all__ = [
     "flush",
     "io_callback",
     "last_error",
+    "native",
     "patch_jax",
+    "pinned_memory",
     "print",
     "pure_callback",
     "reraise",

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from hostcall import _jax
+from hostcall._buffers import BufferParams
 from hostcall._callback import Arrays, Callback, CallParams, Lend
+from hostcall._device_views import OnDevice
 from hostcall._errors import SpecError
 from hostcall._order import ORDERS, Order
+from hostcall._primitives.buffer import lowering as _  # noqa: F401  (it registers)
+from hostcall._primitives.buffer.primitive import bind as bind_buffers
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
 from hostcall._primitives.call.primitive import bind
-from hostcall._spec import Static, flatten_arguments, parse_fill, parse_result
+from hostcall._spec import Results, Static, flatten_arguments, parse_fill, parse_result
 from hostcall._where import name_of, users_place
 
+_ARRAYS = ("numpy", "jax", "dlpack", "cuda")
 _METHODS = (*batching.ROWS, *batching.WHOLE)
 
 
@@ -63,7 +69,10 @@ def call(
             of the device that calls. "auto": the program's first.
         arrays: "numpy"; "jax" for jax.Arrays on a CPU device of hostcall's own, on
             which `fn` may compute; "dlpack" for objects that any DLPack consumer
-            takes (torch.from_dlpack), all dtypes included.
+            takes (torch.from_dlpack), all dtypes included; "cuda" for `hc.Buffer`s of
+            the GPU's own memory (cupy.asarray, torch.as_tensor; read-only, not to be
+            kept), on `hc.current().stream`: `fn` returns arrays on the GPU, and
+            nothing goes through the host.
         lend: False: `fn` owns its arguments. True: it gets read-only views of XLA's
             memory, without a copy, and must not keep them. "out": also a keyword
             argument `out`, arrays in the structure of `result` to write the results
@@ -96,9 +105,7 @@ def call(
             code replaces the call, as in `jax.custom_batching.custom_vmap`; with
             keyword arguments their flags are the last entry of `in_batched`.
         vmap of cond, of while_loop: JAX computes every branch for every row. Give
-            the condition as `where=` too, and only rows that are meant to, call. An
-            ordered call in a while_loop's condition that is batched makes JAX compute
-            wrong values (the loop ends for all rows at once): use "unordered" there.
+            the condition as `where=` too, and only rows that are meant to, call.
         jvp, grad, transposition: refused; put jax.custom_jvp or custom_vjp around.
         remat: a pure call runs again in the backward pass, others do not.
         shard_map, pmap: once a shard; `hostcall.current()` tells which.
@@ -128,6 +135,10 @@ def call(
         executor=None if executor is None else Static(executor),
         place=users_place(),
     )
+    if arrays == "cuda":
+        return _call_on_device(
+            callback, operands, order=order, vmap_method=vmap_method, masked=masked
+        )
     params = CallParams(
         callback=callback,
         avals=results.avals,
@@ -136,12 +147,52 @@ def call(
         sharding=_check_sharding(sharding, name),
         masked=masked,
     )
-    outs = bind(*operands, params=params)
+    return _as_described(results, bind(*operands, params=params))
+
+
+def _as_described(results: Results, outs: Sequence[Any]) -> Any:
     leaves = [
         out if key is None else _jax.wrap_key(out, key)
         for out, key in zip(outs, results.keys, strict=True)
     ]
     return results.treedef.unflatten(leaves)
+
+
+def _call_on_device(
+    callback: Callback,
+    operands: Sequence[Any],
+    *,
+    order: Order,
+    vmap_method: Any,
+    masked: bool,
+) -> Any:
+    """The call as a buffer callback's, which has the GPU's memory."""
+    name, results = callback.name, callback.results
+    others = {
+        "where=": masked,
+        "timeout=": callback.timeout is not None,
+        "lend=": callback.lend,
+        f"vmap_method={vmap_method!r}": vmap_method not in (None, *_ON_DEVICE),
+    }
+    for option, given in others.items():
+        if given:
+            raise SpecError(
+                f"hostcall: `{name}` has arrays='cuda' and {option}, which is for"
+                " arrays on the host"
+            )
+    fn = OnDevice(callback.function, results, name)
+    params = BufferParams(
+        callback=replace(callback, fn=Static(fn), arrays="numpy", lend="buffers"),
+        avals=results.avals,
+        order=order,
+        vmap_method=vmap_method or "sequential",
+        sharding=None,
+        masked=False,
+    )
+    return _as_described(results, bind_buffers(*operands, params=params))
+
+
+_ON_DEVICE = ("sequential", "sequential_unrolled", *batching.WHOLE)
 
 
 def check_function(fn: Any, usage: str) -> str:
@@ -188,8 +239,8 @@ def _check_options(
         choose("order", order, ORDERS)
     if not callable(vmap_method) and vmap_method not in (*_METHODS, None):
         choose("vmap_method", vmap_method, (*_METHODS, None))
-    if arrays not in ("numpy", "jax", "dlpack"):
-        choose("arrays", arrays, ("numpy", "jax", "dlpack"))
+    if arrays not in _ARRAYS:
+        choose("arrays", arrays, _ARRAYS)
     if lend not in (False, True, "out"):
         choose("lend", lend, (False, True, "out"))
     if lend and (timeout is not None or vmap_method == "parallel"):

@@ -27,8 +27,8 @@ from hostcall._where import Place, name_of, source_of
 logger = logging.getLogger("hostcall")
 
 # "free": jax.Arrays that are not committed to their device, as drop-ins hand out.
-Arrays = Literal["numpy", "jax", "free", "dlpack"]
-Lend = Literal[False, True, "out"]
+Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
+Lend = Literal[False, True, "out", "buffers"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Callback:
         results: what it returns.
         fills: bytes of each result of a masked row, or None for zeros.
         arrays: what the function gets for an array.
-        lend: whether it gets views of XLA's memory.
+        lend: whether it gets views of XLA's memory, or Buffers of it.
         timeout: seconds, or None.
         executor: for parallel rows, compared by identity.
         place: the user's line that wrote the call.

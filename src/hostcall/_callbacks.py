@@ -169,7 +169,7 @@ def call_back(
     operands = [raw_keys(leaf) for leaf in leaves]
     template = Template(in_tree, (None,) * len(leaves))
     described, out_tree = jax.tree.flatten(result)
-    avals = tuple(map(_result_aval, described))
+    avals = tuple(map(result_aval, described))
     params = make_params(
         kind,
         callback,
@@ -188,7 +188,7 @@ def raw_keys(leaf: Any) -> Any:
     return leaf
 
 
-def _result_aval(described: Any) -> Any:
+def result_aval(described: Any) -> Any:
     dtype = np.dtype(described.dtype)
     if _jax.canonical_dtype(dtype) != dtype:
         raise ValueError(

@@ -19,7 +19,24 @@ POOL_WORKERS = int(
     os.environ.get("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4))
 )
 
+_pinned_bytes = int(float(os.environ.get("HOSTCALL_PINNED_BYTES", "1e9")))
+
 _tap_queue_bytes = int(float(os.environ.get("HOSTCALL_TAP_QUEUE_BYTES", "256e6")))
+
+
+def debug() -> bool:
+    """Whether programs that are lowered now look for mistakes that cost time to see."""
+    return os.environ.get("HOSTCALL_DEBUG", "0") not in ("", "0")
+
+
+def pinned_bytes() -> int:
+    """Pinned memory that calls on GPUs may hold."""
+    return _pinned_bytes
+
+
+def set_pinned_bytes(size: int) -> None:
+    global _pinned_bytes
+    _pinned_bytes = size
 
 
 def tap_queue_bytes() -> int:

@@ -38,8 +38,10 @@ class Current:
             outermost first; else None.
         index: of a tap with sharding="shards", for each array the place of its block in
             the whole array, a tuple of slices; else None.
-        run: XLA's number of the execution a tap is of; -1 of an eager tap; None in a
-            call.
+        stream: of a call on a GPU's memory (arrays="cuda", `hc.buffer_callback`) the
+            address of XLA's stream; else None.
+        run: XLA's number of the execution that a tap or buffer callback is of; -1 of an
+            eager one; None in another call.
         step: the tap's number among all that were pushed; None in a call.
     """
 
@@ -54,6 +56,7 @@ class Current:
     index: tuple[tuple[slice, ...], ...] | None = None
     run: int | None = None
     step: int | None = None
+    stream: int | None = None
 
     def at_row(self, row: tuple[int, ...]) -> Current:
         return replace(self, row=tuple(row))
@@ -67,7 +70,7 @@ def current() -> Current | None:
     found = _native.current()
     if found is None:  # on a thread that works for a call, its stand-in
         return _workers.stand_in()
-    info, ordinal, row, run, step = found
+    info, ordinal, row, run, step, stream = found
     device = info.devices.get(ordinal)
     return Current(
         name=info.name,
@@ -81,6 +84,7 @@ def current() -> Current | None:
         index=(getattr(info, "places", None) or {}).get(ordinal),
         run=run,
         step=step,
+        stream=stream,
     )
 
 

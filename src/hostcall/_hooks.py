@@ -16,9 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _jax, _targets
+from hostcall import _handlers, _jax
+from hostcall._buffer import make_params as buffer_params
 from hostcall._drop_in import DropInInfo, DropInParams, Kind, arrays_of, make_params
 from hostcall._primitives import emit
+from hostcall._primitives.buffer import lowering as buffer_lowering
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.drop_in import lowering
 from hostcall._spec import Results, Template
@@ -109,11 +111,38 @@ def _lower_print(ctx: Any, *operands: Any, **params: Any) -> list[Any]:
     )
 
 
+def _lower_buffer(
+    ctx: Any,
+    *operands: Any,
+    callback: Any,
+    in_tree: Any,
+    out_tree: Any,
+    vmap_method: Any,
+    has_side_effect: bool,
+    input_output_aliases: Any,
+    command_buffer_compatible: bool,
+    **_: Any,
+) -> list[Any]:
+    avals = tuple(_jax.physical_avals(ctx.avals_out))
+    params = buffer_params(
+        callback,
+        _template(in_tree),
+        Results(out_tree, avals, (None,) * len(avals)),
+        order="unordered" if has_side_effect else "pure",
+        vmap_method=vmap_method,
+        aliases=tuple(input_output_aliases),
+        command_buffer=command_buffer_compatible,
+        place=_place(ctx, callback),
+    )
+    return buffer_lowering.lower(ctx, *operands, params=params)
+
+
 _LOWERINGS: dict[Any, Callable[..., list[Any]]] = {
     _jax.pure_callback_p: _lower_pure,
     _jax.io_callback_p: _lower_io,
     _jax.debug_callback_p: _lower_debug,
     _jax.debug_print_p: _lower_print,
+    _jax.buffer_callback_p: _lower_buffer,
 }
 
 
@@ -169,7 +198,7 @@ def emit_python_callback(
     )
     results, token_out = _jax.emit_custom_call(
         inner,
-        _targets.TARGET,
+        _handlers.TARGET,
         operands,
         token=token,
         returns_token=token is not None,

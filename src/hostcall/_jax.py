@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import buffer_callback as _buffer_callback
 from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import core as _core
@@ -44,6 +45,8 @@ from jax._src.state import discharge as _discharge
 Primitive = _core.Primitive
 ShapedArray = _core.ShapedArray
 moveaxis = _batching.moveaxis
+check_arg = _dispatch.check_arg
+aval_of = _core.typeof
 batchers = _batching.primitive_batchers
 Zero = _ad.Zero
 instantiate_zeros = _ad.instantiate_zeros
@@ -66,21 +69,40 @@ def def_effectful_abstract_eval(primitive: Any, rule: Callable[..., Any]) -> Non
     primitive.def_effectful_abstract_eval(rule)
 
 
-def register_lowering(primitive: Any, rule: Callable[..., Any], platform: str) -> None:
+# Of a target that XLA may record into a command buffer.
+GRAPH_TRAIT = _xla_client.CustomCallTargetTraits.COMMAND_BUFFER_COMPATIBLE
+
+SERVED = ("cpu", "cuda")  # where the engine has handlers
+
+
+def register_lowering(
+    primitive: Any,
+    rule: Callable[..., Any],
+    elsewhere: Callable[..., Any] | None = None,
+    *,
+    wants_devices: bool = True,
+) -> None:
     """Registers a lowering that runs once for each equation.
 
-    Not cacheable: a cached lowering becomes a function that several equations
-    share, and neighbours then could not be chained (see `chain`). The devices are
-    wanted in the lowering, for `sharding=` and for mesh coordinates.
+    One rule for all platforms: those that the engine serves have handlers of one name,
+    so a module for several of them has one call, and JAX need not choose between
+    copies. `elsewhere` lowers for other platforms.
+
+    Not cacheable: a cached lowering becomes a function that several equations share,
+    and neighbours then could not be chained (see `chain`). Most want to know the
+    program's devices, for `sharding=` and for mesh coordinates; where one does, JAX
+    allows one mesh only in that program.
     """
-    _mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
-    _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        there = elsewhere is None or set(platforms(ctx)) <= set(SERVED)
+        chosen = rule if there else elsewhere
+        assert chosen is not None
+        return chosen(ctx, *operands, **params)
 
-def register_default_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Registers what happens on platforms that have no rule of their own."""
-    _mlir.register_lowering(primitive, rule, cacheable=False)
-    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+    _mlir.register_lowering(primitive, lower, cacheable=False)
+    if wants_devices:
+        _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def result_avals(
@@ -278,15 +300,25 @@ def set_ordered_token(ctx: Any, effect: Any, token: Any) -> None:
 
 
 def keep_alive(ctx: Any, thing: Any) -> None:
-    """Ties `thing` to the executable that comes out of this lowering."""
-    ctx.module_context.add_keepalive(thing)
+    """Ties `thing` to the executable that comes out of this lowering.
+
+    A module that is lowered to be exported has no executable, and may be called as
+    long as the process lives.
+    """
+    if ctx.module_context.lowering_parameters.for_export:
+        _exported.append(thing)
+    else:
+        ctx.module_context.add_keepalive(thing)
+
+
+_exported: list[Any] = []
 
 
 def lowering_client(ctx: Any) -> Any | None:
     """The client that the program is lowered for; None in a cross-lowering."""
     try:
         return ctx.module_context.get_backend()
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return None
 
 
@@ -342,6 +374,14 @@ def program_devices(ctx: Any) -> list[Any] | None:
     return devices if len(devices) > 1 else None
 
 
+def number_of_devices(ctx: Any) -> int:
+    """Of the program; also where its devices are not to be told."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, _sharding_impls.ShardingContext):
+        return int(context.num_devices)
+    return len(program_devices(ctx) or (None,))
+
+
 def emit_custom_call(
     ctx: Any,
     target: str,
@@ -363,6 +403,9 @@ def emit_custom_call(
     number of a device in the program, the results are that device's, everywhere.
     """
     abstract_token = _core.abstract_token
+    if aliases:
+        first = int(token is not None)
+        aliases = {i + first: o + returns_token for i, o in aliases.items()}
     operands = list(operands) if token is None else [token, *operands]
     avals_in = list(ctx.avals_in) if token is None else [abstract_token, *ctx.avals_in]
     avals_out = [abstract_token] * returns_token + list(ctx.avals_out)
@@ -375,16 +418,16 @@ def emit_custom_call(
             operand_output_aliases=aliases,
         )(inner, *values, **attributes)
 
-    devices = program_devices(ctx)
+    n = number_of_devices(ctx)
     if manual_mesh(ctx) is not None:
         op = emit(operands)
         _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
         results = list(op.results)
-    elif devices is None:
+    elif n == 1:
         results = list(emit(operands).results)
     else:
         results = _emit_on_each_device(
-            ctx, emit, operands, avals_in, avals_out, devices, source
+            ctx, emit, operands, avals_in, avals_out, n, source
         )
     return (results[1:], results[0]) if returns_token else (results, None)
 
@@ -410,7 +453,7 @@ def _emit_on_each_device(
     operands: Sequence[Any],
     avals_in: Sequence[Any],
     avals_out: Sequence[Any],
-    devices: Sequence[Any],
+    n: int,
     source: int | None,
 ) -> list[Any]:
     """The call inside a region that is manual over all devices, on whole values.
@@ -420,7 +463,7 @@ def _emit_on_each_device(
     from any other, and then refuses those with a side effect.
     """
     cache = ctx.module_context.sharding_attr_cache
-    mesh_shape = (("hostcall", len(devices)),)
+    mesh_shape = (("hostcall", n),)
     types, _ = _mlir.ir_tree_registry.flatten(
         [_mlir._aval_to_ir_types(ctx.module_context, aval) for aval in avals_out]
     )
@@ -438,7 +481,7 @@ def _emit_on_each_device(
         results = list(op.results)
         if source is not None:
             results = [
-                _taken_from(ctx, result, source, len(devices))
+                _taken_from(ctx, result, source, n)
                 if isinstance(result.type, _ir.RankedTensorType)
                 else result
                 for result in results
@@ -535,7 +578,7 @@ def make_host_client() -> Any:
     return _xla_client.make_cpu_client(asynchronous=False, num_devices=1)
 
 
-FIXED, DEVICE, GUARD = range(3)
+FIXED, DEVICE, GUARD, WITH = range(4)
 
 
 def ambient_settings() -> list[tuple[int, Any, Any, Any, Any]]:
@@ -554,7 +597,8 @@ def ambient_settings() -> list[tuple[int, Any, Any, Any, Any]]:
     return [
         entry(DEVICE, default_device, None),
         entry(FIXED, abstract, _mesh.empty_abstract_mesh),
-        entry(FIXED, concrete, _mesh.empty_concrete_mesh),
+        # Whoever sets this one has set the one before.
+        entry(WITH, concrete, _mesh.empty_concrete_mesh),
         entry(GUARD, _config.no_execution, None),
     ]
 
@@ -783,6 +827,12 @@ def platforms(ctx: Any) -> tuple[str, ...]:
     return tuple(ctx.module_context.platforms)
 
 
+def is_served(ctx: Any) -> bool:
+    """Whether the program is for one platform that the engine serves."""
+    of = platforms(ctx)
+    return len(of) == 1 and of[0] in SERVED
+
+
 def line_of(ctx: Any) -> tuple[str, int, str] | None:
     """(file, line, function) of the user's line behind an equation being lowered."""
     frame = _source_info_util.user_frame(ctx.traceback)
@@ -797,31 +847,40 @@ pure_callback_p = _callback.pure_callback_p
 io_callback_p = _callback.io_callback_p
 debug_callback_p = _debugging.debug_callback_p
 debug_print_p = _debugging.debug_print_p
+buffer_callback_p = _buffer_callback.buffer_callback_p
 MODULES_WITH_EMIT = ("jax._src.callback", "jax.interpreters.mlir")
 
 
 def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> Callable[[], None]:
-    """Lowers a primitive of JAX's by `rule` on the CPU; gives what ends that.
+    """Lowers a primitive of JAX's by `rule` where it is served; gives what ends that.
 
     For other platforms, and for several at once, JAX's own rule stays. JAX lowers each
     equation of these primitives by itself, as `register_lowering` has it for ours.
     """
-    table: dict[Any, Any] = _mlir._lowerings
-    if primitive not in table:
-        table = _mlir._platform_specific_lowerings["cpu"]
-    entry = table[primitive]
+    tables: list[dict[Any, Any]] = [_mlir._lowerings]
+    if primitive not in _mlir._lowerings:
+        specific = _mlir._platform_specific_lowerings
+        tables = [specific[p] for p in SERVED if primitive in specific[p]]
+    replaced = []
 
-    def either(ctx: Any, *operands: Any, **params: Any) -> Any:
-        chosen = rule if platforms(ctx) == ("cpu",) else entry.rule
-        return chosen(ctx, *operands, **params)
+    def replace_in(table: dict[Any, Any]) -> None:
+        entry = table[primitive]
 
-    ours = type(entry)(either, entry.inline)
+        def either(ctx: Any, *operands: Any, **params: Any) -> Any:
+            chosen = rule if is_served(ctx) else entry.rule
+            return chosen(ctx, *operands, **params)
+
+        table[primitive] = type(entry)(either, entry.inline)
+        replaced.append((table, entry, table[primitive]))
+
+    for table in tables:
+        replace_in(table)
 
     def restore() -> None:
-        if table[primitive] is ours:  # else somebody came after us
-            table[primitive] = entry
+        for table, entry, ours in replaced:
+            if table[primitive] is ours:  # else somebody came after us
+                table[primitive] = entry
 
-    table[primitive] = ours
     return restore
 
 
@@ -858,7 +917,6 @@ def back_ends_started() -> bool:
 partial_eval_by_trace = _pe.custom_partial_eval_rules  # under linearize
 pretty_printer = _pretty_printer
 is_undefined_primal = _ad.is_undefined_primal
-check_arg = _dispatch.check_arg
 
 
 def is_known(tracer: Any) -> bool:

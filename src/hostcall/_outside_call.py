@@ -314,7 +314,7 @@ _jax.jvps[outside_call_p] = _jvp
 _jax.transposes[outside_call_p] = _transpose
 _jax.partial_eval_by_trace[outside_call_p] = _partial_eval
 _jax.partial_eval_rules[outside_call_p] = _remat
-_jax.register_default_lowering(outside_call_p, _lower)
+_jax.register_lowering(outside_call_p, _lower)
 
 
 def bind(*operands: Any, params: Outside) -> list[Any]:

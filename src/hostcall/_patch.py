@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.experimental
 
-from hostcall import _delivery, _hooks, _jax, debug, host_callback
+from hostcall import _buffers, _delivery, _hooks, _jax, debug, host_callback
+from hostcall._buffer import buffer_callback
 from hostcall._callbacks import call_back, check_vmap_method
 from hostcall._drop_in import arrays_of
 
@@ -99,18 +100,44 @@ def _debug_print(
     return debug.print(fmt, *args, **options, **kwargs)
 
 
+def _buffer_callback(
+    callback: Any,
+    result_shape_dtypes: Any,
+    *,
+    has_side_effect: bool = False,
+    vmap_method: str | None = None,
+    input_output_aliases: Any = None,
+    command_buffer_compatible: bool = False,
+) -> Any:
+    """`jax.experimental.buffer_callback.buffer_callback` on hostcall's engine
+    (`hostcall.patch_jax`).
+    """
+    return buffer_callback(
+        callback,
+        result_shape_dtypes,
+        has_side_effect=has_side_effect,
+        vmap_method=vmap_method,
+        input_output_aliases=input_output_aliases,
+        command_buffer_compatible=command_buffer_compatible,
+    )
+
+
 def _effects_barrier() -> None:
     """`jax.effects_barrier`, and then what taps have queued is delivered."""
     _ORIGINALS["jax.effects_barrier"]()
     _delivery.flush(None, "jax.effects_barrier()")
 
 
-_REPLACEMENTS = {
+_BUFFERS = "jax.experimental.buffer_callback"
+_REPLACEMENTS: dict[str, Any] = {
     "jax.pure_callback": _pure_callback,
     "jax.experimental.io_callback": _io_callback,
     "jax.debug.callback": _debug_callback,
     "jax.debug.print": _debug_print,
     "jax.effects_barrier": _effects_barrier,
+    f"{_BUFFERS}.buffer_callback": _buffer_callback,
+    f"{_BUFFERS}.Buffer": _buffers.Buffer,
+    f"{_BUFFERS}.ExecutionContext": _buffers.ExecutionContext,
 }
 # JAX's own, for what stays with them: taken once, so that no wrapper of ours is.
 _ORIGINALS = {
@@ -119,6 +146,8 @@ _ORIGINALS = {
     "jax.effects_barrier": jax.effects_barrier,
 }
 for _name, _function in _REPLACEMENTS.items():
+    if isinstance(_function, type):
+        continue
     _function.__name__ = _function.__qualname__ = _name.rsplit(".", 1)[1]
 
 
@@ -172,11 +201,12 @@ def patch_jax(arrays: str = "jax") -> Patch:
     """Lets every program's callbacks run on hostcall's engine.
 
     `jax.pure_callback`, `jax.experimental.io_callback`, `jax.debug.callback`,
-    `jax.debug.print` and `jax.effects_barrier` become hostcall's; programs that took
-    JAX's functions before, and JAX's own (Pallas in interpret mode, checkify), are met
-    where they are lowered. On platforms that the engine does not serve, and inside
-    Pallas kernels, they stay JAX's. `jax.experimental.host_callback`, which JAX has
-    removed, can be imported again (`hostcall.host_callback`).
+    `jax.debug.print`, `jax.experimental.buffer_callback` and `jax.effects_barrier`
+    become hostcall's; programs that took JAX's functions before, and JAX's own (Pallas
+    in interpret mode, checkify), are met where they are lowered. On platforms that the
+    engine does not serve, and inside Pallas kernels, they stay JAX's.
+    `jax.experimental.host_callback`, which JAX has removed, can be imported again
+    (`hostcall.host_callback`).
 
     Best before the first program is traced. If a back end runs already, JAX's caches
     are cleared, so that programs are compiled again; an executable that somebody holds

@@ -124,7 +124,7 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
                 arrays.append(leaf)
         elif is_array_like(leaf):
             marks.append(None)
-            arrays.append(_canonical(leaf))
+            arrays.append(canonical(leaf))
         else:
             marks.append(Static(leaf))
     return arrays, Template(treedef, tuple(marks))
@@ -139,7 +139,7 @@ def is_array_like(leaf: Any) -> bool:
     return hasattr(leaf, "__jax_array__")
 
 
-def _canonical(leaf: Any) -> Any:
+def canonical(leaf: Any) -> Any:
     """`leaf` with the dtype JAX will give it; refuses where that changes a value."""
     if hasattr(leaf, "__jax_array__"):
         return leaf.__jax_array__()

@@ -195,22 +195,69 @@ def barrier() -> None:
         raise BaseExceptionGroup(text, errors)
 
 
-def configure(*, tap_queue_bytes: int | None = None) -> None:
+def configure(
+    *, tap_queue_bytes: int | None = None, pinned_bytes: int | None = None
+) -> None:
     """Changes settings of the process.
 
     Args:
         tap_queue_bytes: how much taps may hold before they are delivered. Default
             256e6, or the environment variable HOSTCALL_TAP_QUEUE_BYTES. One value above
-            it goes through alone.
+            it goes through alone. On GPUs as much again of pinned memory.
+        pinned_bytes: how much pinned memory calls on GPUs may hold. Default 1e9, or
+            the environment variable HOSTCALL_PINNED_BYTES.
+
+    Raises:
+        SpecError: for what is no number of bytes.
     """
-    if tap_queue_bytes is None:
-        return
-    size = int(tap_queue_bytes)
-    if isinstance(tap_queue_bytes, bool) or size <= 0 or size != tap_queue_bytes:
+    if tap_queue_bytes is not None:
+        size = _bytes(tap_queue_bytes, "tap_queue_bytes")
+        _config.set_tap_queue_bytes(size)
+        if not _native.forked():
+            _native.set_tap_limit(size)
+    if pinned_bytes is not None:
+        _config.set_pinned_bytes(_bytes(pinned_bytes, "pinned_bytes"))
+    _native.limit_pinned(_config.pinned_bytes(), _config.tap_queue_bytes())
+
+
+def _bytes(value: Any, name: str) -> int:
+    size = int(value)
+    if isinstance(value, bool) or size <= 0 or size != value:
         raise SpecError(
-            f"hostcall: tap_queue_bytes should be a number of bytes above 0, got"
-            f" {tap_queue_bytes!r}"
+            f"hostcall: {name} should be a number of bytes above 0, got {value!r}"
         )
-    _config.set_tap_queue_bytes(size)
-    if not _native.forked():
-        _native.set_tap_limit(size)
+    return size
+
+
+# --- Pinned memory -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PinnedMemory:
+    """A pool of pinned memory, through which values go to and from GPUs.
+
+    Attributes:
+        limit: bytes that it may have.
+        allocated, in_use, peak: bytes now, of those in calls or taps, the most so far.
+        pending: bytes that copies to a GPU are still reading.
+        allocations, reuses: blocks taken from the driver, and given out again.
+        waits: calls or taps that found it full.
+        overruns: of those, how many went over the limit after a second in which
+            nothing came back.
+    """
+
+    limit: int
+    allocated: int
+    in_use: int
+    pending: int
+    peak: int
+    allocations: int
+    reuses: int
+    waits: int
+    overruns: int
+
+
+def pinned_memory() -> dict[str, PinnedMemory]:
+    """The pools of "calls" and "taps", where GPUs have used them."""
+    pools = zip(("calls", "taps"), _native.pinned_pools(), strict=True)
+    return {name: PinnedMemory(**state) for name, state in pools if state is not None}

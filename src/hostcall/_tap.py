@@ -102,9 +102,8 @@ def tap(
         jit, scan, while_loop (its condition too), cond, map: once for each time the
             place is reached; never removed as unused.
         vmap: see `rows`. Of cond and while_loop JAX computes all branches for all
-            rows: give the condition as `where=` too. An ordered tap (or call) in the
-            condition of a while_loop that vmap batches makes JAX compute wrong values;
-            an unordered one does not.
+            rows: give the condition as `where=` too. In a while_loop's condition that
+            vmap batches an unordered tap comes twice a round, an ordered one once.
         jvp, grad: primal values, where they are computed. `hc.tap_tangent` and
             `hc.tap_cotangent` see derivatives. A linearized while_loop is run again
             for each tangent, as JAX does it, and so are its taps.

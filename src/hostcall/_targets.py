@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import threading
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,112 +11,29 @@ import jax
 import numpy as np
 
 from hostcall import (
-    _config,
     _context,
-    _delivery,
-    _errors,
     _guards,
     _host_device,
-    _interrupt,
     _jax,
     _native,
     _workers,
 )
+from hostcall._buffers import BufferParams
 from hostcall._callback import CallInfo, CallParams, counters_of, executor_of
 from hostcall._compress import CompressedCall
 from hostcall._dlpack import DLPackArray
 from hostcall._spec import Template, packed_bits
 from hostcall._tap_info import TapParams
 
-TARGET = "hostcall_call"
-TAP_TARGET = "hostcall_tap"
-LINK_TARGET = "hostcall_link"
-RAW_TARGET = "hostcall_raw"  # benchmarks/: enters Python and nothing else
-
 logger = logging.getLogger("hostcall")
 
 _LEAF, _TUPLE, _LIST, _NOTHING, _TREE, _IGNORED = range(6)
-_COPY, _ARGS, _OUT = range(3)
+_COPY, _ARGS, _OUT, _BUFFERS = range(4)
 
 # How the devices of a program make a call (native/team.h).
 ALONE = (0, 1, 0)
 ONCE, EACH = 1, 2
-
-_started = False
-_lock = threading.Lock()
-
-
-def start() -> None:
-    """Makes the engine known to XLA. Called at the first lowering or eager call, never
-    on import: it starts no back end, but it is not free.
-    """
-    global _started
-    if _started:
-        return
-    with _lock:
-        if _started:
-            return
-        handlers = _native.handlers()
-        # The type before the targets that use it, and both before a program that
-        # names them is compiled.
-        jax.ffi.register_ffi_type("hostcall_plan", handlers["type"], platform="cpu")
-        jax.ffi.register_ffi_target(TARGET, handlers["call"], platform="cpu")
-        jax.ffi.register_ffi_target(TAP_TARGET, handlers["tap"], platform="cpu")
-        jax.ffi.register_ffi_target(LINK_TARGET, handlers["link"], platform="cpu")
-        jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
-        for setting in _jax.ambient_settings():
-            _native.add_ambient_setting(*setting, _jax.UNSET)
-        os.register_at_fork(after_in_child=_after_fork)
-        _interrupt.watch()
-        _native.set_report_converter(_errors.in_place_of)
-        atexit.register(_stop)
-        _started = True
-
-
-def _stop() -> None:
-    """Runs at exit, before JAX's own clean-up: what must run still runs."""
-    if _native.closed():
-        return  # forked child
-    try:
-        _delivery.watch_the_end()
-        _end()
-    except KeyboardInterrupt:
-        os._exit(130)
-
-
-def _end() -> None:
-    try:
-        for failure in _jax.wait_for_effects():
-            logger.error("a program failed while the process was ending: %s", failure)
-    except SystemExit as error:  # of a callback; the process ends anyway
-        logger.error("a callback raised %r while the process was ending", error)
-    _delivery.flush(None, "the end of the process")
-    _native.close()
-    under_way = _native.in_flight()
-    if _native.wait_idle(_config.EXIT_TIMEOUT):
-        if under_way:
-            # A daemon thread that made one is on its way out of JAX's C++, where
-            # Python must not stop it.
-            time.sleep(0.1)
-        _delivery.stop()
-        return
-    stuck = [f"{info.name} ({age:.0f} s)" for info, _, age, _ in _native.active()]
-    logger.warning(
-        "the process wants to end, and waits for these callbacks, which are interrupted"
-        " (Ctrl-C ends it at once): %s",
-        ", ".join(stuck),
-    )
-    # Ending anyway would take the interpreter from under a running function.
-    _native.interrupt_calls()
-    while not _native.wait_idle(0.2):
-        pass
-    _delivery.stop()
-
-
-def _after_fork() -> None:
-    _native.after_fork()
-    _delivery.after_fork()
-
+FIRST = -1  # as the leader: whichever comes first
 
 # --- Plans -------------------------------------------------------------------------
 
@@ -202,7 +115,7 @@ def make_plan(
     elif callback.arrays == "free":
         info.guard = _guards.WITNESS
     function, form = _function(params, info, device, compressed)
-    lend = {False: _COPY, True: _ARGS, "out": _OUT}[callback.lend]
+    lend = {False: _COPY, True: _ARGS, "out": _OUT, "buffers": _BUFFERS}[callback.lend]
     return _native.make_plan(
         function=function,
         args=args,
@@ -224,6 +137,7 @@ def make_plan(
         guard=info.guard,
         literals=getattr(params, "literals", True),
         tap=tap,
+        buffers=params.settings() if isinstance(params, BufferParams) else None,
     )
 
 
@@ -280,6 +194,8 @@ def _function(
     converters = [_converter(callback.arrays, key, device) for key in template.keys]
     if isinstance(params, TapParams):
         return params.function(whole, converters if compressed else None), _IGNORED
+    if isinstance(params, BufferParams):
+        return params.function(), _IGNORED
     form = _result_form(params)
     if callback.timeout is not None:
         whole = _with_limit(whole, callback.timeout, info, device)

@@ -252,6 +252,42 @@ void NestedPushesAreLetIn() {
 }
 
 /// Many senders, all policies, a tight queue: in = out + dropped, and in order.
+/// Who waits for space here pushes later, at once, as a GPU's taps do: what is on
+/// its way is over the limit, and no more.
+void AwaitedSpace() {
+  auto queue = std::make_unique<TapQueue>();
+  queue->SetLimit(10 * kSmall);
+  OwnerPtr owner = MakeOwner();
+  Worker worker(*queue, 4, 20);
+  std::vector<std::thread> threads;
+  std::atomic<int64_t> most{0};
+  for (int device = 0; device < 4; ++device) {
+    threads.emplace_back([&, device] {
+      for (int i = 0; i < 500; ++i) {
+        queue->AwaitSpace(64);
+        assert(Send(*queue, owner, device, i, 64, WhenFull::kBlock, true));
+        const int64_t bytes = queue->bytes();
+        int64_t seen = most.load();
+        while (seen < bytes && !most.compare_exchange_weak(seen, bytes)) {
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  assert(queue->Flush(queue->Mark(), 60));
+  assert(worker.got.size() == 2000 && queue->dropped() == 0);
+  assert(most <= queue->limit() + 4 * kSmall);
+  // Nobody is left waiting when the queue is stopped.
+  queue->Stop();
+  worker.Join();
+  assert(Send(*queue, owner, 0, 0, 64, WhenFull::kBlock, true));
+  queue->SetLimit(1);
+  queue->AwaitSpace(64);
+  Worker rest(*queue);
+  rest.Join();
+  assert(rest.got.size() == 1);
+}
+
 void Stress() {
   auto queue = std::make_unique<TapQueue>();
   queue->SetLimit(20'000);
@@ -364,6 +400,7 @@ int main() {
   DropNewest();
   DropOldest();
   NestedPushesAreLetIn();
+  AwaitedSpace();
   for (int i = 0; i < 3; ++i) Stress();
   Waking();
   FlushIsLateWhereNobodyDelivers();

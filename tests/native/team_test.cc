@@ -44,6 +44,26 @@ void TheLeaderCallsForAll(int leader, std::vector<int> order) {
   }
 }
 
+void TheFirstLeads(int first) {
+  auto team = MakeTeam(TeamMode::kOnce, 3, Team::kFirst);
+  for (int run = 0; run < 3; ++run) {
+    Visit visits[3];
+    for (int i = 0; i < 3; ++i) {
+      const int device = (first + i) % 3;
+      team->Arrive(run, visits[device].Member(device, [&visits, device] {
+        visits[device].value = 42;
+        return std::string();
+      }));
+    }
+    for (int device = 0; device < 3; ++device) {
+      visits[device].gate.Wait();
+      assert(visits[device].error.empty() && visits[device].value == 42);
+      assert(visits[device].ran == (device == first));
+      assert(visits[device].copied == (device != first));
+    }
+  }
+}
+
 void TheLeaderWaitsUntilAllHaveCopied() {
   auto team = MakeTeam(TeamMode::kOnce, 2);
   Visit leader, follower;
@@ -279,6 +299,7 @@ int main() {
   do {
     for (int leader = 0; leader < 4; ++leader) TheLeaderCallsForAll(leader, order);
   } while (std::next_permutation(order.begin(), order.end()));
+  for (int first = 0; first < 3; ++first) TheFirstLeads(first);
   TheLeaderWaitsUntilAllHaveCopied();
   TheLeadersErrorIsEverybodys();
   ManyRuns(TeamMode::kOnce);

@@ -88,7 +88,7 @@ def emit(
 
 # --- Platforms that the engine does not serve -----------------------------------------
 
-_JAXS_OWN = ("cuda", "rocm", "tpu")
+_JAXS_OWN = ("rocm", "tpu")
 
 
 def check_platform(ctx: Any, what: str) -> None:
@@ -98,7 +98,7 @@ def check_platform(ctx: Any, what: str) -> None:
         raise HostcallError(
             f"hostcall: {what} is lowered for"
             f" {', '.join(platforms)}. The engine of this version serves one platform"
-            " at a time: cpu, and cuda, rocm and tpu through JAX's own callback. Run"
+            " at a time: cpu and cuda, and rocm and tpu through JAX's own callback. Run"
             ' that part on the CPU: jax.jit(f, device=jax.devices("cpu")[0])'
         )
 

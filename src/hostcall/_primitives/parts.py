@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall import _jax, _targets
+from hostcall import _handlers, _jax
 from hostcall._order import Order, effects_of
 from hostcall._primitives import emit
 
@@ -42,7 +42,7 @@ def _link_abstract_eval(
 def _lower_link(ctx: Any, number: Any, *, order: Order, mark: int) -> list[Any]:
     return emit.emit(
         ctx,
-        _targets.LINK_TARGET,
+        _handlers.LINK_TARGET,
         [number],
         {"mark": np.uint64(mark)},
         order=order,
@@ -51,7 +51,7 @@ def _lower_link(ctx: Any, number: Any, *, order: Order, mark: int) -> list[Any]:
 
 
 _jax.def_effectful_abstract_eval(link_p, _link_abstract_eval)
-_jax.register_lowering(link_p, _lower_link, platform="cpu")
+_jax.register_lowering(link_p, _lower_link)
 
 
 # --- The part of one device -----------------------------------------------------------

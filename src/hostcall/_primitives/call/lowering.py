@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
-from hostcall import _jax, _native, _targets
+from hostcall import _handlers, _jax, _native, _targets
 from hostcall._callback import CallInfo, CallParams
 from hostcall._errors import HostcallError
 from hostcall._order import ORDERED
@@ -24,6 +25,8 @@ def lower(
     params: CallParams,
     info_type: Callable[..., CallInfo] = CallInfo,
     ordered: Any = ORDERED,
+    target: str = _handlers.TARGET,
+    aliases: dict[int, int] | None = None,
 ) -> list[Any]:
     """Emits the call.
 
@@ -34,6 +37,8 @@ def lower(
         params: of the call.
         info_type: makes the call's description.
         ordered: the effect whose token an ordered call takes and gives.
+        target: the name of its handlers.
+        aliases: which operand's memory may become which result's.
     """
     client = _jax.lowering_client(ctx)
     info = info_type(params, emit.by_ordinal(client), _jax.manual_mesh(ctx))
@@ -43,9 +48,10 @@ def lower(
     attributes, source = prepare(ctx, client, info, avals, leader)
     return emit.emit(
         ctx,
-        _targets.TARGET,
+        target,
         operands,
         attributes,
+        aliases=aliases,
         order=params.order,
         ordered=ordered,
         has_side_effect=params.order != "pure",
@@ -61,7 +67,7 @@ def prepare(
     Gives the attributes by which the program finds it, and the number of the device
     whose results all processes take. `leader` is the device that calls, or None.
     """
-    _targets.start()
+    _handlers.start_on(client)
     _native.bury()  # programs that died since the last call
     params = info.params
     team, source, elsewhere = _team(ctx, client, info, leader)
@@ -93,7 +99,12 @@ def _team(
     """
     local = emit.local_devices(ctx, client)
     if local is None:
-        return _targets.ALONE, None, False
+        # A program that does not know its devices: the first that comes calls, in
+        # each process.
+        n = _jax.number_of_devices(ctx) // jax.process_count()
+        alone = n <= 1 or info.mesh is not None
+        team = _targets.ALONE if alone else (_targets.ONCE, n, _targets.FIRST)
+        return team, None, False
     if info.mesh is not None:
         return (_targets.EACH, len(local), 0), None, False
     devices = _jax.program_devices(ctx)
@@ -146,7 +157,7 @@ def lower_through_jax(
     partitioned: bool = False,
 ) -> list[Any]:
     """The lowering itself, on any platform that JAX's callback serves."""
-    _targets.start()
+    _handlers.start()
     info = info_type(params, {}, _jax.manual_mesh(ctx))
     avals = _jax.physical_avals(ctx.avals_in)
     device = _targets.host_device(None)
@@ -182,5 +193,4 @@ def lower_through_jax(
     )
 
 
-_jax.register_default_lowering(call_p, _lower_elsewhere)
-_jax.register_lowering(call_p, _lower, platform="cpu")
+_jax.register_lowering(call_p, _lower, _lower_elsewhere)

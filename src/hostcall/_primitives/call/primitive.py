@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from hostcall import _errors, _host_device, _jax, _native, _targets
+from hostcall import _errors, _handlers, _host_device, _jax, _native, _targets
 from hostcall._callback import CallInfo, CallParams
 from hostcall._order import effects_of
 
@@ -45,7 +45,7 @@ def run_now(
     The same native code runs as in a compiled program, on NumPy's buffers. What the
     function raises comes out as it is.
     """
-    _targets.start()
+    _handlers.start()
     refuse_forked(f"`{params.callback.name}` is called")
     if params.order == "ordered":
         for failure in _jax.wait_for_effects():

@@ -16,7 +16,7 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     automatic = _jax.automatic_axes(ctx)
     if params.kind == "debug" and automatic:
         return _lower_once_along(ctx, operands, sorted(automatic, key=str), params)
-    if _jax.platforms(ctx) != ("cpu",):
+    if not _jax.is_served(ctx):
         return lower_elsewhere(ctx, *operands, params=params)
     if params.partitioned and _jax.is_partitioned(ctx):
         return parts.lower(ctx, *operands, params=params)
@@ -52,5 +52,4 @@ def lower_elsewhere(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]
 
 
 for _primitive in PRIMITIVES.values():
-    # For all platforms: with a rule for each, JAX would try to lower for several.
-    _jax.register_default_lowering(_primitive, lower)
+    _jax.register_lowering(_primitive, lower)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _jax, _native, _targets
+from hostcall import _handlers, _jax, _native, _targets
 from hostcall._drop_in import DropInInfo, DropInParams
 from hostcall._primitives import emit, parts
 from hostcall._spec import Results, Static, Template
@@ -37,12 +37,12 @@ def _lower(ctx: Any, number: Any, *operands: Any, site: parts.Site) -> Any:
         number=signature,
     )
     return parts.emit_block(
-        ctx, _targets.TARGET, [number, *operands], site, plan, signature
+        ctx, _handlers.TARGET, [number, *operands], site, plan, signature
     )
 
 
 block_call_p.def_abstract_eval(_abstract_eval)
-_jax.register_lowering(block_call_p, _lower, platform="cpu")
+_jax.register_lowering(block_call_p, _lower)
 
 
 def _with_number(params: DropInParams) -> DropInParams:
@@ -72,9 +72,10 @@ def _with_number(params: DropInParams) -> DropInParams:
 
 def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     """The lowering in a partitioned program."""
-    _targets.start()
+    client = _jax.lowering_client(ctx)
+    _handlers.start_on(client)
     _native.bury()
-    site = parts.Site(params, _jax.lowering_client(ctx))
+    site = parts.Site(params, client)
     _jax.keep_alive(ctx, site)
     call = partial(_call_block, site=site)
     return parts.lower(

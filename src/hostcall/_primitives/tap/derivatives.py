@@ -43,7 +43,7 @@ for _p in (tangent_tap_p, cotangent_tap_p):
     _p.def_impl(_identity)
     _p.def_abstract_eval(_identity)
     _jax.batchers[_p] = _batcher(_p)
-    _jax.register_default_lowering(_p, _lower)
+    _jax.register_lowering(_p, _lower)
 
 
 # --- The tangent is tapped ---------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hostcall import _delivery, _jax, _native, _targets
+from hostcall import _delivery, _handlers, _jax, _native, _targets
 from hostcall._primitives import emit
 from hostcall._primitives.call.primitive import row_major
 from hostcall._primitives.tap import shards
@@ -17,10 +17,10 @@ from hostcall._tap_info import TapInfo, TapParams
 def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     if params.sharding == "shards" and _jax.is_partitioned(ctx):
         return shards.lower(ctx, *operands, params=params)
-    _targets.start()
+    client = _jax.lowering_client(ctx)
+    _handlers.start_on(client)
     _delivery.start()
     _native.bury()  # programs that died since the last call
-    client = _jax.lowering_client(ctx)
     devices = emit.by_ordinal(client)
     info = TapInfo(params, devices, _jax.manual_mesh(ctx))
     _jax.check_sharding(ctx, None, info.name)
@@ -45,7 +45,7 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     first = 1 if params.masked else 0
     return emit.emit(
         ctx,
-        _targets.TAP_TARGET,
+        _handlers.TAP_TARGET,
         operands,
         attributes,
         order=params.order,
@@ -72,9 +72,6 @@ def _leader(
     return (emit.ordinal(device),) if device in local else _NONE_HERE
 
 
-_jax.register_lowering(tap_p, _lower, platform="cpu")
-
-
 # --- Platforms that the engine does not serve -----------------------------------------
 
 
@@ -87,7 +84,7 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     """The lowering on any platform that JAX's callback serves: it brings the values
     to the host, and there they are queued.
     """
-    _targets.start()
+    _handlers.start()
     _delivery.start()
     info = TapInfo(params, {-1: None}, _jax.manual_mesh(ctx))
     plan = _targets.make_plan(
@@ -111,4 +108,4 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     )
 
 
-_jax.register_default_lowering(tap_p, _lower_elsewhere)
+_jax.register_lowering(tap_p, _lower, _lower_elsewhere)

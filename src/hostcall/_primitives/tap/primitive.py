@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _delivery, _errors, _host_device, _jax, _targets
+from hostcall import _delivery, _errors, _handlers, _host_device, _jax, _targets
 from hostcall._order import effects_of
 from hostcall._primitives.call.primitive import refuse_forked, row_major
 from hostcall._tap_info import TapInfo, TapParams, with_axis
@@ -35,7 +35,7 @@ def arguments(operands: Any, params: TapParams) -> Any:
 
 def _impl(*operands: Any, params: TapParams) -> list[Any]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
-    _targets.start()
+    _handlers.start()
     refuse_forked(f"`{params.callback.name}` is tapped")
     _delivery.start()
     results = list(arguments(operands, params)) if params.through else []

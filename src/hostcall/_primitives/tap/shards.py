@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from hostcall import _delivery, _jax, _native, _targets
+from hostcall import _delivery, _handlers, _jax, _native, _targets
 from hostcall._errors import SpecError
 from hostcall._primitives import emit, parts
 from hostcall._primitives.tap.primitive import arguments, block_index
@@ -55,12 +55,12 @@ def _lower_block(
         ),
     )
     return parts.emit_block(
-        ctx, _targets.TAP_TARGET, [number, *operands], site, plan, signature
+        ctx, _handlers.TAP_TARGET, [number, *operands], site, plan, signature
     )
 
 
 block_tap_p.def_abstract_eval(_block_abstract_eval)
-_jax.register_lowering(block_tap_p, _lower_block, platform="cpu")
+_jax.register_lowering(block_tap_p, _lower_block)
 
 
 # --- The whole ------------------------------------------------------------------------
@@ -69,10 +69,11 @@ _jax.register_lowering(block_tap_p, _lower_block, platform="cpu")
 def lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     """The lowering of a tap with sharding="shards" in a partitioned program."""
     _refuse(params, ctx.avals_in)
-    _targets.start()
+    client = _jax.lowering_client(ctx)
+    _handlers.start_on(client)
     _delivery.start()
     _native.bury()
-    site = parts.Site(params, _jax.lowering_client(ctx))
+    site = parts.Site(params, client)
     _jax.keep_alive(ctx, site)
 
     def block(everywhere: Any, shardings: Any, shapes: Any) -> Any:

@@ -1,0 +1,118 @@
+"""Rows on a GPU: calls, taps and a training loop. Without one there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import hostcall as hc
+from benchmarks.harness import Case, Row, at_most, run_time, times_faster
+
+SIZES = {"4 B": 1, "4 KiB": 1 << 10, "1 MiB": 1 << 18, "64 MiB": 1 << 24}
+
+
+def gpu() -> Any | None:
+    try:
+        return jax.devices("gpu")[0]
+    except RuntimeError:
+        return None
+
+
+def same(x: Any) -> Any:
+    return x
+
+
+def through(size: int) -> Callable[[bool], dict[str, Case]]:
+    """In and out through a function that gives back what it gets.
+
+    The floor is two copies between the GPU and pinned memory, waited for.
+    """
+
+    def cases(quick: bool) -> dict[str, Case]:
+        device = gpu()
+        x = jax.device_put(jnp.zeros(size, jnp.float32), device)
+        spec = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        there = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+
+        def copies(x: Any) -> Any:
+            return jax.device_put(
+                jax.block_until_ready(jax.device_put(x, pinned)), there
+            )
+
+        return {
+            "hostcall": run_time(
+                jax.jit(lambda x: hc.call(same, spec, x, lend=True)), x
+            ),
+            "JAX": run_time(jax.jit(lambda x: jax.pure_callback(same, spec, x)), x),
+            "two pinned copies": run_time(copies, x),
+        }
+
+    return cases
+
+
+def training(quick: bool) -> dict[str, Case]:
+    """A step of a small network, with a tap of its loss and without."""
+    n, device = 20 if quick else 200, gpu()
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jax.device_put(
+        jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32), device
+    )
+    weights, x = [make(1024, 1024) for _ in range(4)], make(512, 1024)
+
+    def loss(weights: Any) -> Any:
+        y = x
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return (y**2).mean()
+
+    def step(weights: Any, tap: Callable[[Any], None]) -> Any:
+        value, grads = jax.value_and_grad(loss)(weights)
+        tap(value)
+        return [w - 1e-2 * g for w, g in zip(weights, grads, strict=True)]
+
+    def loop(tap: Callable[[Any], None]) -> Callable[[Any], Any]:
+        return jax.jit(lambda w: jax.lax.fori_loop(0, n, lambda i, w: step(w, tap), w))
+
+    ignore = lambda v: None
+    return {
+        "hostcall": run_time(loop(lambda v: hc.tap(ignore, v)), weights, per=n),
+        "no tap": run_time(loop(ignore), weights, per=n),
+        "debug.callback": run_time(
+            loop(lambda v: jax.debug.callback(ignore, v)), weights, per=n
+        ),
+    }
+
+
+def dispatch(quick: bool) -> dict[str, Case]:
+    x = jax.device_put(jnp.float32(1), gpu())
+    ignore = lambda v: None
+    return {
+        "hostcall": run_time(jax.jit(lambda x: (hc.tap(ignore, x), x + 1)[1]), x),
+        "jit(x + 1)": run_time(jax.jit(lambda x: x + 1), x),
+        "debug.callback": run_time(
+            jax.jit(lambda x: (jax.debug.callback(ignore, x), x + 1)[1]), x
+        ),
+    }
+
+
+ROWS: tuple[Row, ...] = ()
+if gpu() is not None:
+    ROWS = (
+        *(
+            Row(
+                f"GPU, {name} in and out",
+                (times_faster(3),)
+                if size < 1 << 18
+                else (times_faster(3), at_most(1.3, "two pinned copies")),
+                through(size),
+            )
+            for name, size in SIZES.items()
+        ),
+        Row("GPU, a training step with a tap", (at_most(1.03, "no tap"),), training),
+        Row("GPU, dispatch and one tap", (), dispatch),
+    )

@@ -1,0 +1,120 @@
+"""In place on XLA's memory: NumPy, PyTorch, Numba and C write a program's results.
+
+A step of a heat equation, u + k * (left - 2 u + right), four times over. Each version
+gets the memory of XLA's arrays and copies nothing. What is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import hostcall as hc
+
+N, K = 1000, np.float32(0.25)
+SPEC = jax.ShapeDtypeStruct((N,), jnp.float32)
+
+
+def numpy_step(ctx: Any, out: hc.Buffer, u: hc.Buffer) -> None:
+    new, old = np.asarray(out), np.asarray(u)
+    np.multiply(old, 1 - 2 * K, out=new)
+    new[1:] += K * old[:-1]
+    new[:-1] += K * old[1:]
+
+
+def torch_step() -> Callable[..., None]:
+    import torch
+
+    def step(ctx: Any, out: hc.Buffer, u: hc.Buffer) -> None:
+        new, old = torch.from_dlpack(out), torch.from_dlpack(u)
+        torch.mul(old, 1 - 2 * float(K), out=new)
+        new[1:] += float(K) * old[:-1]
+        new[:-1] += float(K) * old[1:]
+
+    return step
+
+
+def numba_step() -> Any:
+    import numba
+    from numba import types
+
+    pointers = types.CPointer(types.voidptr)
+
+    @numba.cfunc(types.void(pointers, pointers))
+    def step(outputs: Any, inputs: Any) -> None:
+        new = numba.carray(outputs[0], (N,), numba.float32)
+        old = numba.carray(inputs[0], (N,), numba.float32)
+        for i in range(N):
+            left = old[i - 1] if i > 0 else np.float32(0)
+            right = old[i + 1] if i < N - 1 else np.float32(0)
+            new[i] = old[i] + K * (left - 2 * old[i] + right)
+
+    return hc.native(step)  # runs without Python and without its lock
+
+
+def c_step() -> Any:
+    """What ctypes makes of a Python function stands for one of a shared library's."""
+    floats = ctypes.POINTER(ctypes.c_float)
+    pointers = ctypes.POINTER(floats)
+
+    @ctypes.CFUNCTYPE(None, pointers, pointers)
+    def step(outputs: Any, inputs: Any) -> None:
+        new = np.ctypeslib.as_array(outputs[0], (N,))
+        old = np.ctypeslib.as_array(inputs[0], (N,))
+        new[:] = old * (1 - 2 * K)
+        new[1:] += K * old[:-1]
+        new[:-1] += K * old[1:]
+
+    return hc.native(step)
+
+
+def in_place(ctx: Any, out: hc.Buffer, u: hc.Buffer) -> None:
+    """With an alias: `out` has the memory and the values of `u`."""
+    values = np.asarray(out)
+    inner = values.copy()
+    values *= 1 - 2 * K
+    values[1:] += K * inner[:-1]
+    values[:-1] += K * inner[1:]
+
+
+def has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def main() -> None:
+    u = jnp.asarray(np.random.default_rng(0).normal(size=N), jnp.float32)
+
+    def plain(u: Any) -> Any:
+        padded = jnp.pad(u, 1)
+        return u + K * (padded[:-2] - 2 * u + padded[2:])
+
+    versions: dict[str, Callable[..., Any]] = {
+        "numpy": hc.buffer_callback(numpy_step, SPEC),
+        "numpy, in place": hc.buffer_callback(
+            in_place, SPEC, input_output_aliases={0: 0}
+        ),
+        "ctypes": hc.buffer_callback(c_step(), SPEC),
+    }
+    if has("torch"):
+        versions["torch"] = hc.buffer_callback(torch_step(), SPEC)
+    if has("numba"):
+        versions["numba"] = hc.buffer_callback(numba_step(), SPEC)
+
+    def four(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return jax.jit(lambda u: jax.lax.fori_loop(0, 4, lambda i, u: step(u), u))
+
+    wanted = four(plain)(u)
+    for name, step in versions.items():
+        got = four(step)(u)
+        assert np.allclose(got, wanted, atol=1e-5), name
+        print(f"{name}: as in JAX, to {np.abs(got - wanted).max():.0e}")
+
+
+if __name__ == "__main__":
+    main()

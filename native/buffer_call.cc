@@ -1,0 +1,322 @@
+#include "buffer_call.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arrays.h"
+#include "buffer_object.h"
+#include "rows.h"
+
+namespace hostcall {
+namespace {
+
+void RaiseChanged(const Plan& plan, size_t arg) {
+  Ref ignored = Ref::Steal(PyObject_CallMethod(plan.info.get(), "on_changed", "n",
+                                               static_cast<Py_ssize_t>(arg)));
+}
+
+/// The context and the Buffers of one row, in the order of the function's
+/// arguments.
+class OpenBuffers {
+ public:
+  OpenBuffers(const Plan& plan, const ActiveCall& call)
+      : plan_(plan), call_(call), outs_(plan.results.size()), stack_(size()) {}
+
+  bool Open(char* const* args, char* const* targets) {
+    for (size_t i = 0; i < size(); ++i) {
+      // Taken, not shared: a call inside this call finds none.
+      PyObject* spare = plan_.spares[i].release();
+      if (spare == nullptr) spare = i == 0 ? NewContext() : NewBuffer();
+      stack()[i] = spare;
+      if (spare == nullptr) return false;
+    }
+    reinterpret_cast<ContextObject*>(stack()[0])->call = &call_;
+    for (size_t i = 1; i < size(); ++i) {
+      const bool out = IsOut(i);
+      OpenBuffer(AsBuffer(stack()[i]), plan_, call_, LeafOf(i),
+                 out ? targets[i - 1] : args[i - 1 - outs_], out);
+    }
+    return true;
+  }
+
+  /// Takes the Buffers back. A Python error stays set; a view that was kept sets
+  /// its own.
+  bool Close(bool ok) {
+    if (AnyHeld()) ok = Report() && ok;
+    for (size_t i = 1 + outs_; i < size(); ++i) {
+      if (stack()[i] == nullptr || !WasChanged(AsBuffer(stack()[i])) || !ok)
+        continue;
+      RaiseChanged(plan_, i - 1 - outs_);
+      ok = false;
+    }
+    if (stack()[0] != nullptr) {
+      auto* context = reinterpret_cast<ContextObject*>(stack()[0]);
+      context->call = nullptr;
+      if (Py_REFCNT(stack()[0]) == 1) Keep(0);
+    }
+    for (size_t i = 1; i < size(); ++i) {
+      if (stack()[i] != nullptr && CloseBuffer(AsBuffer(stack()[i]))) Keep(i);
+    }
+    return ok;
+  }
+
+  PyObject** stack() { return stack_.args(); }
+  size_t size() const { return 1 + outs_ + plan_.args.size(); }
+
+ private:
+  bool IsOut(size_t i) const { return i <= outs_; }
+  const Leaf& LeafOf(size_t i) const {
+    return IsOut(i) ? plan_.results[i - 1] : plan_.args[i - 1 - outs_];
+  }
+  void Keep(size_t i) {
+    plan_.spares[i] = Ref::Steal(std::exchange(stack()[i], nullptr));
+  }
+  bool AnyHeld() {
+    for (size_t i = 1; i < size(); ++i) {
+      if (stack()[i] != nullptr && IsHeld(AsBuffer(stack()[i]))) return true;
+    }
+    return false;
+  }
+
+  /// Python clears the frames of a failed call first, and raises for what is then
+  /// still held. True where nothing is.
+  bool Report() {
+    PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+    PyErr_Fetch(&type, &value, &trace);
+    if (type != nullptr) PyErr_NormalizeException(&type, &value, &trace);
+    if (value != nullptr && trace != nullptr)
+      PyException_SetTraceback(value, trace);
+    PyObject* error = value == nullptr ? Py_None : value;
+    PyObject* asked[] = {plan_.info.get(), Py_None, error};
+    Ref done =
+        Ref::Steal(PyObject_Vectorcall(plan_.on_escape.get(), asked, 3, nullptr));
+    Ref held = Ref::Steal(PyList_New(0));
+    bool ok = done && held;
+    for (size_t i = 1; ok && i < size(); ++i) {
+      if (!IsHeld(AsBuffer(stack()[i]))) continue;
+      const bool out = IsOut(i);
+      const size_t number = out ? i - 1 : i - 1 - outs_;
+      Ref item = Ref::Steal(Py_BuildValue("(nO)", static_cast<Py_ssize_t>(number),
+                                          out ? Py_True : Py_False));
+      ok = item && PyList_Append(held.get(), item.get()) == 0;
+    }
+    if (ok && PyList_GET_SIZE(held.get()) != 0) {
+      asked[1] = held.get();
+      done =
+          Ref::Steal(PyObject_Vectorcall(plan_.on_escape.get(), asked, 3, nullptr));
+      ok = false;
+    }
+    if (ok) {
+      PyErr_Restore(type, value, trace);
+      return true;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return false;
+  }
+
+  const Plan& plan_;
+  const ActiveCall& call_;
+  size_t outs_;
+  RowArrays stack_;
+};
+
+bool ReturnedNothing(PyObject* value) {
+  if (value == nullptr) return false;
+  if (value == Py_None) return true;
+  PyErr_Format(
+      PyExc_ValueError,
+      "buffer_callback callback must not return any values. It returned %R: "
+      "write to `out`, and end with `return None` (a lambda gives back what "
+      "NumPy's functions return, which is their `out=`)",
+      Py_TYPE(value));
+  return false;
+}
+
+/// Debug mode on the host: a pattern in the outputs, and copies of the inputs.
+///
+/// Where a word of the pattern is left, the function has not written there: 8 bytes
+/// that no result has by chance, or 4 of floats, as which they are a NaN with a
+/// payload of its own. Outputs of less than 4 bytes are only cleared.
+class Watch {
+ public:
+  Watch(const Plan& plan, char* const* args, char* const* targets)
+      : plan_(plan), args_(args), targets_(targets) {
+    static std::atomic<uint64_t> count{1};
+    const uint64_t seed = count.fetch_add(1) * 0x9E3779B97F4A7C15ull;
+    const uint64_t half = 0xFFE5'0000ull | (seed >> 48);
+    mark_ = half << 32 | half;
+    for (size_t i = 0; i < plan.results.size(); ++i) {
+      const int64_t bytes = plan.results[i].row_bytes;
+      if (plan.buffers.Aliases(i)) continue;  // holds an argument's values
+      for (int64_t at = 0; at < bytes; at += 8) {
+        const auto length = static_cast<size_t>(std::min<int64_t>(8, bytes - at));
+        std::memcpy(targets[i] + at, &mark_, length);
+      }
+      if (bytes < 4) std::memset(targets[i], 0, static_cast<size_t>(bytes));
+    }
+    for (size_t i = 0; i < plan.args.size(); ++i) {
+      const int64_t bytes = IsShared(i) ? 0 : plan.args[i].row_bytes;
+      before_.emplace_back(args[i], args[i] + bytes);
+    }
+  }
+
+  /// What was written to an input is put right. Needs no GIL.
+  NativeStatus Look() const {
+    NativeStatus found;
+    for (size_t i = 0; i < before_.size(); ++i) {
+      const std::vector<char>& was = before_[i];
+      if (was.empty() || std::memcmp(args_[i], was.data(), was.size()) == 0)
+        continue;
+      std::memcpy(args_[i], was.data(), was.size());
+      found.changed = static_cast<int>(i);
+      return found;
+    }
+    for (size_t i = 0; i < plan_.results.size(); ++i) {
+      if (plan_.buffers.Aliases(i) || Written(plan_.results[i], targets_[i]))
+        continue;
+      found.unwritten = static_cast<int>(i);
+      return found;
+    }
+    return found;
+  }
+
+ private:
+  bool Written(const Leaf& leaf, const char* data) const {
+    const bool floats = leaf.descr()->kind == 'f' && leaf.row_bytes % 4 == 0 &&
+                        PyDataType_ELSIZE(leaf.descr()) == 4;
+    const int64_t unit = floats || leaf.row_bytes < 8 ? 4 : 8;
+    for (int64_t at = 0; at + unit <= leaf.row_bytes; at += unit) {
+      if (std::memcmp(data + at, &mark_, static_cast<size_t>(unit)) == 0)
+        return false;
+    }
+    return true;
+  }
+  bool IsShared(size_t arg) const {
+    const std::vector<int>& aliases = plan_.buffers.aliases;
+    return std::find(aliases.begin(), aliases.end(), static_cast<int>(arg)) !=
+           aliases.end();
+  }
+  const Plan& plan_;
+  char* const* args_;
+  char* const* targets_;
+  uint64_t mark_;
+  std::vector<std::vector<char>> before_;
+};
+
+/// Small outputs that nobody writes are zeros; clearing large ones would cost as
+/// much as writing them.
+void ClearSmall(const Plan& plan, char* const* targets) {
+  for (size_t i = 0; i < plan.results.size(); ++i) {
+    const Leaf& leaf = plan.results[i];
+    if (leaf.row_bytes > kZeroBytes || plan.buffers.Aliases(i)) continue;
+    std::memset(targets[i], 0, static_cast<size_t>(leaf.row_bytes));
+  }
+}
+
+}  // namespace
+
+bool RunOnBuffers(const Plan& plan, const ActiveCall& call, char* const* args,
+                  char* const* targets) {
+  std::unique_ptr<Watch> watch;
+  if (!call.on_gpu) {
+    if (plan.buffers.debug) {
+      watch = std::make_unique<Watch>(plan, args, targets);
+    } else {
+      ClearSmall(plan, targets);
+    }
+  }
+  OpenBuffers buffers(plan, call);
+  bool ok = buffers.Open(args, targets);
+  if (ok) {
+    Ref value = Ref::Steal(PyObject_Vectorcall(
+        plan.function.get(), buffers.stack(),
+        buffers.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+    ok = ReturnedNothing(value.get());
+  }
+  ok = buffers.Close(ok);
+  if (!ok || !watch) return ok;
+  const NativeStatus found = watch->Look();
+  if (found.ok()) return true;
+  RaiseStatus(plan, found);
+  return false;
+}
+
+NativeStatus RunNative(const Plan& plan, const void* const* operands,
+                       void* const* results, void* stream) {
+  NativeStatus status;
+  if (plan.rows == 0) return status;
+  const bool on_gpu = stream != nullptr;
+  HostView view(plan, operands, results, on_gpu);
+  RowWalker walker(plan.grid);
+  std::vector<char*> args(plan.args.size()), targets(plan.results.size());
+  int64_t calls = 0;
+  auto* out = reinterpret_cast<void**>(targets.data());
+  auto* in = reinterpret_cast<void**>(args.data());
+  do {
+    for (size_t i = 0; i < args.size(); ++i) {
+      const Leaf& leaf = plan.args[i];
+      args[i] = view.args[i] + walker.RowOf(leaf.grid_strides) * leaf.row_bytes;
+    }
+    for (size_t i = 0; i < targets.size(); ++i) {
+      const Leaf& leaf = plan.results[i];
+      targets[i] =
+          view.targets[i] + walker.RowOf(leaf.grid_strides) * leaf.row_bytes;
+    }
+    ++calls;
+    std::unique_ptr<Watch> watch;
+    if (!on_gpu && plan.buffers.debug) {
+      watch = std::make_unique<Watch>(plan, args.data(), targets.data());
+    } else if (!on_gpu) {
+      ClearSmall(plan, targets.data());
+    }
+    // Code that knows two parameters finds them where they are, and the third
+    // unread, in the C calling conventions of the machines that JAX runs on.
+    if (plan.buffers.status) {
+      using WithStatus = int32_t (*)(void**, void**, void*);
+      status.number =
+          reinterpret_cast<WithStatus>(plan.buffers.address)(out, in, stream);
+    } else {
+      using Plain = void (*)(void**, void**, void*);
+      reinterpret_cast<Plain>(plan.buffers.address)(out, in, stream);
+    }
+    if (watch && status.ok()) status = watch->Look();
+  } while (status.ok() && walker.Next());
+  plan.counters->native_calls.fetch_add(calls, std::memory_order_relaxed);
+  if (status.ok()) {
+    view.Finish();
+  } else {
+    status.row = walker.index();
+  }
+  return status;
+}
+
+void RaiseStatus(const Plan& plan, const NativeStatus& status) {
+  if (status.changed >= 0) {
+    RaiseChanged(plan, static_cast<size_t>(status.changed));
+    return;
+  }
+  if (status.unwritten >= 0) {
+    Ref number = Ref::Steal(PyLong_FromLong(status.unwritten));
+    PyObject* stack[] = {plan.info.get(), number.get()};
+    Ref ignored =
+        Ref::Steal(PyObject_Vectorcall(plan.on_unwritten.get(), stack, 2, nullptr));
+    return;
+  }
+  std::string row;
+  for (int64_t index : status.row) {
+    row += (row.empty() ? " in row (" : ", ") + std::to_string(index);
+  }
+  if (!row.empty()) row += ")";
+  PyErr_Format(PyExc_RuntimeError,
+               "hostcall: native code returned %d%s; 0 says that all went well",
+               static_cast<int>(status.number), row.c_str());
+}
+
+}  // namespace hostcall

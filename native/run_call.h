@@ -1,0 +1,23 @@
+// Layer F. A call from a handler: into Python, or native code, alone or with the
+// other devices of the program.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_handlers.h"
+
+namespace hostcall {
+
+/// Where a call comes from.
+struct CallSite {
+  int ordinal;
+  int64_t run = -1;
+  void* stream = nullptr;  ///< of a GPU
+  bool on_gpu = false;     ///< operands and results are in its memory
+};
+
+/// Makes the call of a place. Null, or the error for XLA.
+XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
+                        CallSite site, void* const* operands, void* const* results);
+
+}  // namespace hostcall

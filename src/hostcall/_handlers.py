@@ -1,0 +1,134 @@
+"""The engine's handlers, made known to XLA; and their end with the process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+import jax
+
+from hostcall import _config, _delivery, _errors, _interrupt, _jax, _native
+
+TARGET = "hostcall_call"
+TAP_TARGET = "hostcall_tap"
+LINK_TARGET = "hostcall_link"
+BUFFER_TARGET = "hostcall_buffer"
+GRAPH_TARGET = "hostcall_buffer_graph"  # may become part of a GPU's command buffer
+RAW_TARGET = "hostcall_raw"  # benchmarks/: enters Python and nothing else
+
+logger = logging.getLogger("hostcall")
+
+_HANDLERS = {
+    TARGET: "call",
+    TAP_TARGET: "tap",
+    LINK_TARGET: "link",
+    BUFFER_TARGET: "buffer",
+    GRAPH_TARGET: "graph",
+}
+# Which handlers serve the CPU. Tests have "staged ": those of CUDA, on a driver that
+# takes the host's memory for a device's (tests/platforms.py).
+kind_on_cpu = ""
+
+_started = False
+_started_cuda = False
+_lock = threading.Lock()
+
+
+def start() -> None:
+    """Makes the engine known to XLA. Called at the first lowering or eager call, never
+    on import: it starts no back end, but it is not free.
+    """
+    global _started
+    if _started:
+        return
+    with _lock:
+        if _started:
+            return
+        handlers = _native.handlers()
+        # The type before the targets that use it, and both before a program that
+        # names them is compiled.
+        jax.ffi.register_ffi_type("hostcall_plan", handlers["type"], platform="cpu")
+        for target, name in _HANDLERS.items():
+            handler = handlers[kind_on_cpu + name]
+            jax.ffi.register_ffi_target(target, handler, platform="cpu")
+        jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
+        for setting in _jax.ambient_settings():
+            _native.add_ambient_setting(*setting, _jax.UNSET)
+        os.register_at_fork(after_in_child=_after_fork)
+        _interrupt.watch()
+        _native.set_report_converter(_errors.in_place_of)
+        atexit.register(_stop)
+        _started = True
+
+
+def start_on(client: Any | None) -> None:
+    """`start`, and for a client of GPUs what they need besides."""
+    global _started_cuda
+    start()
+    if client is None or client.platform not in ("cuda", "gpu") or _started_cuda:
+        return
+    missing = _native.cuda_missing()
+    if missing:
+        raise _errors.HostcallError(missing)
+    with _lock:
+        if _started_cuda:
+            return
+        handlers = _native.handlers()
+        kind = handlers["cuda type"]
+        jax.ffi.register_ffi_type("hostcall_plan", kind, platform="CUDA")
+        for target, name in _HANDLERS.items():
+            traits = {"traits": _jax.GRAPH_TRAIT} if name == "graph" else {}
+            jax.ffi.register_ffi_target(
+                target, handlers[f"cuda {name}"], platform="CUDA", **traits
+            )
+        _native.limit_pinned(_config.pinned_bytes(), _config.tap_queue_bytes())
+        _started_cuda = True
+
+
+def _stop() -> None:
+    """Runs at exit, before JAX's own clean-up: what must run still runs."""
+    if _native.closed():
+        return  # forked child
+    try:
+        _delivery.watch_the_end()
+        _end()
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+def _end() -> None:
+    try:
+        for failure in _jax.wait_for_effects():
+            logger.error("a program failed while the process was ending: %s", failure)
+    except SystemExit as error:  # of a callback; the process ends anyway
+        logger.error("a callback raised %r while the process was ending", error)
+    _delivery.flush(None, "the end of the process")
+    _native.close()
+    under_way = _native.in_flight()
+    if _native.wait_idle(_config.EXIT_TIMEOUT):
+        if under_way:
+            # A daemon thread that made one is on its way out of JAX's C++, where
+            # Python must not stop it.
+            time.sleep(0.1)
+        _delivery.stop()
+        return
+    stuck = [f"{info.name} ({age:.0f} s)" for info, _, age, _ in _native.active()]
+    logger.warning(
+        "the process wants to end, and waits for these callbacks, which are interrupted"
+        " (Ctrl-C ends it at once): %s",
+        ", ".join(stuck),
+    )
+    # Ending anyway would take the interpreter from under a running function.
+    _native.interrupt_calls()
+    while not _native.wait_idle(0.2):
+        pass
+    _delivery.stop()
+
+
+def _after_fork() -> None:
+    _native.after_fork()
+    _delivery.after_fork()

@@ -1,0 +1,1 @@
+"""The primitive behind `hc.buffer_callback`."""

@@ -1,0 +1,38 @@
+"""What the compiler gets for a buffer callback: one custom call for all platforms.
+
+CPU and CUDA have a handler each under the same name, so a module that is lowered for
+both has nothing to choose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostcall import _handlers, _jax
+from hostcall._buffers import BufferInfo, BufferParams
+from hostcall._primitives.buffer.primitive import buffer_p
+from hostcall._primitives.call import lowering as call_lowering
+
+
+def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
+    """The lowering of our primitive, and of JAX's (`_hooks`)."""
+    platforms = _jax.platforms(ctx)
+    for platform in platforms:
+        if platform not in _jax.SERVED:
+            raise ValueError(
+                f"`buffer_callback` not supported on {platform} backend."
+                " (hostcall serves cpu and cuda.)"
+            )
+    graph = params.command_buffer
+    return call_lowering.lower(
+        ctx,
+        operands,
+        _jax.physical_avals(ctx.avals_in),
+        params,
+        BufferInfo,
+        target=_handlers.GRAPH_TARGET if graph else _handlers.BUFFER_TARGET,
+        aliases=dict(params.aliases),
+    )
+
+
+_jax.register_lowering(buffer_p, lower, wants_devices=False)

@@ -1,0 +1,123 @@
+"""The buffer callback's primitive: impl, abstract eval, batching, JVP, transpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from hostcall import _errors, _jax
+from hostcall._buffers import BufferInfo, BufferParams
+from hostcall._order import effects_of
+from hostcall._primitives.call.batching import batch
+from hostcall._primitives.call.primitive import run_now
+from hostcall._primitives.drop_in.primitive import seen_before
+
+buffer_p = _jax.Primitive("buffer_callback")
+buffer_p.multiple_results = True
+_jax.hold_weakly_in_caches(BufferParams)
+
+
+def bind(*operands: Any, params: BufferParams) -> list[Any]:
+    return buffer_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+
+
+# --- impl ----------------------------------------------------------------------------
+
+
+def _impl(*operands: Any, params: BufferParams) -> list[Any]:
+    """Compiled, but for the first call of a function on the CPU: that runs at once, so
+    that fresh lambdas compile nothing and leave nothing behind.
+    """
+    if not _on_host(operands) or seen_before(params, params.callback.function):
+        out: list[Any] = _jax.apply_primitive(buffer_p, *operands, params=params)
+        return out
+    infos = []
+
+    def info_type(*args: Any, **kwargs: Any) -> BufferInfo:
+        infos.append(BufferInfo(*args, **kwargs))
+        return infos[-1]
+
+    arrays = [x if isinstance(x, jax.Array) else _jax.to_host(x) for x in operands]
+    try:
+        return run_now(arrays, params, info_type)
+    except Exception as error:
+        if not infos:  # not the callback: hostcall was not ready to call it
+            raise
+        raise jax.errors.JaxRuntimeError(infos[0].on_error(error, None, ())) from error
+    except BaseException as error:  # KeyboardInterrupt, SystemExit
+        _errors.keep(error, comes_out=True)
+        raise
+
+
+def _on_host(operands: Sequence[Any]) -> bool:
+    devices = {
+        device
+        for operand in operands
+        if isinstance(operand, jax.Array) and _jax.is_committed(operand)
+        for device in operand.devices()
+    }
+    return len(devices) <= 1 and all(
+        device.platform == "cpu" for device in devices or {_jax.here()}
+    )
+
+
+buffer_p.def_impl(_impl)
+
+
+# --- abstract eval -------------------------------------------------------------------
+
+
+def _abstract_eval(*operands: Any, params: BufferParams) -> tuple[list[Any], set[Any]]:
+    pure = params.order == "pure"
+    avals = _jax.result_avals(params.out_avals, operands, pure)
+    return avals, effects_of(params.order)
+
+
+_jax.def_effectful_abstract_eval(buffer_p, _abstract_eval)
+
+
+# --- batching ------------------------------------------------------------------------
+
+
+def _batch(
+    operands: Sequence[Any], dims: Sequence[int | None], *, params: BufferParams
+) -> Any:
+    if params.vmap_method is None:
+        _jax.refuse_vmap(buffer_p, operands, dims)
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    operands, dims = list(operands), list(dims)
+    for number, _ in params.aliases:  # whose memory becomes a batch's
+        if dims[number] is None:
+            x = operands[number]
+            operands[number] = jnp.broadcast_to(x, (size, *jnp.shape(x)))
+            dims[number] = 0
+    return batch(operands, dims, params=params, primitive=buffer_p, innermost=True)
+
+
+_jax.batchers[buffer_p] = _batch
+
+
+# --- JVP, transpose ------------------------------------------------------------------
+
+
+def _jvp(primals: Any, tangents: Any, *, params: BufferParams) -> NoReturn:
+    del primals, tangents, params
+    raise ValueError(
+        "Buffer callbacks do not support JVP. Please use `jax.custom_jvp` to use"
+        " callbacks while taking gradients."
+    )
+
+
+def _transpose(cotangents: Any, *operands: Any, params: BufferParams) -> NoReturn:
+    del cotangents, operands, params
+    raise ValueError(
+        "Buffer callbacks do not support transpose. Please use `jax.custom_vjp` to use"
+        " callbacks while taking gradients."
+    )
+
+
+_jax.jvps[buffer_p] = _jvp
+_jax.transposes[buffer_p] = _transpose

@@ -1,0 +1,87 @@
+// The fake driver as tests use it (fake_cuda.cc says what it is strict about).
+#pragma once
+
+#undef NDEBUG
+#include <dlfcn.h>
+
+#include <cassert>
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "cuda_driver.h"
+#include "pinned_pool.h"
+#include "visit.h"
+
+namespace hostcall {
+
+#define FAKE_FUNCTIONS(X)                                  \
+  X(void*, fakeStreamCreateOn, (int device))               \
+  X(void, fakeStreamDestroy, (void* stream))               \
+  X(void, fakeSetDelayMicroseconds, (long microseconds))   \
+  X(void, fakeSetCapturing, (void* stream, int capturing)) \
+  X(void, fakeFailNext, (const char* function, int code))  \
+  X(long, fakeCount, (const char* function))               \
+  X(size_t, fakePinnedBytes, ())                           \
+  X(void, fakeReset, ())
+#define FAKE_DECLARE(type, name, parameters) inline type(*name) parameters;
+FAKE_FUNCTIONS(FAKE_DECLARE)
+
+/// Before the first use of Driver().
+inline void LoadFake() {
+  setenv("HOSTCALL_CUDA_DRIVER", FAKE_CUDA, 1);
+  void* library = dlopen(FAKE_CUDA, RTLD_NOW);
+  assert(library != nullptr);
+#define FAKE_FIND(type, name, parameters) \
+  name = reinterpret_cast<type(*) parameters>(dlsym(library, #name));
+  FAKE_FUNCTIONS(FAKE_FIND)
+}
+
+inline const CudaDriver& Driver() { return *CudaDriver::Get(); }
+
+struct Stream {
+  explicit Stream(int device = 0) : stream(fakeStreamCreateOn(device)) {}
+  ~Stream() { fakeStreamDestroy(stream); }
+  operator CudaStream() const { return static_cast<CudaStream>(stream); }
+  void Wait() const { assert(Driver().cuStreamSynchronize(*this) == 0); }
+  /// Keeps the stream from going on until the gate opens.
+  void Block(Gate& gate) const {
+    const auto wait = [](void* data) { static_cast<Gate*>(data)->Wait(); };
+    assert(Driver().cuLaunchHostFunc(*this, wait, &gate) == 0);
+  }
+  void* stream;
+};
+
+using std::chrono::milliseconds;
+
+using Array = std::vector<char>;
+inline Array Numbers(size_t size, int seed) {
+  Array array(size);
+  for (size_t i = 0; i < size; ++i)
+    array[i] = static_cast<char>(i * 7 + i / 251 + seed);
+  return array;
+}
+
+/// Calls that waited for the device.
+inline long Waits() {
+  return fakeCount("cuStreamSynchronize") + fakeCount("cuEventSynchronize");
+}
+
+/// Nothing is left behind: neither in the pool, nor in the driver, nor a context.
+inline void AssertClean(PinnedPool& pool) {
+  fakeReset();
+  pool.Trim();
+  const PinnedPool::Stats stats = pool.stats();
+  assert(stats.in_use_bytes == 0 && stats.pending_bytes == 0);
+  assert(stats.allocated_bytes == 0 && fakePinnedBytes() == 0);
+  CudaContext context;
+  assert(Driver().cuCtxGetCurrent(&context) == 0 && context == nullptr);
+}
+
+inline void WaitUntil(const std::function<bool()>& condition) {
+  while (!condition()) std::this_thread::sleep_for(milliseconds(1));
+}
+
+}  // namespace hostcall

@@ -1,0 +1,301 @@
+// The driver opened at run time, and the pool of pinned memory, on a driver that
+// has no GPU (fake_cuda.cc).
+#include "pinned_pool.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "fake_cuda.h"
+
+namespace hostcall {
+namespace {
+
+// --- The driver -----------------------------------------------------------------
+
+/// Before there are threads: each case needs a process that has not looked yet.
+void WithoutADriverThereIsAReason(const char* path, const char* expected) {
+  const pid_t child = fork();
+  if (child == 0) {
+    setenv("HOSTCALL_CUDA_DRIVER", path, 1);
+    std::string why, again;
+    if (*path == '\0' && CudaDriver::Get() != nullptr) _exit(0);  // there is a GPU
+    if (std::strcmp(path, FAKE_CUDA) == 0) {
+      LoadFake();
+      fakeFailNext("cuInit", 100);
+    }
+    const bool none = CudaDriver::Get(&why) == nullptr && !CudaDriver::Get(&again);
+    const bool right = why.find(expected) != std::string::npos && why == again;
+    if (!right) std::fprintf(stderr, "%s\n", why.c_str());
+    _exit(none && right ? 0 : 1);
+  }
+  int status = -1;
+  assert(waitpid(child, &status, 0) == child && status == 0);
+}
+
+void AnErrorNamesTheFunction() {
+  try {
+    Driver().Check(2, "cuMemHostAlloc");
+    assert(false);
+  } catch (const CudaError& error) {
+    assert(error.code() == 2);
+    assert(std::string(error.what()) ==
+           "hostcall: cuMemHostAlloc failed: CUDA_ERROR_OUT_OF_MEMORY "
+           "(out of memory)");
+  }
+}
+
+// --- The pool -------------------------------------------------------------------
+
+constexpr size_t kBlock = PinnedPool::kLeast;
+
+/// Acquires on a thread of its own, as others of XLA's do.
+struct Taker {
+  Taker(PinnedPool& pool, CudaStream stream, size_t bytes)
+      : thread([this, &pool, stream, bytes] {
+          ScopedContext current(Driver(), stream);
+          PinnedBlock block = pool.Acquire(bytes);
+          got = true;
+          gate.Wait();
+        }) {}
+  void Finish() {
+    gate.Open();
+    thread.join();
+  }
+  Gate gate;
+  std::atomic<bool> got{false};
+  std::thread thread;
+};
+
+void Capacities() {
+  for (const auto& [bytes, capacity] :
+       std::vector<std::pair<size_t, size_t>>{{0, 4096},
+                                              {1, 4096},
+                                              {4096, 4096},
+                                              {4097, 8192},
+                                              {600'000, 1 << 20},
+                                              {(1 << 20) + 1, 2 << 20},
+                                              {5 << 20, 5 << 20}}) {
+    assert(PinnedPool::CapacityFor(bytes) == capacity);
+  }
+}
+
+void BlocksAreUsedAgain() {
+  PinnedPool pool(Driver(), 4 * kBlock, kForEver);
+  Stream stream, other(1);
+  {
+    ScopedContext current(Driver(), stream);
+    PinnedBlock block = pool.Acquire(100);
+    char* const data = block.data();
+    assert(block.size() == 100 && pool.stats().in_use_bytes == kBlock);
+    PinnedBlock moved = std::move(block);
+    assert(!block && block.data() == nullptr && moved.data() == data);
+    block = std::move(moved);
+    block.Release();
+    block.Release();
+    assert(!block && pool.stats().in_use_bytes == 0);
+    // With an event, and with one of another context, which can't be the same.
+    for (const Stream* on : {&stream, &stream, &other, &stream}) {
+      block = pool.Acquire(3000);
+      assert(block.data() == data && block.size() == 3000);
+      block.ReleaseAfter(*on);
+      on->Wait();
+    }
+    assert(pool.stats().allocations == 1 && pool.stats().reuses == 4);
+    assert(fakeCount("cuEventCreate") == 3 && fakeCount("cuEventDestroy_v2") == 2);
+  }
+  AssertClean(pool);
+}
+
+void AFullPoolWaitsInTheOrderOfArrival() {
+  PinnedPool pool(Driver(), 2 * kBlock, kForEver);
+  Stream stream;
+  {
+    ScopedContext current(Driver(), stream);
+    PinnedBlock first = pool.Acquire(kBlock);
+    pool.Acquire(kBlock).Release();         // free for who may take it
+    Taker large(pool, stream, 3 * kBlock);  // above the limit: goes alone
+    WaitUntil([&] { return pool.stats().waits == 1; });
+    Taker small(pool, stream, kBlock);  // could have that, but comes later
+    assert(!pool.TryAcquire(kBlock));
+    std::this_thread::sleep_for(milliseconds(20));
+    assert(!large.got && !small.got);
+    first.Release();
+    WaitUntil([&] { return large.got.load(); });
+    assert(pool.stats().allocated_bytes == 4 * kBlock);  // the first was let go
+    WaitUntil([&] { return pool.stats().waits == 2; });
+    assert(!small.got && !pool.TryAcquire(1));
+    large.Finish();
+    WaitUntil([&] { return small.got.load(); });
+    assert(pool.stats().allocated_bytes == kBlock && pool.stats().overruns == 0);
+    small.Finish();
+    assert(fakePinnedBytes() == kBlock);
+  }
+  AssertClean(pool);
+}
+
+void AFullPoolWaitsForTheDevice() {
+  PinnedPool pool(Driver(), kBlock, kForEver);
+  Stream stream;
+  Gate gate;
+  stream.Block(gate);
+  {
+    ScopedContext current(Driver(), stream);
+    pool.Acquire(kBlock).ReleaseAfter(stream);
+    assert(!pool.TryAcquire(1) && pool.stats().waits == 0);
+    Taker taker(pool, stream, kBlock);
+    WaitUntil([&] { return pool.stats().waits == 1; });
+    assert(!taker.got && !pool.TryAcquire(1));
+    gate.Open();
+    taker.Finish();
+    assert(taker.got && pool.stats().allocations == 1);
+    assert(pool.TryAcquire(1));
+  }
+  AssertClean(pool);
+}
+
+/// Who holds a block may wait for who waits for one: nobody hangs.
+void NobodyWaitsForEver() {
+  PinnedPool pool(Driver(), kBlock, milliseconds(20));
+  Stream stream;
+  {
+    ScopedContext current(Driver(), stream);
+    PinnedBlock held = pool.Acquire(kBlock), over = pool.Acquire(kBlock);
+    assert(held && over && held.data() != over.data());
+    assert(pool.stats().overruns == 1 && pool.stats().waits == 1);
+    assert(!pool.TryAcquire(kBlock));
+  }
+  {
+    ScopedContext current(Driver(), stream);
+    PinnedBlock block = pool.Acquire(kBlock);
+    assert(fakePinnedBytes() == kBlock);  // the limit holds again
+  }
+  AssertClean(pool);
+}
+
+void TheLimitMayChange() {
+  PinnedPool pool(Driver(), 8 * kBlock, kForEver);
+  Stream stream;
+  {
+    ScopedContext current(Driver(), stream);
+    PinnedBlock held = pool.Acquire(kBlock);
+    {
+      PinnedBlock a = pool.Acquire(kBlock), b = pool.Acquire(2 * kBlock);
+    }
+    assert(fakePinnedBytes() == 4 * kBlock);
+    pool.set_limit(kBlock);
+    assert(fakePinnedBytes() == kBlock && pool.limit() == kBlock);
+    Taker taker(pool, stream, kBlock);
+    WaitUntil([&] { return pool.stats().waits == 1; });
+    pool.set_limit(2 * kBlock);
+    WaitUntil([&] { return taker.got.load(); });
+    taker.Finish();
+  }
+  AssertClean(pool);
+}
+
+void NoMemoryLetsIdleBlocksGo() {
+  PinnedPool pool(Driver(), 8 * kBlock, kForEver);
+  Stream stream;
+  {
+    ScopedContext current(Driver(), stream);
+    pool.Acquire(kBlock).Release();
+    fakeFailNext("cuMemHostAlloc", 2);
+    PinnedBlock block = pool.Acquire(2 * kBlock);
+    assert(block && fakePinnedBytes() == 2 * kBlock);
+  }
+  AssertClean(pool);
+}
+
+/// Sizes of all classes, some above the limit; each block is its owner's alone.
+void Stress() {
+  constexpr size_t kLimit = 40 * kBlock, kLargest = 60 * kBlock;
+  PinnedPool pool(Driver(), kLimit, kForEver);
+  std::atomic<int> refused{0};
+  std::vector<std::thread> threads;
+  for (uint32_t number = 0; number < 6; ++number) {
+    threads.emplace_back([&pool, &refused, number] {
+      std::mt19937 random(number);
+      Stream stream(static_cast<int>(number % 2));
+      ScopedContext current(Driver(), stream);
+      for (int i = 0; i < 300; ++i) {
+        const size_t most = random() % 20 == 0 ? kLargest : kLimit / 4;
+        const size_t bytes = 1 + random() % most;
+        const bool may_wait = random() % 4 != 0;
+        PinnedBlock block = may_wait ? pool.Acquire(bytes) : pool.TryAcquire(bytes);
+        refused += block ? 0 : 1;
+        if (!block) continue;
+        std::vector<char> to(std::min<size_t>(bytes, 500));
+        const char value = static_cast<char>(number * 16 + random() % 16);
+        std::memset(block.data(), value, to.size());
+        if (random() % 2 == 0) std::this_thread::yield();
+        const auto device = reinterpret_cast<CudaDevicePtr>(to.data());
+        assert(Driver().cuMemcpyHtoDAsync_v2(device, block.data(), to.size(),
+                                             stream) == 0);
+        block.ReleaseAfter(stream);
+        stream.Wait();
+        assert(to == std::vector<char>(to.size(), value));
+        if (random() % 50 == 0) pool.Trim();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const PinnedPool::Stats stats = pool.stats();
+  assert(stats.peak_bytes <= PinnedPool::CapacityFor(kLargest));
+  assert(stats.overruns == 0 && stats.waits > 0);
+  assert(stats.allocations + stats.reuses == 6 * 300 - refused);
+  AssertClean(pool);
+}
+
+/// Last, for the memory is never freed: the device may be writing to it.
+void ABlockWhoseEndCantBeToldIsLost() {
+  PinnedPool pool(Driver(), 2 * kBlock, kForEver);
+  Stream stream;
+  ScopedContext current(Driver(), stream);
+  PinnedBlock block = pool.Acquire(1);
+  char* const data = block.data();
+  fakeFailNext("cuEventRecord", 999);
+  fakeFailNext("cuStreamSynchronize", 999);
+  try {
+    block.ReleaseAfter(stream);
+    assert(false);
+  } catch (const CudaError& error) {
+    assert(std::string(error.what()) ==
+           "hostcall: cuStreamSynchronize failed: error 999");
+  }
+  assert(!block && pool.stats().in_use_bytes == kBlock);
+  assert(pool.Acquire(1).data() != data);
+  pool.Trim();
+  assert(pool.stats().allocated_bytes == kBlock && fakePinnedBytes() == kBlock);
+}
+
+}  // namespace
+}  // namespace hostcall
+
+int main() {
+  using namespace hostcall;  // NOLINT
+  WithoutADriverThereIsAReason("/nonexistent/libcuda.so",
+                               "/nonexistent/libcuda.so");
+  WithoutADriverThereIsAReason("libm.so.6", "lacks cuInit, cuMemHostAlloc, ");
+  WithoutADriverThereIsAReason("", "libcuda.so.1");
+  WithoutADriverThereIsAReason(FAKE_CUDA, "CUDA_ERROR_NO_DEVICE (no CUDA-capable");
+  LoadFake();
+  AnErrorNamesTheFunction();
+  Capacities();
+  BlocksAreUsedAgain();
+  AFullPoolWaitsInTheOrderOfArrival();
+  AFullPoolWaitsForTheDevice();
+  NobodyWaitsForEver();
+  TheLimitMayChange();
+  NoMemoryLetsIdleBlocksGo();
+  for (int i = 0; i < 3; ++i) Stress();
+  ABlockWhoseEndCantBeToldIsLost();
+  std::puts("pinned_pool: ok");
+}

@@ -1,0 +1,327 @@
+// Calls and taps on the streams of a driver that has no GPU (fake_cuda.cc).
+#include "staging.h"
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fake_cuda.h"
+
+namespace hostcall {
+namespace {
+
+Span SpanOf(Array& array) { return {array.data(), array.size()}; }
+
+/// The function on the host: the results are the operands, each byte with one
+/// added.
+void AddOne(const StagedCall& call, size_t index, size_t bytes) {
+  const auto* from = static_cast<const char*>(call.operands()[index]);
+  auto* to = static_cast<char*>(call.results()[index]);
+  for (size_t i = 0; i < bytes; ++i) to[i] = static_cast<char>(from[i] + 1);
+}
+
+void Call(PinnedPool& pool, CudaStream stream, Array& operand, Array& result) {
+  StagedCall call(Driver(), pool, stream, {SpanOf(operand)}, {SpanOf(result)});
+  call.Fetch();
+  AddOne(call, 0, operand.size());
+  call.Store();
+}
+
+/// Only a result: nothing makes it wait for the device.
+void Produce(PinnedPool& pool, CudaStream stream, Array& result, int seed) {
+  StagedCall call(Driver(), pool, stream, {}, {SpanOf(result)});
+  call.Fetch();
+  std::memcpy(call.results()[0], Numbers(result.size(), seed).data(),
+              result.size());
+  call.Store();
+}
+
+// --- Calls ----------------------------------------------------------------------
+
+void RoundTrips() {
+  PinnedPool pool(Driver(), size_t{64} << 20, kForEver);
+  Stream stream, other(1);
+  fakeSetDelayMicroseconds(100);
+  for (CudaStream on :
+       {CudaStream(stream), CudaStream(other), CudaStream(nullptr)}) {
+    for (size_t bytes :
+         {0, 1, 63, 64, 65, 4095, 4097, 100'000, 1 << 20, 3'200'001}) {
+      Array x = Numbers(bytes, 1), y = Numbers(bytes / 2, 2);
+      Array u(x.size()), v(y.size());
+      StagedCall call(Driver(), pool, on, {SpanOf(x), SpanOf(y)},
+                      {SpanOf(u), SpanOf(v)});
+      call.Fetch();
+      for (int i = 0; i < 2; ++i) {
+        const void* const both[] = {call.operands()[i], call.results()[i]};
+        for (const void* at : both) {
+          assert(at != nullptr && reinterpret_cast<uintptr_t>(at) % 64 == 0);
+        }
+        AddOne(call, static_cast<size_t>(i), i == 0 ? x.size() : y.size());
+      }
+      call.Store();
+      assert(Driver().cuStreamSynchronize(on) == 0);
+      for (char& value : x) ++value;
+      for (char& value : y) ++value;
+      assert(u == x && v == y);
+    }
+  }
+  AssertClean(pool);
+}
+
+void ACallWaitsOnce() {
+  PinnedPool pool(Driver(), 1 << 20, kForEver);
+  Stream stream;
+  Array x(100), y(5000), nothing;
+  for (int i = 0; i < 20; ++i) {
+    fakeReset();
+    StagedCall call(Driver(), pool, stream, {SpanOf(x), SpanOf(nothing), SpanOf(y)},
+                    {SpanOf(x), SpanOf(nothing), SpanOf(y)});
+    call.Fetch();
+    call.Store();
+    assert(Waits() == 1);
+    assert(fakeCount("cuMemcpyDtoHAsync_v2") == 2);
+    assert(fakeCount("cuMemcpyHtoDAsync_v2") == 2);
+    // The block and its event are used again.
+    assert(fakeCount("cuMemHostAlloc") == (i == 0) && pool.stats().reuses == i);
+    assert(fakeCount("cuEventCreate") == (i == 0));
+  }
+  fakeReset();
+  Produce(pool, stream, y, 1);
+  StagedCall(Driver(), pool, stream, {}, {}).Fetch();
+  assert(Waits() == 0);
+  AssertClean(pool);
+}
+
+/// With a device that stands still until the gate opens.
+void ABlockIsKeptUntilItsResultsAreCopied() {
+  PinnedPool pool(Driver(), 1 << 20, kForEver);
+  Stream stream;
+  Gate gate;
+  Array results[3] = {Array(4096), Array(4096), Array(4096)};
+  stream.Block(gate);
+  for (int i = 0; i < 3; ++i) Produce(pool, stream, results[i], i);
+  assert(pool.stats().allocations == 3 && pool.stats().pending_bytes == 3 * 4096);
+  gate.Open();
+  stream.Wait();
+  for (int i = 0; i < 3; ++i) assert(results[i] == Numbers(4096, i));
+  Produce(pool, stream, results[0], 5);
+  assert(pool.stats().allocations == 3 && pool.stats().pending_bytes == 4096);
+  AssertClean(pool);
+}
+
+/// Streams and threads share few blocks; both kinds of call, each value checked.
+void ManyInFlight() {
+  constexpr int kStreams = 4;
+  constexpr size_t kCalls = 50;
+  PinnedPool pool(Driver(), 5 * 8192, kForEver);
+  fakeSetDelayMicroseconds(200);
+  std::vector<std::thread> threads;
+  for (int number = 0; number < kStreams; ++number) {
+    threads.emplace_back([&pool, number] {
+      Stream stream(number % 2);
+      std::vector<Array> made(kCalls, Array(8000)), kept(kCalls, Array(3000));
+      for (size_t i = 0; i < kCalls; ++i) {
+        Produce(pool, stream, made[i], number * 50 + static_cast<int>(i));
+        // Seldom, for it waits: between them the device is far behind.
+        if (i % 5 == 0) Call(pool, stream, kept[i], kept[i]);
+      }
+      stream.Wait();
+      for (size_t i = 0; i < kCalls; ++i) {
+        assert(made[i] == Numbers(8000, number * 50 + static_cast<int>(i)));
+        assert(kept[i] == Array(3000, i % 5 == 0));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const PinnedPool::Stats stats = pool.stats();
+  assert(stats.peak_bytes <= pool.limit() && stats.overruns == 0 &&
+         stats.waits > 0);
+  AssertClean(pool);
+}
+
+void ACapturingStreamIsRefused() {
+  PinnedPool pool(Driver(), 1 << 20, kForEver);
+  Stream stream;
+  Array x(10);
+  fakeSetCapturing(stream, 1);
+  for (bool tap : {false, true}) {
+    try {
+      if (tap) (void)StageTap(Driver(), pool, stream, {SpanOf(x)}, true, nullptr);
+      StagedCall call(Driver(), pool, stream, {SpanOf(x)}, {});
+      assert(false);
+    } catch (const CudaError& error) {
+      assert(std::strstr(error.what(), "CUDA graph") && error.code() == 900);
+    }
+  }
+  assert(fakeCount("cuMemcpyDtoHAsync_v2") + fakeCount("cuLaunchHostFunc") == 0);
+  AssertClean(pool);
+  Call(pool, stream, x, x);
+  AssertClean(pool);
+}
+
+/// Whatever fails, once: the call says so, leaves nothing, and the next one works.
+/// Where an event can't be had the stream is waited for, and the call succeeds.
+void FailuresLeaveNothing() {
+  const struct {
+    const char *function, *text;
+    bool call, tap;  // which of the two fails
+  } kCases[] = {
+      {"cuStreamGetCtx", "cuStreamGetCtx", true, true},
+      {"cuCtxPushCurrent_v2", "cuCtxPushCurrent", true, true},
+      {"cuStreamIsCapturing", "cuStreamIsCapturing", true, true},
+      {"cuCtxGetCurrent", "cuCtxGetCurrent", true, true},
+      {"cuMemHostAlloc", "cuMemHostAlloc", true, true},
+      {"cuMemcpyDtoHAsync_v2", "cuMemcpyDtoHAsync", true, true},
+      {"second operand", "cuMemcpyDtoHAsync", true, true},
+      {"cuStreamSynchronize", "cuStreamSynchronize", true, false},
+      {"cuMemcpyHtoDAsync_v2", "cuMemcpyHtoDAsync", true, false},
+      {"second result", "cuMemcpyHtoDAsync", true, false},
+      {"cuEventCreate", "", false, false},
+      {"cuEventRecord", "", false, false},
+      {"cuLaunchHostFunc", "cuLaunchHostFunc", false, true},
+  };
+  PinnedPool pool(Driver(), 1 << 20, kForEver);
+  Stream stream;
+  Array x = Numbers(5000, 1), y(5000);
+  const auto held = std::make_shared<int>(0);
+  for (const auto& one : kCases) {
+    for (bool tap : {false, true}) {
+      std::vector<Span> operands{SpanOf(x), SpanOf(x)},
+          results{SpanOf(y), SpanOf(y)};
+      if (std::string(one.function) == "second operand")
+        operands[1].device = nullptr;
+      if (std::string(one.function) == "second result") results[1].device = nullptr;
+      fakeSetDelayMicroseconds(2000);  // what was enqueued is still on its way
+      fakeFailNext(one.function, 2);
+      std::string error;
+      try {
+        if (tap) {
+          assert(StageTap(Driver(), pool, stream, operands, true,
+                          [held](const void* const*) {}));
+        } else {
+          StagedCall call(Driver(), pool, stream, operands, results);
+          call.Fetch();
+          call.Store();
+        }
+      } catch (const CudaError& caught) {
+        error = caught.what();
+      }
+      assert(error.empty() == !(tap ? one.tap : one.call));
+      const std::string text = "hostcall: " + std::string(one.text) + " failed: ";
+      assert(error.empty() || error.compare(0, text.size(), text) == 0);
+      pool.Trim();  // the fake aborts where a block is let go too early
+      AssertClean(pool);
+      assert(held.use_count() == 1);
+      Call(pool, stream, x, y);
+      stream.Wait();
+      assert(y[0] == x[0] + 1 && y[4999] == static_cast<char>(x[4999] + 1));
+      AssertClean(pool);
+    }
+  }
+  {  // the user's function fails: no Store
+    StagedCall call(Driver(), pool, stream, {SpanOf(x)}, {SpanOf(y)});
+    call.Fetch();
+  }
+  assert(fakeCount("cuEventRecord") == 0);
+  AssertClean(pool);
+}
+
+// --- Taps -----------------------------------------------------------------------
+
+/// Each tap carries the value that its memory had at its place in the stream.
+void TapsOfAStreamComeInOrder() {
+  constexpr int kTaps = 150;
+  PinnedPool pool(Driver(), 16 * 4096, kForEver);
+  std::vector<std::thread> threads;
+  for (int number = 0; number < 3; ++number) {
+    threads.emplace_back([&pool, number] {
+      Stream stream(number % 2);
+      ScopedContext current(Driver(), stream);
+      Array x(1000 * static_cast<size_t>(number) + 10), nothing;
+      const auto device = reinterpret_cast<CudaDevicePtr>(x.data());
+      std::vector<std::thread::id> on;
+      int next = 0;
+      for (int i = 0; i < kTaps; ++i) {
+        assert(Driver().cuMemsetD8Async(device, i & 0x7f, x.size(), stream) == 0);
+        assert(StageTap(Driver(), pool, stream, {SpanOf(nothing), SpanOf(x)}, true,
+                        [&, i](const void* const* data) {
+                          assert(next++ == i && data[0] != nullptr);
+                          const Array wanted(x.size(), static_cast<char>(i & 0x7f));
+                          assert(!std::memcmp(data[1], wanted.data(), x.size()));
+                          on.push_back(std::this_thread::get_id());
+                        }));
+      }
+      stream.Wait();
+      assert(next == kTaps && on.front() != std::this_thread::get_id());
+      for (std::thread::id id : on) assert(id == on.front());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  assert(pool.stats().peak_bytes <= pool.limit() && pool.stats().overruns == 0);
+  assert(fakeCount("cuEventRecord") == 0);  // back from the host function itself
+  AssertClean(pool);
+}
+
+/// With a device that stands still until the gate opens.
+void ATapWaitsForNobody() {
+  PinnedPool pool(Driver(), 4 * 4096, kForEver);
+  Stream stream;
+  Gate gate;
+  Array x(4096);
+  std::atomic<int> delivered{0};
+  const auto deliver = [&delivered](const void* const*) { ++delivered; };
+  const auto tap = [&](bool may_wait) {
+    return StageTap(Driver(), pool, stream, {SpanOf(x)}, may_wait, deliver);
+  };
+  stream.Block(gate);
+  for (int i = 0; i < 4; ++i) assert(tap(i % 2 == 0));
+  const long launched = fakeCount("cuLaunchHostFunc");
+  assert(!tap(false));  // the pool is full: nothing is enqueued
+  assert(fakeCount("cuLaunchHostFunc") == launched);
+  assert(delivered == 0 && Waits() == 0);
+  std::thread waits([&] { assert(tap(true)); });
+  WaitUntil([&] { return pool.stats().waits == 1; });
+  gate.Open();
+  waits.join();
+  stream.Wait();
+  assert(delivered == 5 && tap(false));
+  AssertClean(pool);
+  assert(delivered == 6);
+}
+
+void WhatADeliveryThrowsIsCounted() {
+  PinnedPool pool(Driver(), 4096, kForEver);
+  Stream stream;
+  Array x(10), nothing;
+  const int64_t before = FailedDeliveries();
+  for (Array* array : {&x, &nothing}) {
+    assert(StageTap(Driver(), pool, stream, {SpanOf(*array)}, true,
+                    [](const void* const*) { throw std::runtime_error("no"); }));
+  }
+  stream.Wait();
+  assert(FailedDeliveries() == before + 2 && pool.stats().in_use_bytes == 0);
+  AssertClean(pool);
+}
+
+}  // namespace
+}  // namespace hostcall
+
+int main() {
+  using namespace hostcall;  // NOLINT
+  LoadFake();
+  RoundTrips();
+  ACallWaitsOnce();
+  ABlockIsKeptUntilItsResultsAreCopied();
+  for (int i = 0; i < 3; ++i) ManyInFlight();
+  ACapturingStreamIsRefused();
+  FailuresLeaveNothing();
+  TapsOfAStreamComeInOrder();
+  ATapWaitsForNobody();
+  WhatADeliveryThrowsIsCounted();
+  std::puts("staging: ok");
+}
