@@ -34,6 +34,7 @@ def test_there_are_examples():
         "environment",
         "old_training",
         "parallel_rows",
+        "rollout",
         "training_log",
     }
 

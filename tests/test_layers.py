@@ -23,6 +23,8 @@ LAYERS: list[tuple[str, ...]] = [
         "_interrupt",
         "_collectors",
         "_delivery",
+        "_object_group",
+        "_object_spec",
     ),
     (
         "_callback",
@@ -58,7 +60,7 @@ LAYERS: list[tuple[str, ...]] = [
         "_primitives.buffer.lowering",
     ),
     ("_call", "_sync", "_tap", "_print", "_collect", "_callbacks", "debug"),
-    ("_buffer",),
+    ("_buffer", "_object"),
     ("_hooks",),
     ("_outside_call",),
     ("host_callback",),

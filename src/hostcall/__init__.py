@@ -3,6 +3,7 @@
     call        a host function with results
     tap         values leave, the program does not wait; tap_through gives them back,
                 tap_tangent and tap_cotangent see derivatives
+    Object      a host object whose methods programs call: one for each row of a vmap
     print       a formatted line, the same way
     pure_callback, io_callback, debug
                 drop-ins for JAX's own; `debug` has callback and print
@@ -28,10 +29,10 @@
 Errors: HostcallError and, below it, SpecError, BatchingError, DerivativeError,
 ResultError, EscapeError, UnwrittenError, CallTimeoutError, DeadlockError.
 
-The map, top to bottom: `_call` and `_tap` check and flatten, `_primitives` has the JAX
-primitives with their rules, `_targets` builds a plan for the engine, `_native` (C++, in
-native/) runs it; `_delivery` is the worker of taps. `_jax` alone touches JAX's private
-parts.
+The map, top to bottom: `_object` is made of calls; `_call` and `_tap` check and
+flatten, `_primitives` has the JAX primitives with their rules, `_targets` builds a plan
+for the engine, `_native` (C++, in native/) runs it; `_delivery` is the worker of taps.
+`_jax` alone touches JAX's private parts.
 
 The names here are stable. Modules with a leading underscore are not.
 """
@@ -58,6 +59,7 @@ from hostcall._errors import (
     last_error,
     reraise,
 )
+from hostcall._object import Object
 from hostcall._patch import patch_jax, unpatch_jax
 from hostcall._print import print
 from hostcall._sync import (
@@ -90,6 +92,7 @@ __all__ = [
     "ExecutionContext",
     "ExecutionStage",
     "HostcallError",
+    "Object",
     "PinnedMemory",
     "ResultError",
     "SpecError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -38,6 +38,8 @@ class Current:
             outermost first; else None.
         index: of a tap with sharding="shards", for each array the place of its block in
             the whole array, a tuple of slices; else None.
+        grid: sizes of the batch axes that `row` counts along.
+        mesh_shape: sizes of the mesh axes that `mesh_coords` counts along.
         stream: of a call on a GPU's memory (arrays="cuda", `hc.buffer_callback`) the
             address of XLA's stream; else None.
         run: XLA's number of the execution that a tap or buffer callback is of; -1 of an
@@ -57,6 +59,8 @@ class Current:
     run: int | None = None
     step: int | None = None
     stream: int | None = None
+    grid: tuple[int, ...] = ()
+    mesh_shape: dict[Any, int] = field(default_factory=dict)
 
     def at_row(self, row: tuple[int, ...]) -> Current:
         return replace(self, row=tuple(row))
@@ -85,7 +89,28 @@ def current() -> Current | None:
         run=run,
         step=step,
         stream=stream,
+        grid=getattr(info.params, "grid", ()),
+        mesh_shape={} if info.mesh is None else dict(info.mesh.shape),
     )
+
+
+def place_in_batch() -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
+    """Which of its likes the call of this thread is: (the batch, its index in it).
+
+    Devices of a shard_map count as the outermost axes. The batch has (name, size) for
+    each mesh axis and the size of each batch axis; the index a number for each. None
+    where that is not known: the program was lowered without its devices, or an executor
+    runs rows on the thread that waits for them. Cost: 0.1 us without a mesh.
+    """
+    found = _native.current()
+    if found is not None and found[0].mesh is None:
+        batch, index = found[0].params.grid, found[2] or ()
+    else:
+        here = current()
+        assert here is not None
+        batch = (*here.mesh_shape.items(), *here.grid)
+        index = (*here.mesh_coords.values(), *here.row)
+    return (batch, index) if len(batch) == len(index) else None
 
 
 _kept = threading.local()

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,14 @@ class Place:
 
 
 def users_place() -> Place:
-    """The innermost frame of the calling thread that isn't hostcall's."""
+    """The innermost frame of the calling thread that isn't hostcall's.
+
+    Nor JAX's, which calls functions of ours for the user: `jax.jit(env.step)(x)`.
+    """
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(
+        (_HERE, _JAX)
+    ):
         frame = frame.f_back
     code = frame.f_code
     return Place(code.co_filename, frame.f_lineno, code.co_qualname)
