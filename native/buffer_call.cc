@@ -27,6 +27,18 @@ class OpenBuffers {
   OpenBuffers(const Plan& plan, const ActiveCall& call)
       : plan_(plan), call_(call), outs_(plan.results.size()), stack_(size()) {}
 
+  /// For ways out that Close did not see.
+  ~OpenBuffers() {
+    for (size_t i = 1; i < size(); ++i) {
+      if (stack()[i] != nullptr) CloseBuffer(AsBuffer(stack()[i]));
+    }
+    if (stack()[0] != nullptr) {
+      reinterpret_cast<ContextObject*>(stack()[0])->call = nullptr;
+    }
+  }
+  OpenBuffers(const OpenBuffers&) = delete;
+  OpenBuffers& operator=(const OpenBuffers&) = delete;
+
   bool Open(char* const* args, char* const* targets) {
     for (size_t i = 0; i < size(); ++i) {
       // Taken, not shared: a call inside this call finds none.

@@ -51,7 +51,10 @@ PyObject* GetSize(PyObject* self, void*) {
 }
 PyObject* GetNbytes(PyObject* self, void*) {
   return IfOpen(self, [](BufferObject* b) {
-    return PyLong_FromLongLong(b->leaf->row_bytes);
+    const Leaf& leaf = *b->leaf;
+    const bool packed = b->call->on_gpu && leaf.bits != 0;
+    return PyLong_FromLongLong(packed ? (leaf.count * leaf.bits + 7) / 8
+                                      : leaf.row_bytes);
   });
 }
 PyObject* GetWriteable(PyObject* self, void*) {
@@ -119,22 +122,26 @@ PyObject* ToArray(PyObject* self, PyObject* args, PyObject* kwargs) {
     b->array = LentArray(*b->leaf, b->data, b->writeable).release();
     if (b->array == nullptr) return nullptr;
   }
+  // A view, whose shape and flags are its reader's own, and which holds the array.
+  auto* whole = reinterpret_cast<PyArrayObject*>(b->array);
+  Ref array = Ref::Steal(PyArray_View(whole, nullptr, nullptr));
+  if (!array) return nullptr;
   if (dtype != Py_None) {
     PyArray_Descr* wanted = nullptr;
     if (PyArray_DescrConverter(dtype, &wanted) == 0) return nullptr;
     Ref held = Ref::Steal(reinterpret_cast<PyObject*>(wanted));
-    if (!PyArray_EquivTypes(wanted, b->leaf->descr())) {
+    if (!PyArray_EquivTypes(
+            wanted, PyArray_DESCR(reinterpret_cast<PyArrayObject*>(array.get())))) {
       if (copy == Py_False) {
         PyErr_SetString(PyExc_ValueError,
                         "hostcall: another dtype needs a copy, and copy=False");
         return nullptr;
       }
-      return PyObject_CallMethod(b->array, "astype", "O", held.get());
+      return PyObject_CallMethod(array.get(), "astype", "O", held.get());
     }
   }
-  if (copy == Py_True) return PyObject_CallMethod(b->array, "copy", nullptr);
-  Py_INCREF(b->array);
-  return b->array;
+  if (copy == Py_True) return PyObject_CallMethod(array.get(), "copy", nullptr);
+  return array.release();
 }
 
 PyObject* DLPackMethod(PyObject* self, PyObject* const* args, Py_ssize_t n,
@@ -216,9 +223,21 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
     return -1;
   }
   const size_t ndim = leaf.dims.size();
-  if (b->layout == nullptr) b->layout = new std::vector<Py_ssize_t>();
+  constexpr int kAnyOrder =
+      PyBUF_C_CONTIGUOUS | PyBUF_F_CONTIGUOUS | PyBUF_ANY_CONTIGUOUS;
+  const bool fortran = (flags & kAnyOrder) == PyBUF_F_CONTIGUOUS;
+  if (fortran && ndim > 1 && leaf.count > 1) {
+    PyErr_SetString(PyExc_BufferError, "hostcall: this Buffer is row-major");
+    return -1;
+  }
   if (b->exports == 0) {
-    b->layout->resize(2 * ndim);
+    try {
+      if (b->layout == nullptr) b->layout = new std::vector<Py_ssize_t>();
+      b->layout->resize(2 * ndim);
+    } catch (const std::bad_alloc&) {
+      PyErr_NoMemory();
+      return -1;
+    }
     Py_ssize_t step = PyDataType_ELSIZE(leaf.descr());
     for (size_t i = ndim; i-- > 0;) {
       (*b->layout)[i] = leaf.dims[i];
@@ -314,12 +333,13 @@ bool KeepBefore(BufferObject* b) {
   const auto number = static_cast<int>(b->leaf - b->plan->args.data());
   if (std::find(aliases.begin(), aliases.end(), number) != aliases.end())
     return true;
-  if (b->before == nullptr) b->before = new (std::nothrow) std::vector<char>();
-  if (b->before == nullptr) {
+  try {
+    if (b->before == nullptr) b->before = new std::vector<char>();
+    if (b->before->empty()) b->before->assign(b->data, b->data + bytes);
+  } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
     return false;
   }
-  if (b->before->empty()) b->before->assign(b->data, b->data + bytes);
   return true;
 }
 
@@ -336,7 +356,7 @@ bool CloseBuffer(BufferObject* b) {
   b->call = nullptr;
   const bool alone = Py_REFCNT(b) == 1 && !IsHeld(b);
   if (b->array != nullptr) {
-    if (Py_REFCNT(b->array) > 1) Disown(b->array, *b->leaf);
+    if (Py_REFCNT(b->array) > 1 && b->leaf != nullptr) Disown(b->array, *b->leaf);
     Py_CLEAR(b->array);
   }
   b->leaf = nullptr;

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <memory>
+#include <new>
 #include <string_view>
 
 #include "arrays.h"
@@ -87,7 +88,8 @@ constexpr const char* NameFor(const DLManagedTensorVersioned*) {
 void Mark(DLManagedTensor&, uint64_t) {}
 void Mark(DLManagedTensorVersioned& managed, uint64_t flags) {
   managed.major = 1;
-  managed.minor = 0;
+  managed.minor =
+      managed.tensor.dtype.code > 6 ? 1 : 0;  // 1.1 has the small floats
   managed.flags = flags;
 }
 
@@ -161,8 +163,10 @@ bool CheckStream(const BufferObject* b, PyObject* stream) {
 
 }  // namespace
 
-PyObject* ExportTensor(BufferObject* b, PyObject* const* args, Py_ssize_t n,
-                       PyObject* names) {
+namespace {
+
+PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
+                   PyObject* names) {
   PyObject *stream = Py_None, *version = Py_None, *device = Py_None,
            *copy = Py_None;
   if (n != 0) {
@@ -208,6 +212,7 @@ PyObject* ExportTensor(BufferObject* b, PyObject* const* args, Py_ssize_t n,
   }
   DLDataType type;
   if (!TypeOf(*b->leaf, on_gpu, &type) || !CheckStream(b, stream)) return nullptr;
+  if (!CheckOpen(b)) return nullptr;  // while the GIL was free, by another thread
   if (!KeepBefore(b)) return nullptr;
   int major = 0, minor = 0;
   if (version != Py_None && !PyArg_ParseTuple(version, "ii", &major, &minor)) {
@@ -217,6 +222,17 @@ PyObject* ExportTensor(BufferObject* b, PyObject* const* args, Py_ssize_t n,
     return Capsule<DLManagedTensorVersioned>(b, type, copy == Py_True);
   }
   return Capsule<DLManagedTensor>(b, type, copy == Py_True);
+}
+
+}  // namespace
+
+PyObject* ExportTensor(BufferObject* b, PyObject* const* args, Py_ssize_t n,
+                       PyObject* names) {
+  try {  // above are the interpreter's frames, which an exception must not cross
+    return Exported(b, args, n, names);
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
 }
 
 }  // namespace hostcall

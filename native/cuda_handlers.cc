@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -97,21 +98,32 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
   Work work(frame, *state, stream, state->plan->results.size());
   if (!work.ok()) return work.Mismatch();
   const CudaDriver& driver = Driver();
-  StagedCall staged(driver, PoolIn(g_for_calls, g_call_limit), work.stream,
-                    work.OperandSpans(), work.ResultSpans());
-  staged.Fetch();
-  // Without operands nothing was waited for. A call with an effect has a token, and
-  // comes when the device does.
-  const bool effect =
-      static_cast<size_t>(frame->rets.size) > state->plan->results.size();
-  if (effect && state->plan->operands() == 0) {
-    ScopedContext current(driver, work.stream);
-    driver.Check(driver.cuStreamSynchronize(work.stream), "cuStreamSynchronize");
+  const int ordinal = DeviceOrdinal(frame);
+  std::optional<StagedCall> staged;
+  try {
+    const std::vector<Span> operands = work.OperandSpans();
+    staged.emplace(driver, PoolIn(g_for_calls, g_call_limit), work.stream, operands,
+                   work.ResultSpans());
+    staged->Fetch();
+    // Without bytes nothing was waited for. A call with an effect has a token, and
+    // comes when the device does.
+    const bool effect =
+        static_cast<size_t>(frame->rets.size) > state->plan->results.size();
+    const bool waited =
+        std::any_of(operands.begin(), operands.end(),
+                    [](const Span& span) { return span.bytes != 0; });
+    if (effect && !waited) {
+      ScopedContext current(driver, work.stream);
+      driver.Check(driver.cuStreamSynchronize(work.stream), "cuStreamSynchronize");
+    }
+  } catch (const std::exception& e) {
+    if (!state->team) throw;
+    return FailWithTeam(frame, *state, {ordinal}, e.what());  // others wait for it
   }
   XLA_FFI_Error* error =
-      MakeCall(frame, *state, {DeviceOrdinal(frame)},
-               const_cast<void* const*>(staged.operands()), staged.results());
-  if (error == nullptr) staged.Store();
+      MakeCall(frame, *state, {ordinal},
+               const_cast<void* const*>(staged->operands()), staged->results());
+  if (error == nullptr) staged->Store();
   return error;
 }
 
@@ -121,14 +133,16 @@ XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, void* stream,
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
   Work work(frame, *state, stream, state->plan->results.size());
   if (!work.ok()) return work.Mismatch();
-  for (const Leaf& leaf : state->plan->args) {
-    if (leaf.bits != 0 && !state->plan->grid.empty()) {
-      return MakeError(
-          frame->api,
-          "hostcall: rows of elements smaller than a byte do not begin at "
-          "a byte in a GPU's memory. Use vmap_method='expand_dims'");
+  for (const auto* leaves : {&state->plan->args, &state->plan->results}) {
+    for (const Leaf& leaf : *leaves) {
+      if (leaf.bits == 0 || state->plan->grid.empty()) continue;
+      return MakeError(frame->api,
+                       "hostcall: rows of elements smaller than a byte do not "
+                       "begin at a byte in a "
+                       "GPU's memory. Use vmap_method='expand_dims'");
     }
   }
+  ScopedContext current(Driver(), work.stream);
   return MakeCall(frame, *state, {DeviceOrdinal(frame), -1, stream, true},
                   work.operands.data(), work.results.data());
 }
@@ -184,7 +198,10 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   };
   const bool sent = StageTap(driver, PoolIn(g_for_taps, g_tap_limit), work.stream,
                              spans, blocks, std::move(deliver));
-  if (!sent) plan.counts->dropped.fetch_add(1, std::memory_order_relaxed);
+  if (!sent) {
+    plan.counts->dropped.fetch_add(1, std::memory_order_relaxed);
+    TapQueue::Get().CountDropped();
+  }
   return nullptr;
 }
 
@@ -286,14 +303,22 @@ void LimitPinned(size_t for_calls, size_t for_taps) {
   if (PinnedPool* pool = g_for_taps.load()) pool->set_limit(for_taps);
 }
 
-void CopyOnStream(void* stream, void* to, const void* from, size_t bytes) {
+void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
+                  std::optional<uintptr_t> made_on) {
   const CudaDriver& driver = Driver();
   const auto on = static_cast<CudaStream>(stream);
+  const bool same = made_on && *made_on == reinterpret_cast<uintptr_t>(stream);
   ScopedContext current(driver, on);
+  if (!same && made_on) {  // 1 and 2 name the default streams
+    auto theirs = *made_on <= 2 ? nullptr : reinterpret_cast<CudaStream>(*made_on);
+    driver.Check(driver.cuStreamSynchronize(theirs), "cuStreamSynchronize");
+  }
   driver.Check(
       driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(to),
                                   reinterpret_cast<CudaDevicePtr>(from), bytes, on),
       "cuMemcpyDtoDAsync");
+  // Whoever made it on another stream may use its memory again at once.
+  if (!same) driver.Check(driver.cuStreamSynchronize(on), "cuStreamSynchronize");
 }
 
 std::string CudaMissing() {

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,8 +35,10 @@ PinnedPool* PinnedForTaps();
 /// Bounds of both, for those that are made later too.
 void LimitPinned(size_t for_calls, size_t for_taps);
 
-/// Enqueues a copy inside the GPU's memory. Throws CudaError.
-void CopyOnStream(void* stream, void* to, const void* from, size_t bytes);
+/// Copies inside the GPU's memory, on `stream`. What was made on another stream, or
+/// on one that is not told, is waited for, and so is the copy. Throws CudaError.
+void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
+                  std::optional<uintptr_t> made_on);
 
 /// Why there is no driver; empty where there is one.
 std::string CudaMissing();

@@ -1,5 +1,6 @@
 #include "handler_bindings.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -81,18 +82,22 @@ void InitHandlers(nb::module_& m) {
   m.def("cuda_missing", &CudaMissing);
   m.def(
       "copy_into",
-      [](nb::object buffer, uintptr_t address, size_t bytes) {
+      [](nb::object buffer, uintptr_t address, size_t bytes,
+         std::optional<uintptr_t> stream) {
         if (!IsBuffer(buffer.ptr())) throw nb::type_error("not a Buffer");
         const BufferObject* to = AsBuffer(buffer.ptr());
         if (!CheckOpen(to)) throw nb::python_error();
-        if (!to->writeable || !to->call->on_gpu ||
+        if (!to->writeable || !to->call->on_gpu || to->leaf->bits != 0 ||
             bytes != static_cast<size_t>(to->leaf->row_bytes)) {
           throw nb::value_error("not an output of that size on a GPU");
         }
         const void* from = reinterpret_cast<const void*>(address);
-        if (bytes != 0) CopyOnStream(to->call->stream, to->data, from, bytes);
+        if (bytes != 0) {
+          CopyOnStream(to->call->stream, to->data, from, bytes, stream);
+        }
       },
-      nb::arg("buffer"), nb::arg("address"), nb::arg("nbytes"));
+      nb::arg("buffer"), nb::arg("address"), nb::arg("nbytes"),
+      nb::arg("stream").none());
   m.def("pinned_pools", [] {
     return nb::make_tuple(PinnedState(PinnedForCalls()),
                           PinnedState(PinnedForTaps()));

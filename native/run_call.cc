@@ -102,6 +102,22 @@ XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
 
 }  // namespace
 
+XLA_FFI_Error* FailWithTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
+                            CallSite site, const std::string& text) {
+  Team::Member member;
+  member.device = site.ordinal;
+  member.job = [text] { return text; };
+  auto ended = std::make_shared<std::promise<void>>();
+  member.finish = [ended](const std::string&) { ended->set_value(); };
+  member.alone = [](const std::string&) {};  // its own error says it
+  member.copy_from = [](const Team::Member&) {};
+  std::future<void> end = ended->get_future();
+  std::shared_ptr<Team> team = state.team;
+  team->Arrive(RunId(frame), std::move(member));
+  end.get();
+  return MakeError(frame->api, text);
+}
+
 XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
                         CallSite site, void* const* operands,
                         void* const* results) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "cpu_handlers.h"
 
@@ -19,5 +20,9 @@ struct CallSite {
 /// Makes the call of a place. Null, or the error for XLA.
 XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
                         CallSite site, void* const* operands, void* const* results);
+
+/// Of a device that can't make its call: those that wait for it are told.
+XLA_FFI_Error* FailWithTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
+                            CallSite site, const std::string& text);
 
 }  // namespace hostcall

@@ -117,6 +117,9 @@ class TapQueue {
     waiters_.fetch_sub(1);
   }
 
+  /// Of an event that was given up before it came here.
+  void CountDropped() { dropped_.fetch_add(1, std::memory_order_relaxed); }
+
   // --- The worker ----------------------------------------------------------------
 
   /// Takes up to `most` events; all there are with kMostAtOnce, where one device is

@@ -136,7 +136,7 @@ class Team : public std::enable_shared_from_this<Team> {
   MeetingPtr Join(int64_t run, Member member) {
     MeetingPtr meeting;
     for (const MeetingPtr& open : meetings_) {
-      if (open->run != run) continue;
+      if (open->run != run || open->members.size() == size_) continue;
       bool here = false;
       for (const Member& other : open->members)
         here |= other.device == member.device;

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from meshes import line
+from meshes import grid, line
 
 import hostcall as hc
 from hostcall import _jax
@@ -497,6 +497,17 @@ def test_shard_map():
     x = jnp.arange(8.0)
     np.testing.assert_array_equal(jax.jit(g)(x), x * 2)
     assert sorted(seen) == [(i, [2.0 * i, 2.0 * i + 1]) for i in range(4)]
+
+
+def test_effects_on_some_axes_only_are_refused():
+    mesh = grid()
+    f = hc.buffer_callback(lambda *_: None, spec(), has_side_effect=True)
+    g = jax.shard_map(
+        lambda x: (f(), x)[1], mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"),
+        axis_names={"x"},
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="manual over some"):
+        jax.jit(g)(jnp.arange(8.0))
 
 
 def test_a_failure_on_several_devices():

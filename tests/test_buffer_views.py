@@ -265,6 +265,37 @@ def test_small_inputs_that_go_out_by_dlpack_are_watched(mode):
     np.testing.assert_array_equal(out, x + 1)
 
 
+@pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")
+@modes
+def test_each_reader_has_a_shape_of_its_own(mode):
+    def host(ctx, out, x):
+        first = np.asarray(x)  # bfloat16 comes by __array__
+        first.shape = (2, 2)
+        assert np.asarray(x).shape == x.shape == (4,)
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            first.setflags(write=True)
+
+    run(mode, host, spec(), jnp.zeros(4, jnp.bfloat16))
+
+
+def test_column_major_consumers_are_refused():
+    fortran, any_order = 0x50 | 0x8, 0x90 | 0x8  # PyBUF_F_CONTIGUOUS, _ANY_CONTIGUOUS
+    get = ctypes.pythonapi.PyObject_GetBuffer
+    get.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_int]
+    release = ctypes.pythonapi.PyBuffer_Release
+    release.argtypes = [ctypes.c_void_p]
+
+    def host(ctx, out, x, row):
+        space = ctypes.create_string_buffer(256)
+        with pytest.raises(BufferError, match="row-major"):
+            get(x, space, fortran)
+        for buffer, flags in ((x, any_order), (row, fortran)):
+            get(buffer, space, flags)
+            release(space)
+
+    run(jax.jit, host, spec(), jnp.zeros((3, 2)), jnp.zeros(3))
+
+
 # --- Kept ----------------------------------------------------------------------------
 
 ESCAPES = {

@@ -148,6 +148,27 @@ assert fake.fakePinnedBytes() <= 1 << 20
 """)
 
 
+def test_one_device_that_can_not_get_its_operands(run):
+    """The others wait for it at the call, and are told."""
+    run("""
+from jax.sharding import PartitionSpec as P
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+call = lambda x: hc.call(lambda v: v + 1, spec(4), x)
+x = jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, P("x")))
+shards = jax.jit(jax.shard_map(lambda x: hc.call(lambda v: v + 1, spec(1), x),
+                               mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+for f in (jax.jit(lambda x: call(x) * 1), shards):
+    np.testing.assert_array_equal(f(x), np.arange(4.0) + 1)
+    for _ in range(4):
+        fake.fakeFailNext(b"cuMemcpyDtoHAsync_v2", 2)
+        try: jax.block_until_ready(f(x))
+        except jax.errors.JaxRuntimeError as error:
+            assert "CUDA_ERROR_OUT_OF_MEMORY" in str(error), error
+        else: raise AssertionError
+    np.testing.assert_array_equal(f(x), np.arange(4.0) + 1)
+""")
+
+
 # --- Taps ----------------------------------------------------------------------------
 
 
@@ -260,6 +281,22 @@ jax.block_until_ready(f(jnp.ones(4)))     # the Buffer alone
 """)
 
 
+def test_small_elements_on_the_device(run):
+    run("""
+sizes = []
+f = lambda n, **more: jax.jit(hc.buffer_callback(
+    lambda ctx, out, x: sizes.append((out.nbytes, x.nbytes)), spec(n, dtype=jnp.int4), **more))
+jax.block_until_ready(f(7)(jnp.zeros(8, jnp.int2)))
+assert sizes == [(4, 2)], sizes
+g = hc.buffer_callback(lambda *_: None, spec(3, dtype=jnp.int4), vmap_method="sequential")
+try:
+    jax.block_until_ready(jax.jit(jax.vmap(g))(jnp.zeros((4, 3), jnp.int32)))
+except jax.errors.JaxRuntimeError as error:
+    assert "do not begin at a byte" in str(error)
+else: raise AssertionError
+""")
+
+
 def test_native_code_gets_the_stream(run):
     run("""
 seen = []
@@ -338,19 +375,19 @@ def test_jaxs_own_callbacks_lowered_for_cuda():
 
 ON_DEVICE = """
 class Array:  # an array on the device, as CuPy's
-    def __init__(self, values, strides=None):
+    def __init__(self, values, strides=None, **stream):
         self.values = np.ascontiguousarray(values)
         self.__cuda_array_interface__ = {
             "shape": self.values.shape, "typestr": self.values.dtype.str, "version": 3,
-            "data": (self.values.ctypes.data, False), "strides": strides}
+            "data": (self.values.ctypes.data, False), "strides": strides, **stream}
 def read(buffer):
     i = buffer.__cuda_array_interface__
     n = int(np.prod(i["shape"]))
     flat = np.ctypeslib.as_array((ctypes.c_float * n).from_address(i["data"][0]))
     return flat.reshape(i["shape"]).copy()
 kept = []                                  # an allocator would free behind the stream
-def made(*args):
-    kept.append(Array(*args))
+def made(*args, **stream):
+    kept.append(Array(*args, **stream))
     return kept[-1]
 copies = lambda: {k: count(f"cuMemcpy{k}Async_v2") for k in ("DtoH", "HtoD", "DtoD")}
 """
@@ -373,6 +410,27 @@ assert copies() == {"DtoH": 0, "HtoD": 0, "DtoD": 2}
 g = jax.jit(jax.vmap(lambda x: hc.call(
     lambda v: made(read(v) * 2), spec(3), x, arrays="cuda", order="unordered")))
 with hc.reraise(): np.testing.assert_array_equal(g(x), x * 2)
+"""
+    )
+
+
+def test_what_was_made_on_another_stream_is_waited_for(run):
+    run(
+        ON_DEVICE
+        + """
+waits = []
+def host(x):
+    before = count("cuStreamSynchronize")
+    value = made(read(x), **stream(hc.current().stream))
+    waits.append(before)
+    return value
+f = lambda: jax.jit(lambda x: hc.call(host, spec(4), x, arrays="cuda"))
+for stream, more in ((lambda ours: {"stream": ours}, 0), (lambda ours: {}, 1),
+                     (lambda ours: {"stream": None}, 1), (lambda ours: {"stream": 1}, 2)):
+    with hc.reraise(): np.testing.assert_array_equal(f()(jnp.ones(4)), 1)
+    # One more is the wait of the handler for tests.
+    assert count("cuStreamSynchronize") - waits[-1] == more + 1, (
+        more, waits, count("cuStreamSynchronize"))
 """
     )
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from meshes import line, over
 
 import hostcall as hc
 
@@ -263,6 +264,31 @@ def test_batched_conditions_with_ordered_calls(tells, nested):
         np.testing.assert_array_equal(got.reshape(want.shape), want)
     if tells != "call":
         assert len(asked) == 6  # once a round for all rows, and at the end
+
+
+@pytest.mark.parametrize("start", ["varying", "the same on all devices"])
+def test_batched_conditions_inside_shard_map(start):
+    """Where stopped rows keep values that vary although the carry's types say not."""
+
+    def program(order, n):
+        def condition(carry):
+            hc.tap(lambda i: None, carry[0], order=order)
+            return carry[0] < n
+
+        def body(carry):
+            i, value = carry
+            return i + 1, value * 2 + (n if start == "varying" else 1)
+
+        first = n * 0 if start == "varying" else 0
+        return lax.while_loop(condition, body, (jnp.int32(0), first + jnp.int32(1)))
+
+    def over_devices(order):
+        rows = jax.vmap(lambda n: program(order, n))
+        return over(line(), rows, jax.P("x"))(jnp.arange(8))
+
+    ordered, unordered = over_devices("ordered"), over_devices("unordered")
+    jax.tree.map(np.testing.assert_array_equal, ordered, unordered)
+    np.testing.assert_array_equal(ordered[0], np.arange(8))
 
 
 def test_ordered_calls_keep_order_across_dispatches():

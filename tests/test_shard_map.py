@@ -295,3 +295,26 @@ def test_sharding_is_refused_where_each_device_calls(wrap):
     f = over(line(), host, P("x")) if wrap == "shard_map" else jax.pmap(host)
     with pytest.raises(ValueError, match="inside shard_map or pmap, where each device"):
         f(X)
+
+
+def test_a_failing_shard_of_a_mesh_without_devices():
+    """Nothing names the devices when it is lowered; the others are told all the same."""
+
+    def host(v):
+        if v[0] == 2:
+            raise ZeroDivisionError("two")
+        return v
+
+    spec = jax.ShapeDtypeStruct((1,), np.float32)
+    f = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(hc.call(host, spec, x), "x"),
+            mesh=line().abstract_mesh,
+            in_specs=jax.P("x"),
+            out_specs=jax.P(),
+        )
+    )
+    x = jax.device_put(jnp.arange(4.0), jax.NamedSharding(line(), jax.P("x")))
+    with pytest.raises(ZeroDivisionError, match="two"), hc.reraise():
+        jax.block_until_ready(f(x))
+    np.testing.assert_array_equal(f(x + 3), [18])

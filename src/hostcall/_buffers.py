@@ -65,11 +65,11 @@ def native(function: Any, *, status: bool = False, name: str | None = None) -> A
     jax.tree.leaves(result_shape_dtypes) and jax.tree.leaves((args, kwargs)) (keywords
     by name), row-major, and on a GPU XLA's stream (NULL on a CPU; code for CPUs alone
     may leave that parameter off). Elements of less than a byte have a byte each, in its
-    low bits. Shapes and dtypes are those of the arrays when the
-    program was traced. Inputs must not be written. Several threads may run it at once:
-    devices, and programs in flight. Python has no say while it runs: `hc.status()` does
-    not see it, and an exception of a Numba or ctypes function is printed and lost,
-    unless the code says so with its status.
+    low bits; on a GPU they are packed. Shapes and dtypes are those of the arrays when
+    the program was traced. Inputs must not be written. Several threads may run it at
+    once: devices, and programs in flight. Python has no say while it runs:
+    `hc.status()` does not see it, and an exception of a Numba or ctypes function is
+    printed and lost, unless the code says so with its status.
 
     Args:
         function: an address as an int; a ctypes function; or anything with an

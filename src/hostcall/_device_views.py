@@ -50,8 +50,9 @@ class OnDevice:
 
 
 def _store(place: Any, leaf: Any, path: str) -> None:
-    """Enqueues the copy of a result. Whoever owns `leaf` may free it when the stream
-    has come so far, as allocators that know streams do.
+    """Enqueues the copy of a result, where `leaf` says that it was made on our stream:
+    its owner may free it when the stream has come so far, as allocators that know
+    streams do. Else both streams are waited for.
     """
     interface = getattr(leaf, "__cuda_array_interface__", None)
     if interface is None:
@@ -75,7 +76,8 @@ def _store(place: Any, leaf: Any, path: str) -> None:
             f"hostcall: {path} should be row-major, got strides {tuple(strides)} for"
             f" {dtype}{list(shape)}: make it contiguous"
         )
-    _native.copy_into(place, interface["data"][0], math.prod(shape) * dtype.itemsize)
+    nbytes = math.prod(shape) * dtype.itemsize
+    _native.copy_into(place, interface["data"][0], nbytes, interface.get("stream"))
 
 
 def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

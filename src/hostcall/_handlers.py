@@ -81,10 +81,10 @@ def start_on(client: Any | None) -> None:
         kind = handlers["cuda type"]
         jax.ffi.register_ffi_type("hostcall_plan", kind, platform="CUDA")
         for target, name in _HANDLERS.items():
-            traits = {"traits": _jax.GRAPH_TRAIT} if name == "graph" else {}
-            jax.ffi.register_ffi_target(
-                target, handlers[f"cuda {name}"], platform="CUDA", **traits
-            )
+            # That "graph" may be recorded its handler says itself: the plugin takes no
+            # traits here.
+            handler = handlers[f"cuda {name}"]
+            jax.ffi.register_ffi_target(target, handler, platform="CUDA")
         _native.limit_pinned(_config.pinned_bytes(), _config.tap_queue_bytes())
         _started_cuda = True
 

@@ -69,9 +69,6 @@ def def_effectful_abstract_eval(primitive: Any, rule: Callable[..., Any]) -> Non
     primitive.def_effectful_abstract_eval(rule)
 
 
-# Of a target that XLA may record into a command buffer.
-GRAPH_TRAIT = _xla_client.CustomCallTargetTraits.COMMAND_BUFFER_COMPATIBLE
-
 SERVED = ("cpu", "cuda")  # where the engine has handlers
 
 
@@ -165,7 +162,18 @@ def lower_batched_conditions(effect_type: type) -> None:
         if not (batched and ours):
             return entry.rule(ctx, *operands, cond_jaxpr=cond_jaxpr, **params)
         loop = _batched_while(cond_jaxpr=cond_jaxpr, **params)
-        return lower_by(ctx, loop, *operands)
+        # Inside shard_map: what stopped rows keep varies as the condition does, which
+        # the carry's types do not say. The program has been checked before.
+        fixed = _core.ManualAxisType()
+        plain = [
+            aval.update(manual_axis_type=fixed) if hasattr(aval, "mat") else aval
+            for aval in ctx.avals_in
+        ]
+        inner = ctx.replace(avals_in=plain)
+        with _config._check_vma(False):
+            outs = lower_by(inner, loop, *operands)
+        ctx.set_tokens_out(inner.tokens_out)
+        return outs
 
     table[jax.lax.while_p] = type(entry)(rule, entry.inline)
 

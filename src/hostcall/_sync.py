@@ -217,7 +217,8 @@ def configure(
             _native.set_tap_limit(size)
     if pinned_bytes is not None:
         _config.set_pinned_bytes(_bytes(pinned_bytes, "pinned_bytes"))
-    _native.limit_pinned(_config.pinned_bytes(), _config.tap_queue_bytes())
+    if not _native.forked():
+        _native.limit_pinned(_config.pinned_bytes(), _config.tap_queue_bytes())
 
 
 def _bytes(value: Any, name: str) -> int:

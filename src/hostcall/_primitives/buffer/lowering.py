@@ -23,6 +23,8 @@ def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
                 f"`buffer_callback` not supported on {platform} backend."
                 " (hostcall serves cpu and cuda.)"
             )
+    if params.order != "pure":
+        _jax.check_sharding(ctx, None, params.callback.name)
     graph = params.command_buffer
     return call_lowering.lower(
         ctx,

@@ -99,12 +99,14 @@ def _team(
     """
     local = emit.local_devices(ctx, client)
     if local is None:
-        # A program that does not know its devices: the first that comes calls, in
-        # each process.
-        n = _jax.number_of_devices(ctx) // jax.process_count()
-        alone = n <= 1 or info.mesh is not None
-        team = _targets.ALONE if alone else (_targets.ONCE, n, _targets.FIRST)
-        return team, None, False
+        # A program that does not know its devices: the first that comes calls.
+        # With several processes there is no telling how many of them are here.
+        n = _jax.number_of_devices(ctx) if info.mesh is None else info.mesh.size
+        if n <= 1 or jax.process_count() > 1:
+            return _targets.ALONE, None, False
+        if info.mesh is not None:  # without devices
+            return (_targets.EACH, n, 0), None, False
+        return (_targets.ONCE, n, _targets.FIRST), None, False
     if info.mesh is not None:
         return (_targets.EACH, len(local), 0), None, False
     devices = _jax.program_devices(ctx)
