@@ -30,6 +30,7 @@ def test_there_are_examples():
     assert {p.stem for p in EXAMPLES} >= {
         "bessel",
         "buffers",
+        "derivatives",
         "buffers_gpu",
         "environment",
         "old_training",

@@ -3,6 +3,9 @@
     call        a host function with results
     tap         values leave, the program does not wait; tap_through gives them back,
                 tap_tangent and tap_cotangent see derivatives
+    host        makes a Python function a `HostFunction`, with rules for its result
+                (like, elementwise, same_tree), batches and derivatives
+                (finite_difference for want of a rule)
     Object      a host object whose methods programs call: one for each row of a vmap
     print       a formatted line, the same way
     pure_callback, io_callback, debug
@@ -29,10 +32,10 @@
 Errors: HostcallError and, below it, SpecError, BatchingError, DerivativeError,
 ResultError, EscapeError, UnwrittenError, CallTimeoutError, DeadlockError.
 
-The map, top to bottom: `_object` is made of calls; `_call` and `_tap` check and
-flatten, `_primitives` has the JAX primitives with their rules, `_targets` builds a plan
-for the engine, `_native` (C++, in native/) runs it; `_delivery` is the worker of taps.
-`_jax` alone touches JAX's private parts.
+The map, top to bottom: `_host_function` has the rules of functions, `_object` is made
+of calls; `_call` and `_tap` check and flatten, `_primitives` has the JAX primitives
+with their rules, `_targets` builds a plan for the engine, `_native` (C++, in native/)
+runs it; `_delivery` is the worker of taps. `_jax` alone touches JAX's private parts.
 
 The names here are stable. Modules with a leading underscore are not.
 """
@@ -59,6 +62,10 @@ from hostcall._errors import (
     last_error,
     reraise,
 )
+from hostcall._host_function.differences import finite_difference
+from hostcall._host_function.function import HostFunction
+from hostcall._host_function.host import host
+from hostcall._host_function.results import elementwise, like, same_tree
 from hostcall._object import Object
 from hostcall._patch import patch_jax, unpatch_jax
 from hostcall._print import print
@@ -91,6 +98,7 @@ __all__ = [
     "EscapeError",
     "ExecutionContext",
     "ExecutionStage",
+    "HostFunction",
     "HostcallError",
     "Object",
     "PinnedMemory",
@@ -105,15 +113,20 @@ __all__ = [
     "configure",
     "current",
     "debug",
+    "elementwise",
+    "finite_difference",
     "flush",
+    "host",
     "io_callback",
     "last_error",
+    "like",
     "native",
     "patch_jax",
     "pinned_memory",
     "print",
     "pure_callback",
     "reraise",
+    "same_tree",
     "stats",
     "status",
     "tap",

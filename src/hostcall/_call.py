@@ -22,7 +22,7 @@ from hostcall._primitives.buffer.primitive import bind as bind_buffers
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
 from hostcall._primitives.call.primitive import bind
 from hostcall._spec import Results, Static, flatten_arguments, parse_fill, parse_result
-from hostcall._where import name_of, users_place
+from hostcall._where import name_of, place_of_call
 
 _ARRAYS = ("numpy", "jax", "dlpack", "cuda")
 _METHODS = (*batching.ROWS, *batching.WHOLE)
@@ -133,7 +133,7 @@ def call(
         lend=lend,
         timeout=timeout,
         executor=None if executor is None else Static(executor),
-        place=users_place(),
+        place=place_of_call(fn),
     )
     if arrays == "cuda":
         return _call_on_device(

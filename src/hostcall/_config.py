@@ -19,6 +19,10 @@ POOL_WORKERS = int(
     os.environ.get("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4))
 )
 
+# Residuals of forward rules that wait on the host for their backward rule
+# (_host_function/residuals.py). More than these are computed again.
+RESIDUALS = int(os.environ.get("HOSTCALL_RESIDUALS", "1024"))
+
 _pinned_bytes = int(float(os.environ.get("HOSTCALL_PINNED_BYTES", "1e9")))
 
 _tap_queue_bytes = int(float(os.environ.get("HOSTCALL_TAP_QUEUE_BYTES", "256e6")))

@@ -55,6 +55,24 @@ jvps = _ad.primitive_jvps
 transposes = _ad.primitive_transposes
 
 
+def zero_tangent(primal: Any) -> Any:
+    return Zero(_core.typeof(primal).to_tangent_aval())
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, _core.Literal)
+
+
+def register_dce(
+    primitive: Any, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
+) -> None:
+    """`rule(used outputs, equation)` gives (used inputs, what remains of it).
+
+    JAX's has a list of live inputs in the middle (0.12), or not (0.10).
+    """
+    _pe.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
+
+
 def hold_weakly_in_caches(parameter_type: type) -> None:
     """JAX's caches of traced equations shall not keep parameters of this type alive.
 
@@ -127,6 +145,33 @@ def result_avals(
         aval.update(sharding=_core.get_cur_mesh_sharding(), manual_axis_type=mat)
         for aval in avals
     ]
+
+
+def vary_alike(operands: Sequence[Any]) -> list[Any]:
+    """Operands that vary over the same mesh axes, inside `shard_map` with its check on.
+
+    A cotangent varies as the results do. Where an operand varies less, the cast here
+    is transposed to the sum over the devices that hold it.
+    """
+    mesh = _mesh.get_abstract_mesh()
+    if mesh.empty or not _config._check_vma.value:
+        return list(operands)
+    own = [frozenset(_core.typeof(x).mat.varying) for x in operands]
+    everything = frozenset[Any]().union(*own)
+    return [
+        jax.lax.pcast(x, tuple(everything - have), to="varying")
+        if everything - have
+        else x
+        for x, have in zip(operands, own, strict=True)
+    ]
+
+
+def shard_alike(value: Any, aval: Any) -> Any:
+    """`value`, sharded as `aval` says, which over explicit mesh axes is typed."""
+    wanted = getattr(aval, "sharding", None)
+    if wanted is None or wanted.mesh.empty or _core.typeof(value).sharding == wanted:
+        return value
+    return jax.sharding.reshard(value, wanted)
 
 
 # --- Effects (_order) --------------------------------------------------------------

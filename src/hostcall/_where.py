@@ -46,6 +46,12 @@ def users_place() -> Place:
     return Place(code.co_filename, frame.f_lineno, code.co_qualname)
 
 
+def place_of_call(fn: Callable[..., Any]) -> Place:
+    """The user's line that calls `fn`; what hostcall itself calls knows its own."""
+    own = getattr(fn, "hostcall_place", None)
+    return own if isinstance(own, Place) else users_place()
+
+
 def name_of(fn: Callable[..., Any]) -> str:
     """What a reader would call this function."""
     inner = fn

@@ -1,0 +1,216 @@
+"""What vmap makes of the three primitives: the same, around a batched object.
+
+A batched object is its inner one under `jax.vmap`, and gives every result the batch as
+its first axis. A tangent that all rows share gets the sum of the rows' cotangents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hostcall import _jax
+from hostcall._host_function.primitive import (
+    Arrays,
+    Linear,
+    Pair,
+    Tangents,
+    Value,
+    bind,
+    bind_linear,
+    jvp_p,
+    linear_p,
+    value_p,
+)
+
+Dims = tuple[int | None, ...]
+
+
+def _wider(avals: Sequence[Any], size: int) -> tuple[Any, ...]:
+    return tuple(aval.update(shape=(size, *aval.shape)) for aval in avals)
+
+
+def _call(
+    f: Callable[..., Any], size: int, *pairs: tuple[Arrays, Sequence[Any]]
+) -> Any:
+    """`f` of lists of arrays, given with their batch axes, for each row."""
+    lists, dims = [list(p[0]) for p in pairs], tuple(list(p[1]) for p in pairs)
+    if any(d is not None for ds in dims for d in ds):
+        return jax.vmap(f, dims, axis_size=size)(*lists)
+    # vmap wants one that is batched.
+    alone = jax.vmap(lambda _, *xs: f(*xs), (0, *(None for _ in lists)))
+    return alone(jnp.zeros(size), *lists)
+
+
+def _unbatched(cotangent: Any, dim: int | None) -> Any:
+    return cotangent.sum(0) if dim is None else _jax.moveaxis(cotangent, 0, dim)
+
+
+def _without_none(values: Tangents) -> tuple[Arrays, tuple[bool, ...]]:
+    return [v for v in values if v is not None], tuple(v is not None for v in values)
+
+
+def _with_none(values: Arrays, there: Sequence[bool]) -> Tangents:
+    rest = iter(values)
+    return [next(rest) if flag else None for flag in there]
+
+
+@dataclass(frozen=True)
+class BatchedValue(Value):
+    inner: Value
+    size: int
+    dims: Dims
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.inner.name
+
+    @property
+    def avals(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return _wider(self.inner.avals, self.size)
+
+    def run(self, args: Arrays) -> Arrays:
+        return list(_call(self.inner.run, self.size, (args, self.dims)))
+
+    def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        some, there = _without_none(tangents)
+        out_there: tuple[bool, ...] = ()
+
+        def row(args: Arrays, some: Arrays) -> tuple[Arrays, Arrays]:
+            nonlocal out_there
+            outs, touts = self.inner.jvp(args, _with_none(some, there))
+            touts, out_there = _without_none(touts)
+            return outs, touts
+
+        dims = [d for d, flag in zip(self.dims, there, strict=True) if flag]
+        outs, touts = _call(row, self.size, (args, self.dims), (some, dims))
+        return outs, _with_none(touts, out_there)
+
+    def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
+        known, there = _without_none(args)
+        out_there: tuple[bool, ...] = ()
+
+        def row(known: Arrays, cotangents: Arrays) -> Arrays:
+            nonlocal out_there
+            back = self.inner.transposed(_with_none(known, there), cotangents)
+            found, out_there = _without_none(back)
+            return found
+
+        dims = [d for d, flag in zip(self.dims, there, strict=True) if flag]
+        zeros = [0] * len(cotangents)
+        found = _call(row, self.size, (known, dims), (cotangents, zeros))
+        back = _with_none(found, out_there)
+        return [
+            None if ct is None else _unbatched(ct, d)
+            for ct, d in zip(back, self.dims, strict=True)
+        ]
+
+    def shared(self, dims: Sequence[int | None]) -> Value:
+        return replace(self, inner=self.inner.shared(dims))
+
+    def narrowed(self, used: Sequence[bool]) -> Value | None:
+        inner = self.inner.narrowed(used)
+        return None if inner is None else replace(self, inner=inner)
+
+
+@dataclass(frozen=True)
+class BatchedLinear(Linear):
+    inner: Linear
+    size: int
+    const_dims: Dims
+    dims: Dims
+
+    @property
+    def avals(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return _wider(self.inner.avals, self.size)
+
+    def run(self, consts: Arrays, tangents: Arrays) -> Arrays:
+        pairs = (consts, self.const_dims), (tangents, self.dims)
+        return list(_call(self.inner.run, self.size, *pairs))
+
+    def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
+        pairs = (consts, self.const_dims), (cotangents, [0] * len(cotangents))
+        back = _call(self.inner.back, self.size, *pairs)
+        return [_unbatched(ct, d) for ct, d in zip(back, self.dims, strict=True)]
+
+
+@dataclass(frozen=True)
+class BatchedPair(Pair):
+    inner: Pair
+    size: int
+    arg_dims: Dims
+    dims: Dims
+
+    @property
+    def value(self) -> Value:  # type: ignore[override]
+        return BatchedValue(self.inner.value, self.size, self.arg_dims)
+
+    @property
+    def tangent_avals(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return _wider(self.inner.tangent_avals, self.size)
+
+    def run(self, args: Arrays, tangents: Arrays) -> Arrays:
+        pairs = (args, self.arg_dims), (tangents, self.dims)
+        return list(_call(self.inner.run, self.size, *pairs))
+
+    def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Linear]:
+        found: list[Linear] = []
+
+        def row(args: Arrays) -> tuple[Arrays, Arrays]:
+            outs, consts, linear = self.inner.start(args, backward)
+            found.append(linear)
+            return outs, consts
+
+        outs, consts = _call(row, self.size, (args, self.arg_dims))
+        linear = BatchedLinear(found[-1], self.size, (0,) * len(consts), self.dims)
+        return outs, consts, linear
+
+
+# --- Rules -------------------------------------------------------------------------
+
+
+def _size(operands: Any, dims: Any) -> int:
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    return int(size)
+
+
+def _batch_value(operands: Any, dims: Any, *, what: Value) -> tuple[Arrays, Any]:
+    size, dims = _size(operands, dims), tuple(dims)
+    by_rule = what.batch(size, list(operands), dims)
+    if by_rule is not None:
+        return by_rule
+    outs = bind(list(operands), BatchedValue(what.shared(dims), size, dims))
+    return outs, (0,) * len(outs)
+
+
+def _batch_jvp(operands: Any, dims: Any, *, what: Pair, n: int) -> tuple[Arrays, Any]:
+    """Rows that differ in their tangents only share one value (jax.jacfwd)."""
+    size, dims = _size(operands, dims), tuple(dims)
+    if all(d is None for d in dims[:n]):
+        outs, consts, linear = what.start(list(operands[:n]), False)
+        wide = BatchedLinear(linear, size, (None,) * len(consts), dims[n:])
+        touts = bind_linear(consts, list(operands[n:]), wide)
+        return [*outs, *touts], [None] * len(outs) + [0] * len(touts)
+    pair = BatchedPair(what, size, dims[:n], dims[n:])
+    outs = jvp_p.bind(*operands, what=pair, n=n)
+    return list(outs), (0,) * len(outs)
+
+
+def _batch_linear(
+    operands: Any, dims: Any, *, what: Linear, n: int
+) -> tuple[Arrays, Any]:
+    size, dims = _size(operands, dims), tuple(dims)
+    wide = BatchedLinear(what, size, dims[:n], dims[n:])
+    outs = linear_p.bind(*operands, what=wide, n=n)
+    return list(outs), (0,) * len(outs)
+
+
+_jax.batchers[value_p] = _batch_value
+_jax.batchers[jvp_p] = _batch_jvp
+_jax.batchers[linear_p] = _batch_linear
+for _type in (BatchedValue, BatchedLinear, BatchedPair):
+    _jax.hold_weakly_in_caches(_type)

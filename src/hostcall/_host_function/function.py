@@ -1,0 +1,332 @@
+"""A Python function with its rules: what the user holds, and calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._call import call
+from hostcall._callback import Lend
+from hostcall._errors import SpecError
+from hostcall._host_function import results as shorthands
+from hostcall._host_function.calls import Site
+from hostcall._host_function.primitive import bind
+from hostcall._host_function.residuals import HANDLE_DTYPE, HANDLE_SHAPE
+from hostcall._host_function.rules import (
+    HOST_RESIDUALS,
+    Jvp,
+    Plain,
+    Rules,
+    Vjp,
+    Where,
+    check_rule,
+    check_where,
+)
+from hostcall._host_function.trees import Trees
+from hostcall._order import Order
+from hostcall._spec import flatten_arguments, parse_result
+from hostcall._where import Place, name_of, users_place
+
+
+class HostFunction:
+    """A Python function with its rules. Made by `hc.host`, which see.
+
+    Called like any function in JAX code. Its rules are given before its first use, each
+    once; each method returns the rule, and so can be a decorator.
+
+    Attributes:
+        fn: the Python function.
+        rules: what the def* methods were given.
+    """
+
+    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
+        name = options.pop("name")
+        functools.update_wrapper(self, fn, updated=())
+        self.__name__ = name or name_of(fn).rpartition(".")[2]
+        self.__qualname__ = name or name_of(fn)
+        self.fn = fn
+        self.rules = Rules()
+        self.result = options.pop("result")
+        self.nondiff: tuple[int, ...] = options.pop("nondiff")
+        self.order: Order = options.pop("order")
+        self.lend: Lend = options.pop("lend")
+        self._vmap_method = options.pop("vmap_method")
+        if callable(self._vmap_method):
+            self.rules.batch, self._vmap_method = self._vmap_method, None
+        self._options = options  # arrays, timeout, executor
+        self._inferred: dict[Any, Any] = {}
+        self.differences: Any = None  # of hc.finite_difference
+
+    def __repr__(self) -> str:
+        given = [k for k, v in vars(self.rules).items() if v is not None]
+        having = f" with {', '.join('def' + k for k in given)}" if given else ""
+        return f"<hostcall.HostFunction {self.__qualname__}{having}>"
+
+    def __reduce__(self) -> Any:
+        """By name where it has taken its function's place in the module."""
+        found: Any = sys.modules.get(self.__module__)
+        for part in self.__qualname__.split("."):
+            found = getattr(found, part, None)
+        if found is self:
+            return self.__qualname__
+        state = {k: v for k, v in vars(self).items() if k not in _NOT_PICKLED}
+        return _new, (), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _inferred={}, __wrapped__=state["fn"])
+
+    # --- Calling -------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result. See `hc.host`."""
+        if kwargs:
+            args = self._positional(args, kwargs)
+        place = users_place()
+        operands, template = flatten_arguments(args, {})
+        spec = self._spec(args, template)
+        if self.order != "pure":
+            options = self.call_options("value", False)
+            if self.rules.batch is not None:
+                options["vmap_method"] = self.rules.batch
+            return call(_Placed(self.fn, place), spec, *args, **options)
+        parsed = parse_result(spec, self.__name__)
+        in_avals = tuple(
+            _jax.ShapedArray(np.shape(x), np.dtype(x.dtype)) for x in operands
+        )
+        nondiff = tuple(n % max(len(args), 1) for n in self.nondiff)
+        trees = Trees(self.__name__, template, in_avals, parsed, nondiff)
+        operands = _jax.vary_alike(operands)
+        return trees.result(bind(operands, self.site(trees, place)))
+
+    def site(self, trees: Trees, place: Place) -> Site:
+        return Site(self, trees, place)
+
+    def _spec(self, args: Any, template: Any) -> Any:
+        avals = shorthands.avals_of(args)
+        if not isinstance(self.result, str) or self.result != "infer":
+            return shorthands.spec_of(self.result, self.fn, avals, self.__name__)
+        leaves = jax.tree_util.tree_leaves(avals)
+        shapes = tuple((x.shape, x.dtype) for x in leaves if hasattr(x, "shape"))
+        key = (template, shapes, bool(jax.config.jax_enable_x64))
+        if key not in self._inferred:
+            self._inferred[key] = shorthands.spec_of(
+                self.result, self.fn, avals, self.__name__
+            )
+        return self._inferred[key]
+
+    def _positional(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        try:
+            bound = inspect.signature(self.fn).bind(*args, **kwargs)
+        except TypeError as error:
+            raise SpecError(f"hostcall: `{self.__name__}`: {error}") from None
+        except ValueError:
+            bound = None  # a ufunc, or built in
+        if bound is None or bound.kwargs:
+            raise SpecError(
+                f"hostcall: `{self.__name__}` was called with the keyword arguments"
+                f" {sorted(kwargs)}, which can't be put into its positions. Rules know"
+                " arguments by position: pass them so, or wrap the function in one"
+                " whose arguments have positions"
+            )
+        return bound.args
+
+    def call_options(self, kind: str, keeps_objects: bool) -> dict[str, Any]:
+        """For `hc.call` of the function, or of a rule in host code."""
+        options = dict(self._options, vmap_method=self._vmap_method)
+        if kind == "value":
+            return dict(options, order=self.order, lend=self.lend)
+        options["lend"] = bool(self.lend)
+        if keeps_objects:
+            options["lend"] = False  # what is kept may be an argument
+            if self._vmap_method != "parallel":
+                options["vmap_method"] = "sequential"
+        return options
+
+    # --- Rules ---------------------------------------------------------------------
+
+    def defjvp(self, rule: Any = None, *, where: Where = "host") -> Any:
+        """Gives the rule for forward mode.
+
+        Args:
+            rule: `rule(primals, tangents)`, both tuples with an entry an argument;
+                returns the tangent of the result, or (result, tangent). Tangents that
+                JAX knows to be zero are not sent to the host, and come as zeros made
+                there; those of integers are float0 zeros, those of `nondiff` and of
+                static arguments None.
+            where: "host", Python on NumPy arrays; "jax", JAX code, from which JAX
+                makes reverse mode and higher orders too.
+        """
+        if rule is None:
+            return functools.partial(self.defjvp, where=where)
+        check_rule(rule, self.__name__, "defjvp(rule)")
+        self._add("jvp", Jvp(rule, self._where(where, rule)))
+        return rule
+
+    def defjvps(self, *each: Any, where: Where = "host") -> None:
+        """Gives the rule for forward mode an argument at a time.
+
+        Args:
+            *each: for each argument `rule(tangent, result, *primals)`, which returns
+                that argument's share of the result's tangent. None for an argument in
+                which the function isn't differentiable: asking for it is an error.
+            where: as in `defjvp`, for all.
+        """
+        for rule in each:
+            if rule is not None:
+                check_rule(rule, self.__name__, "defjvps(*rules)")
+        if not any(each):
+            raise SpecError(
+                f"hostcall: defjvps of `{self.__name__}` was given no rule. Give one an"
+                " argument, None for those without a derivative"
+            )
+        self._add("jvp", Jvp(None, self._where(where, *each), each))
+
+    def defvjp(
+        self, fwd: Any, bwd: Any, *, where: Where = "host", residuals: Any = None
+    ) -> None:
+        """Gives the rules for reverse mode.
+
+        Args:
+            fwd: `fwd(*args)`; returns (result, residuals).
+            bwd: `bwd(residuals, cotangent)`; returns a tuple with a cotangent for each
+                argument, None for zero. The cotangent is in the result's structure.
+            where: as in `defjvp`, for both. JAX code may have any residuals.
+            residuals: of host code. By default they are any Python objects, and stay
+                on the host: `bwd` gets the object that `fwd` left. At most 1024 wait
+                (HOSTCALL_RESIDUALS); for one that has gone, `fwd` runs again. With a
+                spec (as `result=` of `hc.call`) they are arrays of the program, which
+                hold for batches too: give it for small arrays, and where `fwd` must
+                not run twice.
+        """
+        check_rule(fwd, self.__name__, "defvjp(fwd, bwd)")
+        check_rule(bwd, self.__name__, "defvjp(fwd, bwd)")
+        where = self._where(where, fwd, bwd)
+        if residuals is not None and where == "jax":
+            raise SpecError(
+                f"hostcall: defvjp of `{self.__name__}` has residuals= and JAX code,"
+                " whose residuals JAX sees: drop residuals="
+            )
+        kept: Any = HOST_RESIDUALS
+        if residuals is not None:
+            kept = parse_result(residuals, f"{self.__name__} (residuals=)")
+        self._add("vjp", Vjp(fwd, bwd, where, kept))
+
+    def deftranspose(self, rule: Any = None, *, where: Where = "host") -> Any:
+        """Says that the function is linear, in all arguments that aren't `nondiff`
+        together, and gives its transpose.
+
+        Args:
+            rule: `rule(cotangent, *nonlinear)`, with the arguments in `nondiff` (and
+                integer ones) at the end; returns the cotangent of the linear argument,
+                of several a tuple.
+            where: as in `defjvp`.
+        """
+        if rule is None:
+            return functools.partial(self.deftranspose, where=where)
+        check_rule(rule, self.__name__, "deftranspose(rule)")
+        self._add("transpose", Plain(rule, self._where(where, rule)))
+        return rule
+
+    def defjacobian(self, rule: Any = None, *, where: Where = "host") -> Any:
+        """Gives the Jacobian, which serves both modes.
+
+        Args:
+            rule: `rule(*args)`; returns, in the structure of the result, for each
+                array of it the Jacobian in the structure of the argument: arrays of
+                shape out.shape + in.shape. With several arguments a tuple, an entry
+                for each that is differentiable.
+            where: as in `defjvp`. A HostFunction is JAX code, and its own rules give
+                derivatives of higher order.
+        """
+        if rule is None:
+            return functools.partial(self.defjacobian, where=where)
+        check_rule(rule, self.__name__, "defjacobian(rule)")
+        self._add("jacobian", Plain(rule, self._where(where, rule)))
+        return rule
+
+    def defbatch(self, rule: Any) -> Any:
+        """Gives the rule for vmap, in JAX code, in the place of `vmap_method`.
+
+        Args:
+            rule: `rule(axis_size, in_batched, *args)`; returns (result, out_batched).
+                Batches are first axes. The derivative of a batch is that of this code.
+        """
+        check_rule(rule, self.__name__, "defbatch(rule)")
+        self.rules.add(self.__name__, "batch", rule)
+        return rule
+
+    def difference_error(self, *args: Any) -> Any:
+        """How wrong the differences of `hc.finite_difference` may be, at `args`.
+
+        Returns:
+            In the structure of the Jacobian (elementwise: of its diagonal, for each
+            argument), NumPy arrays with an estimate of the absolute error. Runs the
+            function outside of any program.
+
+        Raises:
+            SpecError: the function has no differences.
+        """
+        if self.differences is None:
+            raise SpecError(
+                f"hostcall: `{self.__name__}` has no differences whose error could be"
+                f" told. Give them with hc.finite_difference({self.__name__})"
+            )
+        return self.differences.error(*args)
+
+    def _where(self, where: Any, *rules: Any) -> Where:
+        check_where(where, self.__name__)
+        there = any(isinstance(rule, HostFunction) for rule in rules)
+        return "jax" if there else where  # type: ignore[no-any-return]
+
+    def _add(self, kind: str, rule: Any) -> None:
+        if self.order != "pure":
+            raise SpecError(
+                f"hostcall: `{self.__name__}` has order={self.order!r} and"
+                f" def{kind}. Derivatives run the function again, or not at all: make"
+                " it pure, and leave its effects to a hc.tap or hc.call beside it"
+            )
+        self.rules.add(self.__name__, kind, rule)
+
+    @property
+    def residual_avals(self) -> tuple[Any, ...]:
+        vjp = self.rules.vjp
+        if vjp is None or vjp.keeps_objects:
+            return (_jax.ShapedArray(HANDLE_SHAPE, HANDLE_DTYPE),)
+        return vjp.residuals.avals  # type: ignore[no-any-return]
+
+    @property
+    def residual_tree(self) -> Any:
+        assert self.rules.vjp is not None
+        return self.rules.vjp.residuals.treedef
+
+
+_NOT_PICKLED = ("__wrapped__", "_inferred")
+
+
+def _new() -> HostFunction:
+    return HostFunction.__new__(HostFunction)
+
+
+class _Placed:
+    """A function with effects, and the line that its messages name."""
+
+    def __init__(self, fn: Any, place: Place) -> None:
+        self.fn = fn
+        self.hostcall_place = place
+        self.__qualname__ = name_of(fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash((_Placed, id(self.fn)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Placed) and other.fn is self.fn

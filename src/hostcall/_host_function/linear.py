@@ -1,0 +1,141 @@
+"""Linear algebra of derivatives: Jacobians applied, linear functions transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hostcall._host_function import rules
+from hostcall._host_function.parts import (
+    nonlinear,
+    spread_known,
+    transposed_leaves,
+)
+from hostcall._host_function.primitive import Arrays, Tangents, Value, bind
+from hostcall._host_function.trees import Trees, pick
+
+
+def contract(
+    jacobian: Arrays,
+    given: Tangents,
+    trees: Trees,
+    wanted: Sequence[bool] | None = None,
+) -> Arrays:
+    """J t for tangents (None is zero); with `wanted`, ct J for cotangents.
+
+    Blocks are by result and then by argument, each out.shape + in.shape.
+    """
+    outs, ins = trees.out_avals, pick(trees.in_avals, trees.diff)
+    rows = [jacobian[i * len(ins) : (i + 1) * len(ins)] for i in range(len(outs))]
+    if wanted is None:
+        tangents = pick(given, trees.diff)
+        return [
+            _sum(
+                [
+                    _tensordot(block, t, aval.ndim)
+                    for block, t, aval in zip(row, tangents, ins, strict=True)
+                    if t is not None
+                ],
+                out,
+            )
+            for row, out in zip(rows, outs, strict=True)
+        ]
+    flags = pick(wanted, trees.diff)
+    return [
+        _sum(
+            [
+                _tensordot(ct, row[i], out.ndim)
+                for ct, row, out in zip(given, rows, outs, strict=True)
+            ],
+            aval,
+        )
+        for i, (aval, flag) in enumerate(zip(ins, flags, strict=True))
+        if flag
+    ]
+
+
+def _tensordot(left: Any, right: Any, axes: int) -> Any:
+    return jnp.tensordot(left, right, axes, precision=jax.lax.Precision.HIGHEST)
+
+
+def _sum(terms: Arrays, like: Any) -> Any:
+    if not terms:
+        return jnp.zeros(like.shape, like.dtype)
+    total: Any = sum(terms[1:], terms[0])
+    return total.astype(like.dtype)
+
+
+# --- Transposition -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transposed(Value):
+    """The transpose of a linear function, by a rule in host code.
+
+    Its arrays are those in which the function isn't linear, and cotangents of the
+    results. It is linear in the latter, and its own transpose is the function: so
+    derivatives of any order work.
+    """
+
+    site: Any
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{self.site.name}'s transpose"
+
+    @property
+    def trees(self) -> Trees:
+        return self.site.trees  # type: ignore[no-any-return]
+
+    @property
+    def avals(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return tuple(pick(self.trees.in_avals, self.trees.diff))
+
+    @property
+    def _n(self) -> int:
+        """How many arrays are in front of the cotangents."""
+        return len(self.trees.diff) - sum(self.trees.diff)
+
+    def run(self, args: Arrays) -> Arrays:
+        code = self.site.host("transpose", self.trees.diff)
+        return code.run(args)  # type: ignore[no-any-return]
+
+    def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        if any(t is not None for t in tangents[: self._n]):
+            raise rules.not_again(self.name, self._rule, self.site.place)
+        moved = [
+            jnp.zeros_like(x) if t is None else t
+            for x, t in zip(args[self._n :], tangents[self._n :], strict=True)
+        ]
+        return bind(args, self), bind([*args[: self._n], *moved], self)
+
+    @property
+    def _rule(self) -> Any:
+        return self.site.rules.transpose.rule
+
+    def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
+        known = args[: self._n]
+        if any(x is None for x in known):
+            raise rules.not_again(self.name, self._rule, self.site.place)
+        rest, back = iter(known), iter(cotangents)
+        moved = [next(back) if flag else next(rest) for flag in self.trees.diff]
+        outs = bind(moved, self.site)
+        return [*(None for _ in known), *pick(outs, self.trees.out_diff)]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def transposed_by_rule(
+    rule: Any, known: Arrays, cotangents: Arrays, trees: Trees
+) -> Arrays:
+    """By a rule in JAX code."""
+    args = trees.arguments(spread_known(known, trees.diff))
+    value = rule(trees.cotangents(cotangents), *nonlinear(args, trees))
+    leaves = pick(transposed_leaves(value, trees), trees.diff)
+    avals = pick(trees.in_avals, trees.diff)
+    return trees.fitting(leaves, avals, "the transposition rule")

@@ -1,0 +1,144 @@
+"""What `result=` of `hc.host` may say: a spec, a rule for one, or a shorthand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hostcall import _jax
+from hostcall._errors import SpecError
+from hostcall._spec import is_array_like
+
+tree = jax.tree_util
+
+
+@dataclass(frozen=True)
+class like:
+    """`result=hc.like(i)`: the result is an array like argument `i`.
+
+    Args:
+        argument: the argument's position, which must be one array. For a pytree there
+            is `hc.same_tree(i)`.
+    """
+
+    argument: int
+
+    def spec(self, args: tuple[Any, ...], name: str) -> Any:
+        found = _argument(self.argument, args, name, "like")
+        if not hasattr(found, "shape"):
+            raise SpecError(
+                f"hostcall: `{name}` has result=hc.like({self.argument}), and argument"
+                f" {self.argument} is no array but {tree.tree_structure(found)}. For a"
+                f" result with its structure write hc.same_tree({self.argument})"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class same_tree:
+    """`result=hc.same_tree(i)`: the result is a pytree like argument `i`.
+
+    Args:
+        argument: the argument's position. Its structure, shapes and dtypes are the
+            result's; leaves that aren't arrays are left out (None).
+    """
+
+    argument: int
+
+    def spec(self, args: tuple[Any, ...], name: str) -> Any:
+        found = _argument(self.argument, args, name, "same_tree")
+        return tree.tree_map(lambda x: x if hasattr(x, "shape") else None, found)
+
+
+def _argument(number: int, args: tuple[Any, ...], name: str, what: str) -> Any:
+    if not isinstance(number, int) or not -len(args) <= number < len(args):
+        raise SpecError(
+            f"hostcall: `{name}` has result=hc.{what}({number!r}), and was called with"
+            f" {len(args)} arguments. Give the position of one of them, from 0"
+        )
+    return args[number]
+
+
+def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
+    """`result=hc.elementwise`: one floating array, as a NumPy ufunc would return.
+
+    Its shape is that to which all array arguments broadcast; its dtype the one to
+    which JAX promotes theirs, and a floating one (float32, in 64-bit mode float64) if
+    all are integers. Python's numbers are weak, as in JAX.
+    """
+    leaves = [x for x in tree.tree_leaves(args) if hasattr(x, "shape")]
+    shape = np.broadcast_shapes(*(x.shape for x in leaves))
+    strong = [x.dtype for x in leaves if not getattr(x, "weak_type", False)]
+    weak = [_SCALARS[x.dtype.kind] for x in leaves if getattr(x, "weak_type", False)]
+    dtype = jnp.result_type(*strong, *weak) if leaves else jnp.result_type(float)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        dtype = jnp.result_type(dtype, float)
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+_SCALARS: dict[str, Any] = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
+
+
+def avals_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with a ShapeDtypeStruct in the place of each array."""
+
+    def aval(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array):
+            weak = bool(getattr(leaf, "weak_type", False))
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+        if is_array_like(leaf):
+            weak = type(leaf) in (bool, int, float, complex)  # not np.float64
+            shape, dtype = np.shape(leaf), _jax.canonical_dtype(np.result_type(leaf))
+            return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
+        return leaf
+
+    return tree.tree_map(aval, args)  # type: ignore[no-any-return]
+
+
+def spec_of(result: Any, fn: Callable[..., Any], args: Any, name: str) -> Any:
+    """The spec that `result=` means for arguments of these avals."""
+    if isinstance(result, (like, same_tree)):
+        return result.spec(args, name)
+    if isinstance(result, str) and result == "infer":
+        return _inferred(fn, args, name)
+    if not callable(result) or hasattr(result, "shape"):
+        return result
+    try:
+        return result(*args)
+    except Exception as error:
+        given = ", ".join(_short(a) for a in args)
+        raise SpecError(
+            f"hostcall: the result= function of `{name}` failed for ({given}):"
+            f" {type(error).__name__}: {error}. It gets a ShapeDtypeStruct for each"
+            " array, and should return what result= of hc.call may be"
+        ) from error
+
+
+def _short(arg: Any) -> str:
+    if hasattr(arg, "shape"):
+        return f"{arg.dtype}{list(arg.shape)}"
+    return str(tree.tree_map(_short, arg) if tree.tree_leaves(arg) != [arg] else arg)
+
+
+def _inferred(fn: Callable[..., Any], args: Any, name: str) -> Any:
+    zeros = tree.tree_map(
+        lambda x: np.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x, args
+    )
+    try:
+        value = fn(*zeros)
+    except Exception as error:
+        raise SpecError(
+            f"hostcall: `{name}` has result='infer', and failed on zeros:"
+            f" {type(error).__name__}: {error}. Say what it returns with result="
+        ) from error
+
+    def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = _jax.canonical_dtype(np.asarray(leaf).dtype)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+
+    return tree.tree_map(spec, value)

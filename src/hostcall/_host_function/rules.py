@@ -1,0 +1,146 @@
+"""What the def* methods are given, and what is said where a rule is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hostcall._errors import DerivativeError, SpecError
+from hostcall._where import name_of
+
+Where = Literal["host", "jax"]
+Function = Callable[..., Any]
+HOST_RESIDUALS = "host"
+
+
+@dataclass(frozen=True)
+class Jvp:
+    """rule(primals, tangents); or, of `defjvps`, one rule an argument."""
+
+    rule: Function | None
+    where: Where
+    each: tuple[Function | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Vjp:
+    """Residuals: HOST_RESIDUALS, or a spec; of JAX code whatever `fwd` gives."""
+
+    fwd: Function
+    bwd: Function
+    where: Where
+    residuals: Any
+
+    @property
+    def keeps_objects(self) -> bool:
+        """Whether residuals stay on the host, behind a handle."""
+        return self.where == "host" and isinstance(self.residuals, str)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A rule for transposition or the Jacobian."""
+
+    rule: Function
+    where: Where
+
+
+@dataclass
+class Rules:
+    """All that a function was given; None where it wasn't."""
+
+    jvp: Jvp | None = None
+    vjp: Vjp | None = None
+    transpose: Plain | None = None
+    jacobian: Plain | None = None
+    batch: Function | None = None
+
+    @property
+    def only_jax_jvp(self) -> bool:
+        """A rule in JAX code, from which JAX makes everything else."""
+        others = self.vjp is not None or self.jacobian is not None
+        return self.jvp is not None and self.jvp.where == "jax" and not others
+
+    def add(self, name: str, kind: str, rule: Any) -> None:
+        """Sets a rule, once, where it goes with the others."""
+        if getattr(self, kind) is not None:
+            raise SpecError(
+                f"hostcall: `{name}` has a rule by def{kind} already. Programs may be"
+                " compiled with it: make a new function with hc.host for another"
+            )
+        others = [k for k in ("jvp", "vjp", "jacobian") if getattr(self, k)]
+        if kind == "transpose" and others:
+            _refuse_mixture(name, others[0])
+        if kind in ("jvp", "vjp", "jacobian") and self.transpose:
+            _refuse_mixture(name, kind)
+        setattr(self, kind, rule)
+
+
+def _refuse_mixture(name: str, kind: str) -> None:
+    raise SpecError(
+        f"hostcall: `{name}` has deftranspose and def{kind}. A linear function is its"
+        " own derivative, and deftranspose says that it is linear: drop one of the two"
+    )
+
+
+def check_rule(rule: Any, name: str, usage: str) -> None:
+    if not callable(rule):
+        raise SpecError(f"hostcall: {usage} of `{name}` wants a function, got {rule!r}")
+
+
+def check_where(where: Any, name: str) -> None:
+    if where not in ("host", "jax"):
+        raise SpecError(
+            f"hostcall: where= of a rule of `{name}` should be 'host' (Python on NumPy"
+            f" arrays) or 'jax' (JAX code), got {where!r}"
+        )
+
+
+# --- Missing rules -----------------------------------------------------------------
+
+
+def no_derivative(name: str, place: Any) -> DerivativeError:
+    return DerivativeError(
+        f"hostcall: `{name}` has no derivative rule (called at {place}). Give one:"
+        f" {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for reverse"
+        f" mode, {name}.defjacobian(rule) for both, hc.finite_difference({name}) for"
+        " want of any; or keep the derivative out with jax.lax.stop_gradient on its"
+        " arguments"
+    )
+
+
+def no_forward(name: str, place: Any) -> DerivativeError:
+    return DerivativeError(
+        f"hostcall: `{name}` has a rule for reverse mode (defvjp), and is"
+        f" differentiated in forward mode: jvp, jacfwd, hessian (called at {place})."
+        f" Add {name}.defjvp(rule), with rule(primals, tangents) -> tangent of the"
+        f" result, or {name}.defjacobian(rule), which serves both modes"
+    )
+
+
+def no_reverse(name: str, place: Any) -> DerivativeError:
+    return DerivativeError(
+        f"hostcall: `{name}` has a rule for forward mode in host code (defjvp), and is"
+        f" differentiated in reverse mode: grad, vjp, jacrev (called at {place}). Add"
+        f" {name}.defvjp(fwd, bwd), with fwd(*args) -> (out, residuals) and"
+        f" bwd(residuals, cotangent) -> cotangents; or {name}.defjacobian(rule); or"
+        f" write the rule in JAX code: {name}.defjvp(rule, where='jax')"
+    )
+
+
+def not_again(name: str, rule: Function, place: Any) -> DerivativeError:
+    return DerivativeError(
+        f"hostcall: `{name_of(rule)}`, a rule of `{name}` in host code, is itself"
+        f" differentiated (called at {place}). For derivatives of higher order write"
+        " the rule in JAX code (where='jax') over functions that have rules of their"
+        " own, such as other hc.host functions"
+    )
+
+
+def not_differentiable(name: str, position: int, why: str, place: Any) -> Exception:
+    return DerivativeError(
+        f"hostcall: `{name}` is differentiated with respect to argument {position},"
+        f" {why} (called at {place}). Keep the derivative out with"
+        f" jax.lax.stop_gradient on that argument, or give a rule for it"
+    )

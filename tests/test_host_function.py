@@ -1,0 +1,304 @@
+"""hc.host: calling, results, batches, names, pickling."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+ROW = np.arange(3, dtype=np.float32)
+
+
+def counted(fn):
+    def wrapper(*args, **kwargs):
+        wrapper.calls += 1
+        return fn(*args, **kwargs)
+
+    wrapper.calls = 0
+    wrapper.__name__ = wrapper.__qualname__ = getattr(fn, "__name__", "f")
+    return wrapper
+
+
+@hc.host(result=hc.like(0))
+def module_sine(x):
+    return np.sin(x)
+
+
+@module_sine.defjvp
+def module_cosine(primals, tangents):
+    return np.cos(primals[0]) * tangents[0]
+
+
+def plain(x):
+    return 2 * x
+
+
+def plain_transpose(ct):
+    return 2 * ct
+
+
+aliased = hc.host(plain, result=hc.like(0))
+aliased.deftranspose(plain_transpose)
+
+
+# --- Calling -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_it_is_called_like_a_function(wrap):
+    np.testing.assert_array_equal(wrap(module_sine)(ROW), np.sin(ROW))
+    twice = jax.jit(lambda x: module_sine(module_sine(x)))
+    np.testing.assert_array_equal(twice(ROW), np.sin(np.sin(ROW)))
+
+
+def test_trees_static_objects_and_keywords():
+    @hc.host(result=hc.same_tree(0))
+    def scale(tree, how, factor=2.0):
+        assert how == "times"
+        return {k: v * factor for k, v in tree.items()}
+
+    tree = {"a": ROW, "b": np.float32(1)}
+    out = jax.jit(lambda t: scale(t, "times", factor=3.0))(tree)
+    np.testing.assert_array_equal(out["a"], 3 * ROW)
+    assert scale(tree, how="times")["b"] == 2
+
+
+def test_a_keyword_without_a_position_is_refused():
+    f = hc.host(lambda x, *, y: x, result=hc.like(0))
+    with pytest.raises(hc.SpecError, match="by position"):
+        f(ROW, y=1)
+    with pytest.raises(hc.SpecError, match="missing a required"):
+        hc.host(plain, result=hc.like(0))(y=1)
+
+
+def test_typed_keys_go_in_and_out():
+    f = hc.host(lambda key, x: (key, x), result=lambda key, x: (key, x))
+    key = jax.random.key(3)
+    out, _ = jax.jit(f)(key, ROW)
+    assert jnp.array_equal(jax.random.key_data(out), jax.random.key_data(key))
+
+
+def test_the_name_is_in_reprs_and_traces():
+    assert repr(module_sine) == "<hostcall.HostFunction module_sine with defjvp>"
+    assert module_sine.__name__ == "module_sine"
+    assert "module_sine" in str(jax.make_jaxpr(module_sine)(ROW))
+    named = hc.host(lambda x: x, result=hc.like(0), name="best")
+    assert named.__name__ == "best"
+    assert "best" in str(jax.make_jaxpr(named)(ROW))
+
+
+def test_the_error_of_the_function_names_the_users_line():
+    def fail(x):
+        raise LookupError("no")
+
+    f = hc.host(fail, result=hc.like(0))
+
+    def program(x):
+        return f(x)
+
+    line = program.__code__.co_firstlineno + 1
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.jit(program)(ROW).block_until_ready()
+    assert "LookupError: no" in str(caught.value)
+    assert f"{__file__}:{line} in " in str(caught.value)
+
+
+def test_it_can_be_pickled():
+    for f in (module_sine, aliased):
+        again = pickle.loads(pickle.dumps(f))
+        np.testing.assert_array_equal(again(ROW), f(ROW))
+    assert pickle.loads(pickle.dumps(module_sine)) is module_sine
+    again = pickle.loads(pickle.dumps(aliased))
+    assert again is not aliased
+    assert jax.grad(lambda x: again(x).sum())(ROW).tolist() == [2, 2, 2]
+
+
+def test_calls_with_equal_arguments_compile_once(compiled_during):
+    f = jax.jit(lambda x: module_sine(x))
+    f(ROW)
+    assert compiled_during(lambda: f(ROW + 1)) == 0
+    assert compiled_during(lambda: module_sine(ROW)) == 0
+
+
+def test_options_reach_the_call():
+    kinds = []
+    f = hc.host(lambda x: kinds.append(type(x)) or x, result=hc.like(0), arrays="jax")
+    jax.block_until_ready(f(ROW))
+    assert issubclass(kinds[0], jax.Array)
+
+    @hc.host(result=hc.like(0), lend="out")
+    def double(x, out):
+        np.multiply(x, 2, out=out)
+
+    double.defjvp(lambda p, t: 2 * t[0])
+    np.testing.assert_array_equal(jax.jit(double)(ROW), 2 * ROW)
+    out, dot = jax.jit(lambda x: jax.jvp(double, (x,), (x,)))(ROW)
+    np.testing.assert_array_equal(out, 2 * ROW)
+    np.testing.assert_array_equal(dot, 2 * ROW)
+
+
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+def test_functions_with_effects(order):
+    seen = []
+    f = hc.host(lambda x: seen.append(float(x)) or x, result=hc.like(0), order=order)
+
+    @jax.jit
+    def program(x):
+        f(x)
+        return jax.lax.scan(lambda c, r: (c, f(r)), 0.0, ROW)[1]
+
+    jax.block_until_ready(program(np.float32(7)))
+    jax.effects_barrier()
+    assert seen == [7, 0, 1, 2]
+    with pytest.raises(hc.SpecError, match=r"order=.*make it pure"):
+        f.defjvp(lambda p, t: t)
+
+
+# --- Results -----------------------------------------------------------------------
+
+
+def test_elementwise_promotes_and_broadcasts(x64):
+    f = hc.host(np.hypot, result=hc.elementwise)
+    cases = [
+        ((ROW, 1.0), np.float32),  # Python's numbers are weak
+        ((ROW, 1), np.float32),
+        ((ROW, np.float64(1)), np.float64),
+        ((np.arange(3), 2), np.float64),
+        ((np.ones((2, 1), np.float32), ROW), np.float32),
+    ]
+    for args, dtype in cases:
+        out = jax.jit(f)(*args)
+        want = np.hypot(*args)
+        assert out.dtype == dtype, args
+        assert f(*args).dtype == dtype
+        np.testing.assert_allclose(out, want, rtol=1e-6)
+        assert out.shape == want.shape
+
+
+def test_a_function_of_the_arguments():
+    def outer(x, y):
+        return jax.ShapeDtypeStruct((x.shape[0], y["b"].shape[0]), x.dtype)
+
+    f = hc.host(lambda x, y: np.outer(x, y["b"]), result=outer)
+    out = f(ROW, {"b": ROW[:2]})
+    np.testing.assert_array_equal(out, np.outer(ROW, ROW[:2]))
+
+
+def test_infer_runs_once_an_aval():
+    fn = counted(lambda x, n: {"s": x.sum() * n, "t": np.stack([x, x])})
+    f = hc.host(fn, result="infer")
+    program = jax.jit(lambda x: (f(x, 2), f(x + 1, 2)))
+    out, _ = program(ROW)
+    assert out["s"] == 6
+    assert out["t"].shape == (2, 3)
+    assert fn.calls == 3  # once on zeros, twice in the program
+    f(ROW, 2)
+    assert fn.calls == 4
+    f(ROW[:2], 2)
+    assert fn.calls == 6
+
+
+SPEC_ERRORS = {
+    "like a tree": (hc.like(0), ({"a": ROW},), r"hc\.same_tree\(0\)"),
+    "like nothing": (hc.like(2), (ROW,), "called with 1 arguments"),
+    "infer": ("infer", ("x",), r"failed on zeros: \w+: .*result="),
+    "function": (lambda x: x.nothing, (ROW,), r"failed for \(float32\[3\]\)"),
+    "no spec": (3, (ROW,), "has no shape and dtype"),
+}
+
+
+@pytest.mark.parametrize(
+    ("result", "args", "text"), SPEC_ERRORS.values(), ids=SPEC_ERRORS.keys()
+)
+def test_errors_of_result(result, args, text):
+    f = hc.host(lambda x: x + 1, result=result)
+    with pytest.raises(hc.SpecError, match=text):
+        f(*args)
+
+
+def test_errors_of_options():
+    with pytest.raises(hc.SpecError, match="should be a function"):
+        hc.host(3, result=hc.like(0))
+    with pytest.raises(hc.SpecError, match="only word is 'infer'"):
+        hc.host(plain, result="same")
+    with pytest.raises(hc.SpecError, match="nondiff="):
+        hc.host(plain, result=hc.like(0), nondiff=("x",))
+    with pytest.raises(hc.SpecError, match="order="):
+        hc.host(plain, result=hc.like(0), order="some")
+    with pytest.raises(hc.SpecError, match="should be 'host'"):
+        hc.host(plain, result=hc.like(0)).defjvp(plain, where="gpu")
+    with pytest.raises(hc.SpecError, match="wants a function"):
+        hc.host(plain, result=hc.like(0)).defvjp(plain, 3)
+    with pytest.raises(hc.SpecError, match="was given no rule"):
+        hc.host(plain, result=hc.like(0)).defjvps(None)
+    with pytest.raises(hc.SpecError, match="drop residuals="):
+        hc.host(plain, result=hc.like(0)).defvjp(
+            plain, plain, where="jax", residuals=ROW
+        )
+    with pytest.raises(hc.SpecError, match="already"):
+        module_sine.defjvp(module_cosine)
+    with pytest.raises(hc.SpecError, match="drop one of the two"):
+        module_sine.deftranspose(plain_transpose)
+    with pytest.raises(hc.SpecError, match="drop one of the two"):
+        aliased.defjvp(plain)
+
+
+# --- Batches -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "calls"), [(None, 3), ("expand_dims", 1), ("parallel", 3)]
+)
+def test_vmap_by_method(method, calls):
+    fn = counted(np.sin)
+    f = hc.host(fn, result=hc.like(0), vmap_method=method)
+    out = jax.jit(jax.vmap(f))(ROW)
+    np.testing.assert_array_equal(out, np.sin(ROW))
+    assert fn.calls == calls
+    nested = jax.vmap(jax.vmap(f, 1, 1), 0)(np.ones((2, 3, 4), np.float32))
+    np.testing.assert_array_equal(nested, np.sin(np.ones((2, 3, 4), np.float32)))
+
+
+def test_vmap_by_rule():
+    seen = []
+    f = hc.host(lambda x, y: x + y, result=hc.elementwise)
+
+    @f.defbatch
+    def _(size, in_batched, x, y):
+        seen.append((size, in_batched))
+        return jnp.sin(x) + y, True
+
+    out = jax.vmap(f, (0, None))(ROW, np.float32(1))
+    np.testing.assert_allclose(out, np.sin(ROW) + 1, rtol=1e-6)
+    assert seen == [(3, (True, False))]
+    # The derivative of a batch is that of the rule's code.
+    slope = jax.grad(lambda x: jax.vmap(f, (0, None))(x, 1.0).sum())(ROW)
+    np.testing.assert_allclose(slope, np.cos(ROW), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (lambda x: x, r"should return \(out, out_batched\)"),
+        (lambda x: ((x, x), True), "in the structure of the result"),
+        (lambda x: (x[0], True), r"float32\[\].*should be float32\[3\]"),
+    ],
+)
+def test_errors_of_a_batching_rule(answer, text):
+    f = hc.host(lambda x: x, result=hc.like(0))
+    f.defbatch(lambda size, in_batched, x: answer(x))
+    with pytest.raises(hc.BatchingError, match=text):
+        jax.vmap(f)(ROW)
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+    f = jax.shard_map(module_sine, mesh=mesh, in_specs=spec, out_specs=spec)
+    x = np.arange(4, dtype=np.float32)
+    np.testing.assert_array_equal(jax.jit(f)(x), np.sin(x))
+    _, dot = jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x)
+    np.testing.assert_allclose(dot, np.cos(x) * x, rtol=1e-6)

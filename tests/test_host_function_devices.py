@@ -1,0 +1,110 @@
+"""hc.host over several devices, and with other arrays than NumPy's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import hostcall as hc
+
+X = np.arange(1, 5, dtype=np.float32)
+AUTO = jax.sharding.AxisType.Auto
+EXPLICIT = jax.sharding.AxisType.Explicit
+
+
+def product(kind):
+    """x * w, with rules of a kind; w is one number."""
+    nondiff = (0,) if kind == "transpose" else ()
+    f = hc.host(np.multiply, result=hc.elementwise, nondiff=nondiff)
+    total = lambda x: np.sum(x, dtype=np.float32)
+    if kind == "vjp":
+        f.defvjp(
+            lambda x, w: (x * w, (x, w)), lambda r, ct: (r[1] * ct, total(r[0] * ct))
+        )
+    elif kind == "jaxjvp":
+        f.defjvp(lambda p, t: t[0] * p[1] + p[0] * t[1], where="jax")
+    elif kind == "jacobian":
+        f.defjacobian(lambda x, w: (np.eye(x.size, dtype=np.float32) * w, x))
+    else:
+        f.deftranspose(lambda ct, x: total(ct * x))
+    return f
+
+
+KINDS = pytest.mark.parametrize("kind", ["vjp", "jaxjvp", "jacobian", "transpose"])
+
+
+@KINDS
+def test_shard_map_adds_up_what_all_devices_share(kind):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AUTO,))
+    f = product(kind)
+    specs = {"mesh": mesh, "in_specs": (P("i"), P())}
+    blocks = jax.shard_map(f, out_specs=P("i"), **specs)
+    assert jax.jit(jax.grad(lambda w: blocks(X, w).sum()))(2.0) == X.sum()
+    np.testing.assert_array_equal(jax.jit(jax.jacrev(blocks, 1))(X, 2.0), X)
+
+    def inside(x, w):
+        return jax.grad(lambda w: jax.lax.psum(f(x, w).sum(), "i"))(w)
+
+    assert jax.jit(jax.shard_map(inside, out_specs=P(), **specs))(X, 2.0) == X.sum()
+
+
+@KINDS
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=str)
+def test_sharded_arrays(kind, axis_type):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(axis_type,))
+    f = product(kind)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, P("i")))
+        loss = lambda x, w: f(x, w).sum()
+        assert jax.jit(jax.grad(loss, 1))(x, 2.0) == X.sum()
+        if kind != "transpose":
+            got = jax.jit(jax.grad(loss))(x, 2.0)
+            np.testing.assert_array_equal(got, np.full(4, 2.0))
+
+
+@pytest.mark.parametrize("arrays", ["jax", "dlpack"])
+def test_other_arrays(arrays):
+    here = np.asarray if arrays == "jax" else np.from_dlpack
+    f = hc.host(
+        lambda x, y: np.sin(here(x)) * here(y), result=hc.like(0), arrays=arrays
+    )
+
+    @f.defjvp
+    def _(primals, tangents):
+        (x, y), (x_dot, y_dot) = (map(here, p) for p in (primals, tangents))
+        return np.cos(x) * y * x_dot + np.sin(x) * y_dot
+
+    def bwd(residual, ct):
+        slope, sine = residual
+        return slope * here(ct), sine * here(ct)
+
+    def fwd(x, y):
+        x, y = here(x), here(y)
+        return np.sin(x) * y, (np.cos(x) * y, np.sin(x))
+
+    f.defvjp(fwd, bwd)
+    _, dot = jax.jvp(lambda x: f(x, X), (X,), (X,))
+    np.testing.assert_allclose(dot, np.cos(X) * X * X, rtol=1e-5)
+    got = jax.jit(jax.grad(lambda x, y: f(x, y).sum(), (0, 1)))(X, X)
+    np.testing.assert_allclose(got, (np.cos(X) * X, np.sin(X)), rtol=1e-5)
+
+
+def test_bfloat16_and_complex_numbers():
+    f = hc.host(np.square, result=hc.like(0))
+    f.defjvp(lambda p, t: 2 * p[0] * t[0])
+    f.defvjp(lambda x: (x * x, x), lambda x, ct: (2 * x * ct,))
+    for dtype in (jnp.bfloat16, np.complex64):
+        x = jnp.asarray(X, dtype)
+        out, dot = jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x)
+        assert out.dtype == dot.dtype == dtype
+        np.testing.assert_allclose(np.asarray(dot, np.complex64), 2 * X * X)
+        (back,) = jax.vjp(f, x)[1](x)
+        np.testing.assert_allclose(np.asarray(back, np.complex64), 2 * X * X)
+
+
+def test_a_timeout_holds_for_rules():
+    f = hc.host(np.sin, result=hc.like(0), timeout=5.0)
+    f.defvjp(lambda x: (np.sin(x), np.cos(x)), lambda c, ct: (c * ct,))
+    got = jax.jit(jax.grad(lambda x: f(x).sum()))(X)
+    np.testing.assert_allclose(got, np.cos(X), rtol=1e-6)

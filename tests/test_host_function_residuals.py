@@ -1,0 +1,333 @@
+"""What forward rules leave on the host: right wherever JAX reads it, and no leak."""
+
+import gc
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+from hostcall._host_function import residuals
+from hostcall._host_function.residuals import Store, store
+
+X = np.array([0.3, -1.2, 2.0], dtype=np.float32)
+
+
+class Residual:
+    """An object that tells when it dies."""
+
+    alive = 0
+
+    def __init__(self, slope):
+        self.slope = slope
+        Residual.alive += 1
+
+    def __del__(self):
+        Residual.alive -= 1
+
+
+@pytest.fixture(autouse=True)
+def empty_store():
+    gc.collect()
+    store.clear()
+    store.missed = 0
+    Residual.alive = 0
+    yield
+    gc.collect()
+    assert len(store) <= store.limit
+    store.clear()
+    assert Residual.alive == 0
+
+
+@pytest.fixture
+def small():
+    """A store with room for two."""
+    before, store.limit = store.limit, 2
+    yield
+    store.limit = before
+
+
+def make(fwd_calls=None):
+    f = hc.host(np.sin, result=hc.like(0))
+
+    def fwd(x):
+        if fwd_calls is not None:
+            fwd_calls.append(x)
+        return np.sin(x), Residual(np.cos(x))
+
+    f.defvjp(fwd, lambda residual, ct: (residual.slope * ct,))
+    return f
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def is_empty():
+    gc.collect()
+    return len(store) == 0 and Residual.alive == 0
+
+
+def test_one_program():
+    f = jax.jit(jax.grad(lambda x: make()(x).sum()))
+    for _ in range(5):
+        close(f(X), np.cos(X))
+        assert is_empty()
+    assert store.missed == 0
+
+
+def test_an_eager_pullback_called_twice():
+    calls = []
+    out, pullback = jax.vjp(make(calls), X)
+    close(out, np.sin(X))
+    for scale in (1.0, 2.0):
+        close(pullback(scale * np.ones_like(X))[0], scale * np.cos(X))
+    assert len(calls) == 1
+    assert len(store) == 1
+    del pullback
+    assert is_empty()
+
+
+def test_an_eager_pullback_that_is_never_called():
+    _, pullback = jax.vjp(make(), X)
+    assert Residual.alive == 1
+    del pullback
+    assert is_empty()
+
+
+def test_two_programs():
+    calls = []
+    f = make(calls)
+    out, pullback = jax.jit(lambda x: jax.vjp(f, x))(X)
+    close(out, np.sin(X))
+    assert len(store) == 1
+    run = jax.jit(lambda pullback, ct: pullback(ct)[0])
+    for scale in (1.0, 2.0, 3.0):  # taken out, computed again, and kept
+        close(run(pullback, scale * np.ones_like(X)), scale * np.cos(X))
+    assert (len(calls), store.missed) == (2, 1)
+    close(pullback(np.ones_like(X))[0], np.cos(X))  # eagerly: goes with its array
+    del pullback
+    assert is_empty()
+
+
+def test_a_program_whose_pullback_is_never_called(small):
+    forward = jax.jit(lambda x: jax.vjp(make(), x))
+    for _ in range(5):
+        forward(X)[0].block_until_ready()
+    assert len(store) == Residual.alive == 2  # all that there is room for
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_vmap(wrap):
+    calls = []
+    f = make(calls)
+    xs = np.stack([X, 2 * X])
+    close(wrap(jax.vmap(jax.grad(lambda x: f(x).sum())))(xs), np.cos(xs))
+    close(wrap(jax.grad(lambda xs: jax.vmap(f)(xs).sum()))(xs), np.cos(xs))
+    assert len(calls) == 4
+    assert is_empty()
+    assert store.missed == 0
+
+
+@pytest.mark.parametrize("method", ["expand_dims", "parallel"])
+def test_vmap_by_method(method):
+    """Objects can't have a batch axis: their rules run row by row."""
+    f = hc.host(np.sin, result=hc.like(0), vmap_method=method)
+    shapes = []
+
+    def fwd(x):
+        shapes.append(x.shape)
+        return np.sin(x), Residual(np.cos(x))
+
+    f.defvjp(fwd, lambda residual, ct: (residual.slope * ct,))
+    close(jax.jit(jax.vmap(jax.grad(f)))(X), np.cos(X))
+    assert shapes == [()] * 3
+    assert is_empty()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_rows_that_share_a_residual(wrap):
+    calls = []
+    close(wrap(jax.jacrev(make(calls)))(X), np.diag(np.cos(X)))
+    assert len(calls) == 1
+    assert store.missed == 0
+
+
+def nested(x, n):
+    """sin of sin of ..., and its derivative."""
+    slope = np.ones_like(x)
+    for _ in range(n):
+        slope = slope * np.cos(x)
+        x = np.sin(x)
+    return slope
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("remat", [lambda f: f, jax.checkpoint], ids=["", "remat"])
+def test_scan(wrap, remat):
+    calls = []
+    body = remat(make(calls))
+
+    def run(x):
+        return jax.lax.scan(lambda c, _: (body(c), None), x, None, length=5)[0].sum()
+
+    close(wrap(jax.grad(run))(X), nested(X, 5))
+    assert len(calls) == 5
+    assert is_empty()
+
+
+def test_a_scan_longer_than_the_store(small):
+    calls = []
+    f = make(calls)
+
+    def run(x):
+        return jax.lax.scan(lambda c, _: (f(c), None), x, None, length=6)[0].sum()
+
+    close(jax.jit(jax.grad(run))(X), nested(X, 6))
+    assert Residual.alive <= 2
+    assert 6 < len(calls) <= 10
+
+
+def test_a_store_without_room(small):
+    store.limit = 0
+    _, pullback = jax.vjp(make(), X)
+    close(pullback(np.ones_like(X))[0], np.cos(X))
+    close(jax.jit(jax.grad(lambda x: make()(x).sum()))(X), np.cos(X))
+    assert is_empty()
+
+
+def test_remat():
+    g = jax.checkpoint(lambda x: make()(make()(x)).sum())
+    for f in (jax.grad(g), jax.jit(jax.grad(g))):
+        close(f(X), nested(X, 2))
+        assert is_empty()
+
+
+def test_overlapping_forwards():
+    f = make()
+    pullbacks = [jax.vjp(f, X * n)[1] for n in range(4)]
+    for n in (2, 0, 3, 1):
+        close(pullbacks[n](np.ones_like(X))[0], np.cos(X * n))
+    del pullbacks
+    assert is_empty()
+
+
+def test_the_same_call_twice_in_one_program():
+    """XLA may merge the two forward calls: the second backward call finds nothing."""
+    f = make()
+    twice = jax.jit(jax.grad(lambda x: (f(x) * 2).sum() + (f(x) * 3).sum()))
+    close(twice(X), 5 * np.cos(X))
+
+
+def test_cond_and_while_under_it():
+    f = make()
+
+    def run(x):
+        y = jax.lax.cond(x.sum() > 0, lambda: f(x), lambda: x)
+        return jax.lax.fori_loop(0, 3, lambda _, c: f(c), y).sum()
+
+    close(jax.jit(jax.grad(run))(X), nested(X, 4))
+    close(jax.grad(run)(-X), nested(-X, 3))
+    assert is_empty()
+
+
+def test_threads():
+    f = jax.jit(jax.grad(lambda x: make()(x).sum()))
+    f(X)
+    wrong = []
+
+    def work(n):
+        for i in range(20):
+            x = X + n + i
+            if not np.allclose(f(x), np.cos(x), atol=1e-5):
+                wrong.append(x)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong
+    assert is_empty()
+
+
+def test_linearize_of_a_function_with_both_rules():
+    f = make()
+    f.defjvp(lambda p, t: np.cos(p[0]) * t[0])
+    _, push = jax.linearize(f, X)
+    close(push(X), np.cos(X) * X)
+    close(jax.linear_transpose(push, X)(X)[0], np.cos(X) * X)
+    del push
+    assert len(store) <= 1
+
+
+def test_the_forward_rule_may_keep_its_arguments():
+    f = hc.host(np.sin, result=hc.like(0), lend=True)
+    f.defvjp(lambda x: (np.sin(x), x), lambda x, ct: (np.cos(x) * ct,))
+    g = jax.jit(jax.grad(lambda x: f(x).sum()))
+    close(g(X), np.cos(X))
+    close(g(2 * X), np.cos(2 * X))
+
+
+def test_an_exception_of_a_rule_comes_out_and_leaves_nothing():
+    f = hc.host(np.sin, result=hc.like(0))
+
+    def bwd(residual, ct):
+        raise LookupError("bwd")
+
+    f.defvjp(lambda x: (np.sin(x), x), bwd)  # what is raised holds its frames
+    with pytest.raises(LookupError, match="bwd"), hc.reraise():
+        jax.block_until_ready(jax.jit(jax.grad(lambda x: f(x).sum()))(X))
+    assert len(store) == 0
+
+
+# --- The store itself ---------------------------------------------------------------
+
+
+def test_the_newest_are_kept():
+    s = Store(3)
+    handles = [s.put(n) for n in range(5)]
+    assert len(s) == 3
+    never = lambda: pytest.fail("was there")
+    assert [s.get(h, False, never) for h in handles[2:]] == [2, 3, 4]
+    assert s.get(handles[0], True, lambda: "again") == "again"
+    assert s.missed == 1
+
+
+def test_what_was_missed_once_is_kept():
+    s = Store(3)
+    handle = s.put("first")
+    assert s.get(handle, True, lambda: None) == "first"
+    assert s.get(handle, True, lambda: "again") == "again"
+    assert s.get(handle, True, lambda: pytest.fail("was there")) == "again"
+
+
+def test_a_handle_of_another_process_finds_nothing():
+    one, other = Store(3), Store(3)
+    handle = one.put("one")
+    other.put("other")
+    assert other.get(handle, True, lambda: "again") == "again"
+
+
+def test_an_array_that_dies_while_the_store_is_in_use():
+    """The collector may run `forget` on the thread that holds the lock."""
+    s = Store(3)
+    handle = s.put("x")
+    array = jnp.asarray(handle)
+    s.forget_with(array)
+    with s._lock:
+        del array
+        gc.collect()
+        assert len(s._kept) == 1
+    assert len(s) == 0
+
+
+def test_the_limit_is_read_from_the_environment(run_python):
+    source = """
+        from hostcall._host_function.residuals import store
+        assert store.limit == 7, store.limit
+    """
+    run_python(source, env={"HOSTCALL_RESIDUALS": "7"})
+    if "HOSTCALL_RESIDUALS" not in os.environ:
+        assert residuals.store.limit == 1024
