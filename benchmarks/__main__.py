@@ -15,6 +15,7 @@ from benchmarks import (
     rows_call,
     rows_drop_in,
     rows_gpu,
+    rows_host,
     rows_tap,
 )
 from benchmarks.harness import measure
@@ -25,6 +26,7 @@ ROWS = (
     *rows_tap.ROWS,
     *rows_drop_in.ROWS,
     *rows_buffers.ROWS,
+    *rows_host.ROWS,
     *rows_gpu.ROWS,
 )
 

@@ -121,6 +121,9 @@ run to run.
 A row "on the device" is what a tap adds to a step of a compiled loop, the handler's
 entry by XLA included (some 0.1 us: the line with `where=False` moves no byte).
 
+Nothing has been run on a GPU. Its rows ("GPU, ...") appear where there is one; without
+one no figure is given.
+
 {table(results)}
 
 {summary(results)}
