@@ -77,7 +77,7 @@ LAYERS: list[tuple[str, ...]] = [
         "_host_function.host",
         "_host_function.differences",
     ),
-    ("_buffer", "_object"),
+    ("_buffer", "_object", "_check", "_checks"),
     ("_hooks",),
     ("_outside_call",),
     ("host_callback",),

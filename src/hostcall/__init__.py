@@ -6,6 +6,8 @@
     host        makes a Python function a `HostFunction`, with rules for its result
                 (like, elementwise, same_tree), batches and derivatives
                 (finite_difference for want of a rule)
+    check       runs a HostFunction and its rules against each other (a `Report` of
+                `Check`s)
     Object      a host object whose methods programs call: one for each row of a vmap
     print       a formatted line, the same way
     pure_callback, io_callback, debug
@@ -47,6 +49,7 @@ from hostcall._buffer import buffer_callback
 from hostcall._buffers import Buffer, ExecutionContext, ExecutionStage, native
 from hostcall._call import call
 from hostcall._callbacks import io_callback, pure_callback
+from hostcall._check import Check, Report, check
 from hostcall._collect import collect
 from hostcall._context import Current, current
 from hostcall._errors import (
@@ -92,6 +95,7 @@ __all__ = [
     "Buffer",
     "CallStats",
     "CallTimeoutError",
+    "Check",
     "Current",
     "DeadlockError",
     "DerivativeError",
@@ -102,6 +106,7 @@ __all__ = [
     "HostcallError",
     "Object",
     "PinnedMemory",
+    "Report",
     "ResultError",
     "SpecError",
     "TapQueue",
@@ -109,6 +114,7 @@ __all__ = [
     "barrier",
     "buffer_callback",
     "call",
+    "check",
     "collect",
     "configure",
     "current",

@@ -1,0 +1,204 @@
+"""hc.check: what is right passes, and each wrong is found by the check meant for it."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+X = np.linspace(0.2, 1.2, 5, dtype=np.float32)
+Y = np.float32(1.5)
+
+
+def right():
+    f = hc.host(lambda x, y: np.sin(x) * y, result=hc.like(0), name="right")
+    f.defjvp(lambda p, t: np.cos(p[0]) * p[1] * t[0] + np.sin(p[0]) * t[1])
+    f.defvjp(
+        lambda x, y: (np.sin(x) * y, (x.copy(), y.copy())),
+        lambda res, ct: (
+            ct * np.cos(res[0]) * res[1],
+            (ct * np.sin(res[0])).sum().astype(np.float32),
+        ),
+    )
+    return f
+
+
+def statuses(report):
+    return {c.name: c.status for c in report.checks}
+
+
+def test_a_right_function():
+    report = hc.check(right(), (X, Y))
+    assert report, str(report)
+    assert statuses(report) == {
+        "result": "passed",
+        "purity": "passed",
+        "jit": "passed",
+        "vmap": "passed",
+        "jvp": "passed",
+        "vjp": "passed",
+        "transpose": "left out",
+        "lent arguments": "passed",
+        "threads": "passed",
+    }
+    lines = str(report).splitlines()
+    assert lines[0] == "hc.check of `right`"
+    assert lines[1] == "passed   result: float32[5]"
+    assert "against the forward derivative" in str(report)
+
+
+def test_several_examples_and_one_argument():
+    f = hc.host(np.cumsum, result=hc.like(0))
+    report = hc.check(f, X, (X * 2,), jnp.ones(3))
+    assert report
+    assert [c.name for c in report.checks][:2] == [
+        "result (example 0)",
+        "purity (example 0)",
+    ]
+    assert len(report.checks) == 27
+
+
+def test_a_linear_function():
+    a = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    spec = jax.ShapeDtypeStruct((3,), jnp.float32)
+    f = hc.host(lambda x: a @ x, result=spec)
+    f.deftranspose(lambda ct: a.T @ ct)
+    report = hc.check(f, X)
+    assert report, str(report)
+    assert statuses(report)["transpose"] == "passed"
+    wrong = hc.host(lambda x: a @ x, result=spec)
+    wrong.deftranspose(lambda ct: a.T @ ct * 2)
+    assert {c.name for c in hc.check(wrong, X).failed} >= {"transpose"}
+    bent = hc.host(lambda x: a @ x + 1, result=spec)
+    bent.deftranspose(lambda ct: a.T @ ct)
+    (found,) = [c for c in hc.check(bent, X).failed if c.name == "transpose"]
+    assert "not linear" in found.detail
+
+
+def plain(fn, **options):
+    return hc.host(fn, **{"result": hc.like(0), **options})
+
+
+def test_another_result():
+    report = hc.check(plain(lambda x: x[:2]), X)
+    assert statuses(report) == {"result": "failed"}
+    assert "ResultError" in report.failed[0].detail
+    assert not report
+
+
+def test_what_it_raises():
+    def fails(x):
+        raise KeyError("k")
+
+    (found,) = hc.check(plain(fails), X).checks
+    assert (found.status, found.detail) == ("failed", "KeyError: 'k'")
+
+
+def test_an_impure_function():
+    count = iter(range(1000))
+    report = hc.check(plain(lambda x: x + next(count)), X)
+    assert statuses(report)["purity"] == "failed"
+    assert "a second call gives another result" in str(report)
+
+
+def test_a_wrong_batching_rule():
+    f = plain(lambda x: x / np.sqrt((x**2).sum()), vmap_method="expand_dims")
+    (found,) = hc.check(f, X).failed
+    assert found.name == "vmap"
+    assert "vmap over all arguments differs from a loop" in found.detail
+
+
+def test_wrong_derivatives():
+    f = plain(lambda x: np.sin(x))
+    f.defjvp(lambda p, t: -np.cos(p[0]) * t[0])
+    (found,) = hc.check(f, X).failed
+    assert found.name == "jvp"
+    assert "differs from differences" in found.detail
+    g = plain(lambda x: np.sin(x))
+    g.defvjp(lambda x: (np.sin(x), x), lambda x, ct: (ct * np.sin(x),))
+    report = hc.check(g, X)
+    assert statuses(report)["jvp"] == "left out"
+    (found,) = report.failed
+    assert found.name == "vjp"
+    assert "by differences" in found.detail
+
+
+def test_no_derivatives_are_no_failure():
+    report = hc.check(plain(np.sin), X)
+    assert report
+    assert statuses(report)["jvp"] == statuses(report)["vjp"] == "left out"
+    (jvp,) = [c for c in report.checks if c.name == "jvp"]
+    assert "`sin` has no derivative rule" in jvp.detail
+
+
+def test_arguments_that_are_kept_or_written():
+    kept = []
+
+    def keeps(x):
+        kept.append(x)
+        return x * 2
+
+    def writes(x):
+        x *= 2
+        return x
+
+    for fn, text in ((keeps, "keeps a view"), (writes, "writes to its arguments")):
+        report = hc.check(plain(fn), X)
+        assert report, str(report)
+        (found,) = [c for c in report.checks if c.name == "lent arguments"]
+        assert text in found.detail
+        kept.clear()
+
+
+def test_a_function_that_threads_upset():
+    state = {}
+
+    def upset(x):
+        state["x"] = x.copy()
+        time.sleep(1e-3)
+        return state["x"] * 2
+
+    report = hc.check(plain(upset), X)
+    assert statuses(report)["threads"] == "failed"
+    assert threading.active_count() < 20
+
+
+def test_effects_leave_most_out():
+    report = hc.check(plain(np.sin, order="ordered"), X)
+    assert report
+    left = [c for c in report.checks if c.status == "left out"]
+    assert len(left) == 8
+    assert all("order='ordered'" in c.detail or "linear" in c.detail for c in left)
+
+
+def test_integers_trees_and_static_arguments():
+    def host(tree, n, name):
+        assert name == "a"
+        return {"y": tree["x"] * n, "n": n + 1}
+
+    spec = {
+        "y": jax.ShapeDtypeStruct((5,), jnp.float32),
+        "n": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    f = hc.host(host, result=spec)
+    f.defjvp(lambda p, t: {"y": t[0]["x"] * p[1], "n": None}, where="host")
+    report = hc.check(f, ({"x": X}, np.int32(3), "a"))
+    assert statuses(report)["vmap"] == "passed", str(report)
+
+
+def test_wide_numbers_are_compared_more_closely(x64):
+    f = plain(np.sin)
+    f.defjvp(lambda p, t: np.cos(p[0]) * t[0] * (1 + 1e-3))
+    assert hc.check(f, np.linspace(0, 1, 5)).failed
+    assert hc.check(f, np.linspace(0, 1, 5), rtol=1e-2)
+
+
+def test_bad_input():
+    with pytest.raises(hc.SpecError, match="takes what hc.host made"):
+        hc.check(np.sin, X)
+    with pytest.raises(hc.SpecError, match="needs an example"):
+        hc.check(plain(np.sin))
