@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(
         return
     few = platform == "cuda" and len(jax.devices()) < 4
     for item in items:
-        reason = platforms.why_not(item, few)
+        reason = platforms.why_not(item, platform, few)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
 

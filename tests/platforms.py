@@ -43,14 +43,34 @@ def set_up(platform: str) -> None:
     folder.cleanup()  # it is loaded
 
 
-def why_not(item: Any, few_devices: bool) -> str | None:
+# Of these a GPU has its own (test_cuda.py, test_gpu.py), or they are about the CPU.
+_CPU_ONLY = {
+    "test_buffer_callback.py": "reads Buffers with NumPy",
+    "test_buffer_views.py": "reads Buffers with NumPy",
+    "test_small_elements_and_no_stream": "reads unpacked elements, and wants no stream",
+    "test_debug_mode": "debug mode looks on CPUs",
+    "test_arrays_of_a_gpu_on_the_cpu": "is about the CPU",
+    "test_lent_arrays_are_the_programs_memory": "lends the program's own memory",
+    "test_buffer_callbacks": "reads Buffers with NumPy",
+    "test_a_million_taps_in_a_scan": "a million copies and streams take minutes",
+}
+# Made of calls, which other tests have shown.
+_MADE_OF_CALLS = ("test_host_function", "test_object", "test_check", "test_readme")
+
+
+def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
     """Why a test means nothing on another platform than the CPU; None: it does."""
-    if item.path.name in ("test_buffer_callback.py", "test_buffer_views.py"):
-        return "reads Buffers with NumPy (test_cuda.py and test_gpu.py have others)"
+    for name in (item.path.name, item.originalname):
+        if name in _CPU_ONLY:
+            return _CPU_ONLY[name]
     if "run_python" in item.fixturenames:
         return "runs in a process of its own, on the CPU"
-    if item.name == "test_a_million_taps_in_a_scan":
-        return "copies and streams for each of a million taps take minutes"
+    if platform == "staged" and item.path.name.startswith(_MADE_OF_CALLS):
+        return "made of calls"
+    if "buffer_callback" in str(
+        getattr(item, "callspec", None) and item.callspec.params
+    ):
+        return "reads Buffers with NumPy"
     if few_devices:
         source = inspect.getsource(item.function)
         if any(word in source for word in ("devices()", "grid()", "line()", "mesh")):

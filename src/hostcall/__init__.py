@@ -42,6 +42,9 @@ runs it; `_delivery` is the worker of taps. `_jax` alone touches JAX's private p
 The names here are stable. Modules with a leading underscore are not.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from hostcall import _interpreter  # noqa: F401  (refuses sub-interpreters, first)
 
 from hostcall import debug  # isort: skip
@@ -49,7 +52,6 @@ from hostcall._buffer import buffer_callback
 from hostcall._buffers import Buffer, ExecutionContext, ExecutionStage, native
 from hostcall._call import call
 from hostcall._callbacks import io_callback, pure_callback
-from hostcall._check import Check, Report, check
 from hostcall._collect import collect
 from hostcall._context import Current, current
 from hostcall._errors import (
@@ -65,10 +67,6 @@ from hostcall._errors import (
     last_error,
     reraise,
 )
-from hostcall._host_function.differences import finite_difference
-from hostcall._host_function.function import HostFunction
-from hostcall._host_function.host import host
-from hostcall._host_function.results import elementwise, like, same_tree
 from hostcall._object import Object
 from hostcall._patch import patch_jax, unpatch_jax
 from hostcall._print import print
@@ -87,7 +85,40 @@ from hostcall._sync import (
 )
 from hostcall._tap import tap, tap_cotangent, tap_tangent, tap_through
 
+if TYPE_CHECKING:
+    from hostcall._check import Check, Report, check
+    from hostcall._host_function.differences import finite_difference
+    from hostcall._host_function.function import HostFunction
+    from hostcall._host_function.host import host
+    from hostcall._host_function.results import elementwise, like, same_tree
+
 __version__ = "0.1.0"
+
+# Imported when they are first asked for: they cost as much as half of the rest.
+_LATER = {
+    "Check": "_check",
+    "HostFunction": "_host_function.function",
+    "Report": "_check",
+    "check": "_check",
+    "elementwise": "_host_function.results",
+    "finite_difference": "_host_function.differences",
+    "host": "_host_function.host",
+    "like": "_host_function.results",
+    "same_tree": "_host_function.results",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     "ActiveCall",
