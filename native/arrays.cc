@@ -73,43 +73,50 @@ PyObject* Loan::Lend(size_t number, bool is_result, char* data) {
 }
 
 bool Loan::End() {
+  const bool ok = !AnyHeld() || ReportEscapes(plan_, [this](PyObject* held) {
+    for (Entry& entry : entries_) {
+      if (!Held(entry)) continue;
+      Disown(entry.array.get(), entry.is_result ? plan_.results[entry.number]
+                                                : plan_.args[entry.number]);
+      if (!AddEscape(held, entry.number, entry.is_result)) return false;
+    }
+    return true;
+  });
+  return ok && PyErr_Occurred() == nullptr;
+}
+
+bool AddEscape(PyObject* held, size_t number, bool is_result) {
+  Ref item = Ref::Steal(Py_BuildValue("(nO)", static_cast<Py_ssize_t>(number),
+                                      is_result ? Py_True : Py_False));
+  return item && PyList_Append(held, item.get()) == 0;
+}
+
+bool ReportEscapes(const Plan& plan,
+                   const std::function<bool(PyObject* held)>& collect) {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
-  const bool failed = type != nullptr;
-  if (failed) PyErr_NormalizeException(&type, &value, &trace);
-  if (failed && trace != nullptr) PyException_SetTraceback(value, trace);
-  const bool ok = !AnyHeld() || Report(failed ? value : Py_None);
-  if (failed && ok) {
+  if (type != nullptr) PyErr_NormalizeException(&type, &value, &trace);
+  if (value != nullptr && trace != nullptr) PyException_SetTraceback(value, trace);
+  PyObject* stack[] = {plan.info.get(), Py_None,
+                       value == nullptr ? Py_None : value};
+  const auto ask = [&] {
+    return static_cast<bool>(
+        Ref::Steal(PyObject_Vectorcall(plan.on_escape.get(), stack, 3, nullptr)));
+  };
+  Ref held = Ref::Steal(PyList_New(0));
+  bool ok = held && ask() && collect(held.get());
+  if (ok && PyList_GET_SIZE(held.get()) != 0) {
+    stack[1] = held.get();
+    ok = ask();  // it raises
+  }
+  if (ok) {
     PyErr_Restore(type, value, trace);
-    return false;
+    return true;
   }
   Py_XDECREF(type);
   Py_XDECREF(value);
   Py_XDECREF(trace);
-  return ok;
-}
-
-bool Loan::Report(PyObject* exception) {
-  Ref held = Ref::Steal(PyList_New(0));
-  if (!held) return false;
-  PyObject* stack[] = {plan_.info.get(), Py_None, exception};
-  Ref cleared =
-      Ref::Steal(PyObject_Vectorcall(plan_.on_escape.get(), stack, 3, nullptr));
-  if (!cleared) return false;
-  for (Entry& entry : entries_) {
-    if (!Held(entry)) continue;
-    Disown(entry.array.get(), entry.is_result ? plan_.results[entry.number]
-                                              : plan_.args[entry.number]);
-    Ref item =
-        Ref::Steal(Py_BuildValue("(nO)", static_cast<Py_ssize_t>(entry.number),
-                                 entry.is_result ? Py_True : Py_False));
-    if (!item || PyList_Append(held.get(), item.get()) != 0) return false;
-  }
-  if (PyList_GET_SIZE(held.get()) == 0) return true;
-  stack[1] = held.get();
-  Ref ignored =
-      Ref::Steal(PyObject_Vectorcall(plan_.on_escape.get(), stack, 3, nullptr));
-  return static_cast<bool>(ignored);
+  return false;
 }
 
 }  // namespace hostcall

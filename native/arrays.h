@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #include "plan.h"
@@ -44,6 +45,14 @@ Ref LentArray(const Leaf& leaf, char* data, bool writeable);
 /// Points a lent array that escaped at a copy of its own, so that at least the
 /// array itself stays safe to touch.
 void Disown(PyObject* array, const Leaf& leaf);
+
+/// What is done where views may have escaped a call, with a Python error set or
+/// none: Python clears the frames of a failed call, `collect(list)` adds what is
+/// then still held (AddEscape; false with an error set), and Python raises for
+/// that. True where nothing is: the error that was set is set again.
+bool ReportEscapes(const Plan& plan,
+                   const std::function<bool(PyObject* held)>& collect);
+bool AddEscape(PyObject* held, size_t number, bool is_result);
 
 /// Marks that a function which fills its `out` overwrites.
 ///
@@ -112,10 +121,6 @@ class Loan {
   bool AnyHeld() const {
     return std::any_of(entries_.begin(), entries_.end(), Held);
   }
-
-  /// Python clears the frames of a failed call first, and raises for what is then
-  /// still held.
-  bool Report(PyObject* exception);
 
   const Plan& plan_;
   std::vector<Entry> entries_;

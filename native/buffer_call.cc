@@ -95,42 +95,16 @@ class OpenBuffers {
     return false;
   }
 
-  /// Python clears the frames of a failed call first, and raises for what is then
-  /// still held. True where nothing is.
+  /// Raises for what is still held when the frames of a failed call are cleared.
   bool Report() {
-    PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
-    PyErr_Fetch(&type, &value, &trace);
-    if (type != nullptr) PyErr_NormalizeException(&type, &value, &trace);
-    if (value != nullptr && trace != nullptr)
-      PyException_SetTraceback(value, trace);
-    PyObject* error = value == nullptr ? Py_None : value;
-    PyObject* asked[] = {plan_.info.get(), Py_None, error};
-    Ref done =
-        Ref::Steal(PyObject_Vectorcall(plan_.on_escape.get(), asked, 3, nullptr));
-    Ref held = Ref::Steal(PyList_New(0));
-    bool ok = done && held;
-    for (size_t i = 1; ok && i < size(); ++i) {
-      if (!IsHeld(AsBuffer(stack()[i]))) continue;
-      const bool out = IsOut(i);
-      const size_t number = out ? i - 1 : i - 1 - outs_;
-      Ref item = Ref::Steal(Py_BuildValue("(nO)", static_cast<Py_ssize_t>(number),
-                                          out ? Py_True : Py_False));
-      ok = item && PyList_Append(held.get(), item.get()) == 0;
-    }
-    if (ok && PyList_GET_SIZE(held.get()) != 0) {
-      asked[1] = held.get();
-      done =
-          Ref::Steal(PyObject_Vectorcall(plan_.on_escape.get(), asked, 3, nullptr));
-      ok = false;
-    }
-    if (ok) {
-      PyErr_Restore(type, value, trace);
+    return ReportEscapes(plan_, [this](PyObject* held) {
+      for (size_t i = 1; i < size(); ++i) {
+        if (stack()[i] == nullptr || !IsHeld(AsBuffer(stack()[i]))) continue;
+        const bool out = IsOut(i);
+        if (!AddEscape(held, out ? i - 1 : i - 1 - outs_, out)) return false;
+      }
       return true;
-    }
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-    return false;
+    });
   }
 
   const Plan& plan_;
@@ -174,7 +148,7 @@ class Watch {
       if (bytes < 4) std::memset(targets[i], 0, static_cast<size_t>(bytes));
     }
     for (size_t i = 0; i < plan.args.size(); ++i) {
-      const int64_t bytes = IsShared(i) ? 0 : plan.args[i].row_bytes;
+      const int64_t bytes = plan.buffers.Shares(i) ? 0 : plan.args[i].row_bytes;
       before_.emplace_back(args[i], args[i] + bytes);
     }
   }
@@ -210,11 +184,6 @@ class Watch {
     }
     return true;
   }
-  bool IsShared(size_t arg) const {
-    const std::vector<int>& aliases = plan_.buffers.aliases;
-    return std::find(aliases.begin(), aliases.end(), static_cast<int>(arg)) !=
-           aliases.end();
-  }
   const Plan& plan_;
   char* const* args_;
   char* const* targets_;
@@ -222,14 +191,18 @@ class Watch {
   std::vector<std::vector<char>> before_;
 };
 
-/// Small outputs that nobody writes are zeros; clearing large ones would cost as
-/// much as writing them.
-void ClearSmall(const Plan& plan, char* const* targets) {
+/// Gets one row's memory ready on the host. In debug mode gives what watches it;
+/// else small outputs that nobody writes are zeros, and clearing large ones would
+/// cost as much as writing them.
+std::unique_ptr<Watch> Prepare(const Plan& plan, char* const* args,
+                               char* const* targets) {
+  if (plan.buffers.debug) return std::make_unique<Watch>(plan, args, targets);
   for (size_t i = 0; i < plan.results.size(); ++i) {
     const Leaf& leaf = plan.results[i];
     if (leaf.row_bytes > kZeroBytes || plan.buffers.Aliases(i)) continue;
     std::memset(targets[i], 0, static_cast<size_t>(leaf.row_bytes));
   }
+  return nullptr;
 }
 
 }  // namespace
@@ -237,13 +210,7 @@ void ClearSmall(const Plan& plan, char* const* targets) {
 bool RunOnBuffers(const Plan& plan, const ActiveCall& call, char* const* args,
                   char* const* targets) {
   std::unique_ptr<Watch> watch;
-  if (!call.on_gpu) {
-    if (plan.buffers.debug) {
-      watch = std::make_unique<Watch>(plan, args, targets);
-    } else {
-      ClearSmall(plan, targets);
-    }
-  }
+  if (!call.on_gpu) watch = Prepare(plan, args, targets);
   OpenBuffers buffers(plan, call);
   bool ok = buffers.Open(args, targets);
   if (ok) {
@@ -266,28 +233,16 @@ NativeStatus RunNative(const Plan& plan, const void* const* operands,
   if (plan.rows == 0) return status;
   const bool on_gpu = stream != nullptr;
   HostView view(plan, operands, results, on_gpu);
-  RowWalker walker(plan.grid);
-  std::vector<char*> args(plan.args.size()), targets(plan.results.size());
+  Rows rows(plan, nullptr, view);
   int64_t calls = 0;
-  auto* out = reinterpret_cast<void**>(targets.data());
-  auto* in = reinterpret_cast<void**>(args.data());
   do {
-    for (size_t i = 0; i < args.size(); ++i) {
-      const Leaf& leaf = plan.args[i];
-      args[i] = view.args[i] + walker.RowOf(leaf.grid_strides) * leaf.row_bytes;
-    }
-    for (size_t i = 0; i < targets.size(); ++i) {
-      const Leaf& leaf = plan.results[i];
-      targets[i] =
-          view.targets[i] + walker.RowOf(leaf.grid_strides) * leaf.row_bytes;
-    }
+    char* const* args = rows.args();
+    char* const* targets = rows.targets();
+    auto** in = reinterpret_cast<void**>(const_cast<char**>(args));
+    auto** out = reinterpret_cast<void**>(const_cast<char**>(targets));
     ++calls;
     std::unique_ptr<Watch> watch;
-    if (!on_gpu && plan.buffers.debug) {
-      watch = std::make_unique<Watch>(plan, args.data(), targets.data());
-    } else if (!on_gpu) {
-      ClearSmall(plan, targets.data());
-    }
+    if (!on_gpu) watch = Prepare(plan, args, targets);
     // Code that knows two parameters finds them where they are, and the third
     // unread, in the C calling conventions of the machines that JAX runs on.
     if (plan.buffers.status) {
@@ -299,12 +254,12 @@ NativeStatus RunNative(const Plan& plan, const void* const* operands,
       reinterpret_cast<Plain>(plan.buffers.address)(out, in, stream);
     }
     if (watch && status.ok()) status = watch->Look();
-  } while (status.ok() && walker.Next());
+  } while (status.ok() && rows.Next());
   plan.counters->native_calls.fetch_add(calls, std::memory_order_relaxed);
   if (status.ok()) {
     view.Finish();
   } else {
-    status.row = walker.index();
+    status.row = rows.index();
   }
   return status;
 }

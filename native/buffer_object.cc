@@ -1,6 +1,5 @@
 #include "buffer_object.h"
 
-#include <algorithm>
 #include <cstring>
 #include <new>
 #include <string>
@@ -329,10 +328,7 @@ bool IsHeld(const BufferObject* b) {
 bool KeepBefore(BufferObject* b) {
   const int64_t bytes = b->leaf->row_bytes;
   if (b->writeable || b->call->on_gpu || bytes > kWatchedBytes) return true;
-  const std::vector<int>& aliases = b->plan->buffers.aliases;
-  const auto number = static_cast<int>(b->leaf - b->plan->args.data());
-  if (std::find(aliases.begin(), aliases.end(), number) != aliases.end())
-    return true;
+  if (b->plan->buffers.Shares(b->leaf - b->plan->args.data())) return true;
   try {
     if (b->before == nullptr) b->before = new std::vector<char>();
     if (b->before->empty()) b->before->assign(b->data, b->data + bytes);

@@ -34,7 +34,7 @@ std::mutex g_pools_mutex;
 const CudaDriver& Driver() {
   std::string why;
   const CudaDriver* driver = CudaDriver::Get(&why);
-  if (driver == nullptr) throw std::runtime_error("hostcall: " + why);
+  if (driver == nullptr) throw std::runtime_error(why);
   return *driver;
 }
 

@@ -1,6 +1,7 @@
 // Layer C. What one compiled program knows of one call, made when it is lowered.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <string>
@@ -79,6 +80,11 @@ struct BufferSettings {
 
   bool Aliases(size_t result) const {
     return result < aliases.size() && aliases[result] >= 0;
+  }
+  /// Whether an argument's memory is a result's too.
+  bool Shares(size_t arg) const {
+    const auto number = static_cast<int>(arg);
+    return std::find(aliases.begin(), aliases.end(), number) != aliases.end();
   }
 };
 

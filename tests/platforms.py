@@ -67,9 +67,7 @@ def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
         return "runs in a process of its own, on the CPU"
     if platform == "staged" and item.path.name.startswith(_MADE_OF_CALLS):
         return "made of calls"
-    if "buffer_callback" in str(
-        getattr(item, "callspec", None) and item.callspec.params
-    ):
+    if hasattr(item, "callspec") and "buffer_callback" in str(item.callspec.params):
         return "reads Buffers with NumPy"
     if few_devices:
         source = inspect.getsource(item.function)

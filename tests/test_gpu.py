@@ -68,27 +68,22 @@ def cupy_double():
     return double
 
 
-def torch_double():
+def torch_double(view):
     torch = pytest.importorskip("torch")
+    tensor = getattr(torch, view)
 
     def double(ctx, out, x):
         with torch.cuda.stream(torch.cuda.ExternalStream(ctx.stream)):
-            torch.mul(torch.as_tensor(x), 2, out=torch.as_tensor(out))
+            torch.mul(tensor(x), 2, out=tensor(out))
 
     return double
 
 
-def torch_dlpack_double():
-    torch = pytest.importorskip("torch")
-
-    def double(ctx, out, x):
-        with torch.cuda.stream(torch.cuda.ExternalStream(ctx.stream)):
-            torch.mul(torch.from_dlpack(x), 2, out=torch.from_dlpack(out))
-
-    return double
-
-
-DOUBLES = [cupy_double, torch_double, torch_dlpack_double]
+DOUBLES = [
+    cupy_double,
+    lambda: torch_double("as_tensor"),
+    lambda: torch_double("from_dlpack"),
+]
 
 
 @pytest.mark.parametrize("double", DOUBLES)

@@ -16,6 +16,7 @@ from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from hostcall import _coerce, _errors
@@ -146,6 +147,11 @@ class CallInfo:
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
         return _errors.text_for_xla(error, self.name, self.place, row)
+
+    def eager_error(self, error: Exception) -> Exception:
+        """What an eager call raises in a program's way: the error of a program."""
+        raised: Exception = jax.errors.JaxRuntimeError(self.on_error(error, None, ()))
+        return raised
 
     def on_lone_failure(self, ordinal: int, text: str) -> None:
         logger.error(

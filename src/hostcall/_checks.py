@@ -43,6 +43,7 @@ class Checks:
         self.places = [
             n for n, arg in enumerate(args) if n not in nondiff and _is_floating(arg)
         ]
+        self.arrays = [n for n, arg in enumerate(args) if _is_array(arg)]
         leaves = [x for n in self.places for x in tree.leaves(args[n])]
         wide = bool(leaves) and all(np.asarray(x).dtype.itemsize >= 8 for x in leaves)
         self.rtol = rtol if rtol is not None else 1e-4 if wide else 2e-2
@@ -100,7 +101,7 @@ class Checks:
         self.same(self.jitted(*self.args), self.out, "the compiled program differs")
 
     def jitted(self, *args: Any) -> Any:
-        arrays = [n for n, arg in enumerate(args) if _is_array(arg)]
+        arrays = self.arrays
 
         def program(values: list[Any]) -> Any:
             return self.f(*_put(args, arrays, values))
@@ -109,7 +110,7 @@ class Checks:
 
     def batching(self) -> str:
         self.needs_purity()
-        arrays = [n for n, arg in enumerate(self.args) if _is_array(arg)]
+        arrays = self.arrays
         if not arrays:
             raise LeftOut("no array among the arguments")
         choices = [arrays] + ([[n] for n in arrays] if len(arrays) > 1 else [])
@@ -247,7 +248,7 @@ class Checks:
 
     def several_threads(self) -> str:
         self.needs_purity()
-        arrays = [n for n, arg in enumerate(self.args) if _is_array(arg)]
+        arrays = self.arrays
         inputs = [_put(self.args, arrays, self.nearby(arrays)) for _ in range(8)]
         wanted = [tree.map(np.asarray, self.f(*args)) for args in inputs]
         wrong: list[str] = []

@@ -176,6 +176,13 @@ class DropInInfo(CallInfo):
         self.log(error)
         return _errors.text_for_xla(error, self.name, self.place, row)
 
+    def eager_error(self, error: Exception) -> Exception:
+        if self.params.kind != "debug":
+            return super().eager_error(error)
+        self.log(error)
+        _errors.keep(error, comes_out=True)
+        return error
+
     def log(self, error: BaseException) -> None:
         flavour = self.params.flavour
         flavour.jax_logger.error("%s failed", flavour.api, exc_info=error)

@@ -49,12 +49,7 @@ def start() -> None:
         if _started:
             return
         handlers = _native.handlers()
-        # The type before the targets that use it, and both before a program that
-        # names them is compiled.
-        jax.ffi.register_ffi_type("hostcall_plan", handlers["type"], platform="cpu")
-        for target, name in _HANDLERS.items():
-            handler = handlers[kind_on_cpu + name]
-            jax.ffi.register_ffi_target(target, handler, platform="cpu")
+        _register("cpu", handlers["type"], kind_on_cpu)
         jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
         for setting in _jax.ambient_settings():
             _native.add_ambient_setting(*setting, _jax.UNSET)
@@ -77,16 +72,21 @@ def start_on(client: Any | None) -> None:
     with _lock:
         if _started_cuda:
             return
-        handlers = _native.handlers()
-        kind = handlers["cuda type"]
-        jax.ffi.register_ffi_type("hostcall_plan", kind, platform="CUDA")
-        for target, name in _HANDLERS.items():
-            # That "graph" may be recorded its handler says itself: the plugin takes no
-            # traits here.
-            handler = handlers[f"cuda {name}"]
-            jax.ffi.register_ffi_target(target, handler, platform="CUDA")
+        # That "graph" may be recorded its handler says itself: the plugin takes no
+        # traits.
+        _register("CUDA", _native.handlers()["cuda type"], "cuda ")
         _native.limit_pinned(_config.pinned_bytes(), _config.tap_queue_bytes())
         _started_cuda = True
+
+
+def _register(platform: str, plan_type: Any, kind: str) -> None:
+    """The type before the targets that use it, and both before a program that names
+    them is compiled.
+    """
+    handlers = _native.handlers()
+    jax.ffi.register_ffi_type("hostcall_plan", plan_type, platform=platform)
+    for target, name in _HANDLERS.items():
+        jax.ffi.register_ffi_target(target, handlers[kind + name], platform=platform)
 
 
 def _stop() -> None:

@@ -29,11 +29,10 @@ from hostcall._host_function import (  # they register
 )
 from hostcall._host_function.linear import Transposed, contract, transposed_by_rule
 from hostcall._host_function.pairs import SitePair
-from hostcall._host_function.parts import HostCode, forward_pair
+from hostcall._host_function.parts import HostCode, OfFunction, forward_pair
 from hostcall._host_function.primitive import (
     Arrays,
     Tangents,
-    Value,
     bind,
     bind_jvp,
 )
@@ -44,7 +43,7 @@ from hostcall._where import Place
 
 
 @dataclass(frozen=True)
-class Site(Value):
+class Site(OfFunction):
     """The function, called with arguments of these trees.
 
     Attributes:
@@ -56,14 +55,6 @@ class Site(Value):
     function: Any
     trees: Trees
     place: Place = field(compare=False)
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return str(self.function.__name__)
-
-    @property
-    def rules(self) -> rules.Rules:
-        return self.function.rules  # type: ignore[no-any-return]
 
     @property
     def avals(self) -> tuple[Any, ...]:  # type: ignore[override]

@@ -28,8 +28,22 @@ from hostcall._where import Place, name_of, source_of
 Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "transpose"]
 
 
+class OfFunction(Value):
+    """A value that belongs to a HostFunction, whose name and rules it has."""
+
+    function: Any
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return str(self.function.__name__)
+
+    @property
+    def rules(self) -> rules.Rules:
+        return self.function.rules  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
-class HostCode(Value):
+class HostCode(OfFunction):
     """One call of host code, as a function of flat arrays.
 
     Attributes:
@@ -48,14 +62,6 @@ class HostCode(Value):
     place: Place = field(compare=False)
     nz: tuple[bool, ...] = ()
     take: bool = True
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return str(self.function.__name__)
-
-    @property
-    def rules(self) -> rules.Rules:
-        return self.function.rules  # type: ignore[no-any-return]
 
     @property
     def code(self) -> Callable[..., Any]:

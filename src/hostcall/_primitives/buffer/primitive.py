@@ -8,12 +8,11 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from hostcall import _errors, _jax
+from hostcall import _jax
 from hostcall._buffers import BufferInfo, BufferParams
 from hostcall._order import effects_of
 from hostcall._primitives.call.batching import batch
-from hostcall._primitives.call.primitive import run_now
-from hostcall._primitives.drop_in.primitive import seen_before
+from hostcall._primitives.drop_in.primitive import run_eagerly, seen_before
 
 buffer_p = _jax.Primitive("buffer_callback")
 buffer_p.multiple_results = True
@@ -34,22 +33,7 @@ def _impl(*operands: Any, params: BufferParams) -> list[Any]:
     if not _on_host(operands) or seen_before(params, params.callback.function):
         out: list[Any] = _jax.apply_primitive(buffer_p, *operands, params=params)
         return out
-    infos = []
-
-    def info_type(*args: Any, **kwargs: Any) -> BufferInfo:
-        infos.append(BufferInfo(*args, **kwargs))
-        return infos[-1]
-
-    arrays = [x if isinstance(x, jax.Array) else _jax.to_host(x) for x in operands]
-    try:
-        return run_now(arrays, params, info_type)
-    except Exception as error:
-        if not infos:  # not the callback: hostcall was not ready to call it
-            raise
-        raise jax.errors.JaxRuntimeError(infos[0].on_error(error, None, ())) from error
-    except BaseException as error:  # KeyboardInterrupt, SystemExit
-        _errors.keep(error, comes_out=True)
-        raise
+    return run_eagerly(operands, params, BufferInfo)
 
 
 def _on_host(operands: Sequence[Any]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import BuiltinFunctionType
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from hostcall import _errors, _jax
+from hostcall._callback import CallInfo
 from hostcall._drop_in import DropInInfo, DropInParams, Kind
 from hostcall._primitives.call.batching import batch
 from hostcall._primitives.call.primitive import run_now
@@ -83,29 +84,30 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
         out: list[Any] = _jax.apply_primitive(primitive, *operands, params=params)
         return out
     if params.kind == "debug":
-        blocks, params = _open_keys(operands, params)
-    else:
-        blocks = list(operands)
-    arrays = [
-        block if isinstance(block, jax.Array) else _jax.to_host(block)
-        for block in blocks
-    ]
-    infos = []
+        return run_eagerly(*_open_keys(operands, params), DropInInfo)
+    return run_eagerly(operands, params, DropInInfo)
 
-    def info_type(*args: Any, **kwargs: Any) -> DropInInfo:
-        infos.append(DropInInfo(*args, **kwargs))
+
+def run_eagerly(
+    operands: Sequence[Any], params: Any, info_class: Callable[..., CallInfo]
+) -> list[Any]:
+    """Calls now, and raises what `info_class` says that an eager call raises."""
+    infos: list[CallInfo] = []
+
+    def info_type(*args: Any, **kwargs: Any) -> CallInfo:
+        infos.append(info_class(*args, **kwargs))
         return infos[-1]
 
+    arrays = [x if isinstance(x, jax.Array) else _jax.to_host(x) for x in operands]
     try:
         return run_now(arrays, params, info_type)
     except Exception as error:
         if not infos:  # not the callback: hostcall was not ready to call it
             raise
-        if params.kind == "debug":
-            infos[0].log(error)
-            _errors.keep(error, comes_out=True)
+        raised = infos[0].eager_error(error)
+        if raised is error:
             raise
-        raise jax.errors.JaxRuntimeError(infos[0].on_error(error, None, ())) from error
+        raise raised from error
     except BaseException as error:  # KeyboardInterrupt, SystemExit
         _errors.keep(error, comes_out=True)
         raise
