@@ -460,7 +460,13 @@ for host, text in (
 
 @pytest.mark.parametrize(
     "options",
-    [{"where": True}, {"timeout": 1}, {"lend": True}, {"vmap_method": "parallel"}],
+    [
+        {"where": True},
+        {"timeout": 1},
+        {"lend": True},
+        {"vmap_method": "parallel"},
+        {"sharding": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
+    ],
 )
 def test_options_for_arrays_on_the_host(options):
     (option,) = options

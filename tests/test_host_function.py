@@ -302,3 +302,10 @@ def test_inside_shard_map():
     np.testing.assert_array_equal(jax.jit(f)(x), np.sin(x))
     _, dot = jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x)
     np.testing.assert_allclose(dot, np.cos(x) * x, rtol=1e-6)
+
+
+def test_numbers_of_python_as_tangents():
+    f = hc.host(np.sin, result=hc.like(0))
+    f.defjvp(lambda p, t: np.cos(p[0]) * t[0])
+    _, dot = jax.jvp(f, (2.0,), (1.0,))
+    np.testing.assert_allclose(dot, np.cos(2.0), rtol=1e-6)

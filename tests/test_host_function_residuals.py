@@ -289,25 +289,27 @@ def test_the_newest_are_kept():
     s = Store(3)
     handles = [s.put(n) for n in range(5)]
     assert len(s) == 3
-    never = lambda: pytest.fail("was there")
-    assert [s.get(h, False, never) for h in handles[2:]] == [2, 3, 4]
-    assert s.get(handles[0], True, lambda: "again") == "again"
+    assert [s.get(h, False) for h in handles[2:]] == [(n, True) for n in (2, 3, 4)]
+    assert s.get(handles[0], True) == (None, False)
+    assert s.missed == 0
+    s.put_back(handles[0], "again")
     assert s.missed == 1
 
 
 def test_what_was_missed_once_is_kept():
     s = Store(3)
     handle = s.put("first")
-    assert s.get(handle, True, lambda: None) == "first"
-    assert s.get(handle, True, lambda: "again") == "again"
-    assert s.get(handle, True, lambda: pytest.fail("was there")) == "again"
+    assert s.get(handle, True) == ("first", True)
+    assert s.get(handle, True) == (None, False)
+    s.put_back(handle, "again")
+    assert [s.get(handle, True) for _ in range(2)] == [("again", True)] * 2
 
 
 def test_a_handle_of_another_process_finds_nothing():
     one, other = Store(3), Store(3)
     handle = one.put("one")
     other.put("other")
-    assert other.get(handle, True, lambda: "again") == "again"
+    assert other.get(handle, True) == (None, False)
 
 
 def test_an_array_that_dies_while_the_store_is_in_use():

@@ -159,7 +159,7 @@ OPTIONS = {
     "timeout text": ({"timeout": "3"}, "above 0, got '3'"),
     "no executor": (
         {"executor": "pool", "vmap_method": "parallel"},
-        "should be a concurrent.futures.Executor, got 'pool'",
+        "a Dask client or a pool such as multiprocessing.Pool, got 'pool'",
     ),
     "lend and timeout": ({"lend": True, "timeout": 1}, "has lend=True and timeout=."),
     "lend and parallel": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from hostcall._buffers import BufferParams
 from hostcall._callback import Arrays, Callback, CallParams, Lend
 from hostcall._device_views import OnDevice
 from hostcall._errors import SpecError
+from hostcall._executors import is_executor
 from hostcall._order import ORDERS, Order
 from hostcall._primitives.buffer import lowering as _  # noqa: F401  (it registers)
 from hostcall._primitives.buffer.primitive import bind as bind_buffers
@@ -40,7 +40,7 @@ def call(
     arrays: Arrays = "numpy",
     lend: Lend = False,
     timeout: float | None = None,
-    executor: futures.Executor | None = None,
+    executor: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Calls a Python function from a JAX program, and brings its results back.
@@ -79,7 +79,9 @@ def call(
             into; then `fn` returns None.
         timeout: seconds. `fn` runs on a thread of its own; when it is late the
             program fails, and the thread is left to its end.
-        executor: for vmap_method="parallel"; default a pool of threads.
+        executor: for vmap_method="parallel": where rows run, by default a pool of
+            threads of this process. A `concurrent.futures.Executor` (of processes
+            too), a Dask client, `multiprocessing.Pool` or Ray's pool.
         **kwargs: as `args`.
 
     Returns:
@@ -137,7 +139,12 @@ def call(
     )
     if arrays == "cuda":
         return _call_on_device(
-            callback, operands, order=order, vmap_method=vmap_method, masked=masked
+            callback,
+            operands,
+            order=order,
+            vmap_method=vmap_method,
+            masked=masked,
+            sharding=_check_sharding(sharding, name),
         )
     params = CallParams(
         callback=callback,
@@ -165,6 +172,7 @@ def _call_on_device(
     order: Order,
     vmap_method: Any,
     masked: bool,
+    sharding: Any,
 ) -> Any:
     """The call as a buffer callback's, which has the GPU's memory."""
     name, results = callback.name, callback.results
@@ -172,6 +180,7 @@ def _call_on_device(
         "where=": masked,
         "timeout=": callback.timeout is not None,
         "lend=": callback.lend,
+        "sharding=": sharding is not None,
         f"vmap_method={vmap_method!r}": vmap_method not in (None, *_ON_DEVICE),
     }
     for option, given in others.items():
@@ -255,10 +264,11 @@ def _check_options(
             f" got {timeout!r}"
         )
     if executor is not None:
-        if not hasattr(executor, "submit"):
+        if not is_executor(executor):
             raise SpecError(
                 f"hostcall: executor= of `{name}` should be a"
-                f" concurrent.futures.Executor, got {executor!r}"
+                " concurrent.futures.Executor, a Dask client or a pool such as"
+                f" multiprocessing.Pool, got {executor!r}"
             )
         if vmap_method != "parallel":
             raise SpecError(

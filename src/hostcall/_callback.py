@@ -12,7 +12,6 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,7 +43,7 @@ class Callback:
         arrays: what the function gets for an array.
         lend: whether it gets views of XLA's memory, or Buffers of it.
         timeout: seconds, or None.
-        executor: for parallel rows, compared by identity.
+        executor: for parallel rows; see `_executors`.
         place: the user's line that wrote the call.
     """
 
@@ -246,5 +245,5 @@ def all_counters() -> dict[str, Counters]:
         return dict(_counters)
 
 
-def executor_of(callback: Callback) -> futures.Executor | None:
+def executor_of(callback: Callback) -> Any:
     return None if callback.executor is None else callback.executor.value

@@ -6,6 +6,7 @@ import contextvars
 import itertools
 import os
 import queue
+import secrets
 import sys
 import threading
 import time
@@ -15,8 +16,9 @@ from concurrent import futures
 from contextlib import contextmanager
 from typing import Any
 
-from hostcall import _config, _jax
+from hostcall import _config, _executors, _jax
 from hostcall._errors import CallTimeoutError
+from hostcall._where import name_of
 
 _lock = threading.Lock()
 _pool: futures.ThreadPoolExecutor | None = None
@@ -76,20 +78,42 @@ def _as_host_code(ambient: tuple[Any, Any], current: Any) -> Iterator[None]:
 _contexts: dict[int, tuple[tuple[Any, Any], Any]] = {}
 _context_numbers = itertools.count()
 
+# Another machine may have a process of the same number; a fork has the same token.
+_TOKEN = secrets.token_hex(8)
+
+
+def _process() -> tuple[str, int]:
+    return _TOKEN, os.getpid()
+
 
 def _run_row(
-    process: int, context: int, fn: Callable[..., Any], args: Any, kwargs: Any
+    process: tuple[str, int],
+    context: int,
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
-    """Runs on an executor's thread, here or in another process."""
-    if os.getpid() != process:
+    """Runs on an executor's thread, in this or another process, on any machine."""
+    if process != _process():
         return fn(*args, **kwargs)
     ambient, current = _contexts[context]
     with _as_host_code(ambient, current):
         return fn(*args, **kwargs)
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
+def _end(tasks: list[futures.Future[Any]], wait: bool) -> None:
+    for task in tasks:
+        task.cancel()
+    if wait:
+        futures.wait(tasks)
+
+
 def run_rows(
-    executor: futures.Executor | None,
+    executor: Any,
     fn: Callable[..., Any],
     rows: list[tuple[tuple[Any, ...], dict[str, Any]]],
     currents: list[Any],
@@ -98,6 +122,9 @@ def run_rows(
     describe: Callable[[str], str],
 ) -> list[Any]:
     """All rows at once; their results in row order.
+
+    A function may have `hostcall_steps(*args, **kwargs)`, which gives what is to run on
+    the executor, its arguments, and what to make of its value on this thread.
 
     Raises what the first failing row raised, after the others have been cancelled or
     have ended.
@@ -111,36 +138,50 @@ def run_rows(
             return run_rows(executor, fn, rows, currents, ambient, timeout, describe)
         finally:
             executor.shutdown(wait=False)
-    chosen = executor or default_pool()
+    chosen = default_pool() if executor is None else _executors.as_executor(executor)
+    steps = getattr(fn, "hostcall_steps", None)
     numbers = []
     late = False
-    tasks: list[futures.Future[Any]] = []
+    task: futures.Future[Any] | None = None
+    tasks: list[tuple[futures.Future[Any], Any, Callable[[Any], Any]]] = []
     try:
         for (args, kwargs), current in zip(rows, currents, strict=True):
             number = next(_context_numbers)
             _contexts[number] = (ambient, current)
             numbers.append(number)
-            tasks.append(chosen.submit(_run_row, os.getpid(), number, fn, args, kwargs))
-        results = []
-        for row, task in enumerate(tasks):
+            there, finish = fn, _same
+            if steps is not None:
+                there, args, finish = steps(*args, **kwargs)
+                kwargs = {}
+            sent = (_process(), number, there, args, kwargs)
+            tasks.append((chosen.submit(_run_row, *sent), sent, finish))
+        values = []
+        for row, (task, sent, _) in enumerate(tasks):
             left = None if end is None else max(0.0, end - time.monotonic())
+            which = f"row {row} of {len(rows)}"
             try:
-                results.append(task.result(left))
+                values.append(task.result(left))
             except (futures.TimeoutError, TimeoutError):
                 if task.done():
                     raise  # the function's own
                 late = True
-                raise CallTimeoutError(describe(f"row {row} of {len(rows)}")) from None
-        return results
+                raise CallTimeoutError(describe(which)) from None
+            except Exception as error:
+                _executors.explain(error, executor, name_of(fn), which, sent)
+                raise
+        return [
+            finish(value) for value, (*_, finish) in zip(values, tasks, strict=True)
+        ]
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        if not late:
-            futures.wait(tasks)
+        _end([task for task, *_ in tasks], wait=not late)
         raise
     finally:
         for number in numbers:
             _contexts.pop(number, None)
+        # What was raised holds this frame, and futures hold what was raised: Dask's,
+        # as long as anybody holds them.
+        task = None
+        tasks.clear()
 
 
 # --- One call with a time limit ----------------------------------------------------

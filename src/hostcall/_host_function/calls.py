@@ -14,7 +14,7 @@ others, and mixtures, go through `host_jvp` (see `primitive`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from hostcall._host_function import (  # they register
 )
 from hostcall._host_function.linear import Transposed, contract, transposed_by_rule
 from hostcall._host_function.pairs import SitePair
-from hostcall._host_function.parts import HostCode, OfFunction, forward_pair
+from hostcall._host_function.parts import HostCode, OfFunction
 from hostcall._host_function.primitive import (
     Arrays,
     Tangents,
@@ -37,7 +37,8 @@ from hostcall._host_function.primitive import (
     bind_jvp,
 )
 from hostcall._host_function.residuals import store
-from hostcall._host_function.trees import Trees, pick, spread
+from hostcall._host_function.rules import forward_pair
+from hostcall._host_function.trees import Trees, is_pair, pick, spread
 from hostcall._spec import flatten_arguments
 from hostcall._where import Place
 
@@ -65,6 +66,11 @@ class Site(OfFunction):
 
     def host(self, kind: Any, nz: tuple[bool, ...] = (), take: bool = True) -> HostCode:
         return HostCode(self.function, self.trees, kind, self.place, nz, take)
+
+    @property
+    def for_tangents(self) -> Site:
+        """The same linear function, of tangents."""
+        return replace(self, trees=self.trees.for_tangents)
 
     def run(self, args: Arrays) -> Arrays:
         return self.host("value").run(args)
@@ -110,7 +116,7 @@ class Site(OfFunction):
             (jnp.zeros_like(x) if t is None else t) if flag else x
             for x, t, flag in zip(args, tangents, self.trees.diff, strict=True)
         ]
-        touts = bind(moved, self)
+        touts = bind(moved, self.for_tangents)
         flags = self.trees.out_diff
         return bind(args, self), spread(pick(touts, flags), flags)
 
@@ -136,10 +142,10 @@ class Site(OfFunction):
         assert rule is not None
         if rule.where == "host":
             return bind(args, self.host("jacobian"))
-        leaves = self.trees.jacobian_leaves(rule.rule(*self.trees.arguments(args)))
-        return self.trees.fitting(
-            leaves, self.trees.jacobian_avals, "the Jacobian rule"
-        )
+        trees = self.trees
+        leaves = trees.jacobian_leaves(rule.rule(*trees.arguments(args)))
+        blocks = trees.fitting(leaves, trees.jacobian_avals, "the Jacobian rule")
+        return trees.zeroing(args, blocks)
 
     def jax_jvp(
         self, args: Arrays, tangents: Tangents, outs: Arrays | None = None
@@ -160,16 +166,16 @@ class Site(OfFunction):
                 assert rule is not None
                 term = rule(whole[position], out, *primals)
                 terms.append(self._tangent_leaves(term))
-            return outs, [sum(ts[1:], ts[0]) for ts in zip(*terms, strict=True)]
+            touts = [sum(ts[1:], ts[0]) for ts in zip(*terms, strict=True)]
+            return outs, trees.zeroing(args, touts)
         value = jvp.rule(primals, whole)
-        if trees.is_pair(value):
-            leaves, template = flatten_arguments((value[0],), {})
-            del template
+        if is_pair(value, trees.results.treedef):
+            leaves, _ = flatten_arguments((value[0],), {})
             outs = trees.fitting(leaves, self.avals, "the jvp rule")
-            value = value[1]
+            outs, value = trees.masking(args, outs), value[1]
         elif outs is None:
             outs = bind(args, self)
-        return outs, self._tangent_leaves(value)
+        return outs, trees.zeroing(args, self._tangent_leaves(value))
 
     def _tangent_leaves(self, value: Any) -> Arrays:
         leaves = self.trees.out_leaves(value, "the jvp rule")
@@ -191,7 +197,7 @@ class Site(OfFunction):
         leaves, _ = flatten_arguments((out,), {})
         outs = self.trees.fitting(leaves, self.avals, "the forward rule")
         kept, template = flatten_arguments((residual,), {})
-        return outs, kept, template
+        return self.trees.masking(args, outs), kept, template
 
     def backward(
         self,
@@ -210,7 +216,7 @@ class Site(OfFunction):
                 take = isinstance(kept[0], jax.core.Tracer)
                 _forget_with(kept[0])
             else:
-                args = []
+                args = args[-1:] if trees.masked else []
             what = self.host("backward", nz, take)
             return bind([*args, *kept, *cotangents], what)
         leaves = [
@@ -222,7 +228,8 @@ class Site(OfFunction):
         positions = range(len(trees.argument_trees))
         found = trees.argument_leaves(value, positions, "the backward rule")
         avals = pick(trees.in_avals, nz)
-        return trees.fitting(pick(found, nz), avals, "the backward rule")
+        back = trees.fitting(pick(found, nz), avals, "the backward rule")
+        return trees.zeroing(args, back)
 
     # --- Batching ------------------------------------------------------------------
 
@@ -230,6 +237,12 @@ class Site(OfFunction):
         rule = self.rules.batch
         if rule is None:
             return None
+        if self.trees.masked:
+            raise BatchingError(
+                f"hostcall: `{self.name}` is called with a mask (where), and has a"
+                " defbatch rule, which the mask could not reach. Call it without the"
+                " mask and choose with jnp.where; or give a vmap_method instead"
+            )
         moved = [
             x if d is None else _jax.moveaxis(x, d, 0)
             for x, d in zip(args, dims, strict=True)

@@ -28,8 +28,11 @@ from hostcall._host_function.primitive import (
 
 def _present(tangent: Any) -> Any:
     """None for a tangent that is zero, or of an array that has none."""
-    zero = type(tangent) is _jax.Zero or tangent.dtype == jax.dtypes.float0
-    return None if zero else tangent
+    if type(tangent) is _jax.Zero:
+        return None
+    if not hasattr(tangent, "dtype"):
+        return jnp.asarray(tangent)  # jax.jvp lets numbers of Python through
+    return None if tangent.dtype == jax.dtypes.float0 else tangent
 
 
 def _zeros(outs: Arrays, tangents: Tangents) -> Arrays:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._call import call
+from hostcall._call import call, parse_mask
 from hostcall._callback import Lend
 from hostcall._errors import SpecError
 from hostcall._host_function import results as shorthands
@@ -31,7 +32,7 @@ from hostcall._host_function.rules import (
 )
 from hostcall._host_function.trees import Trees
 from hostcall._order import Order
-from hostcall._spec import flatten_arguments, parse_result
+from hostcall._spec import flatten_arguments, parse_fill, parse_result
 from hostcall._where import Place, name_of, users_place
 
 
@@ -86,6 +87,37 @@ class HostFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result. See `hc.host`."""
+        return self._call(args, kwargs, None, None)
+
+    def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
+        """The function, called only where a condition holds: `f.where(x > 0)(x)`.
+
+        Under `vmap` each row has its own condition. So a `cond` whose branches call
+        the function stays one in a batch, for which JAX computes both branches.
+
+        Args:
+            mask: a bool scalar. Where it is False neither the function nor a rule in
+                host code is called.
+            fill: the result there: a number, or numbers in the structure of the
+                result; default zeros. Its derivatives are zero.
+
+        Returns:
+            What is called with the arguments.
+
+        Under transformations: as the function. Rules in JAX code are computed all the
+        same, as both sides of `jnp.where` are, and their results dropped; so are the
+        calls that they make, unless with a mask of their own. A `defbatch` rule is
+        refused.
+        """
+        return lambda *args, **kwargs: self._call(args, kwargs, mask, fill)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """In the body of a class: a method, as its function would be."""
+        if instance is None or not isinstance(self.fn, types.FunctionType):
+            return self
+        return types.MethodType(self, instance)
+
+    def _call(self, args: Any, kwargs: Any, mask: Any, fill: Any) -> Any:
         if kwargs:
             args = self._positional(args, kwargs)
         place = users_place()
@@ -95,13 +127,18 @@ class HostFunction:
             options = self.call_options("value", False)
             if self.rules.batch is not None:
                 options["vmap_method"] = self.rules.batch
+            options |= {"where": mask, "fill": fill}
             return call(_Placed(self.fn, place), spec, *args, **options)
         parsed = parse_result(spec, self.__name__)
+        fills = None
+        if mask is not None:
+            operands.append(parse_mask(mask, self.__name__))
+            fills = parse_fill(fill, parsed, self.__name__)
         in_avals = tuple(
             _jax.ShapedArray(np.shape(x), np.dtype(x.dtype)) for x in operands
         )
         nondiff = tuple(n % max(len(args), 1) for n in self.nondiff)
-        trees = Trees(self.__name__, template, in_avals, parsed, nondiff)
+        trees = Trees(self.__name__, template, in_avals, parsed, nondiff, fills)
         operands = _jax.vary_alike(operands)
         return trees.result(bind(operands, self.site(trees, place)))
 
@@ -293,6 +330,10 @@ class HostFunction:
                 " it pure, and leave its effects to a hc.tap or hc.call beside it"
             )
         self.rules.add(self.__name__, kind, rule)
+
+    @property
+    def executor(self) -> Any:
+        return self._options["executor"]
 
     @property
     def residual_avals(self) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent import futures
 from typing import Any
 
 from hostcall._call import check_function
@@ -23,7 +22,7 @@ def host(
     arrays: Arrays = "numpy",
     lend: Lend = False,
     timeout: float | None = None,
-    executor: futures.Executor | None = None,
+    executor: Any = None,
     name: str | None = None,
     nondiff: int | tuple[int, ...] = (),
 ) -> Any:
@@ -52,7 +51,8 @@ def host(
         lend: likewise. With "out" rules get views, and return arrays; those that
             leave Python objects get copies.
         timeout: as in `hc.call`, for rules too.
-        executor: likewise.
+        executor: likewise. To another process go the function, or a rule, and its
+            arguments; what they leave as residuals comes back, and is picklable.
         order: as in `hc.call`. Only pure functions have derivatives.
         name: of the function in messages and traces.
         nondiff: positions of arguments without a derivative. They have no tangent,

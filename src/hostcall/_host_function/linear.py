@@ -10,13 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from hostcall._host_function import rules
-from hostcall._host_function.parts import (
-    nonlinear,
-    spread_known,
-    transposed_leaves,
-)
 from hostcall._host_function.primitive import Arrays, Tangents, Value, bind
-from hostcall._host_function.trees import Trees, pick
+from hostcall._host_function.trees import Trees, pick, spread_known
 
 
 def contract(
@@ -123,7 +118,7 @@ class Transposed(Value):
             raise rules.not_again(self.name, self._rule, self.site.place)
         rest, back = iter(known), iter(cotangents)
         moved = [next(back) if flag else next(rest) for flag in self.trees.diff]
-        outs = bind(moved, self.site)
+        outs = bind(moved, self.site.for_tangents)
         return [*(None for _ in known), *pick(outs, self.trees.out_diff)]
 
     def __repr__(self) -> str:
@@ -135,7 +130,7 @@ def transposed_by_rule(
 ) -> Arrays:
     """By a rule in JAX code."""
     args = trees.arguments(spread_known(known, trees.diff))
-    value = rule(trees.cotangents(cotangents), *nonlinear(args, trees))
-    leaves = pick(transposed_leaves(value, trees), trees.diff)
+    value = rule(trees.cotangents(cotangents), *trees.nonlinear(args))
+    leaves = pick(trees.transposed_leaves(value), trees.diff)
     avals = pick(trees.in_avals, trees.diff)
-    return trees.fitting(leaves, avals, "the transposition rule")
+    return trees.zeroing(known, trees.fitting(leaves, avals, "the transposition rule"))

@@ -95,6 +95,7 @@ class SiteLinear(Linear):
         found = self.site.rules
         again = found.vjp is not None and found.vjp.keeps_objects
         each = found.jvp is not None and bool(found.jvp.each)
+        again = again or self.site.trees.masked
         return not self.ready or found.jvp is not None or again, each
 
     def run(self, consts: Arrays, tangents: Arrays) -> Arrays:

@@ -32,7 +32,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from secrets import randbits
 from typing import Any
 
@@ -70,13 +69,12 @@ class Store:
         self._keep(number, residual, sticky=False)
         return np.array([number >> 32, number & 0xFFFFFFFF], HANDLE_DTYPE)
 
-    def get(self, handle: Any, take: bool, again: Callable[[], Any]) -> Any:
-        """The residual of a handle, by `again()` if it is there no more.
+    def get(self, handle: Any, take: bool) -> tuple[Any, bool]:
+        """(the residual of a handle, whether it is still there).
 
         Args:
             handle: what `put` gave.
             take: this looks like the last use.
-            again: computes the residual once more.
         """
         number = number_of(handle)
         self._clear_up()
@@ -84,12 +82,12 @@ class Store:
             found = self._kept.get(number)
             if found is not None and take and not found[1]:
                 del self._kept[number]
-        if found is not None:
-            return found[0]
-        residual = again()
+        return (None, False) if found is None else (found[0], True)
+
+    def put_back(self, handle: Any, residual: Any) -> None:
+        """Keeps what was computed again, because it wasn't there."""
         self.missed += 1
-        self._keep(number, residual, sticky=True)
-        return residual
+        self._keep(number_of(handle), residual, sticky=True)
 
     def forget_with(self, array: jax.Array) -> None:
         """Drops the residual of a handle when this array, which holds it, dies."""

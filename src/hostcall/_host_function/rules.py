@@ -97,6 +97,15 @@ def check_where(where: Any, name: str) -> None:
         )
 
 
+def forward_pair(value: Any, name: str) -> tuple[Any, Any]:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise DerivativeError(
+            f"hostcall: the forward rule of `{name}` should return (out, residuals),"
+            f" got {type(value).__name__}"
+        )
+    return value
+
+
 # --- Missing rules -----------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,8 @@ class Trees:
         in_avals: of their arrays.
         results: of what it returns.
         nondiff: positions of arguments without a derivative.
+        fills: the results' bytes where the function is not called, by a mask: a bool
+            array behind the others, in no argument. None: there is no mask.
     """
 
     name: str
@@ -36,6 +38,11 @@ class Trees:
     in_avals: tuple[Any, ...]
     results: Results
     nondiff: tuple[int, ...]
+    fills: tuple[bytes | None, ...] | None = None
+
+    @property
+    def masked(self) -> bool:
+        return self.fills is not None
 
     # --- Which arrays have derivatives ---------------------------------------------
 
@@ -44,11 +51,15 @@ class Trees:
         """Of each array: the argument that it is in."""
         whole = self.template.treedef.unflatten(range(len(self.template.leaves)))
         flat, _ = tree.tree_flatten_with_path(whole)
-        return tuple(
+        found = [
             path[1].idx
             for (path, _), leaf in zip(flat, self.template.leaves, strict=True)
             if not isinstance(leaf, Static)
-        )
+        ]
+        return (*found, *self._of_mask(len(self.argument_trees)))
+
+    def _of_mask(self, value: Any) -> tuple[Any, ...]:
+        return (value,) if self.masked else ()
 
     @cached_property
     def diff(self) -> tuple[bool, ...]:
@@ -82,9 +93,10 @@ class Trees:
 
     def arguments(self, arrays: Arrays) -> tuple[Any, ...]:
         """For JAX code: with typed keys."""
+        keys = self.template.keys
         leaves = [
             x if key is None else _jax.wrap_key(x, key)
-            for x, key in zip(arrays, self.template.keys, strict=True)
+            for x, key in zip(arrays[: len(keys)], keys, strict=True)
         ]
         return self.template.fill(leaves)[0]
 
@@ -99,7 +111,8 @@ class Trees:
         """As the arguments: zeros where there is no tangent, float0 for integers,
         None for what is static and for the arguments in `nondiff`.
         """
-        rest = iter(zip(shapes, tangents, self.diff, strict=True))
+        n = len(self.template.keys)
+        rest = iter(zip(shapes[:n], tangents[:n], self.diff[:n], strict=True))
         leaves: list[Any] = []
         for leaf in self.template.leaves:
             if isinstance(leaf, Static):
@@ -139,20 +152,6 @@ class Trees:
                 f" result, {self.results.treedef}, got {_structure(value)}"
             ) from error
 
-    def is_pair(self, value: Any) -> bool:
-        """Whether a jvp rule gave (out, tangent), and not the tangent alone."""
-        if not isinstance(value, tuple) or len(value) != 2:
-            return False
-        treedef = self.results.treedef
-        if tree.tree_structure(value) == treedef:
-            return False
-        try:
-            for part in value:
-                treedef.flatten_up_to(part)
-        except (ValueError, TypeError):
-            return False
-        return True
-
     def argument_leaves(self, value: Any, positions: Sequence[int], what: str) -> Any:
         """One entry an array of the arguments, from one value an argument in
         `positions`; None for an argument that has None, and for all others.
@@ -181,9 +180,10 @@ class Trees:
                     f" {_structure(part)}"
                 ) from error
         marks = self.template.leaves
-        return [
+        found = [
             x for x, m in zip(leaves, marks, strict=True) if not isinstance(m, Static)
         ]
+        return [*found, *self._of_mask(None)]
 
     def jacobian_leaves(self, value: Any) -> Arrays:
         """Blocks, by result and then by array of the arguments, of those that have
@@ -222,6 +222,68 @@ class Trees:
             fitted.append(array.astype(aval.dtype))
         return fitted
 
+    # --- Transposition, for host and JAX code --------------------------------------
+
+    def nonlinear(self, args: Any) -> list[Any]:
+        """The arguments in which the function isn't linear."""
+        return [arg for i, arg in enumerate(args) if i not in self.diff_positions]
+
+    def transposed_leaves(self, value: Any) -> Any:
+        """What a transposition rule returned: one value for one linear argument, a
+        tuple for several.
+        """
+        whole = (value,) if len(self.diff_positions) == 1 else value
+        what = "the transposition rule"
+        return self.argument_leaves(whole, self.diff_positions, what)
+
+    # --- Masks ---------------------------------------------------------------------
+
+    def fill_arrays(self) -> list[np.ndarray]:
+        """Of each result, where the function is not called."""
+        assert self.fills is not None
+        return [
+            np.zeros(aval.shape, aval.dtype)
+            if fill is None
+            else np.frombuffer(fill, aval.dtype).reshape(aval.shape)
+            for fill, aval in zip(self.fills, self.results.avals, strict=True)
+        ]
+
+    def masking(self, arrays: Arrays, outs: Arrays) -> Arrays:
+        """Results of JAX code, which runs whatever the mask says."""
+        if not self.masked:
+            return outs
+        fills = self.fill_arrays()
+        return [jnp.where(arrays[-1], x, y) for x, y in zip(outs, fills, strict=True)]
+
+    def zeroing(self, arrays: Arrays, values: Arrays) -> Arrays:
+        """Tangents or cotangents of JAX code, likewise."""
+        if not self.masked:
+            return values
+        return [jnp.where(arrays[-1], x, jnp.zeros_like(x)) for x in values]
+
+    @property
+    def for_tangents(self) -> Trees:
+        """The fill's tangent is zero."""
+        if not self.fills:
+            return self
+        return replace(self, fills=(None,) * len(self.fills))
+
+
+def is_pair(value: Any, treedef: Any) -> bool:
+    """Whether a jvp rule gave (out, tangent), and not the tangent alone, where results
+    have this structure.
+    """
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    if tree.tree_structure(value) == treedef:
+        return False
+    try:
+        for part in value:
+            treedef.flatten_up_to(part)
+    except (ValueError, TypeError):
+        return False
+    return True
+
 
 def pick(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
     return [v for v, flag in zip(values, flags, strict=True) if flag]
@@ -231,6 +293,12 @@ def spread(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
     """`values` where the flags are True, None elsewhere."""
     rest = iter(values)
     return [next(rest) if flag else None for flag in flags]
+
+
+def spread_known(known: Sequence[Any], linear: Sequence[bool]) -> list[Any]:
+    """The arrays in which the function isn't linear, with None for the others."""
+    rest = iter(known)
+    return [None if flag else next(rest) for flag in linear]
 
 
 def _structure(value: Any) -> str:
