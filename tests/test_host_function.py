@@ -282,7 +282,7 @@ def test_vmap_by_rule():
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (lambda x: x, r"should return \(out, out_batched\)"),
+        (lambda x: x, r"should return \(result, batched\)"),
         (lambda x: ((x, x), True), "in the structure of the result"),
         (lambda x: (x[0], True), r"float32\[\].*should be float32\[3\]"),
     ],

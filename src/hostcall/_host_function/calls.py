@@ -39,6 +39,7 @@ from hostcall._host_function.primitive import (
 from hostcall._host_function.residuals import store
 from hostcall._host_function.rules import forward_pair
 from hostcall._host_function.trees import Trees, is_pair, pick, spread
+from hostcall._primitives.call.batching import batched_results
 from hostcall._spec import flatten_arguments
 from hostcall._where import Place
 
@@ -249,33 +250,9 @@ class Site(OfFunction):
         ]
         marks = self.trees.template.fill([d is not None for d in dims])[0]
         answer = rule(size, tuple(marks), *self.trees.arguments(moved))
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            raise BatchingError(
-                f"hostcall: the defbatch rule of `{self.name}` should return (out,"
-                f" out_batched), got {type(answer).__name__}"
-            )
-        treedef, (out, batched) = self.trees.results.treedef, answer
-        try:
-            leaves = treedef.flatten_up_to(out)
-            if not all(map(jax.tree_util.all_leaves, ([x] for x in leaves))):
-                raise ValueError(f"got {jax.tree_util.tree_structure(out)}")
-            flags = [batched] * len(leaves)
-            if not isinstance(batched, bool):
-                flags = treedef.flatten_up_to(batched)
-        except (ValueError, TypeError) as error:
-            raise BatchingError(
-                f"hostcall: the defbatch rule of `{self.name}` should return (out,"
-                f" out_batched) in the structure of the result, {treedef}: {error}"
-            ) from error
-        outs, _ = flatten_arguments(tuple(leaves), {})
-        for x, flag, aval in zip(outs, flags, self.avals, strict=True):
-            want = (size, *aval.shape) if flag else aval.shape
-            if x.shape != want or x.dtype != aval.dtype:
-                raise BatchingError(
-                    f"hostcall: the defbatch rule of `{self.name}` returned"
-                    f" {x.dtype}{list(x.shape)} for a result that should be"
-                    f" {aval.dtype}{list(want)}"
-                )
+        what = f"the defbatch rule of `{self.name}`"
+        treedef = self.trees.results.treedef
+        outs, flags = batched_results(answer, size, treedef, self.avals, what)
         return outs, [0 if flag else None for flag in flags]
 
 

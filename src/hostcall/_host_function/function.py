@@ -292,7 +292,7 @@ class HostFunction:
         """Gives the rule for vmap, in JAX code, in the place of `vmap_method`.
 
         Args:
-            rule: `rule(axis_size, in_batched, *args)`; returns (result, out_batched).
+            rule: `rule(axis_size, in_batched, *args)`; returns (result, batched).
                 Batches are first axes. The derivative of a batch is that of this code.
         """
         check_rule(rule, self.__name__, "defbatch(rule)")

@@ -156,41 +156,64 @@ def _batch_by_rule(
     in_args, in_kwargs = template.fill([d is not None for d in dims])
     in_batched: Any = (*in_args, in_kwargs) if kwargs else tuple(in_args)
     answer = params.vmap_method(size, in_batched, *args, **kwargs)
+    what = f"the vmap_method of `{callback.name}`"
+    outs, marks = batched_results(
+        answer, size, callback.results.treedef, params.avals, what
+    )
+    whole = [
+        x if mark else jnp.broadcast_to(x, (size, *aval.shape))
+        for x, mark, aval in zip(outs, marks, params.avals, strict=True)
+    ]
+    return whole, (0,) * len(outs)
+
+
+def batched_results(
+    answer: Any, size: int, treedef: Any, avals: Sequence[Any], what: str
+) -> tuple[list[Any], list[bool]]:
+    """What a vmap rule of the user's returned: arrays, and which of them are batched.
+
+    Args:
+        answer: (result, batched), it should be.
+        size: of the batch, which is the first axis.
+        treedef: of the result.
+        avals: of a row of it.
+        what: names the rule.
+    """
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise BatchingError(
-            f"hostcall: the vmap_method of `{callback.name}` should return"
-            f" (result, batched), got {type(answer).__name__}. `batched` says for each"
-            " leaf of the result whether it has the batch as its first axis: True for"
-            " all of them, or a tree like the result"
+            f"hostcall: {what} should return (result, batched), got"
+            f" {type(answer).__name__}. `batched` says for each leaf of the result"
+            " whether it has the batch as its first axis: True for all of them, or a"
+            " tree like the result"
         )
-    out, out_batched = answer
-    treedef = callback.results.treedef
+    out, batched = answer
     try:
-        flat = treedef.flatten_up_to(out)
-        marks = [out_batched] * len(flat)
-        if not isinstance(out_batched, bool):
-            marks = treedef.flatten_up_to(out_batched)
-    except ValueError as error:
+        leaves = treedef.flatten_up_to(out)
+        if not all(map(jax.tree_util.all_leaves, ([x] for x in leaves))):
+            raise ValueError(f"got {jax.tree_util.tree_structure(out)}")
+        marks = [batched] * len(leaves)
+        if not isinstance(batched, bool):
+            marks = treedef.flatten_up_to(batched)
+    except (ValueError, TypeError) as error:
         raise BatchingError(
-            f"hostcall: the vmap_method of `{callback.name}` should return"
-            f" (result, batched) with the structure of result=: {error}"
-        ) from None
+            f"hostcall: {what} should return (result, batched) in the structure of the"
+            f" result, {treedef}: {error}"
+        ) from error
     if not all(isinstance(mark, bool) for mark in marks):
         raise BatchingError(
-            f"hostcall: the vmap_method of `{callback.name}` should say with True or"
-            f" False which results are batched, got {out_batched!r}"
+            f"hostcall: {what} should say with True or False which results are"
+            f" batched, got {batched!r}"
         )
     outs = []
-    for leaf, mark, aval in zip(flat, marks, params.avals, strict=True):
+    for leaf, mark, aval in zip(leaves, marks, avals, strict=True):
         if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
             leaf = jax.random.key_data(leaf)
         leaf = jnp.asarray(leaf)
         want = (size, *aval.shape) if mark else aval.shape
         if leaf.shape != want or leaf.dtype != aval.dtype:
             raise BatchingError(
-                f"hostcall: the vmap_method of `{callback.name}` returned"
-                f" {leaf.dtype}{list(leaf.shape)} for a leaf that should be"
-                f" {aval.dtype}{list(want)}"
+                f"hostcall: {what} returned {leaf.dtype}{list(leaf.shape)} for a leaf"
+                f" that should be {aval.dtype}{list(want)}"
             )
-        outs.append(leaf if mark else jnp.broadcast_to(leaf, (size, *aval.shape)))
-    return outs, (0,) * len(outs)
+        outs.append(leaf)
+    return outs, marks
