@@ -157,6 +157,13 @@ def processes():
         yield pool
 
 
+@pytest.fixture(autouse=True)
+def empty_store():
+    store.clear()  # of what other tests left
+    yield
+    store.clear()
+
+
 def host(fn, executor, result=hc.like(0)):
     return hc.host(fn, result=result, vmap_method="parallel", executor=executor)
 
@@ -205,7 +212,6 @@ def test_residuals_that_have_gone_are_made_again_there(executor):
         store.clear()
         np.testing.assert_allclose(pull(ct)[0], np.cos(X), rtol=1e-6)
     assert store.missed == 2 * len(X)
-    store.clear()
 
 
 @KEPT_BY_OTHERS
@@ -280,7 +286,6 @@ def test_the_time_limit_holds_for_derivatives():
         f.defvjp(lambda x: (np.sin(x), None), slow)
         with pytest.raises(hc.CallTimeoutError, match=r"timeout=0\.1"), hc.reraise():
             jax.block_until_ready(jax.jit(jax.vmap(jax.grad(f)))(X))
-    store.clear()
 
 
 def test_a_row_in_another_process_of_the_same_number():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -70,12 +71,12 @@ class Template:
         """Of positional arrays alone; `marks` as in `leaves`."""
         return cls(tree.tree_structure(((0,) * len(marks), {})), marks)
 
-    @property
+    @cached_property
     def keys(self) -> tuple[Any, ...]:
         """For each array: the key dtype, or None."""
         return tuple(leaf for leaf in self.leaves if not isinstance(leaf, Static))
 
-    @property
+    @cached_property
     def is_flat(self) -> bool:
         """True where the function takes just the arrays, one a positional argument."""
         n = self.treedef.num_leaves

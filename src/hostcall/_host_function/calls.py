@@ -38,7 +38,7 @@ from hostcall._host_function.primitive import (
 )
 from hostcall._host_function.residuals import store
 from hostcall._host_function.rules import forward_pair
-from hostcall._host_function.trees import Trees, is_pair, pick, spread
+from hostcall._host_function.trees import Trees, is_pair, pick, spread, wrap_keys
 from hostcall._primitives.call.batching import batched_results
 from hostcall._spec import flatten_arguments
 from hostcall._where import Place
@@ -220,10 +220,7 @@ class Site(OfFunction):
                 args = args[-1:] if trees.masked else []
             what = self.host("backward", nz, take)
             return bind([*args, *kept, *cotangents], what)
-        leaves = [
-            x if key is None else _jax.wrap_key(x, key)
-            for x, key in zip(kept, template.keys, strict=True)
-        ]
+        leaves = wrap_keys(kept, template.keys)
         ((residual,), _) = template.fill(leaves)
         value = vjp.bwd(residual, trees.cotangents(cotangents))
         positions = range(len(trees.argument_trees))

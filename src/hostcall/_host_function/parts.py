@@ -18,7 +18,7 @@ from hostcall._call import call
 from hostcall._host_function import rules
 from hostcall._host_function.primitive import Arrays, Tangents, Value
 from hostcall._host_function.steps import Part, code_of
-from hostcall._host_function.trees import Trees, pick
+from hostcall._host_function.trees import Trees, pick, wrap_keys
 from hostcall._where import Place
 
 # value: the function. jvp: tangents of the results. both: results and their tangents.
@@ -104,10 +104,10 @@ class HostCode(OfFunction):
             return _blocks(results.treedef.flatten_up_to(value))
         keys = trees.results.keys if self.kind in ("both", "forward") else ()
         keys = (*keys, *(None for _ in self.avals[len(keys) :]))
-        spec = list(map(_struct, self.avals, keys))
+        spec = tuple(map(_struct, self.avals, keys))
         n = len(trees.template.keys) if self.takes_arguments else 0
-        whole = trees.arguments(args[:n]) if n else ()
-        return _blocks(call(Part(self), spec, whole, args[n:], **options))
+        typed = [*wrap_keys(args[:n], trees.template.keys[:n]), *args[n:]]
+        return _blocks(call(Part(self), spec, *typed, **options))
 
     def _options(self) -> dict[str, Any]:
         options = self.function.call_options(self.kind, self.keeps_objects)
@@ -117,6 +117,7 @@ class HostCode(OfFunction):
         if self.kind in ("value", "both", "forward"):
             fills = self.trees.fill_arrays()
             fills += [np.zeros(a.shape, a.dtype) for a in self.avals[len(fills) :]]
+            fills = tuple(fills)
         if self.kind == "value":
             fills = self.trees.results.treedef.unflatten(fills)
         return dict(options, fill=fills)

@@ -67,7 +67,7 @@ class Store:
             number = self._next
             self._next += 1
         self._keep(number, residual, sticky=False)
-        return np.array([number >> 32, number & 0xFFFFFFFF], HANDLE_DTYPE)
+        return np.frombuffer(number.to_bytes(8, "little"), HANDLE_DTYPE)
 
     def get(self, handle: Any, take: bool) -> tuple[Any, bool]:
         """(the residual of a handle, whether it is still there).
@@ -111,6 +111,8 @@ class Store:
         self._clear_up()
 
     def _clear_up(self) -> None:
+        if not self._dead:
+            return
         dropped = []
         while self._dead and self._lock.acquire(blocking=False):
             try:
@@ -122,8 +124,7 @@ class Store:
 
 
 def number_of(handle: Any) -> int:
-    high, low = np.asarray(handle).tolist()
-    return int((high << 32) | low)
+    return int.from_bytes(np.asarray(handle).tobytes(), "little")
 
 
 store = Store(_config.RESIDUALS)

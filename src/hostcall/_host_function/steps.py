@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -23,17 +24,20 @@ from hostcall._errors import DerivativeError
 from hostcall._host_function.primitive import Arrays
 from hostcall._host_function.residuals import store
 from hostcall._host_function.rules import forward_pair
-from hostcall._host_function.trees import Trees, is_pair, pick, spread, spread_known
-from hostcall._spec import Static
+from hostcall._host_function.trees import is_pair, pick, spread, spread_known
 from hostcall._where import name_of, source_of
 
-# What to run, its arguments, and what to make of its value.
-Steps = tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any], Any]]
+# What to run, its arguments, what makes arrays of its value, and what that needs too.
+Steps = tuple[Callable[..., Any], Any, Callable[[Any, Any], Any], Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What the engine calls. `hostcall_place` and the names are for its messages."""
+    """What the engine calls. `hostcall_place` and the names are for its messages.
+
+    The function itself gets its arguments; a rule all arrays, flat, which saves the
+    engine the trees. What does not change from call to call is looked up once.
+    """
 
     what: Any  # a parts.HostCode
 
@@ -47,136 +51,159 @@ class Part:
         raise AttributeError(name)
 
     def __call__(self, *operands: Any, **out: Any) -> Any:
-        if self.what.kind == "value":
-            return self.what.code(*operands, **out)
-        run, args, finish = getattr(self, "_" + self.what.kind)(*operands)
-        return finish(run(*args))
+        start = self._start
+        if start is None:
+            return self._code("value")(*operands, **out)
+        run, sent, finish, more = start(operands)
+        return tuple(finish(run(*sent), more))
 
-    def hostcall_steps(self, *operands: Any) -> Steps:
+    def hostcall_steps(self, *operands: Any) -> Any:
         """As `_workers.run_rows` wants it."""
-        if self.what.kind == "value":
+        if self._start is None:
             return self._code("value"), operands, _same
-        return getattr(self, "_" + self.what.kind)(*operands)  # type: ignore[no-any-return]
+        run, sent, finish, more = self._start(operands)
+        return run, sent, lambda value: tuple(finish(value, more))
+
+    @cached_property
+    def _start(self) -> Callable[[Any], Steps] | None:
+        kind = self.what.kind
+        return None if kind == "value" else getattr(self, "_" + kind)
+
+    @cached_property
+    def _codes(self) -> dict[Any, Any]:
+        return {}
 
     def _code(self, which: str, index: int = 0) -> Any:
         """One of the user's functions, as it can be sent."""
-        function = self.what.function
-        fn = code_of(function, which, index)
-        executor = function.executor
-        if executor is None:
-            return fn
-        return _Code(fn, function, which, index, _executors.by_name(executor))
+        found = self._codes.get((which, index))
+        if found is None:
+            function = self.what.function
+            found = code_of(function, which, index)
+            executor = function.executor
+            if executor is not None:
+                by_name = _executors.by_name(executor)
+                found = _Code(found, function, which, index, by_name)
+            self._codes[which, index] = found
+        return found
 
-    # Each gets (arguments, other operands); finished, it gives a list.
+    @cached_property
+    def _n(self) -> int:
+        """How many arrays the arguments have, where they are there."""
+        return len(self.what.trees.template.keys)
 
-    def _both(self, args: Any, rest: Arrays) -> Steps:
-        run, sent, finish = self._push(args, rest, None, wants_outs=True)
+    @cached_property
+    def _is_flat(self) -> bool:
+        return bool(self.what.trees.template.is_flat)
 
-        def both(value: Any) -> Arrays:
-            outs, tangents = finish(value)
-            return [*self.what.trees.out_leaves(outs, "the jvp rule"), *tangents]
+    def _arguments(self, leaves: Any) -> Any:
+        if self._is_flat:
+            return leaves
+        return self.what.trees.template.fill(leaves)[0]
 
-        return run, sent, both
+    # --- Forward mode --------------------------------------------------------------
 
-    def _jvp(self, args: Any, rest: Arrays) -> Steps:
-        n = sum(self.what.nz)
-        outs = self.what.trees.result(rest[n:]) if rest[n:] else None
-        run, sent, finish = self._push(args, rest[:n], outs, wants_outs=False)
-        return run, sent, lambda value: finish(value)[1]
+    def _both(self, operands: Any) -> Steps:
+        n = self._n
+        run, sent = self._push(operands[:n], operands[n:], None, wants_outs=True)
+        return run, sent, self._pushed, True
 
-    def _push(self, args: Any, tangents: Arrays, outs: Any, wants_outs: bool) -> Steps:
+    def _jvp(self, operands: Any) -> Steps:
+        n = self._n
+        m = n + sum(self.what.nz)
+        outs = self.what.trees.result(operands[m:]) if operands[m:] else None
+        run, sent = self._push(operands[:n], operands[n:m], outs, wants_outs=False)
+        return run, sent, self._pushed, False
+
+    def _push(
+        self, arrays: Any, tangents: Any, outs: Any, wants_outs: bool
+    ) -> tuple[Callable[..., Any], Any]:
         what, trees = self.what, self.what.trees
         jvp = what.rules.jvp
         assert jvp is not None
-        arrays = array_leaves(args, trees)
+        args = self._arguments(arrays)
         dots = spread(tangents, what.nz)
         whole = trees.tangents(arrays, dots, lambda x: np.zeros(x.shape, x.dtype))
         fn = self._code("value")
         if jvp.rule is None:
             positions = sorted(set(pick(trees.positions, what.nz)))
             terms = [(self._code("jvp", p), whole[p]) for p in positions]
-            run: Callable[..., Any] = _push_each
-            sent: tuple[Any, ...] = (terms, fn if outs is None else None, outs, args)
-        else:
-            treedef = trees.results.treedef
-            like = treedef.unflatten([0] * treedef.num_leaves)
-            run, sent = (
-                _push_whole,
-                (self._code("jvp"), fn if wants_outs else None, like, args, whole),
-            )
+            return _push_each, (terms, fn if outs is None else None, outs, args)
+        like = trees.result_of_zeros
+        fn = fn if wants_outs else None
+        return _push_whole, (self._code("jvp"), fn, like, args, whole)
 
-        def finish(value: Any) -> tuple[Any, Arrays]:
-            outs, out_dot = value
-            leaves = trees.out_leaves(out_dot, "the jvp rule")
-            return outs, pick(leaves, trees.out_diff)
+    def _pushed(self, value: Any, wants_outs: bool) -> Arrays:
+        outs, out_dot = value
+        trees = self.what.trees
+        leaves = trees.out_leaves(out_dot, "the jvp rule")
+        tangents = pick(leaves, trees.out_diff)
+        if not wants_outs:
+            return tangents
+        return [*trees.out_leaves(outs, "the jvp rule"), *tangents]
 
-        return run, sent, finish
+    # --- Reverse mode --------------------------------------------------------------
 
-    def _forward(self, args: Any, rest: Arrays) -> Steps:
-        del rest
-        return self._code("forward"), args, self._keep
+    def _forward(self, operands: Any) -> Steps:
+        return self._code("forward"), self._arguments(operands), self._keep, None
 
-    def _keep(self, value: Any) -> Arrays:
-        what = self.what
-        outs, residual = forward_pair(value, what.name)
-        leaves = what.trees.out_leaves(outs, "the forward rule")
-        if what.keeps_objects:
+    def _keep(self, value: Any, _: Any) -> Arrays:
+        outs, residual = forward_pair(value, self.what.name)
+        leaves = self.what.trees.out_leaves(outs, "the forward rule")
+        treedef = self._residual_tree
+        if treedef is None:
             return [*leaves, store.put(residual)]
-        treedef = what.function.residual_tree
         try:
             return [*leaves, *treedef.flatten_up_to(residual)]
         except (ValueError, TypeError) as error:
             raise DerivativeError(
-                f"hostcall: the forward rule of `{what.name}` should return"
+                f"hostcall: the forward rule of `{self.what.name}` should return"
                 f" residuals in the structure of residuals=, {treedef}, got"
                 f" {jax.tree_util.tree_structure(residual)}"
             ) from error
 
-    def _backward(self, args: Any, rest: Arrays) -> Steps:
-        what, trees = self.what, self.what.trees
-        backward = self._code("backward")
-        if not what.keeps_objects:
-            treedef = what.function.residual_tree
-            residual = treedef.unflatten(rest[: treedef.num_leaves])
-            rest = rest[treedef.num_leaves :]
-            sent = (residual, trees.cotangents(rest))
-            return backward, sent, lambda value: self._pulled(value, rest)
-        handle, rest = rest[0], rest[1:]
-        cotangent = trees.cotangents(rest)
+    @cached_property
+    def _residual_tree(self) -> Any:
+        """None where residuals stay on the host."""
+        if self.what.keeps_objects:
+            return None
+        return self.what.function.residual_tree
+
+    def _backward(self, operands: Any) -> Steps:
+        what, treedef = self.what, self._residual_tree
+        if treedef is not None:
+            n = treedef.num_leaves
+            residual, given = treedef.unflatten(operands[:n]), operands[n:]
+            sent = (residual, what.trees.cotangents(given))
+            return self._code("backward"), sent, self._pulled, given
+        n = self._n
+        handle, given = operands[n], operands[n + 1 :]
+        cotangent = what.trees.cotangents(given)
         residual, there = store.get(handle, what.take)
         if there:
-            sent = (residual, cotangent)
-            return backward, sent, lambda value: self._pulled(value, rest)
+            return self._code("backward"), (residual, cotangent), self._pulled, given
+        codes = self._code("forward"), self._code("backward")
+        again = (*codes, what.name, self._arguments(operands[:n]), cotangent)
+        return _both_halves, again, self._pulled_again, (handle, given)
 
-        def finish(value: Any) -> Arrays:
-            residual, value = value
-            store.put_back(handle, residual)
-            return self._pulled(value, rest)
-
-        again = (self._code("forward"), backward, what.name, args, cotangent)
-        return _both_halves, again, finish
-
-    def _pulled(self, value: Any, given: Arrays) -> Arrays:
+    def _pulled(self, value: Any, given: Any) -> Arrays:
         trees = self.what.trees
-        positions = range(len(trees.argument_trees))
-        leaves = trees.argument_leaves(value, positions, "the backward rule")
+        leaves = trees.argument_leaves(value, self._positions, "the backward rule")
         return self._cotangents(leaves, given)
 
-    def _transpose(self, known: Any, rest: Arrays) -> Steps:
-        del known
-        what, trees = self.what, self.what.trees
-        linear = what.nz[: len(trees.template.keys)]
-        n = linear.count(False)
-        args = trees.arguments(spread_known(rest[:n], linear))
-        sent = (trees.cotangents(rest[n:]), *trees.nonlinear(args))
+    def _pulled_again(self, value: Any, more: Any) -> Arrays:
+        (handle, given), (residual, value) = more, value
+        store.put_back(handle, residual)
+        return self._pulled(value, given)
 
-        def finish(value: Any) -> Arrays:
-            return self._cotangents(trees.transposed_leaves(value), rest[n:])
+    @cached_property
+    def _positions(self) -> range:
+        return range(len(self.what.trees.argument_trees))
 
-        return self._code("transpose"), sent, finish
-
-    def _cotangents(self, leaves: Arrays, given: Arrays) -> Arrays:
+    def _cotangents(self, leaves: Arrays, given: Any) -> Arrays:
         """None is zero. With whole batches their axes are in front."""
+        found = pick(leaves, self.what.nz)
+        if all(leaf is not None for leaf in found):
+            return found
         trees = self.what.trees
         batch: tuple[int, ...] = ()
         for ct, aval in zip(given, trees.out_avals, strict=True):
@@ -184,17 +211,28 @@ class Part:
         avals = pick(trees.in_avals, self.what.nz)
         return [
             np.zeros(batch + aval.shape, aval.dtype) if leaf is None else leaf
-            for leaf, aval in zip(pick(leaves, self.what.nz), avals, strict=True)
+            for leaf, aval in zip(found, avals, strict=True)
         ]
 
-    def _jacobian(self, args: Any, rest: Arrays) -> Steps:
-        del rest
-        return self._code("jacobian"), args, self.what.trees.jacobian_leaves
+    # --- The others ----------------------------------------------------------------
 
+    def _transpose(self, operands: Any) -> Steps:
+        what, trees = self.what, self.what.trees
+        linear = what.nz[: self._n]
+        n = linear.count(False)
+        args = self._arguments(spread_known(operands[:n], linear))
+        sent = (trees.cotangents(operands[n:]), *trees.nonlinear(args))
+        return self._code("transpose"), sent, self._transposed, operands[n:]
 
-def array_leaves(args: Any, trees: Trees) -> Arrays:
-    leaves = trees.template.treedef.flatten_up_to((args, {}))
-    return pick(leaves, [not isinstance(m, Static) for m in trees.template.leaves])
+    def _transposed(self, value: Any, given: Any) -> Arrays:
+        return self._cotangents(self.what.trees.transposed_leaves(value), given)
+
+    def _jacobian(self, operands: Any) -> Steps:
+        return self._code("jacobian"), self._arguments(operands), self._blocks, None
+
+    def _blocks(self, value: Any, _: Any) -> Arrays:
+        leaves: Arrays = self.what.trees.jacobian_leaves(value)
+        return leaves
 
 
 # --- Where the user's functions run --------------------------------------------------

@@ -94,18 +94,19 @@ class Trees:
     def arguments(self, arrays: Arrays) -> tuple[Any, ...]:
         """For JAX code: with typed keys."""
         keys = self.template.keys
-        leaves = [
-            x if key is None else _jax.wrap_key(x, key)
-            for x, key in zip(arrays[: len(keys)], keys, strict=True)
-        ]
-        return self.template.fill(leaves)[0]
+        return self.template.fill(wrap_keys(arrays[: len(keys)], keys))[0]
 
     def result(self, leaves: Arrays) -> Any:
-        leaves = [
-            x if key is None else _jax.wrap_key(x, key)
-            for x, key in zip(leaves, self.results.keys, strict=True)
-        ]
-        return self.results.treedef.unflatten(leaves)
+        return self.results.treedef.unflatten(wrap_keys(leaves, self.results.keys))
+
+    @cached_property
+    def result_of_zeros(self) -> Any:
+        """Something in the structure of the result."""
+        return self.results.treedef.unflatten([0] * self.results.treedef.num_leaves)
+
+    @cached_property
+    def result_is_leaf(self) -> bool:
+        return bool(self.results.treedef == tree.tree_structure(0))
 
     def tangents(self, shapes: Sequence[Any], tangents: Tangents, zeros: Any) -> Any:
         """As the arguments: zeros where there is no tangent, float0 for integers,
@@ -133,6 +134,8 @@ class Trees:
 
     def cotangents(self, cotangents: Arrays) -> Any:
         """As the result, from those of results that have one."""
+        if self.result_is_leaf and len(cotangents) == 1:
+            return cotangents[0]
         rest = iter(cotangents)
         leaves = [
             next(rest) if flag else np.zeros(aval.shape, jax.dtypes.float0)
@@ -144,6 +147,8 @@ class Trees:
 
     def out_leaves(self, value: Any, what: str) -> Arrays:
         """Of something in the structure of the result."""
+        if self.result_is_leaf:
+            return [value]
         try:
             return list(self.results.treedef.flatten_up_to(value))
         except (ValueError, TypeError) as error:
@@ -164,6 +169,8 @@ class Trees:
                 f" value for each of the arguments {list(positions)} (None for zero),"
                 f" got {got if len(got) < 80 else type(value).__name__}"
             )
+        if self.template.is_flat and len(positions) == len(self.argument_trees):
+            return [*value, *self._of_mask(None)]
         of = dict(zip(positions, value, strict=True))
         leaves: list[Any] = []
         for position, treedef in enumerate(self.argument_trees):
@@ -293,6 +300,14 @@ def spread(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
     """`values` where the flags are True, None elsewhere."""
     rest = iter(values)
     return [next(rest) if flag else None for flag in flags]
+
+
+def wrap_keys(arrays: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
+    """Typed PRNG keys of the blocks behind them, which operands are."""
+    return [
+        x if key is None else _jax.wrap_key(x, key)
+        for x, key in zip(arrays, keys, strict=True)
+    ]
 
 
 def spread_known(known: Sequence[Any], linear: Sequence[bool]) -> list[Any]:
