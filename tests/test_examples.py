@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -40,18 +41,24 @@ def test_there_are_examples():
     }
 
 
-def test_the_main_job(run_python):
+def test_the_main_job(run_python, tmp_path):
     pytest.importorskip("scipy")
     pytest.importorskip("statsmodels")
-    out = run_python(MAIN, "--quick").stdout
+    path = tmp_path / "fit.png"
+    out = run_python(MAIN, "--quick", "--plot", str(path)).stdout
     assert "works (tried: ordered calls in a compiled loop)" in out
-    assert "against scipy.special.jv" in out
+    for heading in ("Lynx and hares", "Bessel functions", "Sunspots", "Microseconds"):
+        assert f"\n{heading}" in out
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    assert path.exists() == drawn
+    assert (str(path) if drawn else "left out, for want of matplotlib") in out
     assert out.endswith("All results agree with plain SciPy.\n")
 
 
 def test_the_report_alone(run_python):
     out = run_python(MAIN, "--report").stdout
     assert "engine on cpu" in out
+    assert "engine on gpu" in out
     assert "Sunspots" not in out
 
 

@@ -178,6 +178,33 @@ def test_elementwise_promotes_and_broadcasts(x64):
         assert out.shape == want.shape
 
 
+@pytest.mark.parametrize("method", ["expand_dims", "broadcast_all", "sequential"])
+def test_elementwise_rows_of_unequal_ranks(method, x64):
+    f = hc.host(lambda x, y: x - y**2, result=hc.elementwise, vmap_method=method)
+
+    @f.defjvp
+    def _(primals, tangents):
+        return tangents[0] - 2 * primals[1] * tangents[1]
+
+    square, row = np.arange(9.0).reshape(3, 3), np.array([0.5, 1.0, 2.0])
+    cases = [
+        ((0, 0), square, row),  # as many numbers as there are rows of as many
+        ((None, 0), np.arange(5.0), row),
+        ((0, None), row, np.arange(5.0)),
+        ((1, 0), square, row),
+    ]
+    for dims, x, y in cases:
+        got = jax.jit(jax.vmap(f, dims))(x, y)
+        np.testing.assert_array_equal(got, jax.vmap(lambda x, y: x - y**2, dims)(x, y))
+
+    def along(f):
+        return jax.vmap(lambda x, y: jax.jvp(f, (x, y), (x, y)))(square, row)
+
+    got, want = along(f), along(lambda x, y: x - y**2)
+    np.testing.assert_allclose(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1])
+
+
 def test_a_function_of_the_arguments():
     def outer(x, y):
         return jax.ShapeDtypeStruct((x.shape[0], y["b"].shape[0]), x.dtype)

@@ -443,6 +443,17 @@ def test_rows_of_tangents_share_one_value():
     assert calls.take() == {"value": 1, "jvp": 3}
 
 
+@pytest.mark.parametrize("where", ["host", "jax"])
+@pytest.mark.parametrize("number", [float, np.float32, np.asarray])
+def test_pythons_numbers_as_primals_and_tangents(where, number):
+    sine = hc.host(np.sin, result=hc.elementwise, vmap_method="expand_dims")
+    cosine = hc.host(np.cos, result=hc.elementwise, vmap_method="expand_dims")
+    rule = np.cos if where == "host" else cosine
+    sine.defjvp(lambda p, t: rule(p[0]) * t[0], where=where)
+    out, dot = jax.jvp(sine, (number(0.7),), (number(2.0),))
+    np.testing.assert_allclose([out, dot], [np.sin(0.7), 2 * np.cos(0.7)], rtol=1e-6)
+
+
 def test_zero_tangents_make_no_call():
     calls = Calls()
     f = make("jvp+vjp", calls)

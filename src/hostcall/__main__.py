@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,20 +20,13 @@ import numpy as np
 
 import hostcall as hc
 from hostcall import _run
+from hostcall._demo import heading, line
 
 # --- The report -----------------------------------------------------------------------
 
 
-def heading(text: str) -> None:
-    print(f"\n{text}\n{'-' * len(text)}")
-
-
-def line(name: str, value: object) -> None:
-    print(f"  {name:<34} {value}")
-
-
-def engine_answers() -> str:
-    """Tries the engine: a callback in a compiled loop, which counts."""
+def engine_answers(device: jax.Device) -> str:
+    """Tries the engine on a device: a callback in a compiled loop, which counts."""
     seen = []
     result = jax.ShapeDtypeStruct((), np.float32)
 
@@ -42,13 +37,29 @@ def engine_answers() -> str:
     def body(_: Any, x: Any) -> Any:
         return hc.call(count, result, x, order="ordered")
 
-    total = jax.jit(lambda x: jax.lax.fori_loop(0, 3, body, x))(0.0)
-    works = float(total) == 3.0 and seen == [0.0, 1.0, 2.0]
-    return "works (tried: ordered calls in a compiled loop)" if works else "BROKEN"
+    program = jax.jit(lambda x: jax.lax.fori_loop(0, 3, body, x))
+    x = jax.device_put(np.float32(0), device)
+    total = float(program(x))
+    if total != 3.0 or seen != [0.0, 1.0, 2.0]:
+        return f"BROKEN: calls gave {total}, and got {seen}"
+    if "hostcall_call" not in program.lower(x).as_text():
+        return "not used: calls work, through JAX's own callback"
+    return "works (tried: ordered calls in a compiled loop)"
 
 
-def report() -> bool:
-    """Prints versions, devices and the engine's state: whether it works."""
+def engine_on_gpu(devices: Sequence[jax.Device]) -> str:
+    """Tries it on the first GPU of these, if there is one."""
+    gpus = [device for device in devices if device.platform == "gpu"]
+    if not gpus:
+        return "not tried: JAX sees no GPU here"
+    try:
+        return engine_answers(gpus[0])
+    except Exception as error:  # what a driver raises: the jobs run on the CPU anyway
+        return f"BROKEN: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def report() -> tuple[str, str]:
+    """Prints versions, devices and the engine's state: on CPUs, on GPUs."""
     heading("hostcall")
     for name, value in {
         "hostcall": hc.__version__,
@@ -59,109 +70,16 @@ def report() -> bool:
         "devices": ", ".join(map(str, jax.devices())),
     }.items():
         line(name, value)
-    answer = engine_answers()
-    line("engine on cpu", answer)
-    line("engine on gpu", "not in this version")
+    cpu = engine_answers(jax.local_devices(backend="cpu")[0])
+    line("engine on cpu", cpu)
+    gpu = engine_on_gpu(jax.devices())
+    line("engine on gpu", gpu)
     line("calls under way", len(hc.status()))
-    return answer.startswith("works")
-
-
-# --- The job --------------------------------------------------------------------------
+    return cpu, gpu
 
 
 def missing_packages() -> list[str]:
     return [n for n in ("scipy", "statsmodels") if importlib.util.find_spec(n) is None]
-
-
-def job() -> None:
-    """The sunspot record, through SciPy routines that JAX lacks; see `_demo`."""
-    from hostcall import _demo
-
-    record = _demo.load()
-    years, numbers = record
-    t = years - years.mean()
-    heading(f"Sunspots, {years[0]:.0f} to {years[-1]:.0f} ({len(years)} years)")
-    bessel(_demo)
-    modulation(_demo, t, numbers)
-    forecasts(_demo, numbers)
-    ours = ("jv", "next_year")
-    calls = sum(s.calls for name, s in hc.stats().items() if name.startswith(ours))
-    print(f"\n  {calls} calls of SciPy, every one from a compiled program.")
-
-
-def bessel(demo: Any) -> None:
-    """First derivatives beside SciPy's, and second ones in Bessel's equation."""
-    import scipy.special
-
-    z, orders = np.linspace(0, 20, 201), np.arange(-3, 4)
-
-    def table(f: Any) -> np.ndarray:
-        over_z = jax.vmap(f, (None, 0))
-        return np.asarray(jax.jit(jax.vmap(over_z, (0, None)))(orders, z))
-
-    slope = jax.grad(demo.jv, 1)
-    y, dy, ddy = table(demo.jv), table(slope), table(jax.grad(slope, 1))
-    n = orders[:, None]
-    values = demo.close(y, scipy.special.jv(n, z), 1e-14)
-    slopes = demo.close(dy, scipy.special.jvp(n, z), 1e-13)
-    equation = demo.close(z**2 * ddy + z * dy + (z**2 - n**2) * y, 0, 1e-11)
-    print("\n  Bessel functions jv, under jit(vmap(vmap)), grad and grad(grad)")
-    line("against scipy.special.jv, jvp", f"max difference {max(values, slopes):.1e}")
-    line("Bessel's equation, from all three", f"max residual {equation:.1e}")
-
-
-def modulation(demo: Any, t: np.ndarray, numbers: np.ndarray) -> None:
-    import scipy.special
-
-    first, steps = demo.starts(16), 100
-    begin = time.perf_counter()
-    parameters, costs = jax.block_until_ready(demo.fit(first, t, numbers, steps))
-    seconds = time.perf_counter() - begin
-    best = np.asarray(parameters)[int(np.argmin(costs))]
-    plain = demo.fit_with_scipy(first, t, numbers)
-    curve = jax.jit(lambda p: demo.curve(p, t, jnp, demo.jv))(best)
-    difference = demo.close(curve, demo.curve(best, t, np, scipy.special.jv), 1e-9)
-    demo.close(np.min(costs) / plain.cost, 1.0, 1e-6)
-    period, depth, long_period = np.abs(best[3:6])
-    worse = demo.close(np.abs(best[:6]), np.abs(plain.x[:6]), 0.1)
-
-    print(
-        f"\n  Slow modulation of the cycle: jit(vmap(scan)), 16 starts x {steps} steps"
-    )
-    line("cycle", f"{period:.2f} years")
-    line("its phase swings once in", f"{long_period:.0f} years, by {depth:.2f} rad")
-    error = np.sqrt(2 * np.min(costs) / len(t))
-    line("root mean square error", f"{error:.1f} sunspots (mean {numbers.mean():.1f})")
-    line("time, with compilation", f"{seconds:.2f} s")
-    line("against plain SciPy, the curve", f"max difference {difference:.1e}")
-    line("  least_squares, parameters", f"max difference {worse:.1e}")
-
-
-def forecasts(demo: Any, numbers: np.ndarray) -> None:
-    field = demo.magnetic_field(numbers)
-    drive = np.linspace(0, 0.4, 9)
-    begin = time.perf_counter()
-    ahead = np.asarray(demo.forecast(drive, field))
-    seconds = time.perf_counter() - begin
-    difference = demo.close(ahead, demo.forecast_without_jax(drive, field), 1e-9)
-
-    def error(guess: np.ndarray) -> np.ndarray:
-        """Root mean square, without the 20 years that it takes to settle."""
-        miss = (guess - numbers[1:])[..., 20:]
-        return np.sqrt(np.mean(miss**2, axis=-1))  # type: ignore[no-any-return]
-
-    errors = error(ahead**2)
-    best = int(np.argmin(errors))
-    assert errors[best] < error(numbers[:-1])
-    steps = len(field) - 1
-    print(f"\n  Forecast a year ahead by solve_ivp: jit(vmap(scan)), 9 x {steps} years")
-    line(
-        "root mean square error, best drive", f"{errors[best]:.1f} ({drive[best]:.2f})"
-    )
-    line("  a harmonic oscillator's", f"{errors[0]:.1f}")
-    line("  next year like this one", f"{error(numbers[:-1]):.1f}")
-    line("time, with compilation", f"{seconds:.2f} s")
-    line("against plain SciPy", f"max difference {difference:.1e}")
 
 
 # --- The cost -------------------------------------------------------------------------
@@ -171,7 +89,7 @@ def costs(quick: bool) -> None:
     """Microseconds a call, beside jax.pure_callback, in turn and in this process."""
     heading("Microseconds a call, in compiled programs")
     n, rounds = (100, 3) if quick else (1000, 7)
-    print(f"  {'':<34} {'hostcall':>9} {'JAX':>9} {'ratio':>8}")
+    print(f"  {'':<36} {'hostcall':>9} {'JAX':>9} {'ratio':>8}")
     for name, (call, x, times) in programs(n).items():
         ours, theirs = call(hc.call), call(jax.pure_callback)
         mine, yours = [], []
@@ -179,7 +97,7 @@ def costs(quick: bool) -> None:
             mine.append(timed(ours, x, times))
             yours.append(timed(theirs, x, times))
         a, b = statistics.median(mine[1:]), statistics.median(yours[1:])
-        print(f"  {name:<34} {a:>9.2f} {b:>9.1f} {b / a:>7.1f}x")
+        print(f"  {name:<36} {a:>9.2f} {b:>9.1f} {b / a:>7.1f}x")
 
 
 def logging(quick: bool) -> None:
@@ -280,23 +198,15 @@ def main() -> int:
     if sys.argv[1:2] == ["run"]:
         _run.main(sys.argv[2:])
         return 0
-    parser = argparse.ArgumentParser(
-        prog="python -m hostcall",
-        description="Says what works here, analyses the sunspot record in JAX programs"
-        " that call SciPy, checks the results against plain SciPy, and times calls."
-        " `python -m hostcall run script.py` runs a program with its callbacks on the"
-        " engine.",
-    )
-    parser.add_argument("--quick", action="store_true", help="time calls coarsely")
-    parser.add_argument("--report", action="store_true", help="the report only")
-    options = parser.parse_args()
+    options = parsed()
     # SciPy computes in double precision, and so does what it is compared with.
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
-    if not report():
-        return 1
+    cpu, gpu = report()
     if options.report:
-        return 0
+        return int("BROKEN" in cpu + gpu)
+    if "BROKEN" in cpu:
+        return 1
     missing = missing_packages()
     if missing:
         print(
@@ -305,11 +215,43 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    job()
+    from hostcall import _demo_jobs
+
+    _demo_jobs.run(options.quick, options.plot)
     costs(options.quick)
     logging(options.quick)
     print("\nAll results agree with plain SciPy.")
     return 0
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m hostcall",
+        description="Says what works here, fits models to the record of lynx and hares"
+        " and to that of sunspots in JAX programs that call SciPy, checks the results"
+        " against plain SciPy, and times calls. `python -m hostcall run script.py` runs"
+        " a program with its callbacks on the engine.",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer starts and steps, coarser times"
+    )
+    parser.add_argument("--report", action="store_true", help="the report only")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("lynx_hare.png"),
+        metavar="PATH",
+        help="where the plot of lynx and hares goes, a PNG (default: %(default)s here)",
+    )
+    options = parser.parse_args()
+    folder = options.plot.parent
+    possible = folder.is_dir() and os.access(folder, os.W_OK)
+    if not options.report and (options.plot.is_dir() or not possible):
+        parser.error(
+            f"the plot can't be written to {options.plot}: that is a folder, or is in"
+            " none that may be written to. Say which file: --plot lynx_hare.png"
+        )
+    return options
 
 
 if __name__ == "__main__":

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
 from hostcall._call import call
 from hostcall._host_function import rules
 from hostcall._host_function.primitive import Arrays, Tangents, Value
+from hostcall._host_function.results import elementwise
 from hostcall._host_function.steps import Part, code_of
 from hostcall._host_function.trees import Trees, pick, wrap_keys
+from hostcall._primitives.call.batching import WHOLE
 from hostcall._where import Place
 
 # value: the function. jvp: tangents of the results. both: results and their tangents.
@@ -97,6 +100,8 @@ class HostCode(OfFunction):
         if trees.masked:
             args = list(args)
             options["where"] = args.pop(self._mask_at)
+        if options["vmap_method"] in WHOLE and self.kind in ("value", "jvp", "both"):
+            args = self._aligned(args)
         if self.kind == "value":
             results = trees.results
             spec = results.treedef.unflatten(map(_struct, results.avals, results.keys))
@@ -128,6 +133,24 @@ class HostCode(OfFunction):
         if self.takes_arguments:
             return len(self.trees.in_avals) - 1
         return 0 if self.kind == "backward" else self.nz.count(False) - 1
+
+    def _aligned(self, args: Arrays) -> Arrays:
+        """Operands of an elementwise function with as many axes as the result.
+
+        A batch is one more axis in front of each. Without this, 16 numbers beside a row
+        of 9 would be (16,) beside (1, 9), and 9 numbers beside 9 rows of 9 would be
+        taken for a row.
+        """
+        if self.function.result is not elementwise:
+            return args
+        axes = len(self.trees.results.avals[0].shape)
+        shapes = [np.shape(x) for x in args]
+        return [
+            x
+            if len(shape) == axes
+            else jnp.reshape(x, (1,) * (axes - len(shape)) + shape)
+            for x, shape in zip(args, shapes, strict=True)
+        ]
 
     @property
     def takes_arguments(self) -> bool:

@@ -69,7 +69,9 @@ def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
 
     Its shape is that to which all array arguments broadcast; its dtype the one to
     which JAX promotes theirs, and a floating one (float32, in 64-bit mode float64) if
-    all are integers. Python's numbers are weak, as in JAX.
+    all are integers. Python's numbers are weak, as in JAX. Where `vmap_method` hands
+    over whole batches the function, and a `defjvp` rule in host code, get arguments
+    with as many axes as the result, by axes of length 1 in front: then batches meet.
     """
     leaves = [x for x in tree.tree_leaves(args) if hasattr(x, "shape")]
     shape = np.broadcast_shapes(*(x.shape for x in leaves))
