@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks import (
     render,
     rows_around,
+    rows_bridge,
     rows_buffers,
     rows_call,
     rows_drop_in,
@@ -27,6 +28,7 @@ ROWS = (
     *rows_drop_in.ROWS,
     *rows_buffers.ROWS,
     *rows_host.ROWS,
+    *rows_bridge.ROWS,
     *rows_gpu.ROWS,
 )
 

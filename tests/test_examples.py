@@ -37,6 +37,7 @@ def test_there_are_examples():
         "old_training",
         "parallel_rows",
         "rollout",
+        "torch_bridge",
         "training_log",
     }
 

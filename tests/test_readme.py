@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -30,6 +31,16 @@ def test_the_first_screen_has_a_program_that_ends_in_an_assert():
     assert "make demo" in screen
     assert "make test" in screen
     assert "| JAX's callbacks | hostcall |" in screen
+
+
+def test_the_programs_with_torch(run_python):
+    """In a process of their own: torch is large, and would stay in this one."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    text = (ROOT / "docs" / "bridges.md").read_text()
+    blocks = re.findall(r"^```python torch\n(.*?)^```", text, re.M | re.S)
+    assert len(blocks) == text.count("```python torch")
+    run_python("\n".join(blocks))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -8,6 +8,7 @@
                 (finite_difference for want of a rule)
     check       runs a HostFunction and its rules against each other (a `Report` of
                 `Check`s)
+    bridge      functions of other systems, with their derivatives: bridge.torch
     Object      a host object whose methods programs call: one for each row of a vmap
     print       a formatted line, the same way
     pure_callback, io_callback, debug
@@ -86,6 +87,7 @@ from hostcall._sync import (
 from hostcall._tap import tap, tap_cotangent, tap_tangent, tap_through
 
 if TYPE_CHECKING:
+    from hostcall import bridge
     from hostcall._check import Check, Report, check
     from hostcall._host_function.differences import finite_difference
     from hostcall._host_function.function import HostFunction
@@ -106,9 +108,12 @@ _LATER = {
     "like": "_host_function.results",
     "same_tree": "_host_function.results",
 }
+_LATER_MODULES = ("bridge",)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _LATER_MODULES:
+        return importlib.import_module(f"hostcall.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
@@ -117,7 +122,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_LATER_MODULES})
 
 
 __all__ = [
@@ -143,6 +148,7 @@ __all__ = [
     "TapQueue",
     "UnwrittenError",
     "barrier",
+    "bridge",
     "buffer_callback",
     "call",
     "check",

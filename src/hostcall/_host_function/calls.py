@@ -88,7 +88,7 @@ class Site(OfFunction):
             return self._linear_jvp(args, tangents)
         if found.vjp is None and found.jvp is None:
             if found.jacobian is None:
-                raise rules.no_derivative(self.name, self.place)
+                raise rules.no_derivative(self.name, self.place, self.function.advice)
             outs = bind(args, self)
             touts = contract(self.jacobian(args), tangents, self.trees)
         elif found.only_jax_jvp:
@@ -155,6 +155,12 @@ class Site(OfFunction):
         jvp, trees = self.rules.jvp, self.trees
         assert jvp is not None
         primals = trees.arguments(args)
+        if jvp.flat:
+            assert jvp.rule is not None
+            leaves, dots = jvp.rule(primals, trees.unmasked(tangents), trees.out_diff)
+            outs = trees.fitting(leaves, self.avals, "the jvp rule")
+            dots = trees.fitting(dots, trees.out_avals, "the jvp rule")
+            return trees.masking(args, outs), trees.zeroing(args, dots)
         whole = trees.tangents(args, tangents, jnp.zeros_like)
         if jvp.rule is None:
             outs = bind(args, self) if outs is None else outs
@@ -222,10 +228,15 @@ class Site(OfFunction):
             return bind([*args, *kept, *cotangents], what)
         leaves = wrap_keys(kept, template.keys)
         ((residual,), _) = template.fill(leaves)
+        avals = pick(trees.in_avals, nz)
+        if vjp.flat:
+            cts, wanted = spread(cotangents, trees.out_diff), trees.unmasked(nz)
+            found = vjp.bwd(residual, cts, wanted)
+            back = trees.fitting(found, avals, "the backward rule")
+            return trees.zeroing(args, back)
         value = vjp.bwd(residual, trees.cotangents(cotangents))
         positions = range(len(trees.argument_trees))
         found = trees.argument_leaves(value, positions, "the backward rule")
-        avals = pick(trees.in_avals, nz)
         back = trees.fitting(pick(found, nz), avals, "the backward rule")
         return trees.zeroing(args, back)
 

@@ -47,6 +47,8 @@ class HostFunction:
         rules: what the def* methods were given.
     """
 
+    _NOT_PICKLED: tuple[str, ...] = ("__wrapped__", "_inferred")
+
     def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
         name = options.pop("name")
         functools.update_wrapper(self, fn, updated=())
@@ -64,6 +66,7 @@ class HostFunction:
         self._options = options  # arrays, timeout, executor
         self._inferred: dict[Any, Any] = {}
         self.differences: Any = None  # of hc.finite_difference
+        self.advice = ""  # where a derivative is missing, if no def* is for the user
 
     def __repr__(self) -> str:
         given = [k for k, v in vars(self.rules).items() if v is not None]
@@ -77,8 +80,8 @@ class HostFunction:
             found = getattr(found, part, None)
         if found is self:
             return self.__qualname__
-        state = {k: v for k, v in vars(self).items() if k not in _NOT_PICKLED}
-        return _new, (), state
+        state = {k: v for k, v in vars(self).items() if k not in self._NOT_PICKLED}
+        return _new, (type(self),), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _inferred={}, __wrapped__=state["fn"])
@@ -153,10 +156,11 @@ class HostFunction:
         shapes = tuple((x.shape, x.dtype) for x in leaves if hasattr(x, "shape"))
         key = (template, shapes, bool(jax.config.jax_enable_x64))
         if key not in self._inferred:
-            self._inferred[key] = shorthands.spec_of(
-                self.result, self.fn, avals, self.__name__
-            )
+            self._inferred[key] = self._infer(avals)
         return self._inferred[key]
+
+    def _infer(self, avals: Any) -> Any:
+        return shorthands.spec_of(self.result, self.fn, avals, self.__name__)
 
     def _positional(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         try:
@@ -348,11 +352,8 @@ class HostFunction:
         return self.rules.vjp.residuals.treedef
 
 
-_NOT_PICKLED = ("__wrapped__", "_inferred")
-
-
-def _new() -> HostFunction:
-    return HostFunction.__new__(HostFunction)
+def _new(cls: type[HostFunction]) -> HostFunction:
+    return cls.__new__(cls)
 
 
 class _Placed:

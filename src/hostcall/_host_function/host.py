@@ -95,18 +95,7 @@ def host(
             f"hostcall: order= of `{shown}` should be one of"
             f" {', '.join(map(repr, ORDERS))}, got {order!r}"
         )
-    if isinstance(result, str) and result != "infer":
-        raise SpecError(
-            f"hostcall: result= of `{shown}` is {result!r}. The only word is 'infer';"
-            " else give a spec, a function, hc.like(i), hc.same_tree(i) or"
-            " hc.elementwise"
-        )
-    positions = (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
-    if not all(isinstance(n, int) for n in positions):
-        raise SpecError(
-            f"hostcall: nondiff= of `{shown}` should be positions of arguments, got"
-            f" {nondiff!r}"
-        )
+    positions = checked(shown, result, nondiff)
     return HostFunction(
         fn,
         name=name,
@@ -119,3 +108,20 @@ def host(
         timeout=timeout,
         executor=executor,
     )
+
+
+def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The positions in `nondiff`; refuses what result= and nondiff= can't be."""
+    if isinstance(result, str) and result != "infer":
+        raise SpecError(
+            f"hostcall: result= of `{shown}` is {result!r}. The only word is 'infer';"
+            " else give a spec, a function, hc.like(i), hc.same_tree(i) or"
+            " hc.elementwise"
+        )
+    positions = (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
+    if not all(isinstance(n, int) for n in positions):
+        raise SpecError(
+            f"hostcall: nondiff= of `{shown}` should be positions of arguments, got"
+            f" {nondiff!r}"
+        )
+    return positions

@@ -162,8 +162,8 @@ class HostCode(OfFunction):
     def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         del args, tangents
         if self.kind == "value":
-            raise rules.no_derivative(self.name, self.place)
-        raise rules.not_again(self.name, self.code, self.place)
+            raise rules.no_derivative(self.name, self.place, self.function.advice)
+        raise rules.not_again(self.name, self.code, self.place, self.function.advice)
 
     def shared(self, dims: Sequence[int | None]) -> Value:
         """Rows that share a residual leave it where it is."""

@@ -16,21 +16,35 @@ HOST_RESIDUALS = "host"
 
 @dataclass(frozen=True)
 class Jvp:
-    """rule(primals, tangents); or, of `defjvps`, one rule an argument."""
+    """rule(primals, tangents); or, of `defjvps`, one rule an argument.
+
+    Attributes:
+        flat: the rule is a bridge's, and spares the trees: rule(primals, tangents,
+            out_diff), with a tangent an array, None for zero, gives the leaves of the
+            result, and the tangents of those that `out_diff` says have one.
+    """
 
     rule: Function | None
     where: Where
     each: tuple[Function | None, ...] = ()
+    flat: bool = False
 
 
 @dataclass(frozen=True)
 class Vjp:
-    """Residuals: HOST_RESIDUALS, or a spec; of JAX code whatever `fwd` gives."""
+    """Residuals: HOST_RESIDUALS, or a spec; of JAX code whatever `fwd` gives.
+
+    Attributes:
+        flat: `bwd` is a bridge's, and spares the trees, and cotangents that nobody
+            wants: bwd(residuals, cotangents, nz), with a cotangent a leaf of the
+            result, None where it has none, gives one for each array flagged in `nz`.
+    """
 
     fwd: Function
     bwd: Function
     where: Where
     residuals: Any
+    flat: bool = False
 
     @property
     def keeps_objects(self) -> bool:
@@ -109,7 +123,12 @@ def forward_pair(value: Any, name: str) -> tuple[Any, Any]:
 # --- Missing rules -----------------------------------------------------------------
 
 
-def no_derivative(name: str, place: Any) -> DerivativeError:
+def no_derivative(name: str, place: Any, advice: str = "") -> DerivativeError:
+    """With `advice` where the function's rules aren't the user's to give."""
+    if advice:
+        return DerivativeError(
+            f"hostcall: `{name}` has no derivative (called at {place}). {advice}"
+        )
     return DerivativeError(
         f"hostcall: `{name}` has no derivative rule (called at {place}). Give one:"
         f" {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for reverse"
@@ -138,7 +157,14 @@ def no_reverse(name: str, place: Any) -> DerivativeError:
     )
 
 
-def not_again(name: str, rule: Function, place: Any) -> DerivativeError:
+def not_again(
+    name: str, rule: Function, place: Any, advice: str = ""
+) -> DerivativeError:
+    if advice:
+        return DerivativeError(
+            f"hostcall: a derivative of `{name}` is itself differentiated (called at"
+            f" {place}). {advice}"
+        )
     return DerivativeError(
         f"hostcall: `{name_of(rule)}`, a rule of `{name}` in host code, is itself"
         f" differentiated (called at {place}). For derivatives of higher order write"

@@ -122,6 +122,8 @@ class Part:
         assert jvp is not None
         args = self._arguments(arrays)
         dots = spread(tangents, what.nz)
+        if jvp.flat:
+            return self._code("jvp"), (args, trees.unmasked(dots), trees.out_diff)
         whole = trees.tangents(arrays, dots, lambda x: np.zeros(x.shape, x.dtype))
         fn = self._code("value")
         if jvp.rule is None:
@@ -134,7 +136,9 @@ class Part:
 
     def _pushed(self, value: Any, wants_outs: bool) -> Arrays:
         outs, out_dot = value
-        trees = self.what.trees
+        what, trees = self.what, self.what.trees
+        if what.rules.jvp.flat:
+            return [*outs, *out_dot] if wants_outs else out_dot  # type: ignore[no-any-return]
         leaves = trees.out_leaves(out_dot, "the jvp rule")
         tangents = pick(leaves, trees.out_diff)
         if not wants_outs:
@@ -173,20 +177,30 @@ class Part:
         if treedef is not None:
             n = treedef.num_leaves
             residual, given = treedef.unflatten(operands[:n]), operands[n:]
-            sent = (residual, what.trees.cotangents(given))
+            sent = (residual, *self._given(given))
             return self._code("backward"), sent, self._pulled, given
         n = self._n
         handle, given = operands[n], operands[n + 1 :]
-        cotangent = what.trees.cotangents(given)
         residual, there = store.get(handle, what.take)
         if there:
-            return self._code("backward"), (residual, cotangent), self._pulled, given
+            sent = (residual, *self._given(given))
+            return self._code("backward"), sent, self._pulled, given
         codes = self._code("forward"), self._code("backward")
-        again = (*codes, what.name, self._arguments(operands[:n]), cotangent)
+        args = self._arguments(operands[:n])
+        again = (*codes, what.name, args, self._given(given))
         return _both_halves, again, self._pulled_again, (handle, given)
 
+    def _given(self, cotangents: Any) -> tuple[Any, ...]:
+        """What the backward rule gets beside its residuals."""
+        what, trees = self.what, self.what.trees
+        if not what.rules.vjp.flat:
+            return (trees.cotangents(cotangents),)
+        return spread(cotangents, trees.out_diff), trees.unmasked(what.nz)
+
     def _pulled(self, value: Any, given: Any) -> Arrays:
-        trees = self.what.trees
+        what, trees = self.what, self.what.trees
+        if what.rules.vjp.flat:
+            return self._cotangents(spread(value, what.nz), given)
         leaves = trees.argument_leaves(value, self._positions, "the backward rule")
         return self._cotangents(leaves, given)
 
@@ -265,12 +279,10 @@ def _push_whole(rule: Any, fn: Any, like: Any, args: Any, tangents: Any) -> Any:
     return None if fn is None else fn(*args), value
 
 
-def _both_halves(
-    forward: Any, backward: Any, name: str, args: Any, cotangent: Any
-) -> Any:
+def _both_halves(forward: Any, backward: Any, name: str, args: Any, given: Any) -> Any:
     """(residual, cotangents), where the residual has gone."""
     _, residual = forward_pair(forward(*args), name)
-    return residual, backward(residual, cotangent)
+    return residual, backward(residual, *given)
 
 
 # --- Functions that can be sent ------------------------------------------------------

@@ -245,6 +245,10 @@ class Trees:
 
     # --- Masks ---------------------------------------------------------------------
 
+    def unmasked(self, values: Sequence[Any]) -> Sequence[Any]:
+        """One entry an array of the arguments, without that of the mask."""
+        return values[: len(self.template.keys)]
+
     def fill_arrays(self) -> list[np.ndarray]:
         """Of each result, where the function is not called."""
         assert self.fills is not None

@@ -1,0 +1,45 @@
+"""hc.bridge: its names, what importing it costs, and what is said without torch."""
+
+import jax
+
+import hostcall as hc
+
+
+def test_torch_is_imported_by_its_first_bridge(run_python):
+    run_python("""
+        import sys
+        import hostcall as hc
+        assert "hostcall.bridge" not in sys.modules
+        assert "bridge" in dir(hc) and "torch" in dir(hc.bridge)
+        assert callable(hc.bridge.torch)
+        assert "torch" not in sys.modules
+        try:
+            hc.bridge.nothing
+        except AttributeError as error:
+            assert "hostcall.bridge" in str(error)
+        else:
+            raise SystemExit("no error")
+    """)
+
+
+def test_without_torch(run_python):
+    run_python("""
+        import importlib.util
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: (
+            None if name == "torch" else find(name, *rest)
+        )
+        import hostcall as hc
+        try:
+            hc.bridge.torch(lambda x: x)
+        except ModuleNotFoundError as error:
+            assert 'pip install "hostcall[torch]"' in str(error)
+        else:
+            raise SystemExit("no error")
+    """)
+
+
+def test_jvp_with_pythons_numbers():
+    square = hc.host(lambda x: x * x, result=hc.like(0))
+    square.defjvp(lambda primals, tangents: 2 * primals[0] * tangents[0])
+    assert jax.jvp(square, (3.0,), (2.0,)) == (9, 12)
