@@ -2,6 +2,8 @@
 # make test    build, install into .venv, run the tests
 # make test-staged  the tests with the GPU's handlers, on a driver that takes the host's
 #               memory for a device's (tests/platforms.py)
+# make test-optional  the tests and examples of bridges and executors with the packages
+#               that are optional (torch, autograd, SymPy, Dask, Gymnasium, ...)
 # make bench   print the table of targets, and write docs/benchmarks.md
 # make check   format, lint, types, layers, tests
 # make sanitize  the native tests under ASan and TSan, and the Python ones under ASan
@@ -20,7 +22,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-staged bench check format sanitize clients wheel-check clean
+.PHONY: demo test test-staged test-optional bench check format sanitize clients wheel-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
@@ -30,6 +32,16 @@ test: $(VENV)/.installed
 
 test-staged: $(VENV)/.installed
 	$(BIN)/python -m pytest --platform staged
+
+test-optional: OPTIONAL := .venv-optional
+test-optional:
+	scripts/venv.sh "$(PYTHON)" $(OPTIONAL)
+	scripts/compiler.sh
+	$(OPTIONAL)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
+	  ".[demo,test,torch,numba,autograd,sympy,dask,gymnasium]"
+	$(OPTIONAL)/bin/python -m pytest tests/test_bridge*.py tests/test_executors.py \
+	  tests/test_examples.py tests/test_readme.py tests/test_guide.py \
+	  tests/test_arrays.py tests/test_buffer_native.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --write docs/benchmarks.md

@@ -1,9 +1,5 @@
 """hc.bridge: its names, what importing it costs, and what is said without torch."""
 
-import jax
-
-import hostcall as hc
-
 
 def test_torch_is_imported_by_its_first_bridge(run_python):
     run_python("""
@@ -37,9 +33,3 @@ def test_without_torch(run_python):
         else:
             raise SystemExit("no error")
     """)
-
-
-def test_jvp_with_pythons_numbers():
-    square = hc.host(lambda x: x * x, result=hc.like(0))
-    square.defjvp(lambda primals, tangents: 2 * primals[0] * tangents[0])
-    assert jax.jvp(square, (3.0,), (2.0,)) == (9, 12)

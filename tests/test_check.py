@@ -202,3 +202,19 @@ def test_bad_input():
         hc.check(np.sin, X)
     with pytest.raises(hc.SpecError, match="needs an example"):
         hc.check(plain(np.sin))
+
+
+def test_integer_results_and_python_numbers():
+    f = hc.host(
+        lambda x: (np.sin(x), (x > 0).astype(np.int32), x * 1j),
+        result=lambda x: (
+            x,
+            jax.ShapeDtypeStruct(x.shape, jnp.int32),
+            jax.ShapeDtypeStruct(x.shape, jnp.complex64),
+        ),
+        vmap_method="expand_dims",
+    )
+    f.defjvp(lambda p, t: (jnp.cos(p[0]) * t[0], None, 1j * t[0]), where="jax")
+    report = hc.check(f, np.float32([0.5, 1.5]), 0.7)
+    assert report
+    assert "passed   jvp (example 1)" in str(report)

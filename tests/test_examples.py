@@ -35,6 +35,7 @@ def test_there_are_examples():
         "buffers_gpu",
         "environment",
         "old_training",
+        "other_device",
         "parallel_rows",
         "rollout",
         "torch_bridge",

@@ -10,17 +10,21 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# "```python torch": a program that needs a package of the optional ones.
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    pytest.param(needs.split(), block, id=f"{page.name}-{number}")
     for page in PAGES
-    for number, block in enumerate(
-        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    for number, (needs, block) in enumerate(
+        re.findall(r"^```python( [^\n]*)?\n(.*?)^```", page.read_text(), re.M | re.S)
     )
+    if "torch" not in needs
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block):
+@pytest.mark.parametrize(("needs", "block"), BLOCKS)
+def test_block_runs(needs, block):
+    for package in needs:
+        pytest.importorskip(package)
     exec(compile(block, "<documentation>", "exec"), {"__name__": "__main__"})
 
 

@@ -8,8 +8,9 @@
                 (finite_difference for want of a rule)
     check       runs a HostFunction and its rules against each other (a `Report` of
                 `Check`s)
-    bridge      functions of other systems, with their derivatives: bridge.torch
     Object      a host object whose methods programs call: one for each row of a vmap
+    bridge      functions of torch, autograd and SymPy, and of JAX on other devices,
+                made HostFunctions
     print       a formatted line, the same way
     pure_callback, io_callback, debug
                 drop-ins for JAX's own; `debug` has callback and print
@@ -108,12 +109,11 @@ _LATER = {
     "like": "_host_function.results",
     "same_tree": "_host_function.results",
 }
-_LATER_MODULES = ("bridge",)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER_MODULES:
-        return importlib.import_module(f"hostcall.{name}")
+    if name == "bridge":
+        return importlib.import_module("hostcall.bridge")
     if name not in _LATER:
         raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
@@ -122,7 +122,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, *_LATER_MODULES})
+    return sorted({*globals(), *_LATER, "bridge"})
 
 
 __all__ = [

@@ -45,7 +45,7 @@ class Checks:
         ]
         self.arrays = [n for n, arg in enumerate(args) if _is_array(arg)]
         leaves = [x for n in self.places for x in tree.leaves(args[n])]
-        wide = bool(leaves) and all(np.asarray(x).dtype.itemsize >= 8 for x in leaves)
+        wide = bool(leaves) and all(jnp.result_type(x).itemsize >= 8 for x in leaves)
         self.rtol = rtol if rtol is not None else 1e-4 if wide else 2e-2
         self.step = 1e-5 if wide else 1e-2
         self.out: Any = None
@@ -176,11 +176,13 @@ class Checks:
             )
             return tree.map(np.asarray, g(*values))
 
-        return tree.map(
-            lambda a, b: (a.astype(np.float64) - b) / (2 * h) if _real(a) else None,
-            moved(1.0),
-            moved(-1.0),
-        )
+        def slope(a: Any, b: Any) -> Any:
+            if not _inexact(a.dtype):
+                return np.zeros(a.shape, a.dtype)  # has no derivative
+            wide = np.complex128 if a.dtype.kind == "c" else np.float64
+            return (a.astype(wide) - b) / (2 * h)
+
+        return tree.map(slope, moved(1.0), moved(-1.0))
 
     def forward(self) -> None:
         g, primals = self.along(), self.primals()
@@ -306,10 +308,6 @@ def _put(args: tuple[Any, ...], places: list[int], values: Any) -> tuple[Any, ..
 
 def _inexact(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def _real(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _is_array(arg: Any) -> bool:

@@ -1,26 +1,44 @@
-"""Functions of other systems as functions of JAX programs, with their derivatives.
+"""Functions of other libraries, and of other devices, as functions of JAX programs.
 
-    torch       a torch function or nn.Module, differentiated by torch autograd
+    autograd        a function written with autograd.numpy (HIPS autograd)
+    jax             a JAX function, on another device than the program
+    sympy           a SymPy expression, its derivatives by SymPy
+    torch           a torch function or nn.Module, differentiated by torch autograd
+    value_and_grad  a function that gives its value and its gradient together
 
-Each makes a `HostFunction`, as `hc.host` does. A bridge is imported when it is first
-asked for, and what it leads to when it is first called.
+Each makes an `hc.HostFunction`: it works in any JAX code, its derivatives are the other
+library's, and `hc.check` tries it. Nothing here imports a library before it is used.
+
+`_programs` has what several share: functions of flat arrays whose derivatives are
+functions of the same kind, made when JAX asks for them.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hostcall.bridge._autograd import of_autograd as autograd
+    from hostcall.bridge._jax import on_device as jax
+    from hostcall.bridge._sympy import of_sympy as sympy
     from hostcall.bridge._torch import torch
+    from hostcall.bridge._value_and_grad import value_and_grad
 
+# Name -> where it is: a module here, and the function in it, which can't have the name
+# of the library that its module imports.
 _LATER = {
-    "torch": "_torch",
+    "autograd": ("_autograd", "of_autograd"),
+    "jax": ("_jax", "on_device"),
+    "sympy": ("_sympy", "of_sympy"),
+    "torch": ("_torch", "torch"),
+    "value_and_grad": ("_value_and_grad", "value_and_grad"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'hostcall.bridge' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hostcall.bridge.{_LATER[name]}"), name)
+    module, function = _LATER[name]
+    value = getattr(importlib.import_module(f"hostcall.bridge.{module}"), function)
     globals()[name] = value
     return value
 
@@ -29,6 +47,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-__all__ = [
-    "torch",
-]
+__all__ = ["autograd", "jax", "sympy", "torch", "value_and_grad"]

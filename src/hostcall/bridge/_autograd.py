@@ -1,0 +1,162 @@
+"""`hc.bridge.autograd`: a function written with autograd.numpy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any
+
+import jax
+
+from hostcall._call import check_function
+from hostcall._errors import SpecError
+from hostcall._host_function.results import spec_of
+from hostcall._spec import Template
+from hostcall.bridge._autograd_programs import OfFlat
+from hostcall.bridge._programs import Bridged, Program, Struct, needed
+
+tree = jax.tree_util
+
+
+def of_autograd(
+    fn: Callable[..., Any] | None = None,
+    *,
+    result: Any = "infer",
+    derivatives: int = 1,
+    vmap_method: str | None = None,
+    timeout: float | None = None,
+    executor: futures.Executor | None = None,
+    name: str | None = None,
+) -> Any:
+    """Makes a host function of one written with HIPS autograd's NumPy, whose
+    derivatives are autograd's.
+
+        import autograd.numpy as anp
+
+        @hc.bridge.autograd
+        def energy(q, k):
+            return anp.sum(k * anp.sin(q) ** 2)
+
+        jax.jit(jax.grad(energy))(q, k)
+
+    Args:
+        fn: a function of arrays and pytrees of them, pure, written with autograd.numpy
+            and autograd.scipy; what is no array reaches it as it is. Without it, a
+            decorator.
+        result: as in `hc.host`: default "infer", from a run on zeros for each new set
+            of shapes.
+        derivatives: how many times it may be differentiated. Autograd differentiates
+            itself, so any number will do; with 1, the graph of the forward pass waits
+            on the host for the backward pass, with more the backward pass makes it
+            again.
+        vmap_method: "sequential" (default) or "parallel": autograd has no batches.
+        timeout: as in `hc.host`.
+        executor: likewise.
+        name: likewise.
+
+    Returns:
+        A `HostFunction`; keyword arguments are positions by another name.
+
+    Raises:
+        ImportError: autograd is not installed.
+        SpecError: something here is written wrong.
+        DerivativeError: it is differentiated more than `derivatives` times, when the
+            program is traced or lowered.
+        What `fn` raises, as `hc.call`.
+
+    Under transformations:
+        jit, scan, while_loop, cond, remat, shard_map: as a pure `hc.call`.
+        vmap: row by row, derivatives too.
+        jvp, jacfwd: `autograd.make_jvp`, a call that gives value and tangent. Where
+            autograd lacks a forward rule, it says so when the program runs.
+        grad, vjp, jacrev: `autograd.make_vjp`: the forward call leaves its graph on the
+            host, as `hc.host` keeps residuals; the backward call runs it.
+        hessian and higher orders: with derivatives=2 and more, in any mixture.
+
+    Cost: a host call, and autograd's own: some microseconds for each operation of `fn`.
+
+    Source: autograd's tutorial; its convention for complex derivatives is JAX's.
+    """
+    if fn is None:
+        given = {k: v for k, v in locals().items() if k != "fn"}
+        return functools.partial(of_autograd, **given)
+    shown = name or check_function(fn, "hc.bridge.autograd(fn)")
+    needed("autograd", "autograd")
+    if not isinstance(derivatives, int) or derivatives < 0:
+        raise SpecError(
+            f"hostcall: derivatives= of `{shown}` should be how many times it may be"
+            f" differentiated, 0 or more, got {derivatives!r}"
+        )
+    if vmap_method not in (None, "sequential", "sequential_unrolled", "parallel"):
+        raise SpecError(
+            f"hostcall: vmap_method= of `{shown}` should be 'sequential' or 'parallel',"
+            f" got {vmap_method!r}: autograd differentiates one row at a time"
+        )
+    options = {
+        "vmap_method": vmap_method,
+        "timeout": timeout,
+        "executor": executor,
+    }
+    return OfAutograd(fn, name, result, derivatives, options)
+
+
+class OfAutograd(Bridged):
+    """A function of autograd's NumPy. Made by `hc.bridge.autograd`, which see."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        name: str | None,
+        result: Any,
+        derivatives: int,
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__(
+            fn,
+            name=name,
+            result=result,
+            nondiff=(),
+            order="pure",
+            lend=False,
+            arrays="numpy",
+            **options,
+        )
+        self.derivatives = derivatives
+        self._programs: dict[Any, tuple[Program, Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result."""
+        if kwargs:
+            args = self._positional(args, kwargs)
+        return super().__call__(*args)
+
+    def _program(
+        self, template: Template, avals: tuple[Struct, ...], x64: bool
+    ) -> tuple[Program, Any, Sequence[Any]]:
+        key = (template, tuple((a.shape, a.dtype, a.weak_type) for a in avals), x64)
+        if key not in self._programs:
+            self._programs[key] = self._made(template, avals)
+        return *self._programs[key], ()
+
+    def _made(
+        self, template: Template, avals: tuple[Struct, ...]
+    ) -> tuple[Program, Any]:
+        args, _ = template.fill(avals)
+        spec = spec_of(self.result, self.fn, args, self.__name__)
+        leaves, out_tree = tree.tree_flatten(spec)
+        leaves = [Struct(x.shape, x.dtype) for x in leaves]
+        fn = self.fn
+
+        def flat(*arrays: Any) -> list[Any]:
+            return list(out_tree.flatten_up_to(fn(*template.fill(arrays)[0])))
+
+        program = OfFlat(
+            self.__name__,
+            flat,
+            tuple(Struct(a.shape, a.dtype) for a in avals),
+            tuple(leaves),
+            self.derivatives,
+            self.call_options("value", False),
+        )
+        return program, out_tree

@@ -1,0 +1,169 @@
+"""`hc.bridge.jax`: a JAX function, on another device than the program that calls it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall._call import check_function
+from hostcall._errors import SpecError
+from hostcall._spec import Template
+from hostcall.bridge._jax_programs import NO_MESH, Compiled, Place, is_plain, structs
+from hostcall.bridge._programs import Bridged, Program, Struct
+
+
+def on_device(
+    fn: Callable[..., Any] | None = None,
+    *,
+    device: Any = None,
+    timeout: float | None = None,
+    name: str | None = None,
+) -> Any:
+    """Runs a JAX function on another device, from within a JAX program.
+
+        evaluate = hc.bridge.jax(model, device=jax.devices("gpu")[0])
+        jax.grad(lambda x: evaluate(params, x).sum())(x)     # in a program on the CPU
+
+    The other device computes the derivatives too, by JAX's own rules for `fn`, of any
+    order and in both modes.
+
+    Args:
+        fn: JAX code: arrays, numbers and pytrees of them in and out; leaves that are
+            none (strings, functions) reach it as they are. Without it, a decorator.
+            Values of the program that `fn` closes over are sent as arguments are, and
+            have derivatives; arrays it closes over are constants.
+        device: a `jax.Device` of this process. None: hostcall's own CPU device for
+            host code. A CPU device of the process stands for that one too, where the
+            program that calls is on a CPU: a CPU client runs a few dozen programs at a
+            time, and if all of them wait for another on the same client, they wait for
+            ever. A CPU client that you made yourself is used as it is.
+        timeout: as in `hc.call`: seconds for one run, compilation included.
+        name: of the function in messages.
+
+    Returns:
+        A `HostFunction`, called as `fn`, with keyword arguments too. Its results are
+        those of `fn`; numbers that are weakly typed come back strongly typed.
+
+    Raises:
+        SpecError: `device` is no device of this process.
+        What `fn` raises while it is traced, where the program is traced; a callback
+        inside it, when the program runs: as `hc.call`, its own exception under
+        `hc.reraise()`.
+
+    Under transformations:
+        jit, scan, while_loop, cond, remat, shard_map: as a pure `hc.call`; a shard
+            sends its block.
+        vmap: one run of `jax.vmap(fn)` for the batch.
+        jvp, grad, jacobian, hessian, any order: one run of the derivative of `fn` for
+            each derivative of the call. The forward pass of reverse mode keeps the
+            arguments: the backward pass computes on the other device what it needs.
+        Collectives over axes of the calling program are not there inside `fn`.
+
+    Cost: a host call, the copies of arguments and results to the device and back, and
+    the run. `fn` is traced as under `jax.jit`, and compiled once for each kind of
+    arguments, derivative and size of batch, when it first runs; a program that is
+    traced again finds what was compiled.
+
+    Source: `call_jax_other_device` of the tests of JAX's former
+    `jax.experimental.host_callback`, which had reverse mode.
+    """
+    if fn is None:
+        options = {k: v for k, v in locals().items() if k != "fn"}
+        return functools.partial(on_device, **options)
+    shown = name or check_function(fn, "hc.bridge.jax(fn, device=...)")
+    if device is not None and not isinstance(device, jax.Device):
+        raise SpecError(
+            f"hostcall: device= of `{shown}` should be a jax.Device, such as"
+            f" jax.devices('gpu')[0], or None for a CPU device of hostcall's own, got"
+            f" {device!r}"
+        )
+    if device is not None and device.process_index != jax.process_index():
+        raise SpecError(
+            f"hostcall: device= of `{shown}` is {device}, of process"
+            f" {device.process_index}; this is process {jax.process_index()}. Give one"
+            " of jax.local_devices()"
+        )
+    return OnDevice(fn, device=device, name=name, timeout=timeout)
+
+
+class OnDevice(Bridged):
+    """A JAX function and its device. Made by `hc.bridge.jax`, which see."""
+
+    def __init__(self, fn: Callable[..., Any], *, device: Any, **options: Any) -> None:
+        super().__init__(
+            fn,
+            name=options["name"],
+            result=None,
+            nondiff=(),
+            order="pure",
+            lend=False,
+            vmap_method=None,
+            arrays="numpy",
+            timeout=options["timeout"],
+            executor=None,
+        )
+        self.device = device
+        self._given = {"device": device, **options}
+        self._place = Place(device)
+
+        def flat(template: Template, *arrays: Any) -> Any:
+            args, kwargs = template.fill(arrays)
+            return fn(*args, **kwargs)
+
+        flat.__name__ = self.__name__
+        self._flat = flat
+        self._jit = jax.jit(flat, static_argnums=0)
+        self._programs: dict[Any, Compiled] = {}
+
+    def __reduce__(self) -> Any:
+        found = super().__reduce__()
+        return found if isinstance(found, str) else (_again, (self.fn, self._given))
+
+    def _program(
+        self, template: Template, avals: tuple[Struct, ...], x64: bool
+    ) -> tuple[Program, Any, Sequence[Any]]:
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            traced = self._jit.trace(template, *avals)
+            out_tree = jax.tree_util.tree_structure(traced.out_info)
+            jaxpr = traced.jaxpr
+            if len(jaxpr.in_avals) > len(avals):  # it closes over the program's values
+                code = functools.partial(self._flat, template)
+                return self._closed(jax.make_jaxpr(code)(*avals), out_tree, x64)
+        if jaxpr not in self._programs:
+            self._programs[jaxpr] = self._compiled(jaxpr, x64)
+        return self._programs[jaxpr], out_tree, ()
+
+    def _closed(
+        self, jaxpr: Any, out_tree: Any, x64: bool
+    ) -> tuple[Program, Any, Sequence[Any]]:
+        """With the values of the program that `fn` closes over as operands."""
+        consts = list(jaxpr.consts)
+        at = [i for i, x in enumerate(consts) if isinstance(x, jax.core.Tracer)]
+        values = [consts[i] for i in at]
+        for i in at:
+            consts[i] = None
+
+        def code(*operands: Any) -> Any:
+            whole = list(consts)
+            for i, x in zip(at, operands, strict=False):
+                whole[i] = x
+            return jax.core.eval_jaxpr(jaxpr.jaxpr, whole, *operands[len(at) :])
+
+        avals = (*structs(values), *structs(jaxpr.in_avals))
+        opened = jax.make_jaxpr(code)(*avals)
+        return self._compiled(opened, x64), out_tree, values
+
+    def _compiled(self, jaxpr: Any, x64: bool) -> Compiled:
+        # Where the constants lie now is no concern of the other device.
+        consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
+        jaxpr = jaxpr.replace(consts=consts)
+        options = self.call_options("value", False)
+        return Compiled(self.__name__, jaxpr, x64, self._place, options)
+
+
+def _again(fn: Callable[..., Any], options: dict[str, Any]) -> OnDevice:
+    return OnDevice(fn, **options)

@@ -1,0 +1,203 @@
+"""Functions of flat arrays whose derivatives are functions of the same kind.
+
+JAX differentiates and batches a call by its rules. Here a rule is a call of another
+program, made from the first by the library that runs it: of f the program
+(x, t) -> (f(x), f'(x) t), and the program (x, ct) -> f'(x)^T ct. Those have rules by
+the same scheme, so every order and both modes are there, and nothing is made before
+JAX asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NoReturn, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from hostcall._errors import SpecError
+from hostcall._host_function import results
+from hostcall._host_function.function import HostFunction
+from hostcall._spec import Static, Template, is_array_like
+
+tree = jax.tree_util
+Struct: TypeAlias = jax.ShapeDtypeStruct
+
+
+def has_tangent(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def needed(package: str, bridge: str) -> Any:
+    """The package of a bridge, imported when the bridge is used.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"hostcall: hc.bridge.{bridge} needs the package {package}, which can't be"
+            f' imported ({error}). Install it: pip install "hostcall[{bridge}]"'
+        ) from error
+
+
+class Program(ABC):
+    """A function of flat arrays that runs on the host.
+
+    Attributes:
+        name: for messages.
+        in_avals, out_avals: ShapeDtypeStructs of the arrays in and out.
+        options: for `hc.host`.
+    """
+
+    name: str
+    in_avals: tuple[Struct, ...]
+    out_avals: tuple[Struct, ...]
+    options: dict[str, Any]
+    advice = ""
+
+    @abstractmethod
+    def run(self, *arrays: Any) -> Sequence[Any]:
+        """The results, on the host."""
+
+    @abstractmethod
+    def push(self) -> Program:
+        """(args, tangents) -> (outs, tangents), tangents where arrays have them."""
+
+    @abstractmethod
+    def pull(self) -> Program:
+        """(args, cotangents) -> cotangents, where arrays have them."""
+
+    def batch(self, size: int, batched: tuple[bool, ...]) -> Program | None:
+        """The same for a batch along first axes; None: as `vmap_method` says."""
+        del size, batched
+        return None
+
+    def add_rules(self, host: HostFunction) -> None:
+        """Gives `host`, which calls this program, its derivatives."""
+        host.defjvp(self._jvp, where="jax")
+        host.defvjp(self._forward, self._backward, where="jax")
+
+    # --- What programs are called by ------------------------------------------------
+
+    @cached_property
+    def host(self) -> HostFunction:
+        """In JAX code: takes arrays, gives a list of them."""
+        host = HostFunction(
+            _Run(self),
+            **{
+                "name": self.name,
+                "result": list(self.out_avals),
+                "nondiff": (),
+                "order": "pure",
+                "lend": False,
+                "vmap_method": None,
+                "arrays": "numpy",
+                "timeout": None,
+                "executor": None,
+                **self.options,
+            },
+        )
+        host.advice = self.advice
+        self.add_rules(host)
+        if type(self).batch is not Program.batch:
+            host.defbatch(self._batch)
+        return host
+
+    @cached_property
+    def _pushed(self) -> Program:
+        return self.push()
+
+    @cached_property
+    def _pulled(self) -> Program:
+        return self.pull()
+
+    @cached_property
+    def _batches(self) -> dict[Any, Program]:
+        return {}
+
+    # --- Rules, in JAX code ---------------------------------------------------------
+
+    def _jvp(self, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        moving = pick_moving(tangents, self.in_avals)
+        found = iter(self._pushed.host(*primals, *moving))
+        outs = [next(found) for _ in self.out_avals]
+        return outs, [next(found) if has_tangent(a) else None for a in self.out_avals]
+
+    def _forward(self, *args: Any) -> tuple[list[Any], Any]:
+        return self.host(*args), args
+
+    def _backward(self, args: Any, cotangents: Any) -> tuple[Any, ...]:
+        coming = pick_moving(cotangents, self.out_avals)
+        back = iter(self._pulled.host(*args, *coming))
+        return tuple(next(back) if has_tangent(a) else None for a in self.in_avals)
+
+    def _batch(self, size: int, batched: Any, *args: Any) -> tuple[list[Any], Any]:
+        key = (size, tuple(batched))
+        if key not in self._batches:
+            program = self.batch(*key)
+            assert program is not None
+            self._batches[key] = program
+        return self._batches[key].host(*args), True
+
+
+class _Run:
+    """A program as `hc.call` wants it. Equal for the same program, as its `run` is."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.__name__ = self.__qualname__ = program.name
+        self.__module__ = type(program).__module__
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        return list(self.program.run(*arrays))
+
+
+def pick_moving(values: Any, avals: Any) -> list[Any]:
+    return [v for v, a in zip(values, avals, strict=True) if has_tangent(a)]
+
+
+class Bridged(HostFunction):
+    """A function of pytrees that finds, for each kind of arguments, its program.
+
+    Its derivatives are those of the other side: it takes no rules.
+    """
+
+    def _program(
+        self, template: Template, avals: tuple[Struct, ...], x64: bool
+    ) -> tuple[Program, Any, Sequence[Any]]:
+        """The program, its results' treedef, and arrays to call it with before those
+        of the arguments.
+        """
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result."""
+        leaves, treedef = tree.tree_flatten((args, kwargs))
+        there = [isinstance(x, jax.Array) or is_array_like(x) for x in leaves]
+        marks = tuple(
+            None if flag else Static(x) for x, flag in zip(leaves, there, strict=True)
+        )
+        arrays = [x for x, flag in zip(leaves, there, strict=True) if flag]
+        avals = results.avals_of(tuple(arrays))
+        program, out_tree, more = self._program(
+            Template(treedef, marks), avals, bool(jax.config.jax_enable_x64)
+        )
+        return out_tree.unflatten(program.host(*more, *arrays))
+
+    def _add(self, kind: str, rule: Any) -> NoReturn:
+        del rule
+        raise SpecError(
+            f"hostcall: `{self.__name__}` is a bridge, whose derivatives are made by"
+            f" the other side: it takes no def{kind}. For a rule of your own make a"
+            " function with hc.host"
+        )
+
+    def defbatch(self, rule: Any) -> NoReturn:
+        """Refused: see `hc.bridge`."""
+        self._add("batch", rule)

@@ -1,0 +1,99 @@
+"""SymPy expressions as NumPy code."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import numpy as np
+
+from hostcall._errors import SpecError
+from hostcall.bridge._programs import needed
+
+
+def code_of(
+    name: str, outs: tuple[Any, ...], symbols: tuple[Any, ...], modules: Any
+) -> Any:
+    """All expressions as one function of arrays."""
+    sympy = needed("sympy", "sympy")
+    undone = (sympy.Derivative, sympy.Subs, sympy.Integral)
+    for out in outs:
+        for part in out.atoms(*undone):
+            raise SpecError(
+                f"hostcall: `{name}` has {part}, which SymPy"
+                " has not done: arrays can't be put into it. Try expr.doit()"
+            )
+    given = list(modules) if isinstance(modules, tuple) else modules
+    try:
+        code = sympy.lambdify(symbols, outs, modules=given, cse=True)
+    except NotImplementedError as error:
+        raise SpecError(
+            f"hostcall: SymPy can't write `{name}` as code: {error}"
+        ) from error
+    names = code.__code__.co_names
+    lost = [n for n in names if n not in code.__globals__ and n not in vars(builtins)]
+    if lost:
+        raise SpecError(
+            f"hostcall: `{name}` has {', '.join(lost)}, which {modules}"
+            " don't have. Give a function that computes it on NumPy arrays:"
+            f" modules=[{{{lost[0]!r}: function}}, 'scipy', 'numpy']"
+        )
+    return code
+
+
+class Evaluate:
+    """Expressions on NumPy arrays.
+
+    Attributes:
+        form: "one", "list", or the shape of a Matrix.
+        units: which of them have the imaginary unit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        outs: tuple[Any, ...],
+        form: Any,
+        symbols: tuple[Any, ...],
+        modules: Any,
+    ) -> None:
+        sympy = needed("sympy", "sympy")
+        self._given = (name, outs, form, symbols, modules)
+        self.__name__ = self.__qualname__ = name
+        self.form = form
+        self.units = tuple(bool(out.has(sympy.I)) for out in outs)
+        self.code = code_of(name, outs, symbols, modules)
+
+    def __reduce__(self) -> Any:
+        return Evaluate, self._given
+
+    def __call__(self, *arrays: Any) -> Any:
+        shape = np.broadcast_shapes(*(x.shape for x in arrays))
+        real = not any(map(np.iscomplexobj, arrays))
+        with np.errstate(all="ignore"):  # NaN and infinity, as JAX has them
+            values = self.code(*map(_wide, arrays))
+            outs = [
+                np.broadcast_to(_real(v) if real and not unit else v, shape)
+                for v, unit in zip(values, self.units, strict=True)
+            ]
+        if self.form == "one":
+            return outs[0]
+        if self.form == "list":
+            return outs
+        return np.stack(outs, -1).reshape(*shape, *self.form)
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """Floating, of a width that SciPy knows."""
+    if x.dtype.kind in "biu":
+        return x.astype(np.float64)
+    known = x.dtype.kind == "c" or x.dtype in (np.float32, np.float64)
+    return x if known else x.astype(np.float32)
+
+
+def _real(value: Any) -> Any:
+    """SciPy gives complex numbers for some functions of real ones: NaN if need be."""
+    if not np.iscomplexobj(value):
+        return value
+    wrong = np.abs(value.imag) > 1e-6 * np.abs(value)
+    return np.where(wrong, np.nan, value.real)

@@ -1,0 +1,247 @@
+"""`hc.bridge.value_and_grad`: a function that gives its value and gradient together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hostcall._call import check_function
+from hostcall._errors import DerivativeError, ResultError, SpecError
+from hostcall._host_function import results
+from hostcall._host_function.function import HostFunction
+from hostcall._host_function.host import host
+from hostcall._spec import is_array_like
+
+tree = jax.tree_util
+
+
+def value_and_grad(
+    fn: Callable[..., Any] | None = None,
+    *,
+    value: Callable[..., Any] | None = None,
+    nondiff: int | tuple[int, ...] = (),
+    result: Any = None,
+    vmap_method: Any = None,
+    arrays: Literal["numpy", "jax"] = "numpy",
+    timeout: float | None = None,
+    executor: futures.Executor | None = None,
+    name: str | None = None,
+) -> Any:
+    """Makes a host function of one that gives (value, gradient), as optimisers want it
+    and as solvers of adjoint equations give it.
+
+        @hc.bridge.value_and_grad
+        def misfit(model, data):
+            residual = solve(model) - data
+            return 0.5 * residual @ residual, (adjoint(model, residual), -residual)
+
+        jax.grad(misfit)(model, data)            # one call of `misfit`
+
+    Args:
+        fn: `fn(*args) -> (value, gradient)`: a real number, and in the structure of the
+            argument arrays of its shapes. With several differentiable arguments the
+            gradient is a tuple, one for each, None for zero. Differentiable are all
+            with floating arrays but those in `nondiff`; of integer arrays in them the
+            gradient is not looked at. It must be pure. Without it, a decorator.
+        value: `value(*args) -> value`, for calls that want no gradient. Without it they
+            run `fn`.
+        nondiff: as in `hc.host`: positions of arguments without a gradient.
+        result: as in `hc.host`, a scalar. Default: one of the dtype to which the
+            differentiable arguments promote.
+        vmap_method: as in `hc.host`; with a whole batch at once, the value and each
+            gradient have the batch in front.
+        arrays: as in `hc.host`.
+        timeout: likewise.
+        executor: likewise.
+        name: likewise.
+
+    Returns:
+        A `HostFunction` of the value, differentiable once, in both modes.
+
+    Raises:
+        SpecError: something here is written wrong; a differentiable argument is complex
+            (which gradient is meant there, nobody can tell).
+        DerivativeError: it is differentiated twice, when the program is traced.
+        ResultError: `fn` returned something else, when the program runs; for the rest
+            as `hc.call`.
+
+    Under transformations:
+        jit, scan, while_loop, cond, remat, shard_map, vmap: as `hc.host`.
+        jvp, jacfwd: one call of `fn`, and the products of gradient and tangents in the
+            program.
+        grad, value_and_grad, vjp: one call of `fn`, in the forward pass, which gives
+            value and gradient. The gradient waits in the program as arrays; the
+            backward pass multiplies it by the cotangent and calls nothing.
+
+    Cost: that of one `hc.call`.
+
+    Source: JAX's agjax and SciPy's `minimize(jac=True)` have this form.
+    """
+    if fn is None:
+        given = {k: v for k, v in locals().items() if k != "fn"}
+        return functools.partial(value_and_grad, **given)
+    usage = "hc.bridge.value_and_grad(fn), with fn(*args) -> (value, gradient)"
+    shown = name or check_function(fn, usage)
+    if value is not None and not callable(value):
+        raise SpecError(
+            f"hostcall: value= of `{shown}` should be a function of the same arguments"
+            f" that gives the value alone, got {value!r}"
+        )
+    options = {
+        "vmap_method": vmap_method,
+        "arrays": arrays,
+        "timeout": timeout,
+        "executor": executor,
+        "nondiff": nondiff,
+        "name": shown,
+    }
+    both = _Both(fn, shown, (nondiff,) if isinstance(nondiff, int) else tuple(nondiff))
+    spec = both.scalar if result is None else result
+    made = host(_Value(both) if value is None else value, result=spec, **options)
+    pair = host(both, result=_PairSpec(made, both), **options)
+    pair.defjvp(both.again, where="jax")
+    made.defjvp(_Rule(both, pair), where="jax")
+    return made
+
+
+@dataclass(frozen=True)
+class _Both:
+    """`fn` with its gradient flat: a list of those of the floating arrays."""
+
+    fn: Callable[..., Any]
+    name: str
+    nondiff: tuple[int, ...]
+
+    def __call__(self, *args: Any) -> tuple[Any, list[Any]]:
+        value, gradient = self.pair(args)
+        moving = self.moving(args)
+        each = (gradient,) if len(moving) == 1 else gradient
+        if not isinstance(each, tuple) or len(each) != len(moving):
+            raise ResultError(
+                f"hostcall: the gradient that `{self.name}` returned should be a tuple"
+                f" of {len(moving)}, one entry for each of the arguments {moving} (None"
+                f" for zero), got {type(gradient).__name__}. Arguments without a"
+                " gradient go to nondiff="
+            )
+        found: list[Any] = []
+        for position, part in zip(moving, each, strict=True):
+            found += self._leaves(position, args[position], part, np.shape(value))
+        return value, found
+
+    def pair(self, args: Any) -> tuple[Any, Any]:
+        answer = self.fn(*args)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise ResultError(
+                f"hostcall: `{self.name}` should return (value, gradient), got"
+                f" {type(answer).__name__}"
+            )
+        return answer
+
+    def moving(self, args: Any) -> list[int]:
+        """Positions of the arguments with a gradient."""
+        nondiff = {n % max(len(args), 1) for n in self.nondiff}
+        return [
+            position
+            for position, arg in enumerate(args)
+            if position not in nondiff and any(map(_floating, tree.tree_leaves(arg)))
+        ]
+
+    def floating(self, args: Any) -> list[Any]:
+        """The arrays with a gradient."""
+        leaves = tree.tree_leaves([args[n] for n in self.moving(args)])
+        return [x for x in leaves if _floating(x)]
+
+    def _leaves(
+        self, position: int, arg: Any, part: Any, batch: tuple[int, ...]
+    ) -> list[Any]:
+        leaves, treedef = tree.tree_flatten(arg)
+        if part is None:
+            n = len(batch)
+            zeros = [np.zeros(batch + np.shape(x)[n:], np.float32) for x in leaves]
+            return [z for z, x in zip(zeros, leaves, strict=True) if _floating(x)]
+        try:
+            parts = treedef.flatten_up_to(part)
+        except (ValueError, TypeError) as error:
+            raise ResultError(
+                f"hostcall: the gradient that `{self.name}` returned for argument"
+                f" {position} should have its structure, {treedef}, got"
+                f" {tree.tree_structure(part)}"
+            ) from error
+        return [g for g, x in zip(parts, leaves, strict=True) if _floating(x)]
+
+    def scalar(self, *avals: Any) -> jax.ShapeDtypeStruct:
+        dtypes = [jnp.result_type(x) for x in self.floating(avals)]
+        return jax.ShapeDtypeStruct(
+            (), jnp.result_type(*dtypes, *[float][: not dtypes])
+        )
+
+    def again(self, primals: Any, tangents: Any) -> NoReturn:
+        del primals, tangents
+        raise DerivativeError(
+            f"hostcall: `{self.name}` is differentiated twice, and gives its first"
+            " derivative only (hc.bridge.value_and_grad). Make the gradient itself a"
+            " function with rules (hc.host), and use it in a rule of JAX code; or keep"
+            " the second derivative out with jax.lax.stop_gradient"
+        )
+
+
+@dataclass(frozen=True)
+class _Value:
+    """The value alone, of a function that gives both."""
+
+    both: _Both
+
+    @property
+    def __name__(self) -> str:
+        return self.both.name
+
+    def __call__(self, *args: Any) -> Any:
+        return self.both.pair(args)[0]
+
+
+@dataclass(frozen=True)
+class _PairSpec:
+    """What `_Both` returns, as `result=` of `hc.host`."""
+
+    made: HostFunction
+    both: _Both
+
+    def __call__(self, *avals: Any) -> Any:
+        made = self.made
+        value = results.spec_of(made.result, made.fn, avals, made.__name__)
+        return value, self.both.floating(avals)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """rule(primals, tangents) -> (value, tangent): JAX code, which JAX transposes."""
+
+    both: _Both
+    pair: HostFunction
+
+    def __call__(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        there = self.both.floating(primals)
+        if any(jnp.iscomplexobj(x) for x in there):
+            raise SpecError(
+                f"hostcall: `{self.both.name}` is differentiated with respect to a"
+                " complex argument, and which gradient it returns for one is not known."
+                " Give it real and imaginary parts, or name the argument in nondiff="
+            )
+        value, gradients = self.pair(*primals)
+        moving = self.both.moving(primals)
+        dots = tree.tree_leaves([tangents[n] for n in moving])
+        dots = [t for t in map(jnp.asarray, dots) if t.dtype != jax.dtypes.float0]
+        terms = [jnp.sum(g * t) for g, t in zip(gradients, dots, strict=True)]
+        return value, sum(terms[1:], terms[0]).astype(value.dtype)
+
+
+def _floating(x: Any) -> bool:
+    there = isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or is_array_like(x)
+    return there and bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
