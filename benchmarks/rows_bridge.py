@@ -1,7 +1,8 @@
 """Rows: torch in JAX, by hc.bridge.torch, by jax.pure_callback and by torch2jax.
 
-torch2jax writes torch's operations again in JAX, so what it runs is XLA's code and not
-torch's. Without torch there are no rows, without torch2jax not its cases.
+The torch2jax meant is the package wrap-torch2jax, which calls torch from a compiled
+program too. (The one called torch2jax writes torch's operations again in JAX.) Without
+torch there are no rows, without torch2jax not its cases.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.harness import Case, Row, Target, run_time, times_faster
 
 SIZES = {"1 KiB": 256, "1 MiB": 1 << 18}
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-HAS_TORCH2JAX = HAS_TORCH and importlib.util.find_spec("torch2jax") is not None
+HAS_TORCH2JAX = HAS_TORCH and importlib.util.find_spec("wrap_torch2jax") is not None
 
 
 def by_callback(fn: Any) -> Any:
@@ -50,15 +51,15 @@ def by_callback(fn: Any) -> Any:
 
 
 def wave(size: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """x * tanh(x), in each way, and its arguments. (torch2jax has no sine.)"""
+    """x * tanh(x), in each way, and its arguments."""
     import torch
 
     fn = lambda x: x * torch.tanh(x)
     ways = {"hostcall": hc.bridge.torch(fn), "JAX": by_callback(fn)}
     if HAS_TORCH2JAX:
-        import torch2jax
+        from wrap_torch2jax import torch2jax
 
-        ways["torch2jax"] = torch2jax.t2j(fn)
+        ways["torch2jax"] = torch2jax(fn, torch.zeros(size), depth=1)
     return ways, (jnp.linspace(0, 1, size, dtype=jnp.float32),)
 
 
@@ -75,10 +76,10 @@ def network(size: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
     functional = lambda p, x: torch.func.functional_call(module, p, (x,))
     ways = {"hostcall": f, "JAX": by_callback(functional)}
     if HAS_TORCH2JAX:
-        import torch2jax
+        from wrap_torch2jax import torch2jax
 
-        theirs = torch2jax.t2j(module)
-        ways["torch2jax"] = lambda params, x: theirs(x, state_dict=params)
+        given = dict(module.named_parameters()), torch.zeros(size // width, width)
+        ways["torch2jax"] = torch2jax(functional, *given, depth=1)
     x = jnp.ones((size // width, width), jnp.float32)
     return ways, (f.parameters(), x)
 
