@@ -16,6 +16,8 @@
 # JAX="jax==0.10.2"  which jax; empty for the newest that is supported
 SHELL := /bin/bash
 VENV ?= .venv
+# On all cores, up to four: a process each, which compiles most of the time.
+PYTEST := -m pytest -n auto --maxprocesses 4 --dist worksteal
 PYTHON ?=
 JAX ?=
 BIN := $(VENV)/bin
@@ -28,10 +30,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 test-staged: $(VENV)/.installed
-	$(BIN)/python -m pytest --platform staged
+	$(BIN)/python $(PYTEST) --platform staged
 
 test-optional: OPTIONAL := .venv-optional
 test-optional:
@@ -52,7 +54,7 @@ check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/clang-format --dry-run --Werror native/*.cc native/*.h tests/native/*.cc
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layers.py -q
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -295,3 +296,39 @@ def test_refusals_of_value_and_grad():
 def test_pickle():
     again = pickle.loads(pickle.dumps(hc.bridge.value_and_grad(pair)))
     close(jax.grad(again)(Q, K), jax.grad(energy(jnp))(Q, K))
+
+
+@pytest.mark.parametrize("mode", ["threads", "parallel"])
+def test_threads_that_nest_traces(anp, mode):
+    """Autograd's own count of nested traces is one for the process."""
+    import time
+
+    import autograd
+
+    def force(q):
+        time.sleep(0.002 * float(np.sum(autograd.tracer.getval(q))))
+        slope = autograd.elementwise_grad(lambda x: anp.sum(anp.sin(x) ** 2 * x))
+        return slope(q) * anp.sum(q)
+
+    rows = jnp.array(np.random.RandomState(0).rand(16, 3), jnp.float32)
+    f = hc.bridge.autograd(force, result=hc.like(0))
+    want = [np.asarray(jax.jit(jax.jacrev(f))(row)) for row in rows]
+    if mode == "parallel":
+        f = hc.bridge.autograd(force, result=hc.like(0), vmap_method="parallel")
+        got = jax.jit(jax.vmap(jax.jacrev(f)))(rows)
+    else:
+        program = jax.jit(jax.jacrev(f))
+        with futures.ThreadPoolExecutor(8) as pool:
+            got = list(pool.map(lambda row: np.asarray(program(row)), rows))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_value_and_grad_takes_keywords_and_is_named():
+    def scaled(x, s=2.0):
+        return (x * s).sum(), (np.full(3, s, np.float32), x.sum())
+
+    f = hc.bridge.value_and_grad(scaled)
+    assert f(jnp.ones(3), s=3.0) == 9
+    wrong = hc.bridge.value_and_grad(lambda x: (x.sum(), x[:2]), name="wrong")
+    with pytest.raises(hc.ResultError, match="`wrong`"), hc.reraise():
+        jax.block_until_ready(jax.jit(jax.grad(wrong))(jnp.ones(3)))

@@ -232,6 +232,16 @@ def test_a_bridge_and_what_it_compiled_go_together():
 # --- Arguments and results -------------------------------------------------------------
 
 
+def test_programs_go_with_jaxs_caches():
+    f = hc.bridge.jax(lambda x: jnp.sin(x).sum())
+    for _ in range(3):
+        jax.jit(jax.grad(f))(jnp.ones(3))
+        assert len(f._programs) == 1
+        jax.clear_caches()
+        gc.collect()
+    assert len(f._programs) == 0
+
+
 def test_pytrees_static_leaves_and_keywords():
     def fn(tree, how, *, extra=None, scale):
         assert how == "sum"

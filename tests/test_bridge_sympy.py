@@ -207,3 +207,22 @@ def test_without_sympy(monkeypatch):
     refused(
         r"pip install \"hostcall\[sympy\]\"", lambda: hc.bridge.sympy(x, x), ImportError
     )
+
+
+def test_factorial_where_scipys_is_zero():
+    f = hc.bridge.sympy(sp.factorial(x), x)
+    np.testing.assert_allclose(f(-0.7), float(sp.factorial(-0.7)), rtol=1e-6)
+
+
+def test_a_symbol_named_twice():
+    with pytest.raises(hc.SpecError, match="names a symbol twice"):
+        hc.bridge.sympy(x * y, (x, x, y))
+
+
+def test_floor_and_ceiling_are_steps():
+    f = hc.bridge.sympy(sp.floor(x**2) * x + sp.ceiling(y), (x, y))
+    at = jnp.float32(1.7)
+    assert f(at, y=at) == 2 * at + 2
+    np.testing.assert_allclose(jax.grad(f, (0, 1))(at, at), (2, 0))
+    with pytest.raises(hc.SpecError, match=r"got 1 and the keywords \['z'\]"):
+        f(at, z=at)

@@ -653,3 +653,27 @@ def test_other_options():
         close(got, np.stack([np.sin(X) + X * np.cos(X)] * 2))
     f = bridge(lambda a, b: (a * b).sum(-1), vmap_method="expand_dims", derivatives=2)
     close(jax.vmap(jax.grad(f), (0, None))(rows, 2 * X), 2 * rows)
+
+
+@pytest.mark.parametrize("kind", ["jvp", "torch vmap", "jvp of grad"])
+def test_errors_within_torch_func_come_out_as_themselves(kind):
+    """What is lent must not seem kept by the closures of a failed call."""
+
+    broken = False  # as long as shapes are found
+
+    def fails(x):
+        if broken:
+            raise LookupError("its own")
+        return (x * x).sum()
+
+    f = hc.bridge.torch(fails, derivatives=2, vmap_method="torch")
+    x = jnp.ones(3)
+    program = {
+        "jvp": lambda x: jax.jvp(f, (x,), (x,)),
+        "torch vmap": lambda x: jax.vmap(f)(jnp.stack([x, x])),
+        "jvp of grad": lambda x: jax.jvp(jax.grad(f), (x,), (x,)),
+    }[kind]
+    compiled = jax.jit(program).lower(x).compile()
+    broken = True
+    with pytest.raises(LookupError, match="its own"), hc.reraise():
+        jax.block_until_ready(compiled(x))

@@ -156,6 +156,22 @@ def test_a_failing_function_keeps_its_own_error(mode, lend):
 
 
 @modes
+def test_an_error_in_a_function_within(mode):
+    """A frame that is cleared leaves the functions made in it, with what they share."""
+
+    def host(tree, other, out=None):
+        def inner():
+            return tree["x"].sum() + undefined  # noqa: F821
+
+        return inner()
+
+    program = mode(lending(host, lend=True))
+    with pytest.raises(NameError, match="undefined") as caught, hc.reraise():
+        jax.block_until_ready(program(ramp(7), 0.0))
+    caught.value.__traceback__ = None
+
+
+@modes
 @pytest.mark.parametrize("lend", [True, "out"])
 def test_a_failing_function_that_kept_a_view(mode, lend):
     kept, raised = [], ValueError("its own")

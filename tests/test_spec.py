@@ -55,7 +55,6 @@ class AsyncCallable:
         (3, "should be a function, got 3"),
         (F32, "Write hc.call(fn, result, *args)"),
     ],
-    ids=str,
 )
 @modes
 def test_functions_that_could_not_work_are_refused(fn, say, mode):

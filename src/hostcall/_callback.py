@@ -7,10 +7,12 @@ programs, so JAX's caches hit. `CallInfo` belongs to one place of one compiled p
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -210,7 +212,15 @@ def _let_go(error: BaseException) -> None:
         if id(current) in seen:
             continue
         seen.add(id(current))
+        cells = [
+            c
+            for f, _ in traceback.walk_tb(current.__traceback__)
+            for c in _own_cells(f)
+        ]
         traceback.clear_frames(current.__traceback__)
+        for cell in cells:
+            with contextlib.suppress(ValueError):  # it is empty
+                del cell.cell_contents
         if any(isinstance(arg, np.ndarray) for arg in current.args):
             current.args = tuple(
                 arg.copy() if isinstance(arg, np.ndarray) else arg
@@ -219,6 +229,21 @@ def _let_go(error: BaseException) -> None:
         behind = [current.__cause__, current.__context__]
         behind += getattr(current, "exceptions", ())
         todo += [e for e in behind if e is not None]
+
+
+def _own_cells(frame: types.FrameType) -> list[types.CellType]:
+    """Cells of the variables that a frame shares with functions made in it. To clear
+    a frame leaves those functions, which frames further in may be running.
+    """
+    inside = gc.get_referents(frame)
+    free = {
+        id(cell)
+        for f in inside
+        if isinstance(f, types.FunctionType) and f.__code__ is frame.f_code
+        for cell in f.__closure__ or ()
+    }
+    cells = [x for x in inside if isinstance(x, types.CellType)]
+    return [cell for cell in cells if id(cell) not in free]
 
 
 # --- Costs, kept per function definition -------------------------------------------

@@ -13,7 +13,7 @@ from hostcall._call import check_function
 from hostcall._errors import SpecError
 from hostcall._host_function.results import spec_of
 from hostcall._spec import Template
-from hostcall.bridge._autograd_programs import OfFlat
+from hostcall.bridge._autograd_programs import OfFlat, make_thread_safe
 from hostcall.bridge._programs import Bridged, Program, Struct, needed
 
 tree = jax.tree_util
@@ -83,6 +83,7 @@ def of_autograd(
         return functools.partial(of_autograd, **given)
     shown = name or check_function(fn, "hc.bridge.autograd(fn)")
     needed("autograd", "autograd")
+    make_thread_safe()
     if not isinstance(derivatives, int) or derivatives < 0:
         raise SpecError(
             f"hostcall: derivatives= of `{shown}` should be how many times it may be"

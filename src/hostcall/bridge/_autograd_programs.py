@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +11,22 @@ import numpy as np
 
 from hostcall._host_function.function import HostFunction
 from hostcall.bridge._programs import Program, Struct, has_tangent, pick_moving
+
+
+@functools.cache
+def make_thread_safe() -> None:
+    """Gives each thread a count of its own of nested traces.
+
+    Autograd has one for the process: of two threads one takes an inner variable for an
+    outer one, silently.
+    """
+    from autograd import tracer
+
+    class PerThread(threading.local):
+        top = -1
+        new_trace = tracer.TraceStack.new_trace
+
+    tracer.trace_stack = PerThread()
 
 
 class OfFlat(Program):

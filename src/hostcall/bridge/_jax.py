@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -117,7 +118,8 @@ class OnDevice(Bridged):
         flat.__name__ = self.__name__
         self._flat = flat
         self._jit = jax.jit(flat, static_argnums=0)
-        self._programs: dict[Any, Compiled] = {}
+        # As long as JAX keeps what it traced: jax.clear_caches() drops these too.
+        self._programs: WeakKeyDictionary[Any, Compiled] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         found = super().__reduce__()

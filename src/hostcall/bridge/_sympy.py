@@ -57,8 +57,10 @@ def of_sympy(
         vmap: one call for the batch.
         jvp, grad, hessian, any order, both modes: a call of the derivative by each
             argument that is differentiated, made when it is first asked for. That of a
-            step (Heaviside, sign) is zero: what SymPy has at the step (DiracDelta) is
-            left out.
+            step (Heaviside, sign, floor, ceiling) is zero: what SymPy has at the step
+            (DiracDelta) is left out.
+        real arguments: a function whose value is complex there (hankel1) gives NaN,
+            as NumPy does: give a complex array.
         complex arguments: `expr` is taken to be analytic; `Abs`, `re`, `conjugate` of
             symbols that aren't declared real have no derivative here.
 
@@ -73,6 +75,11 @@ def of_sympy(
         raise SpecError(
             f"hostcall: the second argument of hc.bridge.sympy should be a Symbol, or"
             f" a list of those that are its arguments, got {symbols!r}"
+        )
+    if len(set(names)) != len(names):
+        raise SpecError(
+            f"hostcall: the second argument of hc.bridge.sympy names a symbol twice:"
+            f" {names}. Each is one argument"
         )
     outs, form = _parts(expr)
     shown = name or _short(expr)
@@ -111,9 +118,20 @@ class OfSympy(HostFunction):
     def __reduce__(self) -> Any:
         return OfSympy, (self.expressions,)
 
-    def __call__(self, *args: Any) -> Any:
-        """The function's result."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result; keywords are names of symbols."""
+        if kwargs:
+            args = self.expressions.positional(args, kwargs)
         return super().__call__(*self.expressions.checked(args))
+
+
+def _is_of_step(part: Any) -> bool:
+    """A derivative that SymPy leaves undone: zero but at the step."""
+    import sympy
+
+    return isinstance(part, sympy.Derivative) and isinstance(
+        part.expr, (sympy.floor, sympy.ceiling)
+    )
 
 
 class _Expressions:
@@ -158,6 +176,15 @@ class _Expressions:
             return structs
         dtype = jnp.result_type(plain.dtype, *(s.dtype for s in structs))
         return jax.ShapeDtypeStruct((*plain.shape, *self.form), dtype)
+
+    def positional(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        left = [str(symbol) for symbol in self.symbols[len(args) :]]
+        if sorted(kwargs) != sorted(left):
+            raise SpecError(
+                f"hostcall: `{self.name}` takes an array for each of {self.symbols},"
+                f" got {len(args)} and the keywords {sorted(kwargs)}"
+            )
+        return (*args, *(kwargs[name] for name in left))
 
     def checked(self, args: tuple[Any, ...]) -> list[Any]:
         """The arguments, arrays with as many axes as the result: a batch axis is in
@@ -206,6 +233,7 @@ class _Expressions:
         found = [e.xreplace(to).diff(to.get(by, by)).doit() for e in self.outs]
         # A step has no slope but at the step.
         found = [e.replace(sympy.DiracDelta, lambda *_: sympy.S.Zero) for e in found]
+        found = [e.replace(_is_of_step, lambda _: sympy.S.Zero).doit() for e in found]
         for out, slope in zip(self.outs, found, strict=True):
             if slope.has(sympy.Derivative, sympy.Subs):
                 raise DerivativeError(

@@ -23,6 +23,8 @@ def code_of(
                 f"hostcall: `{name}` has {part}, which SymPy"
                 " has not done: arrays can't be put into it. Try expr.doit()"
             )
+    # SciPy's factorial is zero below zero, where that is a pole or a number.
+    outs = tuple(o.replace(sympy.factorial, lambda n: sympy.gamma(n + 1)) for o in outs)
     given = list(modules) if isinstance(modules, tuple) else modules
     try:
         code = sympy.lambdify(symbols, outs, modules=given, cse=True)

@@ -234,7 +234,13 @@ class _Derived:
             if self.code.writes:
                 for i in places:
                     whole[i] = whole[i].clone()
-            return _tensors(self.code(*treedef.unflatten(whole)))
+            try:
+                return _tensors(self.code(*treedef.unflatten(whole)))
+            except BaseException:
+                # The engine clears the frames of a traceback, whose functions keep
+                # their closures: what is lent would seem kept.
+                leaves.clear()
+                raise
 
         return function, [leaves[i] for i in at]
 
@@ -290,10 +296,15 @@ class Pulled(_Derived):
             seeds[:] = [conjugate(ct).to(out.dtype) for out, ct in pairs]
             return tuple(out for out, _ in pairs)
 
-        _, pull = torch.func.vjp(differentiable, *tensors)
-        if not seeds:
-            return [torch.zeros_like(x) for x in tensors]
-        return [conjugate(x) for x in pull(tuple(seeds))]
+        try:
+            _, pull = torch.func.vjp(differentiable, *tensors)
+            if not seeds:
+                return [torch.zeros_like(x) for x in tensors]
+            return [conjugate(x) for x in pull(tuple(seeds))]
+        except BaseException:
+            seeds.clear()
+            cotangents = ()  # as in `along`
+            raise
 
 
 class Pushed(_Derived):

@@ -111,6 +111,12 @@ def value_and_grad(
     return made
 
 
+def _seem(code: Any, both: _Both) -> None:
+    """Gives `code` the user's name and signature, for messages and keywords."""
+    said = {"__name__": both.name, "__qualname__": both.name, "__wrapped__": both.fn}
+    vars(code).update(said)
+
+
 @dataclass(frozen=True)
 class _Both:
     """`fn` with its gradient flat: a list of those of the floating arrays."""
@@ -118,6 +124,9 @@ class _Both:
     fn: Callable[..., Any]
     name: str
     nondiff: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _seem(self, self)
 
     def __call__(self, *args: Any) -> tuple[Any, list[Any]]:
         value, gradient = self.pair(args)
@@ -198,9 +207,8 @@ class _Value:
 
     both: _Both
 
-    @property
-    def __name__(self) -> str:
-        return self.both.name
+    def __post_init__(self) -> None:
+        _seem(self, self.both)
 
     def __call__(self, *args: Any) -> Any:
         return self.both.pair(args)[0]
