@@ -1,12 +1,16 @@
 """Rows, and their derivatives, in other processes: pools, Dask, Ray."""
 
 import contextlib
+import copy
 import multiprocessing
 import os
 import pickle
 import sys
+import threading
+import time
 import traceback
 from concurrent import futures
+from multiprocessing.pool import ThreadPool
 
 import jax
 import jax.numpy as jnp
@@ -294,3 +298,37 @@ def test_a_row_in_another_process_of_the_same_number():
 
     sent = pickle.dumps((("another machine's", os.getpid()), 0, fails, (0.5,), {}))
     assert _workers._run_row(*pickle.loads(sent)) == 0.5
+
+
+def test_an_error_in_a_pool_of_threads_of_multiprocessing():
+    with ThreadPool(2) as pool, pytest.raises(LookupError, match="no 2.0 here"):
+        jax.vmap(host(lambda x: fails(x), pool))(X)
+
+
+def test_an_executor_that_is_shut_down_meanwhile():
+    started = threading.Event()
+
+    def slow(x):
+        started.set()
+        time.sleep(0.2)
+        return x
+
+    pool = futures.ThreadPoolExecutor(1)
+    f = jax.jit(jax.vmap(host(slow, pool)))
+
+    def shut_down():
+        started.wait(30)
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    other = threading.Thread(target=shut_down)
+    other.start()
+    with pytest.raises(futures.CancelledError), hc.reraise():
+        jax.block_until_ready(f(X))
+    other.join()
+
+
+def test_a_function_is_copied_and_pickled_without_its_executor(processes):
+    f = host(np.sin, processes)
+    assert copy.deepcopy(f) is f
+    assert pickle.loads(pickle.dumps(f)).executor is None
+    np.testing.assert_allclose(jax.vmap(f)(X), np.sin(X), rtol=1e-6)

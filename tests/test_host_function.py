@@ -336,3 +336,34 @@ def test_numbers_of_python_as_tangents():
     f.defjvp(lambda p, t: np.cos(p[0]) * t[0])
     _, dot = jax.jvp(f, (2.0,), (1.0,))
     np.testing.assert_allclose(dot, np.cos(2.0), rtol=1e-6)
+
+
+def test_elementwise_with_residuals_of_unequal_ranks():
+    f32 = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((3,), np.float32)
+    f = hc.host(lambda x, y: x * y, result=hc.elementwise, vmap_method="expand_dims")
+    f.defvjp(
+        lambda x, y: (x * y, (x, y)),
+        lambda kept, ct: ((ct * kept[1]).sum(), ct * kept[0]),
+        residuals=f32,
+    )
+    x, y = jnp.arange(3.0) + 1, jnp.arange(9.0).reshape(3, 3)
+    loss = lambda f: lambda x, y: (jax.vmap(f)(x, y) ** 2).sum()
+    got = jax.jit(jax.value_and_grad(loss(f), (0, 1)))(x, y)
+    want = jax.value_and_grad(loss(lambda x, y: x * y), (0, 1))(x, y)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+def test_elementwise_rules_that_leave_out_the_argument_of_the_batch():
+    f = hc.host(
+        lambda x, y: x * np.sin(y), result=hc.elementwise, vmap_method="expand_dims"
+    )
+    f.defjvps(lambda t, o, x, y: t * np.sin(y), lambda t, o, x, y: t * x * np.cos(y))
+    got = jax.vmap(jax.jacfwd(f), (0, None))(jnp.ones(3), 1.0)
+    np.testing.assert_allclose(got, np.full(3, np.sin(1.0)), rtol=1e-6)
+
+
+def test_a_nondifferentiable_argument_that_is_left_out():
+    f = hc.host(lambda a, b, c=None: a * b, result=hc.like(0), nondiff=(2, -1))
+    f.defjvp(lambda p, t: t[0] * p[1])
+    _, dot = jax.jvp(lambda a: f(a, 2.0), (1.0,), (1.0,))
+    assert dot == 2

@@ -1,5 +1,8 @@
 """Host functions called only where a condition holds: `f.where(mask)(x)`."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,8 @@ import pytest
 
 import hostcall as hc
 
+F32 = jax.ShapeDtypeStruct((), np.float32)
+WHOLE = ("expand_dims", "broadcast_all")
 X = np.array([0.3, -1.2, 2.0, -0.5], dtype=np.float32)
 MASK = X > 0
 
@@ -196,6 +201,50 @@ def test_what_is_refused():
         jax.vmap(lambda m, x: f.where(m)(x))(MASK, X)
 
 
+# --- Where the function is not called, nothing is infinite -----------------------------
+
+
+def logarithm(kind):
+    log = hc.host(np.log, result=hc.like(0))
+    if kind == "jvp":
+        log.defjvp(lambda p, t: t[0] / p[0], where="jax")
+    elif kind == "vjp":
+        log.defvjp(lambda x: (jnp.log(x), 1 / x), lambda r, ct: (r * ct,), where="jax")
+    elif kind == "jacobian":
+        log.defjacobian(lambda x: 1 / x, where="jax")
+    return log
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp", "jacobian"])
+def test_rules_in_jax_code_that_are_infinite_there(kind):
+    log = logarithm(kind)
+    first = jax.grad(lambda x: log.where(x > 0)(x))
+    x = jnp.array([0.0, 2.0])
+    assert jax.vmap(first)(x).tolist() == [0, 0.5]
+    assert jax.jit(jax.vmap(jax.grad(first)))(x).tolist() == [0, -0.25]
+
+
+@pytest.mark.parametrize("method", ["sequential", "parallel", *WHOLE])
+def test_rows_that_differ_in_the_mask_only(method):
+    sine = hc.host(np.sin, result=hc.like(0), vmap_method=method)
+    mask, x = jnp.array([True, False, True]), jnp.ones(3)
+    got = jax.jit(jax.vmap(lambda m: sine.where(m)(x)))(mask)
+    np.testing.assert_allclose(got, jnp.where(mask[:, None], np.sin(x), 0), rtol=1e-6)
+    one = hc.host(lambda: np.float32(1), result=F32, vmap_method=method)
+    got = jax.vmap(lambda m: one.where(m, -1)())(mask)
+    assert got.tolist() == [1, -1, 1]
+
+
+def test_finite_differences():
+    seen = []
+    f = hc.host(lambda x: (seen.append(float(x)), np.sqrt(x))[1], result=hc.elementwise)
+    hc.finite_difference(f)
+    x = jnp.array([-1.0, 4.0])
+    slopes = jax.vmap(jax.grad(lambda x: f.where(x > 0)(x)))(x)
+    np.testing.assert_allclose(slopes, [0, 0.25], rtol=1e-4)
+    assert min(seen) > 0
+
+
 # --- In a class ------------------------------------------------------------------------
 
 
@@ -231,3 +280,22 @@ def test_methods():
     assert Scaled.sine.__doc__ == "A sine."
     assert Scaled.sine(s, X[0]) == s.sine(X[0])
     assert jax.vmap(s.sine)(X).shape == X.shape
+    masked = jax.vmap(lambda m, x: s.sine.where(m, -1)(x))(MASK, X)
+    np.testing.assert_allclose(masked, np.where(MASK, 3 * np.sin(X), -1), rtol=1e-6)
+    assert s.sine == s.sine
+    assert hash(s.sine) == hash(s.sine)
+    assert s.sine != Scaled(1).sine
+
+
+class Counted:
+    @classmethod
+    @hc.host(result=hc.like(1))
+    def twice(cls, x):
+        return 2 * x
+
+
+def test_class_methods_are_pickled_by_name():
+    assert Counted.twice(X).tolist() == (2 * X).tolist()
+    function = Counted.twice.__func__
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert copy.deepcopy(function) is function

@@ -75,6 +75,7 @@ LAYERS: list[tuple[str, ...]] = [
         "_host_function.linear",
         "_host_function.pairs",
         "_host_function.calls",
+        "_host_function.method",
         "_host_function.function",
         "_host_function.host",
         "_host_function.differences",

@@ -44,6 +44,9 @@ class CompressedCall:
         if count == 0:
             return tuple(outs)
         ones = (1,) * (levels - 1)
+        # Of arguments that no row has of its own the function makes one row for all.
+        wide = any(size != 1 for array in arrays for size in array.shape[:levels])
+        seen = count if wide else 1
         taken = []
         for array in arrays:
             lead, rest = array.shape[:levels], array.shape[levels:]
@@ -54,9 +57,9 @@ class CompressedCall:
         values = self._call(taken)
         for i, (out, value) in enumerate(zip(outs, values, strict=True)):
             rest = params.avals[i].shape[levels:]
-            out[rows] = self._leaf(i, value, (count, *ones, *rest)).reshape(
-                (count, *rest)
-            )
+            want = (seen, *ones, *rest) if arrays else rest
+            leaf = self._leaf(i, value, want)
+            out[rows] = leaf.reshape((seen, *rest))
         return tuple(outs)
 
     def _batch(self, mask: np.ndarray, arrays: tuple[np.ndarray, ...]) -> Any:

@@ -95,8 +95,11 @@ def by_name(given: Any) -> bool:
     """Whether functions go to the workers as names, by pickle: the standard library's
     process pools. Those of Dask, Ray and loky send what has no name by value.
     """
-    standard = type(given).__module__.partition(".")[0] == "multiprocessing"
-    return standard or isinstance(given, futures.ProcessPoolExecutor)
+    kind = type(given)
+    standard = kind.__module__.partition(".")[0] == "multiprocessing"
+    if standard and kind.__name__ != "ThreadPool":
+        return True
+    return isinstance(given, futures.ProcessPoolExecutor)
 
 
 def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) -> None:

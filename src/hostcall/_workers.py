@@ -106,10 +106,11 @@ def _same(value: Any) -> Any:
 
 
 def _end(tasks: list[futures.Future[Any]], wait: bool) -> None:
-    for task in tasks:
-        task.cancel()
+    # Not for those that are cancelled: an executor that was shut down with
+    # cancel_futures=True never notices, and `futures.wait` would wait for it.
+    running = [task for task in tasks if not task.cancel()]
     if wait:
-        futures.wait(tasks)
+        futures.wait(running)
 
 
 def run_rows(

@@ -144,7 +144,9 @@ class Site(OfFunction):
         if rule.where == "host":
             return bind(args, self.host("jacobian"))
         trees = self.trees
-        leaves = trees.jacobian_leaves(rule.rule(*trees.arguments(args)))
+        args = trees.gated(args)
+        found = trees.rule_masked(args, rule.rule)(*trees.arguments(args))
+        leaves = trees.jacobian_leaves(found)
         blocks = trees.fitting(leaves, trees.jacobian_avals, "the Jacobian rule")
         return trees.zeroing(args, blocks)
 
@@ -154,6 +156,7 @@ class Site(OfFunction):
         """Results, and the tangents of those that have one, by a rule in JAX code."""
         jvp, trees = self.rules.jvp, self.trees
         assert jvp is not None
+        args, tangents = trees.gated(args), trees.zeroing_some(args, tangents)
         primals = trees.arguments(args)
         if jvp.flat:
             assert jvp.rule is not None
@@ -171,11 +174,12 @@ class Site(OfFunction):
             ):
                 rule = jvp.each[position]
                 assert rule is not None
+                rule = trees.rule_masked(args, rule)
                 term = rule(whole[position], out, *primals)
                 terms.append(self._tangent_leaves(term))
             touts = [sum(ts[1:], ts[0]) for ts in zip(*terms, strict=True)]
             return outs, trees.zeroing(args, touts)
-        value = jvp.rule(primals, whole)
+        value = trees.rule_masked(args, jvp.rule)(primals, whole)
         if is_pair(value, trees.results.treedef):
             leaves, _ = flatten_arguments((value[0],), {})
             outs = trees.fitting(leaves, self.avals, "the jvp rule")
@@ -199,6 +203,7 @@ class Site(OfFunction):
             if vjp.keeps_objects:
                 _forget_with(found[n])
             return found[:n], found[n:], None
+        args = self.trees.gated(args)
         value = vjp.fwd(*self.trees.arguments(args))
         out, residual = forward_pair(value, self.name)
         leaves, _ = flatten_arguments((out,), {})
@@ -226,6 +231,7 @@ class Site(OfFunction):
                 args = args[-1:] if trees.masked else []
             what = self.host("backward", nz, take)
             return bind([*args, *kept, *cotangents], what)
+        kept, cotangents = trees.gate(args, kept), trees.zeroing(args, cotangents)
         leaves = wrap_keys(kept, template.keys)
         ((residual,), _) = template.fill(leaves)
         avals = pick(trees.in_avals, nz)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -144,7 +146,7 @@ class Differences:
         return np.asarray(factor * np.abs(full - half) + eps * scale / self.step)
 
     def _positions(self, args: Any) -> list[int]:
-        nondiff = {n % len(args) for n in self.function.nondiff}
+        nondiff = self.function.nondiff_of(len(args))
         return [
             i
             for i, arg in enumerate(args)
@@ -255,10 +257,18 @@ class _Elementwise:
     differences: Differences
 
     def __call__(self, primals: Any, tangents: Any) -> Any:
+        return self._along(None, primals, tangents)
+
+    def where(self, mask: Any) -> Callable[..., Any]:
+        """The rule of a function with a mask."""
+        return partial(self._along, mask)
+
+    def _along(self, mask: Any, primals: Any, tangents: Any) -> Any:
         total: Any = None
         for position, tangent in enumerate(tangents):
             if tangent is None or tangent.dtype == jax.dtypes.float0:
                 continue
-            term = self.differences.slope(position)(*primals) * tangent
+            slope = self.differences.slope(position)
+            term = slope.where(mask)(*primals) * tangent
             total = term if total is None else total + term
         return total

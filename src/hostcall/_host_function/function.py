@@ -18,6 +18,7 @@ from hostcall._callback import Lend
 from hostcall._errors import SpecError
 from hostcall._host_function import results as shorthands
 from hostcall._host_function.calls import Site
+from hostcall._host_function.method import Method
 from hostcall._host_function.primitive import bind
 from hostcall._host_function.residuals import HANDLE_DTYPE, HANDLE_SHAPE
 from hostcall._host_function.rules import (
@@ -80,7 +81,10 @@ class HostFunction:
             found = getattr(found, part, None)
         if found is self:
             return self.__qualname__
+        if getattr(found, "__func__", None) is self:  # of a class
+            return getattr, (found, "__func__")
         state = {k: v for k, v in vars(self).items() if k not in self._NOT_PICKLED}
+        state["_options"] = dict(self._options, executor=None)
         return _new, (type(self),), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,7 +122,13 @@ class HostFunction:
         """In the body of a class: a method, as its function would be."""
         if instance is None or not isinstance(self.fn, types.FunctionType):
             return self
-        return types.MethodType(self, instance)
+        return Method(self, instance)
+
+    def __copy__(self) -> HostFunction:
+        return self  # as a Python function's; an executor could not be copied
+
+    def __deepcopy__(self, memo: Any) -> HostFunction:
+        return self
 
     def _call(self, args: Any, kwargs: Any, mask: Any, fill: Any) -> Any:
         if kwargs:
@@ -140,10 +150,14 @@ class HostFunction:
         in_avals = tuple(
             _jax.ShapedArray(np.shape(x), np.dtype(x.dtype)) for x in operands
         )
-        nondiff = tuple(n % max(len(args), 1) for n in self.nondiff)
+        nondiff = self.nondiff_of(len(args))
         trees = Trees(self.__name__, template, in_avals, parsed, nondiff, fills)
         operands = _jax.vary_alike(operands)
         return trees.result(bind(operands, self.site(trees, place)))
+
+    def nondiff_of(self, n: int) -> tuple[int, ...]:
+        """`nondiff` among n arguments, of which the last may have been left out."""
+        return tuple(i % n for i in self.nondiff if -n <= i < n)
 
     def site(self, trees: Trees, place: Place) -> Site:
         return Site(self, trees, place)

@@ -61,7 +61,8 @@ def host(
     Returns:
         A `HostFunction`, to be called with arrays, pytrees of them and static objects,
         and given rules by its methods: `defjvp`, `defjvps`, `defvjp`, `deftranspose`,
-        `defjacobian`, `defbatch`. It can be pickled where its function and rules can.
+        `defjacobian`, `defbatch`. It can be pickled where its function and rules can,
+        without its executor.
 
     Raises:
         SpecError: something here, or in a call, is written wrong.

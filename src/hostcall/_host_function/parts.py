@@ -100,8 +100,8 @@ class HostCode(OfFunction):
         if trees.masked:
             args = list(args)
             options["where"] = args.pop(self._mask_at)
-        if options["vmap_method"] in WHOLE and self.kind in ("value", "jvp", "both"):
-            args = self._aligned(args)
+        if self.function.result is elementwise and options["vmap_method"] in WHOLE:
+            args = self._aligned(args, options)
         if self.kind == "value":
             results = trees.results
             spec = results.treedef.unflatten(map(_struct, results.avals, results.keys))
@@ -134,16 +134,23 @@ class HostCode(OfFunction):
             return len(self.trees.in_avals) - 1
         return 0 if self.kind == "backward" else self.nz.count(False) - 1
 
-    def _aligned(self, args: Arrays) -> Arrays:
+    def _aligned(self, args: Arrays, options: dict[str, Any]) -> Arrays:
         """Operands of an elementwise function with as many axes as the result.
 
         A batch is one more axis in front of each. Without this, 16 numbers beside a row
         of 9 would be (16,) beside (1, 9), and 9 numbers beside 9 rows of 9 would be
-        taken for a row.
+        taken for a row. What other rules leave and give has axes of its own: where
+        they differ, rows go one by one.
         """
-        if self.function.result is not elementwise:
-            return args
         axes = len(self.trees.results.avals[0].shape)
+        if self.kind not in ("value", "jvp", "both"):
+            avals = self.trees.in_avals[: len(self.trees.template.keys)]
+            if any(len(aval.shape) != axes for aval in avals):
+                options["vmap_method"] = "sequential"
+            return args
+        if self.kind != "value" and options["vmap_method"] == "expand_dims":
+            # A rule need not use the argument that has the batch.
+            options["vmap_method"] = "broadcast_all"
         shapes = [np.shape(x) for x in args]
         return [
             x

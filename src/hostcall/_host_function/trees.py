@@ -272,6 +272,39 @@ class Trees:
             return values
         return [jnp.where(arrays[-1], x, jnp.zeros_like(x)) for x in values]
 
+    def gated(self, arrays: Arrays) -> Arrays:
+        """Arguments for JAX code, to which nothing comes back from where the mask is
+        False: what is infinite there would make NaN of a zero.
+        """
+        if not self.masked:
+            return arrays
+        return [*self.gate(arrays, arrays[:-1]), arrays[-1]]
+
+    def gate(self, arrays: Arrays, values: Arrays) -> Arrays:
+        """The same of others, residuals say."""
+        if not self.masked:
+            return values
+        return [
+            jnp.where(arrays[-1], x, jax.lax.stop_gradient(x))
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+            else x
+            for x in values
+        ]
+
+    def rule_masked(self, arrays: Arrays, rule: Any) -> Any:
+        """A rule in JAX code that can be told itself: a HostFunction."""
+        if self.masked and hasattr(rule, "where"):
+            return rule.where(arrays[-1])
+        return rule
+
+    def zeroing_some(self, arrays: Arrays, tangents: Tangents) -> Tangents:
+        if not self.masked:
+            return tangents
+        return [
+            None if t is None else jnp.where(arrays[-1], t, jnp.zeros_like(t))
+            for t in tangents
+        ]
+
     @property
     def for_tangents(self) -> Trees:
         """The fill's tangent is zero."""

@@ -1,0 +1,46 @@
+"""A host function that was defined in the body of a class, and its object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Method:
+    """As Python's bound methods are: equal for the same function and object.
+
+    The object is argument 0. Static, unless it is a pytree.
+    """
+
+    def __init__(self, function: Any, instance: Any) -> None:
+        self.__func__ = function
+        self.__self__ = instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
+        masked = self.__func__.where(mask, fill)
+        return lambda *args, **kwargs: masked(self.__self__, *args, **kwargs)
+
+    def difference_error(self, *args: Any) -> Any:
+        return self.__func__.difference_error(self.__self__, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+    def __repr__(self) -> str:
+        return f"<bound {self.__func__!r} of {self.__self__!r}>"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Method)
+            and other.__func__ is self.__func__
+            and other.__self__ is self.__self__
+        )
+
+    def __hash__(self) -> int:
+        return hash((Method, id(self.__func__), id(self.__self__)))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self.__func__.__name__)
