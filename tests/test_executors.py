@@ -306,6 +306,19 @@ def test_an_error_in_a_pool_of_threads_of_multiprocessing():
 
 
 def test_an_executor_that_is_shut_down_meanwhile():
+    class Pool(futures.ThreadPoolExecutor):
+        """Shuts itself down once it has all rows, of which one runs."""
+
+        rows = 0
+
+        def submit(self, *args, **kwargs):
+            task = super().submit(*args, **kwargs)
+            self.rows += 1
+            if self.rows == len(X):
+                started.wait(30)
+                self.shutdown(wait=False, cancel_futures=True)
+            return task
+
     started = threading.Event()
 
     def slow(x):
@@ -313,18 +326,9 @@ def test_an_executor_that_is_shut_down_meanwhile():
         time.sleep(0.2)
         return x
 
-    pool = futures.ThreadPoolExecutor(1)
-    f = jax.jit(jax.vmap(host(slow, pool)))
-
-    def shut_down():
-        started.wait(30)
-        pool.shutdown(wait=False, cancel_futures=True)
-
-    other = threading.Thread(target=shut_down)
-    other.start()
+    f = jax.jit(jax.vmap(host(slow, Pool(1))))
     with pytest.raises(futures.CancelledError), hc.reraise():
         jax.block_until_ready(f(X))
-    other.join()
 
 
 def test_a_function_is_copied_and_pickled_without_its_executor(processes):
