@@ -6,7 +6,6 @@ import contextvars
 import itertools
 import os
 import queue
-import secrets
 import sys
 import threading
 import time
@@ -79,7 +78,7 @@ _contexts: dict[int, tuple[tuple[Any, Any], Any]] = {}
 _context_numbers = itertools.count()
 
 # Another machine may have a process of the same number; a fork has the same token.
-_TOKEN = secrets.token_hex(8)
+_TOKEN = os.urandom(8).hex()
 
 
 def _process() -> tuple[str, int]:
