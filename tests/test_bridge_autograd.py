@@ -332,3 +332,8 @@ def test_value_and_grad_takes_keywords_and_is_named():
     wrong = hc.bridge.value_and_grad(lambda x: (x.sum(), x[:2]), name="wrong")
     with pytest.raises(hc.ResultError, match="`wrong`"), hc.reraise():
         jax.block_until_ready(jax.jit(jax.grad(wrong))(jnp.ones(3)))
+
+
+def test_a_position_in_nondiff_that_is_left_out():
+    f = hc.bridge.value_and_grad(lambda x, y=None: ((x**2).sum(), 2 * x), nondiff=1)
+    close(jax.jit(jax.grad(f))(Q), 2 * Q)

@@ -39,7 +39,7 @@ class Checks:
         threads: int,
     ) -> None:
         self.f, self.args, self.random, self.threads = f, args, random, threads
-        nondiff = {n % max(len(args), 1) for n in f.nondiff}
+        nondiff = f.nondiff_of(len(args))
         self.places = [
             n for n, arg in enumerate(args) if n not in nondiff and _is_floating(arg)
         ]

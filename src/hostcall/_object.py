@@ -11,7 +11,6 @@ import logging
 import operator
 import pickle
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from typing import Any, Literal, NoReturn
 
 from hostcall import _context, _jax, _native
@@ -93,7 +92,7 @@ class Object:
         order: Literal["ordered", "unordered"] = "ordered",
         name: str | None = None,
         vmap_method: Literal["sequential", "parallel"] = "sequential",
-        executor: futures.Executor | None = None,
+        executor: Any = None,
         close: str | Callable[[Any], Any] | None = "close",
         save: str | Callable[[Any], Any] | None = None,
         restore: str | Callable[[Any, Any], Any] | None = None,

@@ -156,7 +156,7 @@ class Site(OfFunction):
         """Results, and the tangents of those that have one, by a rule in JAX code."""
         jvp, trees = self.rules.jvp, self.trees
         assert jvp is not None
-        args, tangents = trees.gated(args), trees.zeroing_some(args, tangents)
+        args, tangents = trees.gated(args), trees.zeroing(args, tangents)
         primals = trees.arguments(args)
         if jvp.flat:
             assert jvp.rule is not None

@@ -28,6 +28,7 @@ from hostcall._host_function.rules import (
     Rules,
     Vjp,
     Where,
+    among,
     check_rule,
     check_where,
 )
@@ -156,8 +157,8 @@ class HostFunction:
         return trees.result(bind(operands, self.site(trees, place)))
 
     def nondiff_of(self, n: int) -> tuple[int, ...]:
-        """`nondiff` among n arguments, of which the last may have been left out."""
-        return tuple(i % n for i in self.nondiff if -n <= i < n)
+        """`nondiff` among n arguments."""
+        return among(self.nondiff, n)
 
     def site(self, trees: Trees, place: Place) -> Site:
         return Site(self, trees, place)

@@ -103,6 +103,13 @@ def check_rule(rule: Any, name: str, usage: str) -> None:
         raise SpecError(f"hostcall: {usage} of `{name}` wants a function, got {rule!r}")
 
 
+def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """Positions, which may count from the end, among n arguments: the last may have
+    been left out.
+    """
+    return tuple(i % n for i in positions if -n <= i < n)
+
+
 def check_where(where: Any, name: str) -> None:
     if where not in ("host", "jax"):
         raise SpecError(

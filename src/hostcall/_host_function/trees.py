@@ -266,11 +266,14 @@ class Trees:
         fills = self.fill_arrays()
         return [jnp.where(arrays[-1], x, y) for x, y in zip(outs, fills, strict=True)]
 
-    def zeroing(self, arrays: Arrays, values: Arrays) -> Arrays:
-        """Tangents or cotangents of JAX code, likewise."""
+    def zeroing(self, arrays: Arrays, values: Tangents) -> Tangents:
+        """Tangents or cotangents of JAX code, likewise; None is zero."""
         if not self.masked:
             return values
-        return [jnp.where(arrays[-1], x, jnp.zeros_like(x)) for x in values]
+        return [
+            None if x is None else jnp.where(arrays[-1], x, jnp.zeros_like(x))
+            for x in values
+        ]
 
     def gated(self, arrays: Arrays) -> Arrays:
         """Arguments for JAX code, to which nothing comes back from where the mask is
@@ -296,14 +299,6 @@ class Trees:
         if self.masked and hasattr(rule, "where"):
             return rule.where(arrays[-1])
         return rule
-
-    def zeroing_some(self, arrays: Arrays, tangents: Tangents) -> Tangents:
-        if not self.masked:
-            return tangents
-        return [
-            None if t is None else jnp.where(arrays[-1], t, jnp.zeros_like(t))
-            for t in tangents
-        ]
 
     @property
     def for_tangents(self) -> Trees:

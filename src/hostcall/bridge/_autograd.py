@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ def of_autograd(
     derivatives: int = 1,
     vmap_method: str | None = None,
     timeout: float | None = None,
-    executor: futures.Executor | None = None,
+    executor: Any = None,
     name: str | None = None,
 ) -> Any:
     """Makes a host function of one written with HIPS autograd's NumPy, whose

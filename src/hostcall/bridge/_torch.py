@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from concurrent import futures
 from typing import Any
 
 from hostcall._call import check_function
@@ -20,7 +19,7 @@ def torch(
     derivatives: int = 1,
     lend: bool = True,
     timeout: float | None = None,
-    executor: futures.Executor | None = None,
+    executor: Any = None,
     name: str | None = None,
     nondiff: int | tuple[int, ...] = (),
 ) -> Any:

@@ -128,7 +128,7 @@ class TorchFunction(HostFunction):
     # --- Rules in host code -----------------------------------------------------------
 
     def _forward(self, *args: Any) -> Any:
-        nondiff = [n % len(args) for n in self.nondiff]
+        nondiff = self.nondiff_of(len(args))
         return _torch_host.forward(self._code, args, nondiff)
 
     def _push_on_host(self, args: Any, tangents: Any, out_diff: Any) -> Any:

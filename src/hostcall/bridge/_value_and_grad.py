@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -17,6 +16,7 @@ from hostcall._errors import DerivativeError, ResultError, SpecError
 from hostcall._host_function import results
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
+from hostcall._host_function.rules import among
 from hostcall._spec import is_array_like
 
 tree = jax.tree_util
@@ -31,7 +31,7 @@ def value_and_grad(
     vmap_method: Any = None,
     arrays: Literal["numpy", "jax"] = "numpy",
     timeout: float | None = None,
-    executor: futures.Executor | None = None,
+    executor: Any = None,
     name: str | None = None,
 ) -> Any:
     """Makes a host function of one that gives (value, gradient), as optimisers want it
@@ -155,7 +155,7 @@ class _Both:
 
     def moving(self, args: Any) -> list[int]:
         """Positions of the arguments with a gradient."""
-        nondiff = {n % max(len(args), 1) for n in self.nondiff}
+        nondiff = among(self.nondiff, len(args))
         return [
             position
             for position, arg in enumerate(args)
