@@ -21,7 +21,17 @@ import pytest
 import hostcall as hc
 from hostcall import _delivery, _errors, _native
 
-HANG_SECONDS = 60
+# Of one test, on a machine with other work beside; the slowest take 20 s alone.
+HANG_SECONDS = 240
+# A limit for programs under test, which only catches hangs.
+PROGRAM_SECONDS = 180
+
+# Programs under test begin with Python's handler: a suite that a shell started in the
+# background inherits SIGINT ignored, and hands that on.
+_PRELUDE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
 STDERR = pytest.StashKey[TextIO]()
 
 
@@ -61,7 +71,7 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture(autouse=True)
 def no_hang(pytestconfig: pytest.Config) -> Iterator[None]:
-    """A test that takes a minute dumps all stacks and ends the run."""
+    """A test that hangs dumps all stacks and ends the run."""
     faulthandler.dump_traceback_later(
         HANG_SECONDS, exit=True, file=pytestconfig.stash[STDERR]
     )
@@ -119,6 +129,11 @@ def compiled_during() -> Callable[[Callable[[], object]], int]:
 
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def _command(source: str, args: tuple[str, ...]) -> list[str]:
+    return [sys.executable, "-c", _PRELUDE + textwrap.dedent(source), *args]
 
 
 @pytest.fixture
@@ -128,15 +143,14 @@ def run_python() -> Run:
     def run(
         source: str,
         *args: str,
-        timeout: float = 50,
         env: dict[str, str] | None = None,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(source), *args],
+            _command(source, args),
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=PROGRAM_SECONDS,
             env={**os.environ, **(env or {})},
         )
         if check:
@@ -144,3 +158,36 @@ def run_python() -> Run:
         return done
 
     return run
+
+
+@pytest.fixture
+def start_python() -> Iterator[Start]:
+    """Starts such a program, for a test that sends it signals once it says "ready"."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(
+        source: str, *args: str, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            _command(source, args),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        started.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if line != "ready\n":
+            out, err = process.communicate(timeout=PROGRAM_SECONDS)
+            raise AssertionError(line + out + err)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()

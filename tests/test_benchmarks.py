@@ -23,7 +23,7 @@ def benchmarks(*args):
         env=env,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=170,
     )
 
 

@@ -315,7 +315,7 @@ def test_an_executor_that_is_shut_down_meanwhile():
             task = super().submit(*args, **kwargs)
             self.rows += 1
             if self.rows == len(X):
-                started.wait(30)
+                started.wait(60)
                 self.shutdown(wait=False, cancel_futures=True)
             return task
 

@@ -275,7 +275,7 @@ def test_a_device_that_is_not_there():
 
 def test_the_program_does_not_wait():
     gate = threading.Event()
-    f = jax.jit(lambda x: hcb.id_tap(lambda *_: gate.wait(30), x) + 1)
+    f = jax.jit(lambda x: hcb.id_tap(lambda *_: gate.wait(60), x) + 1)
     assert f(1.0) == 2  # with the callback still under way
     gate.set()
     hcb.barrier_wait()

@@ -484,7 +484,7 @@ def test_effects_barrier_waits_for_taps(patched):
     started = threading.Event()
 
     def slow(x):
-        started.wait(10)
+        started.wait(60)
         seen.append(float(x))
 
     jax.jit(lambda x: hc.tap(slow, x))(1.0)

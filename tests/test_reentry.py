@@ -145,7 +145,7 @@ def test_context_variables_of_the_dispatching_thread():
         return a
 
     f = jax.jit(lambda v: hc.call(host, v, v))
-    late = jax.jit(lambda v: hc.call(host, v, v, timeout=30))
+    late = jax.jit(lambda v: hc.call(host, v, v, timeout=60))
     variable.set("mine")
     f(jnp.float32(1)).block_until_ready()
     late(jnp.float32(1)).block_until_ready()

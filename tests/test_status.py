@@ -47,7 +47,7 @@ def test_status_shows_a_call_with_its_stack(mode, timeout):
 
     def waits_here(a):
         entered.set()
-        assert leave.wait(30)
+        assert leave.wait(60)
         return a
 
     program = mode(lambda v: hc.call(waits_here, SCALAR, v, timeout=timeout))
@@ -55,7 +55,7 @@ def test_status_shows_a_call_with_its_stack(mode, timeout):
         target=lambda: jax.block_until_ready(program(jnp.float32(1)))
     )
     thread.start()
-    assert entered.wait(30)
+    assert entered.wait(60)
     (call,) = hc.status()
     leave.set()
     thread.join()
@@ -121,7 +121,7 @@ def test_a_late_row_is_named(mode):
 
     def host(a):
         if a == 2:
-            leave.wait(30)
+            leave.wait(60)
         return a
 
     f = mode(

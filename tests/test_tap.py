@@ -396,7 +396,7 @@ def test_a_program_may_die_before_its_taps_are_delivered():
 
     class Sink:
         def wait(self, x):
-            gate.wait(30)
+            gate.wait(60)
 
         def __call__(self, x):
             seen.append(int(x))

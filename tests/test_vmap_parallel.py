@@ -64,7 +64,7 @@ def test_parallel_rows_on_an_executor(kind):
 
 @pytest.mark.parametrize("pooled", [False, True], ids=["default pool", "own pool"])
 def test_parallel_rows_run_at_the_same_time_and_know_their_row(pooled):
-    meeting = threading.Barrier(4, timeout=30)
+    meeting = threading.Barrier(4, timeout=60)
 
     def host(x):
         meeting.wait()  # passes only with all four rows here
