@@ -101,7 +101,7 @@ bool ReportEscapes(const Plan& plan,
                        value == nullptr ? Py_None : value};
   const auto ask = [&] {
     return static_cast<bool>(
-        Ref::Steal(PyObject_Vectorcall(plan.on_escape.get(), stack, 3, nullptr)));
+        Ref::Steal(CallPython(plan.on_escape.get(), stack, 3, nullptr)));
   };
   Ref held = Ref::Steal(PyList_New(0));
   bool ok = held && ask() && collect(held.get());

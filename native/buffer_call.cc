@@ -214,9 +214,9 @@ bool RunOnBuffers(const Plan& plan, const ActiveCall& call, char* const* args,
   OpenBuffers buffers(plan, call);
   bool ok = buffers.Open(args, targets);
   if (ok) {
-    Ref value = Ref::Steal(PyObject_Vectorcall(
-        plan.function.get(), buffers.stack(),
-        buffers.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+    Ref value = Ref::Steal(
+        CallPython(plan.function.get(), buffers.stack(),
+                   buffers.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
     ok = ReturnedNothing(value.get());
   }
   ok = buffers.Close(ok);
@@ -273,7 +273,7 @@ void RaiseStatus(const Plan& plan, const NativeStatus& status) {
     Ref number = Ref::Steal(PyLong_FromLong(status.unwritten));
     PyObject* stack[] = {plan.info.get(), number.get()};
     Ref ignored =
-        Ref::Steal(PyObject_Vectorcall(plan.on_unwritten.get(), stack, 2, nullptr));
+        Ref::Steal(CallPython(plan.on_unwritten.get(), stack, 2, nullptr));
     return;
   }
   std::string row;

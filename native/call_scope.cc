@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine.h"
+
 namespace hostcall {
 namespace {
 
@@ -58,6 +60,14 @@ int InterruptForeignCalls(bool taps) {
 int InterruptTaps() {
   return Interrupt([](const ActiveCall& call) { return call.tap != nullptr; });
 }
+bool OnlyOnThreads(const std::vector<unsigned long>& threads) {
+  int64_t there = 0;
+  for (ActiveCall* call = g_calls; call != nullptr; call = call->next) {
+    if (!call->counted) continue;
+    there += std::count(threads.begin(), threads.end(), call->thread_id) != 0;
+  }
+  return there == Engine::Get().in_flight();
+}
 void ForgetCallsAfterFork() {
   g_calls = nullptr;
   t_current = nullptr;
@@ -104,7 +114,7 @@ CallScope::CallScope(const Plan& plan, int device_ordinal) {
       if (!now) PyErr_Clear();
     }
     PyObject* stack[] = {value};
-    Ref before = Ref::Steal(PyObject_Vectorcall(setting.swap, stack, 1, nullptr));
+    Ref before = Ref::Steal(CallPython(setting.swap, stack, 1, nullptr));
     if (!before) PyErr_WriteUnraisable(setting.swap);
     if (!stays) saved_[i] = std::move(before);
   }
@@ -118,7 +128,7 @@ CallScope::~CallScope() {
   for (size_t i = g_ambient_count; i-- > 0;) {
     if (!saved_[i]) continue;
     PyObject* stack[] = {saved_[i].get()};
-    Ref done = Ref::Steal(PyObject_Vectorcall(g_ambient[i].set, stack, 1, nullptr));
+    Ref done = Ref::Steal(CallPython(g_ambient[i].set, stack, 1, nullptr));
     if (!done) PyErr_WriteUnraisable(g_ambient[i].set);
   }
   if (failed) PyErr_Restore(type, value, trace);

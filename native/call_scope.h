@@ -22,6 +22,7 @@ struct ActiveCall {
   bool on_gpu = false;     ///< the operands and results are a GPU's
   const TapEvent* tap = nullptr;  ///< what is delivered, or null for a call
   bool foreign = false;           ///< Python did not start the thread
+  bool counted = false;           ///< it is one of the engine's calls in flight
   bool interrupted = false;       ///< KeyboardInterrupt was sent to its thread
   ActiveCall* outer = nullptr;  ///< the call of this thread that encloses this one
   ActiveCall* prev = nullptr;
@@ -38,6 +39,10 @@ ActiveCall* AllCalls();
 int InterruptForeignCalls(bool taps = false);
 /// The same for the tap that is being delivered alone.
 int InterruptTaps();
+/// Whether every call in flight runs on one of these threads. Exact: with the GIL,
+/// which is held, no call comes to the list or leaves it, and one that is on the
+/// list is in the engine's count.
+bool OnlyOnThreads(const std::vector<unsigned long>& threads);
 /// A forked child inherits the list but not the threads it speaks of.
 void ForgetCallsAfterFork();
 

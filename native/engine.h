@@ -9,6 +9,11 @@
 //   2. exit:    Close sets closed, then WaitIdle reads the count
 // Both are sequentially consistent, so at least one sees the other: a call that
 // missed the flag is counted, and is waited for.
+//
+// Calls on daemon threads of Python's are not waited for at exit: they are left
+// behind, as Python leaves such threads. One that ends must not go back into JAX's
+// C++, which would ask for the GIL while the interpreter goes: it stays in the
+// engine (run_call.cc), and in the count.
 #pragma once
 
 #include <atomic>
@@ -47,6 +52,9 @@ class Engine {
     return true;
   }
 
+  /// From here on calls on threads of Python's stay in the engine when they end.
+  void LeaveBehind() { left_behind_.store(true); }
+
   /// In a forked child: the threads whose calls were counted do not exist there,
   /// nor do XLA's. Nothing may be called, and nobody is waited for.
   void CloseAfterFork() {
@@ -57,11 +65,13 @@ class Engine {
 
   bool closed() const { return closed_.load(); }
   bool forked() const { return forked_.load(); }
+  bool left_behind() const { return left_behind_.load(std::memory_order_relaxed); }
   int64_t in_flight() const { return in_flight_.load(); }
 
  private:
   std::atomic<bool> closed_{false};
   std::atomic<bool> forked_{false};
+  std::atomic<bool> left_behind_{false};
   std::atomic<int64_t> in_flight_{0};
 };
 

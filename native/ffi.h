@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "detached.h"
 #include "engine.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -139,6 +140,7 @@ XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, Body body,
                        XLA_FFI_TypeId state_type = XLA_FFI_UNKNOWN_TYPE_ID,
                        uint32_t traits = 0) {
   if (AnswerMetadata(frame, state_type, traits)) return nullptr;
+  const Detached detached;
   try {
     return body(frame);
   } catch (const std::exception& e) {

@@ -93,6 +93,7 @@ void InitHandlers(nb::module_& m) {
         }
         const void* from = reinterpret_cast<const void*>(address);
         if (bytes != 0) {
+          GilRelease unlocked;  // it may wait for streams
           CopyOnStream(to->call->stream, to->data, from, bytes, stream);
         }
       },
@@ -102,7 +103,8 @@ void InitHandlers(nb::module_& m) {
     return nb::make_tuple(PinnedState(PinnedForCalls()),
                           PinnedState(PinnedForTaps()));
   });
-  m.def("limit_pinned", &LimitPinned, nb::arg("for_calls"), nb::arg("for_taps"));
+  m.def("limit_pinned", &LimitPinned, nb::arg("for_calls"), nb::arg("for_taps"),
+        nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_streams_for_tests",
       [](const std::vector<uintptr_t>& addresses) {

@@ -26,7 +26,7 @@ PyObject* OutKeyword() {
 bool Convert(const Leaf& leaf, PyObject** array) {
   if (!leaf.convert) return true;
   PyObject* stack[] = {*array};
-  PyObject* converted = PyObject_Vectorcall(leaf.convert.get(), stack, 1, nullptr);
+  PyObject* converted = CallPython(leaf.convert.get(), stack, 1, nullptr);
   Py_DECREF(*array);
   *array = converted;
   return converted != nullptr;
@@ -44,9 +44,8 @@ bool RunCopied(const Plan& plan, char* const* args, char* const* targets) {
     if (!Convert(plan.args[i], &row.args()[i])) return false;
   }
   {
-    Ref value = Ref::Steal(PyObject_Vectorcall(plan.function.get(), row.args(),
-                                               n | PY_VECTORCALL_ARGUMENTS_OFFSET,
-                                               nullptr));
+    Ref value = Ref::Steal(CallPython(plan.function.get(), row.args(),
+                                      n | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
     if (!value || !StoreResults(plan, value.get(), targets)) return false;
   }
   for (size_t i = 0; i < n; ++i) {
@@ -83,10 +82,10 @@ bool CallLent(const Plan& plan, Loan& loan, char* const* args,
       PyList_SET_ITEM(outs.get(), static_cast<Py_ssize_t>(i), array);
     }
     PyObject* stack[] = {outs.get()};
-    row.args()[n] = PyObject_Vectorcall(plan.out_tree.get(), stack, 1, nullptr);
+    row.args()[n] = CallPython(plan.out_tree.get(), stack, 1, nullptr);
     if (row.args()[n] == nullptr) return false;
   }
-  Ref value = Ref::Steal(PyObject_Vectorcall(
+  Ref value = Ref::Steal(CallPython(
       plan.function.get(), row.args(), n | PY_VECTORCALL_ARGUMENTS_OFFSET,
       plan.lend == Lend::kOut ? OutKeyword() : nullptr));
   if (!value) return false;
@@ -95,8 +94,8 @@ bool CallLent(const Plan& plan, Loan& loan, char* const* args,
       if (canaries[i].Overwritten()) continue;
       Ref number = Ref::Steal(PyLong_FromSize_t(i));
       PyObject* stack[] = {plan.info.get(), number.get()};
-      Ref ignored = Ref::Steal(
-          PyObject_Vectorcall(plan.on_unwritten.get(), stack, 2, nullptr));
+      Ref ignored =
+          Ref::Steal(CallPython(plan.on_unwritten.get(), stack, 2, nullptr));
       return false;
     }
     return true;
@@ -197,8 +196,7 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
   } while (walk.Next());
   if (targets.empty()) return true;
   PyObject* stack[] = {rows.get(), indices.get()};
-  Ref values =
-      Ref::Steal(PyObject_Vectorcall(plan.runner.get(), stack, 2, nullptr));
+  Ref values = Ref::Steal(CallPython(plan.runner.get(), stack, 2, nullptr));
   if (!values) return false;
   if (!PyList_CheckExact(values.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(values.get())) != targets.size()) {
@@ -253,8 +251,7 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
       held_trace = Ref::Steal(trace);
   Ref row = IndexTuple(call.failed_row);
   PyObject* stack[] = {held.get(), plan.info.get(), row.get()};
-  Ref text =
-      Ref::Steal(PyObject_Vectorcall(plan.on_error.get(), stack, 3, nullptr));
+  Ref text = Ref::Steal(CallPython(plan.on_error.get(), stack, 3, nullptr));
   const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
   if (utf8 == nullptr) {
     PyErr_WriteUnraisable(plan.on_error.get());
@@ -270,9 +267,10 @@ void WarnOfLoneFailure(const Plan& plan, int ordinal, const std::string& error) 
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
   PyObject* stack[] = {device.get(), text.get()};
-  Ref done = device && text ? Ref::Steal(PyObject_Vectorcall(
-                                  plan.on_lone_failure.get(), stack, 2, nullptr))
-                            : Ref();
+  Ref done =
+      device && text
+          ? Ref::Steal(CallPython(plan.on_lone_failure.get(), stack, 2, nullptr))
+          : Ref();
   if (!done) PyErr_WriteUnraisable(plan.on_lone_failure.get());
 }
 

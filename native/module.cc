@@ -10,10 +10,10 @@
 #include "cpu_handlers.h"
 #include "engine.h"
 #include "handler_bindings.h"
-#include "interrupts.h"
 #include "invoke.h"
 #include "plan.h"
 #include "report.h"
+#include "signals.h"
 #include "tap_bindings.h"
 #include "tap_worker.h"
 
@@ -68,7 +68,10 @@ struct PlanHandle {
 /// Keeps a plan under its number for as long as it lives. An executable holds it.
 struct Slot {
   explicit Slot(const PlanHandle& handle) : number(Slots().Add(handle.plan)) {}
-  ~Slot() { Slots().Remove(number); }
+  ~Slot() {
+    // In a forked child the table may be locked by a thread that isn't there.
+    if (!Engine::Get().forked()) Slots().Remove(number);
+  }
   Slot(const Slot&) = delete;
   Slot& operator=(const Slot&) = delete;
   uint64_t number;
@@ -155,8 +158,16 @@ bool PushEagerly(const PlanHandle& handle, nb::list operands) {
   const std::vector<const void*> in = Buffers(plan, operands);
   Entry entry;
   if (!entry) throw std::runtime_error("hostcall: the engine is closed");
-  nb::gil_scoped_release unlocked;  // it may wait for the worker
-  return PushTap(plan, -1, -1, in.data());
+  for (;;) {
+    try {
+      GilRelease unlocked;  // it may wait for the worker
+      return PushTap(plan, -1, -1, in.data());
+    } catch (const PushInterrupted&) {
+      // Meant for the main thread, which has the signal itself; others go on
+      // waiting.
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+  }
 }
 
 /// Runs a plan on arrays of the host, without a compiled program.
@@ -202,6 +213,11 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   plan.counters->python_ns += NowNs() - start;
   if (!ok) throw nb::python_error();
   return out;
+}
+
+int WaitSignal(double seconds) {
+  GilRelease unlocked;
+  return Signals::Wait(seconds);
 }
 
 nb::tuple IndexOf(const std::vector<int64_t>& row) {
@@ -264,6 +280,9 @@ bool ImportNumpy() {
 NB_MODULE(_native, m) {
   if (!ImportNumpy()) throw nb::python_error();
   m.attr("__doc__") = "The engine of hostcall (see native/ in its repository).";
+  // What a program held goes with the program, not with the next call of
+  // somebody's.
+  Graveyard::Get().AskBy([] { Signals::Post(Signals::kBury); });
   // Plans live as long as programs do, and programs can outlive the module.
   nb::set_leak_warnings(false);
 
@@ -315,9 +334,15 @@ NB_MODULE(_native, m) {
       "set_report_converter", [](nb::object f) { SetReportConverter(f.ptr()); },
       nb::arg("convert"));
   m.def("forked", [] { return Engine::Get().forked(); });
-  m.def("watch_interrupts", &InterruptWatch::Install);
-  m.def("wait_interrupt", &InterruptWatch::Wait,
-        nb::call_guard<nb::gil_scoped_release>());
+  m.def("only_on_threads", &OnlyOnThreads, nb::arg("threads"));
+  m.def("leave_behind", [] { Engine::Get().LeaveBehind(); });
+  m.def(
+      "stop_jobs", [](double seconds) { return JobThreads::Get().Stop(seconds); },
+      nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("watch_sigint", &Signals::WatchInterrupt);
+  m.def("watch_sigterm", &Signals::WatchTerminate);
+  m.def("wait_signal", &WaitSignal, nb::arg("seconds"));
+  m.def("post_signal", &Signals::Post, nb::arg("event"));
   m.def("interrupt_calls", &InterruptForeignCalls, nb::arg("taps") = false);
   InitTaps(m);
   if (!InitBuffers(m.ptr())) throw nb::python_error();
@@ -327,6 +352,8 @@ NB_MODULE(_native, m) {
         SetBufferNames(stage.ptr(), ended.ptr(), stream.ptr());
       },
       nb::arg("stage"), nb::arg("ended_error"), nb::arg("stream_error"));
+  m.def(
+      "keep_for_ever", [](nb::object thing) { thing.release(); }, nb::arg("thing"));
   m.def("after_fork", [] {
     Engine::Get().CloseAfterFork();
     ForgetCallsAfterFork();

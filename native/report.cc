@@ -12,7 +12,7 @@ int OnEvent(PyObject*, PyFrameObject*, int what, PyObject* arg) {
     return 0;
   }
   PyObject* stack[] = {PyTuple_GET_ITEM(arg, 1)};
-  Ref other = Ref::Steal(PyObject_Vectorcall(g_convert, stack, 1, nullptr));
+  Ref other = Ref::Steal(CallPython(g_convert, stack, 1, nullptr));
   if (!other) {
     PyErr_Clear();
     return 0;

@@ -75,7 +75,7 @@ bool StoreLeaf(const Plan& plan, size_t number, PyObject* value, char* target) {
   Ref index = Ref::Steal(PyLong_FromSize_t(number));
   if (!index) return false;
   PyObject* stack[] = {index.get(), value};
-  Ref array = Ref::Steal(PyObject_Vectorcall(plan.coerce.get(), stack, 2, nullptr));
+  Ref array = Ref::Steal(CallPython(plan.coerce.get(), stack, 2, nullptr));
   if (!array) return false;
   if (StoreFast(leaf, plan.literals, array.get(), target)) return true;
   PyErr_SetString(PyExc_SystemError,
@@ -109,8 +109,7 @@ bool StoreResults(const Plan& plan, PyObject* value, char* const* targets) {
       break;
   }
   PyObject* stack[] = {value};
-  Ref leaves =
-      Ref::Steal(PyObject_Vectorcall(plan.flatten.get(), stack, 1, nullptr));
+  Ref leaves = Ref::Steal(CallPython(plan.flatten.get(), stack, 1, nullptr));
   if (!leaves) return false;
   if (!PyList_CheckExact(leaves.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(leaves.get())) != n) {

@@ -34,6 +34,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   {
     CallScope scope(plan, site.ordinal);
     scope.call().start_ns = start;
+    scope.call().counted = true;
     scope.call().run = site.run;
     scope.call().stream = site.stream;
     scope.call().on_gpu = site.on_gpu;
@@ -45,6 +46,10 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     }
     if (!ok) {
       text = TakeError(plan, scope.call());
+    }
+    if (Engine::Get().left_behind() && !OnForeignThread()) {
+      GilRelease unlocked;
+      StayForEver();
     }
   }
   // Where this thread goes back to Python: its own, or a callback's around this

@@ -49,16 +49,22 @@ class Graveyard {
     static Graveyard* graveyard = new Graveyard;  // outlives static destruction
     return *graveyard;
   }
+  /// `ask` is called, on any thread, when there is something to bury, and sees to
+  /// it that somebody does. Without it the dead wait for whoever comes.
+  void AskBy(void (*ask)()) { ask_.store(ask); }
   void Push(Mortal* dead) {
     Mortal* head = head_.load(std::memory_order_relaxed);
     do {
       dead->next_dead_ = head;
     } while (!head_.compare_exchange_weak(head, dead, std::memory_order_release,
                                           std::memory_order_relaxed));
+    auto* ask = ask_.load(std::memory_order_relaxed);
+    if (ask != nullptr && !asked_.exchange(true)) ask();
   }
   /// Destroys what has been pushed. For plans the caller holds the GIL.
   void Bury() {
     if (head_.load(std::memory_order_relaxed) == nullptr) return;
+    asked_.store(false);  // first: who pushes from here on asks again
     Mortal* dead = head_.exchange(nullptr, std::memory_order_acquire);
     while (dead != nullptr) {
       Mortal* next = dead->next_dead_;
@@ -69,6 +75,8 @@ class Graveyard {
 
  private:
   std::atomic<Mortal*> head_{nullptr};
+  std::atomic<void (*)()> ask_{nullptr};
+  std::atomic<bool> asked_{false};
 };
 
 inline void Mortal::Release(int64_t times) {

@@ -1,5 +1,10 @@
 #include "tap_bindings.h"
 
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <utility>
+
 #include "call_scope.h"
 #include "tap_worker.h"
 
@@ -33,6 +38,7 @@ nb::dict QueueState() {
   state["pushed"] = queue.pushed();
   state["delivered"] = queue.delivered();
   state["dropped"] = queue.dropped();
+  state["pending"] = queue.pending();
   state["bytes"] = queue.bytes();
   state["limit"] = queue.limit();
   state["blocked"] = queue.blocked();
@@ -45,10 +51,19 @@ void InitTaps(nb::module_& m) {
   m.def("interrupt_taps", &InterruptTaps);
   m.def("run_tap_worker", &RunTapWorker);
   m.def("on_tap_worker", &OnTapWorker);
-  m.def("stop_taps", [] { TapQueue::Get().Stop(); });
+  m.def(
+      "stop_taps", [] { TapQueue::Get().Stop(); },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_tap_limit", [](int64_t bytes) { TapQueue::Get().SetLimit(bytes); },
-      nb::arg("bytes"));
+      nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "discard_taps", [] { TapQueue::Get().Discard(); },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "interrupt_pushes",
+      [](std::string text) { TapQueue::Get().Interrupt(std::move(text)); },
+      nb::arg("text"), nb::call_guard<nb::gil_scoped_release>());
   m.def("tap_mark", [] { return TapQueue::Get().Mark(); });
   m.def(
       "flush_taps",

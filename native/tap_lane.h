@@ -190,6 +190,25 @@ class alignas(64) TapLane {
     return charge;
   }
 
+  /// Drops the events before `mark`, and gives their charge and number.
+  int64_t DropBefore(SlabPool& pool, int64_t mark, int64_t* events) {
+    constexpr int kAtOnce = 64;  // the device does not wait for long
+    int64_t charge = 0;
+    for (;;) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (int i = 0; i < kAtOnce; ++i) {
+        TapEvent* event = head_;
+        if (event == nullptr || event->sequence >= mark) return charge;
+        SetHead(event->next);
+        charge += event->charge();
+        ++*events;
+        event->owner->counts->dropped.fetch_add(1, std::memory_order_relaxed);
+        event->owner->Release();
+        Forget(pool, event);
+      }
+    }
+  }
+
   /// Whether every event before `mark` is done.
   bool DoneBefore(int64_t mark) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -16,12 +16,18 @@
 //     where the queue is full and its policy says so.
 //   * Flush returns true when everything has been delivered or dropped that was
 //     pushed before it was called.
+//   * Discard drops what was pushed before it was called, but for the one event
+//   that
+//     is being delivered; none of it is delivered after Discard has returned.
+//   * Interrupt ends every wait for space that had begun when it was called: that
+//     Push throws, and its event is neither queued nor counted.
 //
-// Admission is a compare-and-swap on the number of bytes, so nobody is ever counted
-// who is not let in. The race between a full queue and its relief:
-//   1. device: reads bytes_, too many; takes space_mutex_, waiters_ + 1, reads
-//   again
-//   2. worker: subtracts from bytes_, then reads waiters_
+// Admission is a compare-and-swap on the number of bytes: only what is let in is
+// counted. The race between a full queue and its relief:
+//   1. device: reads bytes_, too many; takes the mutex of space_, waiters + 1,
+//   reads
+//      again
+//   2. worker: subtracts from bytes_, then reads waiters
 // Both are sequentially consistent: either the device reads the smaller number, or
 // the worker sees a waiter, takes the mutex (so the device is waiting) and wakes
 // it.
@@ -51,10 +57,12 @@
 #include <limits>
 #include <mutex>
 #include <new>
-#include <vector>
+#include <string>
+#include <utility>
 
 #include "slab_pool.h"
 #include "tap_lane.h"
+#include "tap_space.h"
 
 namespace hostcall {
 
@@ -87,7 +95,7 @@ class TapQueue {
     const auto charge = static_cast<int64_t>(lines * TapEvent::kLine);
     if (!Admit(lane, charge, when_full, nested)) {
       owner.counts->dropped.fetch_add(1, std::memory_order_relaxed);
-      dropped_.fetch_add(1, std::memory_order_relaxed);
+      CountDropped();
       return false;
     }
     try {
@@ -103,22 +111,24 @@ class TapQueue {
     return true;
   }
 
-  /// Waits until an event of so many bytes would be let in. For who pushes it
-  /// later, on a thread that must not wait.
+  /// Waits until so many bytes would be let in. For a push that must not wait.
   void AwaitSpace(size_t bytes) {
     const auto charge =
         static_cast<int64_t>(TapEvent::LinesFor(bytes) * TapEvent::kLine);
-    if (Fits(bytes_.load(), charge)) return;
-    Wake();
-    std::unique_lock<std::mutex> lock(space_mutex_);
-    waiters_.fetch_add(1);
-    space_.wait(lock,
-                [&] { return Fits(bytes_.load(), charge) || stopped_.load(); });
-    waiters_.fetch_sub(1);
+    if (!Fits(bytes_.load(), charge)) WaitForSpace(charge);
   }
 
-  /// Of an event that was given up before it came here.
+  void Interrupt(std::string text) { space_.Interrupt(std::move(text)); }
+
+  /// Of an event that was given up before it was queued.
   void CountDropped() { dropped_.fetch_add(1, std::memory_order_relaxed); }
+
+  /// Of an event that the worker forgets.
+  void CountDiscarded(const TapEvent& event) {
+    event.owner->counts->dropped.fetch_add(1, std::memory_order_relaxed);
+    CountEvicted(1);
+    delivered_.fetch_sub(1, std::memory_order_relaxed);  // Finish counts it there
+  }
 
   // --- The worker ----------------------------------------------------------------
 
@@ -217,6 +227,24 @@ class TapQueue {
     return done;
   }
 
+  /// Drops what is queued.
+  void Discard() {
+    const int64_t mark = Mark();
+    // First what the worker has in its hands: it asks before each delivery.
+    discarded_before_.store(mark);
+    for (TapLane& lane : lanes_) {
+      int64_t events = 0;
+      const int64_t charge = lane.DropBefore(pool_, mark, &events);
+      CountEvicted(events);
+      if (charge != 0) Free(charge);
+    }
+    Wake();
+  }
+
+  bool IsDiscarded(const TapEvent& event) const {  // the worker then forgets it
+    return event.sequence < discarded_before_.load();
+  }
+
   void SetLimit(int64_t bytes) {
     limit_.store(bytes);
     pool_.set_most_cached(static_cast<size_t>(bytes / 2));
@@ -230,8 +258,7 @@ class TapQueue {
       stopped_ = true;
       wake_.notify_all();
     }
-    std::lock_guard<std::mutex> lock(space_mutex_);
-    space_.notify_all();
+    space_.Freed();
   }
 
   int64_t limit() const { return limit_.load(); }
@@ -239,14 +266,14 @@ class TapQueue {
   int64_t delivered() const { return delivered_.load(); }
   int64_t dropped() const { return dropped_.load(); }
   int64_t pushed() const { return sequence_.load(); }
-  int64_t blocked() const { return waiters_.load(); }
+  int64_t pending() const { return pushed() - delivered() - evicted_.load(); }
+  int64_t blocked() const { return space_.waiters(); }
 
  private:
   static constexpr std::chrono::microseconds kNap{5'000};
   static constexpr int64_t kWakeBytes = 1 << 20;
   enum Rest { kAwakeNow, kNapping, kAsleep };
   static constexpr std::chrono::microseconds kAwake{60'000};
-
   /// Before the lane's first event is linked.
   void UseLane(int number) {
     int used = lanes_used_.load(std::memory_order_relaxed);
@@ -312,32 +339,34 @@ class TapQueue {
           if (charge > limit_.load()) return false;  // others would go in vain
           if (!DropOne(lane) && !Fits(bytes_.load(), charge)) return false;
           break;
-        case WhenFull::kBlock: {
-          Wake();
-          std::unique_lock<std::mutex> lock(space_mutex_);
-          waiters_.fetch_add(1);
-          space_.wait(
-              lock, [&] { return Fits(bytes_.load(), charge) || stopped_.load(); });
-          waiters_.fetch_sub(1);
+        case WhenFull::kBlock:
+          WaitForSpace(charge);
           if (stopped_.load()) return false;
-        }
       }
     }
+  }
+
+  void WaitForSpace(int64_t charge) {
+    Wake();
+    space_.Wait([&] { return Fits(bytes_.load(), charge) || stopped_.load(); });
+  }
+
+  void CountEvicted(int64_t events) {
+    evicted_.fetch_add(events, std::memory_order_relaxed);
+    dropped_.fetch_add(events, std::memory_order_relaxed);
   }
 
   bool DropOne(TapLane& lane) {
     const int64_t charge = lane.DropOldest(pool_);
     if (charge == 0) return false;
-    dropped_.fetch_add(1, std::memory_order_relaxed);
+    CountEvicted(1);
     Free(charge);
     return true;
   }
 
   void Free(int64_t charge) {
     bytes_.fetch_sub(charge);
-    if (waiters_.load() == 0) return;
-    std::lock_guard<std::mutex> lock(space_mutex_);
-    space_.notify_all();
+    space_.Freed();
   }
 
   void Wake() {
@@ -356,13 +385,16 @@ class TapQueue {
   alignas(64) std::atomic<int64_t> sequence_{0};
   alignas(64) std::atomic<int64_t> bytes_{0};
   std::atomic<int64_t> limit_{256'000'000};
-  std::atomic<int64_t> waiters_{0}, flushing_{0}, delivered_{0}, dropped_{0};
+  std::atomic<int64_t> flushing_{0}, delivered_{0}, dropped_{0};
+  std::atomic<int64_t> evicted_{0};  ///< of those dropped, what had been queued
   std::atomic<int> rest_{kAwakeNow};
   std::atomic<bool> stopped_{false};
   std::atomic<int> lanes_used_{0};  ///< all behind are empty
   bool drained_ = false;  ///< the worker's: its last look emptied the queue
-  std::mutex space_mutex_, wake_mutex_, flush_mutex_;
-  std::condition_variable space_, wake_, flushed_;
+  std::atomic<int64_t> discarded_before_{0};
+  TapSpace space_;
+  std::mutex wake_mutex_, flush_mutex_;
+  std::condition_variable wake_, flushed_;
 };
 
 }  // namespace hostcall

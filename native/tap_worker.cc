@@ -96,7 +96,11 @@ void RunTapWorker() {
       int n = 0;
       TapEvent* event = batch.first;
       while (event != nullptr && elapsed < kHoldNs) {
-        elapsed = Deliver(*event) - start;
+        if (queue.IsDiscarded(*event)) {
+          queue.CountDiscarded(*event);
+        } else {
+          elapsed = Deliver(*event) - start;
+        }
         event = event->next;
         ++n;
       }

@@ -54,36 +54,60 @@ class JobThreads {
   void Run(std::function<void()> job) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (idle_ > jobs_.size()) {
-        jobs_.push_back(std::move(job));
+      jobs_.push_back(std::move(job));
+      if (idle_ >= jobs_.size()) {
         wake_.notify_one();
         return;
       }
+      ++threads_;
     }
     try {
-      std::thread([this, job] { Work(job); }).detach();
-    } catch (const std::system_error&) {
-      job();  // no more threads: better on this one than never
+      std::thread(&JobThreads::Work, this).detach();
+    } catch (const std::system_error&) {  // no more threads: on this one, then
+      RunOne();
+      std::lock_guard<std::mutex> lock(mutex_);
+      --threads_;
     }
   }
 
- private:
-  void Work(std::function<void()> job) {
-    for (;;) {
-      job();
-      job = nullptr;
-      std::unique_lock<std::mutex> lock(mutex_);
-      ++idle_;
-      while (jobs_.empty()) wake_.wait(lock);
-      --idle_;
-      job = std::move(jobs_.front());
-      jobs_.pop_front();
-    }
+  /// Ends the threads that have no job, and waits for those that have, so many
+  /// seconds at most. False: some are left.
+  bool Stop(double seconds) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopped_ = true;
+    wake_.notify_all();
+    return ended_.wait_for(lock, std::chrono::duration<double>(seconds),
+                           [this] { return threads_ == 0; });
   }
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<std::function<void()>> jobs_;  // guarded by mutex_, as is idle_
-  size_t idle_ = 0;
+
+ private:
+  void Work() {
+    while (RunOne()) {
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    --threads_;
+    ended_.notify_all();
+  }
+  /// The job is gone when it returns, and what it held with it: a thread that waits
+  /// for the next keeps no program alive. False: the threads were stopped.
+  bool RunOne() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++idle_;
+    wake_.wait(lock, [this] { return !jobs_.empty() || stopped_; });
+    --idle_;
+    if (jobs_.empty()) return false;
+    const std::function<void()> job = std::move(jobs_.front());
+    jobs_.pop_front();
+    lock.unlock();
+    job();
+    return true;
+  }
+  std::mutex mutex_;  // guards all below
+  std::condition_variable wake_, ended_;
+  std::deque<std::function<void()>> jobs_;
+  size_t idle_ = 0;  ///< threads that wait for a job
+  size_t threads_ = 0;
+  bool stopped_ = false;
 };
 
 enum class TeamMode { kAlone, kOnce, kEach };

@@ -259,3 +259,53 @@ def test_a_second_process_hits_the_disk_cache_and_runs_its_own(run_python, tmp_p
     second = run_python(CACHED, str(tmp_path), "100")
     assert first.stdout.strip() == "[2.0, 4.0, 6.0] False"
     assert second.stdout.strip() == "[200.0, 202.0, 204.0] True"
+
+
+@pytest.mark.parametrize("mode", ["each", "once"])
+def test_functions_of_programs_over_devices_die_with_them(mode):
+    """None is kept by the threads on which devices meet."""
+    mesh = jax.make_mesh((2,), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    x = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, spec))
+    gone = []
+    for number in range(5):
+
+        def host(a, number=number):
+            return a + number
+
+        def program(v, host=host):
+            return hc.call(host, v, v)
+
+        if mode == "each":
+            program = jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec)
+        assert jax.jit(program)(x).tolist() == [1 + number] * 2
+        gone.append(weakref.ref(host))
+        del host, program
+    jax.clear_caches()
+    gc.collect()
+    _native.bury()
+    assert [reference() for reference in gone] == [None] * 5
+
+
+def test_what_a_program_held_goes_without_further_calls():
+    """Where its last count falls on a thread without the GIL, somebody has to bury it."""
+    entered, leave = threading.Event(), threading.Event()
+    held = Held()
+    gone = weakref.ref(held)
+
+    def host(a, held=held):
+        entered.set()
+        leave.wait(60)
+        return a
+
+    m = jnp.ones((600, 600))  # large enough for XLA to run it on a thread of its own
+    f = jax.jit(lambda m, host=host: hc.call(host, m, m @ m))
+    y = f(m)
+    assert entered.wait(60)
+    del f, host, held
+    jax.clear_caches()
+    gc.collect()
+    leave.set()
+    y.block_until_ready()
+    while gone() is not None:  # the limit is the test's own
+        gc.collect()

@@ -307,7 +307,7 @@ def test_rows_run_in_row_order():
 
 
 def test_parallel_rows_are_in_their_objects_at_once():
-    meeting = threading.Barrier(4, timeout=30)
+    meeting = threading.Barrier(4, timeout=60)
 
     class Host:
         def meet(self, x):

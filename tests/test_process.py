@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import signal
+import subprocess
 
 import pytest
 
@@ -122,11 +125,47 @@ if __name__ == "__main__":
     assert done.stdout.split() == ["2.0", "3.0"]
 
 
-@pytest.mark.skipif(
+needs_interpreters = pytest.mark.skipif(
     importlib.util.find_spec("_xxsubinterpreters") is None
     and importlib.util.find_spec("_interpreters") is None,
     reason="this Python has no module for sub-interpreters",
 )
+
+
+@needs_interpreters
+def test_calls_and_taps_go_on_beside_sub_interpreters(run_python):
+    """From the first one on CPython says that every thread holds the GIL."""
+    done = run_python(
+        HEAD
+        + """
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+m = jnp.ones((600, 600))  # large enough for XLA to run it on a thread of its own
+seen = []
+def host(a):
+    seen.append(threading.current_thread() is threading.main_thread())
+    return a + len([str(k) for k in range(1000)]) - 1000
+large = jax.jit(lambda m: hc.call(host, m, m @ m / 600) @ m)
+small = jax.jit(lambda v: (hc.tap(lambda v: None, v), hc.call(host, v, v))[1])
+for create, destroy in ((True, False), (False, True)):
+    if create:
+        other = interpreters.create()
+        interpreters.run_string(other, "x = [str(k) for k in range(1000)]")
+    if destroy:
+        interpreters.destroy(other)
+    for _ in range(10):
+        assert large(m)[0, 0] == 600
+        assert small(x) == 1
+hc.barrier()
+print(sorted(set(seen)))
+"""
+    )
+    assert done.stdout.strip() == "[False, True]"
+
+
+@needs_interpreters
 def test_a_sub_interpreter_is_refused_politely(run_python):
     done = run_python(
         """
@@ -176,7 +215,6 @@ except KeyboardInterrupt:
     print("interrupted")
 print(jax.jit(lambda v: hc.call(lambda a: a + 1, v, v))(x))
 """,
-        timeout=20,
     )
     assert done.stdout.split() == ["interrupted", "2.0"]
 
@@ -192,3 +230,147 @@ jax.jit(lambda v: hc.call(leave, v, v))(x).block_until_ready()
         check=False,
     )
     assert done.returncode == 7
+
+
+THREADS = """
+import atexit, threading
+atexit.register(  # before the engine's: it runs after it
+    lambda: print(sorted(t.name for t in threading.enumerate()), flush=True))
+"""
+
+
+def test_no_thread_is_left_when_the_interpreter_ends(run_python):
+    """Python ends daemon threads where they are, and one inside C++ aborts the process."""
+    done = run_python(
+        THREADS
+        + HEAD
+        + """
+def host(a):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+    return a
+hc.tap(lambda v: None, x)
+try:
+    jax.jit(lambda v: hc.call(host, v, v))(x).block_until_ready()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+    )
+    assert done.stdout.splitlines() == ["interrupted", "['MainThread']"]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("order", ["pure", "ordered", "eager"])
+def test_daemon_threads_in_callbacks_are_left_behind(run_python, order):
+    """One waits for ever, one runs for ever, and one goes on while the process ends."""
+    done = run_python(
+        """
+import atexit, threading
+go, went = threading.Event(), threading.Event()
+def late():  # before the engine's: it runs after it
+    go.set()
+    went.wait()
+    print("late", flush=True)
+atexit.register(late)
+"""
+        + HEAD
+        + f"""
+order = {order!r}
+entered = [threading.Event() for _ in range(3)]
+lock = threading.Lock()
+lock.acquire()
+def waits(a):
+    entered[0].set()
+    lock.acquire()
+def runs(a):
+    entered[1].set()
+    while True: pass
+def goes_on(a):
+    entered[2].set()
+    go.wait()
+    went.set()
+    return a
+def call(host):
+    if order == "eager":
+        hc.call(host, x, x)
+    else:
+        jax.jit(lambda v: hc.call(host, v, v, order=order))(x)
+for host in (waits, runs, goes_on):
+    threading.Thread(target=call, args=(host,), daemon=True).start()
+for event in entered:
+    event.wait()
+print("leaving", flush=True)
+""",
+        env={"HOSTCALL_EXIT_TIMEOUT": "1e6"},
+    )
+    assert done.stdout.split() == ["leaving", "late"]
+    assert done.stderr == ""
+
+
+def test_ctrl_c_ends_the_wait_for_a_stuck_call_at_exit(start_python):
+    process = start_python(
+        HEAD
+        + """
+entered = threading.Event()
+def stuck(a):
+    entered.set()
+    while True:
+        time.sleep(0.01)
+m = jnp.ones((800, 800))
+y = jax.jit(lambda m: hc.call(stuck, m, m @ m) @ m)(m)
+entered.wait()
+print("ready", flush=True)
+print("buffered")
+""",
+        env={"HOSTCALL_EXIT_TIMEOUT": "1e6"},
+    )
+    while process.poll() is None:  # it may not have come to its end yet
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
+    assert process.returncode in (130, -signal.SIGINT)
+
+
+CHILDREN = """
+import multiprocessing, pathlib, sys
+import jax
+import hostcall as hc
+
+def work(path):
+    file = open(path, "w", buffering=1)
+    def write(i):
+        file.write(f"{int(i)}\\n")
+    jax.jit(lambda n: jax.lax.fori_loop(
+        0, n, lambda i, c: (hc.tap(write, i), c)[1], n))(200)
+    hc.tap(lambda: print("the last", flush=True))
+
+if __name__ == "__main__":
+    folder, *methods = sys.argv[2:]
+    for method in methods:
+        path = pathlib.Path(folder, method)
+        child = multiprocessing.get_context(method).Process(target=work, args=(path,))
+        child.start()
+        child.join()
+        print(method, child.exitcode, path.read_text().split() == [
+            str(i) for i in range(200)], flush=True)
+"""
+
+
+def test_children_of_multiprocessing_deliver_what_is_queued(run_python, tmp_path):
+    """Those of fork and forkserver leave by os._exit: no atexit runs there."""
+    program = tmp_path / "program.py"
+    program.write_text(CHILDREN)
+    done = run_python(
+        "import runpy, sys, warnings; warnings.simplefilter('ignore')\n"
+        "runpy.run_path(sys.argv[1], run_name='__main__')\n",
+        str(program),
+        str(tmp_path),
+        "fork",
+        "forkserver",
+        "spawn",
+    )
+    assert done.stdout.splitlines() == [
+        line
+        for method in ("fork", "forkserver", "spawn")
+        for line in ("the last", f"{method} 0 True")
+    ]

@@ -1,15 +1,12 @@
 """Taps at the ends of a process: exit, fork, Ctrl-C, the environment."""
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
+from conftest import PROGRAM_SECONDS
 
 PROGRAM = """
-import sys, time
+import sys, threading, time
 import jax, jax.numpy as jnp
 import hostcall as hc
 def slow(i):
@@ -117,28 +114,27 @@ def test_fork_with_a_live_worker(run_python):
     assert done.stdout == "parent goes on\n"
 
 
-def interrupted_when_ready(source):
+@pytest.fixture
+def interrupted_when_ready(start_python):
     """What a program prints after "ready", where it gets a Ctrl-C."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ},
-    )
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 0
-    return out
+
+    def run(source):
+        process = start_python(source)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PROGRAM_SECONDS)
+        assert process.returncode == 0, out + err
+        return out
+
+    return run
 
 
 @pytest.mark.parametrize("wait", ["hc.barrier()", "hc.flush()"])
-def test_ctrl_c_ends_a_wait_and_loses_nothing(wait):
+def test_ctrl_c_ends_a_wait_and_loses_nothing(wait, interrupted_when_ready):
     source = f"""
     import jax, time, threading, hostcall as hc
     gate = threading.Event()
     def slow(i):
-        gate.wait(30); print("tap", int(i), flush=True)
+        gate.wait(60); print("tap", int(i), flush=True)
     jax.jit(lambda x: (hc.tap(slow, x), hc.tap(slow, x + 1))[0])(1)
     try:
         print("ready", flush=True)
@@ -177,7 +173,7 @@ def test_a_process_without_taps_starts_no_worker(run_python):
     assert done.stdout == "[]\n"
 
 
-def test_ctrl_c_where_a_full_queue_waits_for_a_tap_that_hangs():
+def test_ctrl_c_where_a_full_queue_waits_for_a_tap_that_hangs(interrupted_when_ready):
     source = """
     import jax, time, hostcall as hc
     hc.configure(tap_queue_bytes=200)
@@ -198,3 +194,83 @@ def test_ctrl_c_where_a_full_queue_waits_for_a_tap_that_hangs():
     assert "interrupted" in out
     assert "0" in out
     assert out.endswith("the tap too\n")
+
+
+@pytest.mark.parametrize("size", [(), (300, 300)], ids=["inline", "thread"])
+def test_ctrl_c_while_a_program_waits_for_space(interrupted_when_ready, size):
+    """Each tap ends soon, and the program would go on to the next, for minutes."""
+    source = f"""
+    import jax, time, jax.numpy as jnp, hostcall as hc
+    hc.configure(tap_queue_bytes=200)
+    seen = []
+    def slow(i):
+        seen.append(int(i))
+        while not hc.tap_queue().blocked: time.sleep(0.001)
+        if len(seen) == 1: print("ready", flush=True)
+        time.sleep(0.02)
+    @jax.jit
+    def f(x):
+        def body(i, c):
+            hc.tap(slow, i)
+            return c
+        return jax.lax.fori_loop(0, 100_000, body, x)
+    try:
+        f(jnp.ones({size})).block_until_ready()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    hc.discard_taps()
+    try: hc.barrier()
+    except KeyboardInterrupt: pass  # the tap that was being delivered
+    assert seen == list(range(len(seen))) and len(seen) < 10_000
+    assert jax.jit(lambda v: v + 1)(1) == 2
+    hc.tap(lambda v: print("and on"), 1)
+    """
+    assert interrupted_when_ready(source) == "interrupted\nand on\n"
+
+
+def test_sigterm_delivers_what_is_queued(start_python):
+    process = start_python(
+        PROGRAM.format(order="unordered")
+        + "f(0)\nprint('ready', flush=True)\nthreading.Event().wait()\n"
+    )
+    process.terminate()
+    out, err = process.communicate(timeout=PROGRAM_SECONDS)
+    assert process.returncode == -signal.SIGTERM
+    assert out.split() == [str(i) for i in range(20)]
+    assert err == ""
+
+
+def test_sigterm_ends_a_process_whose_tap_hangs(start_python):
+    process = start_python(
+        """
+        import jax, threading, hostcall as hc
+        entered = threading.Event()
+        def hangs(x):
+            entered.set()
+            threading.Event().wait()
+        jax.jit(lambda x: [hc.tap(hangs, x), hc.tap(print, x)])(1)
+        entered.wait()
+        print("ready", flush=True)
+        threading.Event().wait()
+        """,
+        env={"HOSTCALL_EXIT_TIMEOUT": "0.3"},
+    )
+    process.terminate()
+    out, err = process.communicate(timeout=PROGRAM_SECONDS)
+    assert process.returncode == -signal.SIGTERM
+    assert out == ""
+    assert "SIGTERM ends the process, and 2 taps are lost: what is being" in err
+
+
+def test_a_program_with_its_own_handler_of_sigterm_keeps_it(run_python):
+    done = run_python(
+        """
+        import signal
+        import jax, hostcall as hc
+        signal.signal(signal.SIGTERM, lambda *a: print("mine"))
+        hc.tap(print, 1)
+        hc.barrier()
+        signal.raise_signal(signal.SIGTERM)
+        """
+    )
+    assert done.stdout == "1\nmine\n"

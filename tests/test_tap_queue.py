@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import hostcall as hc
+from hostcall import _native
 
 KIB = jnp.zeros(256)  # 1 KiB of float32
 
@@ -32,7 +33,7 @@ class Gated:
 
     def __call__(self, i, *_):
         self.entered.set()
-        assert self.open.wait(50)
+        assert self.open.wait(60)
         self.seen.append(int(i))
 
 
@@ -70,7 +71,7 @@ def test_block_waits_and_loses_nothing(small_queue):
     # On a thread: XLA runs a small program on the one that dispatches it.
     thread = threading.Thread(target=lambda: f(KIB).block_until_ready())
     thread.start()
-    assert gated.entered.wait(50)
+    assert gated.entered.wait(60)
     while hc.tap_queue().blocked == 0:
         pass
     assert thread.is_alive()
@@ -91,7 +92,7 @@ KEPT = {
 def test_what_a_full_queue_drops(when_full, small_queue):
     f, gated = loop(50, when_full=when_full)
     hc.tap(gated, -1)
-    assert gated.entered.wait(50)
+    assert gated.entered.wait(60)
     before = hc.tap_queue().dropped
     f(KIB).block_until_ready()
     dropped = hc.tap_queue().dropped - before
@@ -104,7 +105,7 @@ def test_what_a_full_queue_drops(when_full, small_queue):
 def test_stats_count_what_was_dropped(small_queue):
     f, gated = loop(50, when_full="drop_newest")
     hc.tap(gated, -1)
-    assert gated.entered.wait(50)
+    assert gated.entered.wait(60)
     before = counters(gated).dropped
     queue = hc.tap_queue().dropped
     f(KIB).block_until_ready()
@@ -190,7 +191,7 @@ def test_the_device_never_takes_the_gil(run_python):
 def test_status_names_a_tap_that_hangs():
     f, gated = loop(1)
     f(KIB)
-    assert gated.entered.wait(50)
+    assert gated.entered.wait(60)
     (active,) = hc.status()
     assert active.name == "Gated"
     assert "self.open.wait" in active.stack
@@ -212,13 +213,55 @@ def test_flush_leaves_errors_to_the_barrier():
         hc.barrier()
 
 
+def test_a_barrier_with_a_limit():
+    f, gated = loop(3)
+    f(KIB)
+    assert gated.entered.wait(60)
+    assert hc.barrier(timeout=0.01) is False
+    gated.open.set()
+    assert hc.barrier(timeout=60) is True
+    assert gated.seen == [0, 1, 2]
+
+
+def test_a_barrier_with_a_limit_waits_for_programs_and_loses_no_error():
+    gate = threading.Event()
+
+    def bad(x):
+        gate.wait(60)
+        raise LookupError("once")
+
+    m = jnp.ones((600, 600))  # large enough for XLA to run it on a thread of its own
+    f = jax.jit(lambda m: hc.call(bad, None, m @ m, order="ordered"))
+    f(m)
+    assert hc.barrier(timeout=0.01) is False
+    gate.set()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="LookupError: once"):
+        hc.barrier(timeout=60)
+
+
+def test_discarded_taps_are_counted_and_not_delivered(small_queue):
+    f, gated = loop(5)
+    before = hc.tap_queue().dropped
+    f(KIB).block_until_ready()
+    assert gated.entered.wait(60)
+    hc.discard_taps()
+    gated.open.set()
+    hc.barrier()
+    assert gated.seen == [0]
+    assert hc.tap_queue().dropped - before == 4
+    f(KIB).block_until_ready()
+    hc.barrier()
+    assert gated.seen == [0, 0, 1, 2, 3, 4]
+    assert _native.tap_queue()["pending"] == 0
+
+
 def test_a_writer_of_snapshots():
     """A slow writer, 100 steps, a queue of eight: dispatch waits for nobody."""
     hc.configure(tap_queue_bytes=200 * 1100)
     written, gate = [], threading.Event()
 
     def write(i, x):
-        assert gate.wait(50)
+        assert gate.wait(60)
         if i == 70:
             raise OSError("disk full")
         written.append((int(i), x.copy()))

@@ -21,7 +21,7 @@
                 a module to import: the one of this name that JAX removed
     patch_jax   puts them under JAX's names, for every program; unpatch_jax ends that
     barrier     waits for programs and taps, raises what taps raised
-    flush       waits for what is queued
+    flush       waits for what is queued; discard_taps drops it
     collect     what named taps saw, as arrays
     configure   settings of the process
     current     inside a callback: device, mesh coordinates, row (a `Current`)
@@ -79,6 +79,7 @@ from hostcall._sync import (
     TapQueue,
     barrier,
     configure,
+    discard_taps,
     flush,
     pinned_memory,
     stats,
@@ -156,6 +157,7 @@ __all__ = [
     "configure",
     "current",
     "debug",
+    "discard_taps",
     "elementwise",
     "finite_difference",
     "flush",

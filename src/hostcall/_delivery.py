@@ -20,9 +20,8 @@ _SLICE = 0.05
 
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
-_ending = threading.Event()
 _failures: list[BaseException] = []
-reports: list[Exception] = []  # of programs, for the barrier that waits for them
+reports: list[BaseException] = []  # of programs, for the barrier that waits for them
 _forgotten = 0  # failures above _config.KEPT_TAP_ERRORS
 
 
@@ -39,9 +38,6 @@ def start() -> None:
             )
             thread.start()
             _thread = thread
-            threading.Thread(
-                target=_watch, daemon=True, name="hostcall-taps-exit"
-            ).start()
 
 
 def after_fork() -> None:
@@ -96,36 +92,14 @@ def flush(timeout: float | None, who: str) -> bool:
             return False
 
 
-def watch_the_end() -> None:
-    """From here on a tap that hangs is named, and interrupted.
-
-    By a thread of its own, since the end waits for programs first, and they may wait
-    for space in the queue, and so for that tap.
-    """
-    _ending.set()
+def is_worker(thread: int) -> bool:
+    """Whether this is the identifier of the thread that delivers."""
+    return _thread is not None and _thread.ident == thread
 
 
-def _watch() -> None:
-    """Started with the worker: Python starts no threads while it ends."""
-    _ending.wait()
-    patience = _config.EXIT_TIMEOUT
-    next_time = time.monotonic() + patience
-    while _thread is not None and _thread.is_alive():
-        time.sleep(_SLICE)
-        if time.monotonic() < next_time:
-            continue
-        for info, thread, age, _ in _native.active():
-            if thread == _thread.ident and age >= patience:
-                # At once, or the next tap is hit. Then it has time to clean up.
-                _native.interrupt_taps()
-                next_time = time.monotonic() + patience
-                logger.warning(
-                    "the process wants to end, and waits for the tap `%s`, which has"
-                    " taken %.0f s and is interrupted (Ctrl-C ends all at once)",
-                    info.name,
-                    age,
-                )
-                break
+def pending() -> int:
+    """Taps that are queued or being delivered."""
+    return _native.tap_queue()["pending"]
 
 
 def stop() -> None:

@@ -137,6 +137,12 @@ def original(report: BaseException) -> BaseException | None:
         return _kept.get(_number(report))
 
 
+def is_kept(error: BaseException) -> bool:
+    """Whether a callback raised this object."""
+    with _lock:
+        return any(kept is error for kept in _kept.values())
+
+
 def last_error() -> BaseException | None:
     """The exception object that a callback raised last, or None.
 

@@ -1,17 +1,13 @@
-"""The engine's handlers, made known to XLA; and their end with the process."""
+"""The engine's handlers, made known to XLA."""
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
 import threading
-import time
 from typing import Any
 
 import jax
 
-from hostcall import _config, _delivery, _errors, _interrupt, _jax, _native
+from hostcall import _config, _errors, _jax, _lifecycle, _native
 
 TARGET = "hostcall_call"
 TAP_TARGET = "hostcall_tap"
@@ -19,8 +15,6 @@ LINK_TARGET = "hostcall_link"
 BUFFER_TARGET = "hostcall_buffer"
 GRAPH_TARGET = "hostcall_buffer_graph"  # may become part of a GPU's command buffer
 RAW_TARGET = "hostcall_raw"  # benchmarks/: enters Python and nothing else
-
-logger = logging.getLogger("hostcall")
 
 _HANDLERS = {
     TARGET: "call",
@@ -53,10 +47,8 @@ def start() -> None:
         jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
         for setting in _jax.ambient_settings():
             _native.add_ambient_setting(*setting, _jax.UNSET)
-        os.register_at_fork(after_in_child=_after_fork)
-        _interrupt.watch()
         _native.set_report_converter(_errors.in_place_of)
-        atexit.register(_stop)
+        _lifecycle.begin()
         _started = True
 
 
@@ -87,48 +79,3 @@ def _register(platform: str, plan_type: Any, kind: str) -> None:
     jax.ffi.register_ffi_type("hostcall_plan", plan_type, platform=platform)
     for target, name in _HANDLERS.items():
         jax.ffi.register_ffi_target(target, handlers[kind + name], platform=platform)
-
-
-def _stop() -> None:
-    """Runs at exit, before JAX's own clean-up: what must run still runs."""
-    if _native.closed():
-        return  # forked child
-    try:
-        _delivery.watch_the_end()
-        _end()
-    except KeyboardInterrupt:
-        os._exit(130)
-
-
-def _end() -> None:
-    try:
-        for failure in _jax.wait_for_effects():
-            logger.error("a program failed while the process was ending: %s", failure)
-    except SystemExit as error:  # of a callback; the process ends anyway
-        logger.error("a callback raised %r while the process was ending", error)
-    _delivery.flush(None, "the end of the process")
-    _native.close()
-    under_way = _native.in_flight()
-    if _native.wait_idle(_config.EXIT_TIMEOUT):
-        if under_way:
-            # A daemon thread that made one is on its way out of JAX's C++, where
-            # Python must not stop it.
-            time.sleep(0.1)
-        _delivery.stop()
-        return
-    stuck = [f"{info.name} ({age:.0f} s)" for info, _, age, _ in _native.active()]
-    logger.warning(
-        "the process wants to end, and waits for these callbacks, which are interrupted"
-        " (Ctrl-C ends it at once): %s",
-        ", ".join(stuck),
-    )
-    # Ending anyway would take the interpreter from under a running function.
-    _native.interrupt_calls()
-    while not _native.wait_idle(0.2):
-        pass
-    _delivery.stop()
-
-
-def _after_fork() -> None:
-    _native.after_fork()
-    _delivery.after_fork()

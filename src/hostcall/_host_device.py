@@ -27,6 +27,11 @@ def _level(client: Any | None) -> int:
     return 0
 
 
+def clients() -> list[Any]:
+    """Those made for host code so far."""
+    return list(_ladder)
+
+
 def is_host(client: Any | None) -> bool:
     """Whether this is a client made for host code."""
     with _lock:

@@ -7,7 +7,9 @@ imports). Each entry says what needs it; all were read and run in 0.10.2 and
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -254,22 +256,52 @@ def _batched_while(
     return loop
 
 
-def wait_for_effects() -> list[Exception]:
+def _tokens() -> list[Any]:
+    """Of the programs with effects that this thread has dispatched last."""
+    tokens = _dispatch.runtime_tokens
+    return [*tokens.current_tokens.values(), *tokens.output_runtime_tokens.values()]
+
+
+def wait_for_effects(
+    is_failure: Callable[[BaseException], bool] = lambda error: False,
+) -> list[BaseException]:
     """Waits for what this thread has dispatched, as far as effects tell.
 
-    Gives what programs failed with, each once. JAX's own wait stops at the first that
-    failed (0.10.2), and there fails again the next time.
+    Gives what programs failed with, each once: JaxRuntimeErrors, and what `is_failure`
+    knows. JAX's own wait stops at the first that failed (0.10.2), and there fails again
+    the next time.
     """
-    tokens = _dispatch.runtime_tokens
-    found: dict[str, Exception] = {}
-    waiting = [*tokens.current_tokens.values(), *tokens.output_runtime_tokens.values()]
-    for token in waiting:
+    found: dict[str, BaseException] = {}
+    for token in _tokens():
         try:
             token.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
             found.setdefault(str(error), error)
-    tokens.clear()
+        except (KeyboardInterrupt, SystemExit) as error:
+            if not is_failure(error):
+                raise
+            found.setdefault(str(error), error)
+    _dispatch.runtime_tokens.clear()
     return list(found.values())
+
+
+def programs_end_in(seconds: float) -> bool:
+    """Whether what this thread has dispatched, and every live array, is ready in time.
+
+    Tokens can't be asked whether they are, only waited for: by a thread, which waits
+    on if this one does not.
+    """
+    waiting = [*_tokens(), *jax.live_arrays()]
+
+    def wait() -> None:
+        for thing in waiting:
+            with contextlib.suppress(Exception):  # its own reader is told
+                thing.block_until_ready()
+
+    thread = threading.Thread(target=wait, daemon=True, name="hostcall-barrier")
+    thread.start()
+    thread.join(max(seconds, 0.0))
+    return not thread.is_alive()
 
 
 def drop_failed_token(effect: Any) -> str | None:
@@ -963,6 +995,11 @@ def device_of(ctx: Any, annotation: Any) -> Any | None:
 
 def back_ends_started() -> bool:
     return bool(_xla_bridge.backends_are_initialized())
+
+
+def clients() -> list[Any]:
+    """Those of the process's back ends that have been started."""
+    return list(_xla_bridge._backends.values())
 
 
 # --- The old module (host_callback, _outside_call) -----------------------------------

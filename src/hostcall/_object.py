@@ -10,7 +10,7 @@ import functools
 import logging
 import operator
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from hostcall import _context, _jax, _native
@@ -216,7 +216,7 @@ class Object:
                 group.enter(place, "restore()", into, (value,), {})
         _raise(failures)
 
-    def _wait(self, what: str, log: bool = True) -> list[Exception]:
+    def _wait(self, what: str, log: bool = True) -> list[BaseException]:
         """For programs of this thread; gives what they failed with."""
         name = self._group.name
         if _context.current() is not None:
@@ -231,11 +231,11 @@ class Object:
         return failures
 
 
-def _raise(failures: list[Exception]) -> None:
+def _raise(failures: Sequence[BaseException]) -> None:
     if len(failures) == 1:
         raise failures[0]
     if failures:
-        raise ExceptionGroup(f"closing {len(failures)} objects failed", failures)
+        raise BaseExceptionGroup(f"closing {len(failures)} objects failed", failures)
 
 
 # --- Calls ---------------------------------------------------------------------------

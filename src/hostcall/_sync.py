@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
 from hostcall import _config, _delivery, _jax, _native, _workers
 from hostcall._callback import all_counters
-from hostcall._errors import SpecError, failures_of_arrays, original
+from hostcall._errors import SpecError, failures_of_arrays, is_kept, original
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,19 @@ def flush(timeout: float | None = None) -> bool:
     return _delivery.flush(timeout, "hc.flush()")
 
 
-def barrier() -> None:
+def barrier(timeout: float | None = None) -> bool:
     """Waits for JAX, then for all taps, and raises what taps have raised meanwhile.
 
     It waits for the effects that this thread has dispatched, for every array that is
     alive, and for the queue. Ctrl-C ends the wait, and loses no tap and no error.
+
+    Args:
+        timeout: seconds, or None for no limit.
+
+    Returns:
+        Whether everything ended in time. If not, nothing is raised, and nothing is
+        lost: the next barrier waits for the rest. `hc.status()` shows what is under
+        way, `hc.discard_taps()` drops what is queued.
 
     Raises:
         BaseException: what a tap raised, the object itself; of several an
@@ -174,13 +183,18 @@ def barrier() -> None:
         HostcallError: called from inside a tap.
     """
     _delivery.refuse_inside_a_tap("hc.barrier()")
-    failures = _delivery.reports  # kept where Ctrl-C ends the wait
-    failures += _jax.wait_for_effects()
+    end = None if timeout is None else time.monotonic() + timeout
+    if timeout is not None and not _jax.programs_end_in(timeout):
+        return False
+    failures = _delivery.reports  # kept where Ctrl-C or the limit ends the wait
+    failures += _jax.wait_for_effects(is_kept)
     for error in failures_of_arrays():
         # Its reader will see it too; only what hostcall knows is told here.
         if original(error) is not None:
             failures.append(error)
-    _delivery.flush(None, "hc.barrier()")
+    left = None if end is None else max(0.0, end - time.monotonic())
+    if not _delivery.flush(left, "hc.barrier()"):
+        return False
     if failures:  # what taps raised stays for the next barrier
         first = failures[0]
         failures.clear()
@@ -193,6 +207,17 @@ def barrier() -> None:
         if more:
             text += f"; the last {len(errors)} are here, the others in the log"
         raise BaseExceptionGroup(text, errors)
+    return True
+
+
+def discard_taps() -> None:
+    """Drops the taps that are queued, but for one that is being delivered.
+
+    For a program that was interrupted, and a queue that would take minutes to deliver.
+    They count as dropped in `hc.tap_queue()` and `hc.stats()`. Cost: microseconds and
+    0.1 us a tap.
+    """
+    _native.discard_taps()
 
 
 def configure(

@@ -387,6 +387,78 @@ void AnOwnerLivesUntilItsEventsAreDelivered() {
   assert(g_buried == before + 1);
 }
 
+void DiscardDropsWhatIsQueued() {
+  TapQueue queue;
+  const OwnerPtr owner = MakeOwner();
+  for (int i = 0; i < 300; ++i) Send(queue, owner, i % 3, i);
+  TapBatch batch = queue.Wait(4);
+  queue.Discard();
+  // What the worker has in its hands it is told to forget.
+  int forgotten = 0;
+  for (TapEvent* event = batch.first; event != nullptr; event = event->next) {
+    assert(queue.IsDiscarded(*event));
+    queue.CountDiscarded(*event);
+    ++forgotten;
+  }
+  queue.Finish(batch.first, nullptr);
+  assert(queue.dropped() == 300 && owner->dropped() == 300);
+  assert(queue.delivered() == 0 && queue.bytes() == 0 && forgotten > 0);
+  assert(queue.Flush(queue.Mark(), 0));
+  // What comes later is delivered.
+  Send(queue, owner, 0, 300);
+  batch = queue.Wait(4);
+  assert(Read(batch.first).number == 300 && !queue.IsDiscarded(*batch.first));
+  queue.Finish(batch.first, nullptr);
+  assert(queue.delivered() == 1);
+}
+
+void DiscardLetsThoseInWhoWaitForSpace() {
+  TapQueue queue;
+  queue.SetLimit(2 * kSmall);
+  const OwnerPtr owner = MakeOwner();
+  Send(queue, owner, 0, 0);
+  Send(queue, owner, 0, 1);
+  std::thread device([&] { assert(Send(queue, owner, 1, 2)); });
+  while (queue.blocked() == 0) std::this_thread::yield();
+  queue.Discard();
+  device.join();
+  assert(queue.dropped() == 2 && queue.bytes() == kSmall);
+  Worker worker(queue);
+  queue.Stop();
+  worker.Join();
+  assert(worker.got.size() == 1 && worker.got[0].number == 2);
+}
+
+void AnInterruptEndsTheWaitsUnderWay() {
+  TapQueue queue;
+  queue.SetLimit(kSmall);
+  const OwnerPtr owner = MakeOwner();
+  queue.Interrupt("nobody waits, and nobody is told later");
+  Send(queue, owner, 0, 0);
+  std::atomic<int> told{0};
+  const auto interrupted = [&](auto wait) {
+    try {
+      wait();
+    } catch (const hostcall::PushInterrupted& error) {
+      assert(std::string(error.what()) == "now");
+      ++told;
+    }
+  };
+  std::thread first([&] { interrupted([&] { Send(queue, owner, 1, 1); }); });
+  std::thread second([&] { interrupted([&] { queue.AwaitSpace(64); }); });
+  while (queue.blocked() != 2) std::this_thread::yield();
+  queue.Interrupt("now");
+  first.join();
+  second.join();
+  assert(told == 2 && queue.pushed() == 1 && queue.dropped() == 0);
+  std::thread third([&] { assert(Send(queue, owner, 1, 2)); });
+  Worker worker(queue);
+  third.join();
+  queue.Stop();
+  worker.Join();
+  assert(worker.got.size() == 2);
+}
+
 }  // namespace
 
 int main() {
@@ -405,6 +477,9 @@ int main() {
   Waking();
   FlushIsLateWhereNobodyDelivers();
   StopWithAFullQueue();
+  DiscardDropsWhatIsQueued();
+  DiscardLetsThoseInWhoWaitForSpace();
+  AnInterruptEndsTheWaitsUnderWay();
   AnOwnerLivesUntilItsEventsAreDelivered();
   std::puts("tap_queue: ok");
 }

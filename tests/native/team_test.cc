@@ -292,9 +292,25 @@ void TheTeamMayGoBeforeItsCallsEnd(TeamMode mode) {
   }
 }
 
+void JobsAreGoneWhenTheyHaveRun() {
+  hostcall::JobThreads threads;
+  std::weak_ptr<int> held[20];
+  Barrier all(20);  // so that each has a thread
+  for (auto& reference : held) {
+    auto thing = std::make_shared<int>(1);
+    reference = thing;
+    threads.Run([thing, &all] { all.Wait(); });
+  }
+  for (auto& reference : held) {
+    while (!reference.expired()) std::this_thread::yield();
+  }
+  assert(threads.Stop(600));
+}
+
 }  // namespace
 
 int main() {
+  JobsAreGoneWhenTheyHaveRun();
   std::vector<int> order = {0, 1, 2, 3};
   do {
     for (int leader = 0; leader < 4; ++leader) TheLeaderCallsForAll(leader, order);
