@@ -7,6 +7,8 @@
 # make bench   print the table of targets, and write docs/benchmarks.md
 # make check   format, lint, types, layers, tests
 # make sanitize  the native tests under ASan and TSan, and the Python ones under ASan
+# make soak    ten minutes of everything at once: memory, threads and descriptors stay flat;
+#               then Ctrl-C and exits at random moments
 # make clients  programs of libraries that use JAX's callbacks, with and without
 #               hostcall.patch_jax(): the results must be equal
 # make wheel-check  one wheel under both ends of the range of jax
@@ -24,7 +26,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-staged test-optional bench check format sanitize clients wheel-check clean
+.PHONY: demo test test-staged test-optional bench check format sanitize soak clients wheel-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
@@ -64,6 +66,9 @@ format: $(VENV)/.dev
 sanitize: $(VENV)/.installed
 	$(MAKE) -C tests/native run
 	scripts/asan.sh $(BIN)/python
+
+soak: $(VENV)/.installed
+	$(BIN)/python scripts/soak.py
 
 clients: CLIENTS := .venv-clients
 clients:

@@ -12,7 +12,9 @@ mkdir -p "$work/src"
 cp -r src/hostcall "$work/src/"
 rm -f "$work"/src/hostcall/_native*.so
 flags="-fsanitize=address,undefined -fno-omit-frame-pointer -g -O1"
+# Without -DNDEBUG: the engine's assertions are on.
 "$cmake" -S . -B "$work/build" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+  -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g" \
   -DPython_EXECUTABLE="$python" -DCMAKE_CXX_FLAGS="$flags" \
   -Dnanobind_DIR="$("$python" -m nanobind --cmake_dir)" >"$work/cmake.log" ||
   { cat "$work/cmake.log"; exit 1; }

@@ -1,0 +1,259 @@
+"""Ten minutes of everything at once, then ends of processes at random moments.
+
+    python scripts/soak.py [--seconds 600] [--processes 50] [--seed N]
+
+First part: threads make and drop programs with calls, taps, buffers, parallel rows and
+failures, eager and compiled, on several devices. Resident memory, threads and file
+descriptors must not grow after the first third.
+
+Second part: processes at such work get a Ctrl-C at a random moment, and end at another,
+with daemon threads and taps under way. Each must end with status 0 and nothing to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import hostcall as hc
+from hostcall import _native
+
+# --- The work ------------------------------------------------------------------------
+
+
+class Wrong(Exception):
+    """What failing callbacks raise."""
+
+
+def fresh(k: float):
+    """A function that no program has seen."""
+    return lambda a: a + np.asarray(k, np.asarray(a).dtype)
+
+
+def call(rng: random.Random) -> None:
+    x = jnp.full(rng.choice([(), (3,), (300, 300)]), 1.0)
+    order = rng.choice(["pure", "unordered", "ordered"])
+    f = jax.jit(lambda v, host=fresh(1): hc.call(host, v, v, order=order))
+    assert np.all(np.asarray(f(x)) == 2)
+
+
+def eager(rng: random.Random) -> None:
+    x = jnp.full(rng.choice([(), (1000,)]), 1.0)
+    assert np.all(np.asarray(hc.call(fresh(2), x, x)) == 3)
+
+
+def rows(rng: random.Random) -> None:
+    method = rng.choice(["sequential", "parallel", "expand_dims"])
+    f = lambda v, host=fresh(3): hc.call(host, v, v, vmap_method=method)
+    assert np.all(np.asarray(jax.jit(jax.vmap(f))(jnp.ones(8))) == 4)
+
+
+def tap(rng: random.Random) -> None:
+    seen: list[int] = []
+    n = rng.randrange(1, 200)
+    size = rng.choice([1, 1000, 100_000])
+
+    def body(i, c):
+        hc.tap(lambda i, c: seen.append(int(i)), i, c)
+        return c
+
+    f = jax.jit(lambda c: jax.lax.fori_loop(0, n, body, c))
+    f(jnp.ones(size)).block_until_ready()
+    hc.flush()
+    assert seen == list(range(n))
+
+
+def buffers(rng: random.Random) -> None:
+    def double(ctx, out, x):
+        np.asarray(out)[...] = 2 * np.asarray(x)
+
+    x = jnp.ones(rng.choice([4, 10_000]))
+    f = jax.jit(hc.buffer_callback(double, jax.ShapeDtypeStruct(x.shape, x.dtype)))
+    assert np.all(np.asarray(f(x)) == 2)
+
+
+def fails(rng: random.Random) -> None:
+    held = np.ones(rng.choice([1, 1_000_000]))
+
+    def host(a):
+        raise Wrong(float(held[0]))
+
+    f = jax.jit(lambda v: hc.call(host, v, v, order=rng.choice(["pure", "unordered"])))
+    try:
+        with hc.reraise():
+            f(1.0)
+    except Wrong:
+        return
+    raise AssertionError("the failure did not come out")
+
+
+def tap_fails(rng: random.Random) -> None:
+    def host(a):
+        raise Wrong
+
+    jax.jit(lambda v: hc.tap(host, v))(1.0)
+
+
+def devices(rng: random.Random) -> None:
+    mesh = jax.make_mesh((2,), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    x = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, spec))
+    f = lambda v, host=fresh(4): hc.call(host, v, v)
+    if rng.random() < 0.5:
+        f = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert np.all(np.asarray(jax.jit(f)(x)) == 5)
+
+
+# Programs over several devices from several threads may wait for each other in XLA's
+# queues, whoever calls the host: one thread at a time.
+_ALONE = threading.Lock()
+
+
+def one(rng: random.Random) -> None:
+    work = rng.choice([call, eager, rows, tap, buffers, fails, tap_fails, devices])
+    if work is devices:
+        with _ALONE:
+            work(rng)
+    else:
+        work(rng)
+
+
+# --- First part ----------------------------------------------------------------------
+
+
+def held() -> tuple[float, int, int]:
+    """(resident MiB, threads, descriptors)."""
+    status = Path("/proc/self/status").read_text()
+    value = lambda key: int(status.split(key + ":")[1].split()[0])
+    return value("VmRSS") / 1024, value("Threads"), len(os.listdir("/proc/self/fd"))
+
+
+def churn(seconds: float, seed: int) -> None:
+    """Fails where what the process holds grows."""
+    end = time.monotonic() + seconds
+    rounds = itertools.count()
+    done = 0
+    failures: list[BaseException] = []
+
+    def run(number: int) -> None:
+        nonlocal done
+        rng = random.Random(seed + number)
+        try:
+            for _ in range(25):
+                one(rng)
+                done += 1
+        except BaseException as error:
+            failures.append(error)
+
+    samples: list[tuple[float, tuple[float, int, int]]] = []
+    while time.monotonic() < end and not failures:
+        threads = [threading.Thread(target=run, args=(next(rounds),)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        try:
+            hc.barrier()
+        except* Wrong:
+            pass
+        jax.clear_caches()
+        gc.collect()
+        samples.append((end - time.monotonic(), held()))
+    if failures:
+        raise failures[0]
+    late = [what for left, what in samples if left < seconds * 2 / 3]
+    first, last = late[: len(late) // 4], late[-(len(late) // 4) :]
+    for place, name in enumerate(["resident MiB", "threads", "descriptors"]):
+        before = float(np.median([what[place] for what in first]))
+        after = float(np.median([what[place] for what in last]))
+        print(f"{name}: {before:.1f} after a third, {after:.1f} at the end")
+        assert after <= before * 1.02 + (5 if place == 0 else 1), f"{name} grew"
+    assert _native.live_slots() == 0, "programs that are gone hold slots"
+    print(f"{done} pieces of work on {len(samples) * 3} threads")
+
+
+# --- Second part ---------------------------------------------------------------------
+
+
+def work_until_told(seed: int, seconds: float) -> None:
+    """A process of the second part."""
+    rng = random.Random(seed)
+    import logging
+
+    logging.getLogger("hostcall").setLevel(logging.CRITICAL)
+
+    def forever(number: int) -> None:
+        mine = random.Random(seed * 10 + number)
+        while True:
+            eager(mine)
+            call(mine)
+
+    for number in range(2):
+        threading.Thread(target=forever, args=(number,), daemon=True).start()
+    interrupted = False
+    print("ready", flush=True)
+    end = time.monotonic() + seconds
+    while not interrupted or time.monotonic() < end:
+        try:
+            rng.choice([call, eager, rows, tap, buffers])(rng)
+        except KeyboardInterrupt:
+            interrupted = True
+    # It ends with whatever the daemon threads are in, and with taps on their way.
+    for i in range(100):
+        hc.tap(lambda i: None, i)
+
+
+def ends(processes: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for number in range(processes):
+        seconds = rng.random() * 2
+        command = [sys.executable, __file__, "--child", str(seed + number)]
+        process = subprocess.Popen(
+            [*command, "--seconds", str(seconds)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(rng.random() * 2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, (number, process.returncode, out, err)
+        assert "terminate called" not in err, err
+    print(f"{processes} processes ended after a Ctrl-C, none aborted")
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--seconds", type=float, default=600)
+    options.add_argument("--processes", type=int, default=50)
+    options.add_argument("--seed", type=int, default=random.randrange(10**6))
+    options.add_argument("--child", type=int)
+    given = options.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if given.child is not None:
+        work_until_told(given.child, given.seconds)
+        return
+    print(f"seed {given.seed}", flush=True)
+    churn(given.seconds, given.seed)
+    ends(given.processes, given.seed)
+
+
+if __name__ == "__main__":
+    main()
