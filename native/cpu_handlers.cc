@@ -30,14 +30,15 @@ XLA_FFI_TypeId g_cuda_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   const uint64_t number = Attribute(frame, "slot");
-  Counted<Plan> plan = Slots().Find(number);
+  Counted<Plan> plan = Slots(number >= kAcross).Find(number % kAcross);
   if (!plan || plan->signature != Attribute(frame, "signature")) {
     return MakeError(
         frame->api,
         "hostcall: this program calls host function number " +
             std::to_string(number) +
-            ", which this process doesn't have. It was compiled in another "
-            "process, or its function is gone: trace and compile it here",
+            ", which this process doesn't have. It was exported or compiled in "
+            "another process, or its function is gone: trace, compile and export "
+            "it here",
         XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
   std::shared_ptr<Team> team;
@@ -81,9 +82,10 @@ PyObject* g_raw = nullptr;
 
 }  // namespace
 
-SlotTable<Plan>& Slots() {
-  static auto* table = new SlotTable<Plan>;  // outlives static destruction
-  return *table;
+SlotTable<Plan>& Slots(bool across) {
+  static auto* local = new SlotTable<Plan>;  // outlive static destruction
+  static auto* lasting = new SlotTable<Plan>(true);
+  return across ? *lasting : *local;
 }
 
 XLA_FFI_Error* InstantiateCall(XLA_FFI_CallFrame* frame) {

@@ -9,7 +9,12 @@
 
 namespace hostcall {
 
-SlotTable<Plan>& Slots();
+/// The numbers of calls. Those of programs over several processes have a table of
+/// their own, so that each process gives the same ones whatever programs it alone
+/// has, and a lasting one: JAX may keep such executables by their text
+/// (`jax_share_binary_between_hosts`).
+SlotTable<Plan>& Slots(bool across);
+constexpr uint64_t kAcross = uint64_t{1} << 32;  ///< in the text, of the latter
 
 /// What XLA keeps for one place of a program.
 struct PlanState {

@@ -67,10 +67,12 @@ struct PlanHandle {
 
 /// Keeps a plan under its number for as long as it lives. An executable holds it.
 struct Slot {
-  explicit Slot(const PlanHandle& handle) : number(Slots().Add(handle.plan)) {}
+  Slot(const PlanHandle& handle, bool across)
+      : number(Slots(across).Add(handle.plan) + (across ? kAcross : 0)) {}
   ~Slot() {
     // In a forked child the table may be locked by a thread that isn't there.
-    if (!Engine::Get().forked()) Slots().Remove(number);
+    if (Engine::Get().forked()) return;
+    Slots(number >= kAcross).Remove(number % kAcross);
   }
   Slot(const Slot&) = delete;
   Slot& operator=(const Slot&) = delete;
@@ -316,13 +318,13 @@ NB_MODULE(_native, m) {
         nb::arg("buffers").none());
 
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
-      .def(nb::init<const PlanHandle&>(), nb::arg("plan"))
+      .def(nb::init<const PlanHandle&, bool>(), nb::arg("plan"), nb::arg("across"))
       .def_ro("number", &Slot::number);
 
   InitHandlers(m);
   m.def("current", &Current);
   m.def("active", &Active);
-  m.def("live_slots", [] { return Slots().live(); });
+  m.def("live_slots", [] { return Slots(false).live() + Slots(true).live(); });
   m.def("bury", [] { Graveyard::Get().Bury(); });
   m.def("in_flight", [] { return Engine::Get().in_flight(); });
   m.def("closed", [] { return Engine::Get().closed(); });

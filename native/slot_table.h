@@ -122,37 +122,42 @@ class Counted {
 template <typename T>
 class SlotTable {
  public:
+  explicit SlotTable(bool lasting = false) : lasting_(lasting) {}
+
   uint64_t Add(Counted<T> object) {
     std::lock_guard<std::mutex> lock(mutex_);
     ++live_;
     for (size_t i = first_free_; i < entries_.size(); ++i) {
-      if (!entries_[i]) {
-        entries_[i] = std::move(object);
+      if (IsFree(entries_[i])) {
+        entries_[i].object = std::move(object);
         first_free_ = i + 1;
         return i + 1;
       }
     }
-    entries_.push_back(std::move(object));
+    entries_.push_back({std::move(object)});
     first_free_ = entries_.size();
     return entries_.size();
   }
 
   /// Null where no entry has this number.
-  Counted<T> Find(uint64_t number) const {
+  Counted<T> Find(uint64_t number) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (number == 0 || number > entries_.size()) return {};
-    return entries_[number - 1];
+    Entry& entry = entries_[number - 1];
+    entry.found |= static_cast<bool>(entry.object);
+    return entry.object;
   }
 
   void Remove(uint64_t number) {
     Counted<T> doomed;  // dies after the lock is gone
     std::lock_guard<std::mutex> lock(mutex_);
     if (number == 0 || number > entries_.size()) return;
-    if (!entries_[number - 1]) return;
-    doomed = std::move(entries_[number - 1]);
-    entries_[number - 1] = {};
+    Entry& entry = entries_[number - 1];
+    if (!entry.object) return;
+    doomed = std::move(entry.object);
+    entry.object = {};
     --live_;
-    if (number - 1 < first_free_) first_free_ = number - 1;
+    if (IsFree(entry) && number - 1 < first_free_) first_free_ = number - 1;
   }
 
   size_t live() const {
@@ -161,8 +166,17 @@ class SlotTable {
   }
 
  private:
+  struct Entry {
+    Counted<T> object;
+    bool found = false;
+  };
+  bool IsFree(const Entry& entry) const {
+    return !entry.object && !(lasting_ && entry.found);
+  }
+
+  const bool lasting_;
   mutable std::mutex mutex_;
-  std::vector<Counted<T>> entries_;
+  std::vector<Entry> entries_;
   size_t first_free_ = 0;
   size_t live_ = 0;
 };

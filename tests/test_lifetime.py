@@ -235,7 +235,7 @@ def test_a_program_that_is_dropped_while_it_runs_ends(order):
 
 
 CACHED = """
-import sys
+import gc, sys
 import jax, jax.numpy as jnp
 import hostcall as hc
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
@@ -245,20 +245,32 @@ hits = []
 jax.monitoring.register_event_listener(
     lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None
 )
-constant = float(sys.argv[2])
-def host(a):
-    return a + constant
 x = jnp.arange(3, dtype=jnp.float32)
-f = jax.jit(lambda v: hc.call(host, v, v) * 2)
-print(f(x).tolist(), len(hits) > 0)
+def run(constant):
+    hits.clear()
+    def host(a):
+        return a + constant
+    f = jax.jit(lambda v: hc.call(host, v, v) * 2)
+    print(f(x).tolist(), len(hits) > 0)
+run(float(sys.argv[2]))
+jax.clear_caches()
+gc.collect()
+run(float(sys.argv[2]) + 1)
 """
 
 
-def test_a_second_process_hits_the_disk_cache_and_runs_its_own(run_python, tmp_path):
+def test_the_disk_cache_is_hit_and_every_program_runs_its_own(run_python, tmp_path):
+    """In another process, and by another function in the same one."""
     first = run_python(CACHED, str(tmp_path), "1")
     second = run_python(CACHED, str(tmp_path), "100")
-    assert first.stdout.strip() == "[2.0, 4.0, 6.0] False"
-    assert second.stdout.strip() == "[200.0, 202.0, 204.0] True"
+    assert first.stdout.splitlines() == [
+        "[2.0, 4.0, 6.0] False",
+        "[4.0, 6.0, 8.0] True",
+    ]
+    assert second.stdout.splitlines() == [
+        "[200.0, 202.0, 204.0] True",
+        "[202.0, 204.0, 206.0] True",
+    ]
 
 
 @pytest.mark.parametrize("mode", ["each", "once"])

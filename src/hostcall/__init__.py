@@ -34,7 +34,8 @@
     tap_queue   what waits to be delivered (a `TapQueue`)
 
 Errors: HostcallError and, below it, SpecError, BatchingError, DerivativeError,
-ResultError, EscapeError, UnwrittenError, CallTimeoutError, DeadlockError.
+ResultError, EscapeError, UnwrittenError, CallTimeoutError, DeadlockError,
+ExportError.
 
 The map, top to bottom: `_host_function` has the rules of functions, `_object` is made
 of calls; `_call` and `_tap` check and flatten, `_primitives` has the JAX primitives
@@ -62,6 +63,7 @@ from hostcall._errors import (
     DeadlockError,
     DerivativeError,
     EscapeError,
+    ExportError,
     HostcallError,
     ResultError,
     SpecError,
@@ -139,6 +141,7 @@ __all__ = [
     "EscapeError",
     "ExecutionContext",
     "ExecutionStage",
+    "ExportError",
     "HostFunction",
     "HostcallError",
     "Object",

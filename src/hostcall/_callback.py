@@ -114,7 +114,12 @@ class CallParams:
 
 
 class CallInfo:
-    """One call's description, with the hooks that native code calls."""
+    """One call's description, with the hooks that native code calls.
+
+    `across`: its program is one over several processes.
+    """
+
+    across = False
 
     def __init__(
         self,

@@ -8,11 +8,12 @@
     ├── EscapeError(RuntimeError)      a lent view was kept
     ├── UnwrittenError(RuntimeError)   lent memory for results was not written
     ├── CallTimeoutError(TimeoutError) the function took longer than `timeout=`
-    └── DeadlockError(RuntimeError)    a callback would wait for its own program
+    ├── DeadlockError(RuntimeError)    a callback would wait for its own program
+    └── ExportError(NotImplementedError) a program whose functions can't go with it
 
-The first three are raised to the caller. The others, like whatever the user's
-function raises, fail the program that called: XLA carries only text, so the text
-ends with a number under which the exception object is kept.
+The first three and the last are raised to the caller. The others, like whatever the
+user's function raises, fail the program that called: XLA carries only text, so the
+text ends with a number under which the exception object is kept.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class CallTimeoutError(HostcallError, TimeoutError):
 
 class DeadlockError(HostcallError, RuntimeError):
     """A callback started a program that would wait for the one that calls it."""
+
+
+class ExportError(HostcallError, NotImplementedError):
+    """A program is exported or serialized whose host functions can't go with it."""
 
 
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
@@ -270,6 +275,7 @@ __all__ = [
     "DeadlockError",
     "DerivativeError",
     "EscapeError",
+    "ExportError",
     "HostcallError",
     "ResultError",
     "SpecError",

@@ -390,13 +390,22 @@ def keep_alive(ctx: Any, thing: Any) -> None:
     A module that is lowered to be exported has no executable, and may be called as
     long as the process lives.
     """
-    if ctx.module_context.lowering_parameters.for_export:
+    if is_for_export(ctx):
         _exported.append(thing)
     else:
         ctx.module_context.add_keepalive(thing)
 
 
 _exported: list[Any] = []
+
+
+def is_for_export(ctx: Any) -> bool:
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
+def executables_are_shared() -> bool:
+    """Whether one process's executable is to run in all, and is kept by its text."""
+    return bool(_config.share_binary_between_hosts.value)
 
 
 def lowering_client(ctx: Any) -> Any | None:
@@ -465,6 +474,16 @@ def number_of_devices(ctx: Any) -> int:
     if isinstance(context, _sharding_impls.ShardingContext):
         return int(context.num_devices)
     return len(program_devices(ctx) or (None,))
+
+
+def spans_processes(ctx: Any) -> bool:
+    """Whether other processes run the program too, as far as can be told."""
+    devices = program_devices(ctx)
+    if devices is not None:
+        return len({device.process_index for device in devices}) > 1
+    mesh = manual_mesh(ctx)
+    n = number_of_devices(ctx) if mesh is None else mesh.size
+    return n > 1 and jax.process_count() > 1
 
 
 def emit_custom_call(

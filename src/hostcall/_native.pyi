@@ -80,9 +80,12 @@ class Plan:
     def push(self, operands: list[np.ndarray]) -> bool: ...
 
 class Slot:
-    """Keeps a plan under its number for as long as it lives."""
+    """Keeps a plan under its number for as long as it lives.
 
-    def __init__(self, plan: Plan) -> None: ...
+    `across`: of a program over several processes.
+    """
+
+    def __init__(self, plan: Plan, across: bool) -> None: ...
     @property
     def number(self) -> int: ...
 

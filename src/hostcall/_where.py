@@ -65,6 +65,16 @@ def name_of(fn: Callable[..., Any]) -> str:
     return f"partial({name})" if inner is not fn else str(name)
 
 
+def is_anonymous(fn: Callable[..., Any]) -> bool:
+    """Whether its name does not tell it from others: a lambda, a function that is made
+    inside another, or a `functools.partial`.
+    """
+    name = getattr(fn, "__qualname__", None)  # what hostcall itself calls has one too
+    if name is None:
+        return hasattr(fn, "func")
+    return "<" in name or name.startswith("partial(")
+
+
 def place_of(fn: Callable[..., Any]) -> Place:
     """Where a function is defined."""
     inner = fn

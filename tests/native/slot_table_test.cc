@@ -57,6 +57,21 @@ void TheSmallestFreeNumberIsGiven() {
   assert(g_alive == 0);
 }
 
+void ALastingTableDoesNotGiveANumberAgainThatWasFound() {
+  SlotTable<Thing> table(true);
+  assert(table.Add(Make(1)) == 1 && table.Add(Make(2)) == 2);
+  assert(table.Find(1)->value == 1);
+  table.Remove(1);
+  table.Remove(2);  // which nobody found
+  assert(table.live() == 0 && !table.Find(1));
+  assert(table.Add(Make(3)) == 2 && table.Add(Make(4)) == 3);
+  assert(!table.Find(1));
+  table.Remove(2);
+  table.Remove(3);
+  Bury();
+  assert(g_alive == 0);
+}
+
 void UnknownNumbersFindNothing() {
   SlotTable<Thing> table;
   assert(!table.Find(0) && !table.Find(1) && !table.Find(~0ull));
@@ -188,6 +203,7 @@ void FindRacesRemove() {
 
 int main() {
   TheSmallestFreeNumberIsGiven();
+  ALastingTableDoesNotGiveANumberAgainThatWasFound();
   UnknownNumbersFindNothing();
   WhatWasFoundOutlivesItsRemoval();
   CountsSurviveCopyMoveAndAssignment();

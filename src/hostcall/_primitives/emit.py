@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from hostcall import _jax, _native
-from hostcall._errors import HostcallError
+from hostcall import _jax, _native, _targets
+from hostcall._errors import ExportError, HostcallError
 from hostcall._order import ORDERED, Order
+from hostcall._where import is_anonymous
 
 
 def ordinal(device: Any) -> int:
@@ -35,15 +37,74 @@ def local_devices(ctx: Any, client: Any | None) -> list[Any] | None:
     return [d for d in devices if d.process_index == client.process_index()]
 
 
-def take_slot(plan: Any, signature: int) -> tuple[Any, dict[str, np.uint64]]:
-    """(slot, attributes by which the program finds it). The slot has to be kept alive
-    as long as the program.
+# --- Slots ----------------------------------------------------------------------------
+
+# Part of the signatures of exported programs, which another process may load: there it
+# is another number, and they are refused. Programs that are not exported have none:
+# JAX's compilation cache is to find them again.
+_PROCESS = int.from_bytes(os.urandom(7), "little")
+
+
+def signature_of(ctx: Any, params: Any, operands: Sequence[Any]) -> int:
+    """What the program's text and the plan both have, so that a program does not call
+    another's function. Refuses to export what nothing tells from others.
     """
-    slot = _native.Slot(plan)
+    number = _targets.signature(params, operands)
+    if not _jax.is_for_export(ctx):
+        return number
+    if is_anonymous(params.callback.function):
+        refuse_export(
+            params,
+            "a lambda, a partial or a function inside another shares its name with"
+            " others, and where the program is loaded nothing would tell them apart."
+            " Define it with `def` at the top of a module (such a program can be"
+            " called in the process that exported it; others still refuse it)",
+        )
+    return number ^ _PROCESS
+
+
+def refuse_export(params: Any, reason: str) -> NoReturn:
+    raise ExportError(
+        f"hostcall: a program that calls `{params.callback.name}` (at"
+        f" {params.callback.place}) can't be exported: {reason}"
+    )
+
+
+def take_slot(
+    plan: Any, signature: int, across: bool = False
+) -> tuple[Any, dict[str, np.uint64]]:
+    """(slot, attributes by which the program finds it). The slot has to be kept alive
+    as long as the program. `across`: the program is one over several processes.
+    """
+    slot = _native.Slot(plan, across)
     return slot, {
         "slot": np.uint64(slot.number),
         "signature": np.uint64(signature),
     }
+
+
+class Kept:
+    """What an executable keeps alive, and what can't leave the process with it."""
+
+    def __init__(self, thing: Any, name: str) -> None:
+        self.thing = thing
+        self.name = name
+
+    def __reduce__(self) -> NoReturn:
+        raise ExportError(
+            f"hostcall: a compiled program that calls `{self.name}` can't be"
+            " serialized: the function stays in this process, and another would call"
+            " one of its own in its place. Compile the program where it runs; with"
+            " JAX's compilation cache (jax_compilation_cache_dir) that costs little"
+        )
+
+
+def keep(ctx: Any, thing: Any, name: str) -> None:
+    """Ties a slot, or what holds slots, to the executable of this lowering."""
+    _jax.keep_alive(ctx, Kept(thing, name))
+
+
+# --- The custom call ------------------------------------------------------------------
 
 
 def emit(

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _handlers, _jax
+from hostcall._errors import HostcallError
 from hostcall._order import Order, effects_of
 from hostcall._primitives import emit
 
@@ -60,9 +61,10 @@ _jax.register_lowering(link_p, _lower_link)
 class Site:
     """What the parts of one equation share. Parameters are compared by its identity."""
 
-    def __init__(self, params: Any, client: Any) -> None:
+    def __init__(self, ctx: Any, params: Any, client: Any) -> None:
         self.params = params
         self.client = client
+        self.across = _jax.spans_processes(ctx)
         self.slots: list[Any] = []  # they live as long as the executable
 
 
@@ -88,7 +90,7 @@ def emit_block(
 def lower(
     ctx: Any,
     operands: Sequence[Any],
-    order: Order,
+    site: Site,
     block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
     unpartitioned: Callable[..., Any],
 ) -> list[Any]:
@@ -97,11 +99,14 @@ def lower(
     Args:
         ctx: of the equation.
         operands: its values.
-        order: "unordered" or "ordered".
+        site: of the equation, whose order is "unordered" or "ordered".
         block: (replicated sharding, each operand's sharding, each one's shape) -> the
             function of one device, (number, *blocks) -> number.
         unpartitioned: the same before anything is partitioned.
     """
+    _refuse(ctx, site)
+    emit.keep(ctx, site, site.params.callback.name)
+    order = site.params.order
     # In the program's text. JAX's compilation cache must not know the program from
     # elsewhere: its slots are taken where it is compiled.
     mark = int.from_bytes(os.urandom(7), "little")
@@ -113,6 +118,25 @@ def lower(
         return []
 
     return _jax.lower_by(ctx, parts, *operands)
+
+
+def _refuse(ctx: Any, site: Site) -> None:
+    """Where what is compiled here would run in another process."""
+    whole = "Give the whole value (sharding='whole', partitioned=False)"
+    if _jax.is_for_export(ctx):
+        emit.refuse_export(
+            site.params,
+            "each device calls it for its own block, and which block that is is settled"
+            f" where the program is compiled, by this process. {whole}",
+        )
+    if _jax.executables_are_shared() and site.across:
+        callback = site.params.callback
+        raise HostcallError(
+            f"hostcall: `{callback.name}` (at {callback.place}) is called"
+            " by each device for its own block, in a program over several processes"
+            " that one of them compiles for all (jax_share_binary_between_hosts). The"
+            f" blocks of the others are not known there. {whole}, or switch that off"
+        )
 
 
 def _partitioned(

@@ -70,8 +70,9 @@ def prepare(
     _handlers.start_on(client)
     _native.bury()  # programs that died since the last call
     params = info.params
+    info.across = _jax.spans_processes(ctx)
     team, source, elsewhere = _team(ctx, client, info, leader)
-    signature = _targets.signature(params, avals)
+    signature = emit.signature_of(ctx, params, avals)
     plan = _targets.make_plan(
         _stand_in(params) if elsewhere else params,
         avals,
@@ -81,8 +82,8 @@ def prepare(
         number=signature,
         team=team,
     )
-    slot, attributes = emit.take_slot(plan, signature)
-    _jax.keep_alive(ctx, slot)
+    slot, attributes = emit.take_slot(plan, signature, info.across)
+    emit.keep(ctx, slot, info.name)
     return attributes, source
 
 
@@ -161,6 +162,7 @@ def lower_through_jax(
     """The lowering itself, on any platform that JAX's callback serves."""
     _handlers.start()
     info = info_type(params, {}, _jax.manual_mesh(ctx))
+    info.across = _jax.spans_processes(ctx)
     avals = _jax.physical_avals(ctx.avals_in)
     device = _targets.host_device(None)
     plans: dict[Any, Any] = {}  # by the operands' shapes, which parts of values have

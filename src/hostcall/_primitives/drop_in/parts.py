@@ -27,6 +27,7 @@ def _lower(ctx: Any, number: Any, *operands: Any, site: parts.Site) -> Any:
     params = _with_number(site.params)
     avals = _jax.physical_avals(ctx.avals_in)
     info = DropInInfo(params, emit.by_ordinal(site.client), None)
+    info.across = site.across
     signature = _targets.signature(params, avals)
     plan = _targets.make_plan(
         params,
@@ -75,12 +76,9 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     client = _jax.lowering_client(ctx)
     _handlers.start_on(client)
     _native.bury()
-    site = parts.Site(params, client)
-    _jax.keep_alive(ctx, site)
+    site = parts.Site(ctx, params, client)
     call = partial(_call_block, site=site)
-    return parts.lower(
-        ctx, operands, params.order, lambda *shardings: call, unpartitioned=call
-    )
+    return parts.lower(ctx, operands, site, lambda *shardings: call, unpartitioned=call)
 
 
 def _call_block(number: Any, *blocks: Any, site: parts.Site) -> Any:

@@ -27,7 +27,7 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     if params.sharding == "shards" and info.mesh is None:
         place = tuple(whole(aval.shape) for aval in arguments(ctx.avals_in, params))
         info.places = dict.fromkeys(devices, place)
-    signature = _targets.signature(params, ctx.avals_in)
+    signature = emit.signature_of(ctx, params, ctx.avals_in)
     plan = _targets.make_plan(
         params,
         ctx.avals_in,
@@ -40,8 +40,8 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
             nested=_targets.is_host_client(client),
         ),
     )
-    slot, attributes = emit.take_slot(plan, signature)
-    _jax.keep_alive(ctx, slot)
+    slot, attributes = emit.take_slot(plan, signature, _jax.spans_processes(ctx))
+    emit.keep(ctx, slot, info.name)
     first = 1 if params.masked else 0
     return emit.emit(
         ctx,

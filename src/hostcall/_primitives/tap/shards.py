@@ -73,15 +73,14 @@ def lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     _handlers.start_on(client)
     _delivery.start()
     _native.bury()
-    site = parts.Site(params, client)
-    _jax.keep_alive(ctx, site)
+    site = parts.Site(ctx, params, client)
 
     def block(everywhere: Any, shardings: Any, shapes: Any) -> Any:
         places = _places(site, everywhere, shardings, shapes)
         return partial(_tap_block, site=site, places=places)
 
     nowhere = partial(_tap_block, site=site, places=Places({}))
-    return parts.lower(ctx, operands, params.order, block, nowhere)
+    return parts.lower(ctx, operands, site, block, nowhere)
 
 
 def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
