@@ -25,6 +25,7 @@ LAYERS: list[tuple[str, ...]] = [
         "_delivery",
         "_watcher",
         "_lifecycle",
+        "_job",
         "_object_group",
         "_object_spec",
     ),

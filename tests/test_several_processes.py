@@ -1,4 +1,4 @@
-"""Programs over several processes: which function they call."""
+"""Programs over several processes: which function they call, and one that fails."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import concurrent.futures
 import socket
 
 import pytest
+
+from hostcall import HostcallError, _job
 
 HEAD = """
 import gc, os, sys
@@ -77,3 +79,64 @@ print("done")
 """
     )
     assert (first, second) == (["refused", "done"], ["done"])
+
+
+def test_after_a_failure_a_process_takes_part_in_nothing_more(run_both):
+    """The other one waits in the program that failed, for a value of any step."""
+    waiting, failed = run_both(
+        """
+last = SingleDeviceSharding(jax.devices()[3])
+fails = False
+def host(v):
+    if fails:
+        raise LookupError("no such row")
+    return v
+step = jax.jit(lambda x, k: hc.call(host, x, x, sharding=last).sum() * k)
+total = jax.jit(lambda x, k: (x * k).sum())
+untraced = jax.jit(lambda x: x + x.sum())
+compiled = total.lower(x, 1.0).compile()
+local = jax.jit(lambda v: v * 2)
+call = jax.jit(lambda v: hc.call(lambda v: v + 1, v, v))
+def all_local():
+    return float(local(1.0)), float(call(np.float32(1))), float(jnp.sin(0.0) + 1)
+assert float(step(x, 2.0)) == 56 and float(total(x, 2.0)) == 56
+assert all_local() == (2, 2, 1)
+fails = True
+if me == 0:
+    try:
+        print(float(step(x, 1.0)), "of another step")
+    except jax.errors.JaxRuntimeError:
+        print("the other one is gone", flush=True)
+    os._exit(0)  # JAX's own end would wait for the other one
+try:
+    step(x, 1.0).block_until_ready()
+except jax.errors.JaxRuntimeError as error:
+    assert "no such row" in str(error), error
+fails = False
+for f in (step, total, compiled, lambda x, _: untraced(x), lambda x, _: x.sum()):
+    compiles = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiles.append(name) if "compile" in name else None
+    )
+    try:
+        f(x, 1.0)
+    except hc.HostcallError as error:
+        assert "may run no other" in str(error), error
+        assert "What failed first: LookupError: no such row (in callback `host`" in str(error)
+        assert not compiles
+        print("refused", flush=True)
+assert all_local() == (2, 2, 1)  # compiled again, and on the fast path
+assert all_local() == (2, 2, 1)
+os._exit(0)
+"""
+    )
+    assert waiting == ["the other one is gone"]
+    assert failed == ["refused"] * 5
+
+
+def test_a_call_that_was_dispatched_before_the_failure(monkeypatch):
+    call = _job.until_failure(abs)
+    assert call(-1) == 1
+    monkeypatch.setattr(_job, "_first", "LookupError: no such row")
+    with pytest.raises(HostcallError, match="failed first: LookupError: no such row"):
+        call(-1)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from hostcall import _coerce, _errors
+from hostcall import _coerce, _errors, _job
 from hostcall._native import Counters
 from hostcall._order import Order
 from hostcall._spec import Results, Static, Template
@@ -152,7 +152,10 @@ class CallInfo:
         return _coerce.coerce(value, aval.dtype, aval.shape, where)
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
-        return _errors.text_for_xla(error, self.name, self.place, row)
+        text = _errors.text_for_xla(error, self.name, self.place, row)
+        if self.across:
+            _job.failed(text)
+        return text
 
     def eager_error(self, error: Exception) -> Exception:
         """What an eager call raises in a program's way: the error of a program."""

@@ -174,7 +174,7 @@ class DropInInfo(CallInfo):
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
         self.log(error)
-        return _errors.text_for_xla(error, self.name, self.place, row)
+        return super().on_error(error, _, row)
 
     def eager_error(self, error: Exception) -> Exception:
         if self.params.kind != "debug":

@@ -731,6 +731,7 @@ class ExecutionGuard:
         self._refuse = refuse
 
     def __bool__(self) -> bool:
+        _refuse_across(sys._getframe(1))
         devices = _devices_of_what_asks(sys._getframe(1))
         if len(devices) > 1 and not self._devices.isdisjoint(devices):
             raise self._refuse()
@@ -744,6 +745,7 @@ class ExecutionWitness:
         self._tell = tell
 
     def __bool__(self) -> bool:
+        _refuse_across(sys._getframe(1))
         for device in _devices_of_what_asks(sys._getframe(1)):
             self._tell(device)
         return False
@@ -751,11 +753,66 @@ class ExecutionWitness:
 
 def _devices_of_what_asks(frame: Any) -> Sequence[Any]:
     """Those of the program that JAX is about to execute, or to put on its fast path."""
-    asking = frame.f_locals
-    program = asking.get("self")
+    return getattr(_program_that_asks(frame), "_local_devices", ())
+
+
+def _program_that_asks(frame: Any) -> Any:
+    program = frame.f_locals.get("self")
     if program is None:
-        program = getattr(asking.get("executable"), "unsafe_call", None)
-    return getattr(program, "_local_devices", ())
+        program = getattr(frame.f_locals.get("executable"), "unsafe_call", None)
+    return program
+
+
+# --- A process that may run no more programs with others (_job) ----------------------
+
+_refusal_across: Callable[[], Exception] | None = None
+
+
+class _AcrossGuard:
+    """Stands in for settings of the whole process that JAX asks for.
+
+    `jax_no_execution` as `ExecutionGuard` does. `jax_no_tracing` is asked for when a
+    jitted function is called that is not on the fast path: there the arguments are
+    looked at, so that nothing is compiled (which may take minutes) only to be refused.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __bool__(self) -> bool:
+        _refuse_across(sys._getframe(1))
+        return bool(self._before)
+
+
+def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
+    """From now on programs over several processes raise where they would start.
+
+    Both settings are global, and the first is part of the keys of JAX's caches: every
+    program that comes again is traced and compiled again, once.
+    """
+    global _refusal_across
+    _refusal_across = refusal
+    for setting in (_config.no_tracing, _config.no_execution):
+        setting.set_global(_AcrossGuard(setting.get_global()))
+
+
+def _refuse_across(frame: Any) -> None:
+    if _refusal_across is None:
+        return
+    program = _program_that_asks(frame)
+    if program is None:  # a function, before it is traced: its arguments
+        leaves = jax.tree.leaves([frame.f_locals.get(n) for n in ("args", "kwargs")])
+        tracer = jax.core.Tracer
+        parts = [
+            x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, tracer)
+        ]
+    else:
+        parts = [
+            *getattr(getattr(program, "in_handler", None), "in_shardings", ()),
+            *getattr(getattr(program, "out_handler", None), "out_shardings", ()),
+        ]
+    if not all(part.is_fully_addressable for part in parts):
+        raise _refusal_across()
 
 
 def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax.Array:

@@ -15,6 +15,7 @@ from hostcall import (
     _guards,
     _host_device,
     _jax,
+    _job,
     _native,
     _workers,
 )
@@ -115,6 +116,10 @@ def make_plan(
     elif callback.arrays == "free":
         info.guard = _guards.WITNESS
     function, form = _function(params, info, device, compressed)
+    runner = _runner(params, info, device)
+    if info.across:
+        function = _job.until_failure(function)
+        runner = runner and _job.until_failure(runner)
     lend = {False: _COPY, True: _ARGS, "out": _OUT, "buffers": _BUFFERS}[callback.lend]
     return _native.make_plan(
         function=function,
@@ -124,7 +129,7 @@ def make_plan(
         mask=mask_flags,
         form=form,
         lend=lend,
-        runner=_runner(params, info, device),
+        runner=runner,
         hooks=info,
         out_tree=callback.results.treedef.unflatten if lend == _OUT else None,
         info=info,
