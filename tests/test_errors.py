@@ -335,3 +335,78 @@ def test_a_failure_that_comes_out_later_leaves_no_trace_function():
         late.block_until_ready()
     with pytest.raises(ValueError, match="somebody else's"):
         raise ValueError("somebody else's")
+
+
+# --- jax_debug_nans, jax_debug_infs ---------------------------------------------------
+
+
+def nan(*args):
+    return np.float32(np.nan)
+
+
+def infinite(*args):
+    return np.float32(np.inf)
+
+
+def nan_into(ctx, out, x):
+    np.asarray(out)[...] = np.nan
+
+
+def zero_over_zero(x):
+    return hc.call(lambda x: x, F32, x) / x
+
+
+FORBIDDEN = {
+    "call": (lambda x: hc.call(nan, F32, x), "nan", "`nan`"),
+    "infinity": (lambda x: hc.call(infinite, F32, x), "inf", "`infinite`"),
+    "ordered": (lambda x: hc.call(nan, F32, x, order="ordered"), "nan", "`nan`"),
+    "host": (hc.host(nan, result=hc.like(0)), "nan", "`nan`"),
+    "pure": (lambda x: hc.pure_callback(nan, F32, x), "nan", "pure_callback of `nan`"),
+    "io": (lambda x: hc.io_callback(nan, F32, x), "nan", "io_callback of `nan`"),
+    "buffer": (
+        lambda x: hc.buffer_callback(nan_into, F32)(x),
+        "nan",
+        "buffer_callback of `nan_into`",
+    ),
+    "another": (zero_over_zero, "nan", "div"),  # the call is not to blame
+}
+
+
+@pytest.fixture
+def no_special_values():
+    jax.config.update("jax_debug_nans", True)
+    jax.config.update("jax_debug_infs", True)
+    yield
+    jax.config.update("jax_debug_nans", False)
+    jax.config.update("jax_debug_infs", False)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("mode", ["eager", "jit", "grad"])
+@pytest.mark.parametrize("kind", FORBIDDEN)
+def test_the_function_that_gave_a_nan_is_named(kind, mode, times, no_special_values):
+    f, special, named = FORBIDDEN[kind]
+    last = jax.custom_jvp(lambda x: f(x) + 1)
+    last.defjvp(lambda primals, tangents: (primals[0], tangents[0] * f(primals[0])))
+    run = {"eager": f, "jit": jax.jit(last), "grad": jax.jit(jax.grad(last))}[mode]
+    for _ in range(times):  # an eager drop-in is compiled from the second time on
+        with pytest.raises(FloatingPointError) as caught:
+            run(jnp.float32(0))
+        text = f"invalid value ({special}) encountered in {named}"
+        assert str(caught.value).startswith(text)
+        assert (f", called at {__file__}:" in str(caught.value)) == (named != "div")
+    jax.effects_barrier()
+
+
+def test_nans_that_no_result_has_are_allowed(no_special_values):
+    f = jax.jit(lambda x: jnp.where(jnp.isnan(hc.call(nan, F32, x)), x, 0.0))
+    assert f(jnp.float32(2)) == 2
+    masked = lambda x: hc.call(nan, F32, x, where=x > 5)
+    assert masked(jnp.float32(2)) == jax.jit(masked)(jnp.float32(2)) == 0
+    whole = jax.ShapeDtypeStruct((), jnp.int32)
+    assert hc.call(lambda x: np.int32(3), whole, 1.0) == 3
+
+
+def test_nans_are_allowed_where_nobody_forbids_them():
+    assert np.isnan(hc.call(nan, F32, 0.0))
+    assert np.isnan(hc.pure_callback(nan, F32, 0.0))

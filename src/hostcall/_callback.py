@@ -67,6 +67,9 @@ class Callback:
     def name(self) -> str:
         return name_of(self.function)
 
+    def described(self) -> str:
+        return f"`{self.name}`, called at {self.place}"
+
     def __repr__(self) -> str:
         return self.name
 

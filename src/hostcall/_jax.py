@@ -902,6 +902,22 @@ def apply_primitive(primitive: Any, *operands: Any, **params: Any) -> Any:
     return _dispatch.apply_primitive(primitive, *operands, **params)
 
 
+def refuse_special(arrays: Sequence[jax.Array], what: Callable[[], str]) -> None:
+    """Raises as JAX does for what `jax_debug_nans` and `jax_debug_infs` forbid.
+
+    JAX looks at what its programs give. Jitted functions whose results have a NaN are
+    run again without jit, to name the operation that gave it: that is found here too.
+    """
+    if not _dispatch.needs_check_special():
+        return
+    blocks = [shard.data for array in arrays for shard in array.addressable_shards]
+    try:
+        _dispatch.check_special("", blocks)
+    except _dispatch.InternalFloatingPointError as found:
+        text = f"invalid value ({found.ty}) encountered in {what()}"
+        raise FloatingPointError(text) from None
+
+
 def refuse_vmap(primitive: Any, operands: Any, dims: Any) -> None:
     """Raises as JAX does for a callback without a `vmap_method`."""
     _ffi.ffi_batching_rule(primitive, operands, dims, vmap_method=None, result_avals=())

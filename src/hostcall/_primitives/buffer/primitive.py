@@ -12,7 +12,11 @@ from hostcall import _jax
 from hostcall._buffers import BufferInfo, BufferParams
 from hostcall._order import effects_of
 from hostcall._primitives.call.batching import batch
-from hostcall._primitives.drop_in.primitive import run_eagerly, seen_before
+from hostcall._primitives.drop_in.primitive import (
+    run_compiled,
+    run_eagerly,
+    seen_before,
+)
 
 buffer_p = _jax.Primitive("buffer_callback")
 buffer_p.multiple_results = True
@@ -31,9 +35,8 @@ def _impl(*operands: Any, params: BufferParams) -> list[Any]:
     that fresh lambdas compile nothing and leave nothing behind.
     """
     if not _on_host(operands) or seen_before(params, params.callback.function):
-        out: list[Any] = _jax.apply_primitive(buffer_p, *operands, params=params)
-        return out
-    return run_eagerly(operands, params, BufferInfo)
+        return run_compiled(buffer_p, operands, params)
+    return run_eagerly(buffer_p, operands, params, BufferInfo)
 
 
 def _on_host(operands: Sequence[Any]) -> bool:

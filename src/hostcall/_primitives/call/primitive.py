@@ -26,10 +26,12 @@ def bind(*operands: Any, params: CallParams) -> list[Any]:
 
 def _impl(*operands: Any, params: CallParams) -> list[Any]:
     try:
-        return run_now(operands, params)
+        results = run_now(operands, params)
     except BaseException as error:
         _errors.keep(error, comes_out=True)
         raise
+    _jax.refuse_special(results, params.callback.described)
+    return results
 
 
 call_p.def_impl(_impl)

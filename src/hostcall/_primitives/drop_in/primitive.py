@@ -77,19 +77,31 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
     """
     if params.kind == "pure" and not params.avals:
         return []  # a program would drop it
+    primitive = PRIMITIVES[params.kind]
     if params.kind != "debug" and (
         not _at_home(operands, params) or seen_before(params, params.callback.function)
     ):
-        primitive = PRIMITIVES[params.kind]
-        out: list[Any] = _jax.apply_primitive(primitive, *operands, params=params)
-        return out
+        return run_compiled(primitive, operands, params)
     if params.kind == "debug":
-        return run_eagerly(*_open_keys(operands, params), DropInInfo)
-    return run_eagerly(operands, params, DropInInfo)
+        return run_eagerly(primitive, *_open_keys(operands, params), DropInInfo)
+    return run_eagerly(primitive, operands, params, DropInInfo)
+
+
+def run_compiled(primitive: Any, operands: Sequence[Any], params: Any) -> list[Any]:
+    """Compiles the equation alone. A NaN that JAX refuses is told with its function."""
+    try:
+        out: list[Any] = _jax.apply_primitive(primitive, *operands, params=params)
+    except FloatingPointError as error:
+        text = f"{error} of {params.callback.described()}"
+        raise FloatingPointError(text) from None
+    return out
 
 
 def run_eagerly(
-    operands: Sequence[Any], params: Any, info_class: Callable[..., CallInfo]
+    primitive: Any,
+    operands: Sequence[Any],
+    params: Any,
+    info_class: Callable[..., CallInfo],
 ) -> list[Any]:
     """Calls now, and raises what `info_class` says that an eager call raises."""
     infos: list[CallInfo] = []
@@ -100,7 +112,7 @@ def run_eagerly(
 
     arrays = [x if isinstance(x, jax.Array) else _jax.to_host(x) for x in operands]
     try:
-        return run_now(arrays, params, info_type)
+        results = run_now(arrays, params, info_type)
     except Exception as error:
         if not infos:  # not the callback: hostcall was not ready to call it
             raise
@@ -111,6 +123,9 @@ def run_eagerly(
     except BaseException as error:  # KeyboardInterrupt, SystemExit
         _errors.keep(error, comes_out=True)
         raise
+    what = params.callback.described
+    _jax.refuse_special(results, lambda: f"{primitive.name} of {what()}")
+    return results
 
 
 def _at_home(operands: Sequence[Any], params: DropInParams) -> bool:
