@@ -11,7 +11,9 @@ namespace {
 /// Stores a value that is already what the leaf wants; false: it is not.
 bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
   PyArray_Descr* want = leaf.descr();
-  if (PyArray_Check(value)) {
+  // A subclass may say with more than its data what it holds, as a mask does:
+  // Python's `coerce` knows which of them are plain arrays.
+  if (PyArray_CheckExact(value)) {
     auto* array = reinterpret_cast<PyArrayObject*>(value);
     if (PyArray_DESCR(array) != want || !PyArray_IS_C_CONTIGUOUS(array) ||
         PyArray_NDIM(array) != static_cast<int>(leaf.dims.size()) ||

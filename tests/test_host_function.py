@@ -233,7 +233,7 @@ SPEC_ERRORS = {
     "like nothing": (hc.like(2), (ROW,), "called with 1 arguments"),
     "infer": ("infer", ("x",), r"failed on zeros: \w+: .*result="),
     "function": (lambda x: x.nothing, (ROW,), r"failed for \(float32\[3\]\)"),
-    "no spec": (3, (ROW,), "has no shape and dtype"),
+    "no spec": (object(), (ROW,), "has no shape and dtype"),
 }
 
 

@@ -144,7 +144,6 @@ LOSSY = {
     "integer for half": (np.int32(2049), "float16", "can't hold exactly"),
     "text": ("2.0", "float32", "got str '2.0', which is no array of numbers"),
     "object": (object(), "float32", "which is no array of numbers"),
-    "date": (np.datetime64("2020-01-01"), "int32", "no array of numbers"),
 }
 
 
@@ -153,6 +152,81 @@ LOSSY = {
 def test_numbers_are_not_changed_silently(mode, value, dtype, say):
     text = refusal(mode, value, spec(dtype))
     assert say in text
+
+
+MASKED = np.ma.array(np.float32([1, 2, 3]), mask=[0, 1, 0])
+ROW = np.float32([1, 2, 3])
+OBJECTS = "no array of numbers but Python objects. Return np.asarray(x, 'float32')"
+NO_NUMBERS = {
+    "objects": (ROW.astype(object), OBJECTS),
+    "None among them": ([1.0, None, 3.0], OBJECTS),
+    "a set": ({1.0, 2.0, 3.0}, OBJECTS),
+    "one field": (
+        np.zeros(3, [("a", "f4")]),
+        "with the fields 'a'. Return one of them",
+    ),
+    "fields": (np.zeros(3, "f4,f4"), "fields 'f0', 'f1'. Return one of them, x['f0']"),
+    "bytes": (np.zeros(3, "V4"), "bytes (|V4). Return x.view('float32')"),
+    "dates": (np.zeros(3, "M8[s]"), "Return seconds, (x - x[0]) / np.timedelta64(1,"),
+    "durations": (np.zeros(3, "m8[s]"), "Return seconds, x / np.timedelta64(1, 's')"),
+    "strings": (
+        np.array(["1", "2", "3"]),
+        "strings (<U1). Return np.asarray(x, 'float",
+    ),
+    "byte strings": (np.array([b"1", b"2", b"3"]), "strings (|S1). Return"),
+    "new strings": (
+        np.array(["1"] * 3, np.dtypes.StringDType()),
+        "StringDType()). Ret",
+    ),
+    "masked": (MASKED, "got a masked array with 1 of 3 elements masked"),
+    "masked float64": (MASKED.astype(np.float64), "Return np.ma.filled(x, number)"),
+    "masked numbers": ([1.0, np.ma.masked, 3.0], "with 1 of 1 elements masked"),
+    "masked rows": (tuple(MASKED[i : i + 1] for i in range(3)), "masks. Return"),
+}
+
+
+@modes
+@pytest.mark.parametrize(("value", "say"), NO_NUMBERS.values(), ids=NO_NUMBERS)
+def test_what_is_no_array_of_numbers_is_refused_with_what_to_return(mode, value, say):
+    result = {"a": spec("float32", 3), "b": F32}
+    text = refusal(mode, {"a": value, "b": 1.0}, result)
+    assert text.startswith("hostcall: result['a'] of ")
+    assert "should be float32[3], got " in text
+    assert say in text
+
+
+def test_host_functions_and_their_rules_refuse_it_too():
+    f = hc.host(lambda x: np.ma.array(x, mask=x > 2), result=hc.like(0), name="f")
+    g = hc.host(np.sin, result=hc.like(0), name="g")
+    g.defjvp(lambda p, t: np.cos(p[0]).astype(object) * t[0])
+    h = hc.host(np.sin, result="infer", name="h")
+    h.defvjp(lambda x: (x, None), lambda _, ct: (np.zeros(3, "M8[s]"),))
+    programs = {
+        "masked": lambda x: f(x),
+        "Python objects": lambda x: jax.jvp(g, (x,), (x,)),
+        "dates": lambda x: jax.grad(lambda x: h(x).sum())(x),
+    }
+    for say, program in programs.items():
+        for mode in MODES.values():
+            with pytest.raises(hc.ResultError, match=say), hc.reraise():
+                jax.block_until_ready(mode(program)(ROW))
+    i = hc.host(lambda x: x.astype(object), result="infer", name="i")
+    with pytest.raises(hc.SpecError, match="of which JAX has no arrays"):
+        i(ROW)
+
+
+SUBCLASSES = {
+    "nothing masked": np.ma.array(ROW, mask=False),
+    "no mask": np.ma.array(ROW, dtype=np.float64),
+    "records": ROW.view(np.recarray),
+}
+
+
+@modes
+@pytest.mark.parametrize("value", SUBCLASSES.values(), ids=SUBCLASSES)
+def test_subclasses_of_arrays_that_hold_their_data_alone(mode, value):
+    out = mode(returning(value, spec("float32", 3)))()
+    np.testing.assert_array_equal(out, ROW)
 
 
 @modes

@@ -66,7 +66,7 @@ def test_functions_that_could_not_work_are_refused(fn, say, mode):
 # --- result= -----------------------------------------------------------------------
 
 RESULTS = {
-    "number": (3.0, "result of `host` is 3.0, which has no shape and dtype"),
+    "text": ("3.0", "result of `host` is '3.0', which has no shape and dtype"),
     "type": (float, "which has no shape and dtype. Write jax.ShapeDtypeStruct"),
     "in a tree": ({"a": [F32, "x"]}, "result['a'][1] of `host` is 'x'"),
     "int64": (
@@ -75,6 +75,13 @@ RESULTS = {
     ),
     "float64": ([np.zeros(3)], "result[0] of `host` is float64"),
     "complex128": (np.zeros(2, np.complex128), "Ask for complex64, or enable"),
+    "objects": ([np.zeros(3, object)], "result[0] of `host` is object, of which JAX"),
+    "fields": (
+        jax.ShapeDtypeStruct((3,), np.dtype([("a", "f4")])),
+        "is [('a', '<f4')], of which JAX has no arrays. Ask for a dtype of numbers",
+    ),
+    "dates": (np.zeros(3, "M8[s]"), "is datetime64[s], of which JAX has no arrays"),
+    "long double": (np.zeros(3, np.longdouble), "of which JAX has no arrays"),
     "unknown size": (
         type("Spec", (), {"shape": (None, 2), "dtype": np.float32}),
         "has the shape (None, 2). Sizes must be integers",
@@ -88,6 +95,21 @@ def test_result_that_means_nothing(mode, result, say):
     with pytest.raises(hc.SpecError) as caught:
         mode(lambda x: hc.call(host, result, x))(1.0)
     assert say in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [True, 3, 2.5, 1j, np.float32(2)], ids=repr)
+@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
+def test_a_python_number_is_a_scalar_of_the_dtype_it_has_under_jit(number, wide):
+    def program(x):
+        return hc.call(lambda y: y, {"x": x}, {"x": x})["x"]
+
+    with jax.enable_x64(wide):
+        want = jax.jit(lambda x: x)(number)
+        eager, jitted = program(number), jax.jit(program)(number)
+        written = jax.jit(lambda: program(number))()
+    for got in (eager, jitted, written):
+        assert (got.dtype, got.shape) == (want.dtype, ())
+        assert got == want
 
 
 def test_wide_results_in_64_bit_mode(x64):
@@ -108,6 +130,19 @@ TOO_WIDE = {
     "unsigned": (np.uint64(2**33), str(2**33)),
     "in a tree": ({"n": [2**40]}, str(2**40)),
 }
+
+
+MASKED = np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0])
+
+
+@modes
+def test_masked_arguments_are_refused(mode):
+    with pytest.raises(hc.SpecError) as caught:
+        mode(lambda: hc.call(host, F32, [MASKED]))()
+    assert "a masked array with 1 of 3 elements masked" in str(caught.value)
+    assert "Pass np.ma.filled(x, number)" in str(caught.value)
+    whole = np.ma.array([1.0, 2.0, 3.0], mask=False)
+    assert mode(lambda: hc.call(np.sum, F32, whole))() == 6
 
 
 @modes

@@ -52,7 +52,8 @@ def call(
         fn: any callable but a generator or coroutine function. It may use JAX, start
             threads, and be part of programs that call it again.
         result: a pytree of anything with `shape` and `dtype`, in the structure that
-            `fn` returns; None where it returns nothing. 64-bit dtypes need x64 mode.
+            `fn` returns; None where it returns nothing. A Python number is a scalar of
+            the dtype that it has as an argument under jit. 64-bit dtypes need x64 mode.
         *args: pytrees. Arrays and numbers are handed over as arrays, typed PRNG keys
             as such; all other leaves (strings, objects) reach `fn` as they are.
         order: what JAX may do with the call. "pure": run it as often as the results
@@ -93,8 +94,8 @@ def call(
             has the type and message, the function's name, and this line of yours;
             `hostcall.reraise()` and `hostcall.last_error()` give the exception
             itself. An eager call raises it directly. Also for a result of another
-            structure, shape or dtype (`ResultError`), a kept view (`EscapeError`), a
-            late function (`CallTimeoutError`).
+            structure, shape or dtype, or with masked elements (`ResultError`), a kept
+            view (`EscapeError`), a late function (`CallTimeoutError`).
 
     Under transformations:
         jit, scan, while_loop, cond, map: once for each time the place is reached.

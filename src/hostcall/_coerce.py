@@ -12,6 +12,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._errors import ResultError
+from hostcall._spec import is_numeric
 
 
 def take_apart(value: Any, treedef: Any, name: str) -> list[Any]:
@@ -43,7 +44,8 @@ def coerce(
 
     Takes NumPy arrays and scalars, Python numbers, nested lists, memoryviews,
     jax.Arrays (typed keys for uint32 blocks), and whatever has `__array__` or
-    `__dlpack__`. Never changes an integer silently.
+    `__dlpack__`. Never changes an integer silently, and never drops a mask: a masked
+    array is taken where nothing in it is masked.
 
     Args:
         value: a leaf of what the function returned.
@@ -52,7 +54,8 @@ def coerce(
         where: gives the leaf's path and the function's name, for messages.
 
     Raises:
-        ResultError: for another shape, or a dtype that can't become this one.
+        ResultError: for another shape, a dtype that can't become this one, what is no
+            array of numbers, or masked elements.
     """
     if isinstance(value, jax.Array) and value.dtype == dtype and value.shape == shape:
         array = np.asarray(value)
@@ -67,16 +70,18 @@ def coerce(
 def _coerce(
     value: Any, dtype: np.dtype, shape: tuple[int, ...], where: str
 ) -> np.ndarray:
-    array = _as_numpy(value, where)
     if value is None:
         raise ResultError(
             f"hostcall: {where} should be {_named(dtype, shape)}, got None. Does the"
             " function lack a `return`?"
         )
-    if array.dtype.kind in "OUSMm":
+    _refuse_masked(value, dtype, shape, where)
+    array = _as_numpy(value, where)
+    if not is_numeric(array.dtype):
         raise ResultError(
             f"hostcall: {where} should be {_named(dtype, shape)}, got"
-            f" {type(value).__name__} {_short(value)}, which is no array of numbers"
+            f" {type(value).__name__} {_short(value)}, which is no array of numbers but"
+            f" {_instead(array.dtype, dtype)}"
         )
     if array.shape != shape:
         raise ResultError(
@@ -99,7 +104,11 @@ def _as_numpy(value: Any, where: str) -> np.ndarray:
         value = value.detach()  # a torch tensor that takes part in autograd
     try:
         array = np.asarray(value)
-        if array.dtype != np.object_ or not hasattr(value, "__dlpack__"):
+        if (
+            array.dtype != np.object_
+            or not hasattr(value, "__dlpack__")
+            or isinstance(value, (np.ndarray, np.generic))
+        ):
             return array
         return np.from_dlpack(value)
     except (ValueError, TypeError, RuntimeError, BufferError) as error:
@@ -110,6 +119,46 @@ def _as_numpy(value: Any, where: str) -> np.ndarray:
             f"hostcall: {where} is a {type(value).__name__} that NumPy can't read:"
             f" {error}"
         ) from error
+
+
+def _refuse_masked(
+    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: str
+) -> None:
+    """For masked elements, which `np.asarray` would take as if they were not masked."""
+    if isinstance(value, (list, tuple)):
+        if not set(map(type, value)) <= _NUMBERS:  # or each number would be asked
+            for item in value:
+                _refuse_masked(item, dtype, shape, where)
+    elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        count = int(np.ma.count_masked(value))
+        raise ResultError(
+            f"hostcall: {where} should be {_named(dtype, shape)}, got a masked array"
+            f" with {count} of {value.size} elements masked, and JAX's arrays have no"
+            " masks. Return np.ma.filled(x, number) to give those elements a value, or"
+            " the mask as a result of its own (np.ma.getmaskarray(x))"
+        )
+
+
+_NUMBERS = {bool, int, float, complex}
+
+
+def _instead(have: np.dtype, want: np.dtype) -> str:
+    """What an array that is not numeric has, and what to return in its place."""
+    if have.names:
+        fields = ", ".join(map(repr, have.names))
+        return (
+            f"structured, with the fields {fields}. Return one of them,"
+            f" x[{have.names[0]!r}], or declare a result for each"
+        )
+    if have.kind in "Mm":
+        of = "dates" if have.kind == "M" else "durations"
+        spans = "(x - x[0])" if have.kind == "M" else "x"
+        return f"{of} ({have}). Return seconds, {spans} / np.timedelta64(1, 's')"
+    if have.kind == "O":
+        return f"Python objects. Return np.asarray(x, '{want}') if they are numbers"
+    if have.kind == "V":
+        return f"bytes ({have}). Return x.view('{want}') if they are of such numbers"
+    return f"strings ({have}). Return np.asarray(x, '{want}') to read them as numbers"
 
 
 def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: str) -> np.ndarray:
@@ -166,7 +215,7 @@ def _named(dtype: Any, shape: tuple[int, ...]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -136,14 +137,28 @@ def is_array_like(leaf: Any) -> bool:
     if isinstance(leaf, (bool, int, float, complex)):
         return True
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind in "biufc" or hasattr(ml_dtypes, leaf.dtype.name)
+        return is_numeric(leaf.dtype)
     return hasattr(leaf, "__jax_array__")
 
 
+def is_numeric(dtype: np.dtype) -> bool:
+    """Whether NumPy's arrays of this dtype hold numbers, in JAX's sense."""
+    return dtype.kind in "biufc" or hasattr(ml_dtypes, dtype.name)
+
+
 def canonical(leaf: Any) -> Any:
-    """`leaf` with the dtype JAX will give it; refuses where that changes a value."""
+    """`leaf` with the dtype JAX will give it; refuses where that changes a value, or
+    drops a mask.
+    """
     if hasattr(leaf, "__jax_array__"):
         return leaf.__jax_array__()
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise SpecError(
+            "hostcall: an argument is a masked array with"
+            f" {np.ma.count_masked(leaf)} of {leaf.size} elements masked, and JAX's"
+            " arrays have no masks. Pass np.ma.filled(x, number), or the mask too"
+            " (np.ma.getmaskarray(x))"
+        )
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         dtype = _jax.canonical_dtype(np.int64)
         info = np.iinfo(dtype)
@@ -194,11 +209,18 @@ class Results:
 
 
 def parse_result(result: Any, name: str) -> Results:
-    """Reads `result=`: a pytree of anything with a shape and a dtype."""
+    """Reads `result=`: a pytree of anything with a shape and a dtype, and of Python's
+    numbers, which are scalars of the dtype that they have as arguments under `jit`.
+    """
     flat, treedef = tree.tree_flatten_with_path(result)
-    avals, keys = [], []
+    avals: list[Any] = []
+    keys: list[Any] = []
     for path, leaf in flat:
         where = "result" + tree.keystr(path)
+        if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
+            keys.append(None)
+            avals.append(_jax.ShapedArray((), jnp.result_type(leaf)))
+            continue
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise SpecError(
                 f"hostcall: {where} of `{name}` is {leaf!r}, which has no shape and"
@@ -217,6 +239,11 @@ def parse_result(result: Any, name: str) -> Results:
             avals.append(_jax.ShapedArray(shape + block, np.dtype(np.uint32)))
             continue
         dtype = np.dtype(leaf.dtype)
+        if not is_numeric(dtype) or dtype.char in "gG":  # long doubles
+            raise SpecError(
+                f"hostcall: {where} of `{name}` is {dtype}, of which JAX has no arrays."
+                " Ask for a dtype of numbers. For any Python objects there is hc.Object"
+            )
         if _jax.canonical_dtype(dtype) != dtype:
             raise SpecError(
                 f"hostcall: {where} of `{name}` is {dtype}, and JAX is in its 32-bit"
