@@ -36,6 +36,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.lib import guard_lib as _guard_lib
 from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
@@ -818,11 +819,29 @@ def _refuse_across(frame: Any) -> None:
 def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax.Array:
     """NumPy to jax.Array in 3 us, where `jax.device_put` takes 20 to 50.
 
-    The result may share the array's memory: nobody may write to that any more.
+    The result may share the array's memory: nobody may write to that any more. To
+    JAX's transfer guards it is an explicit transfer, as `jax.device_put` is.
     """
     aval = ShapedArray(array.shape, array.dtype)
     sharding = _single_device_sharding(device)
-    return _xla_client.batched_device_put(aval, sharding, [array], [device], committed)
+    guard = _guard_lib.thread_local_state()
+    before = guard.explicit_device_put
+    guard.explicit_device_put = True
+    try:
+        return _xla_client.batched_device_put(
+            aval, sharding, [array], [device], committed
+        )
+    finally:
+        guard.explicit_device_put = before
+
+
+def guards_transfers_to_devices() -> bool:
+    """Whether an implicit transfer to a device may be logged or refused here."""
+    for state in (_guard_lib.thread_local_state(), _guard_lib.global_state()):
+        level = state.host_to_device
+        if level is not None:  # the thread's own setting hides the process's
+            return bool(level != _guard_lib.TransferGuardLevel.ALLOW)
+    return False
 
 
 _shardings: dict[Any, Any] = {}
@@ -890,15 +909,44 @@ def physical_avals(avals: Sequence[Any]) -> list[Any]:
 def to_host(operand: Any) -> np.ndarray:
     """An operand of an eager call, with the dtype that JAX gives it."""
     if isinstance(operand, jax.Array):
-        return np.asarray(operand)
+        return to_numpy(operand)
     if getattr(operand, "dtype", None) == _dtypes.float0:
         return np.zeros(operand.shape, np.bool_)
     array = np.asarray(operand, _dtypes.canonicalize_dtype(_dtypes.dtype(operand)))
     return np.ascontiguousarray(array).reshape(array.shape)
 
 
+def to_numpy(array: jax.Array) -> np.ndarray:
+    """The values of an array. To JAX's transfer guards it is an explicit transfer, as
+    `jax.device_get` is.
+    """
+    guard = _guard_lib.thread_local_state()
+    before = guard.explicit_device_get
+    guard.explicit_device_get = True
+    try:
+        return np.asarray(array)
+    finally:
+        guard.explicit_device_get = before
+
+
+def _make_tokens(primitive: Any, operands: Any, params: Any) -> None:
+    """The tokens of an eager ordered program, as explicit transfers: JAX makes a
+    missing one implicitly, which a transfer guard refuses.
+    """
+    avals = [jax.typeof(operand) for operand in operands]
+    _, effects = primitive.abstract_eval(*avals, **params)
+    devices = next((x.devices() for x in operands if isinstance(x, jax.Array)), None)
+    tokens = _dispatch.runtime_tokens
+    for effect in _effects.ordered_effects.filter_in(effects):
+        if effect not in tokens.current_tokens:
+            with _config.explicit_device_put_scope():
+                tokens.get_token_input(effect, list(devices or {here()}))
+
+
 def apply_primitive(primitive: Any, *operands: Any, **params: Any) -> Any:
     """Compiles one equation and runs it; equal ones find what was compiled."""
+    if guards_transfers_to_devices():
+        _make_tokens(primitive, operands, params)
     return _dispatch.apply_primitive(primitive, *operands, **params)
 
 

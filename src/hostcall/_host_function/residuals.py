@@ -38,7 +38,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _config
+from hostcall import _config, _jax
 
 HANDLE_SHAPE = (2,)  # 64 bits, which JAX has in two halves
 HANDLE_DTYPE = np.dtype(np.uint32)
@@ -91,7 +91,8 @@ class Store:
 
     def forget_with(self, array: jax.Array) -> None:
         """Drops the residual of a handle when this array, which holds it, dies."""
-        weakref.finalize(array, self._forget, number_of(array)).atexit = False
+        number = number_of(_jax.to_numpy(array))
+        weakref.finalize(array, self._forget, number).atexit = False
 
     def clear(self) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ from hostcall._buffers import BufferInfo, BufferParams
 from hostcall._order import effects_of
 from hostcall._primitives.call.batching import batch
 from hostcall._primitives.drop_in.primitive import (
+    is_guarded,
     run_compiled,
     run_eagerly,
     seen_before,
@@ -34,7 +35,11 @@ def _impl(*operands: Any, params: BufferParams) -> list[Any]:
     """Compiled, but for the first call of a function on the CPU: that runs at once, so
     that fresh lambdas compile nothing and leave nothing behind.
     """
-    if not _on_host(operands) or seen_before(params, params.callback.function):
+    if (
+        not _on_host(operands)
+        or is_guarded(operands)
+        or seen_before(params, params.callback.function)
+    ):
         return run_compiled(buffer_p, operands, params)
     return run_eagerly(buffer_p, operands, params, BufferInfo)
 

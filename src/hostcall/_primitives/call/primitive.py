@@ -74,7 +74,11 @@ def refuse_forked(what: str) -> None:
 
 
 def row_major(operand: Any) -> np.ndarray:
-    array = np.asarray(operand)
+    array = (
+        _jax.to_numpy(operand)
+        if isinstance(operand, jax.Array)
+        else np.asarray(operand)
+    )
     return np.ascontiguousarray(array).reshape(array.shape)
 
 

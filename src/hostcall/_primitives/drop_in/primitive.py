@@ -79,7 +79,9 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
         return []  # a program would drop it
     primitive = PRIMITIVES[params.kind]
     if params.kind != "debug" and (
-        not _at_home(operands, params) or seen_before(params, params.callback.function)
+        not _at_home(operands, params)
+        or is_guarded(operands)
+        or seen_before(params, params.callback.function)
     ):
         return run_compiled(primitive, operands, params)
     if params.kind == "debug":
@@ -136,6 +138,13 @@ def _at_home(operands: Sequence[Any], params: DropInParams) -> bool:
         if isinstance(operand, jax.Array) and _jax.is_committed(operand)
     }
     return params.sharding is None and len(places) <= 1
+
+
+def is_guarded(operands: Sequence[Any]) -> bool:
+    """Whether JAX's guards have a say: its programs move what is no jax.Array yet."""
+    return not all(isinstance(x, jax.Array) for x in operands) and (
+        _jax.guards_transfers_to_devices()
+    )
 
 
 def _open_keys(

@@ -39,7 +39,7 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
     refuse_forked(f"`{params.callback.name}` is tapped")
     _delivery.start()
     results = list(arguments(operands, params)) if params.through else []
-    if params.masked and np.size(operands[0]) == 1 and not np.asarray(operands[0]):
+    if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
     if params.order == "ordered":
         for failure in _jax.wait_for_effects():
