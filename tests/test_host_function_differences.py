@@ -70,6 +70,165 @@ def test_elementwise(scheme, x64):
     assert max(e_x.max(), e_y.max()) < 100 * tolerance
 
 
+# --- How wrong they are ----------------------------------------------------------------
+
+random = np.random.default_rng(7)
+SMOOTH = random.uniform(0.1, 3, 400) * random.choice([1, 1, 100], 400)
+NEAR_1 = 1 + random.choice([0, 1e-7, 1e-6, 1e-5, 1e-3], 400) * random.uniform(
+    -2, 2, 400
+)
+NEAR_0 = 10 ** random.uniform(-6, 0, 400)
+
+
+def inside(dtype, fn):
+    """The function as if it computed in another precision."""
+    return lambda x: fn(np.asarray(x, dtype)).astype(np.float64)
+
+
+def noisy(size, draw):
+    return lambda x: np.sin(x) + size * draw(np.shape(x))
+
+
+def even(shape):
+    return random.uniform(-1, 1, shape)
+
+
+def sine_of(w):
+    return lambda x: np.sin(w * x), lambda x: w * np.cos(w * x), SMOOTH
+
+
+# Function, derivative, points, and the most that the estimate may be at the median
+# (with the default step, of the central scheme).
+TRIED = {
+    "smooth": (np.sin, np.cos, SMOOTH, 1e-9),
+    "large": (lambda x: 1e6 * np.sin(x), lambda x: 1e6 * np.cos(x), SMOOTH, 1e-3),
+    "on a large value": (lambda x: 1e6 + np.sin(x), np.cos, SMOOTH, 1e-3),
+    "growing": (np.exp, np.exp, SMOOTH[SMOOTH < 3], 1e-8),
+    "root": (lambda x: abs(x) ** 0.5, lambda x: 0.5 / x**0.5, NEAR_0 + 1e-4, 1e-2),
+    "float32 inside": (inside(np.float32, np.sin), np.cos, SMOOTH, 0.2),
+    "float32 inside, growing": (
+        inside(np.float32, np.exp),
+        np.exp,
+        SMOOTH[SMOOTH < 3],
+        2,
+    ),
+    "float32 results": (lambda x: np.sin(x).astype("f4"), np.cos, SMOOTH, 0.1),
+    "float16 results": (lambda x: np.sin(x).astype("f2"), np.cos, SMOOTH, 50),
+    "float16 inside": (lambda x: np.sin(x).astype("f2") * 1.0, np.cos, SMOOTH, 50),
+    "a small slope in float32": (
+        inside(np.float32, lambda x: np.float32(1e4) + np.float32(1e-3) * x),
+        lambda x: 1e-3 + 0 * x,
+        SMOOTH,
+        1,
+    ),
+    "five decimals": (lambda x: np.round(np.sin(x), 5), np.cos, SMOOTH, 20),
+    "noise of 1e-12": (noisy(1e-12, even), np.cos, SMOOTH, 1e-5),
+    "noise of 1e-9": (noisy(1e-9, even), np.cos, SMOOTH, 1e-2),
+    "noise of 1e-6": (noisy(1e-6, even), np.cos, SMOOTH, 10),
+    "normal noise": (noisy(1e-6, random.standard_normal), np.cos, SMOOTH, 10),
+    "a fine wave": (lambda x: np.sin(x) + 1e-7 * np.sin(1e10 * x), np.cos, SMOOTH, 1),
+    "faster, 1e2": (*sine_of(1e2), 1e-2),
+    "faster, 1e4": (*sine_of(1e4), 1e4),
+    "a kink": (lambda x: abs(x - 1), lambda x: np.where(x < 1, -1, 1), NEAR_1, 3),
+    "flat, and a kink": (
+        lambda x: np.maximum(x - 1, 0),
+        lambda x: np.where(x < 1, 0, 1),
+        NEAR_1,
+        3,
+    ),
+    "a jump": (lambda x: np.where(x < 1, 0.0, 1.0), lambda x: 0 * x, NEAR_1, np.inf),
+    "steep": (
+        lambda x: np.tanh(1e4 * (x - 1)),
+        lambda x: 1e4 / np.cosh(1e4 * (x - 1)) ** 2,
+        NEAR_1,
+        1e3,
+    ),
+    "constant": (lambda x: 3.0 + 0 * x, lambda x: 0 * x, SMOOTH, 1e-3),
+}
+
+
+@pytest.mark.parametrize("scheme", ["central", "forward"])
+@pytest.mark.parametrize(("fn", "slope", "x", "most"), TRIED.values(), ids=TRIED)
+def test_the_error_is_at_most_twice_what_is_told(fn, slope, x, most, scheme):
+    for step in (None, 1e-3, 0.1):
+        f = hc.host(fn, result=hc.elementwise)
+        hc.finite_difference(f, scheme=scheme, step=step)
+        got = f.differences.diagonal(0, x)
+        told = f.difference_error(x)
+        wrong = abs(got - slope(x))
+        # A function that changes faster than the step has no difference: that is told.
+        nothing_known = (told >= abs(got)) & (got != 0)
+        np.testing.assert_array_less(wrong, 2 * told + 1e-300 + 1e300 * nothing_known)
+        if step is None and scheme == "central":
+            assert np.median(told) <= most
+
+
+@pytest.mark.parametrize("w", [1e6, 1e7, 1e8])
+def test_of_a_wave_much_finer_than_the_step_nothing_is_known(w):
+    fn, slope, x = sine_of(w)
+    for step in (None, 1e-3, 0.1):
+        f = hc.host(fn, result=hc.elementwise)
+        hc.finite_difference(f, step=step)
+        got = f.differences.diagonal(0, x)
+        told = f.difference_error(x)
+        # It can hide where all the places happen to fit a slower wave.
+        known = (told < abs(got)) & (2 * told < abs(got - slope(x)))
+        assert known.mean() < 0.01
+
+
+def test_the_error_of_a_jacobian_in_float32():
+    """Noise that no dtype tells of: the estimate was 40 times too small."""
+    fn = inside(np.float32, lambda x: np.array([x[0] * x[1], np.sin(x).sum(), x[2]]))
+    f = hc.finite_difference(hc.host(fn, result=hc.like(0)))
+    for x in random.uniform(0.1, 3, (40, 3)):
+        c, z = np.cos(x), 0.0
+        want = [[x[1], x[0], z], c, [z, z, 1.0]]
+        wrong = abs(f.differences.jacobian(x) - want)
+        told = f.difference_error(x)
+        assert (wrong <= 2 * told).all()
+        assert told.max() < 2
+        assert (told[2, :2] < 1e-3).all()  # the entries that are constant
+
+
+ANALYTIC = {
+    "smooth": (np.sin, np.cos, 1e-14),
+    "float32 inside": (lambda x: np.sin(x.astype("c8")).astype("c16"), np.cos, 1e-5),
+    "not analytic": (lambda x: abs(x) ** 2 + 0j, lambda x: 2 * x, np.inf),
+    "not analytic, complex": (lambda x: np.conj(x) * x, lambda x: 2 * x, np.inf),
+    "a part": (lambda x: x.real**3 + 0j, lambda x: 3 * x**2, np.inf),
+}
+
+
+@pytest.mark.parametrize(("fn", "slope", "most"), ANALYTIC.values(), ids=ANALYTIC)
+def test_the_error_of_complex_steps(fn, slope, most, x64):
+    g = hc.host(
+        lambda x: fn(np.asarray(x) + 0j) if np.iscomplexobj(x) else fn(x + 0j).real,
+        result=hc.elementwise,
+    )
+    hc.finite_difference(g, scheme="complex")
+    got = np.asarray(jax.grad(lambda x: g(x).sum())(SMOOTH))
+    told = g.difference_error(SMOOTH)
+    wrong = abs(got - slope(SMOOTH))
+    np.testing.assert_array_less(wrong, 2 * told + 1e-300)
+    assert np.median(told) <= most
+
+
+def test_where_the_function_is_no_number_nothing_is_known(x64):
+    f = hc.finite_difference(
+        hc.host(np.log, result=hc.elementwise), scheme="forward", step=0.1
+    )
+    with np.errstate(all="ignore"):
+        assert f.difference_error(np.float64([0.05, 5.0])).tolist()[0] == np.inf
+
+
+@pytest.mark.parametrize("result", [hc.elementwise, hc.like(0)], ids=["each", "whole"])
+def test_half_precision_moves_too(result):
+    f = hc.finite_difference(hc.host(lambda x: x * x, result=result))
+    x = jax.numpy.array([0.5, 1.5], jax.numpy.bfloat16)
+    assert jax.vjp(f, x)[1](jax.numpy.ones_like(x))[0].tolist() == [1, 3]
+    assert f.difference_error(x).max() < 1e-8
+
+
 def test_float32_programs_get_differences_in_float64():
     f = hc.finite_difference(hc.host(lambda x: np.sin(x), result=hc.like(0)))
     x = X.astype(np.float32)

@@ -80,6 +80,7 @@ LAYERS: list[tuple[str, ...]] = [
         "_host_function.method",
         "_host_function.function",
         "_host_function.host",
+        "_host_function.difference_error",
         "_host_function.differences",
     ),
     ("_buffer", "_object", "_check", "_checks"),

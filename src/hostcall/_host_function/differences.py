@@ -8,14 +8,25 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from hostcall import _jax
 from hostcall._errors import SpecError
 from hostcall._host_function import results
+from hostcall._host_function.difference_error import (
+    Precision,
+    central_error,
+    forward_error,
+    lines,
+    noise_of,
+)
 from hostcall._host_function.function import HostFunction
+from hostcall._spec import is_array_like
 
 Scheme = Literal["central", "forward", "complex"]
 _POWERS = {"central": 1 / 3, "forward": 1 / 2}
+_EPS = float(np.finfo(np.float64).eps)
 tree = jax.tree_util
 
 
@@ -25,7 +36,10 @@ def finite_difference(
     """Gives a host function derivatives by finite differences.
 
     `fn` is called with 64-bit arguments (complex ones for "complex"), whatever the
-    program's, so that differences are as good as float64 allows.
+    program's, so that differences are as good as float64 allows. Where `fn` is less
+    exact than its arguments (it computes in float32, or a solver of its own stops at a
+    tolerance), differences divide that by the step: give a larger `step`, and see
+    `f.difference_error(*args)`.
 
     Args:
         f: made by `hc.host`, with real arguments, and no rule for derivatives. With
@@ -35,7 +49,8 @@ def finite_difference(
             of f; "forward", 1 call and 1 for all, error about 1e-8; "complex", 1 call
             an element, exact to rounding, for functions that take complex arguments
             and are analytic.
-        step: as a part of max(1, |x|). Default: eps^(1/3), eps^(1/2), 1e-20.
+        step: as a part of max(1, |x|). Default: eps^(1/3), eps^(1/2), 1e-20 for an
+            `fn` as exact as float64, whose eps is 2e-16.
 
     Returns:
         `f`, which now has a Jacobian rule (elementwise: a jvp rule in JAX code), and
@@ -64,8 +79,7 @@ def finite_difference(
             f"hostcall: step= of `{f.__name__}` should be a number above 0, got"
             f" {step!r}"
         )
-    eps = float(np.finfo(np.float64).eps)
-    size = step or (1e-20 if scheme == "complex" else eps ** _POWERS[scheme])
+    size = step or (1e-20 if scheme == "complex" else _EPS ** _POWERS[scheme])
     elementwise = f.result is results.elementwise
     found = Differences(f, scheme, float(size), elementwise)
     if elementwise:
@@ -95,11 +109,21 @@ class Differences:
 
     def jacobian(self, *args: Any) -> Any:
         """In the structure that a Jacobian rule returns."""
-        return self._jacobian(args, self.step)
+        wide = _wide(args)
+        out = self.function.fn(*wide)
+
+        def column(place: _Place) -> list[np.ndarray]:
+            return self._slope(wide, place, out)
+
+        return self._blocks(wide, out, column)
 
     def diagonal(self, position: int, *args: Any) -> np.ndarray:
         """The derivative by one argument, elementwise."""
-        return self._diagonal(args, position, self.step)
+        wide = _wide(args)
+        out = self.function.fn(*wide) if self.scheme == "forward" else None
+        place = _Place(position, 0, np.ones(np.shape(args[position])))
+        (slope,) = self._slope(wide, place, out)
+        return slope
 
     def slope(self, position: int) -> HostFunction:
         """`diagonal` in programs; one object, so that JAX's caches hit."""
@@ -116,34 +140,59 @@ class Differences:
         return self.slopes[position]
 
     def error(self, *args: Any) -> Any:
-        """The difference to half the step, and what rounding may do to one step.
+        """Estimates of the errors (difference_error.py), in a Jacobian's structure."""
+        args = tree.tree_map(_on_host, args)
+        wide = _wide(args)
+        out = self.function.fn(*wide)
+        known = [Precision(np.asarray(o).dtype) for o in tree.tree_leaves(out)]
 
-        Halving takes 3/4 of a central difference's error away, 1/2 of a forward one's.
-        """
-        args = tree.tree_map(np.asarray, args)
-        if self.elementwise:
-            positions = self._positions(args)
-            errors = [
-                self._error(
-                    args,
-                    self._diagonal(args, p, self.step),
-                    self._diagonal(args, p, self.step / 2),
-                )
-                for p in positions
-            ]
-            return errors[0] if len(errors) == 1 else tuple(errors)
-        full = self._jacobian(args, self.step)
-        half = self._jacobian(args, self.step / 2)
-        return tree.tree_map(lambda a, b: self._error(args, a, b), full, half)
+        def column(place: _Place) -> list[np.ndarray]:
+            return self._error(wide, place, known)
 
-    def _error(self, args: Any, full: np.ndarray, half: np.ndarray) -> np.ndarray:
-        eps = float(np.finfo(np.float64).eps)
-        if self.scheme == "complex":
-            return np.asarray(np.abs(full - half) + 4 * eps * np.abs(full))
-        outs = tree.tree_leaves(self.function.fn(*_wide(args)))
-        scale = max([float(np.max(np.abs(o), initial=0.0)) for o in outs], default=0.0)
-        factor = 4 / 3 if self.scheme == "central" else 2
-        return np.asarray(factor * np.abs(full - half) + eps * scale / self.step)
+        def whole(number: int, pair: np.ndarray) -> np.ndarray:
+            return np.asarray(pair[0] + known[number].eps * pair[1])
+
+        if not self.elementwise:
+            return self._blocks(wide, out, column, (2,), whole)
+        places = [
+            _Place(p, 0, np.ones(np.shape(args[p]))) for p in self._positions(args)
+        ]
+        pairs = [column(place)[0] for place in places]
+        errors = [whole(0, pair) for pair in pairs]
+        return errors[0] if len(errors) == 1 else tuple(errors)
+
+    def _error(
+        self, args: Any, place: _Place, known: list[Precision]
+    ) -> list[np.ndarray]:
+        """For each result (error, what its relative rounding would add), stacked."""
+        best = _EPS ** _POWERS["central"]
+        step = best if self.scheme == "complex" else self.step
+
+        def at(steps: float) -> tuple[list[Any], Any]:
+            x = place.leaf(args)
+            moved = x + steps * self._steps(x, place, step)
+            return self._at(args, place, moved), self._width(moved - x, place)
+
+        found = lines(at, 256 * best / step)
+        for precision, line in zip(known, found, strict=True):
+            precision.see(line)
+        if self.scheme != "complex":
+            error = central_error if self.scheme == "central" else forward_error
+            return [error(line) for line in found]
+
+        def slopes(steps: float) -> tuple[list[Any], Any]:
+            x = place.leaf(args)
+            moved = x + steps * self._steps(x, place, step)
+            return self._imaginary(args, place, moved), 0.0
+
+        pairs = []
+        for line, slope in zip(found, lines(slopes, 0.0), strict=True):
+            # The difference knows what a function that isn't analytic does.
+            rough, rounding = central_error(line)
+            wrong = np.maximum(0, abs(slope.middle - line.central(2)) - rough)
+            exact = 4 * _EPS * slope.size + noise_of(slope)
+            pairs.append(np.stack([wrong + exact, rounding * (wrong > 0)]))
+        return pairs
 
     def _positions(self, args: Any) -> list[int]:
         nondiff = self.function.nondiff_of(len(args))
@@ -155,22 +204,46 @@ class Differences:
 
     # --- One element at a time -----------------------------------------------------
 
-    def _jacobian(self, args: Any, step: float) -> Any:
-        wide = _wide(args)
-        columns = [self._columns(wide, p, step) for p in self._positions(args)]
-        outs = [tree.tree_structure(c[0]) for c in columns]
-        n_outs = outs[0].num_leaves if outs else 0
-        leaves = []
-        for i in range(n_outs):
-            of_out = [treedef.unflatten(blocks[i]) for _, treedef, blocks in columns]
-            leaves.append(of_out[0] if len(of_out) == 1 else tuple(of_out))
-        return outs[0].unflatten(leaves) if outs else None
+    def _blocks(
+        self,
+        args: Any,
+        out: Any,
+        column: Callable[[_Place], list[np.ndarray]],
+        lead: tuple[int, ...] = (),
+        finish: Callable[[int, np.ndarray], np.ndarray] = lambda _, block: block,
+    ) -> Any:
+        """What `column` gives for each element of each argument, as a Jacobian is.
 
-    def _columns(self, args: Any, position: int, step: float) -> Any:
-        """(a result, treedef of the argument, blocks by result and then by leaf)."""
+        Args:
+            args: of the function.
+            out: its result.
+            column: for each result an array of the shape (*lead, *its own).
+            lead: see there.
+            finish: made of the number of a result, and a block of such columns.
+        """
+        outs, out_tree = tree.tree_flatten(out)
+        shapes = [(*lead, *np.shape(o)) for o in outs]
+        columns = [
+            self._columns(args, p, shapes, column) for p in self._positions(args)
+        ]
+        leaves = []
+        for i in range(len(outs)):
+            of_out = [
+                treedef.unflatten(b if b is None else finish(i, b) for b in blocks[i])
+                for treedef, blocks in columns
+            ]
+            leaves.append(of_out[0] if len(of_out) == 1 else tuple(of_out))
+        return out_tree.unflatten(leaves) if columns else None
+
+    def _columns(
+        self,
+        args: Any,
+        position: int,
+        shapes: list[tuple[int, ...]],
+        column: Callable[[_Place], list[np.ndarray]],
+    ) -> Any:
+        """(treedef of the argument, blocks by result and then by leaf)."""
         leaves, treedef = tree.tree_flatten(args[position])
-        out = self.function.fn(*args)
-        shapes = [np.shape(o) for o in tree.tree_leaves(out)]
         blocks: list[list[Any]] = [[] for _ in shapes]
         for number, leaf in enumerate(leaves):
             if not _moves(leaf):
@@ -181,56 +254,78 @@ class Differences:
             for index in np.ndindex(leaf.shape):
                 mask = np.zeros(leaf.shape)
                 mask[index] = 1
-                moved = self._slope(args, position, number, mask, step, out)
-                for column, slope in zip(columns, moved, strict=True):
-                    column.append(slope)
-            for block, column, shape in zip(blocks, columns, shapes, strict=True):
-                whole = np.stack(column, -1) if column else np.zeros((*shape, 0))
+                found = column(_Place(position, number, mask))
+                for several, one in zip(columns, found, strict=True):
+                    several.append(one)
+            for block, several, shape in zip(blocks, columns, shapes, strict=True):
+                whole = np.stack(several, -1) if several else np.zeros((*shape, 0))
                 block.append(whole.reshape(shape + leaf.shape))
-        return out, treedef, blocks
+        return treedef, blocks
 
-    # --- All at once ---------------------------------------------------------------
+    # --- One place -----------------------------------------------------------------
 
-    def _diagonal(self, args: Any, position: int, step: float) -> np.ndarray:
-        wide = _wide(args)
-        out = self.function.fn(*wide) if self.scheme == "forward" else None
-        ones = np.ones(np.shape(args[position]))
-        (slope,) = self._slope(wide, position, 0, ones, step, out)
-        return slope
-
-    def _slope(
-        self, args: Any, position: int, number: int, mask: Any, step: float, out: Any
-    ) -> list[np.ndarray]:
-        """Derivative of each result along `mask`, in one leaf of one argument."""
-        leaves, treedef = tree.tree_flatten(args[position])
-        x = leaves[number]
-        h = mask * step * (1 if self.scheme == "complex" else np.maximum(1, np.abs(x)))
-
-        def at(moved: Any) -> list[Any]:
-            changed = list(leaves)
-            changed[number] = moved
-            new = list(args)
-            new[position] = treedef.unflatten(changed)
-            return [np.asarray(o) for o in tree.tree_leaves(self.function.fn(*new))]
-
+    def _slope(self, args: Any, place: _Place, out: Any) -> list[np.ndarray]:
+        """Derivative of each result at a place."""
+        x = place.leaf(args)
         if self.scheme == "complex":
-            return [o.imag / step for o in at(x + 1j * h)]
-        # What was really added, after rounding.
+            return self._imaginary(args, place, x)
+        h = self._steps(x, place, self.step)
         up, down = x + h, (x - h if self.scheme == "central" else x)
-        width = up - down
-        size = width if mask.all() and self.elementwise else width[mask != 0].sum()
-        low = at(down) if self.scheme == "central" else tree.tree_leaves(out)
-        return [(b - np.asarray(a)) / size for b, a in zip(at(up), low, strict=True)]
+        size = self._width(up - down, place)
+        ups = self._at(args, place, up)
+        lows = tree.tree_leaves(out)
+        if self.scheme == "central":
+            lows = self._at(args, place, down)
+        return [(b - np.asarray(a)) / size for b, a in zip(ups, lows, strict=True)]
+
+    def _steps(self, x: Any, place: _Place, step: float) -> Any:
+        return place.mask * step * np.maximum(1, np.abs(x))
+
+    def _width(self, moved: Any, place: _Place) -> Any:
+        """What was really added, after rounding."""
+        if self.elementwise and place.mask.all():
+            return moved
+        return moved[place.mask != 0].sum()
+
+    def _imaginary(self, args: Any, place: _Place, x: Any) -> list[np.ndarray]:
+        outs = self._at(args, place, x + 1j * place.mask * self.step)
+        return [o.imag / self.step for o in outs]
+
+    def _at(self, args: Any, place: _Place, moved: Any) -> list[np.ndarray]:
+        """The results with another value in the place of one leaf."""
+        leaves, treedef = tree.tree_flatten(args[place.position])
+        leaves[place.number] = moved
+        new = list(args)
+        new[place.position] = treedef.unflatten(leaves)
+        return [np.asarray(o) for o in tree.tree_leaves(self.function.fn(*new))]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What moves: in which argument, which of its leaves, which of its elements (1)."""
+
+    position: int
+    number: int
+    mask: np.ndarray
+
+    def leaf(self, args: Any) -> Any:
+        return tree.tree_leaves(args[self.position])[self.number]
+
+
+def _on_host(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return _jax.to_numpy(leaf)
+    return np.asarray(leaf) if is_array_like(leaf) else leaf
 
 
 def _moves(leaf: Any) -> bool:
-    return np.issubdtype(np.asarray(leaf).dtype, np.floating)
+    return bool(jnp.issubdtype(np.asarray(leaf).dtype, np.floating))
 
 
 def _wide(args: Any) -> Any:
     def wide(leaf: Any) -> Any:
         array = np.asarray(leaf)
-        return array.astype(np.float64) if array.dtype.kind == "f" else leaf
+        return array.astype(np.float64) if _moves(array) else leaf
 
     return tree.tree_map(wide, tuple(args))
 

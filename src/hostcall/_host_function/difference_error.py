@@ -1,0 +1,209 @@
+"""How wrong a difference is, judged by values of the function around the point.
+
+Two things make the difference over a step h wrong: what the function does besides being
+a straight line, and noise, which the step divides by. Noise is not only the rounding of
+float64: a function that computes in float32, or a solver that stops at a tolerance, has
+a million times more of it, and nothing that is known beforehand says so. So it is
+measured (Moré and Wild, Estimating computational noise, 2011).
+
+The function is called on a line through the point, at
+
+    -1.5h  -h  -h/2  0  h/2  h  1.5h    a grid, for differences of differences
+    and four places between             where a smooth function is foreseeable
+
+- **Noise.** A smooth function's fourth and higher differences on the grid are next to
+  nothing, and so is what the four places differ from the polynomial through the grid.
+  What is found there is noise, or a kink, a jump, an oscillation: all of them errors.
+  The four places are irregular, so that an oscillation can't hide by having the grid's
+  period.
+- **The step.** The central difference to h/2 and to 3h/2 differ from the one to h by
+  known parts of its error (3/4 and 5/4), as long as h is small.
+- **No change at all.** The function may be constant, or rounded so coarsely that the
+  line lies inside one of its steps. Values further away tell, and if all values that
+  were seen fit into float32 or less, the function may be one of that precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import factorial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+# In steps: the grid, and the places between.
+GRID = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5)
+BETWEEN = (0.381966, -0.707107, 0.2113, -0.5477)
+
+# What a difference of two values may have of the noise's standard deviation. Of values
+# with an even distribution it is at most 2 sqrt(3); more, since the deviation is
+# estimated from ten values.
+_NOISE = 4.0
+_EPS = float(np.finfo(np.float64).eps)
+
+
+@dataclass
+class Line:
+    """One result's values on a line.
+
+    Attributes:
+        grid, between: its values at these places.
+        offsets: how far the argument really moved, at the places of the grid.
+        far: (two values, how far they lie apart) where the grid is flat; else None.
+    """
+
+    grid: np.ndarray
+    between: np.ndarray
+    offsets: list[Any]
+    far: tuple[np.ndarray, Any] | None = None
+
+    @property
+    def middle(self) -> np.ndarray:
+        return np.asarray(self.grid[3])
+
+    @property
+    def size(self) -> np.ndarray:
+        return np.asarray(abs(self.grid).max(0))
+
+    @property
+    def flat(self) -> np.ndarray:
+        return np.asarray((self.grid == self.grid[3]).all(0))
+
+    def central(self, k: int) -> np.ndarray:
+        """The central difference to k half steps."""
+        return self._difference(3 + k, 3 - k)
+
+    def forward(self) -> np.ndarray:
+        return self._difference(5, 3)
+
+    def _difference(self, up: int, down: int) -> np.ndarray:
+        width = self.offsets[up] - self.offsets[down]
+        return np.asarray((self.grid[up] - self.grid[down]) / width)
+
+
+def lines(
+    at: Callable[[float], tuple[list[np.ndarray], Any]], reach: float
+) -> list[Line]:
+    """The lines of all results of a function.
+
+    Args:
+        at: the results, and how far the argument really moved, by steps to go.
+        reach: in steps, where to look if the grid is flat; not at all if it is inside.
+    """
+    grid = [at(t) for t in GRID]
+    between = [at(t) for t in BETWEEN]
+    offsets = [offset for _, offset in grid]
+    found = [
+        Line(_wide([v[i] for v, _ in grid]), _wide([v[i] for v, _ in between]), offsets)
+        for i in range(len(grid[0][0]))
+    ]
+    if reach > GRID[-1] and any(line.flat.any() for line in found):
+        (low, down), (high, up) = at(-reach), at(reach)
+        for i, line in enumerate(found):
+            line.far = _wide([low[i], high[i]]), up - down
+    return found
+
+
+def _wide(values: list[Any]) -> np.ndarray:
+    kind = np.complex128 if any(v.dtype.kind == "c" for v in values) else np.float64
+    return np.stack([v.astype(kind) for v in values])
+
+
+def central_error(line: Line) -> np.ndarray:
+    """(error of `line.central(2)`, what the values' relative rounding would add)."""
+    step = (line.offsets[5] - line.offsets[1]) / 2
+    slope = line.central(2)
+    bent = np.maximum(
+        abs(slope - line.central(1)) * 4 / 3, abs(line.central(3) - slope) * 4 / 5
+    )
+    kinked = abs(np.diff(line.grid[1:6], 4, axis=0)[0]) / 2
+    error = bent + (noise_of(line) + kinked + _EPS * line.size) / step
+    width = line.offsets[-1] - line.offsets[0]
+    if line.far is not None:
+        (low, high), width = line.far
+        error = error + np.where(line.flat, abs((high - low) / width), 0)
+    return _known(error, np.where(line.flat, abs(line.size / width), 0))
+
+
+def forward_error(line: Line) -> np.ndarray:
+    """The same of `line.forward()`, which the central difference should agree with."""
+    error, rounding = central_error(line)
+    return _known(abs(line.forward() - line.central(2)) + 2 * error, rounding)
+
+
+def _known(error: np.ndarray, rounding: np.ndarray) -> np.ndarray:
+    """Where a value was no number nothing is known."""
+    return np.stack([np.where(np.isnan(error), np.inf, error), rounding])
+
+
+def noise_of(line: Line) -> np.ndarray:
+    """What a difference of two values may have of what a smooth function has not."""
+    size = np.zeros(line.grid.shape[1:])
+    for order in range(4, len(GRID)):
+        # A difference of this order has so many times the variance of one value.
+        times = factorial(2 * order) / factorial(order) ** 2
+        squares = abs(np.diff(line.grid, order, axis=0)) ** 2
+        size = np.maximum(size, np.sqrt(squares.mean(0) / times))
+    for value, weights in zip(line.between, _WEIGHTS, strict=True):
+        foreseen = np.tensordot(weights, line.grid[1:6], 1)
+        size = np.maximum(
+            size, abs(value - foreseen) / np.hypot(1, np.linalg.norm(weights))
+        )
+    return _NOISE * size
+
+
+class Precision:
+    """The relative rounding of one result, by its dtype and the values seen.
+
+    A function that computes in float32 may return float64.
+    """
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._narrow: list[Any] = [np.float16, np.float32]
+        self._own = 0.0 if dtype in _DOUBLES else _eps_of(dtype)
+        self._constant = True
+
+    @property
+    def eps(self) -> float:
+        if self._own or not self._narrow:
+            return self._own
+        # One number is too little to believe in float16.
+        return _eps_of(self._narrow[-1 if self._constant else 0])
+
+    def see(self, line: Line) -> None:
+        far = [] if line.far is None else [line.far[0]]
+        values = np.concatenate([line.grid, line.between, *far])
+        parts = np.stack([values.real, values.imag])
+        self._constant &= bool((values == values[0]).all())
+        with np.errstate(over="ignore"):
+            self._narrow = [
+                dtype
+                for dtype in self._narrow
+                if np.array_equal(parts.astype(dtype), parts, equal_nan=True)
+            ]
+
+
+_DOUBLES = (np.float64, np.complex128)
+
+
+def _eps_of(dtype: Any) -> float:
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return float(jnp.finfo(dtype).eps) if inexact else 0.0
+
+
+def _weights(place: float) -> np.ndarray:
+    """Of the grid's inner five values, in the polynomial's value at a place."""
+    nodes = GRID[1:6]
+    return np.array(
+        [
+            np.prod(
+                [(place - other) / (node - other) for other in nodes if other != node]
+            )
+            for node in nodes
+        ]
+    )
+
+
+_WEIGHTS = [_weights(place) for place in BETWEEN]
