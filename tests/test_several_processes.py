@@ -35,8 +35,7 @@ def run_both(run_python):
             port = str(free.getsockname()[1])
         with concurrent.futures.ThreadPoolExecutor() as pool:
             programs = [
-                pool.submit(run_python, HEAD + source, str(me), port, timeout=60)
-                for me in range(2)
+                pool.submit(run_python, HEAD + source, str(me), port) for me in range(2)
             ]
             printed = [program.result().stdout.splitlines() for program in programs]
             return [[x for x in lines if "[Gloo]" not in x] for lines in printed]
