@@ -197,6 +197,173 @@ def test_wide_numbers_are_compared_more_closely(x64):
     assert hc.check(f, np.linspace(0, 1, 5), rtol=1e-2)
 
 
+# --- Complex numbers -------------------------------------------------------------------
+
+_random = np.random.default_rng(3)
+Z = (_random.normal(size=4) + 1j * _random.normal(size=4)).astype(np.complex64)
+R = _random.normal(size=4).astype(np.float32)
+MATRIX = (_random.normal(size=(3, 4)) + 1j * _random.normal(size=(3, 4))).astype("c8")
+F32, C64 = (jax.ShapeDtypeStruct((4,), d) for d in (jnp.float32, jnp.complex64))
+
+# Function, tangent of (primals, tangents), cotangents of (primals, ct), result,
+# arguments. Holomorphic, not holomorphic, from and to real numbers.
+COMPLEX = {
+    "square": (
+        lambda z: z * z,
+        lambda p, t: 2 * p[0] * t[0],
+        lambda p, ct: (2 * p[0] * ct,),
+        C64,
+        (Z,),
+    ),
+    "large": (
+        lambda z: z * z,
+        lambda p, t: 2 * p[0] * t[0],
+        lambda p, ct: (2 * p[0] * ct,),
+        C64,
+        (1000 * Z,),
+    ),
+    "exp": (
+        np.exp,
+        lambda p, t: np.exp(p[0]) * t[0],
+        lambda p, ct: (np.exp(p[0]) * ct,),
+        C64,
+        (Z,),
+    ),
+    "conj": (
+        np.conj,
+        lambda p, t: np.conj(t[0]),
+        lambda p, ct: (np.conj(ct),),
+        C64,
+        (Z,),
+    ),
+    "to real": (
+        lambda z: abs(z) ** 2,
+        lambda p, t: 2 * np.real(np.conj(p[0]) * t[0]),
+        lambda p, ct: (2 * ct * np.conj(p[0]),),
+        F32,
+        (Z,),
+    ),
+    "from real": (
+        lambda x: np.exp(1j * x),
+        lambda p, t: 1j * np.exp(1j * p[0]) * t[0],
+        lambda p, ct: (np.real(1j * np.exp(1j * p[0]) * ct),),
+        C64,
+        (R,),
+    ),
+    "of both": (
+        lambda z, x: np.conj(z) * x,
+        lambda p, t: np.conj(t[0]) * p[1] + np.conj(p[0]) * t[1],
+        lambda p, ct: (np.conj(ct * p[1]), np.real(ct * np.conj(p[0]))),
+        C64,
+        (Z, R),
+    ),
+}
+
+
+def ruled(fn, tangent, cotangents, result):
+    wide = bool(jax.config.jax_enable_x64)
+
+    def spec(*args):
+        dtype = np.result_type(result.dtype, np.float64) if wide else result.dtype
+        return jax.ShapeDtypeStruct(args[0].shape, dtype)
+
+    f = hc.host(fn, result=spec)
+    f.defjvp(tangent)
+    f.defvjp(lambda *p: (fn(*p), p), cotangents)
+    return f
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["complex64", "complex128"])
+@pytest.mark.parametrize(
+    ("fn", "tangent", "cotangents", "result", "args"), COMPLEX.values(), ids=COMPLEX
+)
+def test_complex_rules(fn, tangent, cotangents, result, args, wide):
+    with jax.enable_x64(wide):
+        if wide:
+            args = tuple(x.astype(np.result_type(x, np.float64)) for x in args)
+        report = hc.check(ruled(fn, tangent, cotangents, result), args)
+        assert report, str(report)
+        assert statuses(report)["jvp"] == statuses(report)["vjp"] == "passed"
+        # The same rules are JAX's: its own derivatives obey them.
+        jaxs = {np.exp: jnp.exp, np.conj: jnp.conj}.get(fn)
+        if jaxs is not None:
+            out, pull = jax.vjp(jaxs, *args)
+            np.testing.assert_allclose(pull(out)[0], cotangents(args, out)[0], 1e-5)
+        # And a wrong one is found.
+        wrong = lambda p, t: tangent(p, t) + abs(tangent(p, t)).max() / 10
+        report = hc.check(ruled(fn, wrong, cotangents, result), args)
+        assert "jvp" in [check.name for check in report.failed]
+        wrong = lambda p, ct: tuple(1.1 * x for x in cotangents(p, ct))
+        report = hc.check(ruled(fn, tangent, wrong, result), args)
+        assert [check.name for check in report.failed] == ["vjp"]
+
+
+def test_rules_that_hold_for_real_directions_alone():
+    right = COMPLEX["conj"]
+    f = ruled(right[0], lambda p, t: t[0], lambda p, ct: (ct,), C64)
+    assert [check.name for check in hc.check(f, Z).failed] == ["jvp"]
+    g = ruled(np.exp, COMPLEX["exp"][1], lambda p, ct: (np.exp(p[0].conj()) * ct,), C64)
+    assert [check.name for check in hc.check(g, Z).failed] == ["vjp"]
+
+
+def test_a_complex_linear_function():
+    spec = jax.ShapeDtypeStruct((3,), jnp.complex64)
+    f = hc.host(lambda z: MATRIX @ z, result=spec)
+    f.deftranspose(lambda ct: MATRIX.T @ ct)
+    report = hc.check(f, Z)
+    assert report, str(report)
+    assert statuses(report)["transpose"] == "passed"
+    wrong = hc.host(lambda z: MATRIX @ z, result=spec)
+    wrong.deftranspose(lambda ct: MATRIX.conj().T @ ct)
+    assert {"vjp", "transpose"} <= {c.name for c in hc.check(wrong, Z).failed}
+
+
+# --- Where differences are hard --------------------------------------------------------
+
+
+def sine_with(rule, fn=np.sin):
+    f = plain(fn)
+    f.defjvp(lambda p, t: rule(p[0]) * t[0])
+    return f
+
+
+HARD = {
+    "many periods away": (np.sin, np.cos, 100 * X),
+    "fast": (lambda x: np.sin(30 * x), lambda x: 30 * np.cos(30 * x), X),
+    "near the end of its domain": (np.log, lambda x: 1 / x, X / 1000),
+    "large": (lambda x: 1e6 * np.sin(x), lambda x: 1e6 * np.cos(x), X),
+    "on a large value": (lambda x: 1e3 + np.sin(x), np.cos, X),
+    "a kink nearby": (lambda x: abs(x - 0.19), lambda x: np.sign(x - 0.19), X),
+}
+
+
+@pytest.mark.parametrize(("fn", "slope", "x"), HARD.values(), ids=HARD)
+def test_differences_fit_their_steps_to_the_function(fn, slope, x):
+    with np.errstate(all="ignore"):
+        report = hc.check(sine_with(slope, fn), x)
+        assert report, str(report)
+        assert statuses(report)["jvp"] == "passed"
+        wrong = sine_with(lambda x: 1.1 * slope(x), fn)
+        assert [check.name for check in hc.check(wrong, x).failed] == ["jvp"]
+
+
+def test_a_function_that_fails_far_from_the_example():
+    def root(x):
+        if (x < 0).any():
+            raise ValueError("negative")
+        return np.sqrt(x)
+
+    report = hc.check(sine_with(lambda x: 0.5 / np.sqrt(x), root), X / 1000)
+    assert statuses(report)["jvp"] == "passed", str(report)
+
+
+def test_differences_that_tell_nothing_fail_nothing():
+    shaky = lambda x: np.sin(x) + 0.1 * np.sin(1e9 * x)
+    report = hc.check(sine_with(np.cos, shaky), X)
+    assert statuses(report)["jvp"] == "left out"
+    assert "they tell nothing here. Give an example where the function" in str(report)
+
+
 def test_bad_input():
     with pytest.raises(hc.SpecError, match="takes what hc.host made"):
         hc.check(np.sin, X)

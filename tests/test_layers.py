@@ -83,7 +83,7 @@ LAYERS: list[tuple[str, ...]] = [
         "_host_function.difference_error",
         "_host_function.differences",
     ),
-    ("_buffer", "_object", "_check", "_checks"),
+    ("_buffer", "_object", "_check", "_checks", "_check_slopes"),
     (
         "bridge",
         "bridge._torch",

@@ -66,25 +66,29 @@ def check(
     each alone; forward derivatives against differences; reverse ones against forward
     ones, or against differences; a transpose against inner products, and that the
     function is linear; whether the function keeps or writes to what it is lent; and
-    calls from several threads at once against calls one by one.
+    calls from several threads at once against calls one by one. Complex arguments move
+    in both parts, so rules are checked by JAX's conventions whether or not the function
+    is holomorphic.
 
     Args:
         f: what `hc.host` made.
         *examples: each a tuple of arguments, or one argument. Values where the function
             is smooth.
-        rtol: of derivatives, against the size of the whole; default 2e-2 for 32 bits,
-            1e-4 for 64.
+        rtol: of derivatives, against the size of the whole; default 2e-2 for 32 bits
+            (complex64 has two numbers of 32), 1e-4 for 64.
         seed: of the directions and cotangents.
         threads: that call at once.
 
     Returns:
         A `Report`, true where nothing failed. A check that does not apply (a rule that
-        is not given, a function with effects) is "left out", with the reason.
+        is not given, a function with effects, one for which differences tell nothing)
+        is "left out", with the reason.
 
     Raises:
         SpecError: no example; `f` is no HostFunction.
 
-    Cost: some ten calls of the function for each argument, and as many compilations.
+    Cost: some fifty calls of the function, ten for each argument, and as many
+    compilations.
     """
     if not isinstance(f, HostFunction):
         raise SpecError(

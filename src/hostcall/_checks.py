@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall._call import call
+from hostcall._check_slopes import slopes
 from hostcall._errors import DerivativeError, EscapeError, reraise
 from hostcall._host_function.function import HostFunction
 
@@ -45,9 +46,8 @@ class Checks:
         ]
         self.arrays = [n for n, arg in enumerate(args) if _is_array(arg)]
         leaves = [x for n in self.places for x in tree.leaves(args[n])]
-        wide = bool(leaves) and all(jnp.result_type(x).itemsize >= 8 for x in leaves)
-        self.rtol = rtol if rtol is not None else 1e-4 if wide else 2e-2
-        self.step = 1e-5 if wide else 1e-2
+        self.wide = bool(leaves) and all(map(_is_wide, leaves))
+        self.rtol = rtol if rtol is not None else 1e-4 if self.wide else 2e-2
         self.out: Any = None
 
     def run(self) -> list[tuple[str, Status, str]]:
@@ -159,56 +159,58 @@ class Checks:
             if not _inexact(x.dtype):
                 return np.zeros(x.shape, jax.dtypes.float0)
             noise = self.random.standard_normal(x.shape)
+            if jnp.issubdtype(x.dtype, jnp.complexfloating):
+                # Not all functions are holomorphic: both parts move.
+                noise = noise + 1j * self.random.standard_normal(x.shape)
             return jnp.asarray(noise, x.dtype)
 
         return tree.map(draw, like)
 
-    def difference(self, g: Callable[..., Any], primals: Any, tangents: Any) -> Any:
-        """Of the results along a direction, by central differences."""
-        sizes = [float(jnp.abs(x).max()) for x in tree.leaves(primals) if x.size]
-        h = self.step * max([1.0, *sizes])
-
-        def moved(sign: float) -> Any:
-            values = tree.map(
-                lambda x, t: x if t.dtype == jax.dtypes.float0 else x + sign * h * t,
-                primals,
-                tangents,
-            )
-            return tree.map(np.asarray, g(*values))
-
-        def slope(a: Any, b: Any) -> Any:
-            if not _inexact(a.dtype):
-                return np.zeros(a.shape, a.dtype)  # has no derivative
-            wide = np.complex128 if a.dtype.kind == "c" else np.float64
-            return (a.astype(wide) - b) / (2 * h)
-
-        return tree.map(slope, moved(1.0), moved(-1.0))
+    def difference(
+        self, g: Callable[..., Any], primals: Any, tangents: Any
+    ) -> tuple[list[Any], list[float]]:
+        """Of the results along a direction, and their errors."""
+        found, errors = slopes(g, primals, tangents, self.wide)
+        for slope, error in zip(found, errors, strict=True):
+            size = float(np.max(np.abs(slope), initial=0.0))
+            if error > 0.1 * size and error > 1e-6:
+                raise LeftOut(
+                    f"differences are {size:.3g}, give or take {error:.3g}: they tell"
+                    " nothing here. Give an example where the function is smooth"
+                )
+        return found, errors
 
     def forward(self) -> None:
         g, primals = self.along(), self.primals()
         tangents = self.direction(primals)
         _, got = jax.jvp(g, primals, tangents)
-        wanted = self.difference(g, primals, tangents)
-        self.close(got, wanted, "the forward derivative differs from differences")
+        wanted, errors = self.difference(g, primals, tangents)
+        what = "the forward derivative differs from differences"
+        self.close(got, wanted, what, errors=errors)
 
     def reverse(self) -> str:
         g, primals = self.along(), self.primals()
         tangents = self.direction(primals)
         out, pull = jax.vjp(g, *primals)
         cotangents = self.direction(out)
-        back = pull(cotangents)
+        errors: list[float] = []
         try:
             _, pushed = jax.jvp(g, primals, tangents)
             against = "the forward derivative"
         except DerivativeError:
-            pushed, against = self.difference(g, primals, tangents), "differences"
-        there, here = _inner(cotangents, pushed), _inner(back, tangents)
-        size = max(_size(cotangents) * _size(pushed), 1e-6)
-        if not abs(there - here) <= self.rtol * size:
-            raise Wrong(
-                f"<cotangent, J tangent> is {there:.6g} by {against}, and"
-                f" <J^T cotangent, tangent> is {here:.6g} by the reverse one"
-            )
+            found, errors = self.difference(g, primals, tangents)
+            pushed = tree.unflatten(tree.structure(out), found)
+            against = "differences"
+        # A cotangent by chance may be at right angles to what it is compared with.
+        for given in (cotangents, tree.map(_along, pushed, out)):
+            there, here = _inner(given, pushed), _inner(pull(given), tangents)
+            size = max(_size(given) * _size(pushed), 1e-6)
+            rough = 2 * sum(errors) * _size(given)
+            if not abs(there - here) <= self.rtol * size + rough:
+                raise Wrong(
+                    f"<cotangent, J tangent> is {there:.6g} by {against}, and"
+                    f" <J^T cotangent, tangent> is {here:.6g} by the reverse one"
+                )
         return f"against {against}"
 
     def transpose(self) -> None:
@@ -255,14 +257,16 @@ class Checks:
         wanted = [tree.map(np.asarray, self.f(*args)) for args in inputs]
         wrong: list[str] = []
         start = threading.Barrier(self.threads)
+        wide = jax.config.jax_enable_x64  # each thread has its own
 
         def work(first: int) -> None:
             try:
                 start.wait()
-                for i in range(len(inputs) * 2):
-                    k = (first + i) % len(inputs)
-                    got = self.f(*inputs[k])
-                    self.same(got, wanted[k], "threads at once give another result")
+                with jax.enable_x64(wide):
+                    for i in range(len(inputs) * 2):
+                        k = (first + i) % len(inputs)
+                        got = self.f(*inputs[k])
+                        self.same(got, wanted[k], "threads at once give another result")
             except Exception as error:
                 wrong.append(str(error))
 
@@ -286,16 +290,23 @@ class Checks:
                 raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
 
     def close(
-        self, got: Any, wanted: Any, what: str, rtol: float | None = None
+        self,
+        got: Any,
+        wanted: Any,
+        what: str,
+        rtol: float | None = None,
+        errors: Sequence[float] | None = None,
     ) -> None:
+        """`errors`: how far each leaf of `wanted` may be wrong itself."""
         rtol = self.rtol if rtol is None else rtol
-        for a, b in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
-            if not _inexact(np.asarray(b).dtype):
+        leaves = tree.leaves(wanted)
+        roughs = [0.0] * len(leaves) if errors is None else errors
+        for a, b, rough in zip(tree.leaves(got), leaves, roughs, strict=True):
+            if not _inexact(np.asarray(a).dtype):
                 continue  # of integers: a derivative that is zero
             size = float(np.max(np.abs(b), initial=0.0))
-            if not np.allclose(
-                a, b, rtol=rtol, atol=rtol * size + 1e-6, equal_nan=True
-            ):
+            atol = rtol * size + 2 * rough + 1e-6
+            if not np.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
                 raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
 
 
@@ -322,7 +333,17 @@ def _is_floating(arg: Any) -> bool:
     )
 
 
+def _is_wide(x: Any) -> bool:
+    dtype = jnp.result_type(x)
+    parts = 2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1
+    return bool(dtype.itemsize >= 8 * parts)
+
+
 def _inner(a: Any, b: Any) -> float:
+    """The real part of the sum of products, not conjugated: a derivative J and its
+    transpose by JAX's rules have equal <ct, J t> and <J^T ct, t> so, be the function
+    holomorphic or not (JAX, Autodiff Cookbook, "Complex numbers and differentiation").
+    """
     total = 0.0
     for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
         x, y = np.asarray(x), np.asarray(y)
@@ -331,8 +352,17 @@ def _inner(a: Any, b: Any) -> float:
     return total
 
 
+def _along(pushed: Any, out: Any) -> Any:
+    """The cotangent whose product with this tangent is largest."""
+    if not _inexact(out.dtype):
+        return np.zeros(out.shape, jax.dtypes.float0)
+    return jnp.conj(jnp.asarray(pushed)).astype(out.dtype)
+
+
 def _size(a: Any) -> float:
-    return float(np.sqrt(max(_inner(a, a), 0.0)))
+    leaves = [np.asarray(x) for x in tree.leaves(a)]
+    squares = [np.sum(np.abs(x) ** 2) for x in leaves if _inexact(x.dtype)]
+    return float(np.sqrt(sum(squares)))
 
 
 def _short(x: Any) -> str:
