@@ -37,7 +37,7 @@ def empty_store():
     Residual.alive = 0
     yield
     gc.collect()
-    assert len(store) <= store.limit
+    assert len(store) <= store.limit()
     store.clear()
     assert Residual.alive == 0
 
@@ -45,9 +45,10 @@ def empty_store():
 @pytest.fixture
 def small():
     """A store with room for two."""
-    before, store.limit = store.limit, 2
+    before = store.limit()
+    hc.configure(residuals=2)
     yield
-    store.limit = before
+    hc.configure(residuals=before)
 
 
 def make(fwd_calls=None):
@@ -191,8 +192,82 @@ def test_a_scan_longer_than_the_store(small):
     assert 6 < len(calls) <= 10
 
 
+def waiting(name, length=6):
+    """A program whose forward rule runs `length` times before its backward rule."""
+    f = hc.host(np.sin, result=hc.like(0), name=name)
+    f.defvjp(
+        lambda x: (np.sin(x), Residual(np.cos(x))),
+        lambda residual, ct: (residual.slope * ct,),
+    )
+
+    def run(x):
+        return jax.lax.scan(lambda c, _: (f(c), None), x, None, length=length)[0].sum()
+
+    return jax.jit(jax.grad(run))
+
+
+def test_that_residuals_had_to_go_is_said_once_for_each_function(small, caplog):
+    fits, one, other = (waiting(name, n) for name, n in (("a", 2), ("b", 6), ("c", 6)))
+    close(fits(X), nested(X, 2))
+    assert not caplog.records
+    for _ in range(3):
+        close(one(X), nested(X, 6))
+    close(waiting("b")(X), nested(X, 6))
+    close(other(X), nested(X, 6))
+    first, second = [record.getMessage() for record in caplog.records]
+    assert first.startswith("`b` left more than 2 residuals on the host before its")
+    assert f"(differentiated at {__file__}:" in first
+    assert "hostcall.configure(residuals=...) keeps more; with residuals= of" in first
+    assert second.startswith("`c` left more than 2")
+    assert caplog.records[0].levelname == "WARNING"
+
+
+def test_what_runs_again_for_other_reasons_is_not_said(caplog):
+    f = make()
+    out, pullback = jax.vjp(jax.jit(f), X)
+    pullback = jax.jit(pullback)
+    for _ in range(3):  # the second finds nothing: the first took it
+        close(pullback(np.ones_like(X))[0], np.cos(X))
+    assert store.missed == 1
+    before = store.limit()
+    hc.configure(residuals=0)
+    close(waiting("d")(X), nested(X, 6))
+    hc.configure(residuals=before)
+    assert not caplog.records
+    del out, pullback
+
+
+def test_configure(small):
+    calls = []
+    hc.configure(residuals=6)
+    f = make(calls)
+    run = jax.jit(
+        jax.grad(
+            lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=6)[
+                0
+            ].sum()
+        )
+    )
+    close(run(X), nested(X, 6))
+    assert len(calls) == 6
+    assert is_empty()
+    pullbacks = [jax.vjp(f, X)[1] for _ in range(5)]
+    assert Residual.alive == 5
+    hc.configure(residuals=1)
+    pullbacks.append(jax.vjp(f, X)[1])
+    assert Residual.alive == 1
+    for wrong in (-1, 1.5, True, "many"):
+        with pytest.raises(hc.SpecError, match="residuals should be a number of obj"):
+            hc.configure(residuals=wrong, tap_queue_bytes=10)
+        with pytest.raises(hc.SpecError, match="pinned_bytes should be a number of"):
+            hc.configure(residuals=5, pinned_bytes=-1)
+    assert store.limit() == 1
+    assert hc.tap_queue().limit != 10
+    del pullbacks
+
+
 def test_a_store_without_room(small):
-    store.limit = 0
+    hc.configure(residuals=0)
     _, pullback = jax.vjp(make(), X)
     close(pullback(np.ones_like(X))[0], np.cos(X))
     close(jax.jit(jax.grad(lambda x: make()(x).sum()))(X), np.cos(X))
@@ -286,7 +361,7 @@ def test_an_exception_of_a_rule_comes_out_and_leaves_nothing():
 
 
 def test_the_newest_are_kept():
-    s = Store(3)
+    s = Store(lambda: 3)
     handles = [s.put(n) for n in range(5)]
     assert len(s) == 3
     assert [s.get(h, False) for h in handles[2:]] == [(n, True) for n in (2, 3, 4)]
@@ -297,7 +372,7 @@ def test_the_newest_are_kept():
 
 
 def test_what_was_missed_once_is_kept():
-    s = Store(3)
+    s = Store(lambda: 3)
     handle = s.put("first")
     assert s.get(handle, True) == ("first", True)
     assert s.get(handle, True) == (None, False)
@@ -306,7 +381,7 @@ def test_what_was_missed_once_is_kept():
 
 
 def test_a_handle_of_another_process_finds_nothing():
-    one, other = Store(3), Store(3)
+    one, other = Store(lambda: 3), Store(lambda: 3)
     handle = one.put("one")
     other.put("other")
     assert other.get(handle, True) == (None, False)
@@ -314,7 +389,7 @@ def test_a_handle_of_another_process_finds_nothing():
 
 def test_an_array_that_dies_while_the_store_is_in_use():
     """The collector may run `forget` on the thread that holds the lock."""
-    s = Store(3)
+    s = Store(lambda: 3)
     handle = s.put("x")
     array = jnp.asarray(handle)
     s.forget_with(array)
@@ -328,8 +403,8 @@ def test_an_array_that_dies_while_the_store_is_in_use():
 def test_the_limit_is_read_from_the_environment(run_python):
     source = """
         from hostcall._host_function.residuals import store
-        assert store.limit == 7, store.limit
+        assert store.limit() == 7
     """
     run_python(source, env={"HOSTCALL_RESIDUALS": "7"})
     if "HOSTCALL_RESIDUALS" not in os.environ:
-        assert residuals.store.limit == 1024
+        assert residuals.store.limit() == 1024

@@ -19,9 +19,7 @@ POOL_WORKERS = int(
     os.environ.get("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4))
 )
 
-# Residuals of forward rules that wait on the host for their backward rule
-# (_host_function/residuals.py). More than these are computed again.
-RESIDUALS = int(os.environ.get("HOSTCALL_RESIDUALS", "1024"))
+_residuals = int(os.environ.get("HOSTCALL_RESIDUALS", "1024"))
 
 _pinned_bytes = int(float(os.environ.get("HOSTCALL_PINNED_BYTES", "1e9")))
 
@@ -31,6 +29,18 @@ _tap_queue_bytes = int(float(os.environ.get("HOSTCALL_TAP_QUEUE_BYTES", "256e6")
 def debug() -> bool:
     """Whether programs that are lowered now look for mistakes that cost time to see."""
     return os.environ.get("HOSTCALL_DEBUG", "0") not in ("", "0")
+
+
+def residuals() -> int:
+    """Residuals of forward rules that may wait on the host for their backward rule
+    (_host_function/residuals.py). Older ones are computed again.
+    """
+    return _residuals
+
+
+def set_residuals(number: int) -> None:
+    global _residuals
+    _residuals = number
 
 
 def pinned_bytes() -> int:

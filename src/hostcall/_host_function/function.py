@@ -256,7 +256,7 @@ class HostFunction:
             where: as in `defjvp`, for both. JAX code may have any residuals.
             residuals: of host code. By default they are any Python objects, and stay
                 on the host: `bwd` gets the object that `fwd` left. At most 1024 wait
-                (HOSTCALL_RESIDUALS); for one that has gone, `fwd` runs again. With a
+                (hc.configure(residuals=)); for an older one `fwd` runs again. With a
                 spec (as `result=` of `hc.call`) they are arrays of the program, which
                 hold for batches too: give it for small arrays, and where `fwd` must
                 not run twice.

@@ -19,8 +19,9 @@ is to let go early, and of the right one:
 - A backward call whose rows share the residual (jax.jacrev) leaves it in.
 - An eager backward call (a pullback from jax.vjp, which may be called again) leaves it
   in too, and it goes when the handle's array does: nobody can ask any more.
-- More than HOSTCALL_RESIDUALS (1024) drop the oldest. A backward pass reads in reverse,
-  so the newest are the ones to have.
+- More than `hc.configure(residuals=)`, 1024, drop the oldest. A backward pass reads in
+  reverse, so the newest are the ones to have. Those that were dropped are remembered
+  for a while, so that it can be said why a forward rule runs again.
 
 The lock's parties are callbacks on any thread and the garbage collector, which may run
 `forget` on a thread that holds the lock. So `forget` only notes the number, and whoever
@@ -32,6 +33,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from secrets import randbits
 from typing import Any
 
@@ -44,13 +46,22 @@ HANDLE_SHAPE = (2,)  # 64 bits, which JAX has in two halves
 HANDLE_DTYPE = np.dtype(np.uint32)
 
 
-class Store:
-    """Residuals by number, the newest `limit` of them."""
+# How many of those that were dropped are remembered.
+_REMEMBERED = 1024
 
-    def __init__(self, limit: int) -> None:
+
+class Store:
+    """Residuals by number, the newest of them.
+
+    Args:
+        limit: gives how many.
+    """
+
+    def __init__(self, limit: Callable[[], int]) -> None:
         self.limit = limit
         self.missed = 0  # how many were computed again
         self._kept: OrderedDict[int, tuple[Any, bool]] = OrderedDict()
+        self._dropped: OrderedDict[int, None] = OrderedDict()
         # From anywhere in 62 bits: a handle that was saved by another process, or by
         # this one before it was forked, finds nothing.
         self._next = randbits(62)
@@ -84,6 +95,11 @@ class Store:
                 del self._kept[number]
         return (None, False) if found is None else (found[0], True)
 
+    def had_to_go(self, handle: Any) -> bool:
+        """Whether newer residuals took the place of this one."""
+        with self._lock:
+            return number_of(handle) in self._dropped
+
     def put_back(self, handle: Any, residual: Any) -> None:
         """Keeps what was computed again, because it wasn't there."""
         self.missed += 1
@@ -97,15 +113,21 @@ class Store:
     def clear(self) -> None:
         with self._lock:
             dropped, self._kept = self._kept, OrderedDict()
+            self._dropped.clear()
         dropped.clear()
 
     def _keep(self, number: int, residual: Any, sticky: bool) -> None:
         self._clear_up()
         dropped = []  # they die after the lock is open: their end may run anything
+        limit = self.limit()
         with self._lock:
             self._kept[number] = residual, sticky
-            while len(self._kept) > self.limit:
+            while len(self._kept) > limit:
                 dropped.append(self._kept.popitem(last=False))
+                if limit:
+                    self._dropped[dropped[-1][0]] = None
+            while len(self._dropped) > _REMEMBERED:
+                self._dropped.popitem(last=False)
 
     def _forget(self, number: int) -> None:
         self._dead.append(number)
@@ -128,4 +150,4 @@ def number_of(handle: Any) -> int:
     return int.from_bytes(np.asarray(handle).tobytes(), "little")
 
 
-store = Store(_config.RESIDUALS)
+store = Store(_config.residuals)

@@ -9,6 +9,7 @@ comes back, since the next call may go elsewhere.
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
 from collections.abc import Callable
@@ -26,6 +27,11 @@ from hostcall._host_function.residuals import store
 from hostcall._host_function.rules import forward_pair
 from hostcall._host_function.trees import is_pair, pick, spread, spread_known
 from hostcall._where import name_of, source_of
+
+logger = logging.getLogger("hostcall")
+
+# Functions, by name and source, whose forward rule was said to run again.
+_said: dict[tuple[str, str], object] = {}
 
 # What to run, its arguments, what makes arrays of its value, and what that needs too.
 Steps = tuple[Callable[..., Any], Any, Callable[[Any, Any], Any], Any]
@@ -185,10 +191,26 @@ class Part:
         if there:
             sent = (residual, *self._given(given))
             return self._code("backward"), sent, self._pulled, given
+        if store.had_to_go(handle):
+            self._say_that_it_runs_again()
         codes = self._code("forward"), self._code("backward")
         args = self._arguments(operands[:n])
         again = (*codes, what.name, args, self._given(given))
         return _both_halves, again, self._pulled_again, (handle, given)
+
+    def _say_that_it_runs_again(self) -> None:
+        what, new = self.what, object()
+        if _said.setdefault((what.name, source_of(what.function.fn)), new) is not new:
+            return
+        logger.warning(
+            "`%s` left more than %d residuals on the host before its backward rule came"
+            " for them: the oldest had to go, and its forward rule runs again for each"
+            " of them (differentiated at %s). hostcall.configure(residuals=...) keeps"
+            " more; with residuals= of defvjp they are arrays of the program",
+            what.name,
+            store.limit(),
+            what.place,
+        )
 
     def _given(self, cotangents: Any) -> tuple[Any, ...]:
         """What the backward rule gets beside its residuals."""
