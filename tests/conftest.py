@@ -19,7 +19,7 @@ import platforms
 import pytest
 
 import hostcall as hc
-from hostcall import _delivery, _errors, _native
+from hostcall import _errors, _native, _tap_failures
 
 # Of one test, on a machine with other work beside; the slowest take 20 s alone.
 HANG_SECONDS = 240
@@ -88,7 +88,7 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
         record.exc_info, record.args = None, ()
     jax.effects_barrier()
     assert hc.flush(30), "a tap was not delivered"
-    failures, _ = _delivery.take_failures()
+    failures, _ = _tap_failures.take()
     assert not failures, "a tap failed, and the test did not take its error"
     assert _native.tap_queue()["bytes"] == 0
     assert hc.status() == []

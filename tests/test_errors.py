@@ -183,7 +183,7 @@ FROM_C = {
     "struct": (lambda x: struct.unpack("i", b""), struct.error),
     "decoding": (lambda x: b"\xff".decode(), UnicodeDecodeError),
     "division": (lambda x: 1 // 0, ZeroDivisionError),
-    "arity": (lambda: 0, TypeError),
+    "arity": (lambda *args: (lambda: 0)(*args), TypeError),
 }
 
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "hostcall"
 # Lower layers know nothing of higher ones. Within a layer imports are free of rings.
 LAYERS: list[tuple[str, ...]] = [
     ("_native", "_jax", "_interpreter"),
-    ("_config", "_where", "_errors"),
+    ("_config", "_where", "_frames", "_errors", "_reraise"),
     (
         "_order",
         "_spec",
@@ -22,6 +22,9 @@ LAYERS: list[tuple[str, ...]] = [
         "_executors",
         "_workers",
         "_collectors",
+        "_captured",
+        "_mistakes",
+        "_tap_failures",
         "_delivery",
         "_watcher",
         "_lifecycle",

@@ -581,7 +581,7 @@ def test_objects_live_as_long_as_a_program_that_calls_them():
     del f
     jax.clear_caches()
     gc.collect()
-    hc.call(lambda: None, None)  # buries what has died
+    hc.call(lambda: None, None, order="unordered")  # buries what has died
     gc.collect()
     assert closed(log) == [()]
 
@@ -600,6 +600,7 @@ def test_objects_are_closed_with_the_last_that_could_call_them(caplog):
 EXIT = """
 import os, sys, time, jax, jax.numpy as jnp, numpy as np
 import hostcall as hc
+I32 = jax.ShapeDtypeStruct((), jnp.int32)
 # engine
 class Host:
     def step(self, x):
@@ -608,13 +609,12 @@ class Host:
         return x
     def close(self):
         print("closed", flush=True)
-I32 = jax.ShapeDtypeStruct((), jnp.int32)
 env = hc.Object(Host, methods={"step": I32})
 f = jax.jit(lambda n: jax.lax.fori_loop(0, 10, lambda i, c: env.step(c), n))
 """
 
 
-@pytest.mark.parametrize("before", ["", "hc.call(lambda: None, None)"])
+@pytest.mark.parametrize("before", ["", "hc.call(lambda: 0, I32)"])
 def test_objects_are_closed_at_exit_after_their_programs(run_python, before):
     done = run_python(EXIT.replace("# engine", before) + "f(1), f(2)")
     assert done.stdout.split() == ["step"] * 20 + ["closed"]
@@ -904,12 +904,12 @@ MESSAGES = {
         "object (0,) of `object` can't be saved: it does not pickle (PicklingError:",
     ),
     "saved inside": (
-        used(lambda env: hc.call(lambda: env.save() and None, None)),
+        used(lambda env: hc.call(lambda: env.save(), None, order="ordered")),
         hc.HostcallError,
         "save() of `Walk` inside a callback would wait for the program that calls. Use it where the program is called",
     ),
     "closed inside": (
-        used(lambda env: hc.call(env.close, None)),
+        used(lambda env: hc.call(env.close, None, order="ordered")),
         hc.HostcallError,
         "close() of `Walk` inside a callback would wait for the program that calls. Use it where the program is called",
     ),

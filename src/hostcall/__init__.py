@@ -69,11 +69,11 @@ from hostcall._errors import (
     SpecError,
     UnwrittenError,
     last_error,
-    reraise,
 )
 from hostcall._object import Object
 from hostcall._patch import patch_jax, unpatch_jax
 from hostcall._print import print
+from hostcall._reraise import reraise
 from hostcall._sync import (
     ActiveCall,
     CallStats,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _jax
+from hostcall import _jax, _mistakes
 from hostcall._buffers import BufferParams
 from hostcall._callback import Arrays, Callback, CallParams, Lend
 from hostcall._device_views import OnDevice
@@ -52,8 +52,9 @@ def call(
         fn: any callable but a generator or coroutine function. It may use JAX, start
             threads, and be part of programs that call it again.
         result: a pytree of anything with `shape` and `dtype`, in the structure that
-            `fn` returns; None where it returns nothing. A Python number is a scalar of
-            the dtype that it has as an argument under jit. 64-bit dtypes need x64 mode.
+            `fn` returns; None where it returns nothing, which needs another `order`
+            than "pure". A Python number is a scalar of the dtype that it has as an
+            argument under jit. 64-bit dtypes need x64 mode.
         *args: pytrees. Arrays and numbers are handed over as arrays, typed PRNG keys
             as such; all other leaves (strings, objects) reach `fn` as they are.
         order: what JAX may do with the call. "pure": run it as often as the results
@@ -83,13 +84,14 @@ def call(
         executor: for vmap_method="parallel": where rows run, by default a pool of
             threads of this process. A `concurrent.futures.Executor` (of processes
             too), a Dask client, `multiprocessing.Pool` or Ray's pool.
-        **kwargs: as `args`.
+        **kwargs: as `args`. What is no option above is the function's.
 
     Returns:
         A pytree of arrays as `result` describes.
 
     Raises:
-        SpecError: the call is written wrong.
+        SpecError: the call is written wrong; `fn` can't take the arguments, or uses a
+            traced value that it is not given (a variable of the functions around it).
         jax.errors.JaxRuntimeError: when the program runs and `fn` fails. Its text
             has the type and message, the function's name, and this line of yours;
             `hostcall.reraise()` and `hostcall.last_error()` give the exception
@@ -125,7 +127,10 @@ def call(
     name = check_function(fn, "hc.call(fn, result, *args)")
     _check_options(name, order, vmap_method, arrays, lend, timeout, executor)
     operands, template = flatten_arguments(args, kwargs)
+    also = ("out",) if lend == "out" else ()
+    _mistakes.check(_FACE, fn, args, kwargs, template.leaves, also)
     results = parse_result(result, name)
+    _mistakes.check_results("hc.call", results, order, name)
     masked = where is not None
     if masked:
         operands.insert(0, parse_mask(where, name))
@@ -158,6 +163,19 @@ def call(
         masked=masked,
     )
     return _as_described(results, bind(*operands, params=params))
+
+
+_FACE = _mistakes.Face(
+    "hc.call",
+    "hc.call({fn}, result, {args})",
+    _mistakes.options_of(call, "fn", "result"),
+    {
+        "ordered": 'order="ordered"',
+        "vectorized": 'vmap_method="expand_dims"',
+        "has_side_effect": 'order="unordered"',
+        "result_shape_dtypes": "the second argument, result",
+    },
+)
 
 
 def _as_described(results: Results, outs: Sequence[Any]) -> Any:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 import threading
-import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from hostcall import _coerce, _errors, _job
+from hostcall import _coerce, _errors, _frames, _job
 from hostcall._native import Counters
 from hostcall._order import Order
 from hostcall._spec import Results, Static, Template
@@ -217,18 +217,10 @@ def _let_go(error: BaseException) -> None:
     The frames of its traceback hold the function's arguments: the lines stay, the
     values go. Arrays among its own arguments become copies.
     """
-    todo, seen = [error], set()
-    while todo:
-        current = todo.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        cells = [
-            c
-            for f, _ in traceback.walk_tb(current.__traceback__)
-            for c in _own_cells(f)
-        ]
-        traceback.clear_frames(current.__traceback__)
+    for current in _frames.chained(error, around=sys.exception()):
+        ended = _frames.ended(current.__traceback__)
+        cells = [cell for frame in ended for cell in _own_cells(frame)]
+        _frames.clear_values(current.__traceback__)
         for cell in cells:
             with contextlib.suppress(ValueError):  # it is empty
                 del cell.cell_contents
@@ -237,9 +229,6 @@ def _let_go(error: BaseException) -> None:
                 arg.copy() if isinstance(arg, np.ndarray) else arg
                 for arg in current.args
             )
-        behind = [current.__cause__, current.__context__]
-        behind += getattr(current, "exceptions", ())
-        todo += [e for e in behind if e is not None]
 
 
 def _own_cells(frame: types.FrameType) -> list[types.CellType]:

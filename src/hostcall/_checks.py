@@ -12,8 +12,9 @@ import numpy as np
 
 from hostcall._call import call
 from hostcall._check_slopes import slopes
-from hostcall._errors import DerivativeError, EscapeError, reraise
+from hostcall._errors import DerivativeError, EscapeError
 from hostcall._host_function.function import HostFunction
+from hostcall._reraise import reraise
 
 tree = jax.tree
 

@@ -7,12 +7,12 @@ import os
 # At exit, calls under way are waited for so long, in seconds, then interrupted.
 EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
 
-# How many of the exceptions that callbacks raised are kept for `reraise`. They hold
-# their tracebacks, and these the frames' values, so the number is small.
+# How many of the exceptions that callbacks raised are kept for `reraise`.
 KEPT_ERRORS = 32
 
-# How many of the exceptions that taps raised are kept for the next `barrier`.
-KEPT_TAP_ERRORS = 100
+# How many of the exceptions that taps raised are kept for the next `barrier`: the
+# first, and some more where other taps fail too.
+KEPT_TAP_ERRORS = 16
 
 # Threads of the pool that serves vmap_method="parallel" without an executor.
 POOL_WORKERS = int(

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 
-from hostcall import _config, _errors, _native
+from hostcall import _config, _native, _tap_failures
 from hostcall._errors import HostcallError
 
 logger = logging.getLogger("hostcall")
@@ -20,9 +20,7 @@ _SLICE = 0.05
 
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
-_failures: list[BaseException] = []
 reports: list[BaseException] = []  # of programs, for the barrier that waits for them
-_forgotten = 0  # failures above _config.KEPT_TAP_ERRORS
 
 
 def start() -> None:
@@ -45,28 +43,7 @@ def after_fork() -> None:
     global _thread, _lock
     _lock = threading.Lock()
     _thread = None
-    _failures.clear()
-
-
-def failed(error: BaseException) -> None:
-    """A tap raised: kept for the next barrier()."""
-    global _forgotten
-    _errors.keep(error, comes_out=True)
-    with _lock:
-        _failures.append(error)
-        if len(_failures) > _config.KEPT_TAP_ERRORS:
-            del _failures[0]
-            _forgotten += 1
-
-
-def take_failures() -> tuple[list[BaseException], int]:
-    """What taps have raised since the last time, and how many more did."""
-    global _forgotten
-    with _lock:
-        taken, more = list(_failures), _forgotten
-        _failures.clear()
-        _forgotten = 0
-    return taken, more
+    _tap_failures.after_fork()
 
 
 def refuse_inside_a_tap(who: str) -> None:
@@ -87,6 +64,7 @@ def flush(timeout: float | None, who: str) -> bool:
     while True:
         left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
         if _native.flush_taps(mark, max(left, 0.0)):
+            _tap_failures.tell_counts()
             return True
         if end is not None and time.monotonic() >= end:
             return False
@@ -109,7 +87,8 @@ def stop() -> None:
     _native.stop_taps()
     while _thread.is_alive():
         _thread.join(_SLICE)
-    errors, more = take_failures()
+    _tap_failures.tell_counts()
+    errors, more = _tap_failures.take()
     if errors:
         logger.error(
             "%d taps failed that no barrier() told of (their errors are above)",

@@ -180,7 +180,7 @@ class DropInInfo(CallInfo):
         if self.params.kind != "debug":
             return super().eager_error(error)
         self.log(error)
-        _errors.keep(error, comes_out=True)
+        _errors.keep(error, handed_over=True)
         return error
 
     def log(self, error: BaseException) -> None:

@@ -7,7 +7,7 @@ imports). Each entry says what needs it; all were read and run in 0.10.2 and
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import api as _api
 from jax._src import buffer_callback as _buffer_callback
 from jax._src import callback as _callback
 from jax._src import config as _config
@@ -36,6 +37,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import guard_lib as _guard_lib
 from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
@@ -50,6 +52,13 @@ ShapedArray = _core.ShapedArray
 moveaxis = _batching.moveaxis
 check_arg = _dispatch.check_arg
 aval_of = _core.typeof
+
+
+def is_tracing() -> bool:
+    """Whether the calling thread is tracing: only then are there traced values."""
+    return not _core.trace_state_clean()
+
+
 batchers = _batching.primitive_batchers
 Zero = _ad.Zero
 instantiate_zeros = _ad.instantiate_zeros
@@ -257,10 +266,10 @@ def _batched_while(
     return loop
 
 
-def _tokens() -> list[Any]:
+def tokens() -> list[Any]:
     """Of the programs with effects that this thread has dispatched last."""
-    tokens = _dispatch.runtime_tokens
-    return [*tokens.current_tokens.values(), *tokens.output_runtime_tokens.values()]
+    held = _dispatch.runtime_tokens
+    return [*held.current_tokens.values(), *held.output_runtime_tokens.values()]
 
 
 def wait_for_effects(
@@ -273,7 +282,7 @@ def wait_for_effects(
     the next time.
     """
     found: dict[str, BaseException] = {}
-    for token in _tokens():
+    for token in tokens():
         try:
             token.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
@@ -284,25 +293,6 @@ def wait_for_effects(
             found.setdefault(str(error), error)
     _dispatch.runtime_tokens.clear()
     return list(found.values())
-
-
-def programs_end_in(seconds: float) -> bool:
-    """Whether what this thread has dispatched, and every live array, is ready in time.
-
-    Tokens can't be asked whether they are, only waited for: by a thread, which waits
-    on if this one does not.
-    """
-    waiting = [*_tokens(), *jax.live_arrays()]
-
-    def wait() -> None:
-        for thing in waiting:
-            with contextlib.suppress(Exception):  # its own reader is told
-                thing.block_until_ready()
-
-    thread = threading.Thread(target=wait, daemon=True, name="hostcall-barrier")
-    thread.start()
-    thread.join(max(seconds, 0.0))
-    return not thread.is_alive()
 
 
 def drop_failed_token(effect: Any) -> str | None:
@@ -333,6 +323,74 @@ def _is_same(effect: Any, other: Any) -> bool:
     return effect is other or effect is getattr(other, "stands_for", other)
 
 
+# --- What a thread dispatches (_reraise) ---------------------------------------------
+
+# `hook(function, args, kwargs, results)` after each dispatch on JAX's fast path. The
+# calling thread's own stands in for the process's, which `jax.debug_nans` sets.
+POST_HOOK = _api._post_hook_state
+
+_telling = threading.Lock()
+_is_telling = False
+
+
+def tell_of_dispatches(tell: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
+    """From now on calls `tell(results, tokens)` after each dispatch that JAX makes in
+    Python: the first of each program, and all of those with effects. Once a process.
+
+    Tokens are those of effects, for JAX forgets them when the next program comes.
+    """
+    global _is_telling
+    if _is_telling:
+        return
+    with _telling:
+        if _is_telling:
+            return
+        _is_telling = True
+        plain = _pxla.ExecuteReplicated.__call__
+
+        @functools.wraps(plain)
+        def call(self: Any, *args: Any) -> Any:
+            results = plain(self, *args)
+            tell(results, _tokens_of(self))
+            return results
+
+        _pxla.ExecuteReplicated.__call__ = call
+
+
+def _tokens_of(program: Any) -> list[Any]:
+    """Those that the calling thread's last dispatch of a program has left."""
+    if not (
+        program.has_unordered_effects
+        or program.ordered_effects
+        or program.has_host_callbacks
+    ):
+        return []
+    tokens = _dispatch.runtime_tokens
+    found = [tokens.output_runtime_tokens.get(d) for d in program._local_devices]
+    # Not by look-up, for the sake of hashes that heal (see `drop_failed_token`).
+    for effect, token in list(tokens.current_tokens.items()):
+        if any(_is_same(effect, ordered) for ordered in program.ordered_effects):
+            found.append(token)
+    return [token for token in found if token is not None]
+
+
+def is_token_ready(token: Any) -> bool:
+    """Of the token of an ordered effect; of others that is not known."""
+    array = getattr(token, "_buf", None)
+    return array is not None and bool(array.is_ready())
+
+
+def forget_tokens(given: Sequence[Any]) -> None:
+    """JAX's next wait for effects passes these tokens over."""
+    tokens = _dispatch.runtime_tokens
+    numbers = set(map(id, given))
+    for latest in (tokens.output_runtime_tokens, tokens.current_tokens):
+        kept = [(key, t) for key, t in list(latest.items()) if id(t) not in numbers]
+        if len(kept) < len(latest):
+            latest.clear()
+            latest.update(kept)
+
+
 # --- dtypes (_spec, _coerce) -------------------------------------------------------
 
 
@@ -348,6 +406,11 @@ def canonical_dtype(dtype: Any) -> Any:
 def key_data_shape(dtype: Any) -> tuple[int, ...]:
     """Shape of the uint32 block behind one typed PRNG key."""
     return tuple(dtype._impl.key_shape)
+
+
+def data_of(array: Any) -> Any:
+    """The array itself; of typed keys that of their blocks."""
+    return getattr(array, "_base_array", array)
 
 
 def wrap_key(data: Any, dtype: Any) -> Any:

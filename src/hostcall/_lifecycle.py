@@ -91,7 +91,7 @@ def end(*, interpreter: bool = True) -> None:
 
 
 def _wait_for_programs() -> None:
-    for failure in _jax.wait_for_effects(_errors.is_kept):
+    for failure in _errors.failures_of_effects():
         what = str(failure) if isinstance(failure, Exception) else repr(failure)
         logger.error("a program failed while the process was ending: %s", what)
 

@@ -10,10 +10,11 @@ import functools
 import logging
 import operator
 import pickle
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
-from hostcall import _context, _jax, _native
+from hostcall import _context, _errors, _jax, _mistakes, _native
 from hostcall._call import call, check_function
 from hostcall._errors import HostcallError, SpecError
 from hostcall._object_group import CLOSED, Group
@@ -109,8 +110,9 @@ class Object:
         self._save = hook(name, "save", save)
         self._restore = hook(name, "restore", restore)
         options = {"order": order, "vmap_method": vmap_method, "executor": executor}
+        kind = factory if isinstance(factory, type) else None
         for method, result in methods.items():
-            self.__dict__[method] = _method(self._group, method, result, options)
+            self.__dict__[method] = _method(self._group, method, result, options, kind)
 
     def __getattr__(self, name: str) -> Any:  # what is declared is found before
         group = self.__dict__.get("_group")
@@ -225,7 +227,7 @@ class Object:
                 " program that calls. Use it where the program is called"
             )
         self._group.check_open(f"{what}()")
-        failures = _jax.wait_for_effects()
+        failures = _errors.failures_of_effects() if log else _jax.wait_for_effects()
         for failure in failures if log else ():
             logger.error("%s() of `%s` goes on after: %s", what, name, failure)
         return failures
@@ -267,13 +269,25 @@ class _Entry:
         )
 
 
+_OPTIONS = frozenset({"where", "fill"})
+_JAXS = {"ordered": 'order="ordered" of hc.Object, as it is by default'}
+
+
 def _method(
-    group: Group, name: str, result: Any, options: dict[str, Any]
+    group: Group, name: str, result: Any, options: dict[str, Any], kind: type | None
 ) -> Callable[..., Any]:
     positional, named = _Entry(group, name, False), _Entry(group, name, True)
 
+    face = _mistakes.Face(
+        f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
+    )
+    called = getattr(kind, name, None)  # what a factory makes is not known
+    bound = isinstance(called, types.FunctionType) and types.MethodType(called, kind)
+
     def method(*args: Any, where: Any = None, fill: Any = None, **kwargs: Any) -> Any:
         group.check_open(f"{name}()")
+        if bound:
+            _mistakes.check(face, bound, args, kwargs)
         masked = {**options, "where": where, "fill": fill}
         if kwargs:  # apart, since hc.call has keywords of its own
             return call(named, result, args, kwargs, **masked)

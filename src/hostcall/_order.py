@@ -40,7 +40,7 @@ class OrderedCallEffect(_jax.Effect):  # type: ignore[misc]
     """
 
     def __hash__(self) -> int:
-        if _errors.any_failure():
+        if _errors.failures_so_far():
             _heal(self)
         return object.__hash__(self)
 
@@ -62,7 +62,7 @@ def healing(effect: Any) -> Any:
         stands_for = effect
 
         def __hash__(self) -> int:
-            if _errors.any_failure():
+            if _errors.failures_so_far():
                 _heal(self)
             return hash(effect)
 
@@ -84,7 +84,8 @@ _jax.lower_batched_conditions(OrderedCallEffect)
 
 
 def _heal(effect: Any) -> None:
-    failure = _jax.drop_failed_token(effect)
+    with _errors.looking():
+        failure = _jax.drop_failed_token(effect)
     if failure is not None:
         logger.error("ordered calls go on after a program that failed: %s", failure)
 

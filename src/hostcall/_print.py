@@ -10,7 +10,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from hostcall._captured import has_tracers_text
 from hostcall._errors import SpecError
+from hostcall._mistakes import Face, options_of
 from hostcall._order import Order
 from hostcall._spec import Static
 from hostcall._tap import tap
@@ -74,6 +76,14 @@ def print(
         when_full=when_full,
         every=every,
     )
+
+
+_FACE = Face(
+    "hc.print",
+    "hc.print({args})",
+    options_of(print, "fmt"),
+    {"ordered": 'order="ordered"', "partitioned": 'hc.tap with sharding="shards"'},
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,7 @@ def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
             f"hostcall: hc.print can't read the format {fmt!r}: {error}. Braces that"
             " are meant as such are doubled: {{ }}"
         ) from None
-    if "Traced<" in fmt or "Tracer(" in fmt:
+    if has_tracers_text(fmt):
         raise SpecError(
             f"hostcall: the format of hc.print holds a tracer's text: {fmt!r}. It looks"
             " like an f-string, which is formatted while the program is traced, before"
@@ -163,11 +173,12 @@ def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
     unused = [i for i in range(positional) if i not in used]
     names = [name for name in keywords if name not in used]
     if unused or names:
+        hints = "".join(f". {_FACE.hint(name)}" for name in names if _FACE.hint(name))
         raise SpecError(
             f"hostcall: hc.print({fmt!r}) does not use"
             f" {_listed([f'argument {i}' for i in unused] + names)}. Each needs its"
             " place in the format; an f-string has lost its own: write"
-            " hc.print('x = {}', x)"
+            f" hc.print('x = {{}}', x){hints}"
         )
 
 

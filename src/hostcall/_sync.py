@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from hostcall import _config, _delivery, _jax, _native, _workers
+import jax
+
+from hostcall import (
+    _config,
+    _delivery,
+    _errors,
+    _jax,
+    _native,
+    _tap_failures,
+    _workers,
+)
 from hostcall._callback import all_counters
-from hostcall._errors import SpecError, failures_of_arrays, is_kept, original
+from hostcall._errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -177,20 +189,20 @@ def barrier(timeout: float | None = None) -> bool:
 
     Raises:
         BaseException: what a tap raised, the object itself; of several an
-            ExceptionGroup.
+            ExceptionGroup, which has the first of them and says how many there were.
         jax.errors.JaxRuntimeError: a program whose callback failed, before that; what
             taps raised then stays for the next barrier.
         HostcallError: called from inside a tap.
     """
     _delivery.refuse_inside_a_tap("hc.barrier()")
     end = None if timeout is None else time.monotonic() + timeout
-    if timeout is not None and not _jax.programs_end_in(timeout):
+    if timeout is not None and not _programs_end_in(timeout):
         return False
     failures = _delivery.reports  # kept where Ctrl-C or the limit ends the wait
-    failures += _jax.wait_for_effects(is_kept)
-    for error in failures_of_arrays():
+    failures += _errors.failures_of_effects()
+    for error in _errors.failures_of_arrays():
         # Its reader will see it too; only what hostcall knows is told here.
-        if original(error) is not None:
+        if _errors.number_in(error):
             failures.append(error)
     left = None if end is None else max(0.0, end - time.monotonic())
     if not _delivery.flush(left, "hc.barrier()"):
@@ -198,16 +210,35 @@ def barrier(timeout: float | None = None) -> bool:
     if failures:  # what taps raised stays for the next barrier
         first = failures[0]
         failures.clear()
+        _errors.tell(_errors.number_in(first))
         raise first
-    errors, more = _delivery.take_failures()
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        text = f"{len(errors) + more} taps failed"
-        if more:
-            text += f"; the last {len(errors)} are here, the others in the log"
-        raise BaseExceptionGroup(text, errors)
+    raised = _tap_failures.take_as_one()
+    try:
+        if raised is not None:
+            raise raised
+    finally:  # a cycle through this frame would keep what the exception holds
+        del raised
     return True
+
+
+def _programs_end_in(seconds: float) -> bool:
+    """Whether what this thread has dispatched, and every live array, is ready in time.
+
+    Tokens can't be asked whether they are, only waited for: by a thread, which waits
+    on if this one does not.
+    """
+    waiting = [*_jax.tokens(), *jax.live_arrays()]
+
+    def wait() -> None:
+        with _errors.looking():
+            for thing in waiting:
+                with contextlib.suppress(BaseException):  # its own reader is told
+                    thing.block_until_ready()
+
+    thread = threading.Thread(target=wait, daemon=True, name="hostcall-barrier")
+    thread.start()
+    thread.join(max(seconds, 0.0))
+    return not thread.is_alive()
 
 
 def discard_taps() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
-
-from hostcall import _jax
+from hostcall import _jax, _mistakes
 from hostcall._call import check_function, parse_mask
 from hostcall._callback import Arrays, Callback
 from hostcall._errors import SpecError
@@ -91,12 +88,14 @@ def tap(
         sample: lets this share of the executions through, chosen by a fixed sequence,
             the same each time the process runs; eager taps all go through.
         name: for `hc.collect`.
-        **kwargs: as `args`.
+        **kwargs: as `args`. What is no option above is the function's.
 
     Raises:
-        SpecError: the tap is written wrong. What `fn` raises does not stop the
-            program: it is logged with its traceback, and raised by the next
-            `hc.barrier()`.
+        SpecError: the tap is written wrong; `fn` can't take the arguments, or uses a
+            traced value that it is not given (a variable of the functions around it).
+            What `fn` raises does not stop the program: the log has its traceback (of
+            one that fails often the first three, then counts), and the next
+            `hc.barrier()` raises it.
 
     Under transformations:
         jit, scan, while_loop (its condition too), cond, map: once for each time the
@@ -187,6 +186,7 @@ def tap_through(
         every=every,
         sample=sample,
         name=name,
+        face=_FACE_OF_ONE["tap_through"],
     )
     return _rebuilt(params, bind(*operands, params=replace(params, through=True)))
 
@@ -209,7 +209,7 @@ def tap_tangent(fn: Callable[..., Any], x: Any, **options: Any) -> Any:
     the innermost is seen.
     """
 
-    return _seen_in_derivatives(derivatives.tangent_tap_p, fn, x, options)
+    return _seen_in_derivatives("tap_tangent", fn, x, options)
 
 
 def tap_cotangent(fn: Callable[..., Any], x: Any, **options: Any) -> Any:
@@ -228,26 +228,48 @@ def tap_cotangent(fn: Callable[..., Any], x: Any, **options: Any) -> Any:
     time it comes through. jvp: nothing is tapped. Of nested derivatives the innermost
     is seen; the others are as right as without.
     """
-    return _seen_in_derivatives(derivatives.cotangent_tap_p, fn, x, options)
+    return _seen_in_derivatives("tap_cotangent", fn, x, options)
 
 
 # --- Parts -------------------------------------------------------------------------
 
 
-_OPTIONS = frozenset(inspect.signature(tap).parameters) - {"fn", "args", "kwargs"}
+_OPTIONS = _mistakes.options_of(tap, "fn")
+_FACE = _mistakes.Face(
+    "hc.tap",
+    "hc.tap({fn}, {args})",
+    _OPTIONS,
+    {
+        "ordered": 'order="ordered"',
+        "partitioned": 'sharding="shards"',
+        "vectorized": 'rows="batched"',
+        "vmap_method": 'rows="batched", or "each"',
+    },
+)
+_FACE_OF_ONE = {
+    name: _mistakes.Face(f"hc.{name}", f"hc.{name}({{fn}}, ({{args}}))")
+    for name in ("tap_through", "tap_tangent", "tap_cotangent")
+}
 
 
-def _seen_in_derivatives(identity: Any, fn: Any, x: Any, options: Any) -> Any:
+_IN_DERIVATIVES = {
+    "tap_tangent": derivatives.tangent_tap_p,
+    "tap_cotangent": derivatives.cotangent_tap_p,
+}
+
+
+def _seen_in_derivatives(face: str, fn: Any, x: Any, options: Any) -> Any:
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
         raise TypeError(
             f"hostcall: {', '.join(unknown)} is no option of hc.tap; they are"
             f" {', '.join(sorted(_OPTIONS))}"
         )
-    inexact, rest = _split(x)
-    operands, params = prepare(fn, (inexact,), {}, **options)
+    inexact, rest = derivatives.split(x)
+    operands, params = prepare(fn, (inexact,), {}, face=_FACE_OF_ONE[face], **options)
     _refuse_pure(params, "it is tied to no result")
-    return _joined(_rebuilt(params, identity.bind(*operands, params=params)), rest)
+    outs = _IN_DERIVATIVES[face].bind(*operands, params=params)
+    return derivatives.joined(_rebuilt(params, outs), rest)
 
 
 def _refuse_pure(params: TapParams, why: str) -> None:
@@ -273,6 +295,7 @@ def prepare(
     every: Any = None,
     sample: Any = None,
     name: Any = None,
+    face: _mistakes.Face = _FACE,
 ) -> tuple[list[Any], TapParams]:
     """What to bind the primitive with."""
     called = check_function(fn, "hc.tap(fn, *args)")
@@ -280,6 +303,7 @@ def prepare(
         called, order, when_full, rows, remat, sharding, arrays, every, sample, name
     )
     operands, template = flatten_arguments(args, kwargs)
+    _mistakes.check(face, fn, args, kwargs, template.leaves)
     if where is not None:
         operands.insert(0, parse_mask(where, called))
     callback = Callback(
@@ -360,27 +384,3 @@ def _rebuilt(params: TapParams, arrays: list[Any]) -> Any:
     ]
     (x,), _ = template.fill(leaves)
     return x
-
-
-def _is_inexact(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return isinstance(leaf, (float, complex)) and not isinstance(leaf, bool)
-    return not _jax.is_key_dtype(dtype) and jax.numpy.issubdtype(
-        dtype, jax.numpy.inexact
-    )
-
-
-def _split(x: Any) -> tuple[Any, Any]:
-    """`x` with None for what has no derivative, and what that was."""
-    leaves, treedef = jax.tree.flatten(x)
-    marks = [_is_inexact(leaf) for leaf in leaves]
-    some = [leaf if mark else None for leaf, mark in zip(leaves, marks, strict=True)]
-    others = [(mark, leaf) for leaf, mark in zip(leaves, marks, strict=True)]
-    return jax.tree.unflatten(treedef, some), (treedef, others)
-
-
-def _joined(inexact: Any, rest: Any) -> Any:
-    treedef, others = rest
-    some = iter(jax.tree.leaves(inexact))
-    return treedef.unflatten([next(some) if mark else leaf for mark, leaf in others])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from hostcall import _collectors, _context, _delivery
+from hostcall import _collectors, _context, _tap_failures
 from hostcall._callback import Callback, CallInfo
 from hostcall._order import Order
-
-logger = logging.getLogger("hostcall")
 
 WhenFull = Literal["block", "drop_newest", "drop_oldest"]
 Rows = Literal["batched", "each"]
@@ -141,15 +138,7 @@ class TapInfo(CallInfo):
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
         """The computation goes on: the log says it, and the next barrier() raises."""
-        at = f", row {row[0] if len(row) == 1 else row}" if row else ""
-        logger.error(
-            "tap `%s`%s, written at %s, failed; the program goes on",
-            self.name,
-            at,
-            self.place,
-            exc_info=error,
-        )
-        _delivery.failed(error)
+        _tap_failures.failed(self.name, self.place, error, row)
         return ""
 
     def __repr__(self) -> str:

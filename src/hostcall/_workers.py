@@ -242,9 +242,12 @@ def run_with_timeout(
             raise CallTimeoutError(describe(_stack_of(worker.ident)))
     finally:
         delegates.pop(waiting, None)
-    value, error = outcome[0]
+    value, error = outcome.pop()
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:  # a cycle through this frame would keep what the exception holds
+            del error
     return value
 
 

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from hostcall import _delivery, _jax
-from hostcall._errors import failures_of_arrays
+from hostcall._errors import failures_of_arrays, failures_of_effects
 from hostcall._outside_call import Outside, bind, checked, take_last_exception
 from hostcall._sync import configure
 
@@ -273,7 +273,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
     name = logging_name or ""
     logger.debug("barrier_wait[%s]: start", name)
     _delivery.refuse_inside_a_tap("barrier_wait()")
-    for failure in (*_jax.wait_for_effects(), *failures_of_arrays()):
+    for failure in (*failures_of_effects(), *failures_of_arrays()):
         logger.debug("barrier_wait[%s]: a program failed: %s", name, failure)
     logger.debug("barrier_wait[%s]: waiting for callbacks", name)
     _delivery.flush(None, "barrier_wait()")

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _jax
+from hostcall import _jax, _mistakes
 from hostcall._call import call, parse_mask
 from hostcall._callback import Lend
 from hostcall._errors import SpecError
@@ -36,6 +36,8 @@ from hostcall._host_function.trees import Trees
 from hostcall._order import Order
 from hostcall._spec import flatten_arguments, parse_fill, parse_result
 from hostcall._where import Place, name_of, users_place
+
+_FACE = _mistakes.Face("a hc.host function", "{fn}({args})")
 
 
 class HostFunction:
@@ -136,6 +138,8 @@ class HostFunction:
             args = self._positional(args, kwargs)
         place = users_place()
         operands, template = flatten_arguments(args, {})
+        also = ("out",) if self.lend == "out" else ()
+        _mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
         spec = self._spec(args, template)
         if self.order != "pure":
             options = self.call_options("value", False)
@@ -144,6 +148,7 @@ class HostFunction:
             options |= {"where": mask, "fill": fill}
             return call(_Placed(self.fn, place), spec, *args, **options)
         parsed = parse_result(spec, self.__name__)
+        _mistakes.check_results("hc.host", parsed, "pure", self.__name__)
         fills = None
         if mask is not None:
             operands.append(parse_mask(mask, self.__name__))
@@ -347,8 +352,13 @@ class HostFunction:
 
     def _where(self, where: Any, *rules: Any) -> Where:
         check_where(where, self.__name__)
-        there = any(isinstance(rule, HostFunction) for rule in rules)
-        return "jax" if there else where  # type: ignore[no-any-return]
+        if any(isinstance(rule, HostFunction) for rule in rules):
+            return "jax"
+        if where == "host" and _jax.is_tracing():
+            face = _mistakes.Face("a rule", f"{self.__name__}({{args}})")
+            for rule in rules:
+                _mistakes.refuse_traced(face, rule)
+        return where  # type: ignore[no-any-return]
 
     def _add(self, kind: str, rule: Any) -> None:
         if self.order != "pure":

@@ -28,7 +28,7 @@ def _impl(*operands: Any, params: CallParams) -> list[Any]:
     try:
         results = run_now(operands, params)
     except BaseException as error:
-        _errors.keep(error, comes_out=True)
+        _errors.keep(error, handed_over=True)
         raise
     _jax.refuse_special(results, params.callback.described)
     return results
@@ -50,7 +50,7 @@ def run_now(
     _handlers.start()
     refuse_forked(f"`{params.callback.name}` is called")
     if params.order == "ordered":
-        for failure in _jax.wait_for_effects():
+        for failure in _errors.failures_of_effects():
             _targets.logger.error("an ordered call goes on after: %s", failure)
     place = _result_sharding(operands, params.sharding)
     device = _host_device.above_here()

@@ -119,11 +119,15 @@ def run_eagerly(
         if not infos:  # not the callback: hostcall was not ready to call it
             raise
         raised = infos[0].eager_error(error)
-        if raised is error:
-            raise
-        raise raised from error
+        _errors.hand_over(error)
+        try:
+            if raised is error:
+                raise
+            raise raised from error
+        finally:  # a cycle through this frame would keep what the exception holds
+            del raised
     except BaseException as error:  # KeyboardInterrupt, SystemExit
-        _errors.keep(error, comes_out=True)
+        _errors.keep(error, handed_over=True)
         raise
     what = params.callback.described
     _jax.refuse_special(results, lambda: f"{primitive.name} of {what()}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from hostcall import _jax
 from hostcall._primitives.tap import primitive
 from hostcall._primitives.tap.primitive import arguments, batched
@@ -88,3 +90,31 @@ def _cotangent_transpose(
 
 _jax.jvps[cotangent_tap_p] = _cotangent_jvp
 _jax.transposes[cotangent_tap_p] = _cotangent_transpose
+
+
+# --- Parts of a value that have derivatives ------------------------------------------
+
+
+def _is_inexact(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, (float, complex)) and not isinstance(leaf, bool)
+    return not _jax.is_key_dtype(dtype) and jax.numpy.issubdtype(
+        dtype, jax.numpy.inexact
+    )
+
+
+def split(x: Any) -> tuple[Any, Any]:
+    """`x` with None for what has no derivative, and what that was."""
+    leaves, treedef = jax.tree.flatten(x)
+    marks = [_is_inexact(leaf) for leaf in leaves]
+    some = [leaf if mark else None for leaf, mark in zip(leaves, marks, strict=True)]
+    others = [(mark, leaf) for leaf, mark in zip(leaves, marks, strict=True)]
+    return jax.tree.unflatten(treedef, some), (treedef, others)
+
+
+def joined(inexact: Any, rest: Any) -> Any:
+    """What `split` has taken apart."""
+    treedef, others = rest
+    some = iter(jax.tree.leaves(inexact))
+    return treedef.unflatten([next(some) if mark else leaf for mark, leaf in others])

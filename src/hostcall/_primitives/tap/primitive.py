@@ -42,7 +42,7 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
     if params.order == "ordered":
-        for failure in _jax.wait_for_effects():
+        for failure in _errors.failures_of_effects():
             _targets.logger.error("an ordered tap goes on after: %s", failure)
     for home, place, blocks in _blocks(operands, params):
         arrays = [row_major(block) for block in blocks]

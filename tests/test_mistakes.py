@@ -1,0 +1,500 @@
+"""Mistakes in a host function, found when it is traced, with what to write instead."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+
+import hostcall as hc
+
+F32 = jax.ShapeDtypeStruct((), jnp.float32)
+X = np.float32(2)
+
+
+def refused(run, *args):
+    with pytest.raises(hc.SpecError) as caught:
+        run(*args)
+    return str(caught.value).removeprefix("hostcall: ")
+
+
+# --- Nothing needs it ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("result", [None, (), {}, [None]], ids=repr)
+def test_a_pure_call_without_results(mode, result):
+    seen = []
+
+    def log(x):
+        seen.append(float(x))
+
+    text = (
+        "`test_a_pure_call_without_results.<locals>.log` returns nothing, and {} calls"
+        ' it with order="pure", the default: a program drops it, since nothing needs'
+        " its results. For values that leave the program write"
+        " hc.tap(test_a_pure_call_without_results.<locals>.log, ...), which does not"
+        ' wait; for a call that it waits for, order="ordered" (or "unordered")'
+    )
+    call = mode(lambda x: hc.call(log, result, x))
+    assert refused(call, X) == text.format("hc.call")
+    host = mode(hc.host(log, result=result, name="f"))
+    assert "`f` returns nothing, and hc.host calls it" in refused(host, X)
+    assert seen == []
+    mode(lambda x: hc.call(lambda x: log(x) or result, result, x, order="ordered"))(X)
+    jax.effects_barrier()
+    assert seen == [2]
+
+
+# --- Traced values ---------------------------------------------------------------------
+
+
+FACES = {
+    "call": lambda fn, *args: hc.call(fn, F32, *args),
+    "tap": hc.tap,
+    "tap_through": hc.tap_through,
+    "tap_tangent": hc.tap_tangent,
+    "host": lambda fn, *args: hc.host(fn, result=F32)(*args),
+}
+
+
+def by_name(x):
+    loss = x * 2
+    return lambda v: np.float32(v + loss), "uses `loss`", "loss"
+
+
+def by_f_string(x):
+    loss = x * 2
+    return lambda v: print(f"{v}: {loss:.3f}"), "uses `loss`", "loss"
+
+
+def by_method(x):
+    loss = x * 2
+    return lambda v: v + loss.sum(), "uses `loss`", "loss"
+
+
+def in_an_inner_function(x):
+    loss = x * 2
+
+    def fn(v):
+        return sum(v + loss for v in (v,)) + (lambda: loss)()
+
+    return fn, "uses `loss`", "loss"
+
+
+def through_another(x):
+    loss = x * 2
+
+    def helper():
+        return loss
+
+    return lambda v: v + helper(), "uses `helper`, which uses `loss`", "loss"
+
+
+def by_item(x):
+    metrics = {"loss": [0, x]}
+    return lambda v: v + metrics["loss"][1], "uses `metrics['loss'][1]`", None
+
+
+def container_in_f_string(x):
+    metrics = {"loss": x}
+    return lambda v: print(f"{metrics}"), "uses `metrics`", "metrics"
+
+
+def container_printed(x):
+    metrics = [x]
+    return lambda v: print(metrics), "uses `metrics`", "metrics"
+
+
+def by_default(x):
+    return lambda v, loss=x: v + loss, "has as the default of `loss`", "loss"
+
+
+def by_keyword_default(x):
+    return lambda v, *, loss=x: v + loss, "has as the default of `loss`", "loss"
+
+
+def by_partial(x):
+    given = functools.partial(operator.add, x)
+    return given, "has from functools.partial, as argument 0", "x"
+
+
+def by_partial_keyword(x):
+    given = functools.partial(lambda v, loss: v, loss=(1, x))
+    return given, "has from functools.partial, as `loss`", "x"
+
+
+def around_a_method(x):
+    class Logger:
+        def log(self, v):
+            return v + x
+
+    return Logger().log, "uses `x`", "x"
+
+
+USES = [
+    by_name, by_f_string, by_method, in_an_inner_function, through_another, by_item,
+    container_in_f_string, container_printed, by_default, by_keyword_default,
+    by_partial, by_partial_keyword, around_a_method,
+]  # fmt: skip
+TRACED = {
+    "jit": lambda f: jax.jit(f)(X),
+    "vmap": lambda f: jax.vmap(f)(np.ones(3, np.float32)),
+    "grad": lambda f: jax.grad(f)(X),
+    "scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0, np.ones(3, np.float32)),
+}
+
+
+@pytest.mark.parametrize("make", USES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    ("face", "traced"),
+    [*((face, "jit") for face in FACES), *(("tap", traced) for traced in TRACED)],
+)
+def test_a_traced_value_from_around_the_function(face, make, traced):
+    def f(x):
+        fn, how, name = make(x)
+        text = refused(FACES[face], fn, x)
+        assert f" {how}, a traced value (float32[]) of the program around it" in text
+        assert "It has no value while the program is traced" in text
+        if name is not None:
+            assert f"..., {name})" in text
+            assert text.endswith(", with a parameter for it")
+        return x
+
+    TRACED[traced](f)
+
+
+def test_rules_in_host_code():
+    def f(x):
+        host = hc.host(lambda v: v, result=F32, name="f")
+        rule = lambda primals, tangents: tangents[0] * x
+        text = refused(host.defjvp, rule)
+        assert "uses `x`, a traced value" in text
+        assert "Hand it over: f(..., x)" in text
+        assert "uses `x`" in refused(host.defvjp, lambda v: (v, v), lambda r, ct: (x,))
+        host.defjvp(rule, where="jax")  # there it has its value
+        return jax.grad(host)(x)
+
+    assert jax.jit(f)(X) == 2
+
+
+def test_the_whole_message():
+    def f(x):
+        loss = x * 2
+        log = lambda: print(f"loss {loss}")
+        hc.tap(log)
+
+    assert refused(jax.jit(f), X) == (
+        "`test_the_whole_message.<locals>.f.<locals>.<lambda>` uses `loss`, a traced"
+        " value (float32[]) of the program around it. It has no value while the program"
+        " is traced, and where `test_the_whole_message.<locals>.f.<locals>.<lambda>`"
+        " runs only its arguments have one. Hand it over:"
+        " hc.tap(test_the_whole_message.<locals>.f.<locals>.<lambda>, ..., loss), with"
+        " a parameter for it"
+    )
+
+
+@pytest.mark.parametrize("face", sorted(set(FACES) - {"tap_tangent"}))
+def test_a_text_with_a_traced_value(face):
+    def f(x):
+        text = refused(FACES[face], lambda v: 0, f"loss {x}")
+        assert " is given the text 'loss JitTracer(float32[])', which has a" in text
+        assert "an f-string is formatted while the program is traced" in text
+        return x
+
+    jax.jit(f)(X)
+
+
+def shape(x):
+    return lambda v: v + np.zeros(x.shape, x.dtype).sum() + x.ndim + x.size
+
+
+def asked(x):
+    return lambda v: v if np.ndim(x) == 0 and isinstance(x, jax.Array) else len(x)
+
+
+def absent(x):
+    return lambda v: v if x is not None else 2 * v
+
+
+def absent_as_a_value(x):
+    def fn(v):
+        y = x is None
+        return v + y
+
+    return fn
+
+
+def not_used(x):
+    def fn(v):
+        def never():
+            nonlocal x
+            x = 3
+
+        return v
+
+    return fn
+
+
+def shape_of_an_item(x):
+    metrics = {"loss": x}
+    return lambda v: v + np.zeros(metrics["loss"].shape) + len(metrics)
+
+
+def keys(x):
+    metrics = {"loss": x, 1: 2}
+    return lambda v: v + (1 in metrics) + metrics[1] + len(list(metrics.keys()))
+
+
+def length_of_an_item(x):
+    metrics = {"loss": x}
+    return lambda v: v + isinstance(metrics["loss"], jax.Array)
+
+
+def shape_in_another(x):
+    helper = lambda: x.shape
+    return lambda v: v + len(helper())
+
+
+def itself(x):
+    def fn(v, again=True):
+        return fn(v, False) if again else v
+
+    return fn
+
+
+def emptied(x):
+    if x is None:
+        y = x
+    return lambda v: v if v > 0 else y
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    "make",
+    [shape, asked, absent, absent_as_a_value, not_used, shape_of_an_item, keys,
+     length_of_an_item,
+     shape_in_another, itself, emptied],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
+def test_what_is_known_of_a_traced_value_may_be_used(face, make):
+    got = []
+
+    def f(x):
+        fn = make(x)
+        outs = FACES[face](lambda v: got.append(fn(v)) or np.float32(0), x)
+        hc.call(fn, F32, x)  # looks at it
+        return outs
+
+    jax.block_until_ready(jax.jit(f)(X))
+    jax.effects_barrier()
+    hc.barrier()
+
+
+def test_looking_does_not_go_through_what_is_large_or_a_ring():
+    class Large(list):
+        def __iter__(self):
+            raise AssertionError("nobody prints it")
+
+    seen, ring = Large(range(1000)), [0] * 1000
+    ring.append(ring)
+
+    def f(x):
+        hc.tap(lambda v: seen.append(v), x)
+        hc.tap(lambda v: f"{ring} {seen[5]}", x)
+        ring.insert(5, x)
+        assert "uses `ring`" in refused(hc.tap, lambda: print(ring))
+        return x
+
+    jax.jit(f)(X)
+    hc.barrier()
+    assert seen[-1] == X
+
+
+def test_outside_of_a_trace_nothing_is_traced():
+    leaked = []
+    jax.jit(leaked.append)(X)
+    fn = lambda v: v if v > 0 else leaked
+    assert hc.call(fn, F32, X) == 2
+
+
+# --- Arguments -------------------------------------------------------------------------
+
+
+def two(a, b=1, /, c=2, *, d=3):
+    return np.float32(a)
+
+
+class Counter:
+    def __init__(self):
+        self.n = 0
+
+    def add(self, k, twice=False):
+        self.n += int(k)
+        return np.float32(self.n)
+
+
+WRONG = {
+    "misspelt": (
+        lambda x: hc.tap(lambda v: None, x, evry=10),
+        "hc.tap calls `<lambda>` with the keyword evry=, which it does not take."
+        " `<lambda>` takes (v). Did you mean every=?",
+    ),
+    "the function's, misspelt": (
+        lambda x: hc.call(lambda v, scale: v, F32, x, scael=10),
+        "hc.call calls `<lambda>` with the keyword scael=, which it does not take."
+        " `<lambda>` takes (v, scale). Did you mean scale=?",
+    ),
+    "JAX's ordered": (
+        lambda x: hc.call(lambda v: v, F32, x, ordered=True),
+        "hc.call calls `<lambda>` with the keyword ordered=, which it does not take."
+        ' `<lambda>` takes (v). That is JAX\'s; here it is order="ordered"',
+    ),
+    "JAX's vectorized": (
+        lambda x: hc.call(lambda v: v, F32, x, vectorized=True),
+        'here it is vmap_method="expand_dims"',
+    ),
+    "JAX's result": (
+        lambda x: hc.call(lambda v: v, F32, x, result_shape_dtypes=F32),
+        "here it is the second argument, result",
+    ),
+    "JAX's side effect": (
+        lambda x: hc.call(lambda v: v, F32, x, has_side_effect=True),
+        'here it is order="unordered"',
+    ),
+    "JAX's ordered, of a tap": (
+        lambda x: hc.tap(lambda v: None, x, ordered=True),
+        'here it is order="ordered"',
+    ),
+    "JAX's partitioned": (
+        lambda x: hc.tap(lambda v: None, x, partitioned=True),
+        'here it is sharding="shards"',
+    ),
+    "of another face": (
+        lambda x: hc.tap(lambda v: None, x, vmap_method="sequential"),
+        'here it is rows="batched", or "each"',
+    ),
+    "like nothing": (
+        lambda x: hc.tap(lambda v: None, x, zzz=1),
+        "Options of hc.tap are arrays, every, name, order, remat, rows, sample,"
+        " sharding, when_full, where",
+    ),
+    "printed": (
+        lambda x: hc.print("x {}", x, evry=10),
+        "does not use evry. Each needs its place in the format; an f-string has lost"
+        " its own: write hc.print('x = {}', x). Did you mean every=?",
+    ),
+    "printed JAX's way": (
+        lambda x: hc.print("x {}", x, ordered=True),
+        'That is JAX\'s; here it is order="ordered"',
+    ),
+    "too many": (
+        lambda x: hc.tap(lambda v: None, x, x),
+        "hc.tap calls `<lambda>` with 2 positional arguments. `<lambda>` takes (v)."
+        " Arguments and parameters must fit: hc.tap(<lambda>, *args)",
+    ),
+    "too few": (
+        lambda x: hc.call(lambda a, b: a, F32, x),
+        "hc.call calls `<lambda>` with 1 positional argument. `<lambda>` takes (a, b)."
+        " Arguments and parameters must fit: hc.call(<lambda>, result, *args)",
+    ),
+    "result forgotten": (
+        lambda x: hc.call(lambda v: v, x),
+        "with 0 positional arguments",
+    ),
+    "a keyword missing": (
+        lambda x: hc.call(lambda a, *, b: a, F32, x),
+        "with 1 positional argument.",
+    ),
+    "positional only": (lambda x: hc.call(two, F32, x, b=1), "the keyword b="),
+    "twice": (
+        lambda x: hc.call(lambda v: v, F32, x, v=x),
+        "with 1 positional argument and v=",
+    ),
+    "a method": (lambda x: hc.call(Counter().add, F32), "takes (k, twice=False)"),
+    "an object": (
+        lambda x: hc.call(type("C", (), {"__call__": lambda self: 0})(), F32, x),
+        "takes ()",
+    ),
+    "partial": (
+        lambda x: hc.call(functools.partial(two, 1, d=2), F32, x, x, x),
+        "with 3 positional arguments",
+    ),
+    "of C": (lambda x: hc.tap([].append, x, x), "with 2 positional arguments"),
+    "a class": (lambda x: hc.call(Counter, F32, x), "`Counter` takes ()"),
+    "jitted": (lambda x: hc.call(jax.jit(lambda v: v), F32, x, x), "takes (v)"),
+    "through": (
+        lambda x: hc.tap_through(lambda: None, x),
+        "hc.tap_through calls `<lambda>` with 1 positional argument",
+    ),
+    "tangent": (
+        lambda x: hc.tap_tangent(lambda: None, x),
+        "hc.tap_tangent calls `<lambda>` with 1 positional argument",
+    ),
+    "a host function": (
+        lambda x: hc.host(lambda a, b: a, result=F32)(x),
+        "a hc.host function calls `<lambda>` with 1 positional argument. `<lambda>`"
+        " takes (a, b).",
+    ),
+    "an object's method": (
+        lambda x: hc.Object(Counter, methods={"add": F32}).add(x, x, x),
+        "the object `Counter` calls `Counter.add` with 3 positional arguments."
+        " `Counter.add` takes (k, twice=False).",
+    ),
+    "an object's option": (
+        lambda x: hc.Object(Counter, methods={"add": F32}).add(x, wher=True),
+        " `Counter.add` takes (k, twice=False). Did you mean where=?",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(("call", "text"), WRONG.values(), ids=WRONG)
+def test_arguments_that_the_function_does_not_take(mode, call, text):
+    assert text in refused(mode(call), X).replace("<lambda>.<locals>.", "")
+
+
+def out_too(x, *, out):
+    out[...] = x
+
+
+RIGHT = {
+    "defaults": lambda x: hc.call(two, F32, x),
+    "by position": lambda x: hc.call(two, F32, x, 1, 2),
+    "by name": lambda x: hc.call(two, F32, x, 1, c=2, d=3),
+    "any": lambda x: hc.call(lambda *a, **k: k["ordered"], F32, x, ordered=x),
+    "its own": lambda x: hc.call(lambda v, evry: v, F32, x, evry=1),
+    "positional only again": lambda x: hc.call(lambda v, /, **k: v, F32, x, v=x),
+    "required": lambda x: hc.call(lambda v, *, k: v, F32, x, k=1),
+    "out": lambda x: hc.call(out_too, F32, x, lend="out"),
+    "method": lambda x: hc.call(Counter().add, F32, x, twice=True),
+    "partial": lambda x: hc.call(functools.partial(two, d=1), F32, x, c=1),
+    "partial given again": lambda x: hc.call(functools.partial(two, d=1), F32, x, d=2),
+    "ufunc": lambda x: hc.call(np.sqrt, F32, x),
+    "scipy": lambda x: hc.call(scipy.special.jv, F32, x, x),
+    "numpy": lambda x: hc.call(np.sum, F32, x, dtype=np.float32),
+    "of C": lambda x: hc.call(operator.add, F32, x, x),
+    "class": lambda x: hc.call(np.float32, F32, x),
+    "jitted": lambda x: hc.call(jax.jit(lambda v, w=1: v), F32, x, w=x),
+    "cached": lambda x: hc.call(functools.lru_cache(lambda v=0: v), F32),
+    "wrapped": lambda x: hc.call(
+        functools.wraps(lambda a, b, c: 0)(lambda v: v), F32, x
+    ),
+    "static": lambda x: hc.call(
+        type("C", (), {"__call__": staticmethod(lambda v: v)})(), F32, x
+    ),
+    "host": lambda x: hc.host(two, result=F32)(x, 1, 2),
+    "host, out": lambda x: hc.host(out_too, result=F32, lend="out")(x),
+    "object": lambda x: hc.Object(lambda: Counter(), methods={"add": F32}).add(x),
+}
+
+
+@pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("call", RIGHT.values(), ids=RIGHT)
+def test_arguments_that_it_does_take(mode, call):
+    jax.block_until_ready(mode(call)(X))
