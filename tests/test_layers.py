@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
         "_delivery",
         "_watcher",
         "_lifecycle",
+        "_fork",
         "_job",
         "_object_group",
         "_object_spec",

@@ -104,6 +104,102 @@ print(os.waitpid(child, 0)[1], flush=True)
     assert done.stdout.split() == ["refused", "0"]
 
 
+FORKED = """
+import warnings
+warnings.simplefilter("ignore")
+def in_a_child(use):
+    child = os.fork()
+    if child == 0:
+        try:
+            print("gave", use(), flush=True)
+        except hc.HostcallError as error:
+            assert "multiprocessing's 'spawn' or 'forkserver'" in str(error), error
+            print("refused", flush=True)
+        finally:
+            os._exit(0)  # JAX's own end may hang there
+    return os.waitpid(child, 0)
+"""
+
+
+def test_jax_in_a_forked_child_is_refused(run_python):
+    """What needs a thread of JAX's: it would wait for that for ever."""
+    done = run_python(
+        HEAD
+        + FORKED
+        + """
+small = jax.jit(lambda v: v + 1)
+large = jax.jit(lambda m: m @ m)
+m = jnp.ones((500, 500))
+jax.block_until_ready((small(x), large(m), jnp.sin(x)))
+compiled, lowered = small.lower(x).compile(), jax.jit(lambda v: v * 7).lower(x)
+hc.call(lambda a: a, x, x)  # hostcall is in use
+def tapped(v):
+    hc.tap(print, v)
+    return v
+for use in (
+    lambda: small(x), lambda: large(m), lambda: small(np.ones(3)), lambda: jnp.sin(x),
+    lambda: jnp.cos(x), lambda: jax.jit(lambda v: v * 3)(x), lambda: compiled(x),
+    lambda: lowered.compile(), lambda: small.lower(np.ones(5)), lambda: jax.jit(tapped)(x),
+    lambda: jax.vmap(lambda v: v * 2)(np.ones((1, 3))), lambda: jax.grad(jnp.sin)(x),
+):
+    in_a_child(use)
+def fork_inside(a):
+    in_a_child(lambda: small(np.float32(1)))
+    return a
+jax.jit(lambda v: hc.call(fork_inside, v, v))(x).block_until_ready()
+in_a_child(lambda: (float(x), jax.eval_shape(small, x).shape))
+print(small(x), float(jnp.cos(x * 0)), hc.call(lambda a: a + 1, x, x))  # the parent
+"""
+    )
+    refused, rest = done.stdout.splitlines()[:13], done.stdout.splitlines()[13:]
+    assert refused == ["refused"] * 13
+    assert rest == ["gave (1.0, ())", "2.0 1.0 2.0"]
+
+
+def test_forked_children_that_do_without_jax(run_python):
+    done = run_python(
+        HEAD
+        + """
+import multiprocessing, subprocess, warnings
+warnings.simplefilter("ignore")
+jax.jit(lambda v: hc.call(lambda a: a, v, v))(x).block_until_ready()
+def work(n):
+    return int(np.arange(n).sum())
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(pool.map(work, [3, 4]))
+print(subprocess.run(["echo", "a", "b"], capture_output=True, preexec_fn=os.getpid).stdout)
+source = "import jax, hostcall as hc; print(jax.jit(lambda v: hc.call(abs, v, v))(-2.0))"
+child = os.fork()
+if child == 0:
+    os.execv(sys.executable, [sys.executable, "-c", source])
+print(os.waitpid(child, 0)[1])
+"""
+    )
+    assert done.stdout.splitlines() == ["[3, 6]", "b'a b\\n'", "2.0", "0"]
+
+
+def test_a_child_that_was_forked_before_jax_started_is_as_good_as_new(run_python):
+    done = run_python(
+        """
+        import os, sys, warnings
+        warnings.simplefilter("ignore")
+        import jax, numpy as np
+        import hostcall as hc
+        from hostcall import _handlers
+        _handlers.start()
+        child = os.fork()
+        if child:
+            print(os.waitpid(child, 0)[1], flush=True)
+        x = np.float32(1)
+        hc.tap(lambda v: print("tapped", v, flush=True), x)
+        hc.barrier()
+        print(jax.jit(lambda v: hc.call(lambda a: a + 1, v, v))(x), flush=True)
+        """
+    )
+    worked = ["tapped 1.0", "2.0"]
+    assert done.stdout.splitlines() == [*worked, "0", *worked]
+
+
 def test_a_spawned_child_has_an_engine_of_its_own(run_python, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

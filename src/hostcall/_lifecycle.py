@@ -33,6 +33,7 @@ from hostcall import (
     _config,
     _delivery,
     _errors,
+    _fork,
     _host_device,
     _jax,
     _native,
@@ -107,10 +108,13 @@ def _wait_for_calls(interpreter: bool) -> None:
 
 
 def _after_fork() -> None:
-    _native.after_fork()
+    _fork.after_fork()
+    _delivery.after_fork()
+    if not _native.forked():  # JAX had not started
+        _watcher.start()
+        return
+    _watcher.after_fork()
     # The end of a client joins its threads, which do not exist here: a child that ends
     # by sys.exit would die of it (JAX's own does).
     for client in (*_jax.clients(), *_host_device.clients()):
         _native.keep_for_ever(client)
-    _delivery.after_fork()
-    _watcher.after_fork()

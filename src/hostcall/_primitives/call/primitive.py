@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from hostcall import _errors, _handlers, _host_device, _jax, _native, _targets
+from hostcall import _errors, _fork, _handlers, _host_device, _jax, _targets
 from hostcall._callback import CallInfo, CallParams
 from hostcall._order import effects_of
 
@@ -48,7 +48,7 @@ def run_now(
     function raises comes out as it is.
     """
     _handlers.start()
-    refuse_forked(f"`{params.callback.name}` is called")
+    _fork.refuse(f"`{params.callback.name}` is called")
     if params.order == "ordered":
         for failure in _errors.failures_of_effects():
             _targets.logger.error("an ordered call goes on after: %s", failure)
@@ -62,15 +62,6 @@ def run_now(
     if place is None:
         return [_jax.put_on_device(r, home, committed=False) for r in results]
     return [jax.device_put(result, place) for result in results]
-
-
-def refuse_forked(what: str) -> None:
-    if _native.forked():
-        raise _errors.HostcallError(
-            f"hostcall: {what} in a process that was forked"
-            " from one that had started JAX, whose threads do not exist here. Start"
-            " workers with multiprocessing's 'spawn' or 'forkserver' method"
-        )
 
 
 def row_major(operand: Any) -> np.ndarray:

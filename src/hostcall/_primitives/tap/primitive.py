@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _delivery, _errors, _handlers, _host_device, _jax, _targets
+from hostcall import _delivery, _errors, _fork, _handlers, _host_device, _jax, _targets
 from hostcall._order import effects_of
-from hostcall._primitives.call.primitive import refuse_forked, row_major
+from hostcall._primitives.call.primitive import row_major
 from hostcall._tap_info import TapInfo, TapParams, with_axis
 
 tap_p = _jax.Primitive("host_tap")
@@ -36,7 +36,7 @@ def arguments(operands: Any, params: TapParams) -> Any:
 def _impl(*operands: Any, params: TapParams) -> list[Any]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
     _handlers.start()
-    refuse_forked(f"`{params.callback.name}` is tapped")
+    _fork.refuse(f"`{params.callback.name}` is tapped")
     _delivery.start()
     results = list(arguments(operands, params)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
