@@ -328,14 +328,8 @@ class HostFunction:
 
         Returns:
             In the structure of the Jacobian (elementwise: of its diagonal, for each
-            argument), NumPy arrays with an estimate of the absolute error: what the
-            step's length does, and what noise in the function does, be it float64's
-            rounding, float32 inside, or a solver's tolerance. The true error is seldom
-            above it, and in the functions that it was tried on never above twice that,
-            but for what no value near `args` shows: oscillations that are much finer
-            than the step (then the estimate is nearly always as large as the derivative
-            itself), and results rounded so coarsely that they don't change within
-            1.5e-3 max(1, |x|) of `args`. A program in float32 rounds derivatives too.
+            argument), NumPy arrays with an estimate of the absolute error, of which
+            docs/derivatives.md says how far it can be trusted.
 
         Raises:
             SpecError: the function has no differences.
