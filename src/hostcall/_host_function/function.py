@@ -328,14 +328,12 @@ class HostFunction:
 
         Returns:
             In the structure of the Jacobian (elementwise: of its diagonal, for each
-            argument), NumPy arrays with an estimate of the absolute error, of which
-            docs/derivatives.md says how far it can be trusted.
+            argument), NumPy arrays: estimates of the absolute error.
 
         Raises:
             SpecError: the function has no differences.
 
-        Cost: runs the function outside of any program, 11 to 13 times an element of the
-        arguments ("complex": 22 to 24); elementwise as often an argument.
+        Cost: 11 to 13 runs an element of the arguments ("complex": 22 to 24).
         """
         if self.differences is None:
             raise SpecError(
