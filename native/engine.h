@@ -53,7 +53,11 @@ class Engine {
   }
 
   /// From here on calls on threads of Python's stay in the engine when they end.
-  void LeaveBehind() { left_behind_.store(true); }
+  /// The calling thread is the one that ends the interpreter.
+  void LeaveBehind() {
+    ender_ = std::this_thread::get_id();
+    left_behind_.store(true);
+  }
 
   /// In a forked child: the threads whose calls were counted do not exist there,
   /// nor do XLA's. Nothing may be called, and nobody is waited for.
@@ -65,13 +69,17 @@ class Engine {
 
   bool closed() const { return closed_.load(); }
   bool forked() const { return forked_.load(); }
-  bool left_behind() const { return left_behind_.load(std::memory_order_relaxed); }
+  /// Whether the calling thread, one of Python's, has to stay.
+  bool IsLeftBehind() const {
+    return left_behind_.load() && std::this_thread::get_id() != ender_;
+  }
   int64_t in_flight() const { return in_flight_.load(); }
 
  private:
   std::atomic<bool> closed_{false};
   std::atomic<bool> forked_{false};
   std::atomic<bool> left_behind_{false};
+  std::thread::id ender_;  ///< written before left_behind_ is
   std::atomic<int64_t> in_flight_{0};
 };
 

@@ -211,6 +211,10 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     scope.call().start_ns = start;
     ok = Invoke(plan, scope.call(), in.data(), targets.data());
     if (!ok) ++plan.counters->errors;
+    if (Engine::Get().IsLeftBehind()) {  // what follows is JAX's C++
+      GilRelease unlocked;
+      StayForEver();
+    }
   }
   plan.counters->python_ns += NowNs() - start;
   if (!ok) throw nb::python_error();

@@ -47,7 +47,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     if (!ok) {
       text = TakeError(plan, scope.call());
     }
-    if (Engine::Get().left_behind() && !OnForeignThread()) {
+    if (!OnForeignThread() && Engine::Get().IsLeftBehind()) {
       GilRelease unlocked;
       StayForEver();
     }
