@@ -239,7 +239,7 @@ def parse_result(result: Any, name: str) -> Results:
             avals.append(_jax.ShapedArray(shape + block, np.dtype(np.uint32)))
             continue
         dtype = np.dtype(leaf.dtype)
-        if not is_numeric(dtype) or dtype.char in "gG":  # long doubles
+        if not is_numeric(dtype) or dtype.type in (np.longdouble, np.clongdouble):
             raise SpecError(
                 f"hostcall: {where} of `{name}` is {dtype}, of which JAX has no arrays."
                 " Ask for a dtype of numbers. For any Python objects there is hc.Object"

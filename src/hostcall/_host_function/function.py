@@ -148,7 +148,6 @@ class HostFunction:
             options |= {"where": mask, "fill": fill}
             return call(_Placed(self.fn, place), spec, *args, **options)
         parsed = parse_result(spec, self.__name__)
-        _mistakes.check_results("hc.host", parsed, "pure", self.__name__)
         fills = None
         if mask is not None:
             operands.append(parse_mask(mask, self.__name__))
