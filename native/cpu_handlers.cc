@@ -46,7 +46,8 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
     team =
         std::make_shared<Team>(plan->team_mode, plan->team_size, plan->team_leader);
   }
-  std::unique_ptr<Throttle> throttle = Throttle::For(plan->tap);
+  std::unique_ptr<Throttle> throttle =
+      Throttle::For(plan->tap.every_steps, plan->tap.every_ns, plan->tap.sample);
   auto* state =
       new PlanState{std::move(plan), std::move(team), std::move(throttle)};
   XLA_FFI_State_Set_Args args;

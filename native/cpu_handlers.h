@@ -43,7 +43,7 @@ XLA_FFI_Error* ExecuteTap(XLA_FFI_CallFrame* frame);
 /// one of those that are left out (counted).
 bool IsWanted(const PlanState& state, int device);
 bool IsMasked(const Plan& plan, const void* const* operands);
-bool IsSkipped(const Plan& plan, Throttle* throttle, int device);
+bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run);
 /// Gives its number back: a place in the order of effects, as a value.
 XLA_FFI_Error* ExecuteLink(XLA_FFI_CallFrame* frame);
 /// The floor that benchmarks compare with: enters Python, and nothing else.

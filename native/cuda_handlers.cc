@@ -178,7 +178,8 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   if (!IsWanted(*state, device)) return nullptr;
   // What `where` keeps back does not count for `every`, and is seen on the host.
   std::shared_ptr<Throttle> later = plan.masked ? state->throttle : nullptr;
-  if (!later && IsSkipped(plan, state->throttle.get(), device)) return nullptr;
+  const int64_t run = RunId(frame);
+  if (!later && IsSkipped(plan, state->throttle.get(), device, run)) return nullptr;
   {
     Entry entry;
     if (!entry) {
@@ -190,10 +191,10 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   const bool blocks = plan.tap.when_full == WhenFull::kBlock;
   if (blocks && !nested) TapQueue::Get().AwaitSpace(plan.tap.bytes);
   Deliver deliver = [plan = state->plan, later, device,
-                     run = RunId(frame)](const void* const* data) {
+                     run](const void* const* data) {
     Entry entry;
     if (!entry || IsMasked(*plan, data)) return;
-    if (IsSkipped(*plan, later.get(), device)) return;
+    if (IsSkipped(*plan, later.get(), device, run)) return;
     PushTap(*plan, device, run, data, true);
   };
   const bool sent = StageTap(driver, PoolIn(g_for_taps, g_tap_limit), work.stream,

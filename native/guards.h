@@ -13,6 +13,8 @@
 #include <cxxabi.h>
 #endif
 
+#include "clock.h"
+
 namespace hostcall {
 
 /// Keeps the calling thread for ever; the kernel ends it with the process.
@@ -47,13 +49,6 @@ inline auto OrPark(Function function) -> decltype(function()) {
 inline PyObject* CallPython(PyObject* function, PyObject* const* args, size_t n,
                             PyObject* keywords) {
   return OrPark([&] { return PyObject_Vectorcall(function, args, n, keywords); });
-}
-
-/// Nanoseconds of a monotonic clock.
-inline int64_t NowNs() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
 }
 
 /// Owns one reference to a Python object. The GIL is held wherever one is made

@@ -7,6 +7,7 @@
 
 #include "call_scope.h"
 #include "tap_worker.h"
+#include "throttle.h"
 
 namespace nb = nanobind;
 
@@ -31,6 +32,20 @@ TapSettings ReadTapSettings(nb::object settings) {
 }
 
 namespace {
+
+/// The counters of a place outside of any program: one device, one run.
+struct OnePlace {
+  explicit OnePlace(nb::object settings) {
+    const TapSettings tap = ReadTapSettings(std::move(settings));
+    throttle = Throttle::For(tap.every_steps, tap.every_ns, tap.sample, 1);
+  }
+  bool Lets(Counters& counters) {
+    if (throttle == nullptr || throttle->Lets(0, 0)) return true;
+    counters.taps.skipped.fetch_add(1, std::memory_order_relaxed);
+    return false;
+  }
+  std::unique_ptr<Throttle> throttle;
+};
 
 nb::dict QueueState() {
   const TapQueue& queue = TapQueue::Get();
@@ -73,6 +88,10 @@ void InitTaps(nb::module_& m) {
       nb::arg("mark"), nb::arg("seconds"),
       nb::call_guard<nb::gil_scoped_release>());
   m.def("tap_queue", &QueueState);
+  nb::class_<OnePlace>(m, "Throttle")
+      .def(nb::init<nb::object>(), nb::arg("settings"))
+      .def("lets", &OnePlace::Lets, nb::arg("counters"),
+           nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace hostcall

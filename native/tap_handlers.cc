@@ -27,8 +27,8 @@ bool IsMasked(const Plan& plan, const void* const* operands) {
   return true;
 }
 
-bool IsSkipped(const Plan& plan, Throttle* throttle, int device) {
-  if (throttle == nullptr || throttle->Lets(device)) return false;
+bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run) {
+  if (throttle == nullptr || throttle->Lets(device, run)) return false;
   plan.counts->skipped.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
@@ -62,13 +62,14 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
   const int device = DeviceOrdinal(frame);
   if (!IsWanted(*state, device)) return nullptr;
   if (IsMasked(plan, operands.data())) return nullptr;
-  if (IsSkipped(plan, state->throttle.get(), device)) return nullptr;
+  const int64_t run = RunId(frame);
+  if (IsSkipped(plan, state->throttle.get(), device, run)) return nullptr;
   Entry entry;
   if (!entry) {
     return MakeError(frame->api, ClosedText(),
                      XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
-  PushTap(plan, device, RunId(frame), operands.data());
+  PushTap(plan, device, run, operands.data());
   return nullptr;
 }
 

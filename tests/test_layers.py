@@ -44,6 +44,7 @@ LAYERS: list[tuple[str, ...]] = [
         "_guards",
         "_handlers",
         "_targets",
+        "_throttle",
     ),
     (
         "_primitives",

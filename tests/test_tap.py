@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import hostcall as hc
-from hostcall import _native
+from hostcall import _native, _throttle
 
 
 class Log:
@@ -30,6 +30,7 @@ class Log:
 
 @pytest.fixture
 def log():
+    _throttle._places.clear()
     return Log()
 
 
@@ -180,18 +181,124 @@ def test_where(log):
     assert log.values() == [0, 3, 6, 9, 11]
 
 
-def test_every_counts_executions_of_a_place_on_each_device(log):
-    def f(x):
-        return lax.fori_loop(0, 10, lambda i, c: (hc.tap(log, i, every=4), c)[1], x)
+def scan_of(log, n, every):
+    """Taps 0, 1, ... n-1 at one place, in one run."""
 
-    program = jax.jit(f)
+    def f(x):
+        return lax.fori_loop(0, n, lambda i, c: (hc.tap(log, i, every=every), c)[1], x)
+
+    return f
+
+
+def test_every_counts_by_itself_each_run_that_is_longer(log):
+    skipped = lambda: sum(v.skipped for v in hc.stats().values())
+    program, before = jax.jit(scan_of(log, 1000, 100)), skipped()
+    for _ in range(3):
+        program(0)
+        assert log.values() == list(range(0, 1000, 100))
+        log.seen.clear()
+    assert skipped() - before == 3 * 990
+    uneven = jax.jit(scan_of(log, 10, 4))
+    uneven(0)
+    uneven(0)
+    assert log.values() == [0, 4, 8, 0, 4, 8]
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_every_counts_shorter_runs_together(log, length):
+    """A jitted step in a Python loop, perhaps with a short loop of its own."""
+    step = jax.jit(scan_of(log, length, 10))
+    for _ in range(30):
+        step(0)
+    numbers = range(0, 30 * length, 10)
+    assert log.values() == [number % length for number in numbers]
+
+
+def test_every_in_a_loop_of_changing_length(log):
+    @jax.jit
+    def f(n):
+        return lax.while_loop(
+            lambda i: i < n, lambda i: (hc.tap(log, i, every=5), i + 1)[1], 0
+        )
+
+    for n in (3, 3, 12, 2, 7):  # together until the third, which is longer
+        f(n)
+    assert log.values() == [0, 2, 4, 5, 10, 0, 0, 5]
+
+
+def test_every_counts_on_each_device(log):
+    devices = jax.devices()[:3]
+    f = jax.pmap(scan_of(log, 10, 4), devices=devices)
+    step = jax.pmap(scan_of(log, 1, 4), devices=devices)
+    f(jnp.zeros(3))
+    assert sorted(log.values()) == sorted(3 * [0, 4, 8])
+    log.seen.clear()
+    f(jnp.zeros(3))
+    for _ in range(9):
+        step(jnp.zeros(3))
+    assert sorted(log.values()) == sorted(3 * [0, 4, 8] + 3 * 3 * [0])
+
+
+def test_every_counts_runs_that_overlap(log):
+    """Each of them by itself, as if it were alone."""
+    program = jax.jit(scan_of(log, 2000, 100))
     program(0)
-    program(0)  # goes on counting
+    log.values()
+    log.seen.clear()
+    start = threading.Barrier(4)
+
+    def work():
+        start.wait()
+        for _ in range(5):
+            program(0).block_until_ready()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(log.values()) == sorted(20 * list(range(0, 2000, 100)))
+
+
+def test_every_and_sample_hold_outside_of_programs(log):
+    for i in range(10):
+        hc.tap(log, i, every=4, where=i != 2)
+        hc.tap(log, 100 + i, every=3)  # another line
+    assert log.values() == [0, 100, 103, 5, 106, 9, 109]
+    log.seen.clear()
+
+    def work():
+        for _ in range(50):
+            hc.tap(log, 1, every=100)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert log.values() == [1, 1]
+    log.seen.clear()
+    for i in range(1000):
+        hc.tap(log, i, sample=0.1)
+        hc.tap(log, -1 - i, every=3600.0)
+        assert hc.tap_through(log, i, every=10**6) == i
+    values = log.values()
+    assert 60 < len(values) < 140
+    assert values[:1] == [0] or -1 in values
+    assert values.count(-1) == 1
+
+
+def test_every_without_jit_is_every_with_it(log):
+    f = scan_of(log, 10, 4)
+    with jax.disable_jit():
+        f(0)
+        f(0)
     assert log.values() == [0, 4, 8, 2, 6]
     log.seen.clear()
-    devices = jax.devices()[:2]
-    jax.pmap(f, devices=devices)(jnp.zeros(2))
-    assert sorted(log.values()) == [0, 0, 4, 4, 8, 8]
+    for device in jax.devices()[:2]:
+        for i in range(3):
+            hc.tap(log, jax.device_put(i, device), every=2)
+    assert log.values() == [0, 2, 0, 2]
 
 
 def test_every_in_seconds(log):

@@ -52,6 +52,20 @@ def test_a_loop_is_delivered_in_order(order, seen):
     assert seen == [0, 1, 2, 4, 5, 6, 7, 8, 9]
 
 
+def test_every_counts_all_runs_together(seen):
+    """JAX's callback tells neither the run nor the device."""
+
+    @jax.jit
+    def f(x):
+        tap = lambda i: hc.tap(lambda v: seen.append(int(v)), i, every=4, where=i != 2)
+        return jax.lax.fori_loop(0, 6, lambda i, c: (tap(i), c)[1], x)
+
+    f(1)
+    f(1)
+    hc.barrier()
+    assert seen == [0, 5, 4]
+
+
 def test_rows_and_trees(seen):
     def note(tree):
         seen.append((float(tree["x"]), hc.current().row))

@@ -44,7 +44,7 @@ def print(
         rows: under vmap, "batched": one line for the batch; "each": one a row, as
             `jax.debug.print` has it.
         when_full: what happens where the queue is full.
-        every: one line in so many executions, or in so many seconds.
+        every: one line in so many executions, or in so many seconds: as in `hc.tap`.
         file: where to; None for `sys.stdout` as it is at the time of printing, so a
             notebook or a test that captures output gets it.
         flush: flushes the file after this line.

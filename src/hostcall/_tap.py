@@ -82,11 +82,15 @@ def tap(
             communication. `hc.current().device` and `.index` say which; equal blocks
             are delivered once.
         arrays: as in `hc.call`.
-        every: an int: lets one of so many executions of this place through, the first
-            of them; a float: one in so many seconds. On each device by itself, counted
-            by the compiled program where `where` is True; eager taps all go through.
+        every: an int: lets one of so many executions through, the first of them. A run
+            of the program that comes here more often than that is counted by itself:
+            with every=100 a scan of 1000 steps taps steps 0, 100, ... 900 each time it
+            runs. Other runs are counted together: of calls of a jitted step, one in 100
+            taps. A float: one in so many seconds, over all runs. Each place of a
+            program counts by itself, on each device, where `where` is True. Outside of
+            a program (jax.jit) a place is a line of yours.
         sample: lets this share of the executions through, chosen by a fixed sequence,
-            the same each time the process runs; eager taps all go through.
+            the same each time the process runs.
         name: for `hc.collect`.
         **kwargs: as `args`. What is no option above is the function's.
 
@@ -163,7 +167,8 @@ def tap_through(
         rows: under vmap, one delivery of the batch or one a row.
         remat: under jax.checkpoint, "once" keeps the value for the backward pass.
         arrays: what `fn` gets for an array.
-        every: lets one of so many executions through, or one in so many seconds.
+        every: lets one of so many executions through, or one in so many seconds, as in
+            `hc.tap`.
         sample: lets this share of the executions through.
         name: for `hc.collect`.
 

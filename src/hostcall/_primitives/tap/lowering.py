@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hostcall import _delivery, _handlers, _jax, _native, _targets
+from hostcall import _delivery, _handlers, _jax, _native, _targets, _throttle
 from hostcall._primitives import emit
 from hostcall._primitives.call.primitive import row_major
 from hostcall._primitives.tap import shards
@@ -97,9 +97,12 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         tap=params.settings(),
     )
 
+    throttle = _throttle.Throttle(params)  # here neither device nor run is known
+
     def run(*arrays: Any) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
-        if not params.masked or hosts[0].size != 1 or hosts[0]:
+        masked = params.masked and hosts[0].size == 1 and not hosts[0]
+        if not masked and throttle.lets(params):
             plan.push(hosts)
         return list(arguments(hosts, params)) if params.through else []
 

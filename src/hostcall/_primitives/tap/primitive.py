@@ -11,7 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _delivery, _errors, _fork, _handlers, _host_device, _jax, _targets
+from hostcall import (
+    _delivery,
+    _errors,
+    _fork,
+    _handlers,
+    _host_device,
+    _jax,
+    _targets,
+    _throttle,
+)
 from hostcall._order import effects_of
 from hostcall._primitives.call.primitive import row_major
 from hostcall._tap_info import TapInfo, TapParams, with_axis
@@ -45,6 +54,8 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
         for failure in _errors.failures_of_effects():
             _targets.logger.error("an ordered tap goes on after: %s", failure)
     for home, place, blocks in _blocks(operands, params):
+        if not _throttle.lets(params, home):
+            continue
         arrays = [row_major(block) for block in blocks]
         info = TapInfo(params, {-1: home}, mesh=None)
         info.places = None if place is None else {-1: place}
