@@ -120,7 +120,7 @@ for f in (step, total, compiled, lambda x, _: untraced(x), lambda x, _: x.sum())
     try:
         f(x, 1.0)
     except hc.HostcallError as error:
-        assert "may run no other" in str(error), error
+        assert "it may not run another one" in str(error), error
         assert "What failed first: LookupError: no such row (in callback `host`" in str(error)
         assert not compiles
         print("refused", flush=True)

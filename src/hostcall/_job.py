@@ -45,9 +45,10 @@ def until_failure(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refusal() -> Exception:
     return HostcallError(
-        "hostcall: a program over several processes failed in this process, which may"
-        " run no other: the rest may still wait for it in the one that failed, and"
-        " would take the next one's values for that one's. End all processes of the"
-        " job, and start them again from what was saved last (programs over this"
-        f" process's own devices still run). What failed first: {_first}"
+        "hostcall: a program over several processes failed in this process, so it may"
+        " not run another one. The other processes may still wait for it inside the"
+        " program that failed, and would mix that one's values with the next one's. End"
+        " all processes of the job, and start them again from the last checkpoint."
+        " Programs over this process's own devices still run. What failed first:"
+        f" {_first}"
     )
