@@ -43,10 +43,20 @@ def test_a_pure_call_without_results(mode, result):
     )
     call = mode(lambda x: hc.call(log, result, x))
     assert refused(call, X) == text.format("hc.call")
+    with pytest.raises(hc.SpecError, match="`f` returns nothing, and hc.host calls"):
+        hc.host(log, result=result, name="f")
     assert seen == []
     mode(lambda x: hc.call(lambda x: log(x) or result, result, x, order="ordered"))(X)
     jax.effects_barrier()
     assert seen == [2]
+
+
+@pytest.mark.parametrize("result", ["infer", lambda x: None], ids=["infer", "function"])
+def test_a_pure_host_function_that_turns_out_to_return_nothing(result):
+    host = hc.host(lambda x: None, result=result, name="f")
+    assert "`f` returns nothing, and hc.host calls it" in refused(jax.jit(host), X)
+    tree = hc.host(lambda x: x, result=hc.same_tree(0))
+    assert tree({}) == {}
 
 
 # --- Traced values ---------------------------------------------------------------------

@@ -113,42 +113,42 @@ def test_the_call_in_a_rule_is_batched_by_the_vmap_outside():
 
 
 def test_an_error_of_the_rule_comes_out():
-    def rule(axis_size, in_batched, x):
+    def rule(axis_size, in_batched, x, y):
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        jax.vmap(lambda x: hc.call(add, ROW, x, vmap_method=rule))(X)
+        jax.vmap(lambda x: hc.call(add, ROW, x, x, vmap_method=rule))(X)
 
 
 WRONG = {
     "no pair": (
-        lambda n, flags, x: x,
+        lambda n, flags, x, y: x,
         "the vmap_method of `add` should return (result, batched), got",
     ),
     "three": (
-        lambda n, flags, x: (x, True, None),
+        lambda n, flags, x, y: (x, True, None),
         "the vmap_method of `add` should return (result, batched), got tuple",
     ),
     "batched shape": (
-        lambda n, flags, x: (x[0], True),
+        lambda n, flags, x, y: (x[0], True),
         "float32[3] for a leaf that should be float32[4, 3]",
     ),
     "unbatched shape": (
-        lambda n, flags, x: (x, False),
+        lambda n, flags, x, y: (x, False),
         "float32[4, 3] for a leaf that should be float32[3]",
     ),
     "dtype": (
-        lambda n, flags, x: (x.astype(jnp.int32), True),
+        lambda n, flags, x, y: (x.astype(jnp.int32), True),
         "int32[4, 3] for a leaf that should be float32[4, 3]",
     ),
-    "structure": (lambda n, flags, x: ([x, x], True), "`add`"),
-    "structure of batched": (lambda n, flags, x: (x, [True, False]), "`add`"),
+    "structure": (lambda n, flags, x, y: ([x, x], True), "`add`"),
+    "structure of batched": (lambda n, flags, x, y: (x, [True, False]), "`add`"),
 }
 
 
 @pytest.mark.parametrize(("rule", "text"), WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_answer_is_refused(rule, text):
-    f = jax.vmap(lambda x: hc.call(add, ROW, x, vmap_method=rule))
+    f = jax.vmap(lambda x: hc.call(add, ROW, x, x, vmap_method=rule))
     with pytest.raises(hc.BatchingError, match=re.escape(text)):
         jax.jit(f)(X)
 
@@ -160,16 +160,18 @@ def test_a_wrong_answer_is_refused(rule, text):
 )
 def test_an_answer_of_another_structure_is_refused(answer):
     f = jax.vmap(
-        lambda x: hc.call(add, {"a": ROW}, x, vmap_method=lambda n, flags, x: answer)
+        lambda x: hc.call(
+            add, {"a": ROW}, x, x, vmap_method=lambda n, flags, x, y: answer
+        )
     )
     with pytest.raises(hc.BatchingError, match="the vmap_method of `add`"):
         jax.jit(f)(X)
 
 
 def test_a_rule_and_where_are_refused_together():
-    def rule(n, flags, x):
+    def rule(n, flags, x, y):
         return x, True
 
-    f = jax.vmap(lambda x, w: hc.call(add, ROW, x, where=w, vmap_method=rule))
+    f = jax.vmap(lambda x, w: hc.call(add, ROW, x, x, where=w, vmap_method=rule))
     with pytest.raises(hc.BatchingError, match="where= and a vmap_method of your own"):
         f(X, np.ones(4, bool))

@@ -130,7 +130,8 @@ def call(
     also = ("out",) if lend == "out" else ()
     _mistakes.check(_FACE, fn, args, kwargs, template.leaves, also)
     results = parse_result(result, name)
-    _mistakes.check_results("hc.call", results, order, name)
+    if order == "pure" and not results.avals:
+        _mistakes.refuse_unneeded("hc.call", name)
     masked = where is not None
     if masked:
         operands.insert(0, parse_mask(where, name))

@@ -16,7 +16,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._captured import has_tracers_text, traced_values
 from hostcall._errors import SpecError
-from hostcall._spec import Results, Static
+from hostcall._spec import Static
 from hostcall._where import name_of
 
 
@@ -88,16 +88,15 @@ def check(
                 _refuse_text(face, fn, mark.value)
 
 
-def check_results(face: str, results: Results, order: str, name: str) -> None:
-    """Refuses a pure call without results, which nothing needs."""
-    if order == "pure" and not results.avals:
-        raise SpecError(
-            f"hostcall: `{name}` returns nothing, and {face} calls it with"
-            ' order="pure", the default: a program drops it, since nothing needs its'
-            " results. For values that leave the program write"
-            f" hc.tap({name}, ...), which does not wait; for a call that it waits for,"
-            ' order="ordered" (or "unordered")'
-        )
+def refuse_unneeded(face: str, name: str) -> None:
+    """Refuses a pure call without results."""
+    raise SpecError(
+        f"hostcall: `{name}` returns nothing, and {face} calls it with"
+        ' order="pure", the default: a program drops it, since nothing needs its'
+        " results. For values that leave the program write"
+        f" hc.tap({name}, ...), which does not wait; for a call that it waits for,"
+        ' order="ordered" (or "unordered")'
+    )
 
 
 def refuse_traced(face: Face, fn: Any) -> None:

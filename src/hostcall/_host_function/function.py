@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from hostcall import _jax, _mistakes
 from hostcall._call import call, parse_mask
@@ -142,23 +141,23 @@ class HostFunction:
         _mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
         spec = self._spec(args, template)
         if self.order != "pure":
-            options = self.call_options("value", False)
+            options = self.call_options("value", False) | {"where": mask, "fill": fill}
             if self.rules.batch is not None:
                 options["vmap_method"] = self.rules.batch
-            options |= {"where": mask, "fill": fill}
             return call(_Placed(self.fn, place), spec, *args, **options)
+        if spec is None:
+            _mistakes.refuse_unneeded("hc.host", self.__name__)
         parsed = parse_result(spec, self.__name__)
-        fills = None
+        if not parsed.avals:  # an empty tree, as bridges and `same_tree` may give
+            return jax.tree.unflatten(parsed.treedef, ())
+        fills = None if mask is None else parse_fill(fill, parsed, self.__name__)
         if mask is not None:
             operands.append(parse_mask(mask, self.__name__))
-            fills = parse_fill(fill, parsed, self.__name__)
-        in_avals = tuple(
-            _jax.ShapedArray(np.shape(x), np.dtype(x.dtype)) for x in operands
-        )
+        in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
         nondiff = self.nondiff_of(len(args))
         trees = Trees(self.__name__, template, in_avals, parsed, nondiff, fills)
-        operands = _jax.vary_alike(operands)
-        return trees.result(bind(operands, self.site(trees, place)))
+        site = self.site(trees, place)
+        return trees.result(bind(_jax.vary_alike(operands), site))
 
     def nondiff_of(self, n: int) -> tuple[int, ...]:
         """`nondiff` among n arguments."""
@@ -170,7 +169,7 @@ class HostFunction:
     def _spec(self, args: Any, template: Any) -> Any:
         avals = shorthands.avals_of(args)
         if not isinstance(self.result, str) or self.result != "infer":
-            return shorthands.spec_of(self.result, self.fn, avals, self.__name__)
+            return self._infer(avals)
         leaves = jax.tree_util.tree_leaves(avals)
         shapes = tuple((x.shape, x.dtype) for x in leaves if hasattr(x, "shape"))
         key = (template, shapes, bool(jax.config.jax_enable_x64))

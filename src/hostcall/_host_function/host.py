@@ -6,10 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from hostcall._call import check_function
 from hostcall._callback import Arrays, Lend
 from hostcall._errors import SpecError
 from hostcall._host_function.function import HostFunction
+from hostcall._mistakes import refuse_unneeded
 from hostcall._order import ORDERS, Order
 
 
@@ -97,6 +100,8 @@ def host(
             f" {', '.join(map(repr, ORDERS))}, got {order!r}"
         )
     positions = checked(shown, result, nondiff)
+    if order == "pure" and not jax.tree.leaves(result):
+        refuse_unneeded("hc.host", shown)
     return HostFunction(
         fn,
         name=name,
