@@ -13,7 +13,8 @@
 
 #include "cpu_handlers.h"
 
-#include <exception>
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -29,6 +30,14 @@ XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 XLA_FFI_TypeId g_cuda_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
+  if (!CanFail(frame)) {
+    std::fputs("hostcall: XLA's FFI interface has no way to report errors\n",
+               stderr);
+    std::abort();
+  }
+  if (const std::string fault = InterfaceFault(frame); !fault.empty()) {
+    return MakeError(frame->api, fault, XLA_FFI_Error_Code_FAILED_PRECONDITION);
+  }
   const uint64_t number = Attribute(frame, "slot");
   Counted<Plan> plan = Slots(number >= kAcross).Find(number % kAcross);
   if (!plan || plan->signature != Attribute(frame, "signature")) {

@@ -68,6 +68,7 @@ class CudaError : public std::runtime_error {
   X(cuCtxGetCurrent, (CudaContext*))                                   \
   X(cuCtxPushCurrent_v2, (CudaContext))                                \
   X(cuCtxPopCurrent_v2, (CudaContext*))                                \
+  X(cuCtxSynchronize, ())                                              \
   X(cuEventCreate, (CudaEvent*, unsigned flags))                       \
   X(cuEventRecord, (CudaEvent, CudaStream))                            \
   X(cuEventQuery, (CudaEvent))                                         \

@@ -310,8 +310,10 @@ void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
   const auto on = static_cast<CudaStream>(stream);
   const bool same = made_on && *made_on == reinterpret_cast<uintptr_t>(stream);
   ScopedContext current(driver, on);
-  if (!same && made_on) {  // 1 and 2 name the default streams
-    auto theirs = *made_on <= 2 ? nullptr : reinterpret_cast<CudaStream>(*made_on);
+  if (!made_on || *made_on == 0) {  // it may have been made on any
+    driver.Check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
+  } else if (!same) {  // 1 and 2 name the default streams, to the driver too
+    const auto theirs = reinterpret_cast<CudaStream>(*made_on);
     driver.Check(driver.cuStreamSynchronize(theirs), "cuStreamSynchronize");
   }
   driver.Check(

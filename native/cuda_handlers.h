@@ -35,8 +35,9 @@ PinnedPool* PinnedForTaps();
 /// Bounds of both, for those that are made later too.
 void LimitPinned(size_t for_calls, size_t for_taps);
 
-/// Copies inside the GPU's memory, on `stream`. What was made on another stream, or
-/// on one that is not told, is waited for, and so is the copy. Throws CudaError.
+/// Copies inside the GPU's memory, on `stream`. What was made on another stream is
+/// waited for, and so is the copy; where no stream is told (none, or 0, which names
+/// none), all that the device has to do is waited for. Throws CudaError.
 void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
                   std::optional<uintptr_t> made_on);
 

@@ -80,9 +80,11 @@ XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
     if (!entry) return ClosedText();
     try {
       return Run(*plan, site, in.data(), out.data());
-    } catch (const std::exception& e) {  // the thread is ours: nobody else would
-      return std::string("hostcall: ") + e.what();
+    } catch (
+        const std::exception& error) {  // on a thread of ours: nobody else would
+      return TextOf(error);
     }
+    HOSTCALL_CATCH_THE_REST { return TextOfTheRest(); }
   };
   auto ended = std::make_shared<std::promise<std::string>>();
   member.finish = [ended](const std::string& error) { ended->set_value(error); };

@@ -418,19 +418,31 @@ def test_what_was_made_on_another_stream_is_waited_for(run):
     run(
         ON_DEVICE
         + """
-waits = []
-def host(x):
-    before = count("cuStreamSynchronize")
-    value = made(read(x), **stream(hc.current().stream))
-    waits.append(before)
+other, TRUE, ABSENT = platforms._streams[-1], "its own", "no such key"
+def late(stream):                          # a value that comes later, on that stream
+    named = {} if told is ABSENT else {"stream": stream if told is TRUE else told}
+    source, value = np.full(4, 7, np.float32), made(np.zeros(4, np.float32), **named)
+    kept.append(source)
+    assert fake.cuMemcpyDtoDAsync_v2(
+        ctypes.c_uint64(value.values.ctypes.data), ctypes.c_uint64(source.ctypes.data),
+        ctypes.c_size_t(16), ctypes.c_void_p(stream)) == 0
     return value
-f = lambda: jax.jit(lambda x: hc.call(host, spec(4), x, arrays="cuda"))
-for stream, more in ((lambda ours: {"stream": ours}, 0), (lambda ours: {}, 1),
-                     (lambda ours: {"stream": None}, 1), (lambda ours: {"stream": 1}, 2)):
-    with hc.reraise(): np.testing.assert_array_equal(f()(jnp.ones(4)), 1)
+def host(x):
+    assert hc.current().stream != other
+    before.append([count(name) for name in ("cuStreamSynchronize", "cuCtxSynchronize")])
+    return late(stream or hc.current().stream)
+fake.fakeSetDelayMicroseconds(20_000)
+# Nobody is told, or 0, which names none: all that the device does is waited for. 1 and 2
+# are its default streams.
+for told, stream, of_streams, of_all in (
+    (TRUE, None, 0, 0), (TRUE, other, 2, 0), (TRUE, 1, 2, 0), (TRUE, 2, 2, 0),
+    (ABSENT, other, 1, 1), (None, other, 1, 1), (0, other, 1, 1)):
+    before = []
+    f = jax.jit(lambda x: hc.call(host, spec(4), x, arrays="cuda"))
+    with hc.reraise(): np.testing.assert_array_equal(f(jnp.ones(4)), 7)
     # One more is the wait of the handler for tests.
-    assert count("cuStreamSynchronize") - waits[-1] == more + 1, (
-        more, waits, count("cuStreamSynchronize"))
+    after = count("cuStreamSynchronize") - 1, count("cuCtxSynchronize")
+    assert (after[0] - before[0][0], after[1] - before[0][1]) == (of_streams, of_all), told
 """
     )
 

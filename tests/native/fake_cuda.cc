@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -147,7 +148,7 @@ CUstream_st* NewStream(Lock&, int device) {
 
 /// The stream of a handle, null where there is none.
 CUstream_st* Find(Lock& lock, CUstream_st* stream) {
-  if (stream == nullptr) {
+  if (reinterpret_cast<uintptr_t>(stream) <= 2) {  // the default streams' names
     if (W().null_stream == nullptr) W().null_stream = NewStream(lock, 0);
     return W().null_stream;
   }
@@ -285,6 +286,17 @@ FAKE_EXPORT int cuCtxPopCurrent_v2(CUctx_st** context) {
   if (t_current.empty()) return kInvalidContext;
   *context = t_current.back();
   t_current.pop_back();
+  return kSuccess;
+}
+FAKE_EXPORT int cuCtxSynchronize() {
+  FAKE_ENTER();
+  if (t_current.empty()) return kInvalidContext;
+  const std::set<CUstream_st*> streams = W().streams;
+  for (CUstream_st* stream : streams) {
+    if (stream->context != t_current.back()) continue;
+    if (stream->capturing) return kCaptureUnsupported;
+    Wait(lock, stream);
+  }
   return kSuccess;
 }
 FAKE_EXPORT int cuEventCreate(CUevent_st** event, unsigned) {
