@@ -14,6 +14,7 @@ thread_local ActiveCall* t_current = nullptr;
 // stay.
 thread_local PyObject* t_device = nullptr;
 thread_local PyObject* t_guard = nullptr;
+thread_local PyObject* t_plain_guard = nullptr;  // without the scout's part
 thread_local bool t_foreign = false;
 ActiveCall* g_calls = nullptr;  // guarded by the GIL
 
@@ -80,7 +81,7 @@ void AddAmbientSetting(Ambient kind, PyObject* swap, PyObject* set, PyObject* ge
   g_ambient[g_ambient_count++] = {kind, swap, set, get, value, unset};
 }
 
-CallScope::CallScope(const Plan& plan, int device_ordinal) {
+CallScope::CallScope(const Plan& plan, int device_ordinal, Lookout lookout) {
   call_.plan = &plan;
   call_.device_ordinal = device_ordinal;
   call_.thread_id = PyThread_get_thread_ident();
@@ -91,10 +92,18 @@ CallScope::CallScope(const Plan& plan, int device_ordinal) {
   if (g_calls != nullptr) g_calls->prev = &call_;
   g_calls = &call_;
   const bool stays = t_foreign && call_.outer == nullptr;
+  PyObject* guard =
+      lookout == Lookout::kScout ? plan.scout.get() : plan.guard.get();
   if (stays) {
-    if (t_device == plan.device.get() && t_guard == plan.guard.get()) return;
+    t_plain_guard = plan.guard.get();
+    if (t_device == plan.device.get() && t_guard == guard) return;
     t_device = plan.device.get();
-    t_guard = plan.guard.get();
+    if (std::exchange(t_guard, guard) != nullptr && guard == nullptr) {
+      guard = Py_False;  // what the thread has must go
+    }
+  } else if (lookout == Lookout::kInside && guard == nullptr &&
+             t_guard != nullptr) {
+    guard = t_plain_guard != nullptr ? t_plain_guard : Py_False;
   }
   bool was_set = true;  // the fixed one before
   for (size_t i = 0; i < g_ambient_count; ++i) {
@@ -103,7 +112,7 @@ CallScope::CallScope(const Plan& plan, int device_ordinal) {
         setting.kind == Ambient::kFixed || setting.kind == Ambient::kWith;
     PyObject* value = fixed                              ? setting.value
                       : setting.kind == Ambient::kDevice ? plan.device.get()
-                                                         : plan.guard.get();
+                                                         : guard;
     if (value == nullptr) continue;
     if (fixed && !stays) {
       if (setting.kind == Ambient::kWith && !was_set) continue;

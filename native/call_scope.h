@@ -46,11 +46,19 @@ bool OnlyOnThreads(const std::vector<unsigned long>& threads);
 /// A forked child inherits the list but not the threads it speaks of.
 void ForgetCallsAfterFork();
 
+/// What looks at the programs that a call starts.
+enum class Lookout {
+  kGuard,   ///< the plan's guard, or what looked before
+  kScout,   ///< the plan's scout
+  kInside,  ///< the call runs inside a host callback: no scout, not an outer call's
+};
+
 /// Registers a call for its life, and makes host code's device its default. The
 /// GIL is held when it is made and when it goes.
 class CallScope {
  public:
-  CallScope(const Plan& plan, int device_ordinal);
+  CallScope(const Plan& plan, int device_ordinal,
+            Lookout lookout = Lookout::kGuard);
   ~CallScope();
   CallScope(const CallScope&) = delete;
   CallScope& operator=(const CallScope&) = delete;
@@ -65,7 +73,7 @@ class CallScope {
 enum class Ambient {
   kFixed,   ///< the value that it was registered with
   kDevice,  ///< the plan's device
-  kGuard,   ///< the plan's guard; left alone by plans without one
+  kGuard,   ///< the plan's guard or scout; left alone by plans without one
   kWith,    ///< as kFixed, and only ever set by who sets the one before it too
 };
 

@@ -11,6 +11,7 @@
 #include "buffer_object.h"
 #include "cpu_handlers.h"
 #include "cuda_handlers.h"
+#include "host_callback.h"
 
 namespace nb = nanobind;
 
@@ -105,6 +106,15 @@ void InitHandlers(nb::module_& m) {
   });
   m.def("limit_pinned", &LimitPinned, nb::arg("for_calls"), nb::arg("for_taps"),
         nb::call_guard<nb::gil_scoped_release>());
+  m.def("run_pending", [](nb::args) { RunPending(); });
+  m.def(
+      "set_host_callback_handler",
+      [](nb::capsule handler, nb::object run_pending) {
+        SetHostCallbackHandler(handler.ptr(), run_pending.ptr());
+      },
+      nb::arg("handler"), nb::arg("run_pending"));
+  m.def("ask_inside", [] { ScoutAsked() = true; });
+  m.def("is_inside", &InsideHostCallback);
   m.def(
       "set_streams_for_tests",
       [](const std::vector<uintptr_t>& addresses) {

@@ -49,6 +49,13 @@ enum class ResultForm {
   kIgnored,  ///< a tap's: whatever it is
 };
 
+/// Which calls run inside a host callback (host_callback.h).
+enum class Inside {
+  kAsked,        ///< on XLA's threads, those of a plan whose scout asked for it
+  kXlasThreads,  ///< those on XLA's threads
+  kEverywhere,   ///< all
+};
+
 /// How arguments reach the function.
 enum class Lend {
   kCopy,     ///< arrays that the function owns
@@ -118,6 +125,7 @@ class Plan : public TapOwner {
   Ref info;             ///< the Python side's description, for errors and status
   Ref device;           ///< the device that host code finds as its default
   Ref guard;            ///< refuses programs that would wait for this one; or null
+  Ref scout;            ///< in its place on XLA's threads, until `asked`; or null
   Ref counters_owner;   ///< Python object that holds *counters
   Counters* counters = nullptr;
 
@@ -140,7 +148,9 @@ class Plan : public TapOwner {
   TeamMode team_mode = TeamMode::kAlone;
   int team_size = 1;
   int team_leader = 0;
-  uint64_t signature = 0;  ///< of the avals, checked against the program's
+  Inside inside = Inside::kAsked;
+  mutable bool asked = false;  ///< the scout asked; guarded by the GIL
+  uint64_t signature = 0;      ///< of the avals, checked against the program's
   int64_t bytes_in = 0, bytes_out = 0;  ///< of one row
 
   /// Operands that XLA passes: the mask, if any, and the arguments.

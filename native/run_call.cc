@@ -11,11 +11,36 @@
 #include "buffer_call.h"
 #include "engine.h"
 #include "ffi.h"
+#include "host_callback.h"
 #include "invoke.h"
 #include "report.h"
 
 namespace hostcall {
 namespace {
+
+/// Calls `call`, inside a host callback where the plan says so. One that its scout
+/// found computing on the client that waits for it is pure, and so made again.
+template <typename Call>
+void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
+  const auto inside = [&] {
+    RunInsideHostCallback(site.frame, [&] { call(Lookout::kInside); });
+  };
+  const bool xlas = OnForeignThread();
+  if (InsideHostCallback()) {
+    call(Lookout::kInside);
+  } else if (plan.inside == Inside::kEverywhere ||
+             (xlas && (plan.inside == Inside::kXlasThreads || plan.asked))) {
+    inside();
+  } else if (xlas && plan.scout) {
+    const bool outer = std::exchange(ScoutAsked(), false);
+    call(Lookout::kScout);
+    if (!std::exchange(ScoutAsked(), outer)) return;
+    plan.asked = true;
+    inside();
+  } else {
+    call(Lookout::kGuard);
+  }
+}
 
 /// Attaches, runs all rows, and gives the text of what failed, empty for nothing.
 /// Native code runs without that.
@@ -31,8 +56,8 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   if (gil.first_on_foreign_thread()) MarkForeignThread();
   const int64_t attached = NowNs();
   std::string text;
-  {
-    CallScope scope(plan, site.ordinal);
+  const auto call = [&](Lookout lookout) {
+    CallScope scope(plan, site.ordinal, lookout);
     scope.call().start_ns = start;
     scope.call().counted = true;
     scope.call().run = site.run;
@@ -45,13 +70,18 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
       ok = Invoke(plan, scope.call(), operands, results);
     }
     if (!ok) {
-      text = TakeError(plan, scope.call());
+      if (lookout == Lookout::kScout && ScoutAsked()) {
+        PyErr_Clear();
+      } else {
+        text = TakeError(plan, scope.call());
+      }
     }
     if (!OnForeignThread() && Engine::Get().IsLeftBehind()) {
       GilRelease unlocked;
       StayForEver();
     }
-  }
+  };
+  MakeInside(plan, site, call);
   // Where this thread goes back to Python: its own, or a callback's around this
   // call.
   if (!text.empty() && (!OnForeignThread() || CurrentCall() != nullptr)) {
@@ -129,6 +159,7 @@ XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
                         CallSite site, void* const* operands,
                         void* const* results) {
   const Plan& plan = *state.plan;
+  site.frame = frame;
   // On a GPU's own memory each device calls: there is no copying from the leader's.
   const bool together = state.team && !site.on_gpu;
   if (together || plan.lend == Lend::kBuffers) site.run = RunId(frame);

@@ -15,6 +15,8 @@ struct CallSite {
   int64_t run = -1;
   void* stream = nullptr;  ///< of a GPU
   bool on_gpu = false;     ///< operands and results are in its memory
+  /// The running handler's, which returns after the call.
+  const XLA_FFI_CallFrame* frame = nullptr;
 };
 
 /// Makes the call of a place. Null, or the error for XLA.

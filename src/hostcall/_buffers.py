@@ -121,6 +121,11 @@ class BufferParams(CallParams):
     aliases: tuple[tuple[int, int], ...] = ()
     command_buffer: bool = False
 
+    @property
+    def runs_where_dispatched(self) -> bool:
+        native = isinstance(self.callback.function, NativeFunction)
+        return self.order != "pure" or not native
+
     def function(self) -> Callable[..., Any]:
         """What the engine calls with the context, and a Buffer a leaf."""
         callback = self.callback

@@ -25,7 +25,7 @@ from hostcall import _errors, _jax
 from hostcall._callback import Callback, CallInfo, CallParams
 from hostcall._order import UNORDERED, healing
 from hostcall._spec import Results, Static, Template
-from hostcall._where import Place, users_place
+from hostcall._where import Place, is_jaxs, users_place
 
 logger = logging.getLogger("hostcall")
 
@@ -92,6 +92,15 @@ class DropInParams(CallParams):
     @property
     def flavour(self) -> Flavour:
         return FLAVOURS[self.kind]
+
+    @property
+    def runs_where_dispatched(self) -> bool:
+        return True  # as programs with JAX's own, pure ones too
+
+    @property
+    def is_jaxs_own(self) -> bool:
+        # JAX wraps the user's function of a debug callback in one of its own.
+        return self.kind != "debug" and is_jaxs(self.callback.function)
 
     @property
     def effects(self) -> set[Any]:

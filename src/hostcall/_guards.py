@@ -1,31 +1,34 @@
 """What a callback may not start: programs that wait for the callback itself.
 
 A guard stands, while a callback runs, in the place of the value of a setting whose
-truth JAX asks for before it executes a program (`_jax.ExecutionGuard`).
+truth JAX asks for before it executes a program (`_jax.ExecutionGuard`). There is one
+of each kind for the same devices, since JAX's caches have it in their keys.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
-from hostcall import _context, _host_device, _jax
+from hostcall import _host_device, _jax, _native
 from hostcall._errors import DeadlockError
-
-logger = logging.getLogger("hostcall")
 
 # --- Of programs over several devices ------------------------------------------------
 
-_of_several: dict[frozenset[Any], _jax.ExecutionGuard] = {}
 
-
+@cache
 def of_several(devices: frozenset[Any]) -> _jax.ExecutionGuard:
-    """The guard for callbacks of programs over these devices: one, since JAX's caches
-    have it in their keys.
-    """
-    if devices not in _of_several:
-        _of_several[devices] = _jax.ExecutionGuard(devices, _would_wait)
-    return _of_several[devices]
+    """The guard for callbacks of programs over these devices."""
+    return _jax.ExecutionGuard(_refuses(devices))
+
+
+def _refuses(devices: frozenset[Any]) -> Callable[[Sequence[Any]], None]:
+    def check(of_program: Sequence[Any]) -> None:
+        if len(of_program) > 1 and not devices.isdisjoint(of_program):
+            raise _would_wait()
+
+    return check
 
 
 def _would_wait() -> Exception:
@@ -38,31 +41,34 @@ def _would_wait() -> Exception:
     )
 
 
-# --- Of callbacks that get jax.Arrays which are not committed -------------------------
-
-_told: set[tuple[str, Any]] = set()
+# --- Of pure calls on XLA's threads --------------------------------------------------
 
 
-def _tell(device: Any) -> None:
-    """Arrays that are not committed mix with the user's, and may so end up computing on
-    the client that waits for the callback.
+class CallInside(BaseException):
+    """Ends a pure call that its scout wants made again, inside a host callback."""
+
+
+@cache
+def scout(devices: frozenset[Any] | None) -> _jax.ExecutionGuard:
+    """Looks whether a callback computes on the process's own CPU devices.
+
+    It does where its arrays are committed to them. A program of theirs may wait there
+    for the callback that starts it; inside one of XLA's host callbacks it does not
+    (native/host_callback.h), but those cost a scalar call most of its time. So a pure
+    call, which may be repeated, is made outside first, and again if the scout says so.
+
+    `devices` are those that `of_several` guards, which the scout does too.
     """
-    here = _context.current()
-    if here is None or _host_device.is_host(device.client):
-        return
-    if (here.name, here.place) in _told:
-        return
-    _told.add((here.name, here.place))
-    logger.warning(
-        "the callback `%s` (called at %s) computes on %s, whose client runs the"
-        " programs that wait for it: one of its arrays is committed there. A dozen such"
-        " programs in flight can wait for each other for ever. Give it NumPy arrays"
-        " (np.asarray(weights)), or wait for each run (jax.block_until_ready), or begin"
-        ' with jax.config.update("jax_cpu_enable_async_dispatch", False)',
-        here.name,
-        here.place,
-        device,
-    )
+    refuse = None if devices is None else _refuses(devices)
 
+    def check(of_program: Sequence[Any]) -> None:
+        if refuse is not None:
+            refuse(of_program)
+        if any(
+            device.platform == "cpu" and not _host_device.is_host(device.client)
+            for device in of_program
+        ):
+            _native.ask_inside()
+            raise CallInside
 
-WITNESS = _jax.ExecutionWitness(_tell)
+    return _jax.ExecutionGuard(check)

@@ -29,6 +29,7 @@ kind_on_cpu = ""
 
 _started = False
 _started_cuda = False
+_has_host_callbacks = False
 _lock = threading.Lock()
 
 
@@ -36,7 +37,7 @@ def start() -> None:
     """Makes the engine known to XLA. Called at the first lowering or eager call, never
     on import: it starts no back end, but it is not free.
     """
-    global _started
+    global _started, _has_host_callbacks
     if _started:
         return
     with _lock:
@@ -44,12 +45,21 @@ def start() -> None:
             return
         handlers = _native.handlers()
         _register("cpu", handlers["type"], kind_on_cpu)
+        inside = _jax.host_callback_handler()
+        if inside is not None:
+            _native.set_host_callback_handler(inside, _native.run_pending)
+            _has_host_callbacks = True
         jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
         for setting in _jax.ambient_settings():
             _native.add_ambient_setting(*setting, _jax.UNSET)
         _native.set_report_converter(_errors.in_place_of)
         _lifecycle.begin()
         _started = True
+
+
+def has_host_callbacks() -> bool:
+    """Whether calls can run inside one of XLA's host callbacks. After `start`."""
+    return _has_host_callbacks
 
 
 def start_on(client: Any | None) -> None:

@@ -473,6 +473,35 @@ def executables_are_shared() -> bool:
     return bool(_config.share_binary_between_hosts.value)
 
 
+def run_where_dispatched(ctx: Any) -> None:
+    """Has the program run on the thread that dispatches it, if it is for the CPU.
+
+    XLA's runtime does so with a program that was compiled with host callbacks, which is
+    how JAX's own callbacks get it. Any callable in their list will do: only custom
+    calls of JAX's own ask for one. A program that is exported must not have any.
+    """
+    module = ctx.module_context
+    if is_for_export(ctx) or not is_for_cpu(ctx):
+        return
+    if _not_called not in module.host_callbacks:
+        module.add_host_callback(_not_called)
+
+
+def _not_called(*args: Any) -> Any:
+    """Stands among the host callbacks. One for all programs, since JAX's caches of
+    executables compare by it.
+    """
+    raise AssertionError("hostcall: a host callback that stands for none was called")
+
+
+def host_callback_handler() -> Any | None:
+    """JAX's handler of buffer callbacks on CPUs (native/host_callback.h)."""
+    targets = getattr(_xla_client, "custom_call_targets", None)
+    if targets is None:
+        return None
+    return targets("cpu").get("xla_buffer_python_cpu_callback", {}).get("execute")
+
+
 def lowering_client(ctx: Any) -> Any | None:
     """The client that the program is lowered for; None in a cross-lowering."""
     try:
@@ -777,11 +806,7 @@ UNSET = _config.config_ext.unset
 
 
 class ExecutionGuard:
-    """Refuses programs over devices that wait for the callback that starts them.
-
-    A program over several devices holds the queue of each until it ends, and it does
-    not end before its callbacks do. A callback that starts another program over
-    several of those devices, and waits for it, would wait for ever.
+    """Asks about programs that a callback starts, before they are executed.
 
     Stands in for the value of `jax_no_execution`, whose truth JAX asks for before it
     executes a program, or puts one on its fast path. The setting is part of the key
@@ -789,30 +814,13 @@ class ExecutionGuard:
     again; those that have passed get a fast path of their own.
     """
 
-    def __init__(
-        self, devices: frozenset[Any], refuse: Callable[[], Exception]
-    ) -> None:
-        self._devices = devices
-        self._refuse = refuse
+    def __init__(self, check: Callable[[Sequence[Any]], None]) -> None:
+        """`check` gets a program's devices, and raises what refuses it."""
+        self._check = check
 
     def __bool__(self) -> bool:
         _refuse_across(sys._getframe(1))
-        devices = _devices_of_what_asks(sys._getframe(1))
-        if len(devices) > 1 and not self._devices.isdisjoint(devices):
-            raise self._refuse()
-        return False
-
-
-class ExecutionWitness:
-    """Tells of programs that a callback starts on a device, in the place of a guard."""
-
-    def __init__(self, tell: Callable[[Any], None]) -> None:
-        self._tell = tell
-
-    def __bool__(self) -> bool:
-        _refuse_across(sys._getframe(1))
-        for device in _devices_of_what_asks(sys._getframe(1)):
-            self._tell(device)
+        self._check(_devices_of_what_asks(sys._getframe(1)))
         return False
 
 
@@ -1146,6 +1154,10 @@ def on_first_of(axes: Sequence[Any], f: Callable[[], Any]) -> Any:
 
 def platforms(ctx: Any) -> tuple[str, ...]:
     return tuple(ctx.module_context.platforms)
+
+
+def is_for_cpu(ctx: Any) -> bool:
+    return platforms(ctx) == ("cpu",)
 
 
 def is_served(ctx: Any) -> bool:

@@ -60,6 +60,7 @@ class TapParams:
     # What the engine's plan asks of any call (_targets.make_plan).
     avals = ()
     vmap_method = "sequential"
+    runs_where_dispatched = False
 
     @property
     def levels(self) -> int:

@@ -36,6 +36,9 @@ ALONE = (0, 1, 0)
 ONCE, EACH = 1, 2
 FIRST = -1  # as the leader: whichever comes first
 
+# Which calls run inside one of XLA's host callbacks (native/host_callback.h).
+ASKED, ON_XLAS_THREADS, EVERYWHERE = range(3)
+
 # --- Plans -------------------------------------------------------------------------
 
 
@@ -43,7 +46,9 @@ def signature(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
     """A number of the avals and the function's name, equal in all processes.
 
     A program that was compiled elsewhere names a slot of this process; if another
-    function sits there, the numbers differ and the program is refused.
+    function sits there, the numbers differ and the program is refused. Where the
+    program runs is part of it: JAX 0.10 reads from its disk cache what was written
+    without host callbacks, and that would run on a thread of XLA's.
     """
     text = repr(
         (
@@ -53,6 +58,7 @@ def signature(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
             params.batched,
             params.masked,
             params.order,
+            params.runs_where_dispatched,
             params.levels,
             params.callback.lend,
             params.callback.arrays,
@@ -70,6 +76,7 @@ def make_plan(
     packed: bool,
     number: int,
     team: tuple[int, int, int] = ALONE,
+    inside: int | None = None,
     tap: tuple[Any, ...] | None = None,
 ) -> Any:
     """A native plan.
@@ -82,6 +89,7 @@ def make_plan(
         packed: whether small elements are packed, as XLA has them and NumPy hasn't.
         number: the call's `signature`; 0 for an eager call, which nobody looks up.
         team: (mode, size, leader's ordinal) of the devices that make the call.
+        inside: which of its calls run inside one of XLA's host callbacks; None: none.
         tap: what makes it a tap (`TapParams.settings`).
     """
     callback = params.callback
@@ -111,10 +119,9 @@ def make_plan(
         every = [True] * len(grid)
         row_fill = _tile(fill, aval, params.levels)
         results.append((dtype, aval.shape, *_bits(dtype, packed), every, row_fill))
-    if team != ALONE:
-        info.guard = _guards.of_several(frozenset(info.devices.values()))
-    elif callback.arrays == "free":
-        info.guard = _guards.WITNESS
+    together = None if team == ALONE else frozenset(info.devices.values())
+    if together is not None:
+        info.guard = _guards.of_several(together)
     function, form = _function(params, info, device, compressed)
     runner = _runner(params, info, device)
     if info.across:
@@ -140,6 +147,8 @@ def make_plan(
         team_size=team[1],
         team_leader=team[2],
         guard=info.guard,
+        scout=_guards.scout(together) if inside == ASKED else None,
+        inside=inside or ASKED,
         literals=getattr(params, "literals", True),
         tap=tap,
         buffers=params.settings() if isinstance(params, BufferParams) else None,

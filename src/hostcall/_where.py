@@ -86,6 +86,11 @@ def place_of(fn: Callable[..., Any]) -> Place:
     return Place(code.co_filename, code.co_firstlineno, name_of(fn))
 
 
+def is_jaxs(fn: Callable[..., Any]) -> bool:
+    """Whether this function is JAX's own code."""
+    return place_of(fn).file.startswith(_JAX)
+
+
 def source_of(fn: Callable[..., Any]) -> str:
     """Name and place of a function: the same for all closures over one `def`."""
     own = getattr(fn, "hostcall_source", None)  # of what hostcall itself calls

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
-from hostcall import _jax, _native, _targets
+from hostcall import _handlers, _jax, _native, _targets
 from hostcall._errors import ExportError, HostcallError
 from hostcall._order import ORDERED, Order
 from hostcall._where import is_anonymous
@@ -35,6 +36,29 @@ def local_devices(ctx: Any, client: Any | None) -> list[Any] | None:
     if devices is None or client is None:
         return None
     return [d for d in devices if d.process_index == client.process_index()]
+
+
+def inside(ctx: Any, params: Any) -> int | None:
+    """Which calls of an equation run inside one of XLA's host callbacks."""
+    if not _jax.is_for_cpu(ctx) or not _handlers.has_host_callbacks():
+        return None
+    if not params.runs_where_dispatched:
+        return _targets.ASKED
+    if params.is_jaxs_own or params.callback.arrays == "free":
+        return _targets.EVERYWHERE
+    return _targets.ON_XLAS_THREADS
+
+
+def host_device(client: Any | None, params: Any) -> Any:
+    """Where JAX code in callbacks of a program on `client` computes by default.
+
+    JAX's own code in a callback (Pallas' interpreter) finds what JAX gives it. It hands
+    its arrays to threads that run programs on the process's own client, and relies on
+    those having run when they are dispatched, as a program does whose arrays are there.
+    """
+    if params.is_jaxs_own:
+        return jax.local_devices(backend="cpu")[0]
+    return _targets.host_device(client)
 
 
 # --- Slots ----------------------------------------------------------------------------

@@ -77,13 +77,16 @@ def prepare(
         _stand_in(params) if elsewhere else params,
         avals,
         info,
-        _targets.host_device(client),
+        emit.host_device(client, params),
         packed=True,
         number=signature,
         team=team,
+        inside=emit.inside(ctx, params),
     )
     slot, attributes = emit.take_slot(plan, signature, info.across)
     emit.keep(ctx, slot, info.name)
+    if params.runs_where_dispatched:
+        _jax.run_where_dispatched(ctx)
     return attributes, source
 
 

@@ -33,9 +33,10 @@ def _lower(ctx: Any, number: Any, *operands: Any, site: parts.Site) -> Any:
         params,
         avals,
         info,
-        _targets.host_device(site.client),
+        emit.host_device(site.client, params),
         packed=True,
         number=signature,
+        inside=emit.inside(ctx, params),
     )
     return parts.emit_block(
         ctx, _handlers.TARGET, [number, *operands], site, plan, signature
@@ -77,6 +78,7 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     _handlers.start_on(client)
     _native.bury()
     site = parts.Site(ctx, params, client)
+    _jax.run_where_dispatched(ctx)
     call = partial(_call_block, site=site)
     return parts.lower(ctx, operands, site, lambda *shardings: call, unpartitioned=call)
 

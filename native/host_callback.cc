@@ -1,0 +1,115 @@
+#include "host_callback.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+namespace hostcall {
+namespace {
+
+constexpr size_t kWords = 16;  // more than the answer has, in any version so far
+constexpr size_t kLargest = 4096;  // bytes of a frame, and of the interface
+
+// All guarded by the GIL.
+XLA_FFI_Handler* g_handler = nullptr;
+void* g_callbacks[kWords];
+void* g_answer[kWords];
+const XLA_FFI_Api* g_api_of = nullptr;
+alignas(std::max_align_t) unsigned char g_api[kLargest];
+
+struct Pending {
+  const std::function<void()>& body;
+  std::exception_ptr error;
+};
+thread_local Pending* t_pending = nullptr;
+thread_local int t_depth = 0;
+thread_local bool t_scout_asked = false;
+
+XLA_FFI_Error* GiveCallbacks(XLA_FFI_ExecutionContext_Get_Args* args) {
+  args->data = g_answer;
+  return nullptr;
+}
+
+/// A copy of XLA's interface that answers with our callbacks. Null if it is larger
+/// than expected.
+const XLA_FFI_Api* Interface(const XLA_FFI_Api* api) {
+  if (api->struct_size > kLargest) return nullptr;
+  if (g_api_of != api) {
+    std::memcpy(g_api, api, api->struct_size);
+    reinterpret_cast<XLA_FFI_Api*>(g_api)->XLA_FFI_ExecutionContext_Get =
+        &GiveCallbacks;
+    g_api_of = api;
+  }
+  return reinterpret_cast<const XLA_FFI_Api*>(g_api);
+}
+
+}  // namespace
+
+void SetHostCallbackHandler(PyObject* handler, PyObject* run_pending) {
+  Py_INCREF(run_pending);  // for good
+  std::fill(g_callbacks, g_callbacks + kWords, run_pending);
+  std::fill(g_answer, g_answer + kWords, static_cast<void*>(g_callbacks));
+  g_handler = reinterpret_cast<XLA_FFI_Handler*>(
+      PyCapsule_GetPointer(handler, PyCapsule_GetName(handler)));
+}
+
+void RunPending() {
+  Pending* pending = std::exchange(t_pending, nullptr);
+  if (pending == nullptr) return;
+  ++t_depth;
+  try {
+    pending->body();
+  }
+  HOSTCALL_CATCH_THE_REST {  // not through JAX's frames
+    pending->error = std::current_exception();
+  }
+  --t_depth;
+}
+
+bool& ScoutAsked() { return t_scout_asked; }
+
+bool InsideHostCallback() { return t_depth > 0; }
+
+void RunInsideHostCallback(const XLA_FFI_CallFrame* frame,
+                           const std::function<void()>& body) {
+  const XLA_FFI_Api* api = Interface(frame->api);
+  const size_t size = std::max(frame->struct_size, sizeof(XLA_FFI_CallFrame));
+  // JAX's handler enters Python by PyGILState_Ensure, which knows no other state of
+  // this thread than the first that was made for it.
+  const bool known = PyGILState_GetThisThreadState() == PyThreadState_Get();
+  if (g_handler == nullptr || api == nullptr || size > kLargest || !known) {
+    body();
+    return;
+  }
+  alignas(std::max_align_t) unsigned char storage[kLargest];
+  std::memcpy(storage, frame, size);
+  // What a newer frame has after its `struct_size`, as this one has `future`.
+  std::memset(storage + size, 0, std::min<size_t>(128, kLargest - size));
+  auto* inner = reinterpret_cast<XLA_FFI_CallFrame*>(storage);
+  XLA_FFI_AttrType type = XLA_FFI_AttrType_SCALAR;
+  XLA_FFI_ByteSpan name{"index", 5};
+  XLA_FFI_ByteSpan* names = &name;
+  uint64_t index = 0;
+  XLA_FFI_Scalar scalar{XLA_FFI_DataType_U64, &index};
+  void* attribute = &scalar;
+  inner->api = api;
+  inner->args.size = 0;
+  inner->rets.size = 0;
+  inner->attrs.size = 1;
+  inner->attrs.types = &type;
+  inner->attrs.names = &names;
+  inner->attrs.attrs = &attribute;
+  inner->future = nullptr;
+
+  Pending pending{body, nullptr};
+  Pending* outer = std::exchange(t_pending, &pending);
+  Drop(frame->api, g_handler(inner));
+  const bool ran = t_pending != &pending;
+  t_pending = outer;
+  if (pending.error) std::rethrow_exception(pending.error);
+  if (!ran) body();
+}
+
+}  // namespace hostcall
