@@ -125,8 +125,8 @@ def test_callbacks_get_jax_arrays_on_a_device_for_host_code():
 
 
 def test_what_callbacks_get_goes_with_arrays_of_the_program(caplog):
-    """Arrays of the user's, committed or not, mix with those that come in. Where that
-    computes on a device that waits for the callback, the log says so, once.
+    """Arrays of the user's, committed or not, mix with those that come in, and nothing
+    is said of it.
     """
     weights = jnp.ones(3)
     committed = jax.device_put(np.ones(3, np.float32), jax.devices()[1])
@@ -139,11 +139,7 @@ def test_what_callbacks_get_goes_with_arrays_of_the_program(caplog):
     np.testing.assert_array_equal(out, [3, 4, 5])
     f = jax.jit(lambda x: hc.pure_callback(lambda v: v * 2 + weights, like(x), x))
     np.testing.assert_array_equal(f(x), [1, 3, 5])  # on host code's own device
-    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    said = record.getMessage()
-    assert "goes_with_arrays_of_the_program.<locals>.host`" in said
-    assert f"computes on {jax.devices()[1]}, whose client" in said
-    assert "np.asarray(weights)" in said
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

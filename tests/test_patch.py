@@ -338,6 +338,31 @@ def test_pallas_in_interpret_mode(patched, capsys):
     ]
 
 
+def test_pallas_interpreted_on_two_cores(patched):
+    """Its callbacks start threads, and rely on programs that ran when dispatched."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
+    f = jax.jit(
+        pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((64, 128), jnp.float32),
+            grid=(8,),
+            in_specs=[spec],
+            out_specs=spec,
+            interpret=pltpu.InterpretParams(num_cores_or_threads=2),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        )
+    )
+    x = jnp.arange(64 * 128.0).reshape(64, 128)
+    for _ in range(5):
+        np.testing.assert_array_equal(f(x), np.asarray(x) * 2)
+
+
 def test_inside_a_pallas_kernel_prints_stay_jaxs(patched):
     """They are device code there, with rules of their own on GPU and TPU."""
     from jax.experimental import pallas as pl

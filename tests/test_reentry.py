@@ -84,6 +84,54 @@ def test_a_callback_that_starts_a_thread_that_computes(matmul):
         assert float(f(ONES)[0, 0]) == SIDE
 
 
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+def test_a_hundred_whose_callbacks_start_threads_that_compute(order, matmul):
+    """They run one by one, where they are dispatched, and hold no thread of XLA's."""
+
+    def host(a):
+        out = []
+        thread = threading.Thread(target=lambda: out.append(np.asarray(matmul(a))))
+        thread.start()
+        thread.join()
+        return out[0]
+
+    f = jax.jit(lambda x: hc.call(host, SPEC, x, order=order))
+    for out in [f(jnp.asarray(ONES)) for _ in range(100)]:
+        assert float(out[0, 0]) == SIDE
+
+
+ONE_CORE = """
+    import os
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # XLA has one thread
+    import jax, jax.numpy as jnp, numpy as np
+    import hostcall as hc
+
+    SPEC = jax.ShapeDtypeStruct((300, 300), np.float32)
+    matmul = jax.jit(lambda a: jnp.sin(a) @ a)
+    weights = jax.device_put(jnp.ones((300, 300)), jax.devices()[0])
+    want = np.asarray(matmul(weights))
+    for order in ("pure", "unordered", "ordered"):
+        calls = []
+
+        def host(x):
+            calls.append(order)
+            return np.asarray(matmul(weights))
+
+        f = jax.jit(lambda x: hc.call(host, SPEC, jnp.sin(x) @ x, order=order))
+        for _ in range(3):
+            np.testing.assert_array_equal(f(weights), want)
+        print(order, len(calls))
+"""
+
+
+def test_committed_arrays_on_a_machine_with_one_core(run_python):
+    """The pure call holds XLA's only thread, which its program would wait for: so it is
+    made again, once, inside one of XLA's host callbacks.
+    """
+    done = run_python(ONE_CORE, env={"XLA_FLAGS": ""})
+    assert done.stdout.split() == ["pure", "4", "unordered", "3", "ordered", "3"]
+
+
 def test_six_threads_at_once(matmul):
     f = jax.jit(lambda x: hc.call(lambda a: np.asarray(matmul(a)), SPEC, x))
     wrong = []

@@ -58,9 +58,8 @@ def test_what_was_handled_inside_is_not_raised(order, ones):
     step = program(order)
     for _ in range(3):
         with hc.reraise():
-            y = step(-1.0, ones)
             with pytest.raises(JaxRuntimeError, match="KeyError"):
-                y.block_until_ready()
+                step(-1.0, ones).block_until_ready()
             assert step(2.0, ones) == 2
         jax.effects_barrier()
 
@@ -240,7 +239,7 @@ def test_a_program_whose_results_nobody_keeps(
 
 
 def test_of_several_the_first_is_raised_and_the_others_are_the_next_blocks(ones):
-    step = program("unordered")
+    step = program()
     with pytest.raises(KeyError) as outer, hc.reraise():
         with pytest.raises(KeyError) as inner, hc.reraise():
             step(1.0, ones)

@@ -119,7 +119,9 @@ def call(
             partial or a function inside another refused at once (`ExportError`).
 
     Cost: on a CPU 0.4 us for a scalar in a compiled loop, two copies of each array
-    (none with `lend`); a pure call keeps JAX's fast dispatch, any other does not.
+    (none with `lend`); a pure call keeps JAX's fast dispatch, any other does not. A
+    program with one that is not pure runs on the thread that dispatches it, as programs
+    with JAX's callbacks do; with pure ones alone XLA may run it on a thread of its own.
 
     Source: the guide "External callbacks" of JAX, whose three kinds of callback this
     one function covers.

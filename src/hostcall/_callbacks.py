@@ -68,6 +68,7 @@ def pure_callback(
     Under transformations: as `hc.call` with order="pure".
 
     Cost: on a CPU 6 us a call of a scalar, 1 us with arrays="numpy"; JAX's takes 45.
+    The program runs on the thread that dispatches it, as JAX's does.
 
     Source: JAX's guide "External callbacks". Today's JAX refuses vmap without a
     `vmap_method`, and has no `vectorized`; `hc.patch_jax()` installs that form.
