@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -338,29 +339,51 @@ def test_pallas_in_interpret_mode(patched, capsys):
     ]
 
 
-def test_pallas_interpreted_on_two_cores(patched):
-    """Its callbacks start threads, and rely on programs that ran when dispatched."""
+def on_two_cores(kernel, in_spec, **options):
+    """A kernel over eight blocks, interpreted. Its callbacks start threads, and rely on
+    programs that have run when they are dispatched.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    def kernel(x_ref, o_ref):
-        o_ref[...] = x_ref[...] * 2
-
-    spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
-    f = jax.jit(
+    return jax.jit(
         pl.pallas_call(
             kernel,
             out_shape=jax.ShapeDtypeStruct((64, 128), jnp.float32),
             grid=(8,),
-            in_specs=[spec],
-            out_specs=spec,
-            interpret=pltpu.InterpretParams(num_cores_or_threads=2),
+            in_specs=[in_spec],
+            out_specs=pl.BlockSpec((8, 128), lambda i: (i, 0)),
+            interpret=pltpu.InterpretParams(num_cores_or_threads=2, **options),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         )
     )
+
+
+def test_pallas_interpreted_on_two_cores(patched):
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    f = on_two_cores(kernel, pl.BlockSpec((8, 128), lambda i: (i, 0)))
     x = jnp.arange(64 * 128.0).reshape(64, 128)
     for _ in range(5):
         np.testing.assert_array_equal(f(x), np.asarray(x) * 2)
+
+
+def test_what_a_core_raises_comes_out_of_the_interpreter(patched):
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref, o_ref):  # from the fifth block on it reads behind the end
+        o_ref[...] = x_ref[pl.ds(pl.program_id(0) * 6, 8), :]
+
+    whole = pl.BlockSpec((32, 128), lambda i: (0, 0))
+    f = on_two_cores(kernel, whole, out_of_bounds_reads="raise")
+    for _ in range(3):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds read"):
+            jax.block_until_ready(f(jnp.ones((32, 128))))
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.effects_barrier()
 
 
 def test_inside_a_pallas_kernel_prints_stay_jaxs(patched):
