@@ -245,3 +245,16 @@ def test_refs(capsys):
     assert f() == 5
     jax.effects_barrier()
     assert sorted(capsys.readouterr().out.split("\n")) == ["", "1.0", "5.0", "ref 1.0"]
+
+
+def test_its_primitives_bear_the_names_of_jaxs():
+    def f(debug):
+        def body(x):
+            debug.print("x {}", x)
+            debug.callback(lambda x: None, x)
+            return x
+
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(body))(1.0)
+        return [eqn.primitive.name for eqn in jaxpr.eqns]
+
+    assert f(hc.debug)[:2] == f(jax.debug)[:2] == ["debug_print", "debug_callback"]

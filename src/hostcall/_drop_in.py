@@ -30,6 +30,7 @@ from hostcall._where import Place, is_jaxs, users_place
 logger = logging.getLogger("hostcall")
 
 Kind = Literal["pure", "io", "debug"]
+PRINT = "debug.print"  # the source of all that prints: it is counted together
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,12 @@ class DropInParams(CallParams):
     @property
     def flavour(self) -> Flavour:
         return FLAVOURS[self.kind]
+
+    @property
+    def primitive(self) -> str:
+        """The name of its primitive, which is that of JAX's."""
+        is_print = getattr(self.callback.function, "hostcall_source", None) == PRINT
+        return "debug_print" if is_print else f"{self.kind}_callback"
 
     @property
     def runs_where_dispatched(self) -> bool:

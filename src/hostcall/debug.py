@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._drop_in import arrays_of, make_params
+from hostcall._drop_in import PRINT, arrays_of, make_params
 from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
 from hostcall._primitives.drop_in.primitive import bind
 from hostcall._spec import Results, Static, Template
@@ -192,7 +192,7 @@ class Line:
     has_fields: bool
     options: tuple[tuple[str, Any], ...]
 
-    hostcall_source = "debug.print"  # counted together, whatever they print
+    hostcall_source = PRINT
 
     @property
     def __name__(self) -> str:

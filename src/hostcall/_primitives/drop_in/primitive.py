@@ -18,7 +18,7 @@ import numpy as np
 
 from hostcall import _errors, _jax
 from hostcall._callback import CallInfo
-from hostcall._drop_in import DropInInfo, DropInParams, Kind
+from hostcall._drop_in import DropInInfo, DropInParams
 from hostcall._primitives.call.batching import batch
 from hostcall._primitives.call.primitive import run_now
 from hostcall._spec import Static
@@ -30,16 +30,15 @@ def _primitive(name: str) -> Any:
     return primitive
 
 
-PRIMITIVES: dict[Kind, Any] = {
-    "pure": _primitive("pure_callback"),
-    "io": _primitive("io_callback"),
-    "debug": _primitive("debug_callback"),
+PRIMITIVES = {
+    name: _primitive(name)
+    for name in ("pure_callback", "io_callback", "debug_callback", "debug_print")
 }
 _jax.hold_weakly_in_caches(DropInParams)
 
 
 def bind(*operands: Any, params: DropInParams) -> list[Any]:
-    primitive = PRIMITIVES[params.kind]
+    primitive = PRIMITIVES[params.primitive]
     return primitive.bind(*operands, params=params)  # type: ignore[no-any-return]
 
 
@@ -77,7 +76,7 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
     """
     if params.kind == "pure" and not params.avals:
         return []  # a program would drop it
-    primitive = PRIMITIVES[params.kind]
+    primitive = PRIMITIVES[params.primitive]
     if params.kind != "debug" and (
         not _at_home(operands, params)
         or is_guarded(operands)
@@ -186,16 +185,12 @@ def _abstract_eval(*operands: Any, params: DropInParams) -> tuple[list[Any], set
 
 
 def _batch(
-    kind: Kind,
-    operands: Sequence[Any],
-    dims: Sequence[int | None],
-    *,
-    params: DropInParams,
+    operands: Sequence[Any], dims: Sequence[int | None], *, params: DropInParams
 ) -> Any:
-    primitive = PRIMITIVES[kind]
-    if kind == "io" and params.order == "ordered":
+    primitive = PRIMITIVES[params.primitive]
+    if params.kind == "io" and params.order == "ordered":
         raise ValueError("Cannot `vmap` ordered IO callback.")
-    if kind == "pure" and params.vmap_method is None:
+    if params.kind == "pure" and params.vmap_method is None:
         _jax.refuse_vmap(primitive, operands, dims)
     if params.partitioned:  # which rows a device has, only the compiler knows
         return _jax.unroll(primitive, operands, dims, {"params": params})
@@ -235,15 +230,11 @@ def _debug_transpose(cotangents: Any, *operands: Any, params: DropInParams) -> A
 # --- registration ------------------------------------------------------------------
 
 
-def _register(kind: Kind, primitive: Any) -> None:
+def _register(name: str, primitive: Any) -> None:
     primitive.def_impl(_impl)
     _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
-
-    def rule(operands: Any, dims: Any, *, params: DropInParams) -> Any:
-        return _batch(kind, operands, dims, params=params)
-
-    _jax.batchers[primitive] = rule
-    debug = kind == "debug"
+    _jax.batchers[primitive] = _batch
+    debug = name.startswith("debug")
     _jax.jvps[primitive] = _debug_jvp if debug else _refuse_jvp
     _jax.transposes[primitive] = _debug_transpose if debug else _refuse_transpose
     if debug:
@@ -251,5 +242,5 @@ def _register(kind: Kind, primitive: Any) -> None:
         _jax.discharge_in_place(primitive)
 
 
-for _kind, _p in PRIMITIVES.items():
-    _register(_kind, _p)
+for _name, _p in PRIMITIVES.items():
+    _register(_name, _p)
