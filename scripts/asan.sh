@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # asan.sh PYTHON: builds the engine with AddressSanitizer and UBSan, and runs the tests
-# of memory, lifetime, dtypes, vmap and devices with it.
+# of memory, dtypes, vmap, devices, taps, dispatch and failures with it.
 set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "$1")
@@ -35,4 +35,5 @@ LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.s
   "$python" -m pytest -q -p no:cacheprovider tests/test_memory.py tests/test_vmap.py \
   tests/test_where.py tests/test_dtypes.py tests/test_errors.py tests/test_sharding.py \
   tests/test_tap.py tests/test_tap_queue.py tests/test_buffer_callback.py \
-  tests/test_buffer_views.py tests/test_buffer_native.py -k "not grow_memory"
+  tests/test_buffer_views.py tests/test_buffer_native.py tests/test_dispatch.py \
+  tests/test_drop_in.py tests/test_reraise.py -k "not grow_memory"

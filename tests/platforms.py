@@ -49,13 +49,18 @@ _CPU_ONLY = {
     "test_buffer_views.py": "reads Buffers with NumPy",
     "test_small_elements_and_no_stream": "reads unpacked elements, and wants no stream",
     "test_debug_mode": "debug mode looks on CPUs",
+    "test_dispatch.py": "is about the CPU",
     "test_arrays_of_a_gpu_on_the_cpu": "is about the CPU",
     "test_lent_arrays_are_the_programs_memory": "lends the program's own memory",
     "test_buffer_callbacks": "reads Buffers with NumPy",
     "test_a_million_taps_in_a_scan": "a million copies and streams take minutes",
 }
-# Made of calls, which other tests have shown.
-_MADE_OF_CALLS = ("test_host_function", "test_object", "test_check", "test_readme")
+# What does not reach a handler, or is made of calls, which other tests have shown.
+_ABOVE_HANDLERS = (
+    *("test_host_function", "test_object", "test_check", "test_readme", "test_guide"),
+    *("test_mistakes", "test_layers", "test_spec", "test_export", "test_ffi"),
+    *("test_bridge", "test_examples", "test_executors", "test_demo", "test_benchmarks"),
+)
 
 
 def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
@@ -65,8 +70,8 @@ def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
             return _CPU_ONLY[name]
     if "run_python" in item.fixturenames:
         return "runs in a process of its own, on the CPU"
-    if platform == "staged" and item.path.name.startswith(_MADE_OF_CALLS):
-        return "made of calls"
+    if platform == "staged" and item.path.name.startswith(_ABOVE_HANDLERS):
+        return "is not about the handlers"
     if hasattr(item, "callspec") and item.path.name != "test_cuda.py":
         case = item.callspec
         if "buffer" in case.id or "buffer_callback" in str(case.params):
