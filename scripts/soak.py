@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
-from hostcall import _native
+from hostcall import _errors, _native
 
 # --- The work ------------------------------------------------------------------------
 
@@ -183,6 +183,9 @@ def churn(seconds: float, seed: int) -> None:
         after = float(np.median([what[place] for what in last]))
         print(f"{name}: {before:.1f} after a third, {after:.1f} at the end")
         assert after <= before * 1.02 + (5 if place == 0 else 1), f"{name} grew"
+    _errors._kept.clear()  # the newest failures, with the programs in their frames
+    gc.collect()
+    _native.bury()
     assert _native.live_slots() == 0, "programs that are gone hold slots"
     print(f"{done} pieces of work on {len(samples) * 3} threads")
 
