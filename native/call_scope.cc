@@ -114,6 +114,7 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, Lookout lookout) {
                       : setting.kind == Ambient::kDevice ? plan.device.get()
                                                          : guard;
     if (value == nullptr) continue;
+    if (fixed && plan.keeps_mesh) continue;
     if (fixed && !stays) {
       if (setting.kind == Ambient::kWith && !was_set) continue;
       // Most threads have never set it; asking is half the price of setting.

@@ -85,7 +85,8 @@ PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
                     nb::object info, nb::object device, nb::object counters,
                     uint64_t signature, int team_mode, int team_size,
                     int team_leader, nb::object guard, nb::object scout, int inside,
-                    bool literals, nb::object tap, nb::object buffers) {
+                    bool keeps_mesh, bool literals, nb::object tap,
+                    nb::object buffers) {
   auto* plan = new Plan;
   PlanHandle handle{Counted<Plan>::Adopt(plan)};
   plan->function = Own(function);
@@ -122,6 +123,7 @@ PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
   plan->guard = OwnOrNull(guard);
   plan->scout = OwnOrNull(scout);
   plan->inside = static_cast<Inside>(inside);
+  plan->keeps_mesh = keeps_mesh;
   plan->literals = literals;
   plan->tap = ReadTapSettings(tap);
   if (!buffers.is_none()) {  // (aliases, debug, address, status)
@@ -321,7 +323,8 @@ NB_MODULE(_native, m) {
         nb::arg("device"), nb::arg("counters"), nb::arg("signature"),
         nb::arg("team_mode"), nb::arg("team_size"), nb::arg("team_leader"),
         nb::arg("guard").none(), nb::arg("scout").none(), nb::arg("inside"),
-        nb::arg("literals"), nb::arg("tap").none(), nb::arg("buffers").none());
+        nb::arg("keeps_mesh"), nb::arg("literals"), nb::arg("tap").none(),
+        nb::arg("buffers").none());
 
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
       .def(nb::init<const PlanHandle&, bool>(), nb::arg("plan"), nb::arg("across"))

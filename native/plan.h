@@ -149,6 +149,7 @@ class Plan : public TapOwner {
   int team_size = 1;
   int team_leader = 0;
   Inside inside = Inside::kAsked;
+  bool keeps_mesh = false;     ///< the dispatching thread's meshes are not hidden
   mutable bool asked = false;  ///< the scout asked; guarded by the GIL
   uint64_t signature = 0;      ///< of the avals, checked against the program's
   int64_t bytes_in = 0, bytes_out = 0;  ///< of one row

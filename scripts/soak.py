@@ -13,6 +13,7 @@ with daemon threads and taps under way. Each must end with status 0 and nothing 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import os
@@ -200,22 +201,31 @@ def work_until_told(seed: int, seconds: float) -> None:
 
     logging.getLogger("hostcall").setLevel(logging.CRITICAL)
 
+    # In a callback for nearly all of their time. Such a thread that is inside JAX when
+    # the interpreter goes (it compiles, or waits for a program) takes the process down,
+    # with hostcall or without: JAX's C++ asks for the GIL where no exception may pass.
+    def slow(a):
+        time.sleep(0.05)
+        return a
+
     def forever(number: int) -> None:
-        mine = random.Random(seed * 10 + number)
+        x = np.full(3, number, np.float32)
         while True:
-            eager(mine)
-            call(mine)
+            hc.call(slow, x, x)
 
     for number in range(2):
         threading.Thread(target=forever, args=(number,), daemon=True).start()
     interrupted = False
     print("ready", flush=True)
     end = time.monotonic() + seconds
-    while not interrupted or time.monotonic() < end:
-        try:
-            rng.choice([call, eager, rows, tap, buffers])(rng)
-        except KeyboardInterrupt:
-            interrupted = True
+    try:
+        while not interrupted or time.monotonic() < end:
+            try:
+                rng.choice([call, eager, rows, tap, buffers])(rng)
+            except KeyboardInterrupt:
+                interrupted = True
+    except KeyboardInterrupt:  # between two pieces of work
+        pass
     # It ends with whatever the daemon threads are in, and with taps on their way.
     for i in range(100):
         hc.tap(lambda i: None, i)
@@ -235,11 +245,21 @@ def ends(processes: int, seed: int) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         time.sleep(rng.random() * 2)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
+        out, err = interrupted_output(process)
         assert process.returncode == 0, (number, process.returncode, out, err)
         assert "terminate called" not in err, err
     print(f"{processes} processes ended after a Ctrl-C, none aborted")
+
+
+def interrupted_output(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """After a Ctrl-C, and others if nothing comes of it: one that falls into a callback
+    of a weak reference (JAX's caches have them) Python reports, and drops.
+    """
+    for _ in range(5):
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=60)
+    return process.communicate(timeout=60)
 
 
 def main() -> None:

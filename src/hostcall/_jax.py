@@ -801,6 +801,10 @@ def ambient_settings() -> list[tuple[int, Any, Any, Any, Any]]:
     ]
 
 
+# JAX 0.10 leaves its own callbacks the meshes of the thread that dispatched, and the
+# interpreter of Pallas looks there for the kind of TPU.
+CALLBACKS_HIDE_MESHES = hasattr(_callback, "mesh_lib")
+
 # What `get_local` gives for a setting that the calling thread has not set.
 UNSET = _config.config_ext.unset
 

@@ -110,6 +110,7 @@ def make_plan(
     guard: Any | None,
     scout: Any | None,
     inside: int,
+    keeps_mesh: bool,
     literals: bool,
     tap: tuple[Any, ...] | None,
     buffers: tuple[list[int], bool, int, bool] | None,

@@ -60,7 +60,7 @@ class TapParams:
     # What the engine's plan asks of any call (_targets.make_plan).
     avals = ()
     vmap_method = "sequential"
-    runs_where_dispatched = False
+    runs_where_dispatched = is_jaxs_own = False
 
     @property
     def levels(self) -> int:

@@ -149,6 +149,7 @@ def make_plan(
         guard=info.guard,
         scout=_guards.scout(together) if inside == ASKED else None,
         inside=inside or ASKED,
+        keeps_mesh=params.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         literals=getattr(params, "literals", True),
         tap=tap,
         buffers=params.settings() if isinstance(params, BufferParams) else None,
