@@ -86,7 +86,6 @@ def test_reraise_waits_for_a_program_that_was_only_dispatched(flaky, order):
     with pytest.raises(LookupError) as caught, hc.reraise():
         unread.append(step(x))
     assert caught.value is bad.raised[0]
-    assert len(unread) == (order == "pure")  # others fail where they are dispatched
     assert isinstance(caught.value.__context__, JaxRuntimeError)
 
 
