@@ -226,13 +226,17 @@ def test_a_barrier_with_a_limit():
 def test_a_barrier_with_a_limit_waits_for_programs_and_loses_no_error():
     gate = threading.Event()
 
-    def bad(x):
+    def late(x):
         gate.wait(60)
+        return x
+
+    def bad(x):
         raise LookupError("once")
 
     m = jnp.ones((600, 600))  # large enough for XLA to run it on a thread of its own
-    f = jax.jit(lambda m: hc.call(bad, None, m @ m, order="ordered"))
-    f(m)
+    m = jax.jit(lambda m: hc.call(late, m, m @ m))(m)
+    # With an input that is not ready it does not run where it is dispatched.
+    jax.jit(lambda m: hc.call(bad, None, m, order="ordered"))(m)
     assert hc.barrier(timeout=0.01) is False
     gate.set()
     with pytest.raises(jax.errors.JaxRuntimeError, match="LookupError: once"):
