@@ -476,13 +476,18 @@ def test_save_tells_of_a_program_that_failed(caplog):
 
     with walks(Breaks, save="get", restore="set") as env:
         env.reset()
-        # Large enough for XLA to run it on a thread of its own.
-        f = jax.jit(lambda m: env.step((m @ m)[0, 0])[0])
-        f(actions(800, 800))
+        gate = threading.Event()
+        late = jax.jit(lambda m: hc.call(lambda x: (gate.wait(60), x)[1], m, m @ m))
+        f = jax.jit(lambda m: env.step(m[0, 0])[0])
+        # An input that is not ready: it fails after it was dispatched.
+        f(late(actions(800, 800)))
+        gate.set()
         with pytest.raises(KeyError, match="broken"), hc.reraise():
             env.save()
         assert set(env.save()["objects"]) == {()}
-        f(actions(800, 800))
+        gate.clear()
+        f(late(actions(800, 800)))
+        gate.set()
         env.renew()
     assert "renew() of `Breaks` goes on after: " in caplog.text
 
