@@ -69,34 +69,36 @@ def test_each_depth_computes_on_a_client_of_its_own():
     assert len({id(c) for c in [x.devices().pop().client, *clients]}) == 3
 
 
-def test_a_callback_that_starts_a_thread_that_computes(matmul):
+def in_a_thread(function):
+    """A host function that computes in a thread that it starts."""
+
     def host(a):
         out = []
-        thread = threading.Thread(target=lambda: out.append(np.asarray(matmul(a))))
+        thread = threading.Thread(target=lambda: out.append(np.asarray(function(a))))
         thread.start()
         thread.join()
         return out[0]
 
+    return host
+
+
+def test_a_callback_that_starts_a_thread_that_computes(matmul):
     # One at a time: a new thread has none of its starter's settings, so it uses the
     # process's client (docs/design/threads.md).
-    f = jax.jit(lambda x: hc.call(host, SPEC, x))
+    f = jax.jit(lambda x: hc.call(in_a_thread(matmul), SPEC, x))
     for _ in range(20):
         assert float(f(ONES)[0, 0]) == SIDE
 
 
 @pytest.mark.parametrize("order", ["unordered", "ordered"])
 def test_a_hundred_whose_callbacks_start_threads_that_compute(order, matmul):
-    """They run one by one, where they are dispatched, and hold no thread of XLA's."""
+    """They run one by one, where they are dispatched, and hold no thread of XLA's.
 
-    def host(a):
-        out = []
-        thread = threading.Thread(target=lambda: out.append(np.asarray(matmul(a))))
-        thread.start()
-        thread.join()
-        return out[0]
-
-    f = jax.jit(lambda x: hc.call(host, SPEC, x, order=order))
-    for out in [f(jnp.asarray(ONES)) for _ in range(100)]:
+    Their input is ready: a program that waits for one runs on a thread of XLA's.
+    """
+    ones = jax.block_until_ready(jnp.asarray(ONES))
+    f = jax.jit(lambda x: hc.call(in_a_thread(matmul), SPEC, x, order=order))
+    for out in [f(ones) for _ in range(100)]:
         assert float(out[0, 0]) == SIDE
 
 
