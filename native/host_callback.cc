@@ -11,6 +11,7 @@ namespace {
 
 constexpr size_t kWords = 16;  // more than the answer has, in any version so far
 constexpr size_t kLargest = 4096;  // bytes of a frame, and of the interface
+constexpr size_t kMore = 128;      // bytes after a frame: members it does not have
 
 // All guarded by the GIL.
 XLA_FFI_Handler* g_handler = nullptr;
@@ -75,18 +76,18 @@ bool InsideHostCallback() { return t_depth > 0; }
 void RunInsideHostCallback(const XLA_FFI_CallFrame* frame,
                            const std::function<void()>& body) {
   const XLA_FFI_Api* api = Interface(frame->api);
-  const size_t size = std::max(frame->struct_size, sizeof(XLA_FFI_CallFrame));
+  const size_t size = frame->struct_size;
   // JAX's handler enters Python by PyGILState_Ensure, which knows no other state of
   // this thread than the first that was made for it.
   const bool known = PyGILState_GetThisThreadState() == PyThreadState_Get();
-  if (g_handler == nullptr || api == nullptr || size > kLargest || !known) {
+  if (g_handler == nullptr || api == nullptr || size > kLargest - kMore || !known) {
     body();
     return;
   }
   alignas(std::max_align_t) unsigned char storage[kLargest];
   std::memcpy(storage, frame, size);
-  // What a newer frame has after its `struct_size`, as this one has `future`.
-  std::memset(storage + size, 0, std::min<size_t>(128, kLargest - size));
+  // `future` and its like, which XLA leaves out of a frame's `struct_size`.
+  std::memset(storage + size, 0, kMore);
   auto* inner = reinterpret_cast<XLA_FFI_CallFrame*>(storage);
   XLA_FFI_AttrType type = XLA_FFI_AttrType_SCALAR;
   XLA_FFI_ByteSpan name{"index", 5};

@@ -110,8 +110,8 @@ XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
     if (!entry) return ClosedText();
     try {
       return Run(*plan, site, in.data(), out.data());
-    } catch (
-        const std::exception& error) {  // on a thread of ours: nobody else would
+      // This is a thread of the team's: above here nobody catches anything.
+    } catch (const std::exception& error) {
       return TextOf(error);
     }
     HOSTCALL_CATCH_THE_REST { return TextOfTheRest(); }

@@ -66,8 +66,8 @@ class Throttle {
   static constexpr size_t kRuns = 128;
 
   struct alignas(64) Place {
-    // Of threads that run the same program on the same device, for some
-    // nanoseconds; in most programs there is one, and the lock is free.
+    // Held for some nanoseconds. Only threads that run the same program on the
+    // same device share it, and most programs run on one thread at a time.
     std::mutex mutex;
     std::unordered_map<int64_t, Run> runs;
     int64_t newest_number = 0;
