@@ -14,6 +14,7 @@ from benchmarks import (
     rows_bridge,
     rows_buffers,
     rows_call,
+    rows_devices,
     rows_drop_in,
     rows_gpu,
     rows_host,
@@ -23,6 +24,7 @@ from benchmarks.harness import measure
 
 ROWS = (
     *rows_call.ROWS,
+    *rows_devices.ROWS,
     *rows_around.ROWS,
     *rows_tap.ROWS,
     *rows_drop_in.ROWS,

@@ -83,10 +83,26 @@ def scalar_tap(quick: bool) -> dict[str, Case]:
     return {
         "hostcall": ours,
         "hostcall, worker in a slow function": while_the_worker_waits,
-        "hostcall, where=False": on_device(
-            lambda c: hc.tap(nothing, c, where=c < 0), x, n
-        ),
         "JAX": on_device(lambda c: jax.debug.callback(nothing, c), x, few),
+    }
+
+
+def kept_back(quick: bool) -> dict[str, Case]:
+    """What `where` adds to a step where it is False, its comparison included."""
+    x, n = F32(1), 20_000 if quick else 200_000
+    same = jax.ShapeDtypeStruct((), F32)
+
+    def instead(c: Any) -> Any:
+        return jax.lax.cond(
+            c < 0, lambda c: hc.call(nothing, same, c, order="unordered"), F32, c
+        )
+
+    return {
+        "call": on_device(
+            lambda c: hc.call(nothing, same, c, where=c < 0, order="unordered"), x, n
+        ),
+        "tap": on_device(lambda c: hc.tap(nothing, c, where=c < 0), x, n),
+        "call in lax.cond": on_device(instead, x, n),
     }
 
 
@@ -278,6 +294,11 @@ ROWS = (
             times_faster(100),
         ),
         scalar_tap,
+    ),
+    Row(
+        "kept back by where=False, in a loop",
+        (at_most(0.1, None, "call"), at_most(0.1, None, "tap")),
+        kept_back,
     ),
     Row("1 MiB tap, on the device", (times_faster(2),), large_tap),
     Row("hc.print in a loop, on the device", (at_most(0.5, None),), printing),

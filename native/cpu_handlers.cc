@@ -84,8 +84,7 @@ XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
                      "hostcall: the program passes another number of buffers "
                      "than it was lowered with");
   }
-  return MakeCall(frame, state, {DeviceOrdinal(frame)}, operands.data(),
-                  results.data());
+  return MakeCall(frame, state, operands.data(), results.data());
 }
 
 PyObject* g_raw = nullptr;

@@ -98,7 +98,6 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
   Work work(frame, *state, stream, state->plan->results.size());
   if (!work.ok()) return work.Mismatch();
   const CudaDriver& driver = Driver();
-  const int ordinal = DeviceOrdinal(frame);
   std::optional<StagedCall> staged;
   try {
     const std::vector<Span> operands = work.OperandSpans();
@@ -118,11 +117,11 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
     }
   } catch (const std::exception& e) {
     if (!state->team) throw;
-    return FailWithTeam(frame, *state, {ordinal}, e.what());  // others wait for it
+    return FailWithTeam(frame, *state, e.what());  // others wait for it
   }
   XLA_FFI_Error* error =
-      MakeCall(frame, *state, {ordinal},
-               const_cast<void* const*>(staged->operands()), staged->results());
+      MakeCall(frame, *state, const_cast<void* const*>(staged->operands()),
+               staged->results());
   if (error == nullptr) staged->Store();
   return error;
 }
@@ -143,8 +142,7 @@ XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, void* stream,
     }
   }
   ScopedContext current(Driver(), work.stream);
-  return MakeCall(frame, *state, {DeviceOrdinal(frame), -1, stream, true},
-                  work.operands.data(), work.results.data());
+  return MakeCall(frame, *state, work.operands.data(), work.results.data(), stream);
 }
 
 XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type) {

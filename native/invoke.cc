@@ -221,13 +221,6 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
   if (plan.rows == 0) return true;
   // The common case: one row, nothing packed, nothing masked.
   if (plan.grid.empty() && !plan.packed && !plan.runner) {
-    if (mask != nullptr && !mask[0]) {
-      ++plan.counters->masked;
-      for (size_t i = 0; i < plan.results.size(); ++i) {
-        FillRow(plan.results[i], static_cast<char*>(results[i]));
-      }
-      return true;
-    }
     // Only lent arrays alias the operands, and those are read-only.
     auto* args = const_cast<char* const*>(
         reinterpret_cast<const char* const*>(operands) + (mask ? 1 : 0));
@@ -238,6 +231,24 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
                               : RunInOrder(plan, call, mask, view);
   if (ok) view.Finish();
   return ok;
+}
+
+bool FilledForMask(const Plan& plan, const void* const* operands,
+                   void* const* results) {
+  if (!plan.masked || plan.packed) return false;
+  const bool* mask = static_cast<const bool*>(operands[0]);
+  if (std::find(mask, mask + plan.mask_rows, true) != mask + plan.mask_rows) {
+    return false;
+  }
+  for (size_t i = 0; i < plan.results.size(); ++i) {
+    const Leaf& leaf = plan.results[i];
+    char* target = static_cast<char*>(results[i]);
+    for (int64_t row = 0; row < leaf.rows; ++row) {
+      FillRow(leaf, target + row * leaf.row_bytes);
+    }
+  }
+  plan.counters->masked.fetch_add(plan.rows, std::memory_order_relaxed);
+  return true;
 }
 
 std::string TakeError(const Plan& plan, const ActiveCall& call) {

@@ -8,10 +8,16 @@
 
 namespace hostcall {
 
-/// Runs all rows of a call. `operands` and `results` point to row-major buffers.
-/// The GIL is held. False with a Python error set.
+/// Runs all rows of a call that FilledForMask has not ended. `operands` and
+/// `results` point to row-major buffers. The GIL is held. False with a Python error
+/// set.
 bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
             void* const* results);
+
+/// Where the mask keeps all rows from the function, fills the results. Needs
+/// neither Python nor the GIL. False: some row is wanted, or elements are packed.
+bool FilledForMask(const Plan& plan, const void* const* operands,
+                   void* const* results);
 
 /// Takes the Python error that is set, hands it to the plan's on_error, and
 /// returns the text for XLA.

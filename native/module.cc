@@ -208,6 +208,7 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     RaiseStatus(plan, status);
     throw nb::python_error();
   }
+  if (FilledForMask(plan, in.data(), targets.data())) return out;
   const int64_t start = NowNs();
   bool ok;
   {
@@ -347,9 +348,6 @@ NB_MODULE(_native, m) {
   m.def("forked", [] { return Engine::Get().forked(); });
   m.def("only_on_threads", &OnlyOnThreads, nb::arg("threads"));
   m.def("leave_behind", [] { Engine::Get().LeaveBehind(); });
-  m.def(
-      "stop_jobs", [](double seconds) { return JobThreads::Get().Stop(seconds); },
-      nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
   m.def("watch_sigint", &Signals::WatchInterrupt);
   m.def("watch_sigterm", &Signals::WatchTerminate);
   m.def("wait_signal", &WaitSignal, nb::arg("seconds"));

@@ -64,17 +64,19 @@ enum class Lend {
   kBuffers,  ///< Buffers over both, the results' first (buffer_call.h)
 };
 
-/// What it cost, per callback, over all its programs. Written with the GIL held.
+/// What it cost, per callback, over all its programs. Written with the GIL held
+/// where nothing else is said.
 struct Counters {
   int64_t calls = 0;        ///< times the function was entered
-  int64_t masked = 0;       ///< rows that `where` kept from the function
   int64_t errors = 0;       ///< programs that it failed
   int64_t bytes_in = 0;     ///< handed to the function
   int64_t bytes_out = 0;    ///< taken from it
   int64_t python_ns = 0;    ///< attached, in the function and in conversions
   int64_t gil_wait_ns = 0;  ///< waiting to attach
-  std::atomic<int64_t> native_calls{0};  ///< of native code, without the GIL
-  TapCounts taps;                        ///< written by devices, without the GIL
+  // Without the GIL:
+  std::atomic<int64_t> masked{0};  ///< rows that `where` kept from the function
+  std::atomic<int64_t> native_calls{0};  ///< of native code
+  TapCounts taps;                        ///< written by devices
 };
 
 /// What a plan knows of a call that works in place on buffers.

@@ -2,11 +2,8 @@
 
 #include <cstring>
 #include <exception>
-#include <future>
-#include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "buffer_call.h"
 #include "engine.h"
@@ -17,6 +14,14 @@
 
 namespace hostcall {
 namespace {
+
+/// Where a call comes from.
+struct CallSite {
+  const XLA_FFI_CallFrame* frame;  ///< the handler's, which returns after the call
+  int ordinal;
+  int64_t run;
+  void* stream;  ///< of a GPU, in whose memory operands and results are; or null
+};
 
 /// Calls `call`, inside a host callback where the plan says so. One that its scout
 /// found computing on the client that waits for it is pure, and so made again.
@@ -62,7 +67,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     scope.call().counted = true;
     scope.call().run = site.run;
     scope.call().stream = site.stream;
-    scope.call().on_gpu = site.on_gpu;
+    scope.call().on_gpu = site.stream != nullptr;
     bool ok = false;
     if (!native.ok()) {
       RaiseStatus(plan, native);
@@ -92,84 +97,92 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   return text;
 }
 
-/// A call that several devices make: hands it to their team, and waits for its end
-/// as a collective would. Not with XLA's futures: a program that goes on in pieces
-/// lets the next one start between them, and their collectives then wait for each
-/// other's threads.
-XLA_FFI_Error* MeetTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
-                        const CallSite& site, void* const* operands,
-                        void* const* results) {
-  Counted<Plan> plan = state.plan;
+/// A device at a call that several make.
+class Visit final : public Team::Member {
+ public:
+  Visit(const Plan& plan, const CallSite& site, void* const* operands,
+        void* const* results)
+      : Member(site.ordinal),
+        plan_(plan),
+        site_(site),
+        operands_(operands),
+        results_(results) {}
 
-  Team::Member member;
-  member.device = site.ordinal;
-  member.results.assign(results, results + plan->results.size());
-  std::vector<void*> in(operands, operands + plan->operands());
-  member.job = [plan, site, in, out = member.results]() -> std::string {
+  /// Throws nothing: the others wait for its end.
+  Team::Error Call() override {
     Entry entry;
     if (!entry) return ClosedText();
     try {
-      return Run(*plan, site, in.data(), out.data());
-      // This is a thread of the team's: above here nobody catches anything.
+      if (FilledForMask(plan_, operands_, results_)) return "";
+      return Run(plan_, site_, operands_, results_);
     } catch (const std::exception& error) {
       return TextOf(error);
     }
     HOSTCALL_CATCH_THE_REST { return TextOfTheRest(); }
-  };
-  auto ended = std::make_shared<std::promise<std::string>>();
-  member.finish = [ended](const std::string& error) { ended->set_value(error); };
-  member.alone = [plan, ordinal = site.ordinal](const std::string& error) {
+  }
+  void CopyFrom(const Member& leader) override {
+    void* const* from = static_cast<const Visit&>(leader).results_;
+    for (size_t i = 0; i < plan_.results.size(); ++i) {
+      std::memcpy(results_[i], from[i], plan_.results[i].buffer_bytes());
+    }
+  }
+  void FailsAlone(const Team::Error& error) override {
     Entry entry;
     if (!entry) return;
     GilGuard gil;
-    WarnOfLoneFailure(*plan, ordinal, error);
-  };
-  member.copy_from = [plan, out = member.results](const Team::Member& leader) {
-    for (size_t i = 0; i < out.size(); ++i) {
-      std::memcpy(out[i], leader.results[i], plan->results[i].buffer_bytes());
-    }
-  };
-  // The team, not the state: the program may be gone when the call ends.
-  std::shared_ptr<Team> team = state.team;
-  std::future<std::string> end = ended->get_future();
-  team->Arrive(site.run, std::move(member));
-  const std::string error = end.get();
-  return error.empty() ? nullptr : MakeError(frame->api, error);
-}
+    WarnOfLoneFailure(plan_, site_.ordinal, error);
+  }
+
+ private:
+  const Plan& plan_;
+  const CallSite& site_;
+  void* const* operands_;
+  void* const* results_;
+};
+
+/// A device that can't make its call.
+class FailedVisit final : public Team::Member {
+ public:
+  FailedVisit(int device, const Team::Error& error)
+      : Member(device), error_(error) {}
+  Team::Error Call() override { return error_; }
+  void CopyFrom(const Member&) override {}
+  void FailsAlone(const Team::Error&) override {}  // its own error says it
+
+ private:
+  const Team::Error& error_;
+};
 
 }  // namespace
 
 XLA_FFI_Error* FailWithTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
-                            CallSite site, const std::string& text) {
-  Team::Member member;
-  member.device = site.ordinal;
-  member.job = [text] { return text; };
-  auto ended = std::make_shared<std::promise<void>>();
-  member.finish = [ended](const std::string&) { ended->set_value(); };
-  member.alone = [](const std::string&) {};  // its own error says it
-  member.copy_from = [](const Team::Member&) {};
-  std::future<void> end = ended->get_future();
-  std::shared_ptr<Team> team = state.team;
-  team->Arrive(RunId(frame), std::move(member));
-  end.get();
+                            const std::string& text) {
+  FailedVisit visit(DeviceOrdinal(frame), text);
+  state.team->Meet(RunId(frame), visit);
   return MakeError(frame->api, text);
 }
 
 XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
-                        CallSite site, void* const* operands,
-                        void* const* results) {
+                        void* const* operands, void* const* results, void* stream) {
   const Plan& plan = *state.plan;
-  site.frame = frame;
   // On a GPU's own memory each device calls: there is no copying from the leader's.
-  const bool together = state.team && !site.on_gpu;
-  if (together || plan.lend == Lend::kBuffers) site.run = RunId(frame);
-  if (together) return MeetTeam(frame, state, site, operands, results);
-  Entry entry;
-  if (!entry) {
-    return MakeError(frame->api, ClosedText(),
-                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
+  const bool together = state.team && stream == nullptr;
+  if (!together && FilledForMask(plan, operands, results)) return nullptr;
+  const bool needs_run = together || plan.lend == Lend::kBuffers;
+  const CallSite site{frame, DeviceOrdinal(frame), needs_run ? RunId(frame) : -1,
+                      stream};
+  std::string text;
+  if (together) {
+    Visit visit(plan, site, operands, results);
+    text = state.team->Meet(site.run, visit);
+  } else {
+    Entry entry;
+    if (!entry) {
+      return MakeError(frame->api, ClosedText(),
+                       XLA_FFI_Error_Code_FAILED_PRECONDITION);
+    }
+    text = Run(plan, site, operands, results);
   }
-  const std::string text = Run(plan, site, operands, results);
   return text.empty() ? nullptr : MakeError(frame->api, text);
 }
 

@@ -59,9 +59,10 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
     }
   }
   if (plan.tap.linked) std::memset(results.data()[0], 0, sizeof(int32_t));
+  // Where all devices tap, a masked one need not ask XLA which it is.
+  if (plan.tap.only.empty() && IsMasked(plan, operands.data())) return nullptr;
   const int device = DeviceOrdinal(frame);
-  if (!IsWanted(*state, device)) return nullptr;
-  if (IsMasked(plan, operands.data())) return nullptr;
+  if (!IsWanted(*state, device) || IsMasked(plan, operands.data())) return nullptr;
   const int64_t run = RunId(frame);
   if (IsSkipped(plan, state->throttle.get(), device, run)) return nullptr;
   Entry entry;

@@ -12,118 +12,62 @@
 //          went on alone would wait for the failed one in the next collective
 //          until XLA ends the process.
 //
+// Each device calls on the thread that it came on, and waits there for the others,
+// as it would in a collective. Functions of one meeting may wait for each other.
+//
 // Guarantees
-//   * `finish` of a member is called exactly once, and not before its own job has
-//     ended: until then XLA keeps its buffers.
-//   * kOnce: the leader finishes after the others have copied its results.
+//   * kOnce: the leader leaves after the others have copied its results.
 //   * kEach: members wait for those that have come without limit (they are in user
 //     code), and for those that have not for kGrace, since control flow may differ
 //     between devices there. The first time somebody is missed the place is marked,
 //     and from then on nobody waits at it. One that fails there fails alone, and
 //     says so first: the others may never get out of their next collective.
-//   * Jobs run on threads of ours, as many as there are jobs under way (the
-//     functions may wait for each other). XLA's wait for them, as in a collective.
 //
 // Which meeting a member joins: the oldest open one of its run in which its device
 // is missing. One place is executed by one device in sequence, so a device's n-th
 // arrival is its n-th call.
+//
+// Waiting. A thread that sleeps is woken some 10 us later, which is many times what
+// a small function takes. So a member looks for a while before it sleeps: before
+// the call, whether another member is in its own (they would meet again at the
+// GIL, where CPython sleeps at once), and after it, whether all have ended. Where
+// there are more devices than cores it gives the core away between two looks.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 namespace hostcall {
 
-/// Threads for jobs that may wait for each other: never fewer than jobs.
-class JobThreads {
- public:
-  static JobThreads& Get() {
-    static JobThreads* threads = new JobThreads;  // outlives static destruction
-    return *threads;
-  }
-  void Run(std::function<void()> job) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      jobs_.push_back(std::move(job));
-      if (idle_ >= jobs_.size()) {
-        wake_.notify_one();
-        return;
-      }
-      ++threads_;
-    }
-    try {
-      std::thread(&JobThreads::Work, this).detach();
-    } catch (const std::system_error&) {  // no more threads: on this one, then
-      RunOne();
-      std::lock_guard<std::mutex> lock(mutex_);
-      --threads_;
-    }
-  }
-
-  /// Ends the threads that have no job, and waits for those that have, so many
-  /// seconds at most. False: some are left.
-  bool Stop(double seconds) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    stopped_ = true;
-    wake_.notify_all();
-    return ended_.wait_for(lock, std::chrono::duration<double>(seconds),
-                           [this] { return threads_ == 0; });
-  }
-
- private:
-  void Work() {
-    while (RunOne()) {
-    }
-    std::lock_guard<std::mutex> lock(mutex_);
-    --threads_;
-    ended_.notify_all();
-  }
-  /// The job is gone when it returns, and what it held with it: a thread that waits
-  /// for the next keeps no program alive. False: the threads were stopped.
-  bool RunOne() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    ++idle_;
-    wake_.wait(lock, [this] { return !jobs_.empty() || stopped_; });
-    --idle_;
-    if (jobs_.empty()) return false;
-    const std::function<void()> job = std::move(jobs_.front());
-    jobs_.pop_front();
-    lock.unlock();
-    job();
-    return true;
-  }
-  std::mutex mutex_;  // guards all below
-  std::condition_variable wake_, ended_;
-  std::deque<std::function<void()>> jobs_;
-  size_t idle_ = 0;  ///< threads that wait for a job
-  size_t threads_ = 0;
-  bool stopped_ = false;
-};
-
 enum class TeamMode { kAlone, kOnce, kEach };
 
-class Team : public std::enable_shared_from_this<Team> {
+class Team {
  public:
   /// Empty for success.
   using Error = std::string;
 
-  struct Member {
-    int device;
-    std::function<Error()> job;                           ///< calls the function
-    std::function<void(const Error&)> finish;             ///< tells XLA
-    std::function<void(const Error&)> alone;              ///< kEach: only it fails
-    std::function<void(const Member& leader)> copy_from;  ///< kOnce
-    std::vector<void*> results;
+  /// A device at a call.
+  class Member {
+   public:
+    explicit Member(int device) : device_(device) {}
+    virtual ~Member() = default;
+    int device() const { return device_; }
+    virtual Error Call() = 0;                         ///< runs the function
+    virtual void CopyFrom(const Member& leader) = 0;  ///< kOnce: its results
+    virtual void FailsAlone(const Error& error) = 0;  ///< kEach: only this one does
+
+   private:
+    const int device_;
   };
 
   /// As the leader: the one that comes first, for a program that does not know its
@@ -135,47 +79,47 @@ class Team : public std::enable_shared_from_this<Team> {
       : mode_(mode),
         size_(static_cast<size_t>(size)),
         leader_(leader),
-        grace_(grace) {}
+        grace_(grace),
+        yields_(std::thread::hardware_concurrency() < size_) {}
 
-  void Arrive(int64_t run, Member member) {
-    if (mode_ == TeamMode::kOnce) {
-      ArriveOnce(run, std::move(member));
-    } else {
-      ArriveEach(run, std::move(member));
-    }
+  /// Makes the call of a member, with the others of its run, and gives the error
+  /// that it leaves with.
+  Error Meet(int64_t run, Member& member) {
+    return mode_ == TeamMode::kOnce ? MeetOnce(run, member) : MeetEach(run, member);
   }
 
  private:
   struct Meeting {
     int64_t run;
-    std::vector<Member> members;
-    size_t ended = 0;  ///< kEach: members whose job has ended
-    bool done = false;
-    Error error;
+    std::vector<int> devices;       ///< of the members
+    std::atomic<size_t> ended{0};   ///< members that have called, or copied
+    std::atomic<size_t> inside{0};  ///< kEach: members in their function
+    std::atomic<const Member*> leader{nullptr};  ///< kOnce: when it has called
+    Error error;  ///< kOnce: the leader's; kEach: the first
     std::condition_variable changed;
   };
   using MeetingPtr = std::shared_ptr<Meeting>;
 
+  /// How long a member looks before it sleeps, or calls beside another.
+  static constexpr std::chrono::microseconds kLook{20};
+
   /// The lock is held.
-  MeetingPtr Join(int64_t run, Member member) {
-    MeetingPtr meeting;
+  MeetingPtr Join(int64_t run, int device) {
     for (const MeetingPtr& open : meetings_) {
-      if (open->run != run || open->members.size() == size_) continue;
-      bool here = false;
-      for (const Member& other : open->members)
-        here |= other.device == member.device;
-      if (!here) {
-        meeting = open;
-        break;
+      const std::vector<int>& here = open->devices;
+      if (open->run != run || here.size() == size_ ||
+          std::find(here.begin(), here.end(), device) != here.end()) {
+        continue;
       }
+      open->devices.push_back(device);
+      if (here.size() == size_) open->changed.notify_all();
+      return open;
     }
-    if (!meeting) {
-      meeting = std::make_shared<Meeting>();
-      meeting->run = run;
-      meeting->members.reserve(size_);  // addresses of members stay
-      meetings_.push_back(meeting);
-    }
-    meeting->members.push_back(std::move(member));
+    auto meeting = std::make_shared<Meeting>();
+    meeting->run = run;
+    meeting->devices.reserve(size_);
+    meeting->devices.push_back(device);
+    meetings_.push_back(meeting);
     return meeting;
   }
   void Close(const MeetingPtr& meeting) {
@@ -186,109 +130,120 @@ class Team : public std::enable_shared_from_this<Team> {
     }
   }
 
-  void ArriveOnce(int64_t run, Member member) {
-    bool leads = member.device == leader_;
-    std::unique_lock<std::mutex> lock(mutex_);
-    MeetingPtr meeting = Join(run, std::move(member));
-    if (leader_ == kFirst) leads = meeting->members.size() == 1;
-    Member& mine = meeting->members.back();
-    if (leads) {
-      lock.unlock();
-      JobThreads::Get().Run([self = shared_from_this(), meeting, &mine] {
-        Error error = mine.job();
-        std::unique_lock<std::mutex> relock(self->mutex_);
-        meeting->error = std::move(error);
-        meeting->done = true;
-        self->Settle(meeting, relock);
-      });
-      return;
-    }
-    if (meeting->done) Settle(meeting, lock);
-  }
-
-  /// Serves the members that are there; with all there, the leader and the end.
-  void Settle(const MeetingPtr& meeting, std::unique_lock<std::mutex>& lock) {
-    const Member* leader = nullptr;
-    for (const Member& member : meeting->members) {
-      if (member.device == leader_) leader = &member;
-    }
-    if (leader_ == kFirst) leader = &meeting->members.front();
-    std::vector<std::function<void(const Error&)>> finished;
-    for (Member& member : meeting->members) {
-      if (&member == leader || !member.finish) continue;
-      if (meeting->error.empty()) member.copy_from(*leader);
-      finished.push_back(std::exchange(member.finish, nullptr));
-    }
-    const bool last = meeting->members.size() == size_;
-    if (last) {
-      for (Member& member : meeting->members) {
-        if (&member == leader) {
-          finished.push_back(std::exchange(member.finish, nullptr));
-        }
+  /// Looks for a while whether `there` is true.
+  template <typename Condition>
+  void Look(const Condition& there) const {
+    if (there()) return;
+    const auto until = std::chrono::steady_clock::now() + kLook;
+    do {
+      for (int i = 0; i < (yields_ ? 1 : 16); ++i) {
+        if (there()) return;
+        Pause();
       }
+      if (yields_) std::this_thread::yield();
+    } while (std::chrono::steady_clock::now() < until);
+  }
+  static void Pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  /// Waits until `there` is true: looks for a while, then sleeps.
+  template <typename Condition>
+  std::unique_lock<std::mutex> Await(Meeting& meeting, const Condition& there) {
+    Look(there);
+    std::unique_lock<std::mutex> lock(mutex_);
+    meeting.changed.wait(lock, there);
+    return lock;
+  }
+
+  Error MeetOnce(int64_t run, Member& member) {
+    MeetingPtr meeting;
+    bool leads;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      meeting = Join(run, member.device());
+      leads = leader_ == kFirst ? meeting->devices.size() == 1
+                                : member.device() == leader_;
+    }
+    if (leads) {
+      Error error = member.Call();
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        meeting->error = std::move(error);
+        meeting->leader = &member;
+        meeting->changed.notify_all();
+      }
+      const auto lock =
+          Await(*meeting, [&] { return meeting->ended == size_ - 1; });
       Close(meeting);
+    } else {
+      Await(*meeting, [&] { return meeting->leader != nullptr; });
+      if (meeting->error.empty()) member.CopyFrom(*meeting->leader);
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (++meeting->ended == size_ - 1) meeting->changed.notify_all();
     }
-    lock.unlock();
-    for (auto& finish : finished) finish(meeting->error);
+    return meeting->error;
   }
 
-  void ArriveEach(int64_t run, Member member) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (diverged_) {
-      lock.unlock();
-      JobThreads::Get().Run(
-          [member = std::move(member)] { FinishAlone(member, member.job()); });
-      return;
+  Error MeetEach(int64_t run, Member& member) {
+    MeetingPtr meeting;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!diverged_) meeting = Join(run, member.device());
     }
-    MeetingPtr meeting = Join(run, std::move(member));
-    Member& mine = meeting->members.back();
-    if (meeting->members.size() == size_) meeting->changed.notify_all();
-    lock.unlock();
-    JobThreads::Get().Run([self = shared_from_this(), meeting, &mine] {
-      self->RunEach(meeting, mine);
-    });
+    if (!meeting) return Alone(member, member.Call());
+    Look([&] { return meeting->inside == 0; });
+    ++meeting->inside;
+    Error error = member.Call();
+    --meeting->inside;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (meeting->error.empty()) meeting->error = error;
+      if (++meeting->ended == size_) {
+        Close(meeting);
+        meeting->changed.notify_all();
+      }
+    }
+    const auto all = [&] { return meeting->ended == size_; };
+    Look(all);
+    if (!all() && !WaitForAll(meeting)) return Alone(member, std::move(error));
+    return meeting->error;
   }
 
-  void RunEach(const MeetingPtr& meeting, Member& mine) {
-    Error error = mine.job();
-    std::unique_lock<std::mutex> lock(mutex_);
-    ++meeting->ended;
-    if (meeting->error.empty()) meeting->error = error;
-    meeting->changed.notify_all();
+  /// False: somebody is missing.
+  bool WaitForAll(const MeetingPtr& meeting) {
     const auto until = std::chrono::steady_clock::now() + grace_;
-    while (meeting->ended < size_) {
-      if (meeting->members.size() == size_) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (meeting->ended != size_) {
+      if (meeting->devices.size() == size_) {
         meeting->changed.wait(lock);
       } else if (diverged_ || meeting->changed.wait_until(lock, until) ==
                                   std::cv_status::timeout) {
-        if (meeting->members.size() == size_) continue;
-        diverged_ = true;
-        Close(meeting);  // who comes later finds `diverged_`
+        if (meeting->devices.size() == size_) continue;
+        diverged_ = true;  // who comes later joins nobody
+        Close(meeting);
         meeting->changed.notify_all();
-        break;
+        return false;
       }
     }
-    if (meeting->ended == size_) {
-      Close(meeting);
-      const Error shared = meeting->error;
-      lock.unlock();
-      mine.finish(shared);
-    } else {
-      lock.unlock();
-      FinishAlone(mine, error);
-    }
+    return true;
   }
 
-  static void FinishAlone(const Member& member, const Error& error) {
-    if (!error.empty()) member.alone(error);
-    member.finish(error);
+  static Error Alone(Member& member, Error error) {
+    if (!error.empty()) member.FailsAlone(error);
+    return error;
   }
 
   const TeamMode mode_;
   const size_t size_;
   const int leader_;
   const std::chrono::milliseconds grace_;
-  std::mutex mutex_;  // guards all below, and the meetings
+  const bool yields_;
+  std::mutex mutex_;  // guards all below, and what in meetings is not atomic
   std::vector<MeetingPtr> meetings_;
   bool diverged_ = false;
 };

@@ -54,6 +54,28 @@ def test_a_constant(where, order, wrap):
     assert len(host.seen) == int(where)
 
 
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["one", "rows"])
+@ORDERS
+def test_nothing_wanted_enters_no_python(order, shape):
+    def host(x):
+        raise AssertionError
+
+    def f(x, where):
+        return hc.call(
+            host, x, x, where=where, fill=2, vmap_method="sequential", order=order
+        )
+
+    if shape:
+        f = jax.vmap(f)
+    where = jnp.zeros(shape, bool)
+    got = jax.jit(lambda x: f(x, where))(jnp.ones(shape))
+    np.testing.assert_array_equal(got, np.full(shape, 2))
+    jax.effects_barrier()
+    (stats,) = (s for name, s in hc.stats().items() if "enters_no_python" in name)
+    assert stats.calls == stats.gil_seconds == stats.python_seconds == 0
+    assert stats.masked > 0
+
+
 @EAGER_AND_JIT
 @ORDERS
 def test_a_computed_scalar(order, wrap):

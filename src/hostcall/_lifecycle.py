@@ -30,7 +30,6 @@ import sys
 import threading
 
 from hostcall import (
-    _config,
     _delivery,
     _errors,
     _fork,
@@ -82,7 +81,6 @@ def end(*, interpreter: bool = True) -> None:
         _wait_for_calls(interpreter)
         _delivery.stop()
         _watcher.stop()
-        _native.stop_jobs(_config.EXIT_TIMEOUT)
         _native.bury()
     except KeyboardInterrupt:
         for stream in (sys.stdout, sys.stderr):

@@ -12,8 +12,8 @@
 
 #include "visit.h"
 
-using hostcall::ArriveAll;
 using hostcall::Barrier;
+using hostcall::ComeAll;
 using hostcall::Gate;
 using hostcall::MakeTeam;
 using hostcall::Team;
@@ -30,13 +30,13 @@ void TheLeaderCallsForAll(int leader, std::vector<int> order) {
   auto team = MakeTeam(TeamMode::kOnce, 4, leader);
   Visit visits[4];
   for (int device : order) {
-    team->Arrive(1, visits[device].Member(device, [&visits, leader] {
+    visits[device].Come(team, 1, device, [&visits, leader] {
       visits[leader].value = 42;
       return std::string();
-    }));
+    });
   }
   for (int device = 0; device < 4; ++device) {
-    visits[device].gate.Wait();
+    visits[device].Wait();
     assert(visits[device].error.empty());
     assert(visits[device].value == 42);
     assert(visits[device].ran == (device == leader));
@@ -50,13 +50,14 @@ void TheFirstLeads(int first) {
     Visit visits[3];
     for (int i = 0; i < 3; ++i) {
       const int device = (first + i) % 3;
-      team->Arrive(run, visits[device].Member(device, [&visits, device] {
+      visits[device].Come(team, run, device, [&visits, device] {
         visits[device].value = 42;
         return std::string();
-      }));
+      });
+      while (!visits[first].ran) std::this_thread::yield();
     }
     for (int device = 0; device < 3; ++device) {
-      visits[device].gate.Wait();
+      visits[device].Wait();
       assert(visits[device].error.empty() && visits[device].value == 42);
       assert(visits[device].ran == (device == first));
       assert(visits[device].copied == (device != first));
@@ -67,25 +68,25 @@ void TheFirstLeads(int first) {
 void TheLeaderWaitsUntilAllHaveCopied() {
   auto team = MakeTeam(TeamMode::kOnce, 2);
   Visit leader, follower;
-  team->Arrive(1, leader.Member(0, [&leader] {
+  leader.Come(team, 1, 0, [&leader] {
     leader.value = 5;
     return std::string();
-  }));
+  });
   while (!leader.ended) std::this_thread::yield();
   std::this_thread::sleep_for(milliseconds(20));
-  assert(leader.finished == 0);  // its buffer is still needed
-  team->Arrive(1, follower.Member(1, [] { return std::string("never runs"); }));
-  follower.gate.Wait();
-  leader.gate.Wait();
+  assert(!leader.left);  // its buffer is still needed
+  follower.Come(team, 1, 1, [] { return std::string("never runs"); });
+  follower.Wait();
+  leader.Wait();
   assert(follower.value == 5);
 }
 
 void TheLeadersErrorIsEverybodys() {
   auto team = MakeTeam(TeamMode::kOnce, 3, 1);
   Visit visits[3];
-  ArriveAll(*team, 1, visits, 3, [](int) { return std::string("bad"); });
+  ComeAll(team, 1, visits, 3, [](int) { return std::string("bad"); });
   for (Visit& visit : visits) {
-    visit.gate.Wait();
+    visit.Wait();
     assert(visit.error == "bad" && !visit.copied);
   }
 }
@@ -104,11 +105,11 @@ void ManyRuns(TeamMode mode) {
           if (random() % 8 == 0) std::this_thread::sleep_for(milliseconds(1));
           Visit& visit = all[run][call][device];
           const bool fails = (call + run) % 7 == 0 && device == 2;
-          team->Arrive(run, visit.Member(device, [&visit, run, call, fails] {
+          visit.Come(team, run, device, [&visit, run, call, fails] {
             visit.value = run * kCalls + call;
             return fails ? "run " + std::to_string(run) : std::string();
-          }));
-          visit.gate.Wait();
+          });
+          visit.Wait();
           const bool failed = (call + run) % 7 == 0;
           assert(visit.error == (failed ? "run " + std::to_string(run) : ""));
           if (!failed) assert(visit.value == run * kCalls + call);
@@ -128,7 +129,7 @@ void EachCallsAndAllLeaveTogether() {
   Visit visits[4];
   Barrier barrier(4);  // functions may wait for each other
   Gate slow;
-  ArriveAll(*team, 1, visits, 4, [&](int device) {
+  ComeAll(team, 1, visits, 4, [&](int device) {
     barrier.Wait();
     if (device == 3) slow.Wait();
     return std::string();
@@ -137,10 +138,10 @@ void EachCallsAndAllLeaveTogether() {
     while (!visits[device].ended) std::this_thread::yield();
   }
   std::this_thread::sleep_for(milliseconds(20));
-  for (Visit& visit : visits) assert(visit.finished == 0);
+  for (Visit& visit : visits) assert(!visit.left);
   slow.Open();
   for (Visit& visit : visits) {
-    visit.gate.Wait();
+    visit.Wait();
     assert(visit.ran && visit.error.empty() && !visit.copied);
   }
 }
@@ -149,18 +150,18 @@ void OneErrorIsEverybodys() {
   for (int failing = 0; failing < 4; ++failing) {
     auto team = MakeTeam(TeamMode::kEach, 4);
     Visit visits[4];
-    ArriveAll(*team, 1, visits, 4, [failing](int device) {
+    ComeAll(team, 1, visits, 4, [failing](int device) {
       return device == failing ? std::string("shard") : std::string();
     });
     for (Visit& visit : visits) {
-      visit.gate.Wait();
+      visit.Wait();
       assert(visit.error == "shard" && !visit.alone);
     }
     // The next call of the same place starts afresh.
     Visit again[4];
-    ArriveAll(*team, 1, again, 4, [](int) { return std::string(); });
+    ComeAll(team, 1, again, 4, [](int) { return std::string(); });
     for (Visit& visit : again) {
-      visit.gate.Wait();
+      visit.Wait();
       assert(visit.error.empty());
     }
   }
@@ -170,15 +171,14 @@ void OneErrorIsEverybodys() {
 void SlowFunctionsAreNoDivergence() {
   auto team = MakeTeam(TeamMode::kEach, 3, 0, milliseconds(1));
   Visit visits[3];
-  Gate arrived;
-  ArriveAll(*team, 1, visits, 3, [&arrived](int device) {
-    arrived.Wait();
+  Barrier barrier(3);
+  ComeAll(team, 1, visits, 3, [&barrier](int device) {
+    barrier.Wait();
     if (device == 1) std::this_thread::sleep_for(milliseconds(60));
     return device == 1 ? std::string("late but here") : std::string();
   });
-  arrived.Open();
   for (Visit& visit : visits) {
-    visit.gate.Wait();
+    visit.Wait();
     assert(visit.error == "late but here");
   }
 }
@@ -186,15 +186,15 @@ void SlowFunctionsAreNoDivergence() {
 void AMemberThatComesLateIsWaitedFor() {
   auto team = MakeTeam(TeamMode::kEach, 3);
   Visit visits[3];
-  ArriveAll(*team, 1, visits, 2, [](int) { return std::string(); });
+  ComeAll(team, 1, visits, 2, [](int) { return std::string(); });
   for (int device = 0; device < 2; ++device) {
     while (!visits[device].ended) std::this_thread::yield();
   }
   std::this_thread::sleep_for(milliseconds(20));
-  assert(visits[0].finished == 0 && visits[1].finished == 0);
-  team->Arrive(1, visits[2].Member(2, [] { return std::string("last"); }));
+  assert(!visits[0].left && !visits[1].left);
+  visits[2].Come(team, 1, 2, [] { return std::string("last"); });
   for (Visit& visit : visits) {
-    visit.gate.Wait();
+    visit.Wait();
     assert(visit.error == "last");
   }
 }
@@ -202,28 +202,28 @@ void AMemberThatComesLateIsWaitedFor() {
 void AMissingMemberEndsTheWaiting() {
   auto team = MakeTeam(TeamMode::kEach, 3, 0, milliseconds(30));
   Visit visits[3];
-  ArriveAll(*team, 1, visits, 2, [](int device) {
+  ComeAll(team, 1, visits, 2, [](int device) {
     return device == 0 ? std::string("own") : std::string();
   });
-  visits[0].gate.Wait();
-  visits[1].gate.Wait();
+  visits[0].Wait();
+  visits[1].Wait();
   assert(visits[0].error == "own");
   assert(visits[1].error.empty());  // nobody knows whether all will come
   assert(visits[0].alone && !visits[1].alone);
   // Who comes now is served alone, and so is everybody from now on.
-  team->Arrive(1, visits[2].Member(2, [] { return std::string("third"); }));
-  visits[2].gate.Wait();
+  visits[2].Come(team, 1, 2, [] { return std::string("third"); });
+  visits[2].Wait();
   assert(visits[2].error == "third" && visits[2].alone);
   // Errors are no longer shared, even where all are there.
   Visit again[3];
   Gate gate;
-  ArriveAll(*team, 2, again, 3, [&gate](int device) {
+  ComeAll(team, 2, again, 3, [&gate](int device) {
     gate.Wait();
     return device == 2 ? std::string("alone") : std::string();
   });
   gate.Open();
   for (int device = 0; device < 3; ++device) {
-    again[device].gate.Wait();
+    again[device].Wait();
     assert(again[device].error == (device == 2 ? "alone" : ""));
     assert(again[device].alone == (device == 2));
   }
@@ -234,15 +234,15 @@ void DivergenceDuringAJob() {
   auto team = MakeTeam(TeamMode::kEach, 3, 0, milliseconds(10));
   Visit quick, slow;
   Gate gate;
-  team->Arrive(1, slow.Member(1, [&gate] {
+  slow.Come(team, 1, 1, [&gate] {
     gate.Wait();
     return std::string("slow");
-  }));
-  team->Arrive(1, quick.Member(0, [] { return std::string(); }));
-  quick.gate.Wait();
-  assert(quick.error.empty() && slow.finished == 0);
+  });
+  quick.Come(team, 1, 0, [] { return std::string(); });
+  quick.Wait();
+  assert(quick.error.empty() && !slow.left);
   gate.Open();
-  slow.gate.Wait();
+  slow.Wait();
   assert(slow.error == "slow");
 }
 
@@ -257,10 +257,10 @@ void ArrivalsAroundTheGrace() {
         std::mt19937 random(seed * 4 + static_cast<uint32_t>(device));
         for (auto& call : visits) {
           std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
-          team->Arrive(1, call[device].Member(device, [device] {
+          call[device].Come(team, 1, device, [device] {
             return device == 0 ? std::string("zero") : std::string();
-          }));
-          call[device].gate.Wait();
+          });
+          call[device].Wait();
         }
       });
     }
@@ -269,48 +269,15 @@ void ArrivalsAroundTheGrace() {
       assert(call[0].error == "zero");
       for (int device = 1; device < 4; ++device) {
         assert(call[device].error.empty() || call[device].error == "zero");
-        assert(call[device].finished == 1 && call[device].ended);
+        assert(call[device].left && call[device].ended);
       }
     }
   }
 }
 
-void TheTeamMayGoBeforeItsCallsEnd(TeamMode mode) {
-  Visit visits[2];
-  Gate gate;
-  {
-    auto team = MakeTeam(mode, 2);
-    ArriveAll(*team, 1, visits, 2, [&gate](int) {
-      gate.Wait();
-      return std::string();
-    });
-  }
-  gate.Open();
-  for (Visit& visit : visits) {
-    visit.gate.Wait();
-    assert(visit.error.empty());
-  }
-}
-
-void JobsAreGoneWhenTheyHaveRun() {
-  hostcall::JobThreads threads;
-  std::weak_ptr<int> held[20];
-  Barrier all(20);  // so that each has a thread
-  for (auto& reference : held) {
-    auto thing = std::make_shared<int>(1);
-    reference = thing;
-    threads.Run([thing, &all] { all.Wait(); });
-  }
-  for (auto& reference : held) {
-    while (!reference.expired()) std::this_thread::yield();
-  }
-  assert(threads.Stop(600));
-}
-
 }  // namespace
 
 int main() {
-  JobsAreGoneWhenTheyHaveRun();
   std::vector<int> order = {0, 1, 2, 3};
   do {
     for (int leader = 0; leader < 4; ++leader) TheLeaderCallsForAll(leader, order);
@@ -327,7 +294,5 @@ int main() {
   DivergenceDuringAJob();
   ManyRuns(TeamMode::kEach);
   ArrivalsAroundTheGrace();
-  TheTeamMayGoBeforeItsCallsEnd(TeamMode::kOnce);
-  TheTeamMayGoBeforeItsCallsEnd(TeamMode::kEach);
   std::puts("team: ok");
 }

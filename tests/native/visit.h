@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "team.h"
@@ -57,35 +58,52 @@ class Barrier {
 struct Visit {
   int value = -1;  ///< the result's buffer
   std::atomic<bool> ran{false}, copied{false}, ended{false}, alone{false};
-  std::atomic<int> finished{0};
+  std::atomic<bool> left{false};
   std::string error;
-  Gate gate;  ///< opens when XLA has been told
 
-  Team::Member Member(int device, std::function<Team::Error()> job) {
-    Team::Member member;
-    member.device = device;
-    member.results = {&value};
-    member.job = [this, job = std::move(job)] {
-      ran = true;
-      std::string text = job();
-      ended = true;
-      return text;
-    };
-    member.copy_from = [this](const Team::Member& leader) {
-      value = *static_cast<int*>(leader.results[0]);
-      copied = true;
-    };
-    member.finish = [this](const std::string& text) {
-      assert(++finished == 1);
-      error = text;
-      gate.Open();
-    };
-    member.alone = [this](const std::string& text) {
-      assert(finished == 0 && !text.empty());
-      alone = true;
-    };
-    return member;
+  ~Visit() { Wait(); }
+
+  /// Comes to the call, on a thread of its own.
+  void Come(std::shared_ptr<Team> team, int64_t run, int device,
+            std::function<Team::Error()> job) {
+    thread_ = std::thread([this, team = std::move(team), run, device, job] {
+      Device member(*this, device, job);
+      error = team->Meet(run, member);
+      left = true;
+    });
   }
+
+  /// Until it has left.
+  void Wait() {
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  class Device final : public Team::Member {
+   public:
+    Device(Visit& visit, int device, const std::function<Team::Error()>& job)
+        : Member(device), visit_(visit), job_(job) {}
+    Team::Error Call() override {
+      visit_.ran = true;
+      std::string text = job_();
+      visit_.ended = true;
+      return text;
+    }
+    void CopyFrom(const Team::Member& leader) override {
+      assert(!visit_.left);
+      visit_.value = static_cast<const Device&>(leader).visit_.value;
+      visit_.copied = true;
+    }
+    void FailsAlone(const Team::Error& text) override {
+      assert(!visit_.left && !text.empty());
+      visit_.alone = true;
+    }
+
+   private:
+    Visit& visit_;
+    const std::function<Team::Error()>& job_;
+  };
+  std::thread thread_;
 };
 
 inline std::shared_ptr<Team> MakeTeam(TeamMode mode, int size, int leader = 0,
@@ -93,12 +111,13 @@ inline std::shared_ptr<Team> MakeTeam(TeamMode mode, int size, int leader = 0,
   return std::make_shared<Team>(mode, size, leader, grace);
 }
 
-/// The first `count` devices come to the call, in order.
+/// The first `count` devices come to the call.
 template <size_t N, typename Job>
-void ArriveAll(Team& team, int64_t run, Visit (&visits)[N], int count, Job job) {
+void ComeAll(const std::shared_ptr<Team>& team, int64_t run, Visit (&visits)[N],
+             int count, Job job) {
   for (int device = 0; device < count; ++device) {
-    team.Arrive(
-        run, visits[device].Member(device, [job, device] { return job(device); }));
+    visits[device].Come(team, run, device,
+                        [job, device]() -> std::string { return job(device); });
   }
 }
 

@@ -1,0 +1,103 @@
+"""Rows: calls of programs over several devices.
+
+The devices are CPU devices of one process, which has as many as it starts with: so the
+cases run in a process of their own, one after the other as told.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.harness import Case, Row, at_most, run_time, times_faster
+
+DEVICES = 8
+
+
+def shard_map(quick: bool) -> dict[str, Case]:
+    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    child = subprocess.Popen(
+        [sys.executable, "-m", __name__, *(["quick"] if quick else [])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": flags},
+    )
+
+    def case(name: str) -> Case:
+        def run() -> float:
+            assert child.stdin
+            assert child.stdout
+            print(name, file=child.stdin, flush=True)
+            return float(child.stdout.readline())
+
+        return run
+
+    # It ends when its input does: with this process, or when the cases are dropped.
+    return {name: case(name) for name in _STEPS}
+
+
+_STEPS = {
+    "hostcall, 2 devices": ("hostcall", 2),
+    "hostcall, 8 devices": ("hostcall", 8),
+    "hostcall, 1 device": ("hostcall", 1),
+    "JAX, 2 devices": ("JAX", 2),
+    "JAX, 8 devices": ("JAX", 8),
+}
+
+
+def _case(kind: str, devices: int, quick: bool) -> Case:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, PartitionSpec
+
+    import hostcall as hc
+    from benchmarks.rows_call import SCALAR, same
+
+    calls: dict[str, tuple[Callable[..., Any], int]] = {
+        "hostcall": (hc.call, 200 if quick else 5000),
+        "JAX": (jax.pure_callback, 50 if quick else 200),
+    }
+    call, n = calls[kind]
+
+    def shard(x: Any) -> Any:
+        def step(_: Any, c: Any) -> Any:
+            return call(same, SCALAR, c)
+
+        return jax.lax.fori_loop(0, n, step, x[0])[None]
+
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("d",))
+    over = PartitionSpec("d")
+    f = jax.shard_map(shard, mesh=mesh, in_specs=over, out_specs=over, check_vma=False)
+    xs = np.ones(devices, np.float32)
+    return run_time(jax.jit(f), xs, per=n * devices)
+
+
+ROWS = (
+    Row(
+        "scalar call in a shard_map, in a loop, a shard",
+        (
+            at_most(5, None, "hostcall, 2 devices"),
+            at_most(2, "hostcall, 2 devices", "hostcall, 8 devices"),
+            times_faster(20, "hostcall, 8 devices", "JAX, 8 devices"),
+        ),
+        shard_map,
+    ),
+)
+
+
+def main() -> None:
+    quick = "quick" in sys.argv
+    cases: dict[str, Case] = {}
+    for line in sys.stdin:
+        name = line.strip()
+        if name not in cases:
+            cases[name] = _case(*_STEPS[name], quick)
+        print(cases[name](), flush=True)
+
+
+if __name__ == "__main__":
+    main()
