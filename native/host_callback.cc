@@ -25,25 +25,34 @@ struct Pending {
   std::exception_ptr error;
 };
 thread_local Pending* t_pending = nullptr;
-thread_local int t_depth = 0;
+HOSTCALL_HOT int t_depth = 0;
 thread_local bool t_scout_asked = false;
 
-XLA_FFI_Error* GiveCallbacks(XLA_FFI_ExecutionContext_Get_Args* args) {
-  args->data = g_answer;
-  return nullptr;
+/// Where the interface is asked for the host callbacks of a program: the same place
+/// under two names, the second in newer headers.
+template <typename Api>
+auto GetterOf(Api* api, int) -> decltype(&api->XLA_FFI_ExecutionContext_Get) {
+  return &api->XLA_FFI_ExecutionContext_Get;
+}
+template <typename Api>
+auto GetterOf(Api* api, long) -> decltype(&api->XLA_FFI_InvokeContext_Get) {
+  return &api->XLA_FFI_InvokeContext_Get;
 }
 
 /// A copy of XLA's interface that answers with our callbacks. Null if it is larger
 /// than expected.
 const XLA_FFI_Api* Interface(const XLA_FFI_Api* api) {
   if (api->struct_size > kLargest) return nullptr;
+  auto* copy = reinterpret_cast<XLA_FFI_Api*>(g_api);
   if (g_api_of != api) {
     std::memcpy(g_api, api, api->struct_size);
-    reinterpret_cast<XLA_FFI_Api*>(g_api)->XLA_FFI_ExecutionContext_Get =
-        &GiveCallbacks;
+    *GetterOf(copy, 0) = [](auto* args) -> XLA_FFI_Error* {
+      args->data = g_answer;
+      return nullptr;
+    };
     g_api_of = api;
   }
-  return reinterpret_cast<const XLA_FFI_Api*>(g_api);
+  return copy;
 }
 
 }  // namespace

@@ -19,10 +19,10 @@
 // Hazards. The frame is copied from that of the running handler, and shorter ones
 // are made longer, so a newer XLA finds all it knows. The program may have no host
 // callbacks; the frame's interface is therefore a copy that answers that one
-// question (ExecutionContext_Get) itself: with a block of words that all point to a
-// block of words that all point to `RunPending`, whatever the answer's layout. A
-// handler that does not like the frame returns an error, and the call runs as
-// without it.
+// question (ExecutionContext_Get, now InvokeContext_Get) itself: with a block of
+// words that all point to a block of words that all point to `RunPending`, whatever
+// the answer's layout. A handler that does not like the frame returns an error, and
+// the call runs as without it.
 #pragma once
 
 #include <functional>
