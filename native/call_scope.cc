@@ -9,18 +9,22 @@
 namespace hostcall {
 namespace {
 
-thread_local ActiveCall* t_current = nullptr;
+HOSTCALL_HOT ActiveCall* t_current = nullptr;
 // On threads that Python did not start, the settings of the last outermost call
 // stay.
-thread_local PyObject* t_device = nullptr;
-thread_local PyObject* t_guard = nullptr;
-thread_local PyObject* t_plain_guard = nullptr;  // without the scout's part
-thread_local bool t_foreign = false;
+HOSTCALL_HOT PyObject* t_device = nullptr;
+HOSTCALL_HOT PyObject* t_guard = nullptr;
+HOSTCALL_HOT PyObject* t_plain_guard = nullptr;  // without the scout's part
+HOSTCALL_HOT bool t_foreign = false;
+// The newest run of a program that found the thread without meshes: between its
+// calls nothing else runs on the thread that could set one.
+HOSTCALL_HOT int64_t t_run_without_mesh = -1;
 ActiveCall* g_calls = nullptr;  // guarded by the GIL
 
 struct Setting {
   Ambient kind;
-  PyObject* swap;
+  PyObject* self;
+  PyObject* swap;  // methods of its class: bound ones cost a call more each
   PyObject* set;
   PyObject* get;
   PyObject* value;
@@ -74,15 +78,17 @@ void ForgetCallsAfterFork() {
   t_current = nullptr;
 }
 
-void AddAmbientSetting(Ambient kind, PyObject* swap, PyObject* set, PyObject* get,
-                       PyObject* value, PyObject* unset) {
+void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* set,
+                       PyObject* get, PyObject* value, PyObject* unset) {
   if (g_ambient_count == kMaxAmbient) return;
-  for (PyObject* kept : {swap, set, get, value, unset}) Py_XINCREF(kept);
-  g_ambient[g_ambient_count++] = {kind, swap, set, get, value, unset};
+  for (PyObject* kept : {self, swap, set, get, value, unset}) Py_XINCREF(kept);
+  g_ambient[g_ambient_count++] = {kind, self, swap, set, get, value, unset};
 }
 
-CallScope::CallScope(const Plan& plan, int device_ordinal, Lookout lookout) {
+CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
+                     Lookout lookout) {
   call_.plan = &plan;
+  call_.run = run;
   call_.device_ordinal = device_ordinal;
   call_.thread_id = PyThread_get_thread_ident();
   call_.foreign = t_foreign;
@@ -117,14 +123,20 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, Lookout lookout) {
     if (fixed && plan.keeps_mesh) continue;
     if (fixed && !stays) {
       if (setting.kind == Ambient::kWith && !was_set) continue;
-      // Most threads have never set it; asking is half the price of setting.
-      Ref now = Ref::Steal(PyObject_CallNoArgs(setting.get));
-      was_set = now.get() != setting.unset;
+      was_set = run == -1 || t_run_without_mesh != run;
       if (!was_set) continue;
+      // Most threads have never set it; asking is half the price of setting.
+      PyObject* stack[] = {setting.self};
+      Ref now = Ref::Steal(CallPython(setting.get, stack, 1, nullptr));
+      was_set = now.get() != setting.unset;
       if (!now) PyErr_Clear();
+      if (!was_set) {
+        t_run_without_mesh = run;
+        continue;
+      }
     }
-    PyObject* stack[] = {value};
-    Ref before = Ref::Steal(CallPython(setting.swap, stack, 1, nullptr));
+    PyObject* stack[] = {setting.self, value};
+    Ref before = Ref::Steal(CallPython(setting.swap, stack, 2, nullptr));
     if (!before) PyErr_WriteUnraisable(setting.swap);
     if (!stays) saved_[i] = std::move(before);
   }
@@ -137,8 +149,8 @@ CallScope::~CallScope() {
   if (failed) PyErr_Fetch(&type, &value, &trace);
   for (size_t i = g_ambient_count; i-- > 0;) {
     if (!saved_[i]) continue;
-    PyObject* stack[] = {saved_[i].get()};
-    Ref done = Ref::Steal(CallPython(g_ambient[i].set, stack, 1, nullptr));
+    PyObject* stack[] = {g_ambient[i].self, saved_[i].get()};
+    Ref done = Ref::Steal(CallPython(g_ambient[i].set, stack, 2, nullptr));
     if (!done) PyErr_WriteUnraisable(g_ambient[i].set);
   }
   if (failed) PyErr_Restore(type, value, trace);

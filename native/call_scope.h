@@ -15,11 +15,11 @@ struct ActiveCall {
   const std::vector<int64_t>* row = nullptr;  ///< place in the batch, or null
   std::vector<int64_t> failed_row;            ///< the place where it failed
   int device_ordinal = -1;                    ///< -1 where no program runs (eager)
-  int64_t start_ns = 0;
+  int64_t start = 0;                          ///< in ticks (clock.h)
   unsigned long thread_id = 0;
-  int64_t run = -1;        ///< XLA's number of the execution, where it was asked
-  void* stream = nullptr;  ///< of a GPU, in a call on its memory
-  bool on_gpu = false;     ///< the operands and results are a GPU's
+  int64_t run = -1;               ///< XLA's number of the execution
+  void* stream = nullptr;         ///< of a GPU, in a call on its memory
+  bool on_gpu = false;            ///< the operands and results are a GPU's
   const TapEvent* tap = nullptr;  ///< what is delivered, or null for a call
   bool foreign = false;           ///< Python did not start the thread
   bool counted = false;           ///< it is one of the engine's calls in flight
@@ -57,7 +57,8 @@ enum class Lookout {
 /// GIL is held when it is made and when it goes.
 class CallScope {
  public:
-  CallScope(const Plan& plan, int device_ordinal,
+  /// `run` is XLA's number of the execution, -1 where there is none.
+  CallScope(const Plan& plan, int device_ordinal, int64_t run,
             Lookout lookout = Lookout::kGuard);
   ~CallScope();
   CallScope(const CallScope&) = delete;
@@ -77,10 +78,10 @@ enum class Ambient {
   kWith,    ///< as kFixed, and only ever set by who sets the one before it too
 };
 
-/// Registers one of JAX's settings by its methods. `unset` is what `get` gives on a
-/// thread that has not set it; a fixed one is then left alone.
-void AddAmbientSetting(Ambient kind, PyObject* swap, PyObject* set, PyObject* get,
-                       PyObject* value, PyObject* unset);
+/// Registers one of JAX's settings, and the methods of its class. `unset` is what
+/// `get` gives on a thread that has not set it; a fixed one is then left alone.
+void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* set,
+                       PyObject* get, PyObject* value, PyObject* unset);
 
 /// Tells that XLA owns the calling thread.
 void MarkForeignThread();

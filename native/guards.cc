@@ -4,7 +4,7 @@
 
 namespace hostcall {
 
-thread_local PyThreadState* t_made_state = nullptr;
+HOSTCALL_HOT PyThreadState* t_made_state = nullptr;
 
 Detached::Detached() : state_(HoldsGil() ? PyEval_SaveThread() : nullptr) {}
 

@@ -98,8 +98,17 @@ inline bool HoldsGil() {
 #endif
 }
 
+/// Of the few thread-locals that each call reads. glibc keeps some room in its
+/// static block for libraries that are opened late, where reading one is a load,
+/// and else the call of a function.
+#if defined(__GLIBC__)
+#define HOSTCALL_HOT thread_local __attribute__((tls_model("initial-exec")))
+#else
+#define HOSTCALL_HOT thread_local
+#endif
+
 /// The state that the engine made for a thread that Python does not know, or null.
-extern thread_local PyThreadState* t_made_state;
+extern HOSTCALL_HOT PyThreadState* t_made_state;
 
 /// Attaches the calling thread to the interpreter for the guard's life: the one way
 /// into Python from handlers.

@@ -209,11 +209,11 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     throw nb::python_error();
   }
   if (FilledForMask(plan, in.data(), targets.data())) return out;
-  const int64_t start = NowNs();
+  const int64_t start = Ticks();
   bool ok;
   {
-    CallScope scope(plan, -1);
-    scope.call().start_ns = start;
+    CallScope scope(plan, -1, -1);
+    scope.call().start = start;
     ok = Invoke(plan, scope.call(), in.data(), targets.data());
     if (!ok) ++plan.counters->errors;
     if (Engine::Get().IsLeftBehind()) {  // what follows is JAX's C++
@@ -221,7 +221,7 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
       StayForEver();
     }
   }
-  plan.counters->python_ns += NowNs() - start;
+  plan.counters->python_ticks += Ticks() - start;
   if (!ok) throw nb::python_error();
   return out;
 }
@@ -267,16 +267,16 @@ nb::list Active() {
   for (const ActiveCall* call = AllCalls(); call != nullptr; call = call->next) {
     const bool batched = call->row != nullptr;
     seen.push_back({nb::borrow(call->plan->info.get()), call->thread_id,
-                    call->start_ns, batched,
+                    call->start, batched,
                     batched ? *call->row : std::vector<int64_t>()});
   }
   nb::list calls;
-  const int64_t now = NowNs();
+  const int64_t now = Ticks();
   for (const Seen& call : seen) {
     nb::object row = nb::none();
     if (call.batched) row = IndexOf(call.row);
     calls.append(nb::make_tuple(call.info, call.thread,
-                                static_cast<double>(now - call.start) * 1e-9, row));
+                                TicksToNs(now - call.start) * 1e-9, row));
   }
   return calls;
 }
@@ -311,8 +311,11 @@ NB_MODULE(_native, m) {
       .def_ro("errors", &Counters::errors)
       .def_ro("bytes_in", &Counters::bytes_in)
       .def_ro("bytes_out", &Counters::bytes_out)
-      .def_ro("python_ns", &Counters::python_ns)
-      .def_ro("gil_wait_ns", &Counters::gil_wait_ns);
+      .def_prop_ro(
+          "python_seconds",
+          [](const Counters& c) { return TicksToNs(c.python_ticks) * 1e-9; })
+      .def_prop_ro("gil_seconds",
+                   [](const Counters& c) { return TicksToNs(c.gil_ticks) * 1e-9; });
 
   nb::class_<PlanHandle>(m, "Plan")
       .def("invoke", &InvokeEagerly, nb::arg("operands"))
@@ -369,14 +372,14 @@ NB_MODULE(_native, m) {
   });
   m.def(
       "add_ambient_setting",
-      [](int kind, nb::object swap, nb::object set, nb::object get,
+      [](int kind, nb::object self, nb::object swap, nb::object set, nb::object get,
          nb::object value, nb::object unset) {
-        AddAmbientSetting(static_cast<Ambient>(kind), swap.ptr(), set.ptr(),
-                          get.ptr(), value.is_none() ? nullptr : value.ptr(),
-                          unset.ptr());
+        AddAmbientSetting(static_cast<Ambient>(kind), self.ptr(), swap.ptr(),
+                          set.ptr(), get.ptr(),
+                          value.is_none() ? nullptr : value.ptr(), unset.ptr());
       },
-      nb::arg("kind"), nb::arg("swap"), nb::arg("set"), nb::arg("get"),
-      nb::arg("value").none(), nb::arg("unset"));
+      nb::arg("kind"), nb::arg("self"), nb::arg("swap"), nb::arg("set"),
+      nb::arg("get"), nb::arg("value").none(), nb::arg("unset"));
   m.def(
       "set_raw_function", [](nb::object f) { SetRawFunction(f.ptr()); },
       nb::arg("function"));

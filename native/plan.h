@@ -67,12 +67,12 @@ enum class Lend {
 /// What it cost, per callback, over all its programs. Written with the GIL held
 /// where nothing else is said.
 struct Counters {
-  int64_t calls = 0;        ///< times the function was entered
-  int64_t errors = 0;       ///< programs that it failed
-  int64_t bytes_in = 0;     ///< handed to the function
-  int64_t bytes_out = 0;    ///< taken from it
-  int64_t python_ns = 0;    ///< attached, in the function and in conversions
-  int64_t gil_wait_ns = 0;  ///< waiting to attach
+  int64_t calls = 0;         ///< times the function was entered
+  int64_t errors = 0;        ///< programs that it failed
+  int64_t bytes_in = 0;      ///< handed to the function
+  int64_t bytes_out = 0;     ///< taken from it
+  int64_t python_ticks = 0;  ///< attached, in the function and in conversions
+  int64_t gil_ticks = 0;     ///< waiting to attach
   // Without the GIL:
   std::atomic<int64_t> masked{0};  ///< rows that `where` kept from the function
   std::atomic<int64_t> native_calls{0};  ///< of native code

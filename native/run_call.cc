@@ -56,16 +56,15 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     native = RunNative(plan, operands, results, site.stream);
     if (native.ok()) return "";
   }
-  const int64_t start = NowNs();
+  const int64_t start = Ticks();
   GilGuard gil;
   if (gil.first_on_foreign_thread()) MarkForeignThread();
-  const int64_t attached = NowNs();
+  const int64_t attached = Ticks();
   std::string text;
   const auto call = [&](Lookout lookout) {
-    CallScope scope(plan, site.ordinal, lookout);
-    scope.call().start_ns = start;
+    CallScope scope(plan, site.ordinal, site.run, lookout);
+    scope.call().start = start;
     scope.call().counted = true;
-    scope.call().run = site.run;
     scope.call().stream = site.stream;
     scope.call().on_gpu = site.stream != nullptr;
     bool ok = false;
@@ -92,8 +91,8 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   if (!text.empty() && (!OnForeignThread() || CurrentCall() != nullptr)) {
     WatchForReport();
   }
-  plan.counters->gil_wait_ns += attached - start;
-  plan.counters->python_ns += NowNs() - attached;
+  plan.counters->gil_ticks += attached - start;
+  plan.counters->python_ticks += Ticks() - attached;
   return text;
 }
 
@@ -168,9 +167,7 @@ XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
   // On a GPU's own memory each device calls: there is no copying from the leader's.
   const bool together = state.team && stream == nullptr;
   if (!together && FilledForMask(plan, operands, results)) return nullptr;
-  const bool needs_run = together || plan.lend == Lend::kBuffers;
-  const CallSite site{frame, DeviceOrdinal(frame), needs_run ? RunId(frame) : -1,
-                      stream};
+  const CallSite site{frame, DeviceOrdinal(frame), RunId(frame), stream};
   std::string text;
   if (together) {
     Visit visit(plan, site, operands, results);

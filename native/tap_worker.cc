@@ -23,13 +23,13 @@ constexpr int64_t kHoldNs = 250'000;
 /// queue, where `when_full` can drop it.
 constexpr int64_t kSlowNs = 50'000;
 
-/// Gives the time of its end.
+/// Gives the time of its end, in ticks.
 int64_t Deliver(TapEvent& event) {
   const auto& plan = static_cast<const Plan&>(*event.owner);
-  const int64_t start = NowNs();
+  const int64_t start = Ticks();
   {
-    CallScope scope(plan, event.device);
-    scope.call().start_ns = start;
+    CallScope scope(plan, event.device, -1);
+    scope.call().start = start;
     scope.call().tap = &event;
     bool ok;
     try {
@@ -52,8 +52,8 @@ int64_t Deliver(TapEvent& event) {
     }
     if (!ok) TakeError(plan, scope.call());  // its hook keeps what it is told
   }
-  const int64_t end = NowNs();
-  plan.counters->python_ns += end - start;
+  const int64_t end = Ticks();
+  plan.counters->python_ticks += end - start;
   return end;
 }
 
@@ -91,15 +91,15 @@ void RunTapWorker() {
     if (!batch) break;
     bool slow = false;
     while (batch && !slow) {
-      const int64_t start = NowNs();
-      int64_t elapsed = 0;
+      const int64_t start = Ticks();
+      double elapsed = 0;  // ns
       int n = 0;
       TapEvent* event = batch.first;
       while (event != nullptr && elapsed < kHoldNs) {
         if (queue.IsDiscarded(*event)) {
           queue.CountDiscarded(*event);
         } else {
-          elapsed = Deliver(*event) - start;
+          elapsed = TicksToNs(Deliver(*event) - start);
         }
         event = event->next;
         ++n;

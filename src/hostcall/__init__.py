@@ -51,11 +51,9 @@ from typing import TYPE_CHECKING, Any
 from hostcall import _interpreter  # noqa: F401  (refuses sub-interpreters, first)
 
 from hostcall import debug  # isort: skip
-from hostcall._buffer import buffer_callback
 from hostcall._buffers import Buffer, ExecutionContext, ExecutionStage, native
 from hostcall._call import call
 from hostcall._callbacks import io_callback, pure_callback
-from hostcall._collect import collect
 from hostcall._context import Current, current
 from hostcall._errors import (
     BatchingError,
@@ -70,8 +68,6 @@ from hostcall._errors import (
     UnwrittenError,
     last_error,
 )
-from hostcall._object import Object
-from hostcall._patch import patch_jax, unpatch_jax
 from hostcall._print import print
 from hostcall._reraise import reraise
 from hostcall._sync import (
@@ -92,31 +88,42 @@ from hostcall._tap import tap, tap_cotangent, tap_tangent, tap_through
 
 if TYPE_CHECKING:
     from hostcall import bridge
+    from hostcall import host_callback as host_callback
+    from hostcall._buffer import buffer_callback
     from hostcall._check import Check, Report, check
+    from hostcall._collect import collect
     from hostcall._host_function.differences import finite_difference
     from hostcall._host_function.function import HostFunction
     from hostcall._host_function.host import host
     from hostcall._host_function.results import elementwise, like, same_tree
+    from hostcall._object import Object
+    from hostcall._patch import patch_jax, unpatch_jax
 
 __version__ = "0.1.0"
 
-# Imported when they are first asked for: they cost as much as half of the rest.
+# Imported when they are first asked for: they cost as much as the rest.
 _LATER = {
     "Check": "_check",
     "HostFunction": "_host_function.function",
+    "Object": "_object",
     "Report": "_check",
+    "buffer_callback": "_buffer",
     "check": "_check",
+    "collect": "_collect",
     "elementwise": "_host_function.results",
     "finite_difference": "_host_function.differences",
     "host": "_host_function.host",
     "like": "_host_function.results",
+    "patch_jax": "_patch",
     "same_tree": "_host_function.results",
+    "unpatch_jax": "_patch",
 }
+_MODULES_LATER = ("bridge", "host_callback")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "bridge":
-        return importlib.import_module("hostcall.bridge")
+    if name in _MODULES_LATER:
+        return importlib.import_module(f"hostcall.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
@@ -125,7 +132,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, "bridge"})
+    return sorted({*globals(), *_LATER, *_MODULES_LATER})
 
 
 __all__ = [

@@ -779,8 +779,8 @@ def make_host_client() -> Any:
 FIXED, DEVICE, GUARD, WITH = range(4)
 
 
-def ambient_settings() -> list[tuple[int, Any, Any, Any, Any]]:
-    """(kind, swap, set, get, value) of the settings that host code has its own of.
+def ambient_settings() -> list[tuple[Any, ...]]:
+    """(kind, setting, its swap, set and get, value) of what host code has its own of.
 
     A callback may run on the thread that dispatched the program, inside that
     thread's `jax.default_device` and `jax.set_mesh`, which it must not inherit. What
@@ -789,8 +789,9 @@ def ambient_settings() -> list[tuple[int, Any, Any, Any, Any]]:
     home = _config if hasattr(_config, "device_context") else _mesh
     abstract, concrete = home.abstract_mesh_context_manager, home.device_context
 
-    def entry(kind: int, setting: Any, value: Any) -> tuple[int, Any, Any, Any, Any]:
-        return kind, setting.swap_local, setting.set_local, setting.get_local, value
+    def entry(kind: int, setting: Any, value: Any) -> tuple[Any, ...]:
+        of = type(setting)
+        return kind, setting, of.swap_local, of.set_local, of.get_local, value
 
     return [
         entry(DEVICE, default_device, None),

@@ -112,8 +112,8 @@ def stats() -> dict[str, CallStats]:
             c.errors,
             c.bytes_in,
             c.bytes_out,
-            c.python_ns * 1e-9,
-            c.gil_wait_ns * 1e-9,
+            c.python_seconds,
+            c.gil_seconds,
         )
         for name, c in all_counters().items()
     }
