@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import re
 import socket
 
 import pytest
@@ -11,16 +12,17 @@ from hostcall import HostcallError, _job
 
 HEAD = """
 import gc, os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=" + sys.argv[3]
 import jax, jax.numpy as jnp, numpy as np
 me, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"localhost:{port}", 2, me)
 import hostcall as hc
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
-mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+n = jax.device_count()
+mesh = jax.make_mesh((n,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 sharding = NamedSharding(mesh, P("x"))
 x = jax.make_array_from_callback(
-    (8,), sharding, lambda index: np.arange(8.0, dtype="float32")[index]
+    (2 * n,), sharding, lambda index: np.arange(2.0 * n, dtype="float32")[index]
 )
 """
 
@@ -29,16 +31,18 @@ x = jax.make_array_from_callback(
 def run_both(run_python):
     """The lines that two processes of one job print; the second one's number is 1."""
 
-    def run(source):
+    def run(source, devices=2):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = str(free.getsockname()[1])
         with concurrent.futures.ThreadPoolExecutor() as pool:
             programs = [
-                pool.submit(run_python, HEAD + source, str(me), port) for me in range(2)
+                pool.submit(run_python, HEAD + source, str(me), port, str(devices))
+                for me in range(2)
             ]
             printed = [program.result().stdout.splitlines() for program in programs]
-            return [[x for x in lines if "[Gloo]" not in x] for lines in printed]
+            noise = re.compile(r"\[Gloo\]|peer ranks")
+            return [[x for x in lines if not noise.search(x)] for lines in printed]
 
     return run
 
@@ -78,6 +82,52 @@ print("done")
 """
     )
     assert (first, second) == (["refused", "done"], ["done"])
+
+
+def test_the_callers_results_reach_all_bit_by_bit(run_both):
+    """Those of the first process, whose function alone is called."""
+    printed = run_both(
+        """
+jax.config.update("jax_enable_x64", True)
+whole = jax.device_put(np.zeros(16, np.float32), NamedSharding(mesh, P()))
+exotic = ["float4_e2m1fn", "float8_e4m3fn", "bfloat16", "int2", "int4", "uint4"]
+numbers = [np.dtype(c) for c in "?bBhHiIqQefdFD"] + [
+    jnp.dtype(name) for name in exotic if hasattr(jnp, name)
+]
+bits = np.random.default_rng(0)
+for dtype in numbers:
+    if dtype == bool or jnp.dtype(dtype).name in exotic and dtype.itemsize == 1:
+        want = np.arange(-4, 12).astype(np.int8).astype(dtype)
+    else:  # with NaNs of all kinds
+        want = np.frombuffer(bits.bytes(16 * dtype.itemsize), dtype)
+    def host(_):
+        assert me == 0
+        return want
+    out = jax.jit(lambda x: hc.call(host, jax.ShapeDtypeStruct((16,), dtype), x))(whole)
+    got = np.asarray(out.addressable_shards[0].data)
+    assert got.tobytes() == want.tobytes(), (dtype, got, want)
+print(len(numbers))
+"""
+    )
+    assert printed[0] == printed[1]
+    assert int(printed[0][0]) >= 18
+
+
+def test_results_take_no_more_memory_on_more_devices(run_both):
+    printed = run_both(
+        """
+devices, mib = jax.devices(), jax.ShapeDtypeStruct((1 << 18,), np.float32)
+for n in (1, 4, 16):
+    of_both = devices[:n] + devices[16 : 16 + n]
+    mesh = jax.sharding.Mesh(np.array(of_both), "x")
+    x = jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, P()))
+    program = jax.jit(lambda x: hc.call(lambda x: x, mib, x)).lower(x).compile()
+    print(program.memory_analysis().temp_size_in_bytes)
+""",
+        devices=16,
+    )
+    on_2, on_8, on_32 = (int(line) for line in printed[0])
+    assert on_2 == on_8 == on_32 < 3 << 20
 
 
 def test_after_a_failure_a_process_takes_part_in_nothing_more(run_both):

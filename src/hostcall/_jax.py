@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import api as _api
 from jax._src import buffer_callback as _buffer_callback
@@ -679,52 +680,91 @@ def _emit_on_each_device(
         results = list(op.results)
         if source is not None:
             results = [
-                _taken_from(ctx, result, source, n)
-                if isinstance(result.type, _ir.RankedTensorType)
-                else result
-                for result in results
+                result
+                if aval is _core.abstract_token
+                else _taken_from(ctx, result, _core.physical_aval(aval), source, n)
+                for result, aval in zip(results, avals_out, strict=True)
             ]
         _sdy.return_(results)
     return list(region.results)
 
 
-def _taken_from(ctx: Any, value: Any, source: int, n: int) -> Any:
+def _taken_from(ctx: Any, value: Any, aval: Any, source: int, n: int) -> Any:
     """What device number `source` of `n` has, on all of them.
 
-    By gathering and choosing, which is exact for every dtype, and which every platform
-    has (a broadcast between devices is not to be had on the CPU).
+    By a sum to which the others give zeros, of the bits as integers: exact for every
+    dtype, and in the memory of one value, however many devices there are.
     """
-    shape, element = list(value.type.shape), value.type.element_type
-    alone = _ir.RankedTensorType.get([1, *shape], element)
-    widened = _hlo.reshape(alone, value)
-    gathered = _hlo.AllGatherOp(
-        [_ir.RankedTensorType.get([n, *shape], element)],
-        [widened],
-        all_gather_dim=_mlir.i64_attr(0),
-        replica_groups=_ir.DenseElementsAttr.get(
-            np.arange(n, dtype=np.int64).reshape(1, n)
-        ),
+    number = _core.ShapedArray((), np.uint32)
+
+    def bits(x: Any, number: Any) -> list[Any]:
+        return [jnp.where(number == source, b, 0) for b in _bits_of(x)]
+
+    inner = ctx.replace(primitive=None, avals_in=[aval, number], avals_out=None)
+    parts = _mlir.lower_fun(bits)(inner, value, _hlo.partition_id())
+    avals = [
+        _core.ShapedArray(b.shape, b.dtype) for b in jax.eval_shape(_bits_of, aval)
+    ]
+    sums = [
+        _sum_over_devices(ctx, part, part_aval, n)
+        for part, part_aval in zip(_flat(parts), avals, strict=True)
+    ]
+
+    def back(*bits: Any) -> Any:
+        return _from_bits(list(bits), aval.dtype)
+
+    inner = ctx.replace(primitive=None, avals_in=avals, avals_out=[aval])
+    (result,) = _flat(_mlir.lower_fun(back, multiple_results=False)(inner, *sums))
+    return result
+
+
+def _flat(values: Any) -> Sequence[Any]:
+    return _mlir.ir_tree_registry.flatten(values)[0]  # type: ignore[no-any-return]
+
+
+def _sum_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
+    groups = np.arange(n, dtype=np.int64).reshape(1, n)
+    op = _hlo.AllReduceOp(
+        [value.type],
+        [value],
+        replica_groups=_ir.DenseElementsAttr.get(groups),
         channel_handle=_hlo.ChannelHandle.get(
             ctx.module_context.new_channel(), _mlir.DEVICE_TO_DEVICE_TYPE
         ),
         use_global_device_ids=_ir.BoolAttr.get(True),
     )
-    _mlir.set_sharding(
-        ctx.module_context, gathered, _closed((), [_Rank(len(shape) + 1)])
-    )
-    zeros = [0] * len(shape)
-    row = _hlo.slice(
-        gathered.results[0],
-        start_indices=_mlir.dense_int_array([source, *zeros]),
-        limit_indices=_mlir.dense_int_array([source + 1, *shape]),
-        strides=_mlir.dense_int_array([1] * (len(shape) + 1)),
-    )
-    return _hlo.reshape(value.type, row)
+    scalar = _ir.RankedTensorType.get([], value.type.element_type)
+    block = op.regions[0].blocks.append(scalar, scalar)
+    with _ir.InsertionPoint(block):
+        _hlo.return_([_hlo.add(*block.arguments)])
+    _mlir.set_sharding(ctx.module_context, op, _closed((), [aval]))
+    return op.result
 
 
-class _Rank:
-    def __init__(self, ndim: int) -> None:
-        self.ndim = ndim
+def _bits_of(x: Any) -> list[Any]:
+    """Unsigned integers, which XLA can add up on every platform."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return [*_bits_of(x.real), *_bits_of(x.imag)]
+    x = x.astype(_whole_bytes(x.dtype))
+    return [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")]
+
+
+def _from_bits(bits: Sequence[Any], dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        real, imag = (_from_bits([part], np.finfo(dtype).dtype) for part in bits)
+        return jax.lax.complex(real, imag)
+    values = jax.lax.bitcast_convert_type(bits[0], _whole_bytes(dtype))
+    return values.astype(dtype)
+
+
+def _whole_bytes(dtype: Any) -> np.dtype[Any]:
+    """The dtype, or one of whole bytes that has all its values."""
+    if dtype == np.bool_:
+        return np.dtype(np.uint8)
+    if _dtypes.itemsize_bits(dtype) >= 8:
+        return np.dtype(dtype)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return np.dtype(np.float32 if floating else np.int8)
 
 
 emit_python_callback = _callback.emit_python_callback  # as it was before any patch
