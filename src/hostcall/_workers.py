@@ -57,18 +57,18 @@ def _as_host_code(ambient: tuple[Any, Any], current: Any) -> Iterator[None]:
     """
     device, guard = ambient
     saved = []
-    for kind, swap, put_back, _, value in _jax.ambient_settings():
+    for kind, setting, swap, put_back, _, value in _jax.ambient_settings():
         value = {_jax.DEVICE: device, _jax.GUARD: guard}.get(kind, value)
         if value is not None:
-            saved.append((put_back, swap(value)))
+            saved.append((put_back, setting, swap(setting, value)))
     before = stand_in()
     _stand_in.current = current
     try:
         yield
     finally:
         _stand_in.current = before
-        for put_back, value in saved:
-            put_back(value)
+        for put_back, setting, value in saved:
+            put_back(setting, value)
 
 
 # --- Rows in parallel --------------------------------------------------------------
