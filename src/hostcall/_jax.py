@@ -762,7 +762,7 @@ def _whole_bytes(dtype: Any) -> np.dtype[Any]:
     if dtype == np.bool_:
         return np.dtype(np.uint8)
     if _dtypes.itemsize_bits(dtype) >= 8:
-        return np.dtype(dtype)
+        return np.dtype(dtype)  # type: ignore[no-any-return]
     floating = jnp.issubdtype(dtype, jnp.floating)
     return np.dtype(np.float32 if floating else np.int8)
 
@@ -819,7 +819,7 @@ def make_host_client() -> Any:
 FIXED, DEVICE, GUARD, WITH = range(4)
 
 
-def ambient_settings() -> list[tuple[Any, ...]]:
+def ambient_settings() -> list[tuple[int, Any, Any, Any, Any, Any]]:
     """(kind, setting, its swap, set and get, value) of what host code has its own of.
 
     A callback may run on the thread that dispatched the program, inside that
@@ -829,7 +829,7 @@ def ambient_settings() -> list[tuple[Any, ...]]:
     home = _config if hasattr(_config, "device_context") else _mesh
     abstract, concrete = home.abstract_mesh_context_manager, home.device_context
 
-    def entry(kind: int, setting: Any, value: Any) -> tuple[Any, ...]:
+    def entry(kind: int, setting: Any, value: Any) -> Any:
         of = type(setting)
         return kind, setting, of.swap_local, of.set_local, of.get_local, value
 
