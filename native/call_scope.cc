@@ -131,7 +131,7 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
       was_set = now.get() != setting.unset;
       if (!now) PyErr_Clear();
       if (!was_set) {
-        t_run_without_mesh = run;
+        if (setting.kind == Ambient::kFixed) t_run_without_mesh = run;
         continue;
       }
     }

@@ -14,7 +14,8 @@ inline int64_t NowNs() {
 }
 
 /// The processor's own counter: a third of that, for what is counted at each call.
-/// Its unit is what TicksToNs says, and nothing but statistics depends on it.
+/// It may stop or begin anew where a machine sleeps or moves, so it is for what
+/// people are told; what the engine waits for is timed by NowNs.
 inline int64_t Ticks() {
 #if defined(__x86_64__)
   return static_cast<int64_t>(__builtin_ia32_rdtsc());
@@ -36,16 +37,14 @@ struct ClockPair {
 /// When the module was loaded.
 inline const ClockPair g_loaded;
 
-/// The rate is measured once, from the load of the module to the first time that
-/// somebody asks, which is long after.
+/// By the rate since the module was loaded, which is measured anew each time: for
+/// whoever asks what was counted. A counter that went back counts as nothing.
 inline double TicksToNs(int64_t ticks) {
-  static const double rate = [] {
-    ClockPair now;
-    while (now.ns - g_loaded.ns < 1'000'000) now = ClockPair();
-    return static_cast<double>(now.ns - g_loaded.ns) /
-           static_cast<double>(now.ticks - g_loaded.ticks);
-  }();
-  return static_cast<double>(ticks) * rate;
+  const ClockPair now;
+  const double ns = static_cast<double>(now.ns - g_loaded.ns);
+  const double counted = static_cast<double>(now.ticks - g_loaded.ticks);
+  if (ticks <= 0 || counted <= 0) return 0;
+  return static_cast<double>(ticks) * (ns / counted);
 }
 
 }  // namespace hostcall

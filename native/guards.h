@@ -147,6 +147,45 @@ class GilGuard {
   bool made_ = false;
 };
 
+/// Floating point as Python code knows it, for the guard's life. XLA runs programs
+/// on CPUs with the smallest numbers flushed to zero, on its threads and on the one
+/// that dispatches; a host function would give other values there than it gives
+/// alone.
+class PlainFloats {
+ public:
+  PlainFloats() : before_(Get()) {
+    if ((before_ & kFlush) != 0) Set(before_ & ~kFlush);
+  }
+  ~PlainFloats() {
+    if ((before_ & kFlush) != 0) Set(before_);
+  }
+  PlainFloats(const PlainFloats&) = delete;
+  PlainFloats& operator=(const PlainFloats&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  using Word = uint32_t;
+  static constexpr Word kFlush = 0x8040;  // of results, and of operands
+  static Word Get() { return __builtin_ia32_stmxcsr(); }
+  static void Set(Word word) { __builtin_ia32_ldmxcsr(word); }
+#elif defined(__aarch64__)
+  using Word = uint64_t;
+  static constexpr Word kFlush = Word{1} << 24;
+  static Word Get() {
+    Word word;
+    asm volatile("mrs %0, fpcr" : "=r"(word));
+    return word;
+  }
+  static void Set(Word word) { asm volatile("msr fpcr, %0" : : "r"(word)); }
+#else
+  using Word = uint32_t;
+  static constexpr Word kFlush = 0;
+  static Word Get() { return 0; }
+  static void Set(Word) {}
+#endif
+  const Word before_;
+};
+
 /// Lets other Python threads run for the guard's life, if this thread holds the
 /// GIL.
 class GilRelease {

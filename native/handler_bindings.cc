@@ -113,7 +113,7 @@ void InitHandlers(nb::module_& m) {
         SetHostCallbackHandler(handler.ptr(), run_pending.ptr());
       },
       nb::arg("handler"), nb::arg("run_pending"));
-  m.def("ask_inside", [] { ScoutAsked() = true; });
+  m.def("ask_inside", &AskInside);
   m.def("is_inside", &InsideHostCallback);
   m.def(
       "set_streams_for_tests",

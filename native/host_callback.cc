@@ -26,7 +26,7 @@ struct Pending {
 };
 thread_local Pending* t_pending = nullptr;
 HOSTCALL_HOT int t_depth = 0;
-thread_local bool t_scout_asked = false;
+thread_local Scout t_scout = Scout::kNone;
 
 /// Where the interface is asked for the host callbacks of a program: the same place
 /// under two names, the second in newer headers.
@@ -78,7 +78,13 @@ void RunPending() {
   --t_depth;
 }
 
-bool& ScoutAsked() { return t_scout_asked; }
+Scout& ScoutNow() { return t_scout; }
+
+bool AskInside() {
+  if (t_scout == Scout::kNone) return false;
+  t_scout = Scout::kAsked;
+  return true;
+}
 
 bool InsideHostCallback() { return t_depth > 0; }
 

@@ -41,9 +41,16 @@ void RunPending();
 /// Whether a call of this thread runs inside a host callback.
 bool InsideHostCallback();
 
-/// Whether the scout of the calling thread's call (plan.h) asked that it be made
-/// inside. Python sets it.
-bool& ScoutAsked();
+/// How far the scout of the calling thread's call (plan.h) is.
+enum class Scout {
+  kNone,   ///< none looks: what is left on a thread of XLA's is not asked
+  kLooks,  ///< at the call under way
+  kAsked,  ///< that the call be made inside
+};
+Scout& ScoutNow();
+
+/// The scout asks that the call be made inside. False: none looks.
+bool AskInside();
 
 /// Calls `body` once, inside a host callback if it can be. `frame` is that of the
 /// handler that makes the call. The GIL is held.

@@ -37,9 +37,9 @@ void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
              (xlas && (plan.inside == Inside::kXlasThreads || plan.asked))) {
     inside();
   } else if (xlas && plan.scout) {
-    const bool outer = std::exchange(ScoutAsked(), false);
+    const Scout outer = std::exchange(ScoutNow(), Scout::kLooks);
     call(Lookout::kScout);
-    if (!std::exchange(ScoutAsked(), outer)) return;
+    if (std::exchange(ScoutNow(), outer) != Scout::kAsked) return;
     plan.asked = true;
     inside();
   } else {
@@ -59,6 +59,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   const int64_t start = Ticks();
   GilGuard gil;
   if (gil.first_on_foreign_thread()) MarkForeignThread();
+  const PlainFloats plain;
   const int64_t attached = Ticks();
   std::string text;
   const auto call = [&](Lookout lookout) {
@@ -74,7 +75,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
       ok = Invoke(plan, scope.call(), operands, results);
     }
     if (!ok) {
-      if (lookout == Lookout::kScout && ScoutAsked()) {
+      if (lookout == Lookout::kScout && ScoutNow() == Scout::kAsked) {
         PyErr_Clear();
       } else {
         text = TakeError(plan, scope.call());
@@ -109,10 +110,10 @@ class Visit final : public Team::Member {
 
   /// Throws nothing: the others wait for its end.
   Team::Error Call() override {
+    if (FilledForMask(plan_, operands_, results_)) return "";
     Entry entry;
     if (!entry) return ClosedText();
     try {
-      if (FilledForMask(plan_, operands_, results_)) return "";
       return Run(plan_, site_, operands_, results_);
     } catch (const std::exception& error) {
       return TextOf(error);

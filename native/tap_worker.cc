@@ -23,7 +23,7 @@ constexpr int64_t kHoldNs = 250'000;
 /// queue, where `when_full` can drop it.
 constexpr int64_t kSlowNs = 50'000;
 
-/// Gives the time of its end, in ticks.
+/// Gives the time of its end.
 int64_t Deliver(TapEvent& event) {
   const auto& plan = static_cast<const Plan&>(*event.owner);
   const int64_t start = Ticks();
@@ -52,9 +52,8 @@ int64_t Deliver(TapEvent& event) {
     }
     if (!ok) TakeError(plan, scope.call());  // its hook keeps what it is told
   }
-  const int64_t end = Ticks();
-  plan.counters->python_ticks += end - start;
-  return end;
+  plan.counters->python_ticks += Ticks() - start;
+  return NowNs();
 }
 
 }  // namespace
@@ -91,15 +90,15 @@ void RunTapWorker() {
     if (!batch) break;
     bool slow = false;
     while (batch && !slow) {
-      const int64_t start = Ticks();
-      double elapsed = 0;  // ns
+      const int64_t start = NowNs();
+      int64_t elapsed = 0;
       int n = 0;
       TapEvent* event = batch.first;
       while (event != nullptr && elapsed < kHoldNs) {
         if (queue.IsDiscarded(*event)) {
           queue.CountDiscarded(*event);
         } else {
-          elapsed = TicksToNs(Deliver(*event) - start);
+          elapsed = Deliver(*event) - start;
         }
         event = event->next;
         ++n;

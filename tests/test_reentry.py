@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
+from meshes import line, over
 
 import hostcall as hc
 
@@ -183,6 +185,43 @@ def test_callbacks_do_not_inherit_device_or_mesh():
     with jax.set_mesh(mesh):
         np.testing.assert_allclose(f(x), want, rtol=1e-6)
     assert all(device not in jax.devices() for (device,) in seen)
+
+
+def test_a_mesh_is_hidden_from_each_call_of_a_run():
+    mesh = jax.sharding.AbstractMesh((1,), ("x",))
+    seen = []
+
+    def host(a):
+        seen.append(jax.sharding.get_abstract_mesh().empty)
+        return a
+
+    x = jnp.float32(1)
+    f = jax.jit(lambda v: jax.lax.fori_loop(0, 3, lambda i, v: hc.call(host, v, v), v))
+    compiled = f.lower(x).compile()
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.block_until_ready(compiled(x))
+    assert seen == [True] * 3
+
+
+@pytest.mark.parametrize("where", ["one device", "each of four"])
+@pytest.mark.parametrize("order", ["pure", "unordered"])
+def test_small_numbers_are_not_flushed_to_zero(order, where):
+    """XLA does so with those of its programs; a host function is none."""
+    smallest = np.finfo(np.float32).smallest_subnormal
+    seen = []
+
+    def host(a):
+        half = np.full(3, 2.0**-1060) / 2
+        seen.append((float(half[0]), float(smallest * np.float32(2))))
+        return a
+
+    def f(v):
+        return hc.call(host, v, jnp.sin(v) @ v, order=order)
+
+    on_four = where == "each of four"
+    program = over(line(), f, P("x")) if on_four else jax.jit(f)
+    jax.block_until_ready(program(np.ones((4, SIDE, SIDE), np.float32)))
+    assert seen == [(2.0**-1061, 2 * float(smallest))] * (4 if on_four else 1)
 
 
 def test_context_variables_of_the_dispatching_thread():

@@ -318,3 +318,20 @@ def test_a_failing_shard_of_a_mesh_without_devices():
     with pytest.raises(ZeroDivisionError, match="two"), hc.reraise():
         jax.block_until_ready(f(x))
     np.testing.assert_array_equal(f(x + 3), [18])
+
+
+def test_jaxs_own_callbacks_compute_on_threads_that_made_a_call():
+    """What a pure call leaves on a thread of XLA's is nothing to them."""
+    host, seen = Host(), []
+
+    def row(x):
+        y = host(x)
+        jax.debug.callback(lambda v: seen.append(float(jnp.sum(v))), y)
+        return y
+
+    f = over(line(), row, P("x"))
+    for _ in range(5):
+        np.testing.assert_array_equal(f(X), X * 2)
+        jax.effects_barrier()
+    want = [float(part.sum()) for part in np.split(X * 2, 4)]
+    assert sorted(seen) == sorted(want * 5)

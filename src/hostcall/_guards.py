@@ -64,11 +64,13 @@ def scout(devices: frozenset[Any] | None) -> _jax.ExecutionGuard:
     def check(of_program: Sequence[Any]) -> None:
         if refuse is not None:
             refuse(of_program)
-        if any(
+        on_process = any(
             device.platform == "cpu" and not _host_device.is_host(device.client)
             for device in of_program
-        ):
-            _native.ask_inside()
+        )
+        # False where the setting outlived the call: on a thread of XLA's, in one of
+        # JAX's own callbacks.
+        if on_process and _native.ask_inside():
             raise CallInside
 
     return _jax.ExecutionGuard(check)

@@ -698,20 +698,22 @@ def _taken_from(ctx: Any, value: Any, aval: Any, source: int, n: int) -> Any:
     number = _core.ShapedArray((), np.uint32)
 
     def bits(x: Any, number: Any) -> list[Any]:
-        return [jnp.where(number == source, b, 0) for b in _bits_of(x)]
+        with _config.enable_x64(True):  # else there are no integers of 64 bits
+            return [jnp.where(number == source, b, 0) for b in _bits_of(x)]
 
     inner = ctx.replace(primitive=None, avals_in=[aval, number], avals_out=None)
     parts = _mlir.lower_fun(bits)(inner, value, _hlo.partition_id())
-    avals = [
-        _core.ShapedArray(b.shape, b.dtype) for b in jax.eval_shape(_bits_of, aval)
-    ]
+    with _config.enable_x64(True):
+        shapes = jax.eval_shape(_bits_of, aval)
+    avals = [_core.ShapedArray(b.shape, b.dtype) for b in shapes]
     sums = [
         _sum_over_devices(ctx, part, part_aval, n)
         for part, part_aval in zip(_flat(parts), avals, strict=True)
     ]
 
     def back(*bits: Any) -> Any:
-        return _from_bits(list(bits), aval.dtype)
+        with _config.enable_x64(True):
+            return _from_bits(bits, aval.dtype)
 
     inner = ctx.replace(primitive=None, avals_in=avals, avals_out=[aval])
     (result,) = _flat(_mlir.lower_fun(back, multiple_results=False)(inner, *sums))
