@@ -119,7 +119,7 @@ buffers costs some 150 us a run, whoever is called. The rows of 1 MiB vary most 
 run to run.
 
 A row "on the device" is what a tap adds to a step of a compiled loop, the handler's
-entry by XLA included (some 0.08 us, which is what `where=False` costs).
+entry by XLA included; the row "kept back by where=False" is that entry and little more.
 
 Nothing has been run on a GPU. Its rows ("GPU, ...") appear where there is one; without
 one no figure is given.

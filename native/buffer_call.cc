@@ -210,7 +210,7 @@ std::unique_ptr<Watch> Prepare(const Plan& plan, char* const* args,
 bool RunOnBuffers(const Plan& plan, const ActiveCall& call, char* const* args,
                   char* const* targets) {
   std::unique_ptr<Watch> watch;
-  if (!call.on_gpu) watch = Prepare(plan, args, targets);
+  if (!call.on_gpu()) watch = Prepare(plan, args, targets);
   OpenBuffers buffers(plan, call);
   bool ok = buffers.Open(args, targets);
   if (ok) {

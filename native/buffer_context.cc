@@ -25,7 +25,7 @@ PyObject* GetStage(PyObject* self, void*) {
 PyObject* GetStream(PyObject* self, void*) {
   const ActiveCall* call = CallOf(self);
   if (call == nullptr) return nullptr;
-  if (call->on_gpu) return PyLong_FromVoidPtr(call->stream);
+  if (call->on_gpu()) return PyLong_FromVoidPtr(call->stream);
   PyErr_SetString(g_stream_error, "XLA FFI GPU context is not available");
   return nullptr;
 }

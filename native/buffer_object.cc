@@ -51,7 +51,7 @@ PyObject* GetSize(PyObject* self, void*) {
 PyObject* GetNbytes(PyObject* self, void*) {
   return IfOpen(self, [](BufferObject* b) {
     const Leaf& leaf = *b->leaf;
-    const bool packed = b->call->on_gpu && leaf.bits != 0;
+    const bool packed = b->call->on_gpu() && leaf.bits != 0;
     return PyLong_FromLongLong(packed ? (leaf.count * leaf.bits + 7) / 8
                                       : leaf.row_bytes);
   });
@@ -70,9 +70,9 @@ PyObject* GetDevice(PyObject* self, void*) {
 
 PyObject* GetCudaInterface(PyObject* self, void*) {
   return IfOpen(self, [](BufferObject* b) -> PyObject* {
-    if (!b->call->on_gpu || b->leaf->bits != 0) {
+    if (!b->call->on_gpu() || b->leaf->bits != 0) {
       PyErr_SetString(PyExc_AttributeError,
-                      !b->call->on_gpu
+                      !b->call->on_gpu()
                           ? "hostcall: this Buffer is the CPU's memory, and has no "
                             "__cuda_array_interface__: use numpy.asarray or DLPack"
                           : "hostcall: __cuda_array_interface__ has no elements "
@@ -98,7 +98,7 @@ PyObject* GetCudaInterface(PyObject* self, void*) {
 
 bool OnHost(BufferObject* b) {
   if (!CheckOpen(b)) return false;
-  if (!b->call->on_gpu) return true;
+  if (!b->call->on_gpu()) return true;
   PyErr_SetString(
       PyExc_TypeError,
       "hostcall: this Buffer is a GPU's memory, which NumPy can't read. "
@@ -151,8 +151,8 @@ PyObject* DLPackMethod(PyObject* self, PyObject* const* args, Py_ssize_t n,
 
 PyObject* DLPackDevice(PyObject* self, PyObject*) {
   return IfOpen(self, [](BufferObject* b) {
-    return Py_BuildValue("(ii)", b->call->on_gpu ? 2 : 1,
-                         b->call->on_gpu ? b->call->device_ordinal : 0);
+    return Py_BuildValue("(ii)", b->call->on_gpu() ? 2 : 1,
+                         b->call->on_gpu() ? b->call->device_ordinal : 0);
   });
 }
 
@@ -327,7 +327,7 @@ bool IsHeld(const BufferObject* b) {
 
 bool KeepBefore(BufferObject* b) {
   const int64_t bytes = b->leaf->row_bytes;
-  if (b->writeable || b->call->on_gpu || bytes > kWatchedBytes) return true;
+  if (b->writeable || b->call->on_gpu() || bytes > kWatchedBytes) return true;
   if (b->plan->buffers.Shares(b->leaf - b->plan->args.data())) return true;
   try {
     if (b->before == nullptr) b->before = new std::vector<char>();

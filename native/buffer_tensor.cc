@@ -116,8 +116,8 @@ PyObject* Capsule(BufferObject* b, DLDataType type, bool copy) {
     }
     made->count = *b->tensors;
   }
-  const DLDevice device{b->call->on_gpu ? kDLCUDA : kDLCPU,
-                        b->call->on_gpu ? b->call->device_ordinal : 0};
+  const DLDevice device{b->call->on_gpu() ? kDLCUDA : kDLCPU,
+                        b->call->on_gpu() ? b->call->device_ordinal : 0};
   made->managed.tensor = {leaf.count == 0 ? nullptr : data,
                           device,
                           static_cast<int32_t>(ndim),
@@ -147,10 +147,10 @@ PyObject* Capsule(BufferObject* b, DLDataType type, bool copy) {
 bool CheckStream(const BufferObject* b, PyObject* stream) {
   void* ours = b->call->stream;
   // None stands for the legacy default stream, on a GPU.
-  if (stream == Py_None) return !b->call->on_gpu || WaitForStream(ours, nullptr);
+  if (stream == Py_None) return !b->call->on_gpu() || WaitForStream(ours, nullptr);
   const long long number = PyLong_AsLongLong(stream);
   if (number == -1) return !PyErr_Occurred();
-  if (!b->call->on_gpu) {
+  if (!b->call->on_gpu()) {
     PyErr_SetString(
         PyExc_BufferError,
         "hostcall: this Buffer is the CPU's memory, which has no streams");
@@ -189,7 +189,7 @@ PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
       return nullptr;
     }
   }
-  const bool on_gpu = b->call->on_gpu;
+  const bool on_gpu = b->call->on_gpu();
   if (device != Py_None) {
     int type = 0, id = 0;
     if (!PyArg_ParseTuple(device, "ii", &type, &id)) return nullptr;

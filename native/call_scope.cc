@@ -111,7 +111,9 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
              t_guard != nullptr) {
     guard = t_plain_guard != nullptr ? t_plain_guard : Py_False;
   }
-  bool was_set = true;  // the fixed one before
+  // Most threads have no meshes; asking is half the price of setting, and is done
+  // once a run.
+  bool meshes = run == -1 || t_run_without_mesh != run;
   for (size_t i = 0; i < g_ambient_count; ++i) {
     const Setting& setting = g_ambient[i];
     const bool fixed =
@@ -122,16 +124,15 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
     if (value == nullptr) continue;
     if (fixed && plan.keeps_mesh) continue;
     if (fixed && !stays) {
-      if (setting.kind == Ambient::kWith && !was_set) continue;
-      was_set = run == -1 || t_run_without_mesh != run;
-      if (!was_set) continue;
-      // Most threads have never set it; asking is half the price of setting.
+      if (!meshes) continue;
       PyObject* stack[] = {setting.self};
       Ref now = Ref::Steal(CallPython(setting.get, stack, 1, nullptr));
-      was_set = now.get() != setting.unset;
       if (!now) PyErr_Clear();
-      if (!was_set) {
-        if (setting.kind == Ambient::kFixed) t_run_without_mesh = run;
+      if (now.get() == setting.unset) {
+        if (setting.kind == Ambient::kFixed) {  // so neither is what goes with it
+          meshes = false;
+          t_run_without_mesh = run;
+        }
         continue;
       }
     }

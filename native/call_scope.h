@@ -19,7 +19,6 @@ struct ActiveCall {
   unsigned long thread_id = 0;
   int64_t run = -1;               ///< XLA's number of the execution
   void* stream = nullptr;         ///< of a GPU, in a call on its memory
-  bool on_gpu = false;            ///< the operands and results are a GPU's
   const TapEvent* tap = nullptr;  ///< what is delivered, or null for a call
   bool foreign = false;           ///< Python did not start the thread
   bool counted = false;           ///< it is one of the engine's calls in flight
@@ -27,6 +26,9 @@ struct ActiveCall {
   ActiveCall* outer = nullptr;  ///< the call of this thread that encloses this one
   ActiveCall* prev = nullptr;
   ActiveCall* next = nullptr;
+
+  /// Whether the operands and results are a GPU's.
+  bool on_gpu() const { return stream != nullptr; }
 };
 
 /// The calling thread's innermost call, or null.

@@ -13,7 +13,7 @@ inline int64_t NowNs() {
       .count();
 }
 
-/// The processor's own counter: a third of that, for what is counted at each call.
+/// The processor's own counter: half of that, for what is counted at each call.
 /// It may stop or begin anew where a machine sleeps or moves, so it is for what
 /// people are told; what the engine waits for is timed by NowNs.
 inline int64_t Ticks() {
@@ -37,14 +37,20 @@ struct ClockPair {
 /// When the module was loaded.
 inline const ClockPair g_loaded;
 
-/// By the rate since the module was loaded, which is measured anew each time: for
-/// whoever asks what was counted. A counter that went back counts as nothing.
-inline double TicksToNs(int64_t ticks) {
-  const ClockPair now;
-  const double ns = static_cast<double>(now.ns - g_loaded.ns);
-  const double counted = static_cast<double>(now.ticks - g_loaded.ticks);
-  if (ticks <= 0 || counted <= 0) return 0;
-  return static_cast<double>(ticks) * (ns / counted);
+/// How long a tick takes: measured once, from when the module was loaded until
+/// somebody first asks, so that what is counted never seems to go back.
+inline double TickNs() {
+  static const double tick_ns = [] {
+    const ClockPair now;
+    const int64_t ticks = now.ticks - g_loaded.ticks;
+    return ticks > 0 ? static_cast<double>(now.ns - g_loaded.ns) / ticks : 0.0;
+  }();
+  return tick_ns;
+}
+
+/// Seconds of counted ticks. A counter that went back counts as nothing.
+inline double TicksToSeconds(int64_t ticks) {
+  return ticks > 0 ? 1e-9 * TickNs() * static_cast<double>(ticks) : 0;
 }
 
 }  // namespace hostcall

@@ -88,7 +88,7 @@ void InitHandlers(nb::module_& m) {
         if (!IsBuffer(buffer.ptr())) throw nb::type_error("not a Buffer");
         const BufferObject* to = AsBuffer(buffer.ptr());
         if (!CheckOpen(to)) throw nb::python_error();
-        if (!to->writeable || !to->call->on_gpu || to->leaf->bits != 0 ||
+        if (!to->writeable || !to->call->on_gpu() || to->leaf->bits != 0 ||
             bytes != static_cast<size_t>(to->leaf->row_bytes)) {
           throw nb::value_error("not an output of that size on a GPU");
         }

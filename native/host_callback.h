@@ -16,8 +16,8 @@
 //   call
 //                                                    depth - 1 <──
 //
-// Hazards. The frame is copied from that of the running handler, and shorter ones
-// are made longer, so a newer XLA finds all it knows. The program may have no host
+// Hazards. The frame is copied from that of the running handler, with zeros
+// behind it, so a newer XLA finds all it knows. The program may have no host
 // callbacks; the frame's interface is therefore a copy that answers that one
 // question (ExecutionContext_Get, now InvokeContext_Get) itself: with a block of
 // words that all point to a block of words that all point to `RunPending`, whatever

@@ -226,7 +226,7 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
         reinterpret_cast<const char* const*>(operands) + (mask ? 1 : 0));
     return RunRow(plan, call, args, reinterpret_cast<char* const*>(results));
   }
-  HostView view(plan, operands, results, call.on_gpu);
+  HostView view(plan, operands, results, call.on_gpu());
   const bool ok = plan.runner ? RunTogether(plan, mask, view)
                               : RunInOrder(plan, call, mask, view);
   if (ok) view.Finish();

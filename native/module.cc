@@ -249,7 +249,7 @@ nb::object Current() {
     step = nb::int_(call->tap->sequence);
   }
   nb::object stream = nb::none();
-  if (call->on_gpu) stream = nb::int_(reinterpret_cast<uintptr_t>(call->stream));
+  if (call->on_gpu()) stream = nb::int_(reinterpret_cast<uintptr_t>(call->stream));
   return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
                         row, run, step, stream);
 }
@@ -276,7 +276,7 @@ nb::list Active() {
     nb::object row = nb::none();
     if (call.batched) row = IndexOf(call.row);
     calls.append(nb::make_tuple(call.info, call.thread,
-                                TicksToNs(now - call.start) * 1e-9, row));
+                                TicksToSeconds(now - call.start), row));
   }
   return calls;
 }
@@ -311,11 +311,10 @@ NB_MODULE(_native, m) {
       .def_ro("errors", &Counters::errors)
       .def_ro("bytes_in", &Counters::bytes_in)
       .def_ro("bytes_out", &Counters::bytes_out)
-      .def_prop_ro(
-          "python_seconds",
-          [](const Counters& c) { return TicksToNs(c.python_ticks) * 1e-9; })
+      .def_prop_ro("python_seconds",
+                   [](const Counters& c) { return TicksToSeconds(c.python_ticks); })
       .def_prop_ro("gil_seconds",
-                   [](const Counters& c) { return TicksToNs(c.gil_ticks) * 1e-9; });
+                   [](const Counters& c) { return TicksToSeconds(c.gil_ticks); });
 
   nb::class_<PlanHandle>(m, "Plan")
       .def("invoke", &InvokeEagerly, nb::arg("operands"))

@@ -67,7 +67,6 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     scope.call().start = start;
     scope.call().counted = true;
     scope.call().stream = site.stream;
-    scope.call().on_gpu = site.stream != nullptr;
     bool ok = false;
     if (!native.ok()) {
       RaiseStatus(plan, native);

@@ -48,6 +48,7 @@ LAYERS: list[tuple[str, ...]] = [
     ),
     (
         "_primitives",
+        "_primitives.across",
         "_primitives.emit",
         "_primitives.parts",
         "_primitives.call",

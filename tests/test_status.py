@@ -94,6 +94,7 @@ def test_stats_count_what_a_function_cost(mode):
     assert now.bytes_out - start.bytes_out == 8
     assert now.python_seconds > start.python_seconds
     assert now.gil_seconds >= start.gil_seconds
+    assert mine() == now  # whenever it is asked
 
 
 @MODES

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src import api as _api
 from jax._src import buffer_callback as _buffer_callback
@@ -581,6 +580,9 @@ def spans_processes(ctx: Any) -> bool:
     return n > 1 and jax.process_count() > 1
 
 
+Share = Callable[[Any, Sequence[Any], Sequence[Any]], Sequence[Any]]
+
+
 def emit_custom_call(
     ctx: Any,
     target: str,
@@ -591,15 +593,15 @@ def emit_custom_call(
     has_side_effect: bool,
     attributes: dict[str, np.uint64],
     aliases: dict[int, int] | None = None,
-    source: int | None = None,
+    share: Share | None = None,
 ) -> tuple[list[Any], Any | None]:
     """Emits the call and gives (results, token).
 
     With `token` the first operand, and with `returns_token` the first result, is a
     token. Buffers are row-major. In a program over several devices every device makes
     the call, on whole values (on its own, in a region that is manual already).
-    `aliases` says which operand's memory may become which result's. With `source`, the
-    number of a device in the program, the results are that device's, everywhere.
+    `aliases` says which operand's memory may become which result's. `share` makes of
+    each device's results and their avals what all have, inside the region of the call.
     """
     abstract_token = _core.abstract_token
     if aliases:
@@ -617,16 +619,15 @@ def emit_custom_call(
             operand_output_aliases=aliases,
         )(inner, *values, **attributes)
 
-    n = number_of_devices(ctx)
     if manual_mesh(ctx) is not None:
         op = emit(operands)
         _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
         results = list(op.results)
-    elif n == 1:
+    elif number_of_devices(ctx) == 1:
         results = list(emit(operands).results)
     else:
         results = _emit_on_each_device(
-            ctx, emit, operands, avals_in, avals_out, n, source
+            ctx, emit, operands, avals_in, avals_out, int(returns_token), share
         )
     return (results[1:], results[0]) if returns_token else (results, None)
 
@@ -652,8 +653,8 @@ def _emit_on_each_device(
     operands: Sequence[Any],
     avals_in: Sequence[Any],
     avals_out: Sequence[Any],
-    n: int,
-    source: int | None,
+    n_tokens: int,
+    share: Share | None,
 ) -> list[Any]:
     """The call inside a region that is manual over all devices, on whole values.
 
@@ -662,7 +663,7 @@ def _emit_on_each_device(
     from any other, and then refuses those with a side effect.
     """
     cache = ctx.module_context.sharding_attr_cache
-    mesh_shape = (("hostcall", n),)
+    mesh_shape = (("hostcall", number_of_devices(ctx)),)
     types, _ = _mlir.ir_tree_registry.flatten(
         [_mlir._aval_to_ir_types(ctx.module_context, aval) for aval in avals_out]
     )
@@ -678,53 +679,30 @@ def _emit_on_each_device(
         op = emit(list(block.arguments))
         _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
         results = list(op.results)
-        if source is not None:
-            results = [
-                result
-                if aval is _core.abstract_token
-                else _taken_from(ctx, result, _core.physical_aval(aval), source, n)
-                for result, aval in zip(results, avals_out, strict=True)
-            ]
+        if share is not None and len(results) > n_tokens:
+            avals = physical_avals(avals_out[n_tokens:])
+            results[n_tokens:] = share(ctx, results[n_tokens:], avals)
         _sdy.return_(results)
     return list(region.results)
 
 
-def _taken_from(ctx: Any, value: Any, aval: Any, source: int, n: int) -> Any:
-    """What device number `source` of `n` has, on all of them.
-
-    By a sum to which the others give zeros, of the bits as integers: exact for every
-    dtype, and in the memory of one value, however many devices there are.
-    """
-    number = _core.ShapedArray((), np.uint32)
-
-    def bits(x: Any, number: Any) -> list[Any]:
-        with _config.enable_x64(True):  # else there are no integers of 64 bits
-            return [jnp.where(number == source, b, 0) for b in _bits_of(x)]
-
-    inner = ctx.replace(primitive=None, avals_in=[aval, number], avals_out=None)
-    parts = _mlir.lower_fun(bits)(inner, value, _hlo.partition_id())
-    with _config.enable_x64(True):
-        shapes = jax.eval_shape(_bits_of, aval)
-    avals = [_core.ShapedArray(b.shape, b.dtype) for b in shapes]
-    sums = [
-        _sum_over_devices(ctx, part, part_aval, n)
-        for part, part_aval in zip(_flat(parts), avals, strict=True)
-    ]
-
-    def back(*bits: Any) -> Any:
-        with _config.enable_x64(True):
-            return _from_bits(bits, aval.dtype)
-
-    inner = ctx.replace(primitive=None, avals_in=avals, avals_out=[aval])
-    (result,) = _flat(_mlir.lower_fun(back, multiple_results=False)(inner, *sums))
-    return result
+def partition_id() -> Any:
+    """The number of the device that runs the program, among the program's."""
+    return _hlo.partition_id()
 
 
-def _flat(values: Any) -> Sequence[Any]:
-    return _mlir.ir_tree_registry.flatten(values)[0]  # type: ignore[no-any-return]
+def lower_traced(
+    ctx: Any, f: Callable[..., Any], avals: Sequence[Any], values: Sequence[Any]
+) -> list[Any]:
+    """What JAX's function `f` makes of values of these avals."""
+    avals = [_core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+    inner = ctx.replace(primitive=None, avals_in=avals, avals_out=None)
+    results = _mlir.lower_fun(f)(inner, *values)
+    return list(_mlir.ir_tree_registry.flatten(results)[0])
 
 
-def _sum_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
+def sum_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
+    """The sum over the program's `n` devices, in a region that is manual over all."""
     groups = np.arange(n, dtype=np.int64).reshape(1, n)
     op = _hlo.AllReduceOp(
         [value.type],
@@ -741,32 +719,6 @@ def _sum_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
         _hlo.return_([_hlo.add(*block.arguments)])
     _mlir.set_sharding(ctx.module_context, op, _closed((), [aval]))
     return op.result
-
-
-def _bits_of(x: Any) -> list[Any]:
-    """Unsigned integers, which XLA can add up on every platform."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return [*_bits_of(x.real), *_bits_of(x.imag)]
-    x = x.astype(_whole_bytes(x.dtype))
-    return [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")]
-
-
-def _from_bits(bits: Sequence[Any], dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        real, imag = (_from_bits([part], np.finfo(dtype).dtype) for part in bits)
-        return jax.lax.complex(real, imag)
-    values = jax.lax.bitcast_convert_type(bits[0], _whole_bytes(dtype))
-    return values.astype(dtype)
-
-
-def _whole_bytes(dtype: Any) -> np.dtype[Any]:
-    """The dtype, or one of whole bytes that has all its values."""
-    if dtype == np.bool_:
-        return np.dtype(np.uint8)
-    if _dtypes.itemsize_bits(dtype) >= 8:
-        return np.dtype(dtype)  # type: ignore[no-any-return]
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    return np.dtype(np.float32 if floating else np.int8)
 
 
 emit_python_callback = _callback.emit_python_callback  # as it was before any patch

@@ -12,6 +12,7 @@ import numpy as np
 from hostcall import _handlers, _jax, _native, _targets
 from hostcall._errors import ExportError, HostcallError
 from hostcall._order import ORDERED, Order
+from hostcall._primitives.across import Source
 from hostcall._where import is_anonymous
 
 
@@ -141,12 +142,12 @@ def emit(
     has_side_effect: bool,
     aliases: dict[int, int] | None = None,
     ordered: Any = ORDERED,
-    source: int | None = None,
+    source: Source | None = None,
 ) -> list[Any]:
     """The custom call, with the tokens that its order needs; gives the results.
 
-    `ordered` is the effect whose token an ordered call has, `source` the number of the
-    device whose results all take.
+    `ordered` is the effect whose token an ordered call has, `source` the device
+    whose results all take.
     """
     token, store = None, None
     if order == "ordered":
@@ -162,7 +163,7 @@ def emit(
         has_side_effect=has_side_effect,
         attributes=attributes,
         aliases=aliases,
-        source=source,
+        share=source.share if source else None,
     )
     if order == "ordered":
         _jax.set_ordered_token(ctx, ordered, token_out)

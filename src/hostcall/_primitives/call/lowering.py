@@ -14,6 +14,7 @@ from hostcall._callback import CallInfo, CallParams
 from hostcall._errors import HostcallError
 from hostcall._order import ORDERED
 from hostcall._primitives import emit
+from hostcall._primitives.across import Source
 from hostcall._primitives.call.primitive import call_p, row_major
 from hostcall._spec import Static
 
@@ -61,11 +62,11 @@ def lower(
 
 def prepare(
     ctx: Any, client: Any, info: CallInfo, avals: Sequence[Any], leader: Any | None
-) -> tuple[dict[str, np.uint64], int | None]:
+) -> tuple[dict[str, np.uint64], Source | None]:
     """Puts the call's plan into a slot that lives as long as the program.
 
-    Gives the attributes by which the program finds it, and the number of the device
-    whose results all processes take. `leader` is the device that calls, or None.
+    Gives the attributes by which the program finds it, and the device whose results
+    all processes take. `leader` is the device that calls, or None.
     """
     _handlers.start_on(client)
     _native.bury()  # programs that died since the last call
@@ -97,9 +98,9 @@ def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
 
 def _team(
     ctx: Any, client: Any, info: CallInfo, leader: Any | None
-) -> tuple[tuple[int, int, int], int | None, bool]:
+) -> tuple[tuple[int, int, int], Source | None, bool]:
     """((mode, size, leader's ordinal) of this process's devices that come to the call,
-    number of the device whose results all processes take, whether that is not ours).
+    the device whose results all processes take, whether that is not ours).
     """
     local = emit.local_devices(ctx, client)
     if local is None:
@@ -122,7 +123,9 @@ def _team(
             f"hostcall: `{info.name}` has sharding={info.params.sharding}, and its"
             f" device {leader} is not among those of the program: {devices}"
         )
-    source = devices.index(leader) if len(local) < len(devices) else None
+    source = None
+    if len(local) < len(devices):
+        source = Source(devices.index(leader), len(devices))
     elsewhere = leader not in local
     caller = emit.ordinal(local[0] if elsewhere else leader)
     return (_targets.ONCE, len(local), caller), source, elsewhere
