@@ -78,13 +78,22 @@ XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
   const Plan& plan = *state.plan;
 
   Pointers operands(frame->args, frame->args.args, plan.operands());
-  Pointers results(frame->rets, frame->rets.rets, plan.results.size());
+  Pointers results(frame->rets, frame->rets.rets, plan.outputs());
   if (!operands.ok() || !results.ok()) {
     return MakeError(frame->api,
                      "hostcall: the program passes another number of buffers "
                      "than it was lowered with");
   }
   return MakeCall(frame, state, operands.data(), results.data());
+}
+
+XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame) {
+  const PlanState* state = nullptr;
+  if (XLA_FFI_Error* error = StateOf(frame, &state)) return error;
+  Pointers operands(frame->args, frame->args.args, state->plan->outputs());
+  if (!operands.ok())
+    return MakeError(frame->api, "hostcall: no outcome to judge by");
+  return ErrorOfOutcome(frame, *state->plan, operands.data()[0]);
 }
 
 PyObject* g_raw = nullptr;
@@ -117,6 +126,10 @@ XLA_FFI_Error* InstantiateInGraph(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* ExecuteCall(XLA_FFI_CallFrame* frame) {
   return Guarded(frame, Execute);
+}
+
+XLA_FFI_Error* ExecuteVerdict(XLA_FFI_CallFrame* frame) {
+  return Guarded(frame, Judge);
 }
 
 void SetRawFunction(PyObject* function) {

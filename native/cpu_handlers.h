@@ -46,6 +46,10 @@ bool IsMasked(const Plan& plan, const void* const* operands);
 bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run);
 /// Gives its number back: a place in the order of effects, as a value.
 XLA_FFI_Error* ExecuteLink(XLA_FFI_CallFrame* frame);
+/// Behind the reduction that brings all processes a call's results: fails where the
+/// call did. The operands are the outcome and the results, whose memory is also its
+/// own results'.
+XLA_FFI_Error* ExecuteVerdict(XLA_FFI_CallFrame* frame);
 /// The floor that benchmarks compare with: enters Python, and nothing else.
 XLA_FFI_Error* ExecuteRaw(XLA_FFI_CallFrame* frame);
 void SetRawFunction(PyObject* function);

@@ -83,6 +83,9 @@ struct Work {
     for (const Leaf& leaf : state.plan->results) {
       spans.push_back({results.data()[spans.size()], leaf.buffer_bytes()});
     }
+    if (state.plan->tells) {
+      spans.push_back({results.data()[spans.size()], kOutcomeBytes});
+    }
     return spans;
   }
 
@@ -95,7 +98,7 @@ struct Work {
 XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type) {
   const PlanState* state = nullptr;
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
-  Work work(frame, *state, stream, state->plan->results.size());
+  Work work(frame, *state, stream, state->plan->outputs());
   if (!work.ok()) return work.Mismatch();
   const CudaDriver& driver = Driver();
   std::optional<StagedCall> staged;
@@ -107,7 +110,7 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
     // Without bytes nothing was waited for. A call with an effect has a token, and
     // comes when the device does.
     const bool effect =
-        static_cast<size_t>(frame->rets.size) > state->plan->results.size();
+        static_cast<size_t>(frame->rets.size) > state->plan->outputs();
     const bool waited =
         std::any_of(operands.begin(), operands.end(),
                     [](const Span& span) { return span.bytes != 0; });
@@ -124,6 +127,19 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
                staged->results());
   if (error == nullptr) staged->Store();
   return error;
+}
+
+XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type) {
+  const PlanState* state = nullptr;
+  if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
+  Pointers operands(frame->args, frame->args.args, state->plan->outputs());
+  if (!operands.ok())
+    return MakeError(frame->api, "hostcall: no outcome to judge by");
+  const std::vector<Span> outcome{{operands.data()[0], kOutcomeBytes}};
+  StagedCall staged(Driver(), PoolIn(g_for_calls, g_call_limit),
+                    static_cast<CudaStream>(stream), outcome, {});
+  staged.Fetch();
+  return ErrorOfOutcome(frame, *state->plan, staged.operands()[0]);
 }
 
 XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, void* stream,
@@ -266,6 +282,9 @@ XLA_FFI_Error* ExecuteTapOnCuda(XLA_FFI_CallFrame* f) {
 XLA_FFI_Error* ExecuteLinkOnCuda(XLA_FFI_CallFrame* f) {
   return OnXlasStream(f, Link);
 }
+XLA_FFI_Error* ExecuteVerdictOnCuda(XLA_FFI_CallFrame* f) {
+  return OnXlasStream(f, Judge);
+}
 XLA_FFI_Error* ExecuteBuffersOnCuda(XLA_FFI_CallFrame* f) {
   return OnXlasStream(f, OnBuffers);
 }
@@ -282,6 +301,9 @@ XLA_FFI_Error* ExecuteTapStaged(XLA_FFI_CallFrame* f) {
 }
 XLA_FFI_Error* ExecuteLinkStaged(XLA_FFI_CallFrame* f) {
   return OnAStreamOfTests(f, Link);
+}
+XLA_FFI_Error* ExecuteVerdictStaged(XLA_FFI_CallFrame* f) {
+  return OnAStreamOfTests(f, Judge);
 }
 XLA_FFI_Error* ExecuteBuffersStaged(XLA_FFI_CallFrame* f) {
   return OnAStreamOfTests(f, OnBuffers);

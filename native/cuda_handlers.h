@@ -21,6 +21,7 @@ XLA_FFI_Error* ExecuteCallOnCuda(XLA_FFI_CallFrame* frame);
 /// A tap: neither the device nor the thread that dispatches waits for it.
 XLA_FFI_Error* ExecuteTapOnCuda(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ExecuteLinkOnCuda(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* ExecuteVerdictOnCuda(XLA_FFI_CallFrame* frame);
 /// A call on the GPU's memory itself. Nothing is copied, nobody waits.
 XLA_FFI_Error* ExecuteBuffersOnCuda(XLA_FFI_CallFrame* frame);
 /// The same, and XLA may record it: then it runs once, and what it put on the
@@ -50,6 +51,7 @@ std::string CudaMissing();
 XLA_FFI_Error* ExecuteCallStaged(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ExecuteTapStaged(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ExecuteLinkStaged(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* ExecuteVerdictStaged(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ExecuteBuffersStaged(XLA_FFI_CallFrame* frame);
 /// One for each device.
 void SetStreamsForTests(std::vector<void*> streams);

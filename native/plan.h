@@ -9,6 +9,7 @@
 
 #include "guards.h"
 #include "numpy_api.h"
+#include "outcome.h"
 #include "slot_table.h"
 #include "tap_queue.h"
 #include "team.h"
@@ -123,12 +124,14 @@ class Plan : public TapOwner {
   Ref on_escape;  ///< (info, leaf numbers) -> raises: lent views are still held
   Ref on_unwritten;     ///< (info, leaf number) -> raises: `out` was not written
   Ref on_lone_failure;  ///< (ordinal, text): one device failed, the others go on
-  Ref out_tree;         ///< list of result arrays -> the `out` argument; or null
-  Ref info;             ///< the Python side's description, for errors and status
-  Ref device;           ///< the device that host code finds as its default
-  Ref guard;            ///< refuses programs that would wait for this one; or null
-  Ref scout;            ///< in its place on XLA's threads, until `asked`; or null
-  Ref counters_owner;   ///< Python object that holds *counters
+  Ref on_failure_elsewhere;  ///< (text) -> text of the error: another process
+                             ///< failed
+  Ref out_tree;        ///< list of result arrays -> the `out` argument; or null
+  Ref info;            ///< the Python side's description, for errors and status
+  Ref device;          ///< the device that host code finds as its default
+  Ref guard;           ///< refuses programs that would wait for this one; or null
+  Ref scout;           ///< in its place on XLA's threads, until `asked`; or null
+  Ref counters_owner;  ///< Python object that holds *counters
   Counters* counters = nullptr;
 
   std::vector<Leaf> args;
@@ -153,11 +156,15 @@ class Plan : public TapOwner {
   Inside inside = Inside::kAsked;
   bool keeps_mesh = false;     ///< the dispatching thread's meshes are not hidden
   mutable bool asked = false;  ///< the scout asked; guarded by the GIL
+  bool tells = false;          ///< one more result says all processes how it went
+  mutable Failures failures;   ///< of a plan that tells
   uint64_t signature = 0;      ///< of the avals, checked against the program's
   int64_t bytes_in = 0, bytes_out = 0;  ///< of one row
 
   /// Operands that XLA passes: the mask, if any, and the arguments.
   size_t operands() const { return args.size() + (masked ? 1 : 0); }
+  /// Results that XLA wants: the function's, and the outcome, if any.
+  size_t outputs() const { return results.size() + (tells ? 1 : 0); }
 
   /// Finishes what the fields above imply. Called once, after they are set.
   void Seal();

@@ -96,6 +96,20 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   return text;
 }
 
+/// The same for a thread that has not entered the engine. Throws nothing: others
+/// may wait for what it gives.
+std::string TextOfRun(const Plan& plan, const CallSite& site,
+                      const void* const* operands, void* const* results) {
+  Entry entry;
+  if (!entry) return ClosedText();
+  try {
+    return Run(plan, site, operands, results);
+  } catch (const std::exception& error) {
+    return TextOf(error);
+  }
+  HOSTCALL_CATCH_THE_REST { return TextOfTheRest(); }
+}
+
 /// A device at a call that several make.
 class Visit final : public Team::Member {
  public:
@@ -107,17 +121,9 @@ class Visit final : public Team::Member {
         operands_(operands),
         results_(results) {}
 
-  /// Throws nothing: the others wait for its end.
   Team::Error Call() override {
     if (FilledForMask(plan_, operands_, results_)) return "";
-    Entry entry;
-    if (!entry) return ClosedText();
-    try {
-      return Run(plan_, site_, operands_, results_);
-    } catch (const std::exception& error) {
-      return TextOf(error);
-    }
-    HOSTCALL_CATCH_THE_REST { return TextOfTheRest(); }
+    return TextOfRun(plan_, site_, operands_, results_);
   }
   void CopyFrom(const Member& leader) override {
     void* const* from = static_cast<const Visit&>(leader).results_;
@@ -152,7 +158,58 @@ class FailedVisit final : public Team::Member {
   const Team::Error& error_;
 };
 
+/// Ends a call that tells its outcome, which has not failed for XLA.
+XLA_FFI_Error* Told(const Plan& plan, int64_t run, const std::string& error,
+                    void* const* results) {
+  if (!error.empty()) {
+    plan.failures.Note(run, error);
+    for (size_t i = 0; i < plan.results.size(); ++i) {
+      std::memset(results[i], 0, plan.results[i].buffer_bytes());
+    }
+  }
+  WriteOutcome(error, results[plan.results.size()]);
+  return nullptr;
+}
+
+/// Of a failure in another process.
+std::string TextOfFailureElsewhere(const Plan& plan, const void* outcome) {
+  const std::string said = TextOfOutcome(outcome);
+  Entry entry;
+  if (!entry) return said;
+  GilGuard gil;
+  if (gil.first_on_foreign_thread()) MarkForeignThread();
+  Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
+      said.data(), static_cast<Py_ssize_t>(said.size()), "ignore"));
+  PyObject* stack[] = {text.get()};
+  Ref error = text ? Ref::Steal(CallPython(plan.on_failure_elsewhere.get(), stack,
+                                           1, nullptr))
+                   : Ref();
+  const char* utf8 = error ? PyUnicode_AsUTF8(error.get()) : nullptr;
+  if (utf8 == nullptr) {
+    PyErr_WriteUnraisable(plan.on_failure_elsewhere.get());
+    return said;
+  }
+  return utf8;
+}
+
 }  // namespace
+
+XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
+                              const void* outcome) {
+  if (!HasFailed(outcome)) return nullptr;
+  const int64_t run = RunId(frame);
+  std::string error = plan.failures.Find(run);
+  if (error.empty()) {
+    error = TextOfFailureElsewhere(plan, outcome);
+    plan.failures.Note(run, error);
+  }
+  if (Entry entry; entry) {
+    GilGuard gil;
+    if (gil.first_on_foreign_thread()) MarkForeignThread();
+    if (!OnForeignThread() || CurrentCall() != nullptr) WatchForReport();
+  }
+  return MakeError(frame->api, error);
+}
 
 XLA_FFI_Error* FailWithTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
                             const std::string& text) {
@@ -166,20 +223,18 @@ XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
   const Plan& plan = *state.plan;
   // On a GPU's own memory each device calls: there is no copying from the leader's.
   const bool together = state.team && stream == nullptr;
-  if (!together && FilledForMask(plan, operands, results)) return nullptr;
+  if (!together && FilledForMask(plan, operands, results)) {
+    return plan.tells ? Told(plan, -1, "", results) : nullptr;
+  }
   const CallSite site{frame, DeviceOrdinal(frame), RunId(frame), stream};
   std::string text;
   if (together) {
     Visit visit(plan, site, operands, results);
     text = state.team->Meet(site.run, visit);
   } else {
-    Entry entry;
-    if (!entry) {
-      return MakeError(frame->api, ClosedText(),
-                       XLA_FFI_Error_Code_FAILED_PRECONDITION);
-    }
-    text = Run(plan, site, operands, results);
+    text = TextOfRun(plan, site, operands, results);
   }
+  if (plan.tells) return Told(plan, site.run, text, results);
   return text.empty() ? nullptr : MakeError(frame->api, text);
 }
 

@@ -11,7 +11,7 @@ import pytest
 from hostcall import HostcallError, _job
 
 HEAD = """
-import gc, os, sys
+import functools, gc, os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=" + sys.argv[3]
 import jax, jax.numpy as jnp, numpy as np
 def say(*what):
@@ -131,17 +131,104 @@ for n in (1, 4, 16):
     assert on_2 == on_8 == on_32 < 3 << 20
 
 
+def test_a_failure_of_the_caller_raises_in_all(run_both):
+    """Each case is a program of its own, and each that fails is followed by one that
+    shows that no value was taken for another's.
+    """
+    printed = run_both(
+        """
+from hostcall import _jax, _job
+last = SingleDeviceSharding(jax.devices()[-1])
+whole = jax.device_put(np.zeros((4, 3), np.float32), NamedSharding(mesh, P()))
+fails = False
+def host(v, error=None):
+    assert me == 1
+    if not fails:
+        return v + 1
+    if error is None:
+        return v[:1, :1]
+    raise error
+def call(error, **options):
+    return lambda x: hc.call(host, x, x, error, sharding=last, **options)
+def masked(x):
+    return hc.call(host, x, x, row, where=x[0, 0] == 0, sharding=last)
+def rows(x):
+    one = jax.ShapeDtypeStruct((3,), x.dtype)
+    called = lambda v: hc.call(host, one, v, row, vmap_method="sequential", sharding=last)
+    return jax.vmap(called)(x)
+def many(x):
+    two = lambda v, error: (host(v, error), np.ones(1 << 17))
+    return hc.call(two, (x, jax.ShapeDtypeStruct((1 << 17,), x.dtype)), x, row, sharding=last)[0]
+def dropped_in(x):
+    return hc.pure_callback(bad, x, x, sharding=last)
+def dropped_in_order(x):
+    return hc.io_callback(bad, x, x, sharding=last, ordered=True)
+def in_a_loop(x):
+    return jax.lax.fori_loop(0, 3, lambda i, x: call(row, order="unordered")(x), x)
+row = LookupError("no such row")
+bad = functools.partial(host, error=row)
+cases = {
+    "pure": (call(row), "LookupError: no such row (in callback `host`"),
+    "unordered": (call(row, order="unordered"), "LookupError: no such row"),
+    "ordered": (call(row, order="ordered"), "LookupError: no such row"),
+    "late": (call(row, timeout=60), "LookupError: no such row"),
+    "masked": (masked, "LookupError: no such row"),
+    "rows": (rows, "LookupError: no such row (in callback `host`, row 0"),
+    "many": (many, "LookupError: no such row"),
+    "pure_callback": (dropped_in, "LookupError: no such row"),
+    "io_callback": (dropped_in_order, "LookupError: no such row"),
+    "loop": (in_a_loop, "LookupError: no such row"),
+    "long": (call(LookupError("é" * 5000)), "LookupError: " + "é" * 400),
+    "interrupted": (call(KeyboardInterrupt("by hand")), "KeyboardInterrupt: by hand"),
+    "wrong result": (call(None), "ResultError: hostcall: result of `host`"),
+}
+for name, (f, text) in cases.items():
+    f = jax.jit(f)
+    good = np.asarray(f(whole).addressable_shards[0].data)
+    assert (good == (3 if f is in_a_loop else good[0, 0])).all(), (name, good)
+    fails = True
+    try:
+        with hc.reraise():
+            f(whole).block_until_ready()
+        say(name, "did not fail")
+    except BaseException as error:
+        said = str(error) if me == 0 else f"{type(error).__name__}: {error}"
+        if me == 0:
+            assert type(error) is hc.HostcallError, repr(error)
+            assert "whose results all processes take, failed in process 1: " in said
+        assert text.partition(" (in callback")[0] in said, (name, said)
+        assert me == 1 or text in said, (name, said)
+    fails = False
+    try:
+        f(whole)
+    except hc.HostcallError as error:
+        assert "it may not run another one" in str(error), error
+    _job._first, _jax._refusal_across = None, None
+    again = np.asarray(f(whole).addressable_shards[0].data)
+    assert (again == good).all(), (name, again, good)
+    say(name)
+print(hc.stats())
+"""
+    )
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == 13
+
+
 def test_after_a_failure_a_process_takes_part_in_nothing_more(run_both):
-    """The other one waits in the program that failed, for a value of any step."""
+    """Of a call without results the other one is not told: it waits in the program that
+    failed, for a value of any step.
+    """
     waiting, failed = run_both(
         """
-last = SingleDeviceSharding(jax.devices()[3])
+last = SingleDeviceSharding(jax.devices()[1])
 fails = False
 def host(v):
     if fails:
         raise LookupError("no such row")
-    return v
-step = jax.jit(lambda x, k: hc.call(host, x, x, sharding=last).sum() * k)
+def step(x, k):
+    hc.call(host, None, x, sharding=last, order="unordered")
+    return x.sum() * k
+step = jax.jit(step)
 total = jax.jit(lambda x, k: (x * k).sum())
 untraced = jax.jit(lambda x: x + x.sum())
 compiled = total.lower(x, 1.0).compile()
@@ -149,7 +236,7 @@ local = jax.jit(lambda v: v * 2)
 call = jax.jit(lambda v: hc.call(lambda v: v + 1, v, v))
 def all_local():
     return float(local(1.0)), float(call(np.float32(1))), float(jnp.sin(0.0) + 1)
-assert float(step(x, 2.0)) == 56 and float(total(x, 2.0)) == 56
+assert float(step(x, 2.0)) == 12 and float(total(x, 2.0)) == 12
 assert all_local() == (2, 2, 1)
 fails = True
 if me == 0:
@@ -178,7 +265,8 @@ for f in (step, total, compiled, lambda x, _: untraced(x), lambda x, _: x.sum())
 assert all_local() == (2, 2, 1)  # compiled again, and on the fast path
 assert all_local() == (2, 2, 1)
 os._exit(0)
-"""
+""",
+        devices=1,
     )
     assert waiting == ["the other one is gone"]
     assert failed == ["refused"] * 5

@@ -129,10 +129,12 @@ class CallParams:
 class CallInfo:
     """One call's description, with the hooks that native code calls.
 
-    `across`: its program is one over several processes.
+    `across`: its program is one over several processes; `caller`: the number of the one
+    whose results all take, or None.
     """
 
     across = False
+    caller: int | None = None
 
     def __init__(
         self,
@@ -187,6 +189,17 @@ class CallInfo:
             self.devices.get(ordinal, f"device {ordinal}"),
             text,
         )
+
+    def on_failure_elsewhere(self, said: str) -> str:
+        """The error here for a failure in another process, which said this."""
+        where = "another process" if self.caller is None else f"process {self.caller}"
+        error = _errors.HostcallError(
+            f"hostcall: `{self.name}`, whose results all processes take, failed in"
+            f" {where}" + (f": {_errors.without_number(said)}" if said else "")
+        )
+        text = _errors.numbered(error, _errors.summary(error))
+        _job.failed(text)
+        return text
 
     def on_escape(
         self, _: Any, held: list[tuple[int, bool]] | None, error: BaseException | None

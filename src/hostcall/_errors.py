@@ -191,15 +191,21 @@ def text_for_xla(
     exception: BaseException, name: str, place: object, row: tuple[int, ...]
 ) -> str:
     """The line that JaxRuntimeError shows for an exception of a callback."""
-    number = keep(exception)
     # It goes through a C string in UTF-8.
     said = summary(exception).replace("\0", "\\0")
     said = said.encode("utf-8", "backslashreplace").decode()
     at = f", row {row[0] if len(row) == 1 else row}" if row else ""
-    return (
-        f"{said} (in callback `{name}`{at}, called at {place})"
-        f" [hostcall error {number}]"
-    )
+    return numbered(exception, f"{said} (in callback `{name}`{at}, called at {place})")
+
+
+def numbered(exception: BaseException, said: str) -> str:
+    """What is said of an exception, with the number under which it is kept."""
+    return f"{said} [hostcall error {keep(exception)}]"
+
+
+def without_number(text: str) -> str:
+    """What another process said, whose numbers are its own."""
+    return _NUMBER.sub("", text).rstrip()
 
 
 def failures_so_far() -> int:

@@ -12,6 +12,7 @@ from hostcall import _config, _errors, _jax, _lifecycle, _native
 TARGET = "hostcall_call"
 TAP_TARGET = "hostcall_tap"
 LINK_TARGET = "hostcall_link"
+VERDICT_TARGET = "hostcall_verdict"
 BUFFER_TARGET = "hostcall_buffer"
 GRAPH_TARGET = "hostcall_buffer_graph"  # may become part of a GPU's command buffer
 RAW_TARGET = "hostcall_raw"  # benchmarks/: enters Python and nothing else
@@ -20,6 +21,7 @@ _HANDLERS = {
     TARGET: "call",
     TAP_TARGET: "tap",
     LINK_TARGET: "link",
+    VERDICT_TARGET: "verdict",
     BUFFER_TARGET: "buffer",
     GRAPH_TARGET: "graph",
 }

@@ -204,7 +204,7 @@ def emit_python_callback(
         returns_token=token is not None,
         has_side_effect=has_side_effect,
         attributes=attributes,
-        share=source.share if source else None,
+        source=source,
     )
     return results, token_out, None
 

@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -580,7 +580,23 @@ def spans_processes(ctx: Any) -> bool:
     return n > 1 and jax.process_count() > 1
 
 
-Share = Callable[[Any, Sequence[Any], Sequence[Any]], Sequence[Any]]
+class Source(Protocol):
+    """The device of a program over several processes whose results all take.
+
+    Attributes:
+        more_avals: of results that the call has beside the function's.
+    """
+
+    @property
+    def more_avals(self) -> list[Any]: ...
+    def share(
+        self,
+        ctx: Any,
+        token: Any | None,
+        results: Sequence[Any],
+        avals: Sequence[Any],
+        has_side_effect: bool,
+    ) -> tuple[list[Any], Any | None]: ...
 
 
 def emit_custom_call(
@@ -593,42 +609,71 @@ def emit_custom_call(
     has_side_effect: bool,
     attributes: dict[str, np.uint64],
     aliases: dict[int, int] | None = None,
-    share: Share | None = None,
+    source: Source | None = None,
 ) -> tuple[list[Any], Any | None]:
     """Emits the call and gives (results, token).
 
     With `token` the first operand, and with `returns_token` the first result, is a
     token. Buffers are row-major. In a program over several devices every device makes
     the call, on whole values (on its own, in a region that is manual already).
-    `aliases` says which operand's memory may become which result's. `share` makes of
-    each device's results and their avals what all have, inside the region of the call.
+    `aliases` says which operand's memory may become which result's.
     """
+
+    def emit(token: Any | None, operands: Sequence[Any], more: Sequence[Any]) -> Any:
+        return custom_call(
+            ctx,
+            target,
+            token,
+            operands,
+            ctx.avals_in,
+            [*ctx.avals_out, *more],
+            returns_token=returns_token,
+            has_side_effect=has_side_effect,
+            attributes=attributes,
+            aliases=aliases,
+        )
+
+    if manual_mesh(ctx) is not None or number_of_devices(ctx) == 1:
+        return emit(token, operands, ())  # type: ignore[no-any-return]
+
+    def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
+        if source is None:
+            return emit(token, operands, ())
+        results, token = emit(token, operands, source.more_avals)
+        avals = physical_avals(ctx.avals_out)
+        return source.share(ctx, token, results, avals, has_side_effect)
+
+    return _emit_on_each_device(ctx, in_region, token, operands, returns_token)
+
+
+def custom_call(
+    ctx: Any,
+    target: str,
+    token: Any | None,
+    operands: Sequence[Any],
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    *,
+    returns_token: bool,
+    has_side_effect: bool,
+    attributes: dict[str, np.uint64],
+    aliases: dict[int, int] | None,
+) -> tuple[list[Any], Any | None]:
+    """The operation itself, on whole values; gives (results, token)."""
     abstract_token = _core.abstract_token
     if aliases:
         first = int(token is not None)
         aliases = {i + first: o + returns_token for i, o in aliases.items()}
-    operands = list(operands) if token is None else [token, *operands]
-    avals_in = list(ctx.avals_in) if token is None else [abstract_token, *ctx.avals_in]
-    avals_out = [abstract_token] * returns_token + list(ctx.avals_out)
-    inner = ctx.replace(avals_in=avals_in, avals_out=avals_out)
-
-    def emit(values: Sequence[Any]) -> Any:
-        return _ffi.build_ffi_lowering_function(
-            target,
-            has_side_effect=has_side_effect,
-            operand_output_aliases=aliases,
-        )(inner, *values, **attributes)
-
-    if manual_mesh(ctx) is not None:
-        op = emit(operands)
+    if token is not None:
+        operands, avals_in = [token, *operands], [abstract_token, *avals_in]
+    if returns_token:
+        avals_out = [abstract_token, *avals_out]
+    op = _ffi.build_ffi_lowering_function(
+        target, has_side_effect=has_side_effect, operand_output_aliases=aliases
+    )(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **attributes)
+    if number_of_devices(ctx) > 1 or manual_mesh(ctx) is not None:
         _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
-        results = list(op.results)
-    elif number_of_devices(ctx) == 1:
-        results = list(emit(operands).results)
-    else:
-        results = _emit_on_each_device(
-            ctx, emit, operands, avals_in, avals_out, int(returns_token), share
-        )
+    results = list(op.results)
     return (results[1:], results[0]) if returns_token else (results, None)
 
 
@@ -649,13 +694,11 @@ def _closed(mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Any]) -> An
 
 def _emit_on_each_device(
     ctx: Any,
-    emit: Callable[[Sequence[Any]], Any],
+    emit: Callable[[Any | None, Sequence[Any]], tuple[list[Any], Any | None]],
+    token: Any | None,
     operands: Sequence[Any],
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
-    n_tokens: int,
-    share: Share | None,
-) -> list[Any]:
+    returns_token: bool,
+) -> tuple[list[Any], Any | None]:
     """The call inside a region that is manual over all devices, on whole values.
 
     The plain way, a call that is placed on one device by a maximal sharding, is not to
@@ -664,26 +707,27 @@ def _emit_on_each_device(
     """
     cache = ctx.module_context.sharding_attr_cache
     mesh_shape = (("hostcall", number_of_devices(ctx)),)
+    takes_token = token is not None
+    values = [token, *operands] if takes_token else list(operands)
+    avals_in = [_core.abstract_token] * takes_token + list(ctx.avals_in)
+    avals_out = [_core.abstract_token] * returns_token + list(ctx.avals_out)
     types, _ = _mlir.ir_tree_registry.flatten(
         [_mlir._aval_to_ir_types(ctx.module_context, aval) for aval in avals_out]
     )
     region = _sdy.ManualComputationOp(
         types,
-        list(operands),
+        values,
         _closed(mesh_shape, avals_in).build(cache),
         _closed(mesh_shape, avals_out).build(cache),
         _sdy.ManualAxesAttr.get([_ir.StringAttr.get("hostcall")]),
     )
-    block = _ir.Block.create_at_start(region.body, [value.type for value in operands])
+    block = _ir.Block.create_at_start(region.body, [value.type for value in values])
     with _ir.InsertionPoint(block):
-        op = emit(list(block.arguments))
-        _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
-        results = list(op.results)
-        if share is not None and len(results) > n_tokens:
-            avals = physical_avals(avals_out[n_tokens:])
-            results[n_tokens:] = share(ctx, results[n_tokens:], avals)
-        _sdy.return_(results)
-    return list(region.results)
+        inner = list(block.arguments)
+        results, token = emit(inner.pop(0) if takes_token else None, inner)
+        _sdy.return_([token, *results] if returns_token else results)
+    results = list(region.results)
+    return (results[1:], results[0]) if returns_token else (results, None)
 
 
 def partition_id() -> Any:
@@ -701,8 +745,8 @@ def lower_traced(
     return list(_mlir.ir_tree_registry.flatten(results)[0])
 
 
-def sum_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
-    """The sum over the program's `n` devices, in a region that is manual over all."""
+def max_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
+    """The greatest of the program's `n` devices, in a region manual over all."""
     groups = np.arange(n, dtype=np.int64).reshape(1, n)
     op = _hlo.AllReduceOp(
         [value.type],
@@ -716,7 +760,7 @@ def sum_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
     scalar = _ir.RankedTensorType.get([], value.type.element_type)
     block = op.regions[0].blocks.append(scalar, scalar)
     with _ir.InsertionPoint(block):
-        _hlo.return_([_hlo.add(*block.arguments)])
+        _hlo.return_([_hlo.maximum(*block.arguments)])
     _mlir.set_sharding(ctx.module_context, op, _closed((), [aval]))
     return op.result
 

@@ -1,8 +1,8 @@
 """A program over several processes that failed in this one, and what follows.
 
-The other processes may wait in a collective that this one never came to. Whatever it
-ran over several processes next would meet them there, and the values of two steps would
-be mixed, without an error (in plain JAX too). So this process takes no further part.
+Other processes may wait in a collective that this one never came to. Whatever it ran
+over several processes next would meet them there, and the values of two steps would be
+mixed, without an error (in plain JAX too). So this process takes no further part.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def until_failure(function: Callable[..., Any]) -> Callable[..., Any]:
 def _refusal() -> Exception:
     return HostcallError(
         "hostcall: a program over several processes failed in this process, so it may"
-        " not run another one. The other processes may still wait for it inside the"
+        " not run another one. Other processes may still wait for it inside the"
         " program that failed, and would mix that one's values with the next one's. End"
         " all processes of the job, and start them again from the last checkpoint."
         " Programs over this process's own devices still run. What failed first:"

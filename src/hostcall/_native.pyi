@@ -104,6 +104,7 @@ def make_plan(
     device: Any,
     counters: Counters,
     signature: int,
+    tells: bool,
     team_mode: int,
     team_size: int,
     team_leader: int,

@@ -78,6 +78,7 @@ def make_plan(
     team: tuple[int, int, int] = ALONE,
     inside: int | None = None,
     tap: tuple[Any, ...] | None = None,
+    tells: bool = False,
 ) -> Any:
     """A native plan.
 
@@ -91,6 +92,7 @@ def make_plan(
         team: (mode, size, leader's ordinal) of the devices that make the call.
         inside: which of its calls run inside one of XLA's host callbacks; None: none.
         tap: what makes it a tap (`TapParams.settings`).
+        tells: one more result says all processes how the call went (native/outcome.h).
     """
     callback = params.callback
     grid = params.grid
@@ -143,6 +145,7 @@ def make_plan(
         device=device,
         counters=counters_of(callback.function),
         signature=number,
+        tells=tells,
         team_mode=team[0],
         team_size=team[1],
         team_leader=team[2],

@@ -1,20 +1,28 @@
 """The results of a call that one process makes, in all processes of its program.
 
-By a sum over the devices, to which all but the caller's give zeros, of the bits as
-integers: exact for every dtype (NaNs and -0.0 too), and in the memory of one value,
-however many devices there are.
+By the maximum over the devices, to which all but the caller's give zeros, of the bits
+as integers: exact for every dtype (NaNs and -0.0 too), and in the memory of one value,
+however many devices there are. How the call went comes along, so that all processes
+fail if it did (native/outcome.h).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall import _jax
+from hostcall import _handlers, _jax
+
+# As in native/outcome.h.
+_OUTCOME = jax.ShapeDtypeStruct((1024,), np.uint8)
+
+# A reduction takes some 50 us to 1 ms however small it is, so what has up to so many
+# bytes goes as one. To put more together would take longer than it saves.
+_TOGETHER = 1 << 18
 
 
 class Source:
@@ -23,46 +31,92 @@ class Source:
     Attributes:
         number: its place among the devices of the program.
         devices: how many there are.
+        tells: whether the call has its outcome as one more result.
+        attributes: by which the program finds the call's plan.
     """
 
-    def __init__(self, number: int, devices: int) -> None:
+    def __init__(self, number: int, devices: int, tells: bool) -> None:
         self.number = number
         self.devices = devices
+        self.tells = tells
+        self.attributes: dict[str, np.uint64] = {}
 
-    def share(self, ctx: Any, results: Sequence[Any], avals: Sequence[Any]) -> Any:
-        """The results on all devices, from what each has in a manual region."""
+    @property
+    def more_avals(self) -> list[Any]:
+        """Of results that the call has beside the function's."""
+        return [_jax.ShapedArray(_OUTCOME.shape, _OUTCOME.dtype)] * self.tells
 
-        avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    def share(
+        self,
+        ctx: Any,
+        token: Any | None,
+        results: Sequence[Any],
+        avals: Sequence[Any],
+        has_side_effect: bool,
+    ) -> tuple[list[Any], Any | None]:
+        """What all devices have in the place of each one's token and results, inside a
+        region that is manual over all of them.
+        """
+        specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        n = len(specs)
+        given = [*specs, *[_OUTCOME] * self.tells]
+        together = sum(spec.size * spec.dtype.itemsize for spec in given) <= _TOGETHER
 
         def masked(device: Any, *values: Any) -> list[Any]:
             here = device == self.number
-            return [jnp.where(here, part, 0) for x in values for part in bits(x)]
+            parts = [part for value in values[:n] for part in bits(value)]
+            parts = [jnp.where(here, part, 0) for part in parts]
+            for outcome in values[n:]:  # its first byte is anybody's
+                parts.append(jnp.where(here | (jnp.arange(1024) == 0), outcome, 0))
+            return [jnp.concatenate(list(map(_bytes, parts)))] if together else parts
 
         def back(*parts: Any) -> list[Any]:
+            if together:
+                parts = tuple(_split(parts[0], [x for s in given for x in bits_of(s)]))
             rest = iter(parts)
-            return [from_bits(aval.dtype, rest) for aval in avals]
+            return [from_bits(spec.dtype, rest) for spec in specs] + list(rest)
 
         with jax.enable_x64(True):  # else there are no integers of 64 bits
             device = jax.ShapeDtypeStruct((), np.uint32)
-            shapes = jax.eval_shape(masked, device, *avals)
+            shapes = jax.eval_shape(masked, device, *given)
             parts = _jax.lower_traced(
-                ctx, masked, (device, *avals), (_jax.partition_id(), *results)
+                ctx, masked, (device, *given), (_jax.partition_id(), *results)
             )
             parts = [
-                _jax.sum_over_devices(ctx, part, shape, self.devices)
+                _jax.max_over_devices(ctx, part, shape, self.devices)
                 for part, shape in zip(parts, shapes, strict=True)
             ]
-            return _jax.lower_traced(ctx, back, shapes, parts)
+            values = _jax.lower_traced(ctx, back, shapes, parts)
+        if not self.tells:
+            return values, token
+        return _jax.custom_call(
+            ctx,
+            _handlers.VERDICT_TARGET,
+            token,
+            [values[-1], *values[:-1]],
+            [*self.more_avals, *avals],
+            avals,
+            returns_token=token is not None,
+            has_side_effect=has_side_effect,
+            attributes=self.attributes,
+            aliases={1 + i: i for i in range(n)},
+        )
 
 
 def bits(x: Any) -> list[Any]:
-    """Unsigned integers of whole bytes, which XLA can add up on every platform; of a
+    """Unsigned integers of whole bytes, which XLA can compare on every platform; of a
     complex array those of its two parts.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [*bits(x.real), *bits(x.imag)]
     x = x.astype(_whole_bytes(x.dtype))
     return [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")]
+
+
+def bits_of(spec: Any) -> list[Any]:
+    """Shapes and dtypes of what `bits` gives."""
+    shapes: list[Any] = jax.eval_shape(bits, spec)
+    return shapes
 
 
 def from_bits(dtype: Any, parts: Any) -> Any:
@@ -81,3 +135,18 @@ def _whole_bytes(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         return dtype if jnp.finfo(dtype).bits >= 8 else np.float32
     return dtype if jnp.iinfo(dtype).bits >= 8 else np.int8
+
+
+def _bytes(part: Any) -> Any:
+    return jax.lax.bitcast_convert_type(part, np.uint8).ravel()
+
+
+def _split(joined: Any, shapes: Sequence[Any]) -> Iterator[Any]:
+    """The parts whose bytes were joined."""
+    at = 0
+    for part in shapes:
+        size = part.dtype.itemsize
+        end = at + part.size * size
+        shape = part.shape if size == 1 else (*part.shape, size)
+        yield jax.lax.bitcast_convert_type(joined[at:end].reshape(shape), part.dtype)
+        at = end

@@ -163,7 +163,7 @@ def emit(
         has_side_effect=has_side_effect,
         attributes=attributes,
         aliases=aliases,
-        share=source.share if source else None,
+        source=source,
     )
     if order == "ordered":
         _jax.set_ordered_token(ctx, ordered, token_out)

@@ -83,9 +83,12 @@ def prepare(
         number=signature,
         team=team,
         inside=emit.inside(ctx, params),
+        tells=source is not None and source.tells,
     )
     slot, attributes = emit.take_slot(plan, signature, info.across)
     emit.keep(ctx, slot, info.name)
+    if source is not None:
+        source.attributes = attributes
     if params.runs_where_dispatched:
         _jax.run_where_dispatched(ctx)
     return attributes, source
@@ -124,8 +127,11 @@ def _team(
             f" device {leader} is not among those of the program: {devices}"
         )
     source = None
-    if len(local) < len(devices):
-        source = Source(devices.index(leader), len(devices))
+    if len(local) < len(devices) and info.params.avals:
+        # What works in place on a GPU's memory has no place on the host for this.
+        tells = _jax.is_for_cpu(ctx) or info.callback.lend != "buffers"
+        source = Source(devices.index(leader), len(devices), tells)
+        info.caller = leader.process_index
     elsewhere = leader not in local
     caller = emit.ordinal(local[0] if elsewhere else leader)
     return (_targets.ONCE, len(local), caller), source, elsewhere
