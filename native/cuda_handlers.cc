@@ -260,8 +260,9 @@ std::vector<void*>& StreamsForTests() {
 
 XLA_FFI_Error* OnAStreamOfTests(XLA_FFI_CallFrame* frame, Body body) {
   return Guarded(frame, [body](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
-    void* stream =
-        StreamsForTests().at(static_cast<size_t>(std::max(0, DeviceOrdinal(f))));
+    const std::vector<void*>& streams = StreamsForTests();
+    const auto device = static_cast<size_t>(DeviceOrdinal(f));
+    void* stream = streams.at(device % streams.size());
     XLA_FFI_Error* error = body(f, stream, PlanTypeId());
     const CudaDriver& driver = Driver();
     ScopedContext current(driver, static_cast<CudaStream>(stream));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,10 @@ def say(*what):
 me, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"localhost:{port}", 2, me)
 import hostcall as hc
+if sys.argv[4:]:
+    sys.path.append(sys.argv[4])
+    import platforms
+    platforms.set_up("staged")
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 n = jax.device_count()
 mesh = jax.make_mesh((n,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -33,13 +38,14 @@ x = jax.make_array_from_callback(
 def run_both(run_python):
     """What two processes of one job say; the second one's number is 1."""
 
-    def run(source, devices=2):
+    def run(source, devices=2, staged=False):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = str(free.getsockname()[1])
         with concurrent.futures.ThreadPoolExecutor() as pool:
+            more = [str(devices), *[str(Path(__file__).parent)] * staged]
             programs = [
-                pool.submit(run_python, HEAD + source, str(me), port, str(devices))
+                pool.submit(run_python, HEAD + source, str(me), port, *more)
                 for me in range(2)
             ]
             # Gloo writes to the same stream, in pieces.
@@ -131,7 +137,8 @@ for n in (1, 4, 16):
     assert on_2 == on_8 == on_32 < 3 << 20
 
 
-def test_a_failure_of_the_caller_raises_in_all(run_both):
+@pytest.mark.parametrize("staged", [False, True], ids=["cpu", "staged"])
+def test_a_failure_of_the_caller_raises_in_all(run_both, staged):
     """Each case is a program of its own, and each that fails is followed by one that
     shows that no value was taken for another's.
     """
@@ -207,8 +214,8 @@ for name, (f, text) in cases.items():
     again = np.asarray(f(whole).addressable_shards[0].data)
     assert (again == good).all(), (name, again, good)
     say(name)
-print(hc.stats())
-"""
+""",
+        staged=staged,
     )
     assert printed[0] == printed[1]
     assert len(printed[0]) == 13
