@@ -43,7 +43,7 @@ test-optional:
 	scripts/compiler.sh
 	$(OPTIONAL)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
 	  ".[demo,test,torch,numba,autograd,sympy,dask,gymnasium]"
-	$(OPTIONAL)/bin/python -m pytest tests/test_bridge*.py tests/test_executors.py \
+	$(OPTIONAL)/bin/python -m pytest tests/test_bridge*.py tests/test_executors.py tests/test_rows.py \
 	  tests/test_examples.py tests/test_readme.py tests/test_guide.py \
 	  tests/test_arrays.py tests/test_buffer_native.py
 

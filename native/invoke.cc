@@ -165,10 +165,20 @@ Ref IndexTuple(const std::vector<int64_t>& index) {
 }
 
 /// All rows at once through the plan's runner.
+/// Smaller arguments are sent with each row.
+constexpr int64_t kSharedBytes = 32 * 1024;
+
+/// Whether rows get the same array, which they then get copies of (_rows.py).
+bool IsShared(const Plan& plan, const Leaf& leaf) {
+  return plan.sends && leaf.rows == 1 && leaf.row_bytes >= kSharedBytes &&
+         !leaf.convert;
+}
+
 bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
   Ref rows = Ref::Steal(PyList_New(0)), indices = Ref::Steal(PyList_New(0));
   if (!rows || !indices) return false;
   std::vector<Bases> targets;
+  std::vector<Ref> shared(plan.args.size());
   Rows walk(plan, mask, view);
   do {
     if (!walk.wanted()) {
@@ -180,8 +190,14 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
     if (!row) return false;
     char* const* args = walk.args();
     for (size_t i = 0; i < n; ++i) {
-      PyObject* array = OwnedArray(plan.args[i], args[i]).release();
-      if (array == nullptr || !Convert(plan.args[i], &array)) return false;
+      PyObject* array = nullptr;
+      if (shared[i]) {
+        array = Ref::Borrow(shared[i].get()).release();
+      } else {
+        array = OwnedArray(plan.args[i], args[i]).release();
+        if (array == nullptr || !Convert(plan.args[i], &array)) return false;
+        if (IsShared(plan, plan.args[i])) shared[i] = Ref::Borrow(array);
+      }
       PyTuple_SET_ITEM(row.get(), static_cast<Py_ssize_t>(i), array);
     }
     Ref index = IndexTuple(walk.index());

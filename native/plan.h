@@ -154,6 +154,7 @@ class Plan : public TapOwner {
   int team_size = 1;
   int team_leader = 0;
   Inside inside = Inside::kAsked;
+  bool sends = false;          ///< the runner sends rows to other processes
   bool keeps_mesh = false;     ///< the dispatching thread's meshes are not hidden
   mutable bool asked = false;  ///< the scout asked; guarded by the GIL
   bool tells = false;          ///< one more result says all processes how it went

@@ -8,6 +8,14 @@
 namespace hostcall {
 namespace {
 
+/// Whether arrays of these types hold the same. What comes by pickle has a type of
+/// its own.
+bool IsSame(const PyArray_Descr* type, const PyArray_Descr* want) {
+  return type == want ||
+         (type->type_num == want->type_num && PyDataType_ISNOTSWAPPED(type) &&
+          (PyTypeNum_ISNUMBER(type->type_num) || type->type_num == NPY_BOOL));
+}
+
 /// Stores a value that is already what the leaf wants; false: it is not.
 bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
   PyArray_Descr* want = leaf.descr();
@@ -15,7 +23,7 @@ bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
   // Python's `coerce` knows which of them are plain arrays.
   if (PyArray_CheckExact(value)) {
     auto* array = reinterpret_cast<PyArrayObject*>(value);
-    if (PyArray_DESCR(array) != want || !PyArray_IS_C_CONTIGUOUS(array) ||
+    if (!IsSame(PyArray_DESCR(array), want) || !PyArray_IS_C_CONTIGUOUS(array) ||
         PyArray_NDIM(array) != static_cast<int>(leaf.dims.size()) ||
         !std::equal(leaf.dims.begin(), leaf.dims.end(), PyArray_DIMS(array))) {
       return false;

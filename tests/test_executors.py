@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall import _executors
+from hostcall import _executors, _rows
 from hostcall._host_function.residuals import store
 
 X = np.array([0.3, -1.2, 2.0, -0.5], dtype=np.float32)
@@ -294,10 +294,14 @@ def test_the_time_limit_holds_for_derivatives():
 
 def test_a_row_in_another_process_of_the_same_number():
     """What runs a row tells by a token, too, whether it is in the process that sent."""
-    from hostcall import _workers
-
-    sent = pickle.dumps((("another machine's", os.getpid()), 0, fails, (0.5,), {}))
-    assert _workers._run_row(*pickle.loads(sent)) == 0.5
+    sent = pickle.dumps(
+        (
+            (("another machine's", os.getpid()), 0, 0, None),
+            fails,
+            [((0.5,), {}), ((0.2,), {})],
+        )
+    )
+    assert _rows.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
 
 
 def test_an_error_in_a_pool_of_threads_of_multiprocessing():

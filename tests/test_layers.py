@@ -21,6 +21,7 @@ LAYERS: list[tuple[str, ...]] = [
         "_host_device",
         "_executors",
         "_workers",
+        "_rows",
         "_collectors",
         "_captured",
         "_mistakes",

@@ -83,7 +83,8 @@ def call(
             program fails, and the thread is left to its end.
         executor: for vmap_method="parallel": where rows run, by default a pool of
             threads of this process. A `concurrent.futures.Executor` (of processes
-            too), a Dask client, `multiprocessing.Pool` or Ray's pool.
+            too), a Dask client, `multiprocessing.Pool` or Ray's pool. Rows go in
+            chunks, four for each worker; an argument that all share goes once.
         **kwargs: as `args`. What is no option above is the function's.
 
     Returns:

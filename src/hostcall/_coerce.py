@@ -60,15 +60,25 @@ def coerce(
     if isinstance(value, jax.Array) and value.dtype == dtype and value.shape == shape:
         array = np.asarray(value)
     else:
-        array = _coerce(value, dtype, shape, where())
+        array = _coerce(value, dtype, shape, _Place(where))
     array = np.ascontiguousarray(array).reshape(shape)
     # Equal dtypes can be several objects (after pickling, with metadata, longlong), and
     # the engine asks for this one.
     return array if array.dtype is dtype else array.view(dtype)
 
 
+class _Place:
+    """Where a leaf stands, in words that are found when they are needed."""
+
+    def __init__(self, words: Callable[[], str]) -> None:
+        self._words = words
+
+    def __str__(self) -> str:
+        return self._words()
+
+
 def _coerce(
-    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: str
+    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: _Place
 ) -> np.ndarray:
     if value is None:
         raise ResultError(
@@ -95,7 +105,7 @@ def _coerce(
     return array
 
 
-def _as_numpy(value: Any, where: str) -> np.ndarray:
+def _as_numpy(value: Any, where: _Place) -> np.ndarray:
     if isinstance(value, jax.Array):
         if _jax.is_key_dtype(value.dtype):
             value = jax.random.key_data(value)
@@ -122,7 +132,7 @@ def _as_numpy(value: Any, where: str) -> np.ndarray:
 
 
 def _refuse_masked(
-    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: str
+    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: _Place
 ) -> None:
     """For masked elements, which `np.asarray` would take as if they were not masked."""
     if isinstance(value, (list, tuple)):
@@ -161,7 +171,7 @@ def _instead(have: np.dtype, want: np.dtype) -> str:
     return f"strings ({have}). Return np.asarray(x, '{want}') to read them as numbers"
 
 
-def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: str) -> np.ndarray:
+def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: _Place) -> np.ndarray:
     have = array.dtype
     kind_have, kind_want = _kind(have), _kind(want)
     if _ORDER[kind_have] > _ORDER[kind_want]:
@@ -185,7 +195,7 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: str) -> np.ndarr
     return array.astype(want)
 
 
-def _check_range(array: np.ndarray, want: np.dtype, where: str) -> None:
+def _check_range(array: np.ndarray, want: np.dtype, where: _Place) -> None:
     if not array.size:
         return
     info = ml_dtypes.iinfo(want)

@@ -12,11 +12,13 @@ import numpy as np
 
 from hostcall import (
     _context,
+    _executors,
     _guards,
     _host_device,
     _jax,
     _job,
     _native,
+    _rows,
     _workers,
 )
 from hostcall._buffers import BufferParams
@@ -146,6 +148,7 @@ def make_plan(
         counters=counters_of(callback.function),
         signature=number,
         tells=tells,
+        sends=runner is not None and _executors.sends(executor_of(callback)),
         team_mode=team[0],
         team_size=team[1],
         team_leader=team[2],
@@ -281,15 +284,21 @@ def _runner(
 
     def run(rows: list[Any], indices: list[Any]) -> list[Any]:
         here = _context.current()
-        currents = [None if here is None else here.at_row(i) for i in indices]
-        return _workers.run_rows(
+        return _rows.run_rows(
             executor_of(callback),
             callback.function,
             [callback.template.fill(row) for row in rows],
-            currents,
+            lambda row: here and here.at_row(indices[row]),
             (device, info.guard),
             callback.timeout,
             lambda which: _late(info, rows[0], callback.timeout or 0.0, which),
+            [
+                a
+                for row in rows[1:2]
+                for a, b in zip(rows[0], row, strict=True)
+                if a is b
+            ],
+            params.order != "pure",
         )
 
     return run

@@ -64,7 +64,7 @@ class Part:
         return tuple(finish(run(*sent), more))
 
     def hostcall_steps(self, *operands: Any) -> Any:
-        """As `_workers.run_rows` wants it."""
+        """As `_rows.run_rows` wants it."""
         if self._start is None:
             return self._code("value"), operands, _same
         run, sent, finish, more = self._start(operands)
