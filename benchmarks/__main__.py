@@ -17,7 +17,9 @@ from benchmarks import (
     rows_devices,
     rows_drop_in,
     rows_gpu,
+    rows_growth,
     rows_host,
+    rows_parallel,
     rows_tap,
 )
 from benchmarks.harness import measure
@@ -25,6 +27,8 @@ from benchmarks.harness import measure
 ROWS = (
     *rows_call.ROWS,
     *rows_devices.ROWS,
+    *rows_parallel.ROWS,
+    *rows_growth.ROWS,
     *rows_around.ROWS,
     *rows_tap.ROWS,
     *rows_drop_in.ROWS,

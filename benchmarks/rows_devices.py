@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.harness import Case, Row, at_most, run_time, times_faster
 
-DEVICES = 8
+DEVICES = 32
 
 
 def shard_map(quick: bool) -> dict[str, Case]:
@@ -43,6 +43,7 @@ def shard_map(quick: bool) -> dict[str, Case]:
 _STEPS = {
     "hostcall, 2 devices": ("hostcall", 2),
     "hostcall, 8 devices": ("hostcall", 8),
+    "hostcall, 32 devices": ("hostcall", 32),
     "hostcall, 1 device": ("hostcall", 1),
     "JAX, 2 devices": ("JAX", 2),
     "JAX, 8 devices": ("JAX", 8),
@@ -82,6 +83,7 @@ ROWS = (
         (
             at_most(5, None, "hostcall, 2 devices"),
             at_most(2, "hostcall, 2 devices", "hostcall, 8 devices"),
+            at_most(4, "hostcall, 2 devices", "hostcall, 32 devices"),
             times_faster(20, "hostcall, 8 devices", "JAX, 8 devices"),
         ),
         shard_map,
