@@ -95,6 +95,28 @@ struct Work {
   Pointers operands, results;
 };
 
+/// Of a call whose values could not be brought to the host: other devices and
+/// processes wait for its outcome. Throws where the GPU takes no more work.
+XLA_FFI_Error* TellThatNoneWasMade(Work& work, const char* why) {
+  const PlanState& state = work.state;
+  state.plan->failures.Note(RunId(work.frame), why);
+  if (state.team) {
+    Drop(work.frame->api, FailWithTeam(work.frame, state, why));
+  }
+  ScopedContext current(Driver(), work.stream);
+  const std::vector<Span> results = work.ResultSpans();
+  for (const Span& span : results) {
+    if (span.bytes == 0) continue;
+    const auto address = reinterpret_cast<CudaDevicePtr>(span.device);
+    Driver().Check(Driver().cuMemsetD8Async(address, 0, span.bytes, work.stream),
+                   "cuMemsetD8Async");
+  }
+  const auto outcome = reinterpret_cast<CudaDevicePtr>(results.back().device);
+  Driver().Check(Driver().cuMemsetD8Async(outcome, 1, 1, work.stream),
+                 "cuMemsetD8Async");
+  return nullptr;
+}
+
 XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type) {
   const PlanState* state = nullptr;
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
@@ -119,6 +141,7 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
       driver.Check(driver.cuStreamSynchronize(work.stream), "cuStreamSynchronize");
     }
   } catch (const std::exception& e) {
+    if (state->plan->tells) return TellThatNoneWasMade(work, e.what());
     if (!state->team) throw;
     return FailWithTeam(frame, *state, e.what());  // others wait for it
   }

@@ -235,6 +235,10 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
   Graveyard::Get().Bury();
   const bool* mask = plan.masked ? static_cast<const bool*>(operands[0]) : nullptr;
   if (plan.rows == 0) return true;
+  if (plan.elsewhere) {  // what is in the results is nobody's
+    return static_cast<bool>(
+        Ref::Steal(CallPython(plan.function.get(), nullptr, 0, nullptr)));
+  }
   // The common case: one row, nothing packed, nothing masked.
   if (plan.grid.empty() && !plan.packed && !plan.runner) {
     // Only lent arrays alias the operands, and those are read-only.

@@ -83,8 +83,8 @@ PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
                     std::vector<int64_t> grid, nb::object mask, int form, int lend,
                     nb::object runner, nb::object hooks, nb::object out_tree,
                     nb::object info, nb::object device, nb::object counters,
-                    uint64_t signature, bool tells, bool sends, int team_mode,
-                    int team_size, int team_leader, nb::object guard,
+                    uint64_t signature, bool tells, bool elsewhere, bool sends,
+                    int team_mode, int team_size, int team_leader, nb::object guard,
                     nb::object scout, int inside, bool keeps_mesh, bool literals,
                     nb::object tap, nb::object buffers) {
   auto* plan = new Plan;
@@ -119,6 +119,7 @@ PlanHandle MakePlan(nb::object function, nb::list args, nb::list results,
   plan->counts = &plan->counters->taps;
   plan->signature = signature;
   plan->tells = tells;
+  plan->elsewhere = elsewhere;
   plan->sends = sends;
   plan->team_mode = static_cast<TeamMode>(team_mode);
   plan->team_size = team_size;
@@ -327,10 +328,11 @@ NB_MODULE(_native, m) {
         nb::arg("form"), nb::arg("lend"), nb::arg("runner").none(),
         nb::arg("hooks"), nb::arg("out_tree").none(), nb::arg("info"),
         nb::arg("device"), nb::arg("counters"), nb::arg("signature"),
-        nb::arg("tells"), nb::arg("sends"), nb::arg("team_mode"),
-        nb::arg("team_size"), nb::arg("team_leader"), nb::arg("guard").none(),
-        nb::arg("scout").none(), nb::arg("inside"), nb::arg("keeps_mesh"),
-        nb::arg("literals"), nb::arg("tap").none(), nb::arg("buffers").none());
+        nb::arg("tells"), nb::arg("elsewhere"), nb::arg("sends"),
+        nb::arg("team_mode"), nb::arg("team_size"), nb::arg("team_leader"),
+        nb::arg("guard").none(), nb::arg("scout").none(), nb::arg("inside"),
+        nb::arg("keeps_mesh"), nb::arg("literals"), nb::arg("tap").none(),
+        nb::arg("buffers").none());
 
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
       .def(nb::init<const PlanHandle&, bool>(), nb::arg("plan"), nb::arg("across"))

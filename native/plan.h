@@ -154,8 +154,9 @@ class Plan : public TapOwner {
   int team_size = 1;
   int team_leader = 0;
   Inside inside = Inside::kAsked;
-  bool sends = false;          ///< the runner sends rows to other processes
-  bool keeps_mesh = false;     ///< the dispatching thread's meshes are not hidden
+  bool elsewhere = false;   ///< another process calls: only asks whether it may run
+  bool sends = false;       ///< the runner sends rows to other processes
+  bool keeps_mesh = false;  ///< the dispatching thread's meshes are not hidden
   mutable bool asked = false;  ///< the scout asked; guarded by the GIL
   bool tells = false;          ///< one more result says all processes how it went
   mutable Failures failures;   ///< of a plan that tells

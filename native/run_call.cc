@@ -52,7 +52,7 @@ void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
 std::string Run(const Plan& plan, const CallSite& site, const void* const* operands,
                 void* const* results) {
   NativeStatus native;
-  if (plan.buffers.address != 0) {
+  if (plan.buffers.address != 0 && !plan.elsewhere) {
     native = RunNative(plan, operands, results, site.stream);
     if (native.ok()) return "";
   }

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall import _executors, _rows
+from hostcall import _pools, _rows
 from hostcall._host_function.residuals import store
 
 X = np.array([0.3, -1.2, 2.0, -0.5], dtype=np.float32)
@@ -242,7 +242,7 @@ def test_decorated_functions_go_by_name(processes):
 
 @KEPT_BY_OTHERS
 def test_functions_without_a_name_go_by_value(executor):
-    if _executors.by_name(executor):
+    if _pools.by_name(executor):
         pytest.skip("sends functions by name")
     two = 2
     f = jax.vmap(host(lambda x: two * x, executor))

@@ -19,6 +19,7 @@ LAYERS: list[tuple[str, ...]] = [
         "_coerce",
         "_dlpack",
         "_host_device",
+        "_pools",
         "_executors",
         "_workers",
         "_rows",

@@ -1,6 +1,7 @@
 """Parallel rows on their way: chunks, what they share, and workers that die."""
 
 import collections
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from conftest import holds_in_time
 from test_executors import dask_client, loky_pool, ray_pool
 
 import hostcall as hc
-from hostcall import _executors
+from hostcall import _pools
 
 SPAWN = multiprocessing.get_context("spawn")
 X = np.arange(40, dtype=np.float32)
@@ -201,6 +202,87 @@ def test_rows_that_are_late_are_not_begun():
     assert len(begun) == 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    row: int
+
+
+def raises_frozen(x):
+    raise Frozen(int(x))
+
+
+def test_an_exception_that_takes_no_attributes():
+    f = jax.jit(jax.vmap(parallel(raises_frozen, None)))
+    with pytest.raises(Frozen) as caught, hc.reraise():
+        jax.block_until_ready(f(X))
+    assert caught.value.row == 0
+
+
+class Counter:
+    count = 0
+
+    def __call__(self):
+        self.count += 1
+        return np.float32(self.count)
+
+
+def counts_up(x, counter):
+    return counter()
+
+
+def test_rows_of_a_chunk_share_nothing(processes):
+    """As if each were a task of its own."""
+
+    def call(x):
+        return hc.call(
+            counts_up,
+            x,
+            x,
+            counter=Counter(),
+            vmap_method="parallel",
+            executor=processes,
+        )
+
+    assert set(jax.jit(jax.vmap(call))(X).tolist()) == {1}
+
+
+def test_pools_inside_rows_inside_rows():
+    """More levels than the default pool has threads for."""
+
+    def nested(depth):
+        def host(x):
+            if depth == 0:
+                return x
+            return np.asarray(
+                jax.vmap(parallel(nested(depth - 1), None))(np.full(3, x))
+            )[0]
+
+        return host
+
+    f = jax.jit(jax.vmap(parallel(nested(3), None, order="unordered")))
+    np.testing.assert_array_equal(f(X), X)
+
+
+@pytest.mark.parametrize("kept", [2, 1024])
+def test_rows_whose_residuals_are_there_beside_rows_whose_are_not(processes, kept):
+    f = hc.host(np.sin, result=hc.like(0), vmap_method="parallel", executor=processes)
+    f.defvjp(sine_and_slope, times)
+    hc.configure(residuals=kept)
+    try:
+        slopes = jax.jit(jax.vmap(jax.grad(f)))(X)
+    finally:
+        hc.configure(residuals=1024)
+    np.testing.assert_allclose(slopes, np.cos(X), rtol=1e-5)
+
+
+def sine_and_slope(x):
+    return np.sin(x), np.cos(x)
+
+
+def times(slope, cotangent):
+    return (slope * cotangent,)
+
+
 # --- What all rows share ---------------------------------------------------------------
 
 
@@ -234,7 +316,7 @@ def test_each_row_has_the_shared_argument_for_itself(anywhere, dtype):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Where arrays are put that rows share."""
-    monkeypatch.setattr(_executors, "_memory_for", lambda size: str(tmp_path))
+    monkeypatch.setattr(_pools, "_memory_for", lambda size: str(tmp_path))
     return tmp_path
 
 
@@ -262,7 +344,24 @@ def test_a_shared_argument_goes_once_and_is_gone_afterwards(folder):
     assert not list(folder.iterdir())
 
 
-def lacks(x, table):
+def test_an_argument_that_cannot_be_sent_beside_a_shared_one(processes):
+    def call(x, table):
+        return hc.call(
+            lacks,
+            x,
+            x,
+            table,
+            lock=threading.Lock(),
+            vmap_method="parallel",
+            executor=processes,
+        )
+
+    for size in (4, 20_000):
+        with pytest.raises(hc.SpecError, match="can't be sent"), hc.reraise():
+            jax.block_until_ready(jax.jit(jax.vmap(call, (0, None)))(X, np.ones(size)))
+
+
+def lacks(x, table, lock=None):
     return table.no_such_thing
 
 
@@ -279,6 +378,39 @@ def test_a_worker_of_a_pool_that_dies(pool, row, how):
     assert ("signal 9" if how else "exit code 0") in str(caught.value)
     assert "rows of `dies_at`" in str(caught.value)
     np.testing.assert_array_equal(f(X, -1, False), X)  # the pool goes on
+
+
+@pytest.mark.parametrize("how", [True, False], ids=["killed", "exits with 0"])
+def test_a_worker_that_dies_among_those_that_end_by_themselves(how):
+    with SPAWN.Pool(2, maxtasksperchild=1) as pool:
+        f = jax.jit(jax.vmap(parallel(dies_at, pool), (0, None, None)))
+        with pytest.raises(futures.BrokenExecutor), hc.reraise():
+            jax.block_until_ready(f(X[:6], 3, how))
+
+
+def test_a_worker_that_dies_after_a_row_has_failed(pool, tmp_path):
+    """What is waited for then is not waited for for ever."""
+    with pytest.raises(LookupError, match="no 0"), hc.reraise():
+        jax.block_until_ready(
+            jax.jit(
+                jax.vmap(
+                    parallel(
+                        functools.partial(fails_and_dies, folder=str(tmp_path)), pool
+                    )
+                )
+            )(X[:2])
+        )
+
+
+def fails_and_dies(x, folder):
+    other = os.path.join(folder, "other")
+    if x == 0:
+        while not os.path.exists(other):
+            time.sleep(0.01)
+        raise LookupError("no 0")
+    open(other, "w").close()
+    time.sleep(0.5)  # the caller knows of row 0
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_workers_of_a_pool_that_end_when_they_have_done_enough():

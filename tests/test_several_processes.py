@@ -221,6 +221,71 @@ for name, (f, text) in cases.items():
     assert len(printed[0]) == 13
 
 
+def test_a_call_that_another_process_makes(run_both):
+    """Its options are the caller's business: here nothing runs."""
+    printed = run_both(
+        """
+from concurrent import futures
+last = SingleDeviceSharding(jax.devices()[-1])
+whole = jax.device_put(np.arange(12, dtype=np.float32).reshape(4, 3), NamedSharding(mesh, P()))
+one = jax.ShapeDtypeStruct((3,), np.float32)
+def host(v):
+    assert me == 1
+    return v + 1
+def on_processes(x):
+    return jax.vmap(lambda v: hc.call(np.cos, one, v, vmap_method="parallel",
+                                      executor=futures.ThreadPoolExecutor(1), sharding=last))(x)
+def some_rows(x):
+    return jax.vmap(lambda v, w: hc.call(host, one, v, where=w, vmap_method="expand_dims",
+                                         sharding=last))(x, x[:, 0] > 2)
+def late(x):
+    return hc.call(host, x, x, timeout=60, sharding=last)
+def written(x):
+    def writes(v, out):
+        assert me == 1
+        out[...] = v * 2
+    return hc.call(writes, x, x, lend="out", sharding=last)
+def in_place(x):
+    def fills(context, out, v):
+        assert me == 0
+        np.asarray(out[0])[...] = np.asarray(v) + 5
+        np.asarray(out[1])[...] = 7
+    a, b = hc.buffer_callback(fills, (x, one))(x)
+    return a + b + 0 * hc.call(host, x, x, sharding=last)
+wanted = np.arange(12, dtype=np.float32).reshape(4, 3)
+for f, want in [
+    (on_processes, np.cos(wanted)),
+    (some_rows, np.where(wanted[:, :1] > 2, wanted + 1, 0)),
+    (late, wanted + 1),
+    (written, wanted * 2),
+    (in_place, wanted + 12),
+]:
+    got = jax.jit(f)(whole).addressable_shards[0].data
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    say(f.__name__)
+"""
+    )
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == 5
+
+
+def test_a_program_that_fails_at_its_first_run(run_both):
+    """JAX asks once more whether it may run when it has."""
+    waiting, failed = run_both(
+        """
+whole = jax.device_put(np.zeros(4, np.float32), NamedSharding(mesh, P()))
+def host(v):
+    raise LookupError("no such row")
+try:
+    with hc.reraise():
+        jax.jit(lambda x: hc.call(host, x, x))(whole).block_until_ready()
+except BaseException as error:
+    say(type(error).__name__)
+"""
+    )
+    assert (waiting, failed) == (["LookupError"], ["HostcallError"])
+
+
 def test_after_a_failure_a_process_takes_part_in_nothing_more(run_both):
     """Of a call without results the other one is not told: it waits in the program that
     failed, for a value of any step.

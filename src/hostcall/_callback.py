@@ -192,10 +192,12 @@ class CallInfo:
 
     def on_failure_elsewhere(self, said: str) -> str:
         """The error here for a failure in another process, which said this."""
-        where = "another process" if self.caller is None else f"process {self.caller}"
+        where = "another process"
+        if said:  # only the caller's words come along
+            where = f"process {self.caller}: {_errors.without_number(said)}"
         error = _errors.HostcallError(
             f"hostcall: `{self.name}`, whose results all processes take, failed in"
-            f" {where}" + (f": {_errors.without_number(said)}" if said else "")
+            f" {where}"
         )
         text = _errors.numbered(error, _errors.summary(error))
         _job.failed(text)

@@ -105,6 +105,7 @@ def make_plan(
     counters: Counters,
     signature: int,
     tells: bool,
+    elsewhere: bool,
     sends: bool,
     team_mode: int,
     team_size: int,

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hostcall import _executors, _workers
+from hostcall import _executors, _pools, _workers
 from hostcall._errors import CallTimeoutError
 from hostcall._where import name_of
 
@@ -53,11 +53,13 @@ def run_chunk(
     """Runs on an executor's thread, in this or another process, on any machine.
 
     `where`: process and number of the run, number of the first row, leash. `rows` are
-    bytes where `shared` has what they share. The exception of a row that fails bears
+    bytes in another process. The exception of a row that fails bears
     its number in the chunk.
     """
     process, run_number, start, leash = where
     if process != _process():
+        if leash is not None:
+            _pools.begin(leash, start)
 
         def go_on(i: int) -> None:
             if leash is not None and not os.path.exists(leash):
@@ -91,10 +93,12 @@ def _run_each(
     for i, row in enumerate(rows):
         try:
             begin(i)
-            args, kwargs = _Unpickler(row, shared).load() if shared else row
+            if isinstance(row, bytes):
+                row = _Unpickler(row, shared).load()
+            args, kwargs = row
             values.append(fn(*args, **kwargs))
         except BaseException as error:
-            error.hostcall_row = i  # type: ignore[attr-defined]
+            error.__dict__["hostcall_row"] = i  # also where attributes can't be set
             raise
     return values
 
@@ -105,7 +109,7 @@ class _Unpickler(pickle.Unpickler):
         self._shared = shared
 
     def persistent_load(self, number: Any) -> Any:
-        return _executors.fresh(self._shared[number])
+        return _pools.fresh(self._shared[number])
 
 
 def _bytes_of(rows: Sequence[Row], shared: list[np.ndarray], pickler: Any) -> list[Any]:
@@ -155,7 +159,7 @@ def run_rows(
         # Rows of a call that a row makes: in the pool they could wait for its threads,
         # which all wait for them.
         if _workers.is_in_pool():
-            own = futures.ThreadPoolExecutor(len(rows))
+            own = _workers.pool_of(len(rows))
         executor = own or _workers.default_pool()
     try:
         run = _Run(executor, fn, rows, current, ambient, list(shared), once)
@@ -191,66 +195,77 @@ class _Run:
         _under_way[self._number] = self
         self._started: dict[Any, range] = {}  # tasks, and which rows they run
         self._values: list[Any] = [None] * len(rows)
+        self._there: list[Any] = []  # what workers find where rows share something
+        self._end: float | None = None  # when it is late
         self._failed: tuple[range, Any] | None = None  # the first chunk, and with what
 
     def values(
         self, timeout: float | None, describe: Callable[[str], str]
     ) -> list[Any]:
         wait = True
+        if timeout is not None:
+            self._end = time.monotonic() + timeout
         try:
-            self._run(timeout, describe)
+            try:
+                self._run(describe)
+            except (CallTimeoutError, KeyboardInterrupt, SystemExit):
+                wait = False  # those that run are left to themselves
+                raise
             if self._failed is not None:
                 self._raise(*self._failed)
             pairs = zip(self._finish, self._values, strict=True)
             return [finish(value) for finish, value in pairs]
-        except (CallTimeoutError, KeyboardInterrupt, SystemExit):
-            wait = False
-            raise
         finally:
             # What was raised holds this frame, and futures hold what was raised:
             # Dask's, as long as anybody holds them.
             started, self._started, self._failed = self._started, {}, None
+            self._there = []
             del _under_way[self._number]
             self.until = 0
             self._workers.drop()
             try:
                 running = self._workers.cancel(started)
                 if wait:
-                    futures.wait(running)
+                    self._wait_for(running, started)
                 del running
             finally:
                 started.clear()
                 self._workers.forget()
 
-    def _run(self, timeout: float | None, describe: Callable[[str], str]) -> None:
+    def _wait_for(self, running: list[Any], started: dict[Any, range]) -> None:
+        while futures.wait(running, _LOOK).not_done:
+            late = self._end is not None and time.monotonic() > self._end
+            if late or self._workers.dead([started[task].start for task in running]):
+                return
+
+    def _run(self, describe: Callable[[str], str]) -> None:
         n, count = len(self._rows), self._workers.count()
         size = 1 if count is None else math.ceil(n / (_CHUNKS * count))
         at_once = n
         if count is not None and not self._workers.takes_back:
             at_once = _UNDER_WAY * count
         chunks = [range(i, min(i + size, n)) for i in range(0, n, size)]
-        there = [self._workers.share(array) for array in self._shared]
-        end = None if timeout is None else time.monotonic() + timeout
+        if count is None:
+            self._shared = []  # nobody is there yet to have it
+        self._there = [self._workers.share(array) for array in self._shared]
         while True:
             while chunks and self._failed is None and len(self._started) < at_once:
                 chunk = chunks.pop(0)
-                self._started[self._send(chunk, there)] = chunk
+                self._started[self._send(chunk)] = chunk
             # Those behind one that failed are waited for at the end.
             started = self._started.items()
             awaited = {t: c for t, c in started if c.start < self.until}
             if not awaited:
                 return
-            left = None if end is None else max(0.0, end - time.monotonic())
-            done = self._workers.wait(
-                awaited, _LOOK if left is None else min(left, _LOOK)
-            )
+            left = _LOOK if self._end is None else self._end - time.monotonic()
+            done = self._workers.wait(awaited, max(0.0, min(left, _LOOK)))
             if done:
                 self._take(done)
                 continue
             first = self._rows_of(min(awaited.values(), key=lambda c: c.start))
-            if left == 0:
+            if left <= 0:
                 raise CallTimeoutError(describe(first))
-            self._look_for_dead(first)
+            self._look_for_dead(first, [chunk.start for chunk in awaited.values()])
 
     def _take(self, done: Collection[Any]) -> None:
         outcomes = self._workers.outcomes(done)
@@ -263,12 +278,15 @@ class _Run:
                 started = self._started.items()
                 self._workers.cancel([t for t, c in started if c.start > self.until])
 
-    def _send(self, chunk: range, there: list[Any]) -> Any:
+    def _send(self, chunk: range) -> Any:
         rows: Sequence[Any] = self._rows[chunk.start : chunk.stop]
-        if self._shared:
-            rows = _bytes_of(rows, self._shared, self._workers.pickler())
+        if _executors.sends(self._executor):
+            try:
+                rows = _bytes_of(rows, self._shared, self._workers.pickler())
+            except Exception as error:
+                self._raise(chunk, error)
         where = (_process(), self._number, chunk.start, self._workers.leash)
-        return self._workers.submit(run_chunk, where, self._fn, rows, *there)
+        return self._workers.submit(run_chunk, where, self._fn, rows, *self._there)
 
     def _rows_of(self, rows: range) -> str:
         n = len(self._rows)
@@ -276,10 +294,9 @@ class _Run:
             return f"row {rows[0]} of {n}"
         return f"one of rows {rows[0]} to {rows[-1]} of {n}"
 
-    def _look_for_dead(self, which: str) -> None:
-        dead = self._workers.dead()
+    def _look_for_dead(self, which: str, unfinished: list[int]) -> None:
+        dead = self._workers.dead(unfinished)
         if dead:
-            self._started.clear()  # one of them never ends
             raise futures.BrokenExecutor(
                 f"hostcall: a worker of executor= has died ({dead}) while it had rows"
                 f" of `{self._name}`, {which} maybe. The pool has put another in its"
@@ -292,7 +309,7 @@ class _Run:
         which = self._rows_of(rows)
         try:
             if isinstance(error, Exception):
-                sent = (self._fn, self._rows[rows[0]])
+                sent = (self._fn, self._rows[rows.start])
                 _executors.explain(error, self._executor, self._name, which, sent)
             raise error
         finally:
@@ -307,5 +324,9 @@ def _split(
     if steps is None:
         return fn, rows, [_same] * len(rows)
     split = [steps(*args, **kwargs) for args, kwargs in rows]
-    there: list[Row] = [(args, {}) for _, args, _ in split]
-    return split[0][0], there, [finish for *_, finish in split]
+    there: list[Row] = [((part, *args), {}) for part, args, _ in split]
+    return _apply, there, [finish for *_, finish in split]
+
+
+def _apply(part: Callable[..., Any], *args: Any) -> Any:
+    return part(*args)

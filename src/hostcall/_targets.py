@@ -81,6 +81,7 @@ def make_plan(
     inside: int | None = None,
     tap: tuple[Any, ...] | None = None,
     tells: bool = False,
+    elsewhere: bool = False,
 ) -> Any:
     """A native plan.
 
@@ -95,6 +96,7 @@ def make_plan(
         inside: which of its calls run inside one of XLA's host callbacks; None: none.
         tap: what makes it a tap (`TapParams.settings`).
         tells: one more result says all processes how the call went (native/outcome.h).
+        elsewhere: another process makes the call, and all take its results.
     """
     callback = params.callback
     grid = params.grid
@@ -126,8 +128,11 @@ def make_plan(
     together = None if team == ALONE else frozenset(info.devices.values())
     if together is not None:
         info.guard = _guards.of_several(together)
-    function, form = _function(params, info, device, compressed)
-    runner = _runner(params, info, device)
+    if elsewhere:
+        function, form, runner = _nothing, _NOTHING, None
+    else:
+        function, form = _function(params, info, device, compressed)
+        runner = _runner(params, info, device)
     if info.across:
         function = _job.until_failure(function)
         runner = runner and _job.until_failure(runner)
@@ -148,6 +153,7 @@ def make_plan(
         counters=counters_of(callback.function),
         signature=number,
         tells=tells,
+        elsewhere=elsewhere,
         sends=runner is not None and _executors.sends(executor_of(callback)),
         team_mode=team[0],
         team_size=team[1],
@@ -186,6 +192,10 @@ def _converter(arrays: str, key: Any, device: Any) -> Callable[[Any], Any] | Non
         committed = arrays == "jax"
         return lambda array: _jax.put_on_device(array, device, committed)
     return DLPackArray if arrays == "dlpack" else None
+
+
+def _nothing() -> None:
+    """In the place of the function, where another process calls it."""
 
 
 def _result_form(params: CallParams) -> int:

@@ -8,9 +8,8 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
-from contextlib import contextmanager
 from typing import Any
 
 from hostcall import _config, _jax
@@ -44,41 +43,49 @@ def is_in_pool() -> bool:
     return getattr(_in_pool, "yes", False)
 
 
+def pool_of(threads: int) -> futures.ThreadPoolExecutor:
+    return futures.ThreadPoolExecutor(
+        threads,
+        thread_name_prefix="hostcall",
+        initializer=lambda: setattr(_in_pool, "yes", True),
+    )
+
+
 def default_pool() -> futures.ThreadPoolExecutor:
     """The pool for parallel rows without an `executor=`; made at its first use."""
     global _pool
     with _lock:
         if _pool is None:
-            _pool = futures.ThreadPoolExecutor(
-                _config.POOL_WORKERS,
-                thread_name_prefix="hostcall",
-                initializer=lambda: setattr(_in_pool, "yes", True),
-            )
+            _pool = pool_of(_config.POOL_WORKERS)
         return _pool
 
 
-@contextmanager
-def as_host_code(
-    ambient: tuple[Any, Any], current: Callable[[], Any] | None = None
-) -> Iterator[None]:
+class as_host_code:
     """The calling thread finds what the waiting thread would find in a callback.
 
     `ambient` is the call's host device, and its guard or None; `current` what
-    `hc.current()` answers.
+    `hc.current()` answers. (No generator: contextlib sets an attribute of what goes
+    through it, which some exceptions refuse.)
     """
-    device, guard = ambient
-    saved = []
-    for kind, setting, swap, put_back, _, value in _jax.ambient_settings():
-        value = {_jax.DEVICE: device, _jax.GUARD: guard}.get(kind, value)
-        if value is not None:
-            saved.append((put_back, setting, swap(setting, value)))
-    before = getattr(_stand_in, "current", None)
-    _stand_in.current = current
-    try:
-        yield
-    finally:
-        _stand_in.current = before
-        for put_back, setting, value in saved:
+
+    def __init__(
+        self, ambient: tuple[Any, Any], current: Callable[[], Any] | None = None
+    ) -> None:
+        self._ambient, self._current = ambient, current
+        self._saved: list[tuple[Any, Any, Any]] = []
+
+    def __enter__(self) -> None:
+        device, guard = self._ambient
+        for kind, setting, swap, put_back, _, value in _jax.ambient_settings():
+            value = {_jax.DEVICE: device, _jax.GUARD: guard}.get(kind, value)
+            if value is not None:
+                self._saved.append((put_back, setting, swap(setting, value)))
+        self._before = getattr(_stand_in, "current", None)
+        _stand_in.current = self._current
+
+    def __exit__(self, *_: object) -> None:
+        _stand_in.current = self._before
+        for put_back, setting, value in self._saved:
             put_back(setting, value)
 
 

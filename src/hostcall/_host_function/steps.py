@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _executors
+from hostcall import _pools
 from hostcall._errors import DerivativeError
 from hostcall._host_function.primitive import Arrays
 from hostcall._host_function.residuals import store
@@ -87,7 +87,7 @@ class Part:
             found = code_of(function, which, index)
             executor = function.executor
             if executor is not None:
-                by_name = _executors.by_name(executor)
+                by_name = _pools.by_name(executor)
                 found = _Code(found, function, which, index, by_name)
             self._codes[which, index] = found
         return found

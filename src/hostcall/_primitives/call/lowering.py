@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from hostcall._order import ORDERED
 from hostcall._primitives import emit
 from hostcall._primitives.across import Source
 from hostcall._primitives.call.primitive import call_p, row_major
-from hostcall._spec import Static
 
 
 def lower(
@@ -75,7 +73,7 @@ def prepare(
     team, source, elsewhere = _team(ctx, client, info, leader)
     signature = emit.signature_of(ctx, params, avals)
     plan = _targets.make_plan(
-        _stand_in(params) if elsewhere else params,
+        params,
         avals,
         info,
         emit.host_device(client, params),
@@ -84,6 +82,7 @@ def prepare(
         team=team,
         inside=emit.inside(ctx, params),
         tells=source is not None and source.tells,
+        elsewhere=elsewhere,
     )
     slot, attributes = emit.take_slot(plan, signature, info.across)
     emit.keep(ctx, slot, info.name)
@@ -135,19 +134,6 @@ def _team(
     elsewhere = leader not in local
     caller = emit.ordinal(local[0] if elsewhere else leader)
     return (_targets.ONCE, len(local), caller), source, elsewhere
-
-
-def _stand_in(params: CallParams) -> CallParams:
-    """The call in a process that takes its results from another's."""
-    zeros = [np.zeros(aval.shape, aval.dtype) for aval in params.avals]
-    value = params.callback.results.treedef.unflatten(zeros)
-
-    def elsewhere(*args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
-        return value
-
-    callback = replace(params.callback, fn=Static(elsewhere), lend=False, timeout=None)
-    return replace(params, callback=callback)
 
 
 # --- Platforms that the engine does not serve -----------------------------------------
