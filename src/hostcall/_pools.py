@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import queue
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
 from concurrent import futures
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,13 @@ class Workers:
     def __init__(self, given: Any) -> None:
         self._given = given
         self._files: list[str] = []
-        self.leash = self._file() if is_of_processes(given) else None
+        self.leash: str | None = None
         self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def open(self) -> None:
+        """From here on rows may begin."""
+        if is_of_processes(self._given):
+            self.leash = self._file()
 
     def count(self) -> int | None:
         """How many tasks run at once; None where that is not known."""
@@ -110,9 +115,11 @@ class Workers:
     def pickler(self) -> Any:
         """The class by which rows are sent as bytes."""
         if by_name(self._given):
-            return pickle.Pickler
-        import cloudpickle
-
+            return ForkingPickler
+        try:
+            import cloudpickle
+        except ImportError:
+            from joblib.externals import cloudpickle
         return cloudpickle.Pickler
 
     def forget(self) -> None:

@@ -53,8 +53,8 @@ def run_chunk(
     """Runs on an executor's thread, in this or another process, on any machine.
 
     `where`: process and number of the run, number of the first row, leash. `rows` are
-    bytes in another process. The exception of a row that fails bears
-    its number in the chunk.
+    bytes where they are sent. The exception of a row that fails bears its number in
+    the chunk.
     """
     process, run_number, start, leash = where
     if process != _process():
@@ -192,7 +192,6 @@ class _Run:
         self._shared = shared
         self.ambient, self.current, self.until = ambient, current, len(rows)
         self._number = next(_numbers)
-        _under_way[self._number] = self
         self._started: dict[Any, range] = {}  # tasks, and which rows they run
         self._values: list[Any] = [None] * len(rows)
         self._there: list[Any] = []  # what workers find where rows share something
@@ -207,6 +206,8 @@ class _Run:
             self._end = time.monotonic() + timeout
         try:
             try:
+                _under_way[self._number] = self
+                self._workers.open()
                 self._run(describe)
             except (CallTimeoutError, KeyboardInterrupt, SystemExit):
                 wait = False  # those that run are left to themselves
@@ -220,7 +221,7 @@ class _Run:
             # Dask's, as long as anybody holds them.
             started, self._started, self._failed = self._started, {}, None
             self._there = []
-            del _under_way[self._number]
+            _under_way.pop(self._number, None)
             self.until = 0
             self._workers.drop()
             try:
@@ -246,7 +247,7 @@ class _Run:
             at_once = _UNDER_WAY * count
         chunks = [range(i, min(i + size, n)) for i in range(0, n, size)]
         if count is None:
-            self._shared = []  # nobody is there yet to have it
+            self._shared = []  # Dask may have no workers yet, who could have it
         self._there = [self._workers.share(array) for array in self._shared]
         while True:
             while chunks and self._failed is None and len(self._started) < at_once:
