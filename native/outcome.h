@@ -42,11 +42,15 @@ inline std::string TextOfOutcome(const void* outcome) {
 }
 
 /// What calls of this process failed with, for its own devices to fail with. A run
-/// ends with its first failure, so the newest few are enough.
+/// ends with its first failure, which each of its devices notes, so the newest few
+/// are enough.
 class Failures {
  public:
   void Note(int64_t run, const std::string& error) {
     std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& noted : noted_) {
+      if (noted.first == run) return;
+    }
     noted_.emplace_back(run, error);
     if (noted_.size() > kKept) noted_.pop_front();
   }

@@ -175,7 +175,7 @@ XLA_FFI_Error* Told(const Plan& plan, int64_t run, const std::string& error,
 std::string TextOfFailureElsewhere(const Plan& plan, const void* outcome) {
   const std::string said = TextOfOutcome(outcome);
   Entry entry;
-  if (!entry) return said;
+  if (!entry) return said.empty() ? ClosedText() : said;
   GilGuard gil;
   if (gil.first_on_foreign_thread()) MarkForeignThread();
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(

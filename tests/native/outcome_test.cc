@@ -53,6 +53,8 @@ void TheNewestAreKept() {
   }
   assert(failures.Find(999) == "run 999" && failures.Find(950) == "run 950");
   assert(failures.Find(0).empty());
+  for (int device = 0; device < 100; ++device) failures.Note(999, "again");
+  assert(failures.Find(999) == "run 999" && failures.Find(950) == "run 950");
 }
 
 /// Each device of a run asks, while calls of other runs fail.
