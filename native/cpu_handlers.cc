@@ -91,8 +91,9 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame) {
   const PlanState* state = nullptr;
   if (XLA_FFI_Error* error = StateOf(frame, &state)) return error;
   Pointers operands(frame->args, frame->args.args, state->plan->outputs());
-  if (!operands.ok())
+  if (!operands.ok()) {
     return MakeError(frame->api, "hostcall: no outcome to judge by");
+  }
   return ErrorOfOutcome(frame, *state->plan, operands.data()[0]);
 }
 

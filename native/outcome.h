@@ -12,10 +12,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace hostcall {
 
@@ -52,7 +52,7 @@ class Failures {
       if (noted.first == run) return;
     }
     noted_.emplace_back(run, error);
-    if (noted_.size() > kKept) noted_.pop_front();
+    if (noted_.size() > kKept) noted_.erase(noted_.begin());
   }
   /// Empty where there is none.
   std::string Find(int64_t run) const {
@@ -66,7 +66,7 @@ class Failures {
  private:
   static constexpr size_t kKept = 64;
   mutable std::mutex mutex_;
-  std::deque<std::pair<int64_t, std::string>> noted_;
+  std::vector<std::pair<int64_t, std::string>> noted_;  // mostly none: no memory
 };
 
 }  // namespace hostcall

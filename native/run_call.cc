@@ -171,13 +171,9 @@ XLA_FFI_Error* Told(const Plan& plan, int64_t run, const std::string& error,
   return nullptr;
 }
 
-/// Of a failure in another process.
-std::string TextOfFailureElsewhere(const Plan& plan, const void* outcome) {
-  const std::string said = TextOfOutcome(outcome);
-  Entry entry;
-  if (!entry) return said.empty() ? ClosedText() : said;
-  GilGuard gil;
-  if (gil.first_on_foreign_thread()) MarkForeignThread();
+/// The error here for a failure in another process, which said this. The GIL is
+/// held.
+std::string TextOfFailureElsewhere(const Plan& plan, const std::string& said) {
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       said.data(), static_cast<Py_ssize_t>(said.size()), "ignore"));
   PyObject* stack[] = {text.get()};
@@ -185,11 +181,9 @@ std::string TextOfFailureElsewhere(const Plan& plan, const void* outcome) {
                                            1, nullptr))
                    : Ref();
   const char* utf8 = error ? PyUnicode_AsUTF8(error.get()) : nullptr;
-  if (utf8 == nullptr) {
-    PyErr_WriteUnraisable(plan.on_failure_elsewhere.get());
-    return said;
-  }
-  return utf8;
+  if (utf8 != nullptr) return utf8;
+  PyErr_WriteUnraisable(plan.on_failure_elsewhere.get());
+  return said;
 }
 
 }  // namespace
@@ -199,15 +193,17 @@ XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
   if (!HasFailed(outcome)) return nullptr;
   const int64_t run = RunId(frame);
   std::string error = plan.failures.Find(run);
-  if (error.empty()) {
-    error = TextOfFailureElsewhere(plan, outcome);
-    plan.failures.Note(run, error);
-  }
+  const bool is_ours = !error.empty();
+  if (!is_ours) error = TextOfOutcome(outcome);
   if (Entry entry; entry) {
     GilGuard gil;
     if (gil.first_on_foreign_thread()) MarkForeignThread();
+    if (!is_ours) error = TextOfFailureElsewhere(plan, error);
     if (!OnForeignThread() || CurrentCall() != nullptr) WatchForReport();
+  } else if (error.empty()) {
+    error = ClosedText();
   }
+  if (!is_ours) plan.failures.Note(run, error);
   return MakeError(frame->api, error);
 }
 

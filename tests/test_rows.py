@@ -37,10 +37,6 @@ def parallel(fn, executor, **options):
 # --- Of this module, for other processes -----------------------------------------------
 
 
-def with_pid(x):
-    return x + 1, np.int32(os.getpid())
-
-
 def fails_from(x, first):
     if x >= first:
         raise LookupError(f"no {x:.0f}")
@@ -388,8 +384,20 @@ def test_a_worker_that_dies_among_those_that_end_by_themselves(how):
             jax.block_until_ready(f(X[:6], 3, how))
 
 
-def test_a_worker_that_dies_after_a_row_has_failed(pool, tmp_path):
+def appears(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+def test_a_worker_that_dies_after_a_row_has_failed(pool, tmp_path, monkeypatch):
     """What is waited for then is not waited for for ever."""
+    drop = _pools.Pool.drop
+
+    def told(self):
+        drop(self)
+        (tmp_path / "dropped").touch()
+
+    monkeypatch.setattr(_pools.Pool, "drop", told)
     with pytest.raises(LookupError, match="no 0"), hc.reraise():
         jax.block_until_ready(
             jax.jit(
@@ -405,22 +413,30 @@ def test_a_worker_that_dies_after_a_row_has_failed(pool, tmp_path):
 def fails_and_dies(x, folder):
     other = os.path.join(folder, "other")
     if x == 0:
-        while not os.path.exists(other):
-            time.sleep(0.01)
+        appears(other)
         raise LookupError("no 0")
     open(other, "w").close()
-    time.sleep(0.5)  # the caller knows of row 0
+    appears(os.path.join(folder, "dropped"))  # the caller knows of row 0
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_workers_of_a_pool_that_end_when_they_have_done_enough():
+def test_workers_of_a_pool_that_end_when_they_have_done_enough(tmp_path, monkeypatch):
+    """And are looked at meanwhile."""
+    dead = _pools.Pool.dead
+
+    def asked(self, unfinished):
+        (tmp_path / "asked").touch()
+        return dead(self, unfinished)
+
+    monkeypatch.setattr(_pools.Pool, "dead", asked)
+    waits = functools.partial(waits_for, path=str(tmp_path / "asked"))
     with SPAWN.Pool(2, maxtasksperchild=1) as pool:
         x = X[:6]
-        np.testing.assert_array_equal(jax.vmap(parallel(naps, pool))(x), x)
+        np.testing.assert_array_equal(jax.vmap(parallel(waits, pool))(x), x)
 
 
-def naps(x):
-    time.sleep(0.2)
+def waits_for(x, path):
+    appears(path)
     return x
 
 

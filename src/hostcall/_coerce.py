@@ -60,42 +60,32 @@ def coerce(
     if isinstance(value, jax.Array) and value.dtype == dtype and value.shape == shape:
         array = np.asarray(value)
     else:
-        array = _coerce(value, dtype, shape, _Place(where))
+        array = _coerce(value, dtype, shape, where)
     array = np.ascontiguousarray(array).reshape(shape)
     # Equal dtypes can be several objects (after pickling, with metadata, longlong), and
     # the engine asks for this one.
     return array if array.dtype is dtype else array.view(dtype)
 
 
-class _Place:
-    """Where a leaf stands, in words that are found when they are needed."""
-
-    def __init__(self, words: Callable[[], str]) -> None:
-        self._words = words
-
-    def __str__(self) -> str:
-        return self._words()
-
-
 def _coerce(
-    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: _Place
+    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: Callable[[], str]
 ) -> np.ndarray:
     if value is None:
         raise ResultError(
-            f"hostcall: {where} should be {_named(dtype, shape)}, got None. Does the"
+            f"hostcall: {where()} should be {_named(dtype, shape)}, got None. Does the"
             " function lack a `return`?"
         )
     _refuse_masked(value, dtype, shape, where)
     array = _as_numpy(value, where)
     if not is_numeric(array.dtype):
         raise ResultError(
-            f"hostcall: {where} should be {_named(dtype, shape)}, got"
+            f"hostcall: {where()} should be {_named(dtype, shape)}, got"
             f" {type(value).__name__} {_short(value)}, which is no array of numbers but"
             f" {_instead(array.dtype, dtype)}"
         )
     if array.shape != shape:
         raise ResultError(
-            f"hostcall: {where} should be {_named(dtype, shape)}, got"
+            f"hostcall: {where()} should be {_named(dtype, shape)}, got"
             f" {_named(array.dtype, array.shape)}. {_shape_hint(array.shape, shape)}"
         )
     if array.dtype != dtype:
@@ -105,7 +95,7 @@ def _coerce(
     return array
 
 
-def _as_numpy(value: Any, where: _Place) -> np.ndarray:
+def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:
     if isinstance(value, jax.Array):
         if _jax.is_key_dtype(value.dtype):
             value = jax.random.key_data(value)
@@ -126,13 +116,13 @@ def _as_numpy(value: Any, where: _Place) -> np.ndarray:
             # A dtype that NumPy's protocols don't know, bfloat16 for one.
             return np.asarray(jnp.from_dlpack(value))
         raise ResultError(
-            f"hostcall: {where} is a {type(value).__name__} that NumPy can't read:"
+            f"hostcall: {where()} is a {type(value).__name__} that NumPy can't read:"
             f" {error}"
         ) from error
 
 
 def _refuse_masked(
-    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: _Place
+    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: Callable[[], str]
 ) -> None:
     """For masked elements, which `np.asarray` would take as if they were not masked."""
     if isinstance(value, (list, tuple)):
@@ -142,7 +132,7 @@ def _refuse_masked(
     elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         count = int(np.ma.count_masked(value))
         raise ResultError(
-            f"hostcall: {where} should be {_named(dtype, shape)}, got a masked array"
+            f"hostcall: {where()} should be {_named(dtype, shape)}, got a masked array"
             f" with {count} of {value.size} elements masked, and JAX's arrays have no"
             " masks. Return np.ma.filled(x, number) to give those elements a value, or"
             " the mask as a result of its own (np.ma.getmaskarray(x))"
@@ -171,12 +161,14 @@ def _instead(have: np.dtype, want: np.dtype) -> str:
     return f"strings ({have}). Return np.asarray(x, '{want}') to read them as numbers"
 
 
-def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: _Place) -> np.ndarray:
+def _cast(
+    array: np.ndarray, want: np.dtype, weak: bool, where: Callable[[], str]
+) -> np.ndarray:
     have = array.dtype
     kind_have, kind_want = _kind(have), _kind(want)
     if _ORDER[kind_have] > _ORDER[kind_want]:
         raise ResultError(
-            f"hostcall: {where} should be {want}, got {have}"
+            f"hostcall: {where()} should be {want}, got {have}"
             f"{' from Python numbers' if weak else ''}. A {kind_have} is not made"
             f" {'an' if kind_want == 'integer' else 'a'} {kind_want} silently: return"
             f" x.astype('{want}') if that is what you mean, or declare {have}"
@@ -188,14 +180,14 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: _Place) -> np.nd
             cast = array.astype(want)
             if not np.array_equal(cast.astype(np.complex128), array.astype(object)):
                 raise ResultError(
-                    f"hostcall: {where} should be {want}, got {have} with values that"
+                    f"hostcall: {where()} should be {want}, got {have} with values that"
                     f" {want} can't hold exactly. Return x.astype('{want}') to round"
                 )
             return cast
     return array.astype(want)
 
 
-def _check_range(array: np.ndarray, want: np.dtype, where: _Place) -> None:
+def _check_range(array: np.ndarray, want: np.dtype, where: Callable[[], str]) -> None:
     if not array.size:
         return
     info = ml_dtypes.iinfo(want)
@@ -203,7 +195,7 @@ def _check_range(array: np.ndarray, want: np.dtype, where: _Place) -> None:
     if low < int(info.min) or high > int(info.max):
         value = low if low < int(info.min) else high
         raise ResultError(
-            f"hostcall: {where} should be {want}, got {array.dtype} holding {value},"
+            f"hostcall: {where()} should be {want}, got {array.dtype} holding {value},"
             f" which {want} can't hold. Declare a wider result, or return"
             f" x.astype('{want}') to wrap around"
         )

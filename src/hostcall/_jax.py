@@ -584,7 +584,7 @@ class Source(Protocol):
     """The device of a program over several processes whose results all take.
 
     Attributes:
-        more_avals: of results that the call has beside the function's.
+        more_avals: of the results that the call adds to the function's.
     """
 
     @property

@@ -38,7 +38,7 @@ void AsMuchOfTheTextAsThereIsRoomFor() {
   }
 }
 
-/// Of devices that are not the caller's only the first byte goes along.
+/// Other devices than the caller's send the first byte only.
 void SomebodyElseFailed() {
   std::vector<char> outcome(kOutcomeBytes, 0);
   outcome[0] = 1;

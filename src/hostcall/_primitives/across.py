@@ -43,7 +43,7 @@ class Source:
 
     @property
     def more_avals(self) -> list[Any]:
-        """Of results that the call has beside the function's."""
+        """The avals of the results that the call adds to the function's."""
         return [_jax.ShapedArray(_OUTCOME.shape, _OUTCOME.dtype)] * self.tells
 
     def share(
