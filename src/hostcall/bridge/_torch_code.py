@@ -62,14 +62,11 @@ class Plain:
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
-        self._seen_writing: bool | None = None
+        self.writes = True
+        self._was_seen_writing = False
 
     def __call__(self, *args: Any) -> Any:
         return self.fn(*args)
-
-    @property
-    def writes(self) -> bool:
-        return self._seen_writing is not False
 
     def watch(self) -> None:
         """It is about to be run where writes are seen."""
@@ -78,7 +75,8 @@ class Plain:
         """It was seen with some shapes. Once seen writing, it is a writer for all: the
         programs for which it was not are right with copies too.
         """
-        self._seen_writing = bool(self._seen_writing) or wrote
+        self._was_seen_writing |= wrote
+        self.writes = self._was_seen_writing
 
     def check(self, args: Sequence[Any]) -> None:
         """Raises SpecError for arguments that it can't have."""
