@@ -23,6 +23,7 @@ PYTEST := -m pytest -n auto --maxprocesses 4 --dist worksteal
 PYTHON ?=
 JAX ?=
 BIN := $(VENV)/bin
+NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
@@ -43,9 +44,9 @@ test-optional:
 	scripts/compiler.sh
 	$(OPTIONAL)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
 	  ".[demo,test,torch,numba,autograd,sympy,dask,gymnasium]"
-	$(OPTIONAL)/bin/python -m pytest tests/test_bridge*.py tests/test_executors.py tests/test_rows.py \
-	  tests/test_examples.py tests/test_readme.py tests/test_guide.py \
-	  tests/test_arrays.py tests/test_buffer_native.py
+	$(OPTIONAL)/bin/python -m pytest tests/bridge tests/runtime/test_executors.py tests/runtime/test_rows.py \
+	  tests/repo/test_examples.py tests/repo/test_readme.py tests/repo/test_guide.py \
+	  tests/call/test_arrays.py tests/compat/test_buffer_native.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --write docs/benchmarks.md
@@ -53,15 +54,15 @@ bench: $(VENV)/.installed
 check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror native/*.cc native/*.h tests/native/*.cc
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_layers.py -q
+	$(BIN)/python -m pytest tests/repo/test_layers.py -q
 	$(BIN)/python $(PYTEST)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i native/*.cc native/*.h tests/native/*.cc
+	$(BIN)/clang-format -i $(NATIVE)
 
 sanitize: $(VENV)/.installed
 	$(MAKE) -C tests/native run

@@ -33,14 +33,15 @@ def looped(step: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
 def raw_call() -> Callable[[Any], Any]:
     """A handler that enters Python, calls a function of nothing, and no more: the
     floor under every callback. Its result is not written."""
-    from hostcall import _handlers, _native
+    from hostcall import _native
+    from hostcall._engine import targets
 
     def nothing() -> None:
         pass
 
-    _handlers.start()
+    targets.start()
     _native.set_raw_function(nothing)
-    return jax.ffi.ffi_call(_handlers.RAW_TARGET, SCALAR, has_side_effect=True)
+    return jax.ffi.ffi_call(targets.RAW_TARGET, SCALAR, has_side_effect=True)
 
 
 def scalar_loop(quick: bool) -> dict[str, Case]:

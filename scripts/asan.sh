@@ -32,8 +32,8 @@ LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.s
   ASAN_OPTIONS="$asan" \
   UBSAN_OPTIONS="$report:halt_on_error=1:print_stacktrace=1" \
   PYTHONPATH="$work/src" PYTHONMALLOC=malloc \
-  "$python" -m pytest -q -p no:cacheprovider tests/test_memory.py tests/test_vmap.py \
-  tests/test_where.py tests/test_dtypes.py tests/test_errors.py tests/test_sharding.py \
-  tests/test_tap.py tests/test_tap_queue.py tests/test_buffer_callback.py \
-  tests/test_buffer_views.py tests/test_buffer_native.py tests/test_dispatch.py \
-  tests/test_drop_in.py tests/test_reraise.py -k "not grow_memory"
+  "$python" -m pytest -q -p no:cacheprovider tests/call/test_memory.py tests/call/test_vmap.py \
+  tests/call/test_where.py tests/call/test_dtypes.py tests/call/test_errors.py tests/call/test_sharding.py \
+  tests/tap/test_tap.py tests/tap/test_tap_queue.py tests/compat/test_buffer_callback.py \
+  tests/compat/test_buffer_views.py tests/compat/test_buffer_native.py tests/runtime/test_dispatch.py \
+  tests/compat/test_drop_in.py tests/call/test_reraise.py -k "not grow_memory"

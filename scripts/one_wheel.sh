@@ -18,5 +18,5 @@ for jax in "jax==0.10.2 jaxlib==0.10.2" "jax jaxlib"; do
   "$work/env/bin/python" -c '
 import jax, jaxlib
 print("under jax", jax.__version__, "and jaxlib", jaxlib.__version__)'
-  "$work/env/bin/python" -m pytest -q tests/test_call_jit.py tests/test_order.py
+  "$work/env/bin/python" -m pytest -q tests/call/test_call_jit.py tests/call/test_order.py
 done

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
-from hostcall import _errors, _native
+from hostcall import _native
 
 # --- The work ------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ def churn(seconds: float, seed: int) -> None:
         after = float(np.median([what[place] for what in last]))
         print(f"{name}: {before:.1f} after a third, {after:.1f} at the end")
         assert after <= before * 1.02 + (5 if place == 0 else 1), f"{name} grew"
-    _errors._kept.clear()  # the newest failures, with the programs in their frames
+    failures._kept.clear()  # the newest failures, with the programs in their frames
     gc.collect()
     _native.bury()
     assert _native.live_slots() == 0, "programs that are gone hold slots"

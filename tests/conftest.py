@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 # Before JAX is imported: four CPU devices, so that sharding is real.
@@ -20,7 +21,9 @@ import platforms
 import pytest
 
 import hostcall as hc
-from hostcall import _errors, _native, _tap_failures
+from hostcall import _native
+from hostcall._core import failures
+from hostcall._runtime import tap_failures
 
 # Of one test, on a machine with other work beside; the slowest take 20 s alone.
 HANG_SECONDS = 240
@@ -89,12 +92,12 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
         record.exc_info, record.args = None, ()
     jax.effects_barrier()
     assert hc.flush(30), "a tap was not delivered"
-    failures, _ = _tap_failures.take()
-    assert not failures, "a tap failed, and the test did not take its error"
+    raised, _ = tap_failures.take()
+    assert not raised, "a tap failed, and the test did not take its error"
     assert _native.tap_queue()["bytes"] == 0
     assert hc.status() == []
     assert _native.in_flight() == 0
-    _errors._kept.clear()  # the newest 32 are kept, with all that their frames hold
+    failures._kept.clear()  # the newest 32 are kept, with all that their frames hold
     jax.clear_caches()
     assert holds_in_time(lambda: _native.live_slots() == 0), (
         "a compiled program outlived its test"
@@ -212,3 +215,10 @@ def start_python() -> Iterator[Start]:
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             pipe.close()
+
+
+def resident_kib() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1])
+    raise AssertionError("no VmRSS")

@@ -84,12 +84,13 @@ def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
 
 
 def use_fake_driver(driver: Path) -> ctypes.CDLL:
-    from hostcall import _handlers, _native
+    from hostcall import _native
+    from hostcall._engine import targets
 
     library = ctypes.CDLL(str(driver))
     library.fakeStreamCreate.restype = ctypes.c_void_p
     _streams.extend(library.fakeStreamCreate() for _ in range(8))
     assert not _native.cuda_missing()  # opens it, by the environment
     _native.set_streams_for_tests(_streams)
-    _handlers.kind_on_cpu = "staged "
+    targets.kind_on_cpu = "staged "
     return library

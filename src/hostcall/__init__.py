@@ -48,14 +48,27 @@ The names here are stable. Modules with a leading underscore are not.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hostcall import _interpreter  # noqa: F401  (refuses sub-interpreters, first)
+from hostcall._core import interpreter  # noqa: F401  (refuses sub-interpreters, first)
 
-from hostcall import debug  # isort: skip
-from hostcall._buffers import Buffer, ExecutionContext, ExecutionStage, native
-from hostcall._call import call
-from hostcall._callbacks import io_callback, pure_callback
-from hostcall._context import Current, current
-from hostcall._errors import (
+# isort: split
+from hostcall import debug
+from hostcall._api.barrier import barrier, discard_taps, flush
+from hostcall._api.call import call
+from hostcall._api.configure import configure
+from hostcall._api.print import print
+from hostcall._api.status import (
+    ActiveCall,
+    CallStats,
+    PinnedMemory,
+    TapQueue,
+    pinned_memory,
+    stats,
+    status,
+    tap_queue,
+)
+from hostcall._api.tap import tap, tap_cotangent, tap_tangent, tap_through
+from hostcall._compat.callbacks import io_callback, pure_callback
+from hostcall._core.errors import (
     BatchingError,
     CallTimeoutError,
     DeadlockError,
@@ -66,57 +79,48 @@ from hostcall._errors import (
     ResultError,
     SpecError,
     UnwrittenError,
-    last_error,
 )
-from hostcall._print import print
-from hostcall._reraise import reraise
-from hostcall._sync import (
-    ActiveCall,
-    CallStats,
-    PinnedMemory,
-    TapQueue,
-    barrier,
-    configure,
-    discard_taps,
-    flush,
-    pinned_memory,
-    stats,
-    status,
-    tap_queue,
+from hostcall._core.failures import last_error
+from hostcall._engine.params.buffer import (
+    Buffer,
+    ExecutionContext,
+    ExecutionStage,
+    native,
 )
-from hostcall._tap import tap, tap_cotangent, tap_tangent, tap_through
+from hostcall._runtime.context import Current, current
+from hostcall._runtime.reraise import reraise
 
 if TYPE_CHECKING:
     from hostcall import bridge
     from hostcall import host_callback as host_callback
-    from hostcall._buffer import buffer_callback
-    from hostcall._check import Check, Report, check
-    from hostcall._collect import collect
+    from hostcall._api.collect import collect
+    from hostcall._api.object.handle import Object
+    from hostcall._compat.buffer_callback import buffer_callback
+    from hostcall._compat.patch import patch_jax, unpatch_jax
+    from hostcall._host_function.check.report import Check, Report, check
     from hostcall._host_function.differences import finite_difference
     from hostcall._host_function.function import HostFunction
     from hostcall._host_function.host import host
     from hostcall._host_function.results import elementwise, like, same_tree
-    from hostcall._object import Object
-    from hostcall._patch import patch_jax, unpatch_jax
 
 __version__ = "0.1.0"
 
 # Imported when they are first asked for: they cost as much as the rest.
 _LATER = {
-    "Check": "_check",
+    "Check": "_host_function.check.report",
     "HostFunction": "_host_function.function",
-    "Object": "_object",
-    "Report": "_check",
-    "buffer_callback": "_buffer",
-    "check": "_check",
-    "collect": "_collect",
+    "Object": "_api.object.handle",
+    "Report": "_host_function.check.report",
+    "buffer_callback": "_compat.buffer_callback",
+    "check": "_host_function.check.report",
+    "collect": "_api.collect",
     "elementwise": "_host_function.results",
     "finite_difference": "_host_function.differences",
     "host": "_host_function.host",
     "like": "_host_function.results",
-    "patch_jax": "_patch",
+    "patch_jax": "_compat.patch",
     "same_tree": "_host_function.results",
-    "unpatch_jax": "_patch",
+    "unpatch_jax": "_compat.patch",
 }
 _MODULES_LATER = ("bridge", "host_callback")
 

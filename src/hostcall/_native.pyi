@@ -1,4 +1,4 @@
-"""The engine (native/module.cc). Not for users: `hostcall` is."""
+"""The engine (native/bindings/module.cc). Not for users: `hostcall` is."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 class Counters:
-    """What calls of one function have cost (native/plan.h)."""
+    """What calls of one function have cost (native/plan/plan.h)."""
 
     def __init__(self) -> None: ...
     @property
@@ -29,7 +29,7 @@ class Counters:
     def gil_seconds(self) -> float: ...
 
 class Buffer:
-    """An array of XLA's in a callback's hands (native/buffer_object.h)."""
+    """An array of XLA's in a callback's hands (native/buffer/buffer_object.h)."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -156,7 +156,7 @@ def flush_taps(mark: int, seconds: float) -> bool: ...
 def tap_queue() -> dict[str, int]: ...
 
 class Throttle:
-    """`every=` and `sample=` at a place outside of any program (native/throttle.h)."""
+    """`every=` and `sample=` outside of any program (native/plan/throttle.h)."""
 
     def __init__(self, settings: tuple[Any, ...]) -> None: ...
     def lets(self, counters: Counters) -> bool: ...

@@ -1,13 +1,13 @@
 // Packed elements and rows, against the plain loops that they stand for.
 #undef NDEBUG
-#include "buffers.h"
-
 #include <cassert>
 #include <cstdint>
 #include <cstdio>
 #include <random>
 #include <thread>
 #include <vector>
+
+#include "plan/packing.h"
 
 using hostcall::PackBits;
 using hostcall::RowWalker;

@@ -1,6 +1,6 @@
 // Nobody enters Python after the engine has closed and waited.
 #undef NDEBUG
-#include "engine.h"
+#include "base/engine.h"
 
 #include <atomic>
 #include <cassert>

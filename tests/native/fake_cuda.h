@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda_driver.h"
-#include "pinned_pool.h"
+#include "cuda/cuda_driver.h"
+#include "cuda/pinned_pool.h"
 #include "visit.h"
 
 namespace hostcall {

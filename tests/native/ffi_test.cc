@@ -1,6 +1,6 @@
 // What handlers ask of XLA, of an XLA that has less, more, or nothing to say.
 #undef NDEBUG
-#include "ffi.h"
+#include "handlers/ffi.h"
 
 #include <pthread.h>
 

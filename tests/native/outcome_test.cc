@@ -1,6 +1,6 @@
 // How a call went, as bytes; and what failed here, for threads that ask at once.
 #undef NDEBUG
-#include "outcome.h"
+#include "plan/outcome.h"
 
 #include <cassert>
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The driver opened at run time, and the pool of pinned memory, on a driver that
 // has no GPU (fake_cuda.cc).
-#include "pinned_pool.h"
+#include "cuda/pinned_pool.h"
 
 #include <sys/wait.h>
 #include <unistd.h>

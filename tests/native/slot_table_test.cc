@@ -1,6 +1,6 @@
 // Numbers, counted pointers and the graveyard, alone and under many threads.
 #undef NDEBUG
-#include "slot_table.h"
+#include "base/slot_table.h"
 
 #include <atomic>
 #include <cassert>

@@ -1,5 +1,5 @@
 // Calls and taps on the streams of a driver that has no GPU (fake_cuda.cc).
-#include "staging.h"
+#include "cuda/staging.h"
 
 #include <cstdint>
 #include <cstdio>

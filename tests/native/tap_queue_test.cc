@@ -1,6 +1,6 @@
 // The tap queue between threads that play devices and one that plays the worker.
 #undef NDEBUG
-#include "tap_queue.h"
+#include "queue/tap_queue.h"
 
 #include <atomic>
 #include <cassert>

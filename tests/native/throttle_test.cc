@@ -1,6 +1,6 @@
 // every= and sample=: which executions go through, of runs one by one and at once.
 #undef NDEBUG
-#include "throttle.h"
+#include "plan/throttle.h"
 
 #include <cassert>
 #include <cstdint>

@@ -13,7 +13,7 @@
 #include <thread>
 #include <utility>
 
-#include "team.h"
+#include "base/team.h"
 
 namespace hostcall {
 

@@ -21,7 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._errors import BatchingError
+from hostcall._core.errors import BatchingError
+from hostcall._core.source import Place
+from hostcall._core.spec import flatten_arguments
 from hostcall._host_function import (  # they register
     batching,  # noqa: F401
     derivatives,  # noqa: F401
@@ -40,8 +42,6 @@ from hostcall._host_function.residuals import store
 from hostcall._host_function.rules import forward_pair
 from hostcall._host_function.trees import Trees, is_pair, pick, spread, wrap_keys
 from hostcall._primitives.call.batching import batched_results
-from hostcall._spec import flatten_arguments
-from hostcall._where import Place
 
 
 @dataclass(frozen=True)

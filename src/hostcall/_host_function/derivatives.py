@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._errors import DerivativeError
+from hostcall._core.errors import DerivativeError
 from hostcall._host_function.primitive import (
     Arrays,
     Linear,

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._errors import SpecError
+from hostcall._core.errors import SpecError
+from hostcall._core.spec import is_array_like
 from hostcall._host_function import results
 from hostcall._host_function.difference_error import (
     Precision,
@@ -22,7 +23,6 @@ from hostcall._host_function.difference_error import (
     noise_of,
 )
 from hostcall._host_function.function import HostFunction
-from hostcall._spec import is_array_like
 
 Scheme = Literal["central", "forward", "complex"]
 _POWERS = {"central": 1 / 3, "forward": 1 / 2}

@@ -11,10 +11,14 @@ from typing import Any
 
 import jax
 
-from hostcall import _jax, _mistakes
-from hostcall._call import call, parse_mask
-from hostcall._callback import Lend
-from hostcall._errors import SpecError
+from hostcall import _jax
+from hostcall._core import mistakes
+from hostcall._core.arguments import parse_mask
+from hostcall._core.errors import SpecError
+from hostcall._core.order import Order
+from hostcall._core.source import Place, name_of, users_place
+from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
+from hostcall._engine.params.call import Lend
 from hostcall._host_function import results as shorthands
 from hostcall._host_function.calls import Site
 from hostcall._host_function.method import Method
@@ -32,11 +36,9 @@ from hostcall._host_function.rules import (
     check_where,
 )
 from hostcall._host_function.trees import Trees
-from hostcall._order import Order
-from hostcall._spec import flatten_arguments, parse_fill, parse_result
-from hostcall._where import Place, name_of, users_place
+from hostcall._primitives.call.make import as_tree, make_with
 
-_FACE = _mistakes.Face("a hc.host function", "{fn}({args})")
+_FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
 class HostFunction:
@@ -138,15 +140,12 @@ class HostFunction:
         place = users_place()
         operands, template = flatten_arguments(args, {})
         also = ("out",) if self.lend == "out" else ()
-        _mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
+        mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
         spec = self._spec(args, template)
         if self.order != "pure":
-            options = self.call_options("value", False) | {"where": mask, "fill": fill}
-            if self.rules.batch is not None:
-                options["vmap_method"] = self.rules.batch
-            return call(_Placed(self.fn, place), spec, *args, **options)
+            return self._call_in_order(operands, template, spec, mask, fill, place)
         if spec is None:
-            _mistakes.refuse_unneeded("hc.host", self.__name__)
+            mistakes.refuse_unneeded("hc.host", self.__name__)
         parsed = parse_result(spec, self.__name__)
         if not parsed.avals:  # an empty tree, as bridges and `same_tree` may give
             return jax.tree.unflatten(parsed.treedef, ())
@@ -158,6 +157,26 @@ class HostFunction:
         trees = Trees(self.__name__, template, in_avals, parsed, nondiff, fills)
         site = self.site(trees, place)
         return trees.result(bind(_jax.vary_alike(operands), site))
+
+    def _call_in_order(
+        self,
+        operands: Any,
+        template: Any,
+        spec: Any,
+        mask: Any,
+        fill: Any,
+        place: Place,
+    ) -> Any:
+        """A function with effects: it has no derivatives, and is called as it is."""
+        results = parse_result(spec, self.__name__)
+        options = self.call_options("value", False)
+        options["vmap_method"] = self.rules.batch or options["vmap_method"]
+        fills = parse_fill(fill, results, self.__name__)
+        mask = None if mask is None else parse_mask(mask, self.__name__)
+        leaves = make_with(
+            options, self.fn, template, results, fills, place, operands, mask
+        )
+        return as_tree(results, leaves)
 
     def nondiff_of(self, n: int) -> tuple[int, ...]:
         """`nondiff` among n arguments."""
@@ -345,9 +364,9 @@ class HostFunction:
         if any(isinstance(rule, HostFunction) for rule in rules):
             return "jax"
         if where == "host" and _jax.is_tracing():
-            face = _mistakes.Face("a rule", f"{self.__name__}({{args}})")
+            face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
             for rule in rules:
-                _mistakes.refuse_traced(face, rule)
+                mistakes.refuse_traced(face, rule)
         return where  # type: ignore[no-any-return]
 
     def _add(self, kind: str, rule: Any) -> None:
@@ -378,21 +397,3 @@ class HostFunction:
 
 def _new(cls: type[HostFunction]) -> HostFunction:
     return cls.__new__(cls)
-
-
-class _Placed:
-    """A function with effects, and the line that its messages name."""
-
-    def __init__(self, fn: Any, place: Place) -> None:
-        self.fn = fn
-        self.hostcall_place = place
-        self.__qualname__ = name_of(fn)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
-
-    def __hash__(self) -> int:
-        return hash((_Placed, id(self.fn)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Placed) and other.fn is self.fn

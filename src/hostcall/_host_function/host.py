@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
-from hostcall._call import check_function
-from hostcall._callback import Arrays, Lend
-from hostcall._errors import SpecError
+from hostcall._core.arguments import check_function
+from hostcall._core.errors import SpecError
+from hostcall._core.mistakes import refuse_unneeded
+from hostcall._core.order import Order
+from hostcall._engine.params.call import Arrays, Lend
 from hostcall._host_function.function import HostFunction
-from hostcall._mistakes import refuse_unneeded
-from hostcall._order import ORDERS, Order
+from hostcall._primitives.call.options import check_options
 
 
 def host(
@@ -94,11 +95,7 @@ def host(
         options = {k: v for k, v in locals().items() if k != "fn"}
         return functools.partial(host, **options)
     shown = name or check_function(fn, "hc.host(fn, result=...)")
-    if order not in ORDERS:
-        raise SpecError(
-            f"hostcall: order= of `{shown}` should be one of"
-            f" {', '.join(map(repr, ORDERS))}, got {order!r}"
-        )
+    check_options(shown, order, vmap_method, arrays, lend, timeout, executor)
     positions = checked(shown, result, nondiff)
     if order == "pure" and not jax.tree.leaves(result):
         refuse_unneeded("hc.host", shown)

@@ -10,19 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall import _jax
-from hostcall._call import call
+from hostcall._core.source import Place
+from hostcall._core.spec import Results, Template
 from hostcall._host_function import rules
 from hostcall._host_function.primitive import Arrays, Tangents, Value
 from hostcall._host_function.results import elementwise
 from hostcall._host_function.steps import Part, code_of
-from hostcall._host_function.trees import Trees, pick, wrap_keys
+from hostcall._host_function.trees import Trees, pick
 from hostcall._primitives.call.batching import WHOLE
-from hostcall._where import Place
+from hostcall._primitives.call.make import make_with, results_of
 
 # value: the function. jvp: tangents of the results. both: results and their tangents.
 # forward, backward: the halves of a vjp rule. jacobian, transpose: those rules.
@@ -96,36 +95,35 @@ class HostCode(OfFunction):
         )
 
     def run(self, args: Arrays) -> Arrays:
-        trees, options = self.trees, self._options()
+        trees, mask = self.trees, None
+        options = self.function.call_options(self.kind, self.keeps_objects)
         if trees.masked:
             args = list(args)
-            options["where"] = args.pop(self._mask_at)
+            mask = args.pop(self._mask_at)
         if self.function.result is elementwise and options["vmap_method"] in WHOLE:
             args = self._aligned(args, options)
+        template, results = self._form(len(args))
+        fills, code = self._fills(), Part(self)
+        return make_with(
+            options, code, template, results, fills, self.place, args, mask
+        )
+
+    def _form(self, n: int) -> tuple[Template, Results]:
+        """The function has its own trees; a rule gets and gives `n` arrays, flat."""
+        trees = self.trees
         if self.kind == "value":
-            results = trees.results
-            spec = results.treedef.unflatten(map(_struct, results.avals, results.keys))
-            value = call(Part(self), spec, *trees.arguments(args), **options)
-            return _blocks(results.treedef.flatten_up_to(value))
+            return trees.template, trees.results
         keys = trees.results.keys if self.kind in ("both", "forward") else ()
         keys = (*keys, *(None for _ in self.avals[len(keys) :]))
-        spec = tuple(map(_struct, self.avals, keys))
-        n = len(trees.template.keys) if self.takes_arguments else 0
-        typed = [*wrap_keys(args[:n], trees.template.keys[:n]), *args[n:]]
-        return _blocks(call(Part(self), spec, *typed, **options))
+        marks = trees.template.keys if self.takes_arguments else ()
+        template = Template.flat(*marks, *(None for _ in range(n - len(marks))))
+        return template, results_of(self.avals, keys)
 
-    def _options(self) -> dict[str, Any]:
-        options = self.function.call_options(self.kind, self.keeps_objects)
-        if not self.trees.masked:
-            return options  # type: ignore[no-any-return]
-        fills: Any = None
+    def _fills(self) -> tuple[bytes | None, ...]:
+        fills: tuple[bytes | None, ...] = ()
         if self.kind in ("value", "both", "forward"):
-            fills = self.trees.fill_arrays()
-            fills += [np.zeros(a.shape, a.dtype) for a in self.avals[len(fills) :]]
-            fills = tuple(fills)
-        if self.kind == "value":
-            fills = self.trees.results.treedef.unflatten(fills)
-        return dict(options, fill=fills)
+            fills = self.trees.fills or ()
+        return (*fills, *(None for _ in self.avals[len(fills) :]))
 
     @property
     def _mask_at(self) -> int:
@@ -188,14 +186,3 @@ class HostCode(OfFunction):
 
     def __repr__(self) -> str:
         return self.name if self.kind == "value" else f"{self.kind} of {self.name}"
-
-
-def _struct(aval: Any, key: Any) -> jax.ShapeDtypeStruct:
-    if key is None:
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    shape = aval.shape[: aval.ndim - len(_jax.key_data_shape(key))]
-    return jax.ShapeDtypeStruct(shape, key)
-
-
-def _blocks(leaves: Sequence[Any]) -> Arrays:
-    return [jax.random.key_data(x) if _jax.is_key_dtype(x.dtype) else x for x in leaves]

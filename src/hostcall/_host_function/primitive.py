@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hostcall import _jax
-from hostcall._errors import DerivativeError
+from hostcall._core.errors import DerivativeError
 
 Arrays = list[Any]  # flat
 Tangents = list[Any]  # one an array; None where it is zero

@@ -40,7 +40,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _config, _jax
+from hostcall import _jax
+from hostcall._core import config
 
 HANDLE_SHAPE = (2,)  # 64 bits, which JAX has in two halves
 HANDLE_DTYPE = np.dtype(np.uint32)
@@ -150,4 +151,4 @@ def number_of(handle: Any) -> int:
     return int.from_bytes(np.asarray(handle).tobytes(), "little")
 
 
-store = Store(_config.residuals)
+store = Store(config.residuals)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._errors import SpecError
-from hostcall._spec import is_array_like
+from hostcall._core.errors import SpecError
+from hostcall._core.spec import is_array_like
 
 tree = jax.tree_util
 

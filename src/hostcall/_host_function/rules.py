@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hostcall._errors import DerivativeError, SpecError
-from hostcall._where import name_of
+from hostcall._core.errors import DerivativeError, SpecError
+from hostcall._core.source import name_of
 
 Where = Literal["host", "jax"]
 Function = Callable[..., Any]

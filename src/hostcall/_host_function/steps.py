@@ -20,13 +20,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _pools
-from hostcall._errors import DerivativeError
+from hostcall._core.errors import DerivativeError
+from hostcall._core.source import name_of, source_of
 from hostcall._host_function.primitive import Arrays
 from hostcall._host_function.residuals import store
 from hostcall._host_function.rules import forward_pair
 from hostcall._host_function.trees import is_pair, pick, spread, spread_known
-from hostcall._where import name_of, source_of
+from hostcall._runtime import pools
 
 logger = logging.getLogger("hostcall")
 
@@ -39,7 +39,7 @@ Steps = tuple[Callable[..., Any], Any, Callable[[Any, Any], Any], Any]
 
 @dataclass(frozen=True)
 class Part:
-    """What the engine calls. `hostcall_place` and the names are for its messages.
+    """What the engine calls. The names are for its messages.
 
     The function itself gets its arguments; a rule all arrays, flat, which saves the
     engine the trees. What does not change from call to call is looked up once.
@@ -52,8 +52,6 @@ class Part:
             return name_of(self.what.code)
         if name == "hostcall_source":
             return source_of(self.what.code)
-        if name == "hostcall_place":
-            return self.what.place
         raise AttributeError(name)
 
     def __call__(self, *operands: Any, **out: Any) -> Any:
@@ -87,7 +85,7 @@ class Part:
             found = code_of(function, which, index)
             executor = function.executor
             if executor is not None:
-                by_name = _pools.by_name(executor)
+                by_name = pools.by_name(executor)
                 found = _Code(found, function, which, index, by_name)
             self._codes[which, index] = found
         return found

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._errors import DerivativeError
+from hostcall._core.errors import DerivativeError
+from hostcall._core.spec import Results, Static, Template
 from hostcall._host_function.primitive import Arrays, Tangents
-from hostcall._spec import Results, Static, Template
 
 tree = jax.tree_util
 

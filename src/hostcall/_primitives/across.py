@@ -3,7 +3,7 @@
 By the maximum over the devices, to which all but the caller's give zeros, of the bits
 as integers: exact for every dtype (NaNs and -0.0 too), and in the memory of one value,
 however many devices there are. How the call went comes along, so that all processes
-fail if it did (native/outcome.h).
+fail if it did (native/plan/outcome.h).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall import _handlers, _jax
+from hostcall import _jax
+from hostcall._engine import targets
 
-# As in native/outcome.h.
+# As in native/plan/outcome.h.
 _OUTCOME = jax.ShapeDtypeStruct((1024,), np.uint8)
 
 # A reduction takes some 50 us to 1 ms however small it is, so what has up to so many
@@ -91,7 +92,7 @@ class Source:
             return values, token
         return _jax.custom_call(
             ctx,
-            _handlers.VERDICT_TARGET,
+            targets.VERDICT_TARGET,
             token,
             [values[-1], *values[:-1]],
             [*self.more_avals, *avals],

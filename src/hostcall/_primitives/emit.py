@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from hostcall import _handlers, _jax, _native, _targets
-from hostcall._errors import ExportError, HostcallError
-from hostcall._order import ORDERED, Order
+from hostcall import _jax, _native
+from hostcall._core.errors import ExportError, HostcallError
+from hostcall._core.order import ORDERED, Order
+from hostcall._core.source import is_anonymous
+from hostcall._engine import plans, targets
 from hostcall._primitives.across import Source
-from hostcall._where import is_anonymous
+from hostcall._runtime import host_device
 
 
 def ordinal(device: Any) -> int:
@@ -41,16 +43,16 @@ def local_devices(ctx: Any, client: Any | None) -> list[Any] | None:
 
 def inside(ctx: Any, params: Any) -> int | None:
     """Which calls of an equation run inside one of XLA's host callbacks."""
-    if not _jax.is_for_cpu(ctx) or not _handlers.has_host_callbacks():
+    if not _jax.is_for_cpu(ctx) or not targets.has_host_callbacks():
         return None
     if not params.runs_where_dispatched:
-        return _targets.ASKED
+        return plans.ASKED
     if params.is_jaxs_own or params.callback.arrays == "free":
-        return _targets.EVERYWHERE
-    return _targets.ON_XLAS_THREADS
+        return plans.EVERYWHERE
+    return plans.ON_XLAS_THREADS
 
 
-def host_device(client: Any | None, params: Any) -> Any:
+def host_device_of(client: Any | None, params: Any) -> Any:
     """Where JAX code in callbacks of a program on `client` computes by default.
 
     JAX's own code in a callback (Pallas' interpreter) finds what JAX gives it. It hands
@@ -59,7 +61,7 @@ def host_device(client: Any | None, params: Any) -> Any:
     """
     if params.is_jaxs_own:
         return jax.local_devices(backend="cpu")[0]
-    return _targets.host_device(client)
+    return host_device.above(client)
 
 
 # --- Slots ----------------------------------------------------------------------------
@@ -74,7 +76,7 @@ def signature_of(ctx: Any, params: Any, operands: Sequence[Any]) -> int:
     """What the program's text and the plan both have, so that a program does not call
     another's function. Refuses to export what nothing tells from others.
     """
-    number = _targets.signature(params, operands)
+    number = plans.signature(params, operands)
     if not _jax.is_for_export(ctx):
         return number
     if is_anonymous(params.callback.function):

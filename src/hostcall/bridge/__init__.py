@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hostcall.bridge._autograd import of_autograd as autograd
     from hostcall.bridge._jax import on_device as jax
     from hostcall.bridge._sympy import of_sympy as sympy
-    from hostcall.bridge._torch import torch
+    from hostcall.bridge._torch.bridge import torch
     from hostcall.bridge._value_and_grad import value_and_grad
 
 # Name -> where it is: a module here, and the function in it, which can't have the name
@@ -29,7 +29,7 @@ _LATER = {
     "autograd": ("_autograd", "of_autograd"),
     "jax": ("_jax", "on_device"),
     "sympy": ("_sympy", "of_sympy"),
-    "torch": ("_torch", "torch"),
+    "torch": ("_torch.bridge", "torch"),
     "value_and_grad": ("_value_and_grad", "value_and_grad"),
 }
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from hostcall._call import check_function
-from hostcall._errors import SpecError
+from hostcall._core.arguments import check_function
+from hostcall._core.errors import SpecError
+from hostcall._core.spec import Template
 from hostcall._host_function.results import spec_of
-from hostcall._spec import Template
 from hostcall.bridge._autograd_programs import OfFlat, make_thread_safe
 from hostcall.bridge._programs import Bridged, Program, Struct, needed
 

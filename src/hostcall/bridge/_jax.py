@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from hostcall._call import check_function
-from hostcall._errors import SpecError
-from hostcall._spec import Template
+from hostcall._core.arguments import check_function
+from hostcall._core.errors import SpecError
+from hostcall._core.spec import Template
 from hostcall.bridge._jax_programs import NO_MESH, Compiled, Place, is_plain, structs
 from hostcall.bridge._programs import Bridged, Program, Struct
 

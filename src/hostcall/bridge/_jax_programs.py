@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from hostcall import _host_device
-from hostcall._context import current
-from hostcall._errors import original
+from hostcall._core.failures import original
+from hostcall._runtime import host_device
+from hostcall._runtime.context import current
 from hostcall.bridge._programs import Program, Struct, has_tangent, pick_moving
 
 # The other device knows nothing of the mesh around the program that calls.
@@ -121,7 +121,7 @@ class Place:
         self._shared = False
         if device is not None and device.platform == "cpu":
             own = jax.local_devices(backend="cpu")[0].client
-            self._shared = device.client is own or _host_device.is_host(device.client)
+            self._shared = device.client is own or host_device.is_host(device.client)
 
     def find(self) -> Any:
         """The device, inside the call of a program."""

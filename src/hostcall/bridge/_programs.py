@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from hostcall._errors import SpecError
+from hostcall._core.errors import SpecError
+from hostcall._core.spec import Static, Template, is_array_like
 from hostcall._host_function import results
 from hostcall._host_function.function import HostFunction
-from hostcall._spec import Static, Template, is_array_like
 
 tree = jax.tree_util
 Struct: TypeAlias = jax.ShapeDtypeStruct

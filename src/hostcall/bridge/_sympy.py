@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._errors import DerivativeError, SpecError
+from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._host_function import results
 from hostcall._host_function.function import HostFunction
 from hostcall.bridge._programs import needed

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hostcall._errors import SpecError
+from hostcall._core.errors import SpecError
 from hostcall.bridge._programs import needed
 
 

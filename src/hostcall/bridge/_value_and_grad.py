@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._call import check_function
-from hostcall._errors import DerivativeError, ResultError, SpecError
+from hostcall._core.arguments import check_function
+from hostcall._core.errors import DerivativeError, ResultError, SpecError
+from hostcall._core.spec import is_array_like
 from hostcall._host_function import results
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
 from hostcall._host_function.rules import among
-from hostcall._spec import is_array_like
 
 tree = jax.tree_util
 

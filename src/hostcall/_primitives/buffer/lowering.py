@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostcall import _handlers, _jax
-from hostcall._buffers import BufferInfo, BufferParams
+from hostcall import _jax
+from hostcall._engine import targets
+from hostcall._engine.params.buffer import BufferInfo, BufferParams
 from hostcall._primitives.buffer.primitive import buffer_p
 from hostcall._primitives.call import lowering as call_lowering
 
@@ -32,7 +33,7 @@ def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
         _jax.physical_avals(ctx.avals_in),
         params,
         BufferInfo,
-        target=_handlers.GRAPH_TARGET if graph else _handlers.BUFFER_TARGET,
+        target=targets.GRAPH_TARGET if graph else targets.BUFFER_TARGET,
         aliases=dict(params.aliases),
     )
 

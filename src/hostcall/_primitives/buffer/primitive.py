@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._buffers import BufferInfo, BufferParams
-from hostcall._order import effects_of
+from hostcall._core.order import effects_of
+from hostcall._engine.params.buffer import BufferInfo, BufferParams
 from hostcall._primitives.call.batching import batch
 from hostcall._primitives.drop_in.primitive import (
     is_guarded,

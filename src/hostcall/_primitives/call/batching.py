@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._callback import CallParams
-from hostcall._errors import BatchingError
+from hostcall._core.errors import BatchingError
+from hostcall._engine.params.call import CallParams
 from hostcall._primitives.call.primitive import call_p
 
 WHOLE = ("expand_dims", "broadcast_all", "legacy_vectorized")

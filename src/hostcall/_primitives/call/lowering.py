@@ -8,13 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _handlers, _jax, _native, _targets
-from hostcall._callback import CallInfo, CallParams
-from hostcall._errors import HostcallError
-from hostcall._order import ORDERED
+from hostcall import _jax, _native
+from hostcall._core.errors import HostcallError
+from hostcall._core.order import ORDERED
+from hostcall._engine import plans, targets
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.call import CallParams
 from hostcall._primitives import emit
 from hostcall._primitives.across import Source
-from hostcall._primitives.call.primitive import call_p, row_major
+from hostcall._primitives.call.primitive import call_p
+from hostcall._primitives.eager import row_major
+from hostcall._runtime import host_device
 
 
 def lower(
@@ -24,7 +28,7 @@ def lower(
     params: CallParams,
     info_type: Callable[..., CallInfo] = CallInfo,
     ordered: Any = ORDERED,
-    target: str = _handlers.TARGET,
+    target: str = targets.TARGET,
     aliases: dict[int, int] | None = None,
 ) -> list[Any]:
     """Emits the call.
@@ -66,17 +70,17 @@ def prepare(
     Gives the attributes by which the program finds it, and the device whose results
     all processes take. `leader` is the device that calls, or None.
     """
-    _handlers.start_on(client)
+    targets.start_on(client)
     _native.bury()  # programs that died since the last call
     params = info.params
     info.across = _jax.spans_processes(ctx)
     team, source, elsewhere = _team(ctx, client, info, leader)
     signature = emit.signature_of(ctx, params, avals)
-    plan = _targets.make_plan(
+    plan = plans.make_plan(
         params,
         avals,
         info,
-        emit.host_device(client, params),
+        emit.host_device_of(client, params),
         packed=True,
         number=signature,
         team=team,
@@ -110,12 +114,12 @@ def _team(
         # With several processes there is no telling how many of them are here.
         n = _jax.number_of_devices(ctx) if info.mesh is None else info.mesh.size
         if n <= 1 or jax.process_count() > 1:
-            return _targets.ALONE, None, False
+            return plans.ALONE, None, False
         if info.mesh is not None:  # without devices
-            return (_targets.EACH, n, 0), None, False
-        return (_targets.ONCE, n, _targets.FIRST), None, False
+            return (plans.EACH, n, 0), None, False
+        return (plans.ONCE, n, plans.FIRST), None, False
     if info.mesh is not None:
-        return (_targets.EACH, len(local), 0), None, False
+        return (plans.EACH, len(local), 0), None, False
     devices = _jax.program_devices(ctx)
     assert devices is not None
     if leader is None:
@@ -133,7 +137,7 @@ def _team(
         info.caller = leader.process_index
     elsewhere = leader not in local
     caller = emit.ordinal(local[0] if elsewhere else leader)
-    return (_targets.ONCE, len(local), caller), source, elsewhere
+    return (plans.ONCE, len(local), caller), source, elsewhere
 
 
 # --- Platforms that the engine does not serve -----------------------------------------
@@ -158,20 +162,20 @@ def lower_through_jax(
     partitioned: bool = False,
 ) -> list[Any]:
     """The lowering itself, on any platform that JAX's callback serves."""
-    _handlers.start()
+    targets.start()
     info = info_type(params, {}, _jax.manual_mesh(ctx))
     info.across = _jax.spans_processes(ctx)
     avals = _jax.physical_avals(ctx.avals_in)
-    device = _targets.host_device(None)
-    plans: dict[Any, Any] = {}  # by the operands' shapes, which parts of values have
+    device = host_device.above(None)
+    made: dict[Any, Any] = {}  # by the operands' shapes, which parts of values have
 
     def plan_of(operands: Sequence[Any]) -> Any:
         shapes = tuple(operand.shape for operand in operands)
-        if shapes not in plans:
-            plans[shapes] = _targets.make_plan(
+        if shapes not in made:
+            made[shapes] = plans.make_plan(
                 params, operands, info, device, packed=False, number=0
             )
-        return plans[shapes]
+        return made[shapes]
 
     plan_of(avals)
 

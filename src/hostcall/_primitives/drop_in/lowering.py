@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hostcall import _jax
-from hostcall._drop_in import DropInInfo, DropInParams
+from hostcall._engine.params.drop_in import DropInInfo, DropInParams
 from hostcall._primitives.call import lowering as call_lowering
-from hostcall._primitives.drop_in import parts
+from hostcall._primitives.drop_in import blocks
 from hostcall._primitives.drop_in.primitive import PRIMITIVES, bind
 
 
@@ -19,7 +19,7 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     if not _jax.is_served(ctx):
         return lower_elsewhere(ctx, *operands, params=params)
     if params.partitioned and _jax.is_partitioned(ctx):
-        return parts.lower(ctx, *operands, params=params)
+        return blocks.lower(ctx, *operands, params=params)
     place = _jax.place_of_callback(ctx, params.sharding)
     if _jax.is_partitioned(ctx):
         _jax.mark_place(ctx, place)

@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from hostcall import _errors, _jax
-from hostcall._callback import CallInfo
-from hostcall._drop_in import DropInInfo, DropInParams
+from hostcall import _jax
+from hostcall._core import failures
+from hostcall._core.spec import Static
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.drop_in import DropInInfo, DropInParams
 from hostcall._primitives.call.batching import batch
-from hostcall._primitives.call.primitive import run_now
-from hostcall._spec import Static
+from hostcall._primitives.eager import run_now
 
 
 def _primitive(name: str) -> Any:
@@ -118,7 +119,7 @@ def run_eagerly(
         if not infos:  # not the callback: hostcall was not ready to call it
             raise
         raised = infos[0].eager_error(error)
-        _errors.hand_over(error)
+        failures.hand_over(error)
         try:
             if raised is error:
                 raise
@@ -126,7 +127,7 @@ def run_eagerly(
         finally:  # a cycle through this frame would keep what the exception holds
             del raised
     except BaseException as error:  # KeyboardInterrupt, SystemExit
-        _errors.keep(error, handed_over=True)
+        failures.keep(error, handed_over=True)
         raise
     what = params.callback.described
     _jax.refuse_special(results, lambda: f"{primitive.name} of {what()}")

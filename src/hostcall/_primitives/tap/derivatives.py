@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from hostcall import _jax
+from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.tap import primitive
 from hostcall._primitives.tap.primitive import arguments, batched
-from hostcall._tap_info import TapParams
 
 tangent_tap_p = _jax.Primitive("host_tangent_tap")
 cotangent_tap_p = _jax.Primitive("host_cotangent_tap")

@@ -6,20 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from hostcall import _delivery, _handlers, _jax, _native, _targets, _throttle
+from hostcall import _jax, _native
+from hostcall._engine import plans, targets, throttle
+from hostcall._engine.params.tap import TapParams
+from hostcall._engine.tap_info import TapInfo
 from hostcall._primitives import emit
-from hostcall._primitives.call.primitive import row_major
-from hostcall._primitives.tap import shards
+from hostcall._primitives.eager import row_major
+from hostcall._primitives.tap import blocks
 from hostcall._primitives.tap.primitive import arguments, tap_p, whole
-from hostcall._tap_info import TapInfo, TapParams
+from hostcall._runtime import delivery, host_device
 
 
 def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     if params.sharding == "shards" and _jax.is_partitioned(ctx):
-        return shards.lower(ctx, *operands, params=params)
+        return blocks.lower(ctx, *operands, params=params)
     client = _jax.lowering_client(ctx)
-    _handlers.start_on(client)
-    _delivery.start()
+    targets.start_on(client)
+    delivery.start()
     _native.bury()  # programs that died since the last call
     devices = emit.by_ordinal(client)
     info = TapInfo(params, devices, _jax.manual_mesh(ctx))
@@ -28,16 +31,16 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         place = tuple(whole(aval.shape) for aval in arguments(ctx.avals_in, params))
         info.places = dict.fromkeys(devices, place)
     signature = emit.signature_of(ctx, params, ctx.avals_in)
-    plan = _targets.make_plan(
+    plan = plans.make_plan(
         params,
         ctx.avals_in,
         info,
-        _targets.host_device(client),
+        host_device.above(client),
         packed=True,
         number=signature,
         tap=params.settings(
             _leader(ctx, client, info, params.leader),
-            nested=_targets.is_host_client(client),
+            nested=host_device.is_host(client),
         ),
     )
     slot, attributes = emit.take_slot(plan, signature, _jax.spans_processes(ctx))
@@ -45,7 +48,7 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     first = 1 if params.masked else 0
     return emit.emit(
         ctx,
-        _handlers.TAP_TARGET,
+        targets.TAP_TARGET,
         operands,
         attributes,
         order=params.order,
@@ -84,25 +87,25 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     """The lowering on any platform that JAX's callback serves: it brings the values
     to the host, and there they are queued.
     """
-    _handlers.start()
-    _delivery.start()
+    targets.start()
+    delivery.start()
     info = TapInfo(params, {-1: None}, _jax.manual_mesh(ctx))
-    plan = _targets.make_plan(
+    plan = plans.make_plan(
         params,
         ctx.avals_in,
         info,
-        _targets.host_device(None),
+        host_device.above(None),
         packed=False,
         number=0,
         tap=params.settings(),
     )
 
-    throttle = _throttle.Throttle(params)  # here neither device nor run is known
+    own = throttle.Throttle(params)  # here neither device nor run is known
 
     def run(*arrays: Any) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
-        if not masked and throttle.lets(params):
+        if not masked and own.lets(params):
             plan.push(hosts)
         return list(arguments(hosts, params)) if params.through else []
 

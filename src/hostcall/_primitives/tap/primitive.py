@@ -11,19 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import (
-    _delivery,
-    _errors,
-    _fork,
-    _handlers,
-    _host_device,
-    _jax,
-    _targets,
-    _throttle,
-)
-from hostcall._order import effects_of
-from hostcall._primitives.call.primitive import row_major
-from hostcall._tap_info import TapInfo, TapParams, with_axis
+from hostcall import _jax
+from hostcall._core import errors, failures
+from hostcall._core.order import effects_of
+from hostcall._engine import plans, targets, throttle
+from hostcall._engine.params.tap import TapParams
+from hostcall._engine.tap_info import TapInfo
+from hostcall._primitives.eager import row_major
+from hostcall._primitives.tap.axes import with_axis
+from hostcall._runtime import delivery, fork, host_device
 
 tap_p = _jax.Primitive("host_tap")
 tap_p.multiple_results = True
@@ -44,26 +40,26 @@ def arguments(operands: Any, params: TapParams) -> Any:
 
 def _impl(*operands: Any, params: TapParams) -> list[Any]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
-    _handlers.start()
-    _fork.refuse(f"`{params.callback.name}` is tapped")
-    _delivery.start()
+    targets.start()
+    fork.refuse(f"`{params.callback.name}` is tapped")
+    delivery.start()
     results = list(arguments(operands, params)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
     if params.order == "ordered":
-        for failure in _errors.failures_of_effects():
-            _targets.logger.error("an ordered tap goes on after: %s", failure)
+        for failure in failures.failures_of_effects():
+            plans.logger.error("an ordered tap goes on after: %s", failure)
     for home, place, blocks in _blocks(operands, params):
-        if not _throttle.lets(params, home):
+        if not throttle.lets(params, home):
             continue
         arrays = [row_major(block) for block in blocks]
         info = TapInfo(params, {-1: home}, mesh=None)
         info.places = None if place is None else {-1: place}
-        plan = _targets.make_plan(
+        plan = plans.make_plan(
             params,
             arrays,
             info,
-            _host_device.above_here(),
+            host_device.above_here(),
             packed=False,
             number=0,
             tap=params.settings(),
@@ -169,7 +165,7 @@ def _transpose(cotangents: Any, *operands: Any, params: TapParams) -> list[Any]:
     """A tap of tangents, in a program that only wants their transpose: none come."""
     del params
     if cotangents:
-        raise _errors.DerivativeError(
+        raise errors.DerivativeError(
             "hostcall: tap_through of a tangent can't be transposed; use"
             " hc.tap_tangent, or hc.tap_cotangent for what comes back"
         )

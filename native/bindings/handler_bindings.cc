@@ -1,0 +1,133 @@
+#include "bindings/handler_bindings.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "buffer/buffer_object.h"
+#include "handlers/cpu_handlers.h"
+#include "handlers/cuda_handlers.h"
+#include "handlers/host_callback.h"
+
+namespace nb = nanobind;
+
+namespace hostcall {
+namespace {
+
+template <typename F>
+nb::capsule FunctionCapsule(F* function) {
+  return nb::capsule(reinterpret_cast<void*>(function));
+}
+
+nb::dict Handlers() {
+  using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
+  const auto handler = [](Handler* execute, Handler* instantiate) {
+    nb::dict stages;
+    if (instantiate) stages["instantiate"] = FunctionCapsule(instantiate);
+    stages["execute"] = FunctionCapsule(execute);
+    return stages;
+  };
+  const auto type = [](XLA_FFI_TypeId* id) {
+    nb::dict made;
+    made["type_id"] = nb::capsule(id);
+    made["type_info"] = nb::capsule(PlanTypeInfo());
+    return made;
+  };
+  nb::dict all;
+  all["type"] = type(PlanTypeId());
+  all["cuda type"] = type(CudaPlanTypeId());
+  all["call"] = handler(&ExecuteCall, &InstantiateCall);
+  all["tap"] = handler(&ExecuteTap, &InstantiateCall);
+  all["link"] = handler(&ExecuteLink, nullptr);
+  all["verdict"] = handler(&ExecuteVerdict, &InstantiateCall);
+  all["buffer"] = handler(&ExecuteCall, &InstantiateCall);
+  all["graph"] = handler(&ExecuteCall, &InstantiateCall);
+  all["raw"] = handler(&ExecuteRaw, nullptr);
+  all["cuda call"] = handler(&ExecuteCallOnCuda, &InstantiateOnCuda);
+  all["cuda tap"] = handler(&ExecuteTapOnCuda, &InstantiateOnCuda);
+  all["cuda link"] = handler(&ExecuteLinkOnCuda, nullptr);
+  all["cuda verdict"] = handler(&ExecuteVerdictOnCuda, &InstantiateOnCuda);
+  all["cuda buffer"] = handler(&ExecuteBuffersOnCuda, &InstantiateOnCuda);
+  all["cuda graph"] = handler(&ExecuteBuffersInGraph, &InstantiateInGraph);
+  all["staged call"] = handler(&ExecuteCallStaged, &InstantiateCall);
+  all["staged tap"] = handler(&ExecuteTapStaged, &InstantiateCall);
+  all["staged link"] = handler(&ExecuteLinkStaged, nullptr);
+  all["staged verdict"] = handler(&ExecuteVerdictStaged, &InstantiateCall);
+  all["staged buffer"] = handler(&ExecuteBuffersStaged, &InstantiateCall);
+  all["staged graph"] = handler(&ExecuteBuffersStaged, &InstantiateCall);
+  return all;
+}
+
+/// What a pool of pinned memory holds; None before the first block.
+nb::object PinnedState(const PinnedPool* pool) {
+  if (pool == nullptr) return nb::none();
+  const PinnedPool::Stats stats = pool->stats();
+  nb::dict state;
+  state["limit"] = pool->limit();
+  state["allocated"] = stats.allocated_bytes;
+  state["in_use"] = stats.in_use_bytes;
+  state["pending"] = stats.pending_bytes;
+  state["peak"] = stats.peak_bytes;
+  state["allocations"] = stats.allocations;
+  state["reuses"] = stats.reuses;
+  state["waits"] = stats.waits;
+  state["overruns"] = stats.overruns;
+  return state;
+}
+
+}  // namespace
+
+void InitHandlers(nb::module_& m) {
+  m.def("handlers", &Handlers);
+  m.def("cuda_missing", &CudaMissing);
+  m.def(
+      "copy_into",
+      [](nb::object buffer, uintptr_t address, size_t bytes,
+         std::optional<uintptr_t> stream) {
+        if (!IsBuffer(buffer.ptr())) throw nb::type_error("not a Buffer");
+        const BufferObject* to = AsBuffer(buffer.ptr());
+        if (!CheckOpen(to)) throw nb::python_error();
+        if (!to->writeable || !to->call->on_gpu() || to->leaf->bits != 0 ||
+            bytes != static_cast<size_t>(to->leaf->row_bytes)) {
+          throw nb::value_error("not an output of that size on a GPU");
+        }
+        const void* from = reinterpret_cast<const void*>(address);
+        if (bytes != 0) {
+          GilRelease unlocked;  // it may wait for streams
+          CopyOnStream(to->call->stream, to->data, from, bytes, stream);
+        }
+      },
+      nb::arg("buffer"), nb::arg("address"), nb::arg("nbytes"),
+      nb::arg("stream").none());
+  m.def("pinned_pools", [] {
+    return nb::make_tuple(PinnedState(PinnedForCalls()),
+                          PinnedState(PinnedForTaps()));
+  });
+  m.def("limit_pinned", &LimitPinned, nb::arg("for_calls"), nb::arg("for_taps"),
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("run_pending", [](nb::args) { RunPending(); });
+  m.def(
+      "set_host_callback_handler",
+      [](nb::capsule handler, nb::object run_pending) {
+        SetHostCallbackHandler(handler.ptr(), run_pending.ptr());
+      },
+      nb::arg("handler"), nb::arg("run_pending"));
+  m.def("ask_inside", &AskInside);
+  m.def("is_inside", &InsideHostCallback);
+  m.def(
+      "set_streams_for_tests",
+      [](const std::vector<uintptr_t>& addresses) {
+        std::vector<void*> streams;
+        for (uintptr_t address : addresses) {
+          streams.push_back(reinterpret_cast<void*>(address));
+        }
+        SetStreamsForTests(std::move(streams));
+      },
+      nb::arg("addresses"));
+}
+
+}  // namespace hostcall

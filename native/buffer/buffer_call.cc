@@ -1,0 +1,289 @@
+#include "buffer/buffer_call.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "buffer/buffer_object.h"
+#include "plan/arrays.h"
+#include "plan/rows.h"
+
+namespace hostcall {
+namespace {
+
+void RaiseChanged(const Plan& plan, size_t arg) {
+  Ref ignored = Ref::Steal(PyObject_CallMethod(plan.info.get(), "on_changed", "n",
+                                               static_cast<Py_ssize_t>(arg)));
+}
+
+/// The context and the Buffers of one row, in the order of the function's
+/// arguments.
+class OpenBuffers {
+ public:
+  OpenBuffers(const Plan& plan, const ActiveCall& call)
+      : plan_(plan), call_(call), outs_(plan.results.size()), stack_(size()) {}
+
+  /// For ways out that Close did not see.
+  ~OpenBuffers() {
+    for (size_t i = 1; i < size(); ++i) {
+      if (stack()[i] != nullptr) CloseBuffer(AsBuffer(stack()[i]));
+    }
+    if (stack()[0] != nullptr) {
+      reinterpret_cast<ContextObject*>(stack()[0])->call = nullptr;
+    }
+  }
+  OpenBuffers(const OpenBuffers&) = delete;
+  OpenBuffers& operator=(const OpenBuffers&) = delete;
+
+  bool Open(char* const* args, char* const* targets) {
+    for (size_t i = 0; i < size(); ++i) {
+      // Taken, not shared: a call inside this call finds none.
+      PyObject* spare = plan_.spares[i].release();
+      if (spare == nullptr) spare = i == 0 ? NewContext() : NewBuffer();
+      stack()[i] = spare;
+      if (spare == nullptr) return false;
+    }
+    reinterpret_cast<ContextObject*>(stack()[0])->call = &call_;
+    for (size_t i = 1; i < size(); ++i) {
+      const bool out = IsOut(i);
+      OpenBuffer(AsBuffer(stack()[i]), plan_, call_, LeafOf(i),
+                 out ? targets[i - 1] : args[i - 1 - outs_], out);
+    }
+    return true;
+  }
+
+  /// Takes the Buffers back. A Python error stays set; a view that was kept sets
+  /// its own.
+  bool Close(bool ok) {
+    if (AnyHeld()) ok = Report() && ok;
+    for (size_t i = 1 + outs_; i < size(); ++i) {
+      if (stack()[i] == nullptr || !WasChanged(AsBuffer(stack()[i])) || !ok)
+        continue;
+      RaiseChanged(plan_, i - 1 - outs_);
+      ok = false;
+    }
+    if (stack()[0] != nullptr) {
+      auto* context = reinterpret_cast<ContextObject*>(stack()[0]);
+      context->call = nullptr;
+      if (Py_REFCNT(stack()[0]) == 1) Keep(0);
+    }
+    for (size_t i = 1; i < size(); ++i) {
+      if (stack()[i] != nullptr && CloseBuffer(AsBuffer(stack()[i]))) Keep(i);
+    }
+    return ok;
+  }
+
+  PyObject** stack() { return stack_.args(); }
+  size_t size() const { return 1 + outs_ + plan_.args.size(); }
+
+ private:
+  bool IsOut(size_t i) const { return i <= outs_; }
+  const Leaf& LeafOf(size_t i) const {
+    return IsOut(i) ? plan_.results[i - 1] : plan_.args[i - 1 - outs_];
+  }
+  void Keep(size_t i) {
+    plan_.spares[i] = Ref::Steal(std::exchange(stack()[i], nullptr));
+  }
+  bool AnyHeld() {
+    for (size_t i = 1; i < size(); ++i) {
+      if (stack()[i] != nullptr && IsHeld(AsBuffer(stack()[i]))) return true;
+    }
+    return false;
+  }
+
+  /// Raises for what is still held when the frames of a failed call are cleared.
+  bool Report() {
+    return ReportEscapes(plan_, [this](PyObject* held) {
+      for (size_t i = 1; i < size(); ++i) {
+        if (stack()[i] == nullptr || !IsHeld(AsBuffer(stack()[i]))) continue;
+        const bool out = IsOut(i);
+        if (!AddEscape(held, out ? i - 1 : i - 1 - outs_, out)) return false;
+      }
+      return true;
+    });
+  }
+
+  const Plan& plan_;
+  const ActiveCall& call_;
+  size_t outs_;
+  RowArrays stack_;
+};
+
+bool ReturnedNothing(PyObject* value) {
+  if (value == nullptr) return false;
+  if (value == Py_None) return true;
+  PyErr_Format(
+      PyExc_ValueError,
+      "buffer_callback callback must not return any values. It returned %R: "
+      "write to `out`, and end with `return None` (a lambda gives back what "
+      "NumPy's functions return, which is their `out=`)",
+      Py_TYPE(value));
+  return false;
+}
+
+/// Debug mode on the host: a pattern in the outputs, and copies of the inputs.
+///
+/// Where a word of the pattern is left, the function has not written there: 8 bytes
+/// that no result has by chance, or 4 of floats, as which they are a NaN with a
+/// payload of its own. Outputs of less than 4 bytes are only cleared.
+class Watch {
+ public:
+  Watch(const Plan& plan, char* const* args, char* const* targets)
+      : plan_(plan), args_(args), targets_(targets) {
+    static std::atomic<uint64_t> count{1};
+    const uint64_t seed = count.fetch_add(1) * 0x9E3779B97F4A7C15ull;
+    const uint64_t half = 0xFFE5'0000ull | (seed >> 48);
+    mark_ = half << 32 | half;
+    for (size_t i = 0; i < plan.results.size(); ++i) {
+      const int64_t bytes = plan.results[i].row_bytes;
+      if (plan.buffers.Aliases(i)) continue;  // holds an argument's values
+      for (int64_t at = 0; at < bytes; at += 8) {
+        const auto length = static_cast<size_t>(std::min<int64_t>(8, bytes - at));
+        std::memcpy(targets[i] + at, &mark_, length);
+      }
+      if (bytes < 4) std::memset(targets[i], 0, static_cast<size_t>(bytes));
+    }
+    for (size_t i = 0; i < plan.args.size(); ++i) {
+      const int64_t bytes = plan.buffers.Shares(i) ? 0 : plan.args[i].row_bytes;
+      before_.emplace_back(args[i], args[i] + bytes);
+    }
+  }
+
+  /// What was written to an input is put right. Needs no GIL.
+  NativeStatus Look() const {
+    NativeStatus found;
+    for (size_t i = 0; i < before_.size(); ++i) {
+      const std::vector<char>& was = before_[i];
+      if (was.empty() || std::memcmp(args_[i], was.data(), was.size()) == 0)
+        continue;
+      std::memcpy(args_[i], was.data(), was.size());
+      found.changed = static_cast<int>(i);
+      return found;
+    }
+    for (size_t i = 0; i < plan_.results.size(); ++i) {
+      if (plan_.buffers.Aliases(i) || Written(plan_.results[i], targets_[i]))
+        continue;
+      found.unwritten = static_cast<int>(i);
+      return found;
+    }
+    return found;
+  }
+
+ private:
+  bool Written(const Leaf& leaf, const char* data) const {
+    const bool floats = leaf.descr()->kind == 'f' && leaf.row_bytes % 4 == 0 &&
+                        PyDataType_ELSIZE(leaf.descr()) == 4;
+    const int64_t unit = floats || leaf.row_bytes < 8 ? 4 : 8;
+    for (int64_t at = 0; at + unit <= leaf.row_bytes; at += unit) {
+      if (std::memcmp(data + at, &mark_, static_cast<size_t>(unit)) == 0)
+        return false;
+    }
+    return true;
+  }
+  const Plan& plan_;
+  char* const* args_;
+  char* const* targets_;
+  uint64_t mark_;
+  std::vector<std::vector<char>> before_;
+};
+
+/// Gets one row's memory ready on the host. In debug mode gives what watches it;
+/// else small outputs that nobody writes are zeros, and clearing large ones would
+/// cost as much as writing them.
+std::unique_ptr<Watch> Prepare(const Plan& plan, char* const* args,
+                               char* const* targets) {
+  if (plan.buffers.debug) return std::make_unique<Watch>(plan, args, targets);
+  for (size_t i = 0; i < plan.results.size(); ++i) {
+    const Leaf& leaf = plan.results[i];
+    if (leaf.row_bytes > kZeroBytes || plan.buffers.Aliases(i)) continue;
+    std::memset(targets[i], 0, static_cast<size_t>(leaf.row_bytes));
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+bool RunOnBuffers(const Plan& plan, const ActiveCall& call, char* const* args,
+                  char* const* targets) {
+  std::unique_ptr<Watch> watch;
+  if (!call.on_gpu()) watch = Prepare(plan, args, targets);
+  OpenBuffers buffers(plan, call);
+  bool ok = buffers.Open(args, targets);
+  if (ok) {
+    Ref value = Ref::Steal(
+        CallPython(plan.function.get(), buffers.stack(),
+                   buffers.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+    ok = ReturnedNothing(value.get());
+  }
+  ok = buffers.Close(ok);
+  if (!ok || !watch) return ok;
+  const NativeStatus found = watch->Look();
+  if (found.ok()) return true;
+  RaiseStatus(plan, found);
+  return false;
+}
+
+NativeStatus RunNative(const Plan& plan, const void* const* operands,
+                       void* const* results, void* stream) {
+  NativeStatus status;
+  if (plan.rows == 0) return status;
+  const bool on_gpu = stream != nullptr;
+  HostView view(plan, operands, results, on_gpu);
+  Rows rows(plan, nullptr, view);
+  int64_t calls = 0;
+  do {
+    char* const* args = rows.args();
+    char* const* targets = rows.targets();
+    auto** in = reinterpret_cast<void**>(const_cast<char**>(args));
+    auto** out = reinterpret_cast<void**>(const_cast<char**>(targets));
+    ++calls;
+    std::unique_ptr<Watch> watch;
+    if (!on_gpu) watch = Prepare(plan, args, targets);
+    // Code that knows two parameters finds them where they are, and the third
+    // unread, in the C calling conventions of the machines that JAX runs on.
+    if (plan.buffers.status) {
+      using WithStatus = int32_t (*)(void**, void**, void*);
+      status.number =
+          reinterpret_cast<WithStatus>(plan.buffers.address)(out, in, stream);
+    } else {
+      using Plain = void (*)(void**, void**, void*);
+      reinterpret_cast<Plain>(plan.buffers.address)(out, in, stream);
+    }
+    if (watch && status.ok()) status = watch->Look();
+  } while (status.ok() && rows.Next());
+  plan.counters->native_calls.fetch_add(calls, std::memory_order_relaxed);
+  if (status.ok()) {
+    view.Finish();
+  } else {
+    status.row = rows.index();
+  }
+  return status;
+}
+
+void RaiseStatus(const Plan& plan, const NativeStatus& status) {
+  if (status.changed >= 0) {
+    RaiseChanged(plan, static_cast<size_t>(status.changed));
+    return;
+  }
+  if (status.unwritten >= 0) {
+    Ref number = Ref::Steal(PyLong_FromLong(status.unwritten));
+    PyObject* stack[] = {plan.info.get(), number.get()};
+    Ref ignored =
+        Ref::Steal(CallPython(plan.on_unwritten.get(), stack, 2, nullptr));
+    return;
+  }
+  std::string row;
+  for (int64_t index : status.row) {
+    row += (row.empty() ? " in row (" : ", ") + std::to_string(index);
+  }
+  if (!row.empty()) row += ")";
+  PyErr_Format(PyExc_RuntimeError,
+               "hostcall: native code returned %d%s; 0 says that all went well",
+               static_cast<int>(status.number), row.c_str());
+}
+
+}  // namespace hostcall

@@ -1,0 +1,99 @@
+// The context of a buffer callback, and what it shares with Buffers.
+
+#include "buffer/buffer_object.h"
+#include "buffer/buffer_types.h"
+
+namespace hostcall {
+namespace {
+
+PyTypeObject* g_context_type = nullptr;
+PyObject* g_stage = nullptr;
+PyObject* g_ended_error = nullptr;
+PyObject* g_stream_error = nullptr;
+
+const ActiveCall* CallOf(PyObject* self) {
+  const ActiveCall* call = reinterpret_cast<ContextObject*>(self)->call;
+  if (call == nullptr) RaiseEnded("context", "Take what you need during the call.");
+  return call;
+}
+
+PyObject* GetStage(PyObject* self, void*) {
+  if (CallOf(self) == nullptr) return nullptr;
+  Py_INCREF(g_stage);
+  return g_stage;
+}
+PyObject* GetStream(PyObject* self, void*) {
+  const ActiveCall* call = CallOf(self);
+  if (call == nullptr) return nullptr;
+  if (call->on_gpu()) return PyLong_FromVoidPtr(call->stream);
+  PyErr_SetString(g_stream_error, "XLA FFI GPU context is not available");
+  return nullptr;
+}
+PyObject* GetContextDevice(PyObject* self, void*) {
+  const ActiveCall* call = CallOf(self);
+  return call == nullptr ? nullptr : DeviceOf(*call);
+}
+PyObject* GetRun(PyObject* self, void*) {
+  const ActiveCall* call = CallOf(self);
+  return call == nullptr ? nullptr : PyLong_FromLongLong(call->run);
+}
+void DeallocContext(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyGetSetDef context_attributes[] = {
+    {"stage", GetStage, nullptr, "ExecutionStage.EXECUTE.", nullptr},
+    {"stream", GetStream, nullptr,
+     "On a GPU the address of XLA's stream (a CUstream), on which to work. On a "
+     "CPU "
+     "raises jax.errors.JaxRuntimeError.",
+     nullptr},
+    {"device", GetContextDevice, nullptr, "The jax.Device that runs the program.",
+     nullptr},
+    {"run", GetRun, nullptr, "XLA's number of this execution; -1 of an eager call.",
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+}  // namespace
+
+PyObject* RaiseEnded(const char* what, const char* instead) {
+  PyErr_Format(g_ended_error != nullptr ? g_ended_error : PyExc_RuntimeError,
+               "hostcall: this %s belongs to a call that has ended, and its memory "
+               "to XLA again. %s",
+               what, instead);
+  return nullptr;
+}
+
+PyObject* DeviceOf(const ActiveCall& call) {
+  return PyObject_CallMethod(call.plan->info.get(), "device_at", "i",
+                             call.device_ordinal);
+}
+PyObject* NewContext() { return g_context_type->tp_alloc(g_context_type, 0); }
+
+bool InitContexts(PyObject* module) {
+  g_context_type =
+      MakeType(module, "ExecutionContext",
+               "What a buffer callback can ask about the call it is in.\n\n"
+               "stage   ExecutionStage.EXECUTE\n"
+               "stream  on a GPU the address of XLA's stream, on which to "
+               "work; on a CPU raises\n"
+               "        JaxRuntimeError (hc.current().stream is None there)\n"
+               "device  the jax.Device that runs the program\n"
+               "run     XLA's number of this execution; -1 of an eager call",
+               sizeof(ContextObject),
+               {{Py_tp_dealloc, Function(DeallocContext)},
+                {Py_tp_getset, context_attributes}});
+  return g_context_type != nullptr;
+}
+
+void SetBufferNames(PyObject* stage, PyObject* ended_error,
+                    PyObject* stream_error) {
+  for (PyObject* name : {stage, ended_error, stream_error}) Py_INCREF(name);
+  Py_XSETREF(g_stage, stage);
+  Py_XSETREF(g_ended_error, ended_error);
+  Py_XSETREF(g_stream_error, stream_error);
+}
+
+}  // namespace hostcall

@@ -1,0 +1,330 @@
+#include "cuda/pinned_pool.h"
+
+#include <algorithm>
+#include <memory>
+
+namespace hostcall {
+namespace {
+
+/// Between looks at the events of a full pool. A copy of a MiB takes about as long.
+constexpr std::chrono::microseconds kPoll{100};
+
+}  // namespace
+
+// --- Lists ----------------------------------------------------------------------
+
+void PinnedPool::List::Append(PinnedMemory* memory) {
+  memory->next = nullptr;
+  (last != nullptr ? last->next : first) = memory;
+  last = memory;
+}
+
+void PinnedPool::List::Prepend(List others) {
+  if (others.first == nullptr) return;
+  others.last->next = first;
+  first = others.first;
+  if (last == nullptr) last = others.last;
+}
+
+PinnedMemory* PinnedPool::List::Pop() {
+  PinnedMemory* memory = first;
+  if (memory == nullptr) return nullptr;
+  first = memory->next;
+  if (first == nullptr) last = nullptr;
+  return memory;
+}
+
+// --- Blocks ---------------------------------------------------------------------
+
+void PinnedBlock::Release() noexcept {
+  PinnedMemory* memory = std::exchange(memory_, nullptr);
+  size_ = 0;
+  if (memory != nullptr) pool_->Give(memory);
+}
+
+void PinnedBlock::ReleaseAfter(CudaStream stream) {
+  PinnedMemory* memory = std::exchange(memory_, nullptr);
+  size_ = 0;
+  if (memory != nullptr) pool_->GiveAfter(memory, stream);
+}
+
+// --- Taking ---------------------------------------------------------------------
+
+/// Held by the one that may allocate, free and ask for events. Tickets make it
+/// first come, first served. False where the one before is stuck and `may_wait` is
+/// not set.
+class PinnedPool::Turn {
+ public:
+  Turn(PinnedPool& pool, Lock& lock, bool may_wait) : pool_(pool), lock_(lock) {
+    const auto nobodys = [&pool] { return pool.serving_ == pool.tickets_; };
+    if (!may_wait) {
+      pool.changed_.wait(lock, [&] { return nobodys() || pool.full_; });
+      if (!nobodys()) return;
+    }
+    const uint64_t mine = pool.tickets_++;
+    pool.changed_.wait(lock, [&] { return pool.serving_ == mine; });
+    mine_ = true;
+  }
+  ~Turn() {
+    if (!mine_) return;
+    if (!lock_.owns_lock()) lock_.lock();
+    ++pool_.serving_;
+    pool_.changed_.notify_all();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  explicit operator bool() const { return mine_; }
+
+ private:
+  PinnedPool& pool_;
+  Lock& lock_;
+  bool mine_ = false;
+};
+
+size_t PinnedPool::CapacityFor(size_t bytes) {
+  if (bytes > kStep) return (bytes + kStep - 1) / kStep * kStep;
+  size_t capacity = kLeast;
+  while (capacity < bytes) capacity *= 2;
+  return capacity;
+}
+
+PinnedBlock PinnedPool::Acquire(size_t bytes) { return Take(bytes, true); }
+
+PinnedBlock PinnedPool::TryAcquire(size_t bytes) { return Take(bytes, false); }
+
+PinnedBlock PinnedPool::Take(size_t bytes, bool may_wait) {
+  const size_t capacity = CapacityFor(bytes);
+  Lock lock(mutex_);
+  if (serving_ == tickets_ && Fits(capacity) && stats_.allocated_bytes <= limit_) {
+    if (PinnedMemory* memory = PopIdle(capacity)) return HandOut(memory, bytes);
+  }
+  Turn turn(*this, lock, may_wait);
+  if (!turn) return {};
+  Collect(lock);
+  if (!Fits(capacity)) {
+    if (!may_wait) return {};
+    ++stats_.waits;
+    bool over = false;
+    while (!over && !Fits(capacity)) over = !WaitForReturn(lock);
+    if (over) ++stats_.overruns;
+  }
+  // From here on what is out only gets less: nobody takes before the turn ends.
+  PinnedMemory* memory = PopIdle(capacity);
+  if (memory != nullptr) {
+    PinnedBlock block = HandOut(memory, bytes);
+    Evict(lock, limit_);
+    return block;
+  }
+  Evict(lock, limit_ - std::min(limit_, capacity));
+  return PinnedBlock(this, Allocate(lock, capacity), bytes);
+}
+
+/// Idle blocks don't count: they make room when it is needed.
+bool PinnedPool::Fits(size_t capacity) const {
+  const size_t out = stats_.in_use_bytes + stats_.pending_bytes;
+  return out == 0 || out + capacity <= limit_;
+}
+
+PinnedMemory* PinnedPool::PopIdle(size_t capacity) {
+  const auto found = idle_.find(capacity);
+  if (found == idle_.end() || found->second == nullptr) return nullptr;
+  return std::exchange(found->second, found->second->next);
+}
+
+PinnedBlock PinnedPool::HandOut(PinnedMemory* memory, size_t bytes) {
+  ++stats_.reuses;
+  stats_.in_use_bytes += memory->capacity;
+  return PinnedBlock(this, memory, bytes);
+}
+
+/// Finds the blocks whose events have ended. One that can't be asked stays: nothing
+/// says that the device has let go of it.
+void PinnedPool::Collect(Lock& lock) {
+  List asked = std::exchange(pending_, List());
+  if (asked.first == nullptr) return;
+  List ended, others;
+  lock.unlock();
+  while (PinnedMemory* memory = asked.Pop()) {
+    const bool done = driver_.cuEventQuery(memory->event) == kCudaSuccess;
+    (done ? ended : others).Append(memory);
+  }
+  lock.lock();
+  pending_.Prepend(others);  // before those that came meanwhile
+  while (PinnedMemory* memory = ended.Pop()) {
+    stats_.pending_bytes -= memory->capacity;
+    MakeIdle(memory);
+  }
+}
+
+/// False where nothing came back for the whole grace.
+bool PinnedPool::WaitForReturn(Lock& lock) {
+  const uint64_t before = returns_;
+  const auto until = std::chrono::steady_clock::now() + grace_;
+  full_ = true;
+  changed_.notify_all();  // those who don't wait learn that they have to
+  while (returns_ == before && std::chrono::steady_clock::now() < until) {
+    changed_.wait_for(lock, kPoll, [&] { return returns_ != before; });
+    Collect(lock);
+  }
+  full_ = false;
+  return returns_ != before;
+}
+
+/// Frees idle blocks, large ones first, until no more than `most` is allocated.
+void PinnedPool::Evict(Lock& lock, size_t most) {
+  List doomed;
+  for (auto at = idle_.rbegin(); at != idle_.rend(); ++at) {
+    while (at->second != nullptr && stats_.allocated_bytes > most) {
+      PinnedMemory* memory = std::exchange(at->second, at->second->next);
+      stats_.allocated_bytes -= memory->capacity;
+      doomed.Append(memory);
+    }
+  }
+  if (doomed.first == nullptr) return;
+  lock.unlock();
+  while (PinnedMemory* memory = doomed.Pop()) Free(memory);
+  lock.lock();
+}
+
+PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
+  idle_.try_emplace(capacity, nullptr);  // so that giving back needs no memory
+  for (;;) {
+    lock.unlock();
+    auto memory = std::make_unique<PinnedMemory>();
+    void* data = nullptr;
+    driver_.Check(driver_.cuCtxGetCurrent(&memory->context), "cuCtxGetCurrent");
+    const int code =
+        driver_.cuMemHostAlloc(&data, capacity, kCudaHostAllocPortable);
+    lock.lock();
+    if (code == kCudaSuccess) {
+      memory->data = static_cast<char*>(data);
+      memory->capacity = capacity;
+      ++stats_.allocations;
+      stats_.in_use_bytes += capacity;
+      stats_.allocated_bytes += capacity;
+      stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.allocated_bytes);
+      return memory.release();
+    }
+    const size_t before = stats_.allocated_bytes;
+    if (code == kCudaOutOfMemory) Evict(lock, 0);
+    if (stats_.allocated_bytes != before) continue;
+    lock.unlock();
+    driver_.Check(code, "cuMemHostAlloc");
+  }
+}
+
+// --- Giving back ----------------------------------------------------------------
+
+void PinnedPool::MakeIdle(PinnedMemory* memory) noexcept {
+  PinnedMemory*& first = idle_.find(memory->capacity)->second;
+  memory->next = first;
+  first = memory;
+  ++returns_;
+  if (serving_ != tickets_) changed_.notify_all();
+}
+
+void PinnedPool::Give(PinnedMemory* memory) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.in_use_bytes -= memory->capacity;
+  MakeIdle(memory);
+}
+
+void PinnedPool::GiveAfter(PinnedMemory* memory, CudaStream stream) {
+  if (Record(memory, stream)) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats_.in_use_bytes -= memory->capacity;
+    stats_.pending_bytes += memory->capacity;
+    pending_.Append(memory);
+    return;
+  }
+  const int code = driver_.cuStreamSynchronize(stream);
+  if (code == kCudaSuccess) return Give(memory);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    lost_.Append(memory);
+  }
+  driver_.Check(code, "cuStreamSynchronize");
+}
+
+/// The block keeps its event, unless the next stream is of another context: there
+/// it can't be recorded.
+bool PinnedPool::Record(PinnedMemory* memory, CudaStream stream) const {
+  try {
+    ScopedContext current(driver_, stream);
+    if (memory->event_context != current.context()) DestroyEvent(memory);
+    if (memory->event == nullptr) {
+      driver_.Check(driver_.cuEventCreate(&memory->event, kCudaEventDisableTiming),
+                    "cuEventCreate");
+      memory->event_context = current.context();
+    }
+    return driver_.cuEventRecord(memory->event, stream) == kCudaSuccess;
+  } catch (const CudaError&) {
+    return false;  // who calls waits for the stream, and reports what that says
+  }
+}
+
+// --- The whole ------------------------------------------------------------------
+
+void PinnedPool::DestroyEvent(PinnedMemory* memory) const noexcept {
+  if (memory->event == nullptr) return;
+  try {
+    ScopedContext current(driver_, memory->event_context);
+    driver_.cuEventDestroy_v2(memory->event);
+  } catch (const CudaError&) {  // the context is gone, and the event with it
+  }
+  memory->event = nullptr;
+  memory->event_context = nullptr;
+}
+
+void PinnedPool::Free(PinnedMemory* memory) const noexcept {
+  const std::unique_ptr<PinnedMemory> owned(memory);
+  DestroyEvent(memory);
+  try {
+    ScopedContext current(driver_, memory->context);
+    driver_.cuMemFreeHost(memory->data);
+  } catch (const CudaError&) {  // the context is gone, and the memory with it
+  }
+}
+
+void PinnedPool::Trim() {
+  Lock lock(mutex_);
+  Turn turn(*this, lock, false);
+  if (!turn) return;  // the pool is full, and who waits evicts what it can
+  Collect(lock);
+  Evict(lock, 0);
+}
+
+void PinnedPool::set_limit(size_t bytes) {
+  Lock lock(mutex_);
+  limit_ = bytes;
+  ++returns_;
+  changed_.notify_all();
+  Turn turn(*this, lock, false);
+  if (turn) Evict(lock, limit_);
+}
+
+size_t PinnedPool::limit() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return limit_;
+}
+
+PinnedPool::Stats PinnedPool::stats() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return stats_;
+}
+
+PinnedPool::~PinnedPool() {
+  Lock lock(mutex_);
+  while (PinnedMemory* memory = pending_.Pop()) {
+    try {
+      ScopedContext current(driver_, memory->event_context);
+      driver_.cuEventSynchronize(memory->event);
+    } catch (const CudaError&) {  // nothing runs in a context that is gone
+    }
+    MakeIdle(memory);
+  }
+  Evict(lock, 0);
+  while (PinnedMemory* memory = lost_.Pop()) delete memory;  // but not what it owns
+}
+
+}  // namespace hostcall

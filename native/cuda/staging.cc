@@ -1,0 +1,186 @@
+#include "cuda/staging.h"
+
+#include <atomic>
+#include <memory>
+#include <utility>
+
+namespace hostcall {
+namespace {
+
+/// Cache lines and vector registers; NumPy and XLA ask for no more.
+constexpr size_t kAlignment = 64;
+
+size_t Padded(size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+size_t Total(const std::vector<Span>& spans) {
+  size_t total = 0;
+  for (const Span& span : spans) total += Padded(span.bytes);
+  return total;
+}
+
+/// Where values of no bytes are when there are no others. NumPy takes null for
+/// "make memory of your own".
+char* Nowhere() {
+  alignas(kAlignment) static char nowhere[kAlignment];
+  return nowhere;
+}
+
+/// Gives each span its place from `at` on; returns the end.
+char* Place(const std::vector<Span>& spans, char* at, std::vector<void*>& places) {
+  places.reserve(spans.size());
+  for (const Span& span : spans) {
+    places.push_back(at);
+    at += Padded(span.bytes);
+  }
+  return at;
+}
+
+CudaDevicePtr Address(const Span& span) {
+  return reinterpret_cast<CudaDevicePtr>(span.device);
+}
+
+void RefuseCapture(const CudaDriver& driver, CudaStream stream) {
+  int status = 0;
+  driver.Check(driver.cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing");
+  if (status == 0) return;
+  throw CudaError(
+      "hostcall: the stream is being captured into a CUDA graph, in which the host "
+      "can't be called. Keep XLA from it: "
+      "XLA_FLAGS=--xla_gpu_enable_command_buffer=",
+      kCudaCaptureUnsupported);
+}
+
+/// Enqueues the copies to the host. `*enqueued` is set before the first: of one
+/// that fails nobody knows how far it got.
+void CopyToHost(const CudaDriver& driver, CudaStream stream,
+                const std::vector<Span>& spans, const std::vector<void*>& places,
+                bool* enqueued) {
+  for (size_t i = 0; i < spans.size(); ++i) {
+    if (spans[i].bytes == 0) continue;
+    *enqueued = true;
+    driver.Check(driver.cuMemcpyDtoHAsync_v2(places[i], Address(spans[i]),
+                                             spans[i].bytes, stream),
+                 "cuMemcpyDtoHAsync");
+  }
+}
+
+/// For ways out after a failure, which is reported by other means. An event behind
+/// the copies is as good as waiting for them here.
+void ReleaseQuietly(PinnedBlock& block, bool enqueued, CudaStream stream) noexcept {
+  if (!block || !enqueued) return block.Release();
+  try {
+    block.ReleaseAfter(stream);
+  } catch (const CudaError&) {  // the pool keeps the block from being used again
+  }
+}
+
+}  // namespace
+
+// --- Calls ----------------------------------------------------------------------
+
+StagedCall::StagedCall(const CudaDriver& driver, PinnedPool& pool,
+                       CudaStream stream, std::vector<Span> operands,
+                       std::vector<Span> results)
+    : driver_(driver),
+      stream_(stream),
+      operands_(std::move(operands)),
+      results_(std::move(results)) {
+  const size_t bytes = Total(operands_) + Total(results_);
+  {
+    ScopedContext current(driver_, stream_);
+    RefuseCapture(driver_, stream_);
+    if (bytes != 0) block_ = pool.Acquire(bytes);
+  }
+  char* at = block_ ? block_.data() : Nowhere();
+  at = Place(operands_, at, operand_data_);
+  Place(results_, at, result_data_);
+}
+
+StagedCall::~StagedCall() { ReleaseQuietly(block_, in_flight_, stream_); }
+
+void StagedCall::Fetch() {
+  ScopedContext current(driver_, stream_);
+  CopyToHost(driver_, stream_, operands_, operand_data_, &in_flight_);
+  if (!in_flight_) return;
+  driver_.Check(driver_.cuStreamSynchronize(stream_), "cuStreamSynchronize");
+  in_flight_ = false;
+}
+
+void StagedCall::Store() {
+  ScopedContext current(driver_, stream_);
+  for (size_t i = 0; i < results_.size(); ++i) {
+    if (results_[i].bytes == 0) continue;
+    in_flight_ = true;
+    driver_.Check(
+        driver_.cuMemcpyHtoDAsync_v2(Address(results_[i]), result_data_[i],
+                                     results_[i].bytes, stream_),
+        "cuMemcpyHtoDAsync");
+  }
+  if (in_flight_) {
+    block_.ReleaseAfter(stream_);
+  } else {
+    block_.Release();
+  }
+}
+
+// --- Taps -----------------------------------------------------------------------
+
+namespace {
+
+std::atomic<int64_t> g_failed_deliveries{0};
+
+/// What a tap needs on the driver's thread. Goes from the last member to the first:
+/// what `deliver` holds is gone before the block is back.
+struct TapJob {
+  PinnedBlock block;
+  std::vector<void*> data;
+  Deliver deliver;
+};
+
+/// Called by the driver when the copies have ended. Makes no CUDA call: the block
+/// is let go without an event, which takes the pool's lock and no more.
+void RunTap(void* adopted) {
+  const std::unique_ptr<TapJob> job(static_cast<TapJob*>(adopted));
+  try {
+    job->deliver(job->data.data());
+  } catch (...) {
+    g_failed_deliveries.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace
+
+bool StageTap(const CudaDriver& driver, PinnedPool& pool, CudaStream stream,
+              const std::vector<Span>& spans, bool may_wait, Deliver deliver) {
+  ScopedContext current(driver, stream);
+  RefuseCapture(driver, stream);
+  auto job = std::make_unique<TapJob>();
+  job->deliver = std::move(deliver);
+  const size_t bytes = Total(spans);
+  if (bytes != 0) {
+    job->block = may_wait ? pool.Acquire(bytes) : pool.TryAcquire(bytes);
+    if (!job->block) return false;
+  }
+  Place(spans, job->block ? job->block.data() : Nowhere(), job->data);
+  bool enqueued = false;
+  try {
+    CopyToHost(driver, stream, spans, job->data, &enqueued);
+    driver.Check(driver.cuLaunchHostFunc(stream, RunTap, job.get()),
+                 "cuLaunchHostFunc");
+  } catch (...) {
+    ReleaseQuietly(job->block, enqueued, stream);
+    throw;
+  }
+  // The function owns it, and may have freed it by now: only the pointer is
+  // dropped.
+  (void)job.release();
+  return true;
+}
+
+int64_t FailedDeliveries() {
+  return g_failed_deliveries.load(std::memory_order_relaxed);
+}
+
+}  // namespace hostcall

@@ -1,0 +1,391 @@
+// Threads. XLA enters handlers on the threads that enqueue a program's work,
+// without the GIL, and goes on with the next piece of work when they return: what
+// they put on the stream runs later, in order. The copies, their memory and their
+// failures are staging.h's business; the queue of taps is bounded here, before
+// anything is enqueued, since the driver's thread that delivers must never wait.
+
+#include "handlers/cuda_handlers.h"
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/engine.h"
+#include "buffer/buffer_object.h"
+#include "cuda/staging.h"
+#include "handlers/cpu_handlers.h"
+#include "handlers/ffi.h"
+#include "handlers/run_call.h"
+#include "invoke/tap_worker.h"
+
+namespace hostcall {
+namespace {
+
+std::atomic<PinnedPool*> g_for_calls{nullptr}, g_for_taps{nullptr};
+std::atomic<size_t> g_call_limit{1'000'000'000}, g_tap_limit{256'000'000};
+std::mutex g_pools_mutex;
+
+const CudaDriver& Driver() {
+  std::string why;
+  const CudaDriver* driver = CudaDriver::Get(&why);
+  if (driver == nullptr) throw std::runtime_error(why);
+  return *driver;
+}
+
+/// Never destroyed: blocks come back from the driver's threads until the very end.
+PinnedPool& PoolIn(std::atomic<PinnedPool*>& place,
+                   const std::atomic<size_t>& limit) {
+  PinnedPool* pool = place.load();
+  if (pool != nullptr) return *pool;
+  std::lock_guard<std::mutex> lock(g_pools_mutex);
+  pool = place.load();
+  if (pool == nullptr) {
+    pool = new PinnedPool(Driver(), limit.load());
+    place.store(pool);
+  }
+  return *pool;
+}
+
+/// The stream's frame, its operands and results: what every handler begins with.
+struct Work {
+  Work(XLA_FFI_CallFrame* f, const PlanState& s, void* on, size_t n_results)
+      : frame(f),
+        state(s),
+        stream(static_cast<CudaStream>(on)),
+        operands(f->args, f->args.args, s.plan->operands()),
+        results(f->rets, f->rets.rets, n_results) {}
+  bool ok() const { return operands.ok() && results.ok(); }
+  XLA_FFI_Error* Mismatch() const {
+    return MakeError(frame->api,
+                     "hostcall: the program passes another number of buffers "
+                     "than it was lowered with");
+  }
+  /// All operands, the mask first.
+  std::vector<Span> OperandSpans() {
+    const Plan& plan = *state.plan;
+    std::vector<Span> spans;
+    if (plan.masked) {
+      spans.push_back({operands.data()[0], static_cast<size_t>(plan.mask_rows)});
+    }
+    for (const Leaf& leaf : plan.args) {
+      spans.push_back({operands.data()[spans.size()], leaf.buffer_bytes()});
+    }
+    return spans;
+  }
+  std::vector<Span> ResultSpans() {
+    std::vector<Span> spans;
+    for (const Leaf& leaf : state.plan->results) {
+      spans.push_back({results.data()[spans.size()], leaf.buffer_bytes()});
+    }
+    if (state.plan->tells) {
+      spans.push_back({results.data()[spans.size()], kOutcomeBytes});
+    }
+    return spans;
+  }
+
+  XLA_FFI_CallFrame* frame;
+  const PlanState& state;
+  CudaStream stream;
+  Pointers operands, results;
+};
+
+/// Of a call whose values could not be brought to the host: other devices and
+/// processes wait for its outcome. Throws where the GPU takes no more work.
+XLA_FFI_Error* TellThatNoneWasMade(Work& work, const char* why) {
+  const PlanState& state = work.state;
+  state.plan->failures.Note(RunId(work.frame), why);
+  if (state.team) {
+    Drop(work.frame->api, FailWithTeam(work.frame, state, why));
+  }
+  ScopedContext current(Driver(), work.stream);
+  const std::vector<Span> results = work.ResultSpans();
+  for (const Span& span : results) {
+    if (span.bytes == 0) continue;
+    const auto address = reinterpret_cast<CudaDevicePtr>(span.device);
+    Driver().Check(Driver().cuMemsetD8Async(address, 0, span.bytes, work.stream),
+                   "cuMemsetD8Async");
+  }
+  const auto outcome = reinterpret_cast<CudaDevicePtr>(results.back().device);
+  Driver().Check(Driver().cuMemsetD8Async(outcome, 1, 1, work.stream),
+                 "cuMemsetD8Async");
+  return nullptr;
+}
+
+XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type) {
+  const PlanState* state = nullptr;
+  if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
+  Work work(frame, *state, stream, state->plan->outputs());
+  if (!work.ok()) return work.Mismatch();
+  const CudaDriver& driver = Driver();
+  std::optional<StagedCall> staged;
+  try {
+    const std::vector<Span> operands = work.OperandSpans();
+    staged.emplace(driver, PoolIn(g_for_calls, g_call_limit), work.stream, operands,
+                   work.ResultSpans());
+    staged->Fetch();
+    // Without bytes nothing was waited for. A call with an effect has a token, and
+    // comes when the device does.
+    const bool effect =
+        static_cast<size_t>(frame->rets.size) > state->plan->outputs();
+    const bool waited =
+        std::any_of(operands.begin(), operands.end(),
+                    [](const Span& span) { return span.bytes != 0; });
+    if (effect && !waited) {
+      ScopedContext current(driver, work.stream);
+      driver.Check(driver.cuStreamSynchronize(work.stream), "cuStreamSynchronize");
+    }
+  } catch (const std::exception& e) {
+    if (state->plan->tells) return TellThatNoneWasMade(work, e.what());
+    if (!state->team) throw;
+    return FailWithTeam(frame, *state, e.what());  // others wait for it
+  }
+  XLA_FFI_Error* error =
+      MakeCall(frame, *state, const_cast<void* const*>(staged->operands()),
+               staged->results());
+  if (error == nullptr) staged->Store();
+  return error;
+}
+
+XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type) {
+  const PlanState* state = nullptr;
+  if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
+  Pointers operands(frame->args, frame->args.args, state->plan->outputs());
+  if (!operands.ok())
+    return MakeError(frame->api, "hostcall: no outcome to judge by");
+  const std::vector<Span> outcome{{operands.data()[0], kOutcomeBytes}};
+  StagedCall staged(Driver(), PoolIn(g_for_calls, g_call_limit),
+                    static_cast<CudaStream>(stream), outcome, {});
+  staged.Fetch();
+  return ErrorOfOutcome(frame, *state->plan, staged.operands()[0]);
+}
+
+XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, void* stream,
+                         XLA_FFI_TypeId* type) {
+  const PlanState* state = nullptr;
+  if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
+  Work work(frame, *state, stream, state->plan->results.size());
+  if (!work.ok()) return work.Mismatch();
+  for (const auto* leaves : {&state->plan->args, &state->plan->results}) {
+    for (const Leaf& leaf : *leaves) {
+      if (leaf.bits == 0 || state->plan->grid.empty()) continue;
+      return MakeError(frame->api,
+                       "hostcall: rows of elements smaller than a byte do not "
+                       "begin at a byte in a "
+                       "GPU's memory. Use vmap_method='expand_dims'");
+    }
+  }
+  ScopedContext current(Driver(), work.stream);
+  return MakeCall(frame, *state, work.operands.data(), work.results.data(), stream);
+}
+
+XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type) {
+  const PlanState* state = nullptr;
+  if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
+  const Plan& plan = *state->plan;
+  const size_t wanted =
+      plan.tap.through ? plan.args.size() : static_cast<size_t>(plan.tap.linked);
+  Work work(frame, *state, stream, wanted);
+  if (!work.ok()) return work.Mismatch();
+  const CudaDriver& driver = Driver();
+  const std::vector<Span> spans = work.OperandSpans();
+  ScopedContext current(driver, work.stream);
+  for (size_t i = 0; plan.tap.through && i < plan.args.size(); ++i) {
+    const Span& in = spans[i + (plan.masked ? 1 : 0)];
+    void* out = work.results.data()[i];
+    if (out == in.device || in.bytes == 0) continue;
+    driver.Check(
+        driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(out),
+                                    reinterpret_cast<CudaDevicePtr>(in.device),
+                                    in.bytes, work.stream),
+        "cuMemcpyDtoDAsync");
+  }
+  if (plan.tap.linked) {
+    driver.Check(driver.cuMemsetD8Async(
+                     reinterpret_cast<CudaDevicePtr>(work.results.data()[0]), 0,
+                     sizeof(int32_t), work.stream),
+                 "cuMemsetD8Async");
+  }
+  const int device = DeviceOrdinal(frame);
+  if (!IsWanted(*state, device)) return nullptr;
+  // What `where` keeps back does not count for `every`, and is seen on the host.
+  std::shared_ptr<Throttle> later = plan.masked ? state->throttle : nullptr;
+  const int64_t run = RunId(frame);
+  if (!later && IsSkipped(plan, state->throttle.get(), device, run)) return nullptr;
+  {
+    Entry entry;
+    if (!entry) {
+      return MakeError(frame->api, ClosedText(),
+                       XLA_FFI_Error_Code_FAILED_PRECONDITION);
+    }
+  }
+  const bool nested = plan.tap.nested || OnTapWorker();
+  const bool blocks = plan.tap.when_full == WhenFull::kBlock;
+  if (blocks && !nested) TapQueue::Get().AwaitSpace(plan.tap.bytes);
+  Deliver deliver = [plan = state->plan, later, device,
+                     run](const void* const* data) {
+    Entry entry;
+    if (!entry || IsMasked(*plan, data)) return;
+    if (IsSkipped(*plan, later.get(), device, run)) return;
+    PushTap(*plan, device, run, data, true);
+  };
+  const bool sent = StageTap(driver, PoolIn(g_for_taps, g_tap_limit), work.stream,
+                             spans, blocks, std::move(deliver));
+  if (!sent) {
+    plan.counts->dropped.fetch_add(1, std::memory_order_relaxed);
+    TapQueue::Get().CountDropped();
+  }
+  return nullptr;
+}
+
+XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId*) {
+  Pointers in(frame->args, frame->args.args, 1);
+  Pointers out(frame->rets, frame->rets.rets, 1);
+  if (!in.ok() || !out.ok()) {
+    return MakeError(frame->api, "hostcall: a link has one operand and one result");
+  }
+  const CudaDriver& driver = Driver();
+  ScopedContext current(driver, static_cast<CudaStream>(stream));
+  driver.Check(
+      driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(out.data()[0]),
+                                  reinterpret_cast<CudaDevicePtr>(in.data()[0]),
+                                  sizeof(int32_t), static_cast<CudaStream>(stream)),
+      "cuMemcpyDtoDAsync");
+  return nullptr;
+}
+
+using Body = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*, void* stream,
+                                XLA_FFI_TypeId* type);
+
+XLA_FFI_Error* OnXlasStream(XLA_FFI_CallFrame* frame, Body body,
+                            uint32_t traits = 0) {
+  return Guarded(
+      frame,
+      [body](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
+        void* stream = StreamOf(f);
+        if (stream == nullptr) {
+          return MakeError(f->api, "hostcall: XLA gave no stream of a GPU");
+        }
+        return body(f, stream, CudaPlanTypeId());
+      },
+      XLA_FFI_UNKNOWN_TYPE_ID, traits);
+}
+
+std::vector<void*>& StreamsForTests() {
+  static auto* streams = new std::vector<void*>();
+  return *streams;
+}
+
+XLA_FFI_Error* OnAStreamOfTests(XLA_FFI_CallFrame* frame, Body body) {
+  return Guarded(frame, [body](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
+    const std::vector<void*>& streams = StreamsForTests();
+    const auto device = static_cast<size_t>(DeviceOrdinal(f));
+    void* stream = streams.at(device % streams.size());
+    XLA_FFI_Error* error = body(f, stream, PlanTypeId());
+    const CudaDriver& driver = Driver();
+    ScopedContext current(driver, static_cast<CudaStream>(stream));
+    driver.Check(driver.cuStreamSynchronize(static_cast<CudaStream>(stream)),
+                 "cuStreamSynchronize");
+    return error;
+  });
+}
+
+}  // namespace
+
+XLA_FFI_Error* ExecuteCallOnCuda(XLA_FFI_CallFrame* f) {
+  return OnXlasStream(f, Call);
+}
+XLA_FFI_Error* ExecuteTapOnCuda(XLA_FFI_CallFrame* f) {
+  return OnXlasStream(f, Tap);
+}
+XLA_FFI_Error* ExecuteLinkOnCuda(XLA_FFI_CallFrame* f) {
+  return OnXlasStream(f, Link);
+}
+XLA_FFI_Error* ExecuteVerdictOnCuda(XLA_FFI_CallFrame* f) {
+  return OnXlasStream(f, Judge);
+}
+XLA_FFI_Error* ExecuteBuffersOnCuda(XLA_FFI_CallFrame* f) {
+  return OnXlasStream(f, OnBuffers);
+}
+XLA_FFI_Error* ExecuteBuffersInGraph(XLA_FFI_CallFrame* f) {
+  return OnXlasStream(f, OnBuffers,
+                      XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
+}
+
+XLA_FFI_Error* ExecuteCallStaged(XLA_FFI_CallFrame* f) {
+  return OnAStreamOfTests(f, Call);
+}
+XLA_FFI_Error* ExecuteTapStaged(XLA_FFI_CallFrame* f) {
+  return OnAStreamOfTests(f, Tap);
+}
+XLA_FFI_Error* ExecuteLinkStaged(XLA_FFI_CallFrame* f) {
+  return OnAStreamOfTests(f, Link);
+}
+XLA_FFI_Error* ExecuteVerdictStaged(XLA_FFI_CallFrame* f) {
+  return OnAStreamOfTests(f, Judge);
+}
+XLA_FFI_Error* ExecuteBuffersStaged(XLA_FFI_CallFrame* f) {
+  return OnAStreamOfTests(f, OnBuffers);
+}
+
+void SetStreamsForTests(std::vector<void*> streams) {
+  StreamsForTests() = std::move(streams);
+}
+
+PinnedPool* PinnedForCalls() { return g_for_calls.load(); }
+PinnedPool* PinnedForTaps() { return g_for_taps.load(); }
+
+void LimitPinned(size_t for_calls, size_t for_taps) {
+  std::lock_guard<std::mutex> lock(g_pools_mutex);
+  g_call_limit.store(for_calls);
+  g_tap_limit.store(for_taps);
+  if (PinnedPool* pool = g_for_calls.load()) pool->set_limit(for_calls);
+  if (PinnedPool* pool = g_for_taps.load()) pool->set_limit(for_taps);
+}
+
+void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
+                  std::optional<uintptr_t> made_on) {
+  const CudaDriver& driver = Driver();
+  const auto on = static_cast<CudaStream>(stream);
+  const bool same = made_on && *made_on == reinterpret_cast<uintptr_t>(stream);
+  ScopedContext current(driver, on);
+  if (!made_on || *made_on == 0) {  // it may have been made on any
+    driver.Check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
+  } else if (!same) {  // 1 and 2 name the default streams, to the driver too
+    const auto theirs = reinterpret_cast<CudaStream>(*made_on);
+    driver.Check(driver.cuStreamSynchronize(theirs), "cuStreamSynchronize");
+  }
+  driver.Check(
+      driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(to),
+                                  reinterpret_cast<CudaDevicePtr>(from), bytes, on),
+      "cuMemcpyDtoDAsync");
+  // Whoever made it on another stream may use its memory again at once.
+  if (!same) driver.Check(driver.cuStreamSynchronize(on), "cuStreamSynchronize");
+}
+
+std::string CudaMissing() {
+  std::string why;
+  return CudaDriver::Get(&why) != nullptr ? "" : why;
+}
+
+bool WaitForStream(void* ours, void* theirs) {
+  if (ours == theirs) return true;
+  try {
+    const CudaDriver& driver = Driver();
+    const auto stream = static_cast<CudaStream>(ours);
+    ScopedContext current(driver, stream);
+    GilRelease unlocked(true);
+    driver.Check(driver.cuStreamSynchronize(stream), "cuStreamSynchronize");
+    return true;
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_BufferError, e.what());
+    return false;
+  }
+}
+
+}  // namespace hostcall

@@ -1,0 +1,266 @@
+// What every handler needs of XLA's C interface.
+//
+// Versions. XLA's structs say how large they are, so that a newer XLA may have more
+// members and an older one fewer; XLA asks each handler for the version of its
+// headers when it is registered, and answers for that. What a handler uses of XLA
+// beyond the version's word is looked at when a place of a program is instantiated
+// (InterfaceFault): the structs that are passed there are those of every call, so
+// no call looks again.
+//
+// Knows no Python (tests/native/ffi_test.cc: with an XLA of its own).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#if defined(__GLIBCXX__)
+#include <cxxabi.h>
+#endif
+
+#include "base/detached.h"
+#include "base/engine.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace hostcall {
+
+inline XLA_FFI_Error* MakeError(
+    const XLA_FFI_Api* api, const std::string& text,
+    XLA_FFI_Error_Code code = XLA_FFI_Error_Code_INTERNAL) {
+  XLA_FFI_Error_Create_Args args;
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.message = text.c_str();
+  args.errc = code;
+  return api->XLA_FFI_Error_Create(&args);
+}
+
+/// True where XLA only asked what interface the handler was built for.
+inline bool AnswerMetadata(const XLA_FFI_CallFrame* frame,
+                           XLA_FFI_TypeId state_type, uint32_t traits = 0) {
+  using Base = std::remove_pointer_t<decltype(frame->extension_start)>;
+  for (Base* base = frame->extension_start; base != nullptr; base = base->next) {
+    if (base->type != XLA_FFI_Extension_Metadata) continue;
+    auto* extension = reinterpret_cast<XLA_FFI_Metadata_Extension*>(base);
+    // There is no interface to make an error with. Who gets no version refuses the
+    // handler itself.
+    if (base->struct_size < XLA_FFI_Metadata_Extension_STRUCT_SIZE) return true;
+    XLA_FFI_Metadata* metadata = extension->metadata;
+    if (metadata->struct_size < XLA_FFI_Metadata_STRUCT_SIZE) return true;
+    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    metadata->traits = traits;
+    metadata->state_type_id = state_type;  // not in STRUCT_SIZE, in any version
+    return true;
+  }
+  return false;
+}
+
+/// The version that brought the last of what handlers use (jaxlib 0.10.2).
+constexpr int kOldestMajor = 0, kOldestMinor = 3;
+
+/// Whether XLA can be told of an error at all.
+inline bool CanFail(const XLA_FFI_CallFrame* frame) {
+  if (frame->struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_CallFrame, api)) {
+    return false;
+  }
+  const XLA_FFI_Api* api = frame->api;
+  return api != nullptr &&
+         api->struct_size >=
+             XLA_FFI_STRUCT_SIZE(XLA_FFI_Api, XLA_FFI_Error_Create) &&
+         api->XLA_FFI_Error_Create != nullptr;
+}
+
+/// What handlers use that this XLA lacks; empty for nothing. `CanFail` holds.
+inline std::string InterfaceFault(const XLA_FFI_CallFrame* frame) {
+  const XLA_FFI_Api* api = frame->api;
+  const XLA_FFI_Api_Version& has = api->api_version;
+  std::string lacks;
+  if (has.major_version != kOldestMajor || has.minor_version < kOldestMinor) {
+    lacks = "this version's members";
+  } else if (frame->struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_CallFrame, attrs) ||
+             frame->args.struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_Args, args) ||
+             frame->rets.struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_Rets, rets) ||
+             frame->attrs.struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_Attrs, attrs)) {
+    lacks = "members of XLA_FFI_CallFrame";
+  } else if (api->struct_size <
+             XLA_FFI_STRUCT_SIZE(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get)) {
+    lacks = "functions of XLA_FFI_Api";
+  } else {
+    const auto need = [&lacks](bool there, const char* name) {
+      if (!there) lacks += (lacks.empty() ? "" : ", ") + std::string(name);
+    };
+    need(api->XLA_FFI_Error_Destroy, "XLA_FFI_Error_Destroy");
+    need(api->XLA_FFI_Stream_Get, "XLA_FFI_Stream_Get");
+    need(api->XLA_FFI_State_Set, "XLA_FFI_State_Set");
+    need(api->XLA_FFI_State_Get, "XLA_FFI_State_Get");
+    need(api->XLA_FFI_RunId_Get, "XLA_FFI_RunId_Get");
+    need(api->XLA_FFI_DeviceOrdinal_Get, "XLA_FFI_DeviceOrdinal_Get");
+  }
+  if (lacks.empty()) return lacks;
+  const auto version = [](int major, int minor) {
+    return std::to_string(major) + "." + std::to_string(minor);
+  };
+  return "hostcall: this jaxlib has version " +
+         version(has.major_version, has.minor_version) +
+         " of XLA's FFI interface, and lacks " + lacks +
+         ". hostcall was built for " +
+         version(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR) + " and needs " +
+         version(kOldestMajor, kOldestMinor) +
+         " or later: install a jaxlib from 0.10.2 on, or build hostcall with yours";
+}
+
+/// An error that XLA made, on its way back to XLA.
+struct XlaError {
+  XLA_FFI_Error* error;
+};
+
+inline uint64_t Attribute(const XLA_FFI_CallFrame* frame, std::string_view name) {
+  const XLA_FFI_Attrs& attrs = frame->attrs;
+  for (int64_t i = 0; i < attrs.size; ++i) {
+    if (std::string_view(attrs.names[i]->ptr, attrs.names[i]->len) != name ||
+        attrs.types[i] != XLA_FFI_AttrType_SCALAR) {
+      continue;
+    }
+    const auto* scalar = static_cast<const XLA_FFI_Scalar*>(attrs.attrs[i]);
+    if (scalar->dtype != XLA_FFI_DataType_U64) return 0;
+    uint64_t value;
+    std::memcpy(&value, scalar->value, sizeof value);
+    return value;
+  }
+  return 0;
+}
+
+/// Lets go of an error that changes nothing.
+inline bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
+  if (error == nullptr) return false;
+  XLA_FFI_Error_Destroy_Args args;
+  args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.error = error;
+  api->XLA_FFI_Error_Destroy(&args);
+  return true;
+}
+
+/// The device that a program runs on; never -1, which stands for no program.
+/// Throws.
+inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
+  XLA_FFI_DeviceOrdinal_Get_Args args;
+  args.struct_size = XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.ctx = frame->ctx;
+  args.device_ordinal = -1;
+  XLA_FFI_Error* error = frame->api->XLA_FFI_DeviceOrdinal_Get(&args);
+  if (error != nullptr) throw XlaError{error};
+  if (args.device_ordinal < 0) {
+    throw std::runtime_error("hostcall: XLA doesn't say which device this is");
+  }
+  return args.device_ordinal;
+}
+
+/// Data pointers of buffers, on the stack where they are few. An ordered call has
+/// a token before its operands and results; it has no data, and is skipped.
+class Pointers {
+ public:
+  template <typename List>
+  Pointers(const List& list, void* const* items, size_t wanted) {
+    const size_t size = static_cast<size_t>(list.size);
+    ok_ = size == wanted || size == wanted + 1;
+    if (!ok_) return;
+    const size_t first = size - wanted;
+    if (wanted > kInline) heap_.reset(new void*[wanted]);
+    for (size_t i = 0; i < wanted; ++i) {
+      data()[i] = static_cast<const XLA_FFI_Buffer*>(items[first + i])->data;
+    }
+  }
+  bool ok() const { return ok_; }
+  void** data() { return heap_ ? heap_.get() : inline_; }
+
+ private:
+  static constexpr size_t kInline = 8;
+  bool ok_;
+  void* inline_[kInline];
+  std::unique_ptr<void*[]> heap_;
+};
+
+/// XLA's number of this execution of the program. Throws.
+inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
+  XLA_FFI_RunId_Get_Args args;
+  args.struct_size = XLA_FFI_RunId_Get_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.ctx = frame->ctx;
+  args.run_id = 0;
+  XLA_FFI_Error* error = frame->api->XLA_FFI_RunId_Get(&args);
+  if (error != nullptr) throw XlaError{error};
+  return args.run_id;
+}
+
+/// XLA's stream on a GPU; null where there is none.
+inline void* StreamOf(const XLA_FFI_CallFrame* frame) {
+  XLA_FFI_Stream_Get_Args args;
+  args.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.ctx = frame->ctx;
+  args.stream = nullptr;
+  if (Drop(frame->api, frame->api->XLA_FFI_Stream_Get(&args))) return nullptr;
+  return args.stream;
+}
+
+inline const char* ClosedText() {
+  return Engine::Get().forked()
+             ? "hostcall: this process was forked from one that had started "
+               "JAX, whose threads do not exist here. Start workers with "
+               "multiprocessing's 'spawn' or 'forkserver' method"
+             : "hostcall: the interpreter is shutting down, and Python can't be "
+               "called any more. Wait for your programs "
+               "(jax.block_until_ready) before the script ends";
+}
+
+/// The end of a list of handlers, for what is no std::exception: code of users may
+/// throw anything. A thread that is ended from inside (pthread_exit,
+/// pthread_cancel) is unwound by an exception too, which glibc lets nobody keep.
+#if defined(__GLIBCXX__)
+#define HOSTCALL_CATCH_THE_REST         \
+  catch (const abi::__forced_unwind&) { \
+    throw;                              \
+  }                                     \
+  catch (...)
+#else
+#define HOSTCALL_CATCH_THE_REST catch (...)
+#endif
+
+/// Of what is being handled.
+inline std::string TextOfTheRest() {
+  return "hostcall: native code threw something that is no std::exception. What it "
+         "finds should be told by its status (hc.native(..., status=True))";
+}
+
+inline std::string TextOf(const std::exception& error) {
+  const std::string text = error.what();
+  return text.rfind("hostcall: ", 0) == 0 ? text : "hostcall: " + text;
+}
+
+/// What every handler does its work in. No exception gets out, but that which ends
+/// the thread.
+template <typename Body>
+XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, Body body,
+                       XLA_FFI_TypeId state_type = XLA_FFI_UNKNOWN_TYPE_ID,
+                       uint32_t traits = 0) {
+  if (AnswerMetadata(frame, state_type, traits)) return nullptr;
+  const Detached detached;
+  try {
+    return body(frame);
+  } catch (const XlaError& failure) {
+    return failure.error;
+  } catch (const std::exception& error) {
+    return MakeError(frame->api, TextOf(error));
+  }
+  HOSTCALL_CATCH_THE_REST { return MakeError(frame->api, TextOfTheRest()); }
+}
+
+}  // namespace hostcall

@@ -1,0 +1,237 @@
+#include "handlers/run_call.h"
+
+#include <cstring>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "base/engine.h"
+#include "base/report.h"
+#include "buffer/buffer_call.h"
+#include "handlers/ffi.h"
+#include "handlers/host_callback.h"
+#include "invoke/invoke.h"
+
+namespace hostcall {
+namespace {
+
+/// Where a call comes from.
+struct CallSite {
+  const XLA_FFI_CallFrame* frame;  ///< the handler's, which returns after the call
+  int ordinal;
+  int64_t run;
+  void* stream;  ///< of a GPU, in whose memory operands and results are; or null
+};
+
+/// Calls `call`, inside a host callback where the plan says so. One that its scout
+/// found computing on the client that waits for it is pure, and so made again.
+template <typename Call>
+void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
+  const auto inside = [&] {
+    RunInsideHostCallback(site.frame, [&] { call(Lookout::kInside); });
+  };
+  const bool xlas = OnForeignThread();
+  if (InsideHostCallback()) {
+    call(Lookout::kInside);
+  } else if (plan.inside == Inside::kEverywhere ||
+             (xlas && (plan.inside == Inside::kXlasThreads || plan.asked))) {
+    inside();
+  } else if (xlas && plan.scout) {
+    const Scout outer = std::exchange(ScoutNow(), Scout::kLooks);
+    call(Lookout::kScout);
+    if (std::exchange(ScoutNow(), outer) != Scout::kAsked) return;
+    plan.asked = true;
+    inside();
+  } else {
+    call(Lookout::kGuard);
+  }
+}
+
+/// Attaches, runs all rows, and gives the text of what failed, empty for nothing.
+/// Native code runs without that.
+std::string Run(const Plan& plan, const CallSite& site, const void* const* operands,
+                void* const* results) {
+  NativeStatus native;
+  if (plan.buffers.address != 0 && !plan.elsewhere) {
+    native = RunNative(plan, operands, results, site.stream);
+    if (native.ok()) return "";
+  }
+  const int64_t start = Ticks();
+  GilGuard gil;
+  if (gil.first_on_foreign_thread()) MarkForeignThread();
+  const PlainFloats plain;
+  const int64_t attached = Ticks();
+  std::string text;
+  const auto call = [&](Lookout lookout) {
+    CallScope scope(plan, site.ordinal, site.run, lookout);
+    scope.call().start = start;
+    scope.call().counted = true;
+    scope.call().stream = site.stream;
+    bool ok = false;
+    if (!native.ok()) {
+      RaiseStatus(plan, native);
+    } else {
+      ok = Invoke(plan, scope.call(), operands, results);
+    }
+    if (!ok) {
+      if (lookout == Lookout::kScout && ScoutNow() == Scout::kAsked) {
+        PyErr_Clear();
+      } else {
+        text = TakeError(plan, scope.call());
+      }
+    }
+    if (!OnForeignThread() && Engine::Get().IsLeftBehind()) {
+      GilRelease unlocked;
+      StayForEver();
+    }
+  };
+  MakeInside(plan, site, call);
+  // Where this thread goes back to Python: its own, or a callback's around this
+  // call.
+  if (!text.empty() && (!OnForeignThread() || CurrentCall() != nullptr)) {
+    WatchForReport();
+  }
+  plan.counters->gil_ticks += attached - start;
+  plan.counters->python_ticks += Ticks() - attached;
+  return text;
+}
+
+/// The same for a thread that has not entered the engine. Throws nothing: others
+/// may wait for what it gives.
+std::string TextOfRun(const Plan& plan, const CallSite& site,
+                      const void* const* operands, void* const* results) {
+  Entry entry;
+  if (!entry) return ClosedText();
+  try {
+    return Run(plan, site, operands, results);
+  } catch (const std::exception& error) {
+    return TextOf(error);
+  }
+  HOSTCALL_CATCH_THE_REST { return TextOfTheRest(); }
+}
+
+/// A device at a call that several make.
+class Visit final : public Team::Member {
+ public:
+  Visit(const Plan& plan, const CallSite& site, void* const* operands,
+        void* const* results)
+      : Member(site.ordinal),
+        plan_(plan),
+        site_(site),
+        operands_(operands),
+        results_(results) {}
+
+  Team::Error Call() override {
+    if (FilledForMask(plan_, operands_, results_)) return "";
+    return TextOfRun(plan_, site_, operands_, results_);
+  }
+  void CopyFrom(const Member& leader) override {
+    void* const* from = static_cast<const Visit&>(leader).results_;
+    for (size_t i = 0; i < plan_.results.size(); ++i) {
+      std::memcpy(results_[i], from[i], plan_.results[i].buffer_bytes());
+    }
+  }
+  void FailsAlone(const Team::Error& error) override {
+    Entry entry;
+    if (!entry) return;
+    GilGuard gil;
+    WarnOfLoneFailure(plan_, site_.ordinal, error);
+  }
+
+ private:
+  const Plan& plan_;
+  const CallSite& site_;
+  void* const* operands_;
+  void* const* results_;
+};
+
+/// A device that can't make its call.
+class FailedVisit final : public Team::Member {
+ public:
+  FailedVisit(int device, const Team::Error& error)
+      : Member(device), error_(error) {}
+  Team::Error Call() override { return error_; }
+  void CopyFrom(const Member&) override {}
+  void FailsAlone(const Team::Error&) override {}  // its own error says it
+
+ private:
+  const Team::Error& error_;
+};
+
+/// Ends a call that tells its outcome, which has not failed for XLA.
+XLA_FFI_Error* Told(const Plan& plan, int64_t run, const std::string& error,
+                    void* const* results) {
+  if (!error.empty()) {
+    plan.failures.Note(run, error);
+    for (size_t i = 0; i < plan.results.size(); ++i) {
+      std::memset(results[i], 0, plan.results[i].buffer_bytes());
+    }
+  }
+  WriteOutcome(error, results[plan.results.size()]);
+  return nullptr;
+}
+
+/// The error here for a failure in another process, which said this. The GIL is
+/// held.
+std::string TextOfFailureElsewhere(const Plan& plan, const std::string& said) {
+  Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
+      said.data(), static_cast<Py_ssize_t>(said.size()), "ignore"));
+  PyObject* stack[] = {text.get()};
+  Ref error = text ? Ref::Steal(CallPython(plan.on_failure_elsewhere.get(), stack,
+                                           1, nullptr))
+                   : Ref();
+  const char* utf8 = error ? PyUnicode_AsUTF8(error.get()) : nullptr;
+  if (utf8 != nullptr) return utf8;
+  PyErr_WriteUnraisable(plan.on_failure_elsewhere.get());
+  return said;
+}
+
+}  // namespace
+
+XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
+                              const void* outcome) {
+  if (!HasFailed(outcome)) return nullptr;
+  const int64_t run = RunId(frame);
+  std::string error = plan.failures.Find(run);
+  const bool is_ours = !error.empty();
+  if (!is_ours) error = TextOfOutcome(outcome);
+  if (Entry entry; entry) {
+    GilGuard gil;
+    if (gil.first_on_foreign_thread()) MarkForeignThread();
+    if (!is_ours) error = TextOfFailureElsewhere(plan, error);
+    if (!OnForeignThread() || CurrentCall() != nullptr) WatchForReport();
+  } else if (error.empty()) {
+    error = ClosedText();
+  }
+  if (!is_ours) plan.failures.Note(run, error);
+  return MakeError(frame->api, error);
+}
+
+XLA_FFI_Error* FailWithTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
+                            const std::string& text) {
+  FailedVisit visit(DeviceOrdinal(frame), text);
+  state.team->Meet(RunId(frame), visit);
+  return MakeError(frame->api, text);
+}
+
+XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
+                        void* const* operands, void* const* results, void* stream) {
+  const Plan& plan = *state.plan;
+  // On a GPU's own memory each device calls: there is no copying from the leader's.
+  const bool together = state.team && stream == nullptr;
+  if (!together && FilledForMask(plan, operands, results)) {
+    return plan.tells ? Told(plan, -1, "", results) : nullptr;
+  }
+  const CallSite site{frame, DeviceOrdinal(frame), RunId(frame), stream};
+  std::string text;
+  if (together) {
+    Visit visit(plan, site, operands, results);
+    text = state.team->Meet(site.run, visit);
+  } else {
+    text = TextOfRun(plan, site, operands, results);
+  }
+  if (plan.tells) return Told(plan, site.run, text, results);
+  return text.empty() ? nullptr : MakeError(frame->api, text);
+}
+
+}  // namespace hostcall

@@ -1,0 +1,308 @@
+#include "invoke/invoke.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "buffer/buffer_call.h"
+#include "invoke/results.h"
+#include "plan/arrays.h"
+#include "plan/rows.h"
+
+namespace hostcall {
+namespace {
+
+PyObject* OutKeyword() {
+  static PyObject* names = [] {
+    PyObject* name = PyUnicode_InternFromString("out");
+    PyObject* tuple = PyTuple_Pack(1, name);
+    Py_XDECREF(name);
+    return tuple;
+  }();
+  return names;
+}
+
+bool Convert(const Leaf& leaf, PyObject** array) {
+  if (!leaf.convert) return true;
+  PyObject* stack[] = {*array};
+  PyObject* converted = CallPython(leaf.convert.get(), stack, 1, nullptr);
+  Py_DECREF(*array);
+  *array = converted;
+  return converted != nullptr;
+}
+
+/// One row whose arguments the function owns.
+bool RunCopied(const Plan& plan, char* const* args, char* const* targets) {
+  const size_t n = plan.args.size();
+  RowArrays row(n);
+  for (size_t i = 0; i < n; ++i) {
+    // Taken, not shared: a call inside this call finds none.
+    row.args()[i] =
+        OwnedArray(plan.args[i], args[i], std::move(plan.spares[i])).release();
+    if (row.args()[i] == nullptr) return false;
+    if (!Convert(plan.args[i], &row.args()[i])) return false;
+  }
+  {
+    Ref value = Ref::Steal(CallPython(plan.function.get(), row.args(),
+                                      n | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+    if (!value || !StoreResults(plan, value.get(), targets)) return false;
+  }
+  for (size_t i = 0; i < n; ++i) {
+    const Leaf& leaf = plan.args[i];
+    if (leaf.row_bytes > kSpareBytes || !AsMade(row.args()[i], leaf)) continue;
+    plan.spares[i] = Ref::Steal(std::exchange(row.args()[i], nullptr));
+  }
+  return true;
+}
+
+bool CallLent(const Plan& plan, Loan& loan, char* const* args,
+              char* const* targets) {
+  const size_t n = plan.args.size();
+  RowArrays row(n);
+  for (size_t i = 0; i < n; ++i) {
+    PyObject* array = loan.Lend(i, false, args[i]);
+    if (array == nullptr) return false;
+    Py_INCREF(array);
+    row.args()[i] = array;
+    if (!Convert(plan.args[i], &row.args()[i])) return false;
+  }
+  std::vector<Canaries> canaries;
+  Ref outs;
+  if (plan.lend == Lend::kOut) {
+    outs = Ref::Steal(PyList_New(static_cast<Py_ssize_t>(plan.results.size())));
+    if (!outs) return false;
+    for (size_t i = 0; i < plan.results.size(); ++i) {
+      const Leaf& leaf = plan.results[i];
+      canaries.emplace_back(targets[i], leaf.row_bytes,
+                            PyDataType_ELSIZE(leaf.descr()));
+      PyObject* array = loan.Lend(i, true, targets[i]);
+      if (array == nullptr) return false;
+      Py_INCREF(array);
+      PyList_SET_ITEM(outs.get(), static_cast<Py_ssize_t>(i), array);
+    }
+    PyObject* stack[] = {outs.get()};
+    row.args()[n] = CallPython(plan.out_tree.get(), stack, 1, nullptr);
+    if (row.args()[n] == nullptr) return false;
+  }
+  Ref value = Ref::Steal(CallPython(
+      plan.function.get(), row.args(), n | PY_VECTORCALL_ARGUMENTS_OFFSET,
+      plan.lend == Lend::kOut ? OutKeyword() : nullptr));
+  if (!value) return false;
+  if (plan.lend == Lend::kOut && value.get() == Py_None) {
+    for (size_t i = 0; i < canaries.size(); ++i) {
+      if (canaries[i].Overwritten()) continue;
+      Ref number = Ref::Steal(PyLong_FromSize_t(i));
+      PyObject* stack[] = {plan.info.get(), number.get()};
+      Ref ignored =
+          Ref::Steal(CallPython(plan.on_unwritten.get(), stack, 2, nullptr));
+      return false;
+    }
+    return true;
+  }
+  return StoreResults(plan, value.get(), targets);
+}
+
+bool RunLent(const Plan& plan, char* const* args, char* const* targets) {
+  Loan loan(plan);
+  const bool ok = CallLent(plan, loan, args, targets);
+  return loan.End() && ok;
+}
+
+bool RunRow(const Plan& plan, const ActiveCall& call, char* const* args,
+            char* const* targets) {
+  Counters& counters = *plan.counters;
+  ++counters.calls;
+  counters.bytes_in += plan.bytes_in;
+  bool ok;
+  switch (plan.lend) {
+    case Lend::kCopy:
+      ok = RunCopied(plan, args, targets);
+      break;
+    case Lend::kBuffers:
+      ok = RunOnBuffers(plan, call, args, targets);
+      break;
+    default:
+      ok = RunLent(plan, args, targets);
+  }
+  if (ok) counters.bytes_out += plan.bytes_out;
+  return ok;
+}
+
+bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
+                HostView& view) {
+  Rows rows(plan, mask, view);
+  call.row = &rows.index();
+  bool ok = true;
+  do {
+    if (!rows.wanted()) {
+      rows.Fill();
+    } else if (!RunRow(plan, call, rows.args(), rows.targets())) {
+      // A tap's other rows are delivered all the same, but for Ctrl-C.
+      if (plan.tap.on && !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+        call.failed_row = rows.index();
+        TakeError(plan, call);
+      } else {
+        ok = false;
+      }
+    } else if (PyErr_CheckSignals() != 0) {  // Ctrl-C between rows
+      ok = false;
+    }
+  } while (ok && rows.Next());
+  if (!ok) call.failed_row = rows.index();
+  call.row = nullptr;
+  return ok;
+}
+
+Ref IndexTuple(const std::vector<int64_t>& index) {
+  Ref tuple = Ref::Steal(PyTuple_New(static_cast<Py_ssize_t>(index.size())));
+  for (size_t i = 0; tuple && i < index.size(); ++i) {
+    PyObject* item = PyLong_FromLongLong(index[i]);
+    if (item == nullptr) return Ref();
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), item);
+  }
+  return tuple;
+}
+
+/// All rows at once through the plan's runner.
+/// Smaller arguments are sent with each row.
+constexpr int64_t kSharedBytes = 32 * 1024;
+
+/// Whether rows get the same array, which they then get copies of (_rows.py).
+bool IsShared(const Plan& plan, const Leaf& leaf) {
+  return plan.sends && leaf.rows == 1 && leaf.row_bytes >= kSharedBytes &&
+         !leaf.convert;
+}
+
+bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
+  Ref rows = Ref::Steal(PyList_New(0)), indices = Ref::Steal(PyList_New(0));
+  if (!rows || !indices) return false;
+  std::vector<Bases> targets;
+  std::vector<Ref> shared(plan.args.size());
+  Rows walk(plan, mask, view);
+  do {
+    if (!walk.wanted()) {
+      walk.Fill();
+      continue;
+    }
+    const size_t n = plan.args.size();
+    Ref row = Ref::Steal(PyTuple_New(static_cast<Py_ssize_t>(n)));
+    if (!row) return false;
+    char* const* args = walk.args();
+    for (size_t i = 0; i < n; ++i) {
+      PyObject* array = nullptr;
+      if (shared[i]) {
+        array = Ref::Borrow(shared[i].get()).release();
+      } else {
+        array = OwnedArray(plan.args[i], args[i]).release();
+        if (array == nullptr || !Convert(plan.args[i], &array)) return false;
+        if (IsShared(plan, plan.args[i])) shared[i] = Ref::Borrow(array);
+      }
+      PyTuple_SET_ITEM(row.get(), static_cast<Py_ssize_t>(i), array);
+    }
+    Ref index = IndexTuple(walk.index());
+    if (!index || PyList_Append(rows.get(), row.get()) != 0 ||
+        PyList_Append(indices.get(), index.get()) != 0) {
+      return false;
+    }
+    char* const* out = walk.targets();
+    targets.emplace_back(out, out + plan.results.size());
+    ++plan.counters->calls;
+    plan.counters->bytes_in += plan.bytes_in;
+  } while (walk.Next());
+  if (targets.empty()) return true;
+  PyObject* stack[] = {rows.get(), indices.get()};
+  Ref values = Ref::Steal(CallPython(plan.runner.get(), stack, 2, nullptr));
+  if (!values) return false;
+  if (!PyList_CheckExact(values.get()) ||
+      static_cast<size_t>(PyList_GET_SIZE(values.get())) != targets.size()) {
+    PyErr_SetString(PyExc_SystemError,
+                    "hostcall: the runner gave another number of rows");
+    return false;
+  }
+  for (size_t i = 0; i < targets.size(); ++i) {
+    Ref value = Ref::Borrow(PyList_GET_ITEM(values.get(), i));
+    if (!StoreResults(plan, value.get(), targets[i].data())) return false;
+    plan.counters->bytes_out += plan.bytes_out;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
+            void* const* results) {
+  Graveyard::Get().Bury();
+  const bool* mask = plan.masked ? static_cast<const bool*>(operands[0]) : nullptr;
+  if (plan.rows == 0) return true;
+  if (plan.elsewhere) {  // what is in the results is nobody's
+    return static_cast<bool>(
+        Ref::Steal(CallPython(plan.function.get(), nullptr, 0, nullptr)));
+  }
+  // The common case: one row, nothing packed, nothing masked.
+  if (plan.grid.empty() && !plan.packed && !plan.runner) {
+    // Only lent arrays alias the operands, and those are read-only.
+    auto* args = const_cast<char* const*>(
+        reinterpret_cast<const char* const*>(operands) + (mask ? 1 : 0));
+    return RunRow(plan, call, args, reinterpret_cast<char* const*>(results));
+  }
+  HostView view(plan, operands, results, call.on_gpu());
+  const bool ok = plan.runner ? RunTogether(plan, mask, view)
+                              : RunInOrder(plan, call, mask, view);
+  if (ok) view.Finish();
+  return ok;
+}
+
+bool FilledForMask(const Plan& plan, const void* const* operands,
+                   void* const* results) {
+  if (!plan.masked || plan.packed) return false;
+  const bool* mask = static_cast<const bool*>(operands[0]);
+  if (std::find(mask, mask + plan.mask_rows, true) != mask + plan.mask_rows) {
+    return false;
+  }
+  for (size_t i = 0; i < plan.results.size(); ++i) {
+    const Leaf& leaf = plan.results[i];
+    char* target = static_cast<char*>(results[i]);
+    for (int64_t row = 0; row < leaf.rows; ++row) {
+      FillRow(leaf, target + row * leaf.row_bytes);
+    }
+  }
+  plan.counters->masked.fetch_add(plan.rows, std::memory_order_relaxed);
+  return true;
+}
+
+std::string TakeError(const Plan& plan, const ActiveCall& call) {
+  ++plan.counters->errors;
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (value == nullptr) return "hostcall: a call failed without saying why";
+  if (trace != nullptr) PyException_SetTraceback(value, trace);
+  Ref held_type = Ref::Steal(type), held = Ref::Steal(value),
+      held_trace = Ref::Steal(trace);
+  Ref row = IndexTuple(call.failed_row);
+  PyObject* stack[] = {held.get(), plan.info.get(), row.get()};
+  Ref text = Ref::Steal(CallPython(plan.on_error.get(), stack, 3, nullptr));
+  const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
+  if (utf8 == nullptr) {
+    PyErr_WriteUnraisable(plan.on_error.get());
+    return std::string("hostcall: a callback failed with ") +
+           (held ? Py_TYPE(held.get())->tp_name : "an error") +
+           ", and reporting it failed too";
+  }
+  return utf8;
+}
+
+void WarnOfLoneFailure(const Plan& plan, int ordinal, const std::string& error) {
+  Ref device = Ref::Steal(PyLong_FromLong(ordinal));
+  Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
+      error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
+  PyObject* stack[] = {device.get(), text.get()};
+  Ref done =
+      device && text
+          ? Ref::Steal(CallPython(plan.on_lone_failure.get(), stack, 2, nullptr))
+          : Ref();
+  if (!done) PyErr_WriteUnraisable(plan.on_lone_failure.get());
+}
+
+}  // namespace hostcall

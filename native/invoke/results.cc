@@ -1,0 +1,137 @@
+#include "invoke/results.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "plan/arrays.h"
+
+namespace hostcall {
+namespace {
+
+/// Whether arrays of these types hold the same. What comes by pickle has a type of
+/// its own.
+bool IsSame(const PyArray_Descr* type, const PyArray_Descr* want) {
+  return type == want ||
+         (type->type_num == want->type_num && PyDataType_ISNOTSWAPPED(type) &&
+          (PyTypeNum_ISNUMBER(type->type_num) || type->type_num == NPY_BOOL));
+}
+
+/// Stores a value that is already what the leaf wants; false: it is not.
+bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
+  PyArray_Descr* want = leaf.descr();
+  // A subclass may say with more than its data what it holds, as a mask does:
+  // Python's `coerce` knows which of them are plain arrays.
+  if (PyArray_CheckExact(value)) {
+    auto* array = reinterpret_cast<PyArrayObject*>(value);
+    if (!IsSame(PyArray_DESCR(array), want) || !PyArray_IS_C_CONTIGUOUS(array) ||
+        PyArray_NDIM(array) != static_cast<int>(leaf.dims.size()) ||
+        !std::equal(leaf.dims.begin(), leaf.dims.end(), PyArray_DIMS(array))) {
+      return false;
+    }
+    const char* source = PyArray_BYTES(array);
+    if (source != target && leaf.row_bytes != 0) {
+      GilRelease release(leaf.row_bytes >= kReleaseBytes);
+      std::memcpy(target, source, static_cast<size_t>(leaf.row_bytes));
+    }
+    return true;
+  }
+  if (!leaf.dims.empty() || !literals) return false;
+  switch (want->type_num) {
+    case NPY_DOUBLE: {
+      if (!PyFloat_Check(value)) return false;  // np.float64 is a float
+      const double x = PyFloat_AS_DOUBLE(value);
+      std::memcpy(target, &x, sizeof x);
+      return true;
+    }
+    case NPY_FLOAT: {
+      float x;
+      if (PyArray_IsScalar(value, Float)) {
+        x = PyArrayScalar_VAL(value, Float);
+      } else if (PyFloat_Check(value)) {
+        x = static_cast<float>(PyFloat_AS_DOUBLE(value));
+      } else {
+        return false;
+      }
+      std::memcpy(target, &x, sizeof x);
+      return true;
+    }
+    case NPY_INT: {
+      int x;
+      if (PyArray_IsScalar(value, Int)) {
+        x = PyArrayScalar_VAL(value, Int);
+      } else if (PyLong_CheckExact(value)) {
+        int overflow;
+        const long wide = PyLong_AsLongAndOverflow(value, &overflow);
+        if (overflow != 0 || wide != static_cast<int>(wide)) return false;
+        x = static_cast<int>(wide);
+      } else {
+        return false;
+      }
+      std::memcpy(target, &x, sizeof x);
+      return true;
+    }
+    case NPY_BOOL:
+      if (value != Py_True && value != Py_False) return false;
+      *target = value == Py_True;
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool StoreLeaf(const Plan& plan, size_t number, PyObject* value, char* target) {
+  const Leaf& leaf = plan.results[number];
+  if (StoreFast(leaf, plan.literals, value, target)) return true;
+  Ref index = Ref::Steal(PyLong_FromSize_t(number));
+  if (!index) return false;
+  PyObject* stack[] = {index.get(), value};
+  Ref array = Ref::Steal(CallPython(plan.coerce.get(), stack, 2, nullptr));
+  if (!array) return false;
+  if (StoreFast(leaf, plan.literals, array.get(), target)) return true;
+  PyErr_SetString(PyExc_SystemError,
+                  "hostcall: a coerced result is not what its plan wants");
+  return false;
+}
+
+}  // namespace
+
+bool StoreResults(const Plan& plan, PyObject* value, char* const* targets) {
+  const size_t n = plan.results.size();
+  switch (plan.form) {
+    case ResultForm::kLeaf:
+      return StoreLeaf(plan, 0, value, targets[0]);
+    case ResultForm::kTuple:
+      if (!PyTuple_CheckExact(value)) break;
+      if (static_cast<size_t>(PyTuple_GET_SIZE(value)) != n) break;
+      for (size_t i = 0; i < n; ++i) {
+        if (!StoreLeaf(plan, i, PyTuple_GET_ITEM(value, i), targets[i])) {
+          return false;
+        }
+      }
+      return true;
+    case ResultForm::kNothing:
+      if (value == Py_None) return true;
+      break;
+    case ResultForm::kIgnored:
+      return true;
+    case ResultForm::kList:  // can change under us: through flatten
+    case ResultForm::kTree:
+      break;
+  }
+  PyObject* stack[] = {value};
+  Ref leaves = Ref::Steal(CallPython(plan.flatten.get(), stack, 1, nullptr));
+  if (!leaves) return false;
+  if (!PyList_CheckExact(leaves.get()) ||
+      static_cast<size_t>(PyList_GET_SIZE(leaves.get())) != n) {
+    PyErr_SetString(PyExc_SystemError,
+                    "hostcall: flatten gave another number of leaves");
+    return false;
+  }
+  for (size_t i = 0; i < n; ++i) {
+    Ref leaf = Ref::Borrow(PyList_GET_ITEM(leaves.get(), i));
+    if (!StoreLeaf(plan, i, leaf.get(), targets[i])) return false;
+  }
+  return true;
+}
+
+}  // namespace hostcall

@@ -1,0 +1,122 @@
+#include "plan/arrays.h"
+
+namespace hostcall {
+namespace {
+
+Ref NewArray(const Leaf& leaf, char* data, int flags) {
+  Py_INCREF(leaf.dtype.get());
+  return Ref::Steal(PyArray_NewFromDescr(
+      &PyArray_Type, leaf.descr(), static_cast<int>(leaf.dims.size()),
+      leaf.dims.data(), nullptr, data, flags, nullptr));
+}
+
+}  // namespace
+
+Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
+  Ref array =
+      NewArray(leaf, data, writeable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);
+  if (!array) return array;
+  // A base that is no array and exports no writable buffer: see the file's head.
+  Py_INCREF(Py_None);
+  if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()),
+                            Py_None) != 0) {
+    return Ref();
+  }
+  return array;
+}
+
+void Disown(PyObject* array, const Leaf& leaf) {
+  auto* fields = reinterpret_cast<PyArrayObject_fields*>(array);
+  const size_t bytes = static_cast<size_t>(std::max<int64_t>(leaf.row_bytes, 1));
+  char* copy = static_cast<char*>(PyMem_Malloc(bytes));
+  if (copy == nullptr) return;
+  std::memcpy(copy, fields->data, static_cast<size_t>(leaf.row_bytes));
+  PyObject* owner = PyCapsule_New(copy, nullptr, [](PyObject* capsule) {
+    PyMem_Free(PyCapsule_GetPointer(capsule, nullptr));
+  });
+  if (owner == nullptr) {
+    PyErr_Clear();
+    PyMem_Free(copy);
+    return;
+  }
+  fields->data = copy;
+  Py_XSETREF(fields->base, owner);
+}
+
+bool AsMade(PyObject* object, const Leaf& leaf) {
+  if (Py_REFCNT(object) != 1 || Py_TYPE(object) != &PyArray_Type) return false;
+  auto* fields = reinterpret_cast<PyArrayObject_fields*>(object);
+  constexpr int kFlags = NPY_ARRAY_CARRAY | NPY_ARRAY_OWNDATA;
+  return fields->weakreflist == nullptr && fields->base == nullptr &&
+         fields->descr == leaf.descr() && (fields->flags & kFlags) == kFlags &&
+         fields->nd == static_cast<int>(leaf.dims.size()) &&
+         std::equal(leaf.dims.begin(), leaf.dims.end(), fields->dimensions);
+}
+
+Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare) {
+  Ref array = spare ? std::move(spare) : NewArray(leaf, nullptr, 0);
+  if (array && leaf.row_bytes != 0) {
+    auto* target = reinterpret_cast<PyArrayObject*>(array.get());
+    GilRelease release(leaf.row_bytes >= kReleaseBytes);
+    std::memcpy(PyArray_DATA(target), data, static_cast<size_t>(leaf.row_bytes));
+  }
+  return array;
+}
+
+PyObject* Loan::Lend(size_t number, bool is_result, char* data) {
+  const Leaf& leaf = is_result ? plan_.results[number] : plan_.args[number];
+  Ref array = LentArray(leaf, data, is_result);
+  if (!array) return nullptr;
+  PyObject* borrowed = array.get();
+  entries_.push_back({number, is_result, std::move(array)});
+  return borrowed;
+}
+
+bool Loan::End() {
+  const bool ok = !AnyHeld() || ReportEscapes(plan_, [this](PyObject* held) {
+    for (Entry& entry : entries_) {
+      if (!Held(entry)) continue;
+      Disown(entry.array.get(), entry.is_result ? plan_.results[entry.number]
+                                                : plan_.args[entry.number]);
+      if (!AddEscape(held, entry.number, entry.is_result)) return false;
+    }
+    return true;
+  });
+  return ok && PyErr_Occurred() == nullptr;
+}
+
+bool AddEscape(PyObject* held, size_t number, bool is_result) {
+  Ref item = Ref::Steal(Py_BuildValue("(nO)", static_cast<Py_ssize_t>(number),
+                                      is_result ? Py_True : Py_False));
+  return item && PyList_Append(held, item.get()) == 0;
+}
+
+bool ReportEscapes(const Plan& plan,
+                   const std::function<bool(PyObject* held)>& collect) {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  if (type != nullptr) PyErr_NormalizeException(&type, &value, &trace);
+  if (value != nullptr && trace != nullptr) PyException_SetTraceback(value, trace);
+  PyObject* stack[] = {plan.info.get(), Py_None,
+                       value == nullptr ? Py_None : value};
+  const auto ask = [&] {
+    return static_cast<bool>(
+        Ref::Steal(CallPython(plan.on_escape.get(), stack, 3, nullptr)));
+  };
+  Ref held = Ref::Steal(PyList_New(0));
+  bool ok = held && ask() && collect(held.get());
+  if (ok && PyList_GET_SIZE(held.get()) != 0) {
+    stack[1] = held.get();
+    ok = ask();  // it raises
+  }
+  if (ok) {
+    PyErr_Restore(type, value, trace);
+    return true;
+  }
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(trace);
+  return false;
+}
+
+}  // namespace hostcall

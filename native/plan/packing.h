@@ -1,0 +1,70 @@
+// Bytes: where the rows of a batch lie, and sub-byte elements.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace hostcall {
+
+/// XLA packs elements of 1, 2 and 4 bits, the first in the lowest bits; NumPy
+/// (ml_dtypes) keeps one a byte.
+inline void UnpackBits(const uint8_t* packed, uint8_t* bytes, int64_t count,
+                       int bits, bool is_signed) {
+  const int per_byte = 8 / bits;
+  const uint8_t mask = static_cast<uint8_t>((1u << bits) - 1);
+  const uint8_t sign = static_cast<uint8_t>(1u << (bits - 1));
+  for (int64_t i = 0; i < count; ++i) {
+    uint8_t v =
+        static_cast<uint8_t>(packed[i / per_byte] >> (bits * (i % per_byte))) &
+        mask;
+    // ml_dtypes reads a signed element from a byte whose high bits repeat the sign.
+    if (is_signed && (v & sign)) v = static_cast<uint8_t>(v | ~mask);
+    bytes[i] = v;
+  }
+}
+
+inline void PackBits(const uint8_t* bytes, uint8_t* packed, int64_t count,
+                     int bits) {
+  const int per_byte = 8 / bits;
+  const uint8_t mask = static_cast<uint8_t>((1u << bits) - 1);
+  std::memset(packed, 0, static_cast<size_t>((count + per_byte - 1) / per_byte));
+  for (int64_t i = 0; i < count; ++i) {
+    packed[i / per_byte] = static_cast<uint8_t>(
+        packed[i / per_byte] | ((bytes[i] & mask) << (bits * (i % per_byte))));
+  }
+}
+
+/// Walks the rows of a batch in row-major order (the last axis fastest), as the
+/// nested Python loop over the same axes would.
+class RowWalker {
+ public:
+  explicit RowWalker(const std::vector<int64_t>& grid)
+      : grid_(grid), index_(grid.size(), 0) {}
+
+  const std::vector<int64_t>& index() const { return index_; }
+
+  /// False after the last row.
+  bool Next() {
+    for (size_t axis = grid_.size(); axis-- > 0;) {
+      if (++index_[axis] < grid_[axis]) return true;
+      index_[axis] = 0;
+    }
+    return false;
+  }
+
+  /// Which of its rows a leaf with these strides shows at this place.
+  int64_t RowOf(const std::vector<int64_t>& strides) const {
+    int64_t row = 0;
+    for (size_t axis = 0; axis < strides.size(); ++axis) {
+      row += strides[axis] * index_[axis];
+    }
+    return row;
+  }
+
+ private:
+  const std::vector<int64_t>& grid_;
+  std::vector<int64_t> index_;
+};
+
+}  // namespace hostcall

@@ -1,0 +1,149 @@
+// The rows of a call: where they lie, and what walks over them.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "plan/packing.h"
+#include "plan/plan.h"
+
+namespace hostcall {
+
+/// Where the leaf's rows lie, as the host sees them: XLA's buffer, or a scratch
+/// block with its elements unpacked.
+using Bases = std::vector<char*>;
+
+/// The arrays of one row, on the stack where they are few.
+class RowArrays {
+ public:
+  explicit RowArrays(size_t n) : n_(n) {
+    if (n + 2 > kInline) heap_.reset(new PyObject*[n + 2]);
+    std::fill(all(), all() + n + 2, nullptr);
+  }
+  ~RowArrays() {
+    for (size_t i = 0; i < n_ + 2; ++i) Py_XDECREF(all()[i]);
+  }
+  RowArrays(const RowArrays&) = delete;
+  RowArrays& operator=(const RowArrays&) = delete;
+  /// Room for `self` before the first, which a vectorcall may borrow.
+  PyObject** args() { return all() + 1; }
+
+ private:
+  static constexpr size_t kInline = 10;
+  PyObject** all() { return heap_ ? heap_.get() : inline_; }
+  size_t n_;
+  PyObject* inline_[kInline];
+  std::unique_ptr<PyObject*[]> heap_;
+};
+
+/// The buffers as the host sees them, with packed elements unpacked. A device's
+/// memory, which the host can't read, stays as it is.
+class HostView {
+ public:
+  HostView(const Plan& plan, const void* const* operands, void* const* results,
+           bool on_gpu = false)
+      : plan_(plan), results_(results), on_gpu_(on_gpu) {
+    const size_t first = plan.masked ? 1 : 0;
+    for (size_t i = 0; i < plan.args.size(); ++i) {
+      char* data = static_cast<char*>(const_cast<void*>(operands[first + i]));
+      args.push_back(Packed(plan.args[i]) ? Unpacked(plan.args[i], data) : data);
+    }
+    for (size_t i = 0; i < plan.results.size(); ++i) {
+      const Leaf& leaf = plan.results[i];
+      char* data = static_cast<char*>(results[i]);
+      if (Packed(leaf)) {  // one that aliases an argument holds its values
+        const bool holds = plan.buffers.Aliases(i);
+        data = holds ? Unpacked(leaf, data) : Scratch(leaf.count * leaf.rows);
+      }
+      targets.push_back(data);
+    }
+  }
+
+  /// Packs the results that have small elements.
+  void Finish() {
+    for (size_t i = 0; i < plan_.results.size(); ++i) {
+      const Leaf& leaf = plan_.results[i];
+      if (!Packed(leaf)) continue;
+      PackBits(reinterpret_cast<uint8_t*>(targets[i]),
+               static_cast<uint8_t*>(results_[i]), leaf.count * leaf.rows,
+               leaf.bits);
+    }
+  }
+
+  Bases args, targets;
+
+ private:
+  bool Packed(const Leaf& leaf) const { return leaf.bits != 0 && !on_gpu_; }
+  char* Scratch(int64_t bytes) {
+    scratch_.emplace_back(new char[static_cast<size_t>(bytes)]());
+    return scratch_.back().get();
+  }
+  char* Unpacked(const Leaf& leaf, const char* data) {
+    const int64_t count = leaf.count * leaf.rows;
+    char* bytes = Scratch(count);
+    UnpackBits(reinterpret_cast<const uint8_t*>(data),
+               reinterpret_cast<uint8_t*>(bytes), count, leaf.bits, leaf.is_signed);
+    return bytes;
+  }
+  const Plan& plan_;
+  void* const* results_;
+  bool on_gpu_;
+  std::vector<std::unique_ptr<char[]>> scratch_;
+};
+
+inline void FillRow(const Leaf& leaf, char* target) {
+  if (leaf.fill) {
+    std::memcpy(target, PyBytes_AS_STRING(leaf.fill.get()),
+                static_cast<size_t>(leaf.row_bytes));
+  } else {
+    std::memset(target, 0, static_cast<size_t>(leaf.row_bytes));
+  }
+}
+
+/// Rows in row order, each before the next.
+class Rows {
+ public:
+  Rows(const Plan& plan, const bool* mask, HostView& view)
+      : plan_(plan), mask_(mask), view_(view), walker_(plan.grid) {
+    args_.resize(plan.args.size());
+    targets_.resize(plan.results.size());
+  }
+  const std::vector<int64_t>& index() const { return walker_.index(); }
+  bool wanted() const {
+    return mask_ == nullptr || mask_[walker_.RowOf(plan_.mask_strides)];
+  }
+  bool Next() { return walker_.Next(); }
+  char* const* args() {
+    for (size_t i = 0; i < args_.size(); ++i) {
+      const Leaf& leaf = plan_.args[i];
+      args_[i] = view_.args[i] + walker_.RowOf(leaf.grid_strides) * leaf.row_bytes;
+    }
+    return args_.data();
+  }
+  char* const* targets() {
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      const Leaf& leaf = plan_.results[i];
+      targets_[i] =
+          view_.targets[i] + walker_.RowOf(leaf.grid_strides) * leaf.row_bytes;
+    }
+    return targets_.data();
+  }
+  void Fill() {
+    ++plan_.counters->masked;
+    targets();
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      FillRow(plan_.results[i], targets_[i]);
+    }
+  }
+
+ private:
+  const Plan& plan_;
+  const bool* mask_;
+  HostView& view_;
+  RowWalker walker_;
+  Bases args_, targets_;
+};
+
+}  // namespace hostcall

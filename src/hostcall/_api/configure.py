@@ -1,0 +1,65 @@
+"""Settings of the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostcall import _native
+from hostcall._core import config
+from hostcall._core.errors import SpecError
+
+
+def configure(
+    *,
+    tap_queue_bytes: int | None = None,
+    pinned_bytes: int | None = None,
+    residuals: int | None = None,
+) -> None:
+    """Changes settings of the process.
+
+    Args:
+        tap_queue_bytes: how much taps may hold before they are delivered. Default
+            256e6, or the environment variable HOSTCALL_TAP_QUEUE_BYTES. One value above
+            it goes through alone. On GPUs as much again of pinned memory.
+        pinned_bytes: how much pinned memory calls on GPUs may hold. Default 1e9, or
+            the environment variable HOSTCALL_PINNED_BYTES.
+        residuals: how many Python objects that forward rules of `defvjp` left may wait
+            for their backward rules. For those that had to go, the forward rule runs
+            again; the log says so once for each function. 0: none are kept. Default
+            1024, or the environment variable HOSTCALL_RESIDUALS. Fewer than before: the
+            oldest go when the next one comes.
+
+    Raises:
+        SpecError: for what is no such number. Then nothing is changed.
+    """
+    if residuals is not None and not _is_count(residuals):
+        raise SpecError(
+            "hostcall: residuals should be a number of objects, 0 or more, got"
+            f" {residuals!r}"
+        )
+    if pinned_bytes is not None:
+        pinned_bytes = _bytes(pinned_bytes, "pinned_bytes")
+    if tap_queue_bytes is not None:
+        size = _bytes(tap_queue_bytes, "tap_queue_bytes")
+        config.set_tap_queue_bytes(size)
+        if not _native.forked():
+            _native.set_tap_limit(size)
+    if pinned_bytes is not None:
+        config.set_pinned_bytes(pinned_bytes)
+    if residuals is not None:
+        config.set_residuals(residuals)
+    if not _native.forked():
+        _native.limit_pinned(config.pinned_bytes(), config.tap_queue_bytes())
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _bytes(value: Any, name: str) -> int:
+    size = int(value)
+    if isinstance(value, bool) or size <= 0 or size != value:
+        raise SpecError(
+            f"hostcall: {name} should be a number of bytes above 0, got {value!r}"
+        )
+    return size

@@ -1,0 +1,87 @@
+"""What declares an `hc.Object`: checked, and read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hostcall._core.errors import SpecError
+from hostcall._core.spec import parse_result
+
+# What the attributes of an Object mean that are not declared.
+OWN = ("close", "renew", "restore", "save")
+
+
+def check(name: str, methods: Any, order: Any, vmap_method: Any) -> None:
+    if not isinstance(methods, Mapping) or not methods:
+        raise SpecError(
+            f"hostcall: methods= of `{name}` should be a dict, method -> what it"
+            f" returns, got {methods!r}"
+        )
+    for method, result in methods.items():
+        if not isinstance(method, str) or not method.isidentifier() or method[0] == "_":
+            raise SpecError(
+                f"hostcall: methods= of `{name}` has {method!r}, which should be the"
+                " name of a public method"
+            )
+        if method in OWN:
+            raise SpecError(
+                f"hostcall: `{name}` can't declare `{method}`, which is hc.Object's own"
+                " (for all objects, from Python). Give the object a method of another"
+                " name that calls it"
+            )
+        parse_result(result, f"{name}.{method}")
+    if order not in ("ordered", "unordered"):
+        raise SpecError(
+            f"hostcall: order= of `{name}` should be 'ordered' or 'unordered', got"
+            f" {order!r}. An object has a state: its calls may not be left out or"
+            " repeated"
+        )
+    if vmap_method not in ("sequential", "parallel"):
+        raise SpecError(
+            f"hostcall: vmap_method= of `{name}` should be 'sequential' or 'parallel',"
+            f" got {vmap_method!r}. Each row has an object of its own"
+        )
+
+
+def maker(factory: Callable[..., Any], name: str) -> Callable[[Any], Any]:
+    """From an object's index to the object."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # of C: nothing is known
+        return lambda index: factory()
+    needed = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if not needed:
+        return lambda index: factory()
+    if len(needed) > 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        raise SpecError(
+            f"hostcall: the factory of `{name}` should need no argument, or one, the"
+            f" object's index; it needs {', '.join(p.name for p in needed)}. Write"
+            " lambda: ..., or lambda index: ..."
+        )
+    return factory
+
+
+def hook(
+    name: str, option: str, given: Any, optional: bool = False
+) -> Callable[..., Any] | None:
+    """A function of the object, from one or from a method's name."""
+    if given is None or callable(given):
+        return given  # type: ignore[no-any-return]
+    if not isinstance(given, str):
+        raise SpecError(
+            f"hostcall: {option}= of `{name}` should be a method's name or a function,"
+            f" got {given!r}"
+        )
+
+    def by_name(value: Any, *args: Any) -> Any:
+        if optional and not hasattr(value, given):
+            return None
+        return getattr(value, given)(*args)
+
+    return by_name

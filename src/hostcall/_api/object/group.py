@@ -1,0 +1,236 @@
+"""The host objects of one `hc.Object`: made, entered, saved and closed.
+
+There is one for each place of a batch, and each has a lock: no two threads are ever in
+the same object. Programs hold the group by the functions that they call, so objects
+live as long as anything can call them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from hostcall._core.errors import HostcallError
+
+logger = logging.getLogger("hostcall")
+
+# (batch, index in it), as `_context.place_in_batch` has them.
+Place = tuple[tuple[Any, ...], tuple[int, ...]]
+
+# Why nothing can be called any more.
+CLOSED = (
+    "is used after close(). Make another hc.Object, or write renew() in place of"
+    " close()"
+)
+ENDING = "is used while the process ends"
+FORKED = (
+    "is used in a process that was forked from the one that has its objects. Start"
+    " workers with multiprocessing's 'spawn' or 'forkserver' method"
+)
+
+_UNMADE = object()
+
+
+class Member:
+    """One object. Its lock lets one thread in, and that thread again."""
+
+    def __init__(self, value: Any = _UNMADE) -> None:
+        self.lock = threading.RLock()
+        self.value = value
+        self.gone = False  # out of its group: who has waited looks again
+
+
+class Group:
+    """The objects of one `Object`, by place: all of one batch.
+
+    `lock` is for `members` and `ended`. A member's lock may be held when it is taken,
+    never the other way round. Looking a member up takes none: one that has just left is
+    `gone`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[tuple[int, ...]], Any],
+        methods: tuple[str, ...],
+        end: Callable[..., Any] | None,
+    ) -> None:
+        self.name, self.make, self.methods, self.end = name, make, methods, end
+        self.lock = threading.Lock()
+        self.members: dict[Place, Member] = {}
+        self.ended = ""  # else what `check_open` says
+        _living.add(self)
+
+    def check_open(self, who: str) -> None:
+        if self.ended:
+            raise HostcallError(f"hostcall: `{self.name}` {self.ended} (by {who})")
+
+    def enter(
+        self,
+        place: Place,
+        who: str,
+        method: Callable[[Any], Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """`method(object)(*args, **kwargs)`, with the lock of the object of a place.
+
+        Makes it where it is missing.
+        """
+        while True:
+            member = self.members.get(place) or self._join(place, who)
+            with member.lock:
+                if member.gone:
+                    continue
+                if member.value is _UNMADE:
+                    self._fill(place, member)
+                return method(member.value)(*args, **kwargs)
+
+    def _join(self, place: Place, who: str) -> Member:
+        with self.lock:
+            self.check_open(who)
+            before = next(iter(self.members), place)[0]
+            if before != place[0]:
+                raise HostcallError(_other_batch(who, self.name, before, place[0]))
+            return self.members.setdefault(place, Member())
+
+    def _fill(self, place: Place, member: Member) -> None:
+        try:
+            value = self.make(place[1])
+            for method in self.methods:
+                if not callable(getattr(value, method, None)):
+                    raise HostcallError(_lacks(self.name, method, value))
+        except BaseException:
+            member.gone = True
+            with self.lock:
+                if self.members.get(place) is member:
+                    del self.members[place]
+            raise
+        member.value = value
+
+    def snapshot(self, save: Callable[..., Any] | None) -> dict[str, Any]:
+        """Each object, or what `save` makes of it, pickled."""
+        with self.lock:
+            members = sorted(self.members.items(), key=lambda item: item[0][1])
+        objects = {}
+        for (_, index), member in members:
+            with member.lock:
+                if member.value is _UNMADE:
+                    continue
+                state = member.value if save is None else save(member.value)
+                try:
+                    objects[index] = pickle.dumps(state)
+                except Exception as error:
+                    raise HostcallError(
+                        _unpicklable(self.name, index, error)
+                    ) from error
+        batch = members[0][0][0] if members else ()
+        return {"batch": batch, "objects": objects}
+
+    def put(self, values: Mapping[Place, Any]) -> None:
+        """These objects, into an empty group."""
+        with self.lock:
+            self.members.update({p: Member(value) for p, value in values.items()})
+
+    def drop(self, keep: Collection[Place] = (), ended: str = "") -> list[Exception]:
+        """Closes objects, each when nobody is in it; gives what that raised."""
+        with self.lock:
+            self.ended = self.ended or ended
+            places = [place for place in self.members if place not in keep]
+            going = [self.members.pop(p) for p in sorted(places, key=lambda p: p[1])]
+        failures = []
+        for member in going:
+            with member.lock:
+                member.gone = True
+                value, member.value = member.value, _UNMADE
+                try:
+                    if value is not _UNMADE and self.end is not None:
+                        self.end(value)
+                except Exception as error:
+                    failures.append(error)
+        return failures
+
+    def finish(self) -> None:
+        """Nobody is left who could be told of an error."""
+        for error in self.drop(ended=ENDING):
+            logger.error("closing an object of `%s` failed", self.name, exc_info=error)
+
+    def __del__(self) -> None:
+        if self.members:
+            self.finish()
+
+
+_living: weakref.WeakSet[Group] = weakref.WeakSet()
+_parents: list[Any] = []  # objects of the process that this one was forked from
+
+
+def _at_exit() -> None:
+    for group in list(_living):
+        group.finish()
+
+
+def _after_fork() -> None:
+    """The objects are the parent's: kept, so that nothing of them ends here."""
+    for group in list(_living):
+        group.lock = threading.Lock()
+        if group.members:
+            _parents.append(group.members)
+            group.members = {}
+            group.ended = FORKED
+
+
+# On import, and so before the engine's hook (`_handlers`): the last registered runs
+# first, and when this one runs programs have ended.
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# --- What can go wrong when a program calls -------------------------------------------
+
+
+def _other_batch(who: str, name: str, before: Any, now: Any) -> str:
+    text = (
+        f"hostcall: {who} of `{name}` is called {_said(now)}, and its objects are of"
+        f" calls {_said(before)}: an object belongs to its row. For another batch make"
+        " another hc.Object, or begin anew with renew()"
+    )
+    if len(before) != len(now):
+        text += (
+            ". Inside vmap, a call of which no argument depends on the row is made once"
+            " for all rows: give it one that does (where=mask will do)"
+        )
+    return text
+
+
+def _said(batch: tuple[Any, ...]) -> str:
+    mesh = ", ".join(f"{a[0]}={a[1]}" for a in batch if isinstance(a, tuple))
+    grid = " x ".join(str(size) for size in batch if not isinstance(size, tuple))
+    rows = f"for {grid} rows" if grid else "without vmap"
+    return f"{rows} on each device of a mesh {mesh}" if mesh else rows
+
+
+def _lacks(name: str, method: str, value: Any) -> str:
+    has = [
+        attribute
+        for attribute in dir(value)
+        if attribute[0] != "_" and callable(getattr(value, attribute, None))
+    ]
+    return (
+        f"hostcall: methods= of `{name}` has {method!r}, and what its factory made, a"
+        f" {type(value).__name__}, has no such method. It has:"
+        f" {', '.join(has) or 'none'}"
+    )
+
+
+def _unpicklable(name: str, index: tuple[int, ...], error: Exception) -> str:
+    return (
+        f"hostcall: object {index} of `{name}` can't be saved: it does not pickle"
+        f" ({type(error).__name__}: {error}). Say what its state is by save= and"
+        " restore=: methods' names, or functions save(object), restore(object, state)"
+    )

@@ -1,0 +1,217 @@
+"""`hc.print`: a line of text from a compiled program, formatted by the worker."""
+
+from __future__ import annotations
+
+import string
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import numpy as np
+
+from hostcall._api.tap import tap
+from hostcall._core.captured import has_tracers_text
+from hostcall._core.errors import SpecError
+from hostcall._core.mistakes import Face, options_of
+from hostcall._core.order import Order
+from hostcall._core.spec import Static
+from hostcall._engine.params.tap import Rows, WhenFull
+
+
+def print(
+    fmt: str,
+    *args: Any,
+    order: Order = "unordered",
+    where: Any = None,
+    rows: Rows = "batched",
+    when_full: WhenFull = "block",
+    every: int | float | None = None,
+    file: TextIO | None = None,
+    flush: bool = False,
+    end: str = "\n",
+    **kwargs: Any,
+) -> None:
+    """Prints `fmt.format(*args, **kwargs)` from a program, which does not wait.
+
+    Args:
+        fmt: a format string with braces, not an f-string: the values do not exist yet
+            when the program is traced.
+        *args: pytrees; arrays arrive as NumPy arrays, other leaves as they are. Each
+            must have its place in `fmt`.
+        order: as in `hc.tap`.
+        where: a bool scalar: no line where it is False.
+        rows: under vmap, "batched": one line for the batch; "each": one a row, as
+            `jax.debug.print` has it.
+        when_full: what happens where the queue is full.
+        every: one line in so many executions, or in so many seconds: as in `hc.tap`.
+        file: where to; None for `sys.stdout` as it is at the time of printing, so a
+            notebook or a test that captures output gets it.
+        flush: flushes the file after this line.
+        end: what follows the text.
+        **kwargs: as `args`, by name.
+
+    Raises:
+        SpecError: `fmt` and the arguments do not fit.
+
+    NumPy's print options count as they are when the program is traced.
+
+    Cost: that of `hc.tap`; formatting happens on the worker.
+    """
+    _check_format(fmt, len(args), kwargs)
+    printer = Printer(
+        fmt=fmt,
+        file=None if file is None else Static(file),
+        flush=flush,
+        end=end,
+        options=_print_options(),
+    )
+    tap(  # as two trees: a keyword may have the name of one of tap's options
+        printer,
+        args,
+        kwargs,
+        order=order,
+        where=where,
+        rows=rows,
+        when_full=when_full,
+        every=every,
+    )
+
+
+_FACE = Face(
+    "hc.print",
+    "hc.print({args})",
+    options_of(print, "fmt"),
+    {"ordered": 'order="ordered"', "partitioned": 'hc.tap with sharding="shards"'},
+)
+
+
+@dataclass(frozen=True)
+class Printer:
+    """Equal for equal lines, so that tracing again finds what was compiled."""
+
+    fmt: str
+    file: Static | None
+    flush: bool
+    end: str
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def __name__(self) -> str:
+        return f"hc.print({self.fmt!r})"
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with np.printoptions(**dict(self.options)):
+            text = self.fmt.format(
+                *map(_printable, args), **{k: _printable(v) for k, v in kwargs.items()}
+            )
+        file = sys.stdout if self.file is None else self.file.value
+        # One write: lines of other threads do not come between.
+        file.write(text + self.end)
+        if self.flush:
+            file.flush()
+
+
+def _printable(value: Any) -> Any:
+    """Scalars of the small types take no format of their own."""
+    if not isinstance(value, np.ndarray) or value.ndim or value.dtype.kind != "V":
+        return value
+    number = int if "int" in value.dtype.name else float
+    return number(value)
+
+
+def _print_options() -> tuple[tuple[str, Any], ...]:
+    """Those that differ from NumPy's own, hashable."""
+    options: dict[str, Any] = dict(np.get_printoptions())
+    return tuple(
+        (name, options[name])
+        for name in sorted(options)
+        if options[name] != _DEFAULTS.get(name) and name != "override_repr"
+    )
+
+
+_DEFAULTS = {
+    "edgeitems": 3,
+    "threshold": 1000,
+    "floatmode": "maxprec",
+    "precision": 8,
+    "suppress": False,
+    "linewidth": 75,
+    "nanstr": "nan",
+    "infstr": "inf",
+    "sign": "-",
+    "formatter": None,
+    "legacy": False,
+}
+
+
+def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
+    if not isinstance(fmt, str):
+        raise SpecError(
+            f"hostcall: the first argument of hc.print should be a format string, got"
+            f" {fmt!r}. Write hc.print('x = {{}}', x)"
+        )
+    try:
+        used = list(_fields(fmt))
+    except ValueError as error:
+        raise SpecError(
+            f"hostcall: hc.print can't read the format {fmt!r}: {error}. Braces that"
+            " are meant as such are doubled: {{ }}"
+        ) from None
+    if has_tracers_text(fmt):
+        raise SpecError(
+            f"hostcall: the format of hc.print holds a tracer's text: {fmt!r}. It looks"
+            " like an f-string, which is formatted while the program is traced, before"
+            " its values exist. Write hc.print('x = {}', x)"
+        )
+    missing = [f for f in used if _is_missing(f, positional, keywords)]
+    if missing:
+        raise SpecError(
+            f"hostcall: hc.print({fmt!r}) wants {_listed(missing)}, and was given"
+            f" {positional} positional arguments and {_listed(list(keywords))}"
+        )
+    unused = [i for i in range(positional) if i not in used]
+    names = [name for name in keywords if name not in used]
+    if unused or names:
+        hints = "".join(f". {_FACE.hint(name)}" for name in names if _FACE.hint(name))
+        raise SpecError(
+            f"hostcall: hc.print({fmt!r}) does not use"
+            f" {_listed([f'argument {i}' for i in unused] + names)}. Each needs its"
+            " place in the format; an f-string has lost its own: write"
+            f" hc.print('x = {{}}', x){hints}"
+        )
+
+
+def _fields(fmt: str) -> list[int | str]:
+    """The arguments that a format names, those in nested specs too."""
+    found: list[int | str] = []
+    automatic, numbered = 0, False
+    todo = [fmt]
+    while todo:
+        for _, field, spec, conversion in string.Formatter().parse(todo.pop(0)):
+            if field is None:
+                continue
+            if conversion not in (None, "r", "s", "a"):
+                raise ValueError(f"unknown conversion {conversion!r}")
+            name = field.split(".")[0].split("[")[0]
+            if name == "":
+                found.append(automatic)
+                automatic += 1
+            elif name.isdecimal():
+                found.append(int(name))
+                numbered = True
+            else:
+                found.append(name)
+            if automatic and numbered:
+                raise ValueError("it has numbered fields and others without a number")
+            if spec:
+                todo.append(spec)
+    return found
+
+
+def _is_missing(field: int | str, positional: int, keywords: dict[str, Any]) -> bool:
+    return field >= positional if isinstance(field, int) else field not in keywords
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(map(str, names)) or "none"

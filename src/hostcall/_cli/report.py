@@ -1,0 +1,74 @@
+"""What works on this machine: versions, devices, the engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import hostcall as hc
+from hostcall._cli.text import heading, line
+
+# --- The report -----------------------------------------------------------------------
+
+
+def engine_answers(device: jax.Device) -> str:
+    """Tries the engine on a device: a callback in a compiled loop, which counts."""
+    seen = []
+    result = jax.ShapeDtypeStruct((), np.float32)
+
+    def count(x: np.ndarray) -> np.ndarray:
+        seen.append(float(x))
+        return x + 1
+
+    def body(_: Any, x: Any) -> Any:
+        return hc.call(count, result, x, order="ordered")
+
+    program = jax.jit(lambda x: jax.lax.fori_loop(0, 3, body, x))
+    x = jax.device_put(np.float32(0), device)
+    total = float(program(x))
+    if total != 3.0 or seen != [0.0, 1.0, 2.0]:
+        return f"BROKEN: calls gave {total}, and got {seen}"
+    if "hostcall_call" not in program.lower(x).as_text():
+        return "not used: calls work, through JAX's own callback"
+    return "works (tried: ordered calls in a compiled loop)"
+
+
+def engine_on_gpu(devices: Sequence[jax.Device]) -> str:
+    """Tries it on the first GPU of these, if there is one."""
+    gpus = [device for device in devices if device.platform == "gpu"]
+    if not gpus:
+        return "not tried: JAX sees no GPU here"
+    try:
+        return engine_answers(gpus[0])
+    except Exception as error:  # what a driver raises: the jobs run on the CPU anyway
+        return f"BROKEN: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def report() -> tuple[str, str]:
+    """Prints versions, devices and the engine's state: on CPUs, on GPUs."""
+    heading("hostcall")
+    for name, value in {
+        "hostcall": hc.__version__,
+        "jax, jaxlib": f"{jax.__version__}, {importlib.metadata.version('jaxlib')}",
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "devices": ", ".join(map(str, jax.devices())),
+    }.items():
+        line(name, value)
+    cpu = engine_answers(jax.local_devices(backend="cpu")[0])
+    line("engine on cpu", cpu)
+    gpu = engine_on_gpu(jax.devices())
+    line("engine on gpu", gpu)
+    line("calls under way", len(hc.status()))
+    return cpu, gpu
+
+
+def missing_packages() -> list[str]:
+    return [n for n in ("scipy", "statsmodels") if importlib.util.find_spec(n) is None]

@@ -1,0 +1,227 @@
+"""`hc.buffer_callback`: host code that works in place on the device's memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from hostcall import _jax
+from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
+from hostcall._core.arguments import check_function
+from hostcall._core.errors import SpecError
+from hostcall._core.order import ORDERS, Order
+from hostcall._core.source import Place, users_place
+from hostcall._core.spec import Results, Static, Template, canonical
+from hostcall._engine.params.buffer import BufferParams, NativeFunction
+from hostcall._engine.params.call import Callback
+from hostcall._primitives.buffer import lowering  # noqa: F401  (it registers)
+from hostcall._primitives.buffer.primitive import bind
+from hostcall._primitives.call.batching import WHOLE
+
+
+def buffer_callback(
+    callback: Callable[..., None],
+    result_shape_dtypes: Any,
+    *,
+    has_side_effect: bool = False,
+    vmap_method: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    command_buffer_compatible: bool = False,
+    order: Order | None = None,
+) -> Callable[..., Any]:
+    """A function whose results `callback` writes in place, into XLA's own memory.
+
+    Nothing is copied. `callback(ctx, out, *args, **kwargs)` gets an
+    `hc.ExecutionContext`, a pytree of writeable `hc.Buffer`s like
+    `result_shape_dtypes`, and its arguments with a read-only Buffer for each array:
+
+        def add_one(ctx, out, x):
+            np.asarray(out)[...] = np.asarray(x) + 1
+
+        y = hc.buffer_callback(add_one, jax.ShapeDtypeStruct((), jnp.int32))(x)
+
+    Args:
+        callback: returns None. A Buffer is closed when it returns; a view of one that
+            is kept is an error. On a GPU it works on `ctx.stream`. Machine code runs
+            without Python: `hc.native`.
+        result_shape_dtypes: a pytree of anything with `shape` and `dtype`.
+        has_side_effect: runs once for each time the program comes here, in the order
+            of straight-line code (order="unordered").
+        vmap_method: "sequential", "sequential_unrolled", "expand_dims",
+            "broadcast_all", "legacy_vectorized"; without one vmap is refused.
+        input_output_aliases: {number of an input leaf: number of an output leaf} that
+            share their memory: the output holds the input's values, and XLA need not
+            find another block. Leaves are counted as jax.tree.leaves((args, kwargs))
+            and jax.tree.leaves(result_shape_dtypes) do.
+        command_buffer_compatible: on a GPU the callback may be recorded: it runs once,
+            and what it put on `ctx.stream` runs every time.
+        order: "pure", "unordered" or "ordered", as of `hc.call`; in place of
+            `has_side_effect`.
+
+    Returns:
+        A function of pytrees of arrays and numbers, which gives jax.Arrays in the
+        structure of `result_shape_dtypes`.
+
+    Raises:
+        SpecError: a call that is written wrong.
+        ValueError: aliases that do not fit; 64-bit types outside of the 64-bit mode;
+            under jvp, grad and transposition.
+        NotImplementedError: under vmap without a `vmap_method`.
+        jax.errors.JaxRuntimeError: when the program runs and `callback` raises, returns
+            a value (ValueError), keeps a view (EscapeError), or has written to an input
+            (ResultError; see docs/buffers.md for when that is seen).
+            `hostcall.reraise()` and `hostcall.last_error()` give the exception itself.
+
+    Memory: what the callback does not write of an output of up to 4096 bytes is zero,
+    of a larger one anything. With HOSTCALL_DEBUG=1 in the environment that is an
+    error (UnwrittenError).
+
+    Under transformations: jit, scan, while_loop, cond, remat, shard_map: as `hc.call`
+    of the same order. In a jitted program over sharded arrays one device calls, with
+    the whole values.
+
+    Cost: on a CPU 0.4 us, 0.25 for each numpy.asarray, and 1 where `out` or the
+    arguments are trees; JAX's takes 1.4 and 0.5.
+
+    Source: the documentation of jax.experimental.buffer_callback.
+    """
+    if order is None:
+        order = "unordered" if has_side_effect else "pure"
+    elif order not in ORDERS:
+        raise SpecError(
+            f"hostcall: order= should be one of {', '.join(ORDERS)}, got {order!r}"
+        )
+    elif has_side_effect and order == "pure":
+        raise SpecError(
+            "hostcall: order='pure' and has_side_effect=True contradict each other"
+        )
+    if not callable(callback):
+        raise SpecError(
+            f"hostcall: the callback should be a function, got {callback!r}. An address"
+            " becomes one with hc.native(address)"
+        )
+    name = check_function(callback, "hc.buffer_callback(callback, result_shape_dtypes)")
+    described, out_tree = jax.tree.flatten(result_shape_dtypes)
+    avals = tuple(_described(leaf, name) for leaf in described)
+    results = Results(out_tree, avals, (None,) * len(avals))
+    method = check_vmap_method(vmap_method)
+    if isinstance(callback, NativeFunction) and method in WHOLE:
+        raise SpecError(
+            f"hostcall: `{name}` is machine code, which is not told shapes, and"
+            f" vmap_method={method!r} would give it a whole batch. Use 'sequential':"
+            " its rows are looped natively"
+        )
+    wanted = _read_aliases(input_output_aliases)
+    place = users_place()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, in_tree = jax.tree.flatten((args, kwargs))
+        operands = [_operand(leaf) for leaf in leaves]
+        params = make_params(
+            callback,
+            Template(in_tree, (None,) * len(leaves)),
+            results,
+            order=order,
+            vmap_method=method,
+            aliases=_check_aliases(wanted, operands, avals),
+            command_buffer=command_buffer_compatible,
+            place=place,
+        )
+        return out_tree.unflatten(bind(*operands, params=params))
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _described(leaf: Any, name: str) -> Any:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise SpecError(
+            f"hostcall: result_shape_dtypes of `{name}` has the leaf {leaf!r}, which"
+            " has no shape and dtype. Write jax.ShapeDtypeStruct(shape, dtype)"
+        )
+    return result_aval(leaf)
+
+
+def _operand(leaf: Any) -> Any:
+    """What the primitive takes; refuses integers that JAX would cut off."""
+    leaf = raw_keys(leaf)
+    _jax.check_arg(leaf)
+    return leaf if isinstance(leaf, jax.Array) else canonical(leaf)
+
+
+def make_params(
+    callback: Callable[..., Any],
+    template: Template,
+    results: Results,
+    *,
+    order: Order,
+    vmap_method: str | None,
+    aliases: tuple[tuple[int, int], ...],
+    command_buffer: bool,
+    place: Place,
+) -> BufferParams:
+    """The parameters of an equation that calls `callback`."""
+    return BufferParams(
+        callback=Callback(
+            fn=Static(callback),
+            template=template,
+            results=results,
+            fills=(None,) * len(results.avals),
+            arrays="numpy",
+            lend="buffers",
+            timeout=None,
+            executor=None,
+            place=place,
+        ),
+        avals=results.avals,
+        order=order,
+        vmap_method=vmap_method,
+        sharding=None,
+        masked=False,
+        aliases=aliases,
+        command_buffer=command_buffer,
+    )
+
+
+def _read_aliases(wanted: Any) -> list[tuple[int, int]]:
+    try:
+        pairs = [
+            (operator.index(i), operator.index(o)) for i, o in (wanted or {}).items()
+        ]
+    except (AttributeError, TypeError):
+        raise SpecError(
+            "hostcall: input_output_aliases should be a dict of numbers, {number of an"
+            f" input leaf: number of an output leaf}}, got {wanted!r}"
+        ) from None
+    return sorted(pairs)
+
+
+def _check_aliases(
+    wanted: list[tuple[int, int]], operands: list[Any], avals: tuple[Any, ...]
+) -> tuple[tuple[int, int], ...]:
+    """(input, output) pairs, each of one shape and dtype."""
+    pairs: list[tuple[int, int]] = []
+    for i, o in wanted:
+        says = f"input_output_aliases contains the mapping '{i}:{o}'"
+        for number, what, n in ((i, "input", len(operands)), (o, "output", len(avals))):
+            if not 0 <= number < n:
+                raise ValueError(
+                    f"{says} with {what} index {number} outside the range [0, {n})."
+                    " Leaves of trees are counted one by one."
+                )
+        have = _jax.aval_of(operands[i])
+        if (have.shape, have.dtype) != (avals[o].shape, avals[o].dtype):
+            raise ValueError(
+                f"{says} referring to an input with abstract value {have} and an output"
+                f" with a different abstract value {avals[o]}."
+            )
+        if any(o == taken for _, taken in pairs):
+            raise ValueError(
+                f"{says}, and another input is mapped to output {o} too: memory can be"
+                " shared by one input and one output."
+            )
+        pairs.append((i, o))
+    return tuple(pairs)

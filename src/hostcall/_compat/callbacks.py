@@ -1,0 +1,199 @@
+"""`hc.pure_callback`, `hc.io_callback`: drop-ins for JAX's functions of these names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core.spec import Results, Template
+from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
+from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
+from hostcall._primitives.drop_in.primitive import bind
+
+_VMAP_METHODS = [
+    "sequential",
+    "sequential_unrolled",
+    "expand_dims",
+    "broadcast_all",
+    "legacy_vectorized",
+    None,
+]
+
+
+def pure_callback(
+    callback: Callable[..., Any],
+    result_shape_dtypes: Any,
+    *args: Any,
+    sharding: Any = None,
+    vmap_method: str | None = None,
+    vectorized: bool | None = None,
+    arrays: str = "jax",
+    **kwargs: Any,
+) -> Any:
+    """`jax.pure_callback`, as its guide describes it, on hostcall's engine.
+
+    New code may prefer `hc.call`: it is faster (NumPy arrays), checks what the function
+    returns, and has more options.
+
+    Args:
+        callback: a function without side effects; it may be called more often than
+            the program says, or not at all.
+        result_shape_dtypes: a pytree of anything with `shape` and `dtype`, as many
+            leaves as `callback` returns.
+        *args: pytrees of arrays and numbers.
+        sharding: in a jitted program over several devices, the single-device sharding
+            of the device that calls.
+        vmap_method: "sequential", "sequential_unrolled", "expand_dims",
+            "broadcast_all", "legacy_vectorized"; without one, "sequential".
+        vectorized: the older form of `vmap_method`: True for "legacy_vectorized",
+            False for "sequential".
+        arrays: what `callback` gets: "jax", jax.Arrays on a CPU device of hostcall's
+            own, on which it may compute; "numpy", NumPy arrays, ten times faster.
+        **kwargs: as `args`.
+
+    Returns:
+        jax.Arrays in the structure of `result_shape_dtypes`.
+
+    Raises:
+        ValueError: 64-bit types outside of the 64-bit mode; another `vmap_method`;
+            under jvp, grad and transposition.
+        jax.errors.JaxRuntimeError: when the program runs and `callback` fails, or
+            returns another number of leaves, shape or dtype. `hostcall.reraise()` and
+            `hostcall.last_error()` give the exception itself.
+
+    Under transformations: as `hc.call` with order="pure".
+
+    Cost: on a CPU 6 us a call of a scalar, 1 us with arrays="numpy"; JAX's takes 45.
+    The program runs on the thread that dispatches it, as JAX's does.
+
+    Source: JAX's guide "External callbacks". Today's JAX refuses vmap without a
+    `vmap_method`, and has no `vectorized`; `hc.patch_jax()` installs that form.
+    """
+    if vectorized is not None:
+        if vmap_method is not None:
+            raise ValueError(
+                "the vectorized and vmap_method arguments of pure_callback cannot be"
+                " used together. Please use the vmap_method argument."
+            )
+        vmap_method = "legacy_vectorized" if vectorized else "sequential"
+    return call_back(
+        "pure",
+        callback,
+        result_shape_dtypes,
+        args,
+        kwargs,
+        sharding=sharding,
+        vmap_method=check_vmap_method(vmap_method) or "sequential",
+        arrays=arrays,
+    )
+
+
+def io_callback(
+    callback: Callable[..., Any],
+    result_shape_dtypes: Any,
+    *args: Any,
+    sharding: Any = None,
+    ordered: bool = False,
+    arrays: str = "jax",
+    **kwargs: Any,
+) -> Any:
+    """`jax.experimental.io_callback` on hostcall's engine.
+
+    Where nothing comes back, `hc.tap` does not make the program wait; `hc.call` with an
+    `order` lifts what is refused here.
+
+    Args:
+        callback: any function; it runs once for each time the program comes here.
+        result_shape_dtypes: as in `hc.pure_callback`; None for no results.
+        *args: pytrees of arrays and numbers.
+        sharding: as in `hc.pure_callback`.
+        ordered: after the ordered callback before it, across programs.
+        arrays: as in `hc.pure_callback`.
+        **kwargs: as `args`.
+
+    Returns:
+        jax.Arrays in the structure of `result_shape_dtypes`.
+
+    Raises:
+        ValueError: 64-bit types outside of the 64-bit mode; under jvp and
+            transposition; under vmap when ordered.
+        NotImplementedError: under vmap of cond and of while_loop, and under remat.
+        jax.errors.JaxRuntimeError: as from `hc.pure_callback`.
+
+    Under transformations: jit, scan, while_loop, cond, shard_map, pmap: once for each
+        time (a device). vmap: once a row, in row order.
+
+    Cost: as `hc.pure_callback`; a program with an effect does not have JAX's fast
+    dispatch.
+
+    Source: JAX's guide "External callbacks".
+    """
+    return call_back(
+        "io",
+        callback,
+        result_shape_dtypes,
+        args,
+        kwargs,
+        sharding=sharding,
+        ordered=ordered,
+        arrays=arrays,
+    )
+
+
+def check_vmap_method(method: Any) -> str | None:
+    if method not in _VMAP_METHODS:
+        raise ValueError(
+            f"vmap_method must be on of the allowed methods {_VMAP_METHODS}, but got:"
+            f" {method}"
+        )
+    return method  # type: ignore[no-any-return]
+
+
+def call_back(
+    kind: Kind,
+    callback: Callable[..., Any],
+    result: Any,
+    args: Any,
+    kwargs: Any,
+    *,
+    arrays: str,
+    **options: Any,
+) -> Any:
+    """The call itself; here no keyword of the callback's is an option. Without a
+    `vmap_method` it refuses vmap, as today's JAX does.
+    """
+    leaves, in_tree = jax.tree.flatten((args, kwargs))
+    operands = [raw_keys(leaf) for leaf in leaves]
+    template = Template(in_tree, (None,) * len(leaves))
+    described, out_tree = jax.tree.flatten(result)
+    avals = tuple(map(result_aval, described))
+    params = make_params(
+        kind,
+        callback,
+        template,
+        Results(out_tree, avals, (None,) * len(avals)),
+        arrays=arrays_of(arrays),
+        **options,
+    )
+    return out_tree.unflatten(bind(*operands, params=params))
+
+
+def raw_keys(leaf: Any) -> Any:
+    """JAX's callbacks get the blocks behind typed PRNG keys."""
+    if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+def result_aval(described: Any) -> Any:
+    dtype = np.dtype(described.dtype)
+    if _jax.canonical_dtype(dtype) != dtype:
+        raise ValueError(
+            "result_shape_dtypes cannot specify 64-bit types when `jax_enable_x64` is"
+            " disabled"
+        )
+    return _jax.ShapedArray(described.shape, dtype)

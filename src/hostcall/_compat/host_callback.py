@@ -1,0 +1,354 @@
+"""The functions of `hostcall.host_callback`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._api.configure import configure
+from hostcall._compat.outside_call import Outside, bind, checked, take_last_exception
+from hostcall._core.failures import failures_of_arrays, failures_of_effects
+from hostcall._runtime import delivery
+
+__all__ = [
+    "CallbackException",
+    "TapFunctionException",
+    "barrier_wait",
+    "call",
+    "id_print",
+    "id_tap",
+    "stop_outfeed_receiver",
+]
+
+logger = logging.getLogger("hostcall.host_callback")
+
+_jax.define_old_flags(
+    {
+        "jax_host_callback_inline": (
+            False,
+            "Run the callbacks of host_callback at once, outside of compiled programs.",
+        ),
+        "jax_host_callback_max_queue_byte_size": (
+            256_000_000,
+            "Bytes of values that may wait for their callbacks before devices wait"
+            " (hostcall.configure(tap_queue_bytes=)).",
+        ),
+        "jax_host_callback_ad_transforms": (
+            False,
+            "Taps under differentiation see tangents and cotangents too.",
+        ),
+        "jax_host_callback_outfeed": (
+            False,
+            "Taken, and without meaning: there is one implementation, which has what"
+            " only the outfeed had (device_index, errors at barrier_wait).",
+        ),
+    }
+)
+
+
+class CallbackException(Exception):
+    """Raised by `barrier_wait` where callbacks have raised; the last is its cause."""
+
+
+TapFunctionException = CallbackException
+
+
+def id_tap(
+    tap_func: Callable[..., Any],
+    arg: Any,
+    *,
+    result: Any = None,
+    tap_with_device: bool = False,
+    device_index: int = 0,
+    **kwargs: Any,
+) -> Any:
+    """Is the identity, and calls `tap_func(arg, transforms)` on the host.
+
+    The program does not wait for `tap_func`. On each device taps are delivered in the
+    order in which it comes to them.
+
+    Args:
+        tap_func: gets `arg` with NumPy arrays, and the transformations that the tap
+            has gone through, ("batch", {"batch_dims": ...}) for a vmap.
+        arg: a pytree of arrays and numbers.
+        result: what to give back in place of `arg`. It is not sent to the host.
+        tap_with_device: calls `tap_func(arg, transforms, device=device)`.
+        device_index: in a jitted program over sharded arrays, which device taps the
+            whole value.
+        **kwargs: refused.
+
+    Returns:
+        `arg`, or `result` where that is given.
+
+    Raises:
+        TypeError: for other keywords, for what is no function, for leaves that JAX
+            does not take. What `tap_func` raises is logged, and raised by the next
+            `barrier_wait`.
+
+    Under transformations:
+        vmap: one tap of the batch. jvp, grad: primal values; where tangents are tapped
+        (in a custom_jvp) and then transposed, the cotangents, with ("transpose", {}).
+        With the flag jax_host_callback_ad_transforms pairs of primals and tangents,
+        with ("jvp", {}). remat: again where the value is computed again. pmap,
+        shard_map: each device its own. jit over sharded arrays: once.
+
+    Cost: that of `hostcall.tap`.
+
+    Source: the documentation of jax.experimental.host_callback.
+    """
+    if kwargs:
+        raise TypeError(
+            "Support for **kwargs in ``id_tap`` has been removed. Instead, pre-apply"
+            " keyword arguments, either by using a closure or by passing"
+            " ``functools.partial(tap_func, **kwargs)``."
+        )
+    if _jax.old_flag("jax_host_callback_ad_transforms"):
+        warnings.warn(
+            "The flag jax_host_callback_ad_transforms is for programs that rely on it:"
+            " hostcall.tap_tangent and hostcall.tap_cotangent do this without a flag",
+            FutureWarning,
+            stacklevel=2,
+        )
+    for leaf in jax.tree.leaves(result):
+        _jax.check_arg(leaf)
+    _follow_queue_flag()
+    flat, tree = jax.tree.flatten(arg)
+    outs = bind(
+        *flat,
+        params=Outside(
+            fn=checked(tap_func),
+            identity=True,
+            with_device=tap_with_device,
+            arg_tree=tree,
+            device_index=device_index,
+        ),
+    )
+    return tree.unflatten(outs) if result is None else result
+
+
+def id_print(
+    arg: Any,
+    *,
+    result: Any = None,
+    tap_with_device: bool = False,
+    device_index: int = 0,
+    output_stream: Any = None,
+    threshold: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    r"""`id_tap` with a function that prints.
+
+    First a line of the keywords, sorted, `transforms` and `device` among them; then
+    `arg`, arrays as `numpy.array2string` writes them.
+
+    Args:
+        arg: as `id_tap`.
+        result: as `id_tap`.
+        tap_with_device: prints the device too.
+        device_index: as `id_tap`.
+        output_stream: each line goes to `output_stream.write(line + "\n")`; None
+            for `print`.
+        threshold: of `numpy.array2string`.
+        **kwargs: printed as `key: value`.
+
+    Returns:
+        As `id_tap`.
+    """
+    printer = functools.partial(
+        _print_tap_func, output_stream=output_stream, threshold=threshold, **kwargs
+    )
+    return id_tap(
+        printer,
+        arg,
+        result=result,
+        tap_with_device=tap_with_device,
+        device_index=device_index,
+    )
+
+
+def call(
+    callback_func: Callable[..., Any],
+    arg: Any,
+    *,
+    result_shape: Any = None,
+    call_with_device: bool = False,
+    device_index: int = 0,
+) -> Any:
+    """Calls `callback_func(arg)` on the host, and gives its result to the program.
+
+    Args:
+        callback_func: gets `arg` with NumPy arrays, returns a pytree of arrays.
+        arg: a pytree of arrays and numbers.
+        result_shape: a pytree like the result, of numbers or of anything with `shape`
+            and `dtype`; None or () for none.
+        call_with_device: calls `callback_func(arg, device=device)`.
+        device_index: as in `id_tap`.
+
+    Returns:
+        What `callback_func` returned, as jax.Arrays.
+
+    Raises:
+        ValueError: a `result_shape` that says no shape.
+        NotImplementedError: under vmap and under differentiation. Give a rule with
+            jax.custom_batching, jax.custom_jvp or jax.custom_vjp, or use
+            `hostcall.call`.
+        jax.errors.JaxRuntimeError: when the program runs and `callback_func` raises,
+            or returns another structure, shape or dtype (TypeError in its text).
+            `barrier_wait` raises too, and `hostcall.reraise()` gives the exception.
+
+    Cost: that of `hostcall.call` with an effect.
+    """
+    _follow_queue_flag()
+    flat, tree = jax.tree.flatten(arg)
+    described, result_tree = jax.tree.flatten(result_shape)
+    try:
+        avals = tuple(map(_aval, described))
+    except (TypeError, ValueError, AttributeError):
+        raise ValueError(
+            "result_shape should be a pytree of values with structure matching the"
+            " expected result of the callback function. The values must be either"
+            " numeric scalars, or must have 'shape' and 'dtype' attributes. Got"
+            f" {result_shape}"
+        ) from None
+    outs = bind(
+        *flat,
+        params=Outside(
+            fn=checked(callback_func),
+            identity=False,
+            with_device=call_with_device,
+            arg_tree=tree,
+            result_tree=result_tree,
+            avals=avals,
+            device_index=device_index,
+        ),
+    )
+    return result_tree.unflatten(outs)
+
+
+def _aval(described: Any) -> Any:
+    if hasattr(described, "shape") and hasattr(described, "dtype"):
+        shape, dtype = tuple(described.shape), np.dtype(described.dtype)
+    else:
+        array = np.asarray(described)
+        if array.dtype.kind not in "biufc":
+            raise TypeError(described)
+        shape, dtype = array.shape, array.dtype
+    return _jax.ShapedArray(shape, _jax.canonical_dtype(dtype))
+
+
+# --- Waiting ------------------------------------------------------------------------
+
+
+def barrier_wait(logging_name: str | None = None) -> None:
+    """Waits until all programs under way have run, and their callbacks too.
+
+    Args:
+        logging_name: for the log.
+
+    Raises:
+        CallbackException: callbacks have raised since the last time. Its text has the
+            traceback of the last, which is its `__cause__`.
+    """
+    name = logging_name or ""
+    logger.debug("barrier_wait[%s]: start", name)
+    delivery.refuse_inside_a_tap("barrier_wait()")
+    for failure in (*failures_of_effects(), *failures_of_arrays()):
+        logger.debug("barrier_wait[%s]: a program failed: %s", name, failure)
+    logger.debug("barrier_wait[%s]: waiting for callbacks", name)
+    delivery.flush(None, "barrier_wait()")
+    logger.debug("barrier_wait[%s]: done", name)
+    last = take_last_exception()
+    if last is not None:
+        error, text = last
+        raise CallbackException(
+            f"There were exceptions during callback processing. Last one was: {text}"
+        ) from error
+
+
+def stop_outfeed_receiver() -> None:
+    """Waits for callbacks, as the old function did before it stopped their receiver.
+
+    There is no receiver here to stop, and no outfeed to free.
+    """
+    delivery.flush(None, "stop_outfeed_receiver()")
+
+
+_followed: int | None = None
+
+
+def _follow_queue_flag() -> None:
+    """The flag bounds the queue of all taps, where it has been set."""
+    global _followed
+    size = _jax.old_flag("jax_host_callback_max_queue_byte_size")
+    if size == _followed:
+        return
+    first, _followed = _followed is None, size
+    if not first or size != 256_000_000:
+        configure(tap_queue_bytes=size)
+
+
+# --- Printing -----------------------------------------------------------------------
+
+_print_lock = threading.Lock()
+
+
+def _print_tap_func(
+    arg: Any,
+    transforms: Any,
+    *,
+    device: Any = None,
+    output_stream: Any = None,
+    threshold: int | None = 1024,
+    **kwargs: Any,
+) -> None:
+    if transforms:
+        kwargs["transforms"] = [
+            (name, params) if params else name for name, params in transforms
+        ]
+    if device is not None:
+        kwargs["device"] = device
+    lines = []
+    if kwargs:
+        lines.append(" ".join(f"{k}: {v}" for k, v in sorted(kwargs.items())))
+    lines.append(str(_document(arg, threshold)))
+    with _print_lock:
+        for line in lines:
+            if output_stream is None:
+                print(line)
+            else:
+                output_stream.write(line + "\n")
+
+
+def _document(value: Any, threshold: int | None) -> Any:
+    """A pytree as JAX's pretty printer lays it out: on one line where that is wide
+    enough.
+    """
+    pp = _jax.pretty_printer
+
+    def group(opening: str, parts: list[Any], closing: str) -> Any:
+        inner = pp.nest(2, pp.join(pp.brk(), parts))
+        return pp.group(
+            pp.concat([pp.text(f"{opening} "), inner, pp.text(f" {closing}")])
+        )
+
+    def document(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return group("(", list(map(document, value)), ")")
+        if isinstance(value, list):
+            return group("[", list(map(document, value)), "]")
+        if isinstance(value, dict):
+            parts = [pp.text(f"{k}=") + document(v) for k, v in sorted(value.items())]
+            return group("{", parts, "}")
+        if isinstance(value, np.ndarray):
+            return pp.text(np.array2string(value, threshold=threshold))
+        return pp.text(str(value))
+
+    return document(value)

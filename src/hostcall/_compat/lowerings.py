@@ -1,0 +1,278 @@
+"""What lowers JAX's own callback primitives on hostcall's engine.
+
+`patch_jax` puts other functions under JAX's names. Who took a function before (most
+libraries import by name) still binds JAX's primitives, and a few programs emit a
+callback themselves, below all primitives. Both are met here, where a program is
+lowered: the engine makes the call, and all else (batching, derivatives, refusals) stays
+JAX's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._compat.buffer_callback import make_params as buffer_params
+from hostcall._core.source import Place, place_of
+from hostcall._core.spec import Results, Template
+from hostcall._engine import targets
+from hostcall._engine.params.drop_in import (
+    DropInInfo,
+    DropInParams,
+    Kind,
+    arrays_of,
+    make_params,
+)
+from hostcall._primitives import emit
+from hostcall._primitives.buffer import lowering as buffer_lowering
+from hostcall._primitives.call import lowering as call_lowering
+from hostcall._primitives.drop_in import lowering
+
+_arrays = "jax"  # what callbacks get
+
+
+# --- Primitives -----------------------------------------------------------------------
+
+
+def _template(treedef: Any) -> Template:
+    return Template(treedef, (None,) * treedef.num_leaves)
+
+
+def _flat(n: int) -> Template:
+    return Template.flat(*(None,) * n)
+
+
+def _results(avals: Sequence[Any]) -> Results:
+    n = len(avals)
+    return Results(jax.tree.structure((0,) * n), tuple(avals), (None,) * n)
+
+
+def _place(ctx: Any, fn: Callable[..., Any]) -> Place:
+    """The line that called; where JAX does not tell it, that of the function."""
+    line = _jax.line_of(ctx)
+    return place_of(fn) if line is None else Place(*line)
+
+
+def _params(kind: Kind, ctx: Any, fn: Any, template: Template, **more: Any) -> Any:
+    return make_params(
+        kind,
+        fn,
+        template,
+        _results(_jax.physical_avals(ctx.avals_out)),
+        arrays=arrays_of(_arrays),
+        place=_place(ctx, fn),
+        **more,
+    )
+
+
+def _lower_pure(
+    ctx: Any, *operands: Any, callback: Any, sharding: Any, **_: Any
+) -> list[Any]:
+    fn, template = _open(callback, len(operands))
+    params = _params("pure", ctx, fn, template, sharding=sharding)
+    return lowering.lower(ctx, *operands, params=params)
+
+
+def _lower_io(
+    ctx: Any, *operands: Any, callback: Any, sharding: Any, ordered: bool, **_: Any
+) -> list[Any]:
+    fn, template = _open(callback, len(operands))
+    params = _params("io", ctx, fn, template, sharding=sharding, ordered=ordered)
+    return lowering.lower(ctx, *operands, params=params)
+
+
+def _open(callback: Any, operands: int) -> tuple[Callable[..., Any], Template]:
+    """The user's function, where JAX's wrapping of it is the one we know."""
+    if isinstance(callback, _jax.FlatCallback):
+        return callback.callback_func, _template(callback.in_tree)
+    return callback, _flat(operands)
+
+
+def _lower_debug(
+    ctx: Any, *operands: Any, callback: Any, effect: Any, partitioned: bool, **_: Any
+) -> list[Any]:
+    params = _params(
+        "debug",
+        ctx,
+        callback,
+        _flat(len(operands)),
+        ordered=effect == _jax.ORDERED_DEBUG_EFFECT,
+        partitioned=partitioned,
+    )
+    return lowering.lower(ctx, *operands, params=params)
+
+
+def _lower_print(ctx: Any, *operands: Any, **params: Any) -> list[Any]:
+    ordered = params["ordered"]
+    return _lower_debug(
+        ctx,
+        *operands,
+        callback=_jax.print_callback(params),
+        effect=_jax.ORDERED_DEBUG_EFFECT if ordered else _jax.DEBUG_EFFECT,
+        partitioned=params["partitioned"],
+    )
+
+
+def _lower_buffer(
+    ctx: Any,
+    *operands: Any,
+    callback: Any,
+    in_tree: Any,
+    out_tree: Any,
+    vmap_method: Any,
+    has_side_effect: bool,
+    input_output_aliases: Any,
+    command_buffer_compatible: bool,
+    **_: Any,
+) -> list[Any]:
+    avals = tuple(_jax.physical_avals(ctx.avals_out))
+    params = buffer_params(
+        callback,
+        _template(in_tree),
+        Results(out_tree, avals, (None,) * len(avals)),
+        order="unordered" if has_side_effect else "pure",
+        vmap_method=vmap_method,
+        aliases=tuple(input_output_aliases),
+        command_buffer=command_buffer_compatible,
+        place=_place(ctx, callback),
+    )
+    return buffer_lowering.lower(ctx, *operands, params=params)
+
+
+_LOWERINGS: dict[Any, Callable[..., list[Any]]] = {
+    _jax.pure_callback_p: _lower_pure,
+    _jax.io_callback_p: _lower_io,
+    _jax.debug_callback_p: _lower_debug,
+    _jax.debug_print_p: _lower_print,
+    _jax.buffer_callback_p: _lower_buffer,
+}
+
+
+# --- emit_python_callback -------------------------------------------------------------
+
+
+def emit_python_callback(
+    ctx: Any,
+    callback: Callable[..., Any],
+    token: Any | None,
+    operands: Sequence[Any],
+    operand_avals: Sequence[Any],
+    result_avals: Sequence[Any],
+    *,
+    has_side_effect: bool,
+    returns_token: bool = True,
+    partitioned: bool = False,
+    sharding: Any = None,
+) -> tuple[Any, Any, Any]:
+    """As JAX's of this name. `callback` gets NumPy arrays and gives a sequence."""
+    if _jax.platforms(ctx) != ("cpu",) or partitioned:
+        out: tuple[Any, Any, Any] = _jax.emit_python_callback(
+            ctx,
+            callback,
+            token,
+            operands,
+            operand_avals,
+            result_avals,
+            has_side_effect=has_side_effect,
+            returns_token=returns_token,
+            partitioned=partitioned,
+            sharding=sharding,
+        )
+        return out
+    avals = _jax.physical_avals(result_avals)
+    params: DropInParams = make_params(
+        "io" if has_side_effect else "pure",
+        _Sequence(callback, len(avals)),
+        _flat(len(operands)),
+        _results(avals),
+        arrays="numpy",
+        place=_place(ctx, callback),
+    )
+    inner = ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
+    client = _jax.lowering_client(inner)
+    info = DropInInfo(params, emit.by_ordinal(client), _jax.manual_mesh(inner))
+    attributes, source = call_lowering.prepare(
+        inner,
+        client,
+        info,
+        _jax.physical_avals(operand_avals),
+        _jax.device_of(inner, sharding),
+    )
+    results, token_out = _jax.emit_custom_call(
+        inner,
+        targets.TARGET,
+        operands,
+        token=token,
+        returns_token=token is not None,
+        has_side_effect=has_side_effect,
+        attributes=attributes,
+        source=source,
+    )
+    return results, token_out, None
+
+
+class _Sequence:
+    """A callback that returns one value a result, whatever each of them is."""
+
+    def __init__(self, callback: Callable[..., Any], results: int) -> None:
+        self.func = callback  # as functools.partial calls it
+        self._results = results
+
+    def __call__(self, *args: Any) -> tuple[np.ndarray, ...]:
+        out = self.func(*args)
+        if len(out) != self._results:
+            raise RuntimeError(
+                "Mismatched number of outputs from callback. Expected:"
+                f" {self._results}, Actual: {len(out)}"
+            )
+        return tuple(map(np.asarray, out))
+
+
+# --- Taking their places --------------------------------------------------------------
+
+
+class Hooks:
+    """The lowerings of JAX's primitives and `emit_python_callback`, ours while held."""
+
+    def __init__(self) -> None:
+        self._restore = [
+            _jax.replace_lowering(primitive, rule)
+            for primitive, rule in _LOWERINGS.items()
+        ]
+        self._emit = {name: _emit_of(name) for name in _jax.MODULES_WITH_EMIT}
+        for name in self._emit:
+            _set_emit(name, emit_python_callback)
+
+    def release(self) -> None:
+        """Puts back what was there."""
+        for restore in self._restore:
+            restore()
+        for name, function in self._emit.items():
+            if _emit_of(name) is emit_python_callback:  # else somebody came after us
+                _set_emit(name, function)
+
+
+def _emit_of(module: str) -> Any:
+    return importlib.import_module(module).emit_python_callback
+
+
+def _set_emit(module: str, function: Any) -> None:
+    setattr(importlib.import_module(module), "emit_python_callback", function)  # noqa: B010
+
+
+def hand_out(arrays: str) -> None:
+    """What callbacks of JAX's primitives get from now on."""
+    global _arrays
+    arrays_of(arrays)
+    _arrays = arrays
+
+
+def forget_programs() -> None:
+    """What was compiled before goes: its callbacks are not where they should be."""
+    if _jax.back_ends_started():
+        jax.clear_caches()

@@ -1,0 +1,333 @@
+"""The primitive behind `hostcall.host_callback`, as the old module had it.
+
+One primitive serves taps, which are the identity on their arguments, and calls. It
+records the transformations that it goes through, instead of turning into them: a
+batched tap is one tap of the batch that says so. In a program it becomes a tap or a
+call of this library.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._api.tap import prepare
+from hostcall._core.order import effects_of
+from hostcall._core.source import users_place
+from hostcall._core.spec import Static, flatten_arguments
+from hostcall._engine.params.call import Callback
+from hostcall._primitives.call.make import make, results_of
+from hostcall._primitives.drop_in.primitive import seen_before
+from hostcall._primitives.tap.primitive import bind as bind_tap
+from hostcall._runtime import context
+
+logger = logging.getLogger("hostcall.host_callback")
+
+outside_call_p = _jax.Primitive("outside_call")
+outside_call_p.multiple_results = True
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The parameters of one equation.
+
+    Attributes:
+        fn: the user's function.
+        identity: a tap, whose results are its arguments; else a call.
+        with_device: the function takes the device by keyword.
+        arg_tree: of its argument.
+        result_tree, avals: of what a call returns.
+        device_index: in a program that is split over devices, which of them calls.
+        transforms: (name, ...) of each transformation, the first one first.
+    """
+
+    fn: Static
+    identity: bool
+    with_device: bool
+    arg_tree: Any
+    result_tree: Any = None
+    avals: tuple[Any, ...] = ()
+    device_index: int = 0
+    transforms: tuple[tuple[Any, ...], ...] = ()
+
+    def with_transform(self, *transform: Any) -> Outside:
+        return replace(self, transforms=(*self.transforms, transform))
+
+    @property
+    def unpacked(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+        """As the user's function sees them."""
+        return tuple(
+            (name, {"batch_dims": rest[0]} if name == "batch" else {})
+            for name, *rest in self.transforms
+        )
+
+
+# --- On the host ---------------------------------------------------------------------
+
+_lock = threading.Lock()
+_last: tuple[Exception, str] | None = None
+
+
+def take_last_exception() -> tuple[Exception, str] | None:
+    """What a callback raised last, with its traceback's text; then forgotten."""
+    global _last
+    with _lock:
+        taken, _last = _last, None
+        return taken
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the engine calls with the arrays of one equation."""
+
+    params: Outside
+
+    @property
+    def __name__(self) -> str:
+        fn = self.params.fn.value
+        return str(getattr(fn, "__qualname__", fn))
+
+    def __call__(self, *arrays: Any) -> Any:
+        here = context.current()
+        return run(self.params, arrays, None if here is None else here.device)
+
+
+def run(params: Outside, arrays: Any, device: Any) -> Any:
+    """Calls the user's function. What it raises is kept for `barrier_wait`; only a call
+    hands it on, since its program has no result then.
+    """
+    global _last
+    fn = params.fn.value
+    try:
+        arg = params.arg_tree.unflatten(arrays)
+        logger.debug(
+            "Outside call invoking call_func %s, device=%s, transforms=%s",
+            fn,
+            device,
+            params.unpacked,
+        )
+        more = {"device": device} if params.with_device else {}
+        if params.identity:
+            fn(arg, params.unpacked, **more)
+            return None
+        return check_result(params, fn(arg, **more))
+    except Exception as error:
+        text = traceback.format_exc()
+        logger.error("Outside call %s threw exception %s.", fn, error)
+        logger.error("Postponing exception raised in callback function: %s", text)
+        with _lock:
+            _last = error, text
+        if not params.identity:
+            raise
+        return None
+
+
+def check_result(params: Outside, value: Any) -> tuple[np.ndarray, ...]:
+    """The leaves of what a call's function returned."""
+    fn = params.fn.value
+    leaves, tree = jax.tree.flatten(value)
+    if tree != params.result_tree:
+        raise TypeError(
+            f"Callback func {fn} should have returned a result with pytree"
+            f" {params.result_tree} but returned {tree}"
+        )
+    arrays = tuple(map(_jax.to_host, leaves))
+    described = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+    wanted = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in params.avals]
+    if described != wanted:
+        raise TypeError(
+            f"Callback func {fn} should have returned a result with abstract values"
+            f" {tree.unflatten(wanted)} but returned {tree.unflatten(described)}"
+        )
+    return arrays
+
+
+# --- impl ----------------------------------------------------------------------------
+
+
+def _impl(*operands: Any, params: Outside) -> list[Any]:
+    if inline():
+        arrays = [_jax.to_host(operand) for operand in operands]
+        results = run(params, arrays, jax.devices()[params.device_index])
+        chosen = operands if params.identity else results
+        return [jax.numpy.asarray(value) for value in chosen]
+    if not params.identity and seen_before(params, params.fn.value):
+        out: list[Any] = _jax.apply_primitive(outside_call_p, *operands, params=params)
+        return out
+    return _emit(params, None, operands)
+
+
+def inline() -> bool:
+    return bool(_jax.old_flag("jax_host_callback_inline"))
+
+
+def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
+    """The tap or the call itself; `devices` are those of a program over several."""
+    if devices is not None and params.device_index >= len(devices):
+        raise ValueError(
+            f"hostcall: device_index={params.device_index}, and the program runs on"
+            f" {len(devices)} devices"
+        )
+    if not params.identity:
+        place = None
+        if devices is not None:
+            place = jax.sharding.SingleDeviceSharding(devices[params.device_index])
+        host = Host(params)
+        arrays, template = flatten_arguments(operands, {})
+        callback = Callback(
+            fn=Static(host),
+            template=template,
+            results=results_of(params.avals),
+            fills=(None,) * len(params.avals),
+            place=users_place(),
+        )
+        return make(callback, arrays, order="ordered", sharding=place)
+    arrays, tap = prepare(Host(params), operands, {}, order="ordered")
+    leader = params.device_index if devices is not None else None
+    bind_tap(*arrays, params=replace(tap, leader=leader))
+    return [
+        operand if isinstance(operand, jax.Array) else jax.numpy.asarray(operand)
+        for operand in operands
+    ]
+
+
+# --- abstract eval -------------------------------------------------------------------
+
+
+def _abstract_eval(*avals: Any, params: Outside) -> tuple[list[Any], set[Any]]:
+    results = avals if params.identity else params.avals
+    return list(results), effects_of("ordered")
+
+
+# --- batching ------------------------------------------------------------------------
+
+
+def _batch(operands: Any, dims: Any, *, params: Outside) -> tuple[list[Any], Any]:
+    if not params.identity:
+        raise NotImplementedError(
+            "batching rules are implemented only for id_tap, not for call."
+        )
+    batched = params.with_transform("batch", tuple(dims))
+    return outside_call_p.bind(*operands, params=batched), dims
+
+
+# --- JVP, transpose ------------------------------------------------------------------
+
+
+def _ad_transforms() -> bool:
+    return bool(_jax.old_flag("jax_host_callback_ad_transforms"))
+
+
+def _jvp(primals: Any, tangents: Any, *, params: Outside) -> tuple[Any, Any]:
+    if not params.identity:
+        raise NotImplementedError(
+            "JVP rule is implemented only for id_tap, not for call."
+        )
+    if not _ad_transforms():
+        return outside_call_p.bind(*primals, params=params), tangents
+    dots = list(map(_jax.instantiate_zeros, tangents))
+    tree = params.arg_tree
+    flat, pair = jax.tree.flatten((tree.unflatten(primals), tree.unflatten(dots)))
+    both = replace(params.with_transform("jvp"), arg_tree=pair)
+    outs = outside_call_p.bind(*flat, params=both)
+    return outs[: len(primals)], outs[len(primals) :]
+
+
+def _partial_eval(trace: Any, *tracers: Any, params: Outside) -> list[Any]:
+    """Where primals are known and tangents are not, there are two taps: one of the
+    primals now, one of both in the linear program.
+    """
+
+    def default(operands: Any, params: Outside) -> Any:
+        return trace.default_process_primitive(
+            outside_call_p, operands, {"params": params}
+        )
+
+    if not params.identity or params.transforms[-1:] != (("jvp",),):
+        return list(default(tracers, params))
+    n = len(tracers) // 2
+    primals = tracers[:n]
+    if not all(map(_jax.is_known, primals)) or all(map(_jax.is_known, tracers)):
+        return list(default(tracers, params))
+    first, _ = params.arg_tree.unflatten(tracers)
+    alone = replace(
+        params, arg_tree=jax.tree.structure(first), transforms=params.transforms[:-1]
+    )
+    known = default(primals, alone)
+    return [*known, *default(tracers, params)[n:]]
+
+
+def _transpose(cotangents: Any, *operands: Any, params: Outside) -> list[Any]:
+    if not params.identity:
+        raise NotImplementedError(
+            "differentiation rules are implemented only for id_tap, not for call."
+        )
+    back = list(map(_jax.instantiate_zeros, cotangents))
+    tapped = params.with_transform("transpose")
+    if params.transforms[-1:] != (("jvp",),):
+        outs = outside_call_p.bind(*back, params=tapped)
+    else:  # of the pair of primals and tangents, only the tangents are linear
+        n = len(operands) // 2
+        first, _ = params.arg_tree.unflatten(operands)
+        tree = jax.tree.structure(first, is_leaf=_jax.is_undefined_primal)
+        dots = outside_call_p.bind(*back[n:], params=replace(tapped, arg_tree=tree))
+        outs = [*back[:n], *dots]
+    return [
+        out if _jax.is_undefined_primal(operand) else None
+        for out, operand in zip(outs, operands, strict=True)
+    ]
+
+
+# --- Under remat ---------------------------------------------------------------------
+
+
+def _remat(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
+    """Twice: in the forward pass, and where its values are computed again."""
+    del saveable
+    n = len(eqn.outvars)
+    residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
+    if any(unknown):
+        return None, eqn, [True] * n, [True] * n, residuals
+    return eqn, eqn, [False] * n, [True] * n, residuals
+
+
+# --- Lowering, registration ----------------------------------------------------------
+
+
+def _lower(ctx: Any, *operands: Any, params: Outside) -> list[Any]:
+    devices = None if _jax.manual_mesh(ctx) else _jax.program_devices(ctx)
+
+    def emit(*values: Any) -> list[Any]:
+        return _emit(params, devices, values)
+
+    return _jax.lower_by(ctx, emit, *operands)
+
+
+outside_call_p.def_impl(_impl)
+_jax.def_effectful_abstract_eval(outside_call_p, _abstract_eval)
+_jax.batchers[outside_call_p] = _batch
+_jax.jvps[outside_call_p] = _jvp
+_jax.transposes[outside_call_p] = _transpose
+_jax.partial_eval_by_trace[outside_call_p] = _partial_eval
+_jax.partial_eval_rules[outside_call_p] = _remat
+_jax.register_lowering(outside_call_p, _lower)
+
+
+def bind(*operands: Any, params: Outside) -> list[Any]:
+    for operand in operands:
+        _jax.check_arg(operand)
+    return outside_call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+
+
+def checked(fn: Callable[..., Any]) -> Static:
+    if not callable(fn):
+        raise TypeError(f"Expected a callable value, got {fn}")
+    return Static(fn)

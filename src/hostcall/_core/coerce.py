@@ -1,0 +1,229 @@
+"""What the function returned, made into the arrays that its `result=` promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core.errors import ResultError
+from hostcall._core.spec import is_numeric
+
+
+def take_apart(value: Any, treedef: Any, name: str) -> list[Any]:
+    """The leaves of a return value, which must have the structure of `result=`."""
+    try:
+        return list(treedef.flatten_up_to(value))
+    except (ValueError, TypeError) as error:
+        got = jax.tree_util.tree_structure(value)
+        if treedef.num_leaves == 0 and value is not None:
+            hint = "The call has result=None: return nothing, or declare the result"
+        elif value is None:
+            hint = "Does the function lack a `return`?"
+        else:
+            hint = "Return what result= describes, or describe what is returned"
+        raise ResultError(
+            f"hostcall: `{name}` returned another structure than its result=."
+            f" Expected {_words(treedef)}, got {_words(got)}. {hint}"
+        ) from error
+
+
+def _words(treedef: Any) -> str:
+    return str(treedef).removeprefix("PyTreeDef(").removesuffix(")")
+
+
+def coerce(
+    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: Callable[[], str]
+) -> np.ndarray:
+    """`value` as a row-major array of this dtype and shape.
+
+    Takes NumPy arrays and scalars, Python numbers, nested lists, memoryviews,
+    jax.Arrays (typed keys for uint32 blocks), and whatever has `__array__` or
+    `__dlpack__`. Never changes an integer silently, and never drops a mask: a masked
+    array is taken where nothing in it is masked.
+
+    Args:
+        value: a leaf of what the function returned.
+        dtype: what the leaf should have.
+        shape: likewise.
+        where: gives the leaf's path and the function's name, for messages.
+
+    Raises:
+        ResultError: for another shape, a dtype that can't become this one, what is no
+            array of numbers, or masked elements.
+    """
+    if isinstance(value, jax.Array) and value.dtype == dtype and value.shape == shape:
+        array = np.asarray(value)
+    else:
+        array = _coerce(value, dtype, shape, where)
+    array = np.ascontiguousarray(array).reshape(shape)
+    # Equal dtypes can be several objects (after pickling, with metadata, longlong), and
+    # the engine asks for this one.
+    return array if array.dtype is dtype else array.view(dtype)
+
+
+def _coerce(
+    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: Callable[[], str]
+) -> np.ndarray:
+    if value is None:
+        raise ResultError(
+            f"hostcall: {where()} should be {_named(dtype, shape)}, got None. Does the"
+            " function lack a `return`?"
+        )
+    _refuse_masked(value, dtype, shape, where)
+    array = _as_numpy(value, where)
+    if not is_numeric(array.dtype):
+        raise ResultError(
+            f"hostcall: {where()} should be {_named(dtype, shape)}, got"
+            f" {type(value).__name__} {_short(value)}, which is no array of numbers but"
+            f" {_instead(array.dtype, dtype)}"
+        )
+    if array.shape != shape:
+        raise ResultError(
+            f"hostcall: {where()} should be {_named(dtype, shape)}, got"
+            f" {_named(array.dtype, array.shape)}. {_shape_hint(array.shape, shape)}"
+        )
+    if array.dtype != dtype:
+        # Python's own numbers have no width to insist on.
+        weak = not hasattr(value, "dtype")
+        array = _cast(array, dtype, weak, where)
+    return array
+
+
+def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:
+    if isinstance(value, jax.Array):
+        if _jax.is_key_dtype(value.dtype):
+            value = jax.random.key_data(value)
+        return np.asarray(value)
+    if hasattr(value, "requires_grad") and hasattr(value, "detach"):
+        value = value.detach()  # a torch tensor that takes part in autograd
+    try:
+        array = np.asarray(value)
+        if (
+            array.dtype != np.object_
+            or not hasattr(value, "__dlpack__")
+            or isinstance(value, (np.ndarray, np.generic))
+        ):
+            return array
+        return np.from_dlpack(value)
+    except (ValueError, TypeError, RuntimeError, BufferError) as error:
+        if hasattr(value, "__dlpack__"):
+            # A dtype that NumPy's protocols don't know, bfloat16 for one.
+            return np.asarray(jnp.from_dlpack(value))
+        raise ResultError(
+            f"hostcall: {where()} is a {type(value).__name__} that NumPy can't read:"
+            f" {error}"
+        ) from error
+
+
+def _refuse_masked(
+    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: Callable[[], str]
+) -> None:
+    """For masked elements, which `np.asarray` would take as if they were not masked."""
+    if isinstance(value, (list, tuple)):
+        if not set(map(type, value)) <= _NUMBERS:  # or each number would be asked
+            for item in value:
+                _refuse_masked(item, dtype, shape, where)
+    elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        count = int(np.ma.count_masked(value))
+        raise ResultError(
+            f"hostcall: {where()} should be {_named(dtype, shape)}, got a masked array"
+            f" with {count} of {value.size} elements masked, and JAX's arrays have no"
+            " masks. Return np.ma.filled(x, number) to give those elements a value, or"
+            " the mask as a result of its own (np.ma.getmaskarray(x))"
+        )
+
+
+_NUMBERS = {bool, int, float, complex}
+
+
+def _instead(have: np.dtype, want: np.dtype) -> str:
+    """What an array that is not numeric has, and what to return in its place."""
+    if have.names:
+        fields = ", ".join(map(repr, have.names))
+        return (
+            f"structured, with the fields {fields}. Return one of them,"
+            f" x[{have.names[0]!r}], or declare a result for each"
+        )
+    if have.kind in "Mm":
+        of = "dates" if have.kind == "M" else "durations"
+        spans = "(x - x[0])" if have.kind == "M" else "x"
+        return f"{of} ({have}). Return seconds, {spans} / np.timedelta64(1, 's')"
+    if have.kind == "O":
+        return f"Python objects. Return np.asarray(x, '{want}') if they are numbers"
+    if have.kind == "V":
+        return f"bytes ({have}). Return x.view('{want}') if they are of such numbers"
+    return f"strings ({have}). Return np.asarray(x, '{want}') to read them as numbers"
+
+
+def _cast(
+    array: np.ndarray, want: np.dtype, weak: bool, where: Callable[[], str]
+) -> np.ndarray:
+    have = array.dtype
+    kind_have, kind_want = _kind(have), _kind(want)
+    if _ORDER[kind_have] > _ORDER[kind_want]:
+        raise ResultError(
+            f"hostcall: {where()} should be {want}, got {have}"
+            f"{' from Python numbers' if weak else ''}. A {kind_have} is not made"
+            f" {'an' if kind_want == 'integer' else 'a'} {kind_want} silently: return"
+            f" x.astype('{want}') if that is what you mean, or declare {have}"
+        )
+    if kind_have == "integer":
+        if kind_want == "integer":
+            _check_range(array, want, where)
+        else:
+            cast = array.astype(want)
+            if not np.array_equal(cast.astype(np.complex128), array.astype(object)):
+                raise ResultError(
+                    f"hostcall: {where()} should be {want}, got {have} with values that"
+                    f" {want} can't hold exactly. Return x.astype('{want}') to round"
+                )
+            return cast
+    return array.astype(want)
+
+
+def _check_range(array: np.ndarray, want: np.dtype, where: Callable[[], str]) -> None:
+    if not array.size:
+        return
+    info = ml_dtypes.iinfo(want)
+    low, high = int(array.min()), int(array.max())
+    if low < int(info.min) or high > int(info.max):
+        value = low if low < int(info.min) else high
+        raise ResultError(
+            f"hostcall: {where()} should be {want}, got {array.dtype} holding {value},"
+            f" which {want} can't hold. Declare a wider result, or return"
+            f" x.astype('{want}') to wrap around"
+        )
+
+
+_ORDER = {"bool": 0, "integer": 1, "float": 2, "complex": 3}
+
+
+def _kind(dtype: np.dtype) -> str:
+    if dtype == np.bool_:
+        return "bool"
+    if jnp.issubdtype(dtype, np.integer):
+        return "integer"
+    return "complex" if jnp.issubdtype(dtype, np.complexfloating) else "float"
+
+
+def _named(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _shape_hint(got: tuple[int, ...], want: tuple[int, ...]) -> str:
+    if want == () and int(np.prod(got)) == 1:
+        return "Return x.item() or x.reshape(()) for a scalar"
+    if len(got) == len(want) + 1:
+        return "Does the function return the whole batch where one row is wanted?"
+    return "Change what the function returns, or what result= declares"

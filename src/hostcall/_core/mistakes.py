@@ -1,0 +1,262 @@
+"""Mistakes in how a host function is called, found when the call is traced."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core.captured import has_tracers_text, traced_values
+from hostcall._core.errors import SpecError
+from hostcall._core.source import name_of
+from hostcall._core.spec import Static
+
+
+@dataclass(frozen=True)
+class Face:
+    """A function of hostcall's that takes a host function and its arguments.
+
+    Attributes:
+        name: such as `hc.tap`.
+        form: how it is called, with places for {fn} and {args}.
+        options: its own keywords. All others are the host function's.
+        jaxs: what JAX calls an option, and how to say it here.
+    """
+
+    name: str
+    form: str
+    options: frozenset[str] = frozenset()
+    jaxs: Mapping[str, str] = field(default_factory=dict)
+
+    def with_argument(self, name: str, argument: str) -> str:
+        return self.form.format(fn=name, args=f"..., {argument}")
+
+    def hint(self, keyword: str, others: Collection[str] = ()) -> str:
+        """What a keyword that nothing takes may mean; `others` are names it may."""
+        if keyword in self.jaxs:
+            return f"That is JAX's; here it is {self.jaxs[keyword]}"
+        near = get_close_matches(keyword, [*self.options, *others], n=1)
+        return f"Did you mean {near[0]}=?" if near else ""
+
+
+def options_of(function: Callable[..., Any], *others: str) -> frozenset[str]:
+    """The keywords that a face has for itself."""
+    return frozenset(inspect.signature(function).parameters) - {
+        "args",
+        "kwargs",
+        *others,
+    }
+
+
+def check(
+    face: Face,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    marks: Sequence[Any] = (),
+    also: Collection[str] = (),
+) -> None:
+    """Refuses a host function that can't take its arguments, or uses traced values.
+
+    Args:
+        face: what it was given to.
+        fn: the function.
+        args: the user's arguments for it.
+        kwargs: those by name.
+        marks: their leaves, as in `Template.leaves`.
+        also: keywords that hostcall adds.
+    """
+    simple = (
+        type(fn) is types.FunctionType
+        and fn.__code__.co_argcount == len(args)
+        and not (kwargs or also or fn.__code__.co_kwonlyargcount)
+    )
+    if not simple and not _accepts(fn, len(args), (*kwargs, *also)):
+        _refuse_arguments(face, fn, len(args), tuple(kwargs))
+    if _jax.is_tracing():
+        refuse_traced(face, fn)
+        for mark in marks:
+            if isinstance(mark, Static) and has_tracers_text(mark.value):
+                _refuse_text(face, fn, mark.value)
+
+
+def refuse_unneeded(face: str, name: str) -> None:
+    """Refuses a pure call without results."""
+    raise SpecError(
+        f"hostcall: `{name}` returns nothing, and {face} calls it with"
+        ' order="pure", the default: a program drops it, since nothing needs its'
+        " results. For values that leave the program write"
+        f" hc.tap({name}, ...), which does not wait; for a call that it waits for,"
+        ' order="ordered" (or "unordered")'
+    )
+
+
+def refuse_traced(face: Face, fn: Any) -> None:
+    """Refuses a function that would use traced values of the program around it."""
+    for found in traced_values(fn, set()):
+        name = name_of(fn)
+        raise SpecError(
+            f"hostcall: `{name}` {found.how}, a traced value ({found.aval}) of the"
+            f" program around it. It has no value while the program is traced, and"
+            f" where `{name}` runs only its arguments have one. Hand it over:"
+            f" {face.with_argument(name, found.name)}, with a parameter for it"
+        )
+
+
+def _refuse_text(face: Face, fn: Any, text: str) -> None:
+    name = name_of(fn)
+    raise SpecError(
+        f"hostcall: `{name}` is given the text {text!r}, which has a traced value in"
+        " it: an f-string is formatted while the program is traced, before its values"
+        f" exist. Hand over the value, {face.with_argument(name, 'x')}, and format it"
+        " in the function"
+    )
+
+
+# --- Arguments -----------------------------------------------------------------------
+
+
+def _accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
+    """Whether `fn` takes n positional arguments and these keywords, as far as known.
+
+    For Python's functions by their code, which takes 1 us; `inspect` takes 20.
+    """
+    while isinstance(fn, functools.partial):
+        n += len(fn.args)
+        names = (*names, *(k for k in fn.keywords if k not in names))
+        fn = fn.func
+    if isinstance(fn, types.MethodType):
+        n, fn = n + 1, fn.__func__
+    elif not isinstance(fn, types.FunctionType):
+        method = _call_method(fn)
+        if isinstance(method, types.FunctionType):
+            n, fn = n + 1, method
+        elif method is None or isinstance(method, types.WrapperDescriptorType):
+            return _signature_accepts(fn, n, names)
+        else:
+            return True  # a static method, or something of that kind
+    code = fn.__code__
+    own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    positional, keyword = own[: code.co_argcount], own[code.co_argcount :]
+    if n > len(positional) and not code.co_flags & inspect.CO_VARARGS:
+        return False
+    # Positions that are left for keywords.
+    free = positional[max(n, code.co_posonlyargcount) :]
+    if names and not code.co_flags & inspect.CO_VARKEYWORDS:
+        if not set(names) <= {*free, *keyword}:
+            return False
+    elif any(k in positional[code.co_posonlyargcount : n] for k in names):
+        return False
+    first_default = len(positional) - len(fn.__defaults__ or ())
+    missing = [p for p in positional[n:first_default] if p not in names]
+    missing += positional[n : min(code.co_posonlyargcount, first_default)]
+    defaults = fn.__kwdefaults__ or ()
+    return not missing and all(k in names or k in defaults for k in keyword)
+
+
+def _call_method(fn: Any) -> Any:
+    """An object's `__call__` as its class has it; None of a class, which makes one."""
+    if isinstance(fn, type):
+        return None
+    kinds = [kind for kind in type(fn).__mro__ if "__call__" in vars(kind)]
+    return vars(kinds[0])["__call__"] if kinds else None
+
+
+def _signature_accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
+    if isinstance(fn, np.ufunc):
+        return True  # does not tell
+    signature = _known_signature(fn)
+    if signature is None:
+        return True
+    try:
+        signature.bind(*range(n), **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
+
+
+_of_texts: dict[tuple[str, bool], inspect.Signature | None] = {}
+_of_objects: weakref.WeakKeyDictionary[Any, inspect.Signature | None]
+_of_objects = weakref.WeakKeyDictionary()
+
+
+def _known_signature(fn: Any) -> inspect.Signature | None:
+    """As `_signature`, which takes 20 to 100 us, of what is not Python's own.
+
+    A method of C's (`list.append`) is made anew each time, and keeps its object alive:
+    what is known of it goes by the text that it has for its parameters.
+    """
+    if isinstance(fn, types.BuiltinFunctionType):
+        text = fn.__text_signature__  # type: ignore[attr-defined]
+        if text is None:
+            return None
+        key = text, isinstance(fn.__self__, types.ModuleType)
+        if key not in _of_texts:
+            _of_texts[key] = _signature(fn)
+        return _of_texts[key]
+    try:
+        if fn not in _of_objects:
+            _of_objects[fn] = _signature(fn)
+        return _of_objects[fn]
+    except TypeError:  # without weak references, or a hash
+        return _signature(fn)
+
+
+def _signature(fn: Any) -> inspect.Signature | None:
+    """None where a function does not tell: many of C's."""
+    try:
+        return inspect.signature(fn, follow_wrapped=not _is_python(fn))
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_python(fn: Any) -> bool:
+    """Then what it wraps may take other arguments."""
+    return isinstance(fn, types.FunctionType | types.MethodType)
+
+
+def _refuse_arguments(face: Face, fn: Any, n: int, names: Sequence[str]) -> None:
+    name, signature = name_of(fn), _signature(fn)
+    takes = "" if signature is None else f" `{name}` takes {_without_types(signature)}."
+    begin = f"hostcall: {face.name} calls `{name}` with "
+    for k in names:
+        if _takes(signature, k):
+            continue
+        said = f"{begin}the keyword {k}=, which it does not take."
+        hint = face.hint(k, [] if signature is None else signature.parameters)
+        if not hint and face.options:
+            hint = f"Options of {face.name} are {', '.join(sorted(face.options))}"
+        raise SpecError(f"{said}{takes} {hint}".rstrip())
+    given = f"{n} positional argument{'' if n == 1 else 's'}"
+    if names:
+        given += f" and {', '.join(f'{k}=' for k in names)}"
+    raise SpecError(
+        f"{begin}{given}.{takes} Arguments and parameters must fit:"
+        f" {face.form.format(fn=name, args='*args')}"
+    )
+
+
+def _takes(signature: inspect.Signature | None, keyword: str) -> bool:
+    if signature is None:
+        return True
+    for p in signature.parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            return True
+        if p.name == keyword and p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
+            return True
+    return False
+
+
+def _without_types(signature: inspect.Signature) -> str:
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(
+        signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+    )

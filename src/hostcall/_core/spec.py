@@ -1,0 +1,295 @@
+"""Pytrees and dtypes: from what the user wrote to what a primitive is bound with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core.errors import SpecError
+
+tree = jax.tree_util
+
+
+class Static:
+    """A leaf that isn't an array. Goes to the function as the object it is.
+
+    Compared by equality where the object can be hashed, else by identity, so that
+    tracing the same call again finds what was compiled for it.
+    """
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        try:
+            self._hash = hash(value)
+        except TypeError:
+            self._hash = id(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        if self._hash != other._hash or type(self.value) is not type(other.value):
+            return False
+        try:
+            hash(self.value)
+        except TypeError:
+            return False
+        return bool(self.value == other.value)
+
+    def __repr__(self) -> str:
+        return f"Static({self.value!r})"
+
+
+@dataclass(frozen=True)
+class Template:
+    """How (args, kwargs) are put together again from arrays.
+
+    Attributes:
+        treedef: of (args, kwargs).
+        leaves: one entry a leaf: a `Static`, or the dtype of a typed PRNG key, or
+            None for any other array.
+    """
+
+    treedef: Any
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def flat(cls, *marks: Any) -> Template:
+        """Of positional arrays alone; `marks` as in `leaves`."""
+        return cls(tree.tree_structure(((0,) * len(marks), {})), marks)
+
+    @cached_property
+    def keys(self) -> tuple[Any, ...]:
+        """For each array: the key dtype, or None."""
+        return tuple(leaf for leaf in self.leaves if not isinstance(leaf, Static))
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """True where the function takes just the arrays, one a positional argument."""
+        n = self.treedef.num_leaves
+        flat = tree.tree_structure(((0,) * n, {}))
+        return self.treedef == flat and not any(
+            isinstance(leaf, Static) for leaf in self.leaves
+        )
+
+    def fill(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with these arrays in their places."""
+        rest = iter(arrays)
+        leaves = [
+            leaf.value if isinstance(leaf, Static) else next(rest)
+            for leaf in self.leaves
+        ]
+        args, kwargs = self.treedef.unflatten(leaves)
+        return args, kwargs
+
+    def paths(self) -> list[str]:
+        """How a reader would write each array: `args[0]['x']`, `kwargs['y']`."""
+        whole = self.treedef.unflatten(range(len(self.leaves)))
+        flat, _ = tree.tree_flatten_with_path(whole)
+        names = [
+            ("args" if path[0].idx == 0 else "kwargs") + tree.keystr(path[1:])
+            for path, _ in flat
+        ]
+        return [
+            name
+            for name, leaf in zip(names, self.leaves, strict=True)
+            if not isinstance(leaf, Static)
+        ]
+
+
+def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
+    """The arrays among the leaves, ready to bind, and how to put all together."""
+    leaves, treedef = tree.tree_flatten((args, kwargs))
+    arrays: list[Any] = []
+    marks: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            if _jax.is_key_dtype(leaf.dtype):
+                marks.append(leaf.dtype)
+                arrays.append(jax.random.key_data(leaf))
+            else:
+                marks.append(None)
+                arrays.append(leaf)
+        elif is_array_like(leaf):
+            marks.append(None)
+            arrays.append(canonical(leaf))
+        else:
+            marks.append(Static(leaf))
+    return arrays, Template(treedef, tuple(marks))
+
+
+def is_array_like(leaf: Any) -> bool:
+    """True for what JAX would take as an array; the rest is passed through."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return True
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return is_numeric(leaf.dtype)
+    return hasattr(leaf, "__jax_array__")
+
+
+def is_numeric(dtype: np.dtype) -> bool:
+    """Whether NumPy's arrays of this dtype hold numbers, in JAX's sense."""
+    return dtype.kind in "biufc" or hasattr(ml_dtypes, dtype.name)
+
+
+def canonical(leaf: Any) -> Any:
+    """`leaf` with the dtype JAX will give it; refuses where that changes a value, or
+    drops a mask.
+    """
+    if hasattr(leaf, "__jax_array__"):
+        return leaf.__jax_array__()
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise SpecError(
+            "hostcall: an argument is a masked array with"
+            f" {np.ma.count_masked(leaf)} of {leaf.size} elements masked, and JAX's"
+            " arrays have no masks. Pass np.ma.filled(x, number), or the mask too"
+            " (np.ma.getmaskarray(x))"
+        )
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        dtype = _jax.canonical_dtype(np.int64)
+        info = np.iinfo(dtype)
+        if not info.min <= leaf <= info.max:
+            raise SpecError(_too_wide(str(leaf), "int", dtype))
+        return np.asarray(leaf, dtype)
+    array = np.asarray(leaf)
+    dtype = _jax.canonical_dtype(array.dtype)
+    if dtype == array.dtype:
+        return array
+    if array.dtype.kind in "iu" and array.size:
+        info = np.iinfo(dtype)
+        low, high = array.min(), array.max()
+        if low < info.min or high > info.max:
+            value = low if low < info.min else high
+            raise SpecError(_too_wide(str(value), str(array.dtype), dtype))
+    return array.astype(dtype)
+
+
+def _too_wide(value: str, have: str, want: Any) -> str:
+    return (
+        f"hostcall: an argument holds {value} ({have}), which {want} can't hold, and"
+        " JAX is in its 32-bit mode. Enable the wide types with"
+        ' jax.config.update("jax_enable_x64", True), or pass the value as a static'
+        " object (in a class of yours that isn't a pytree)"
+    )
+
+
+@dataclass(frozen=True)
+class Results:
+    """What `result=` says.
+
+    Attributes:
+        treedef: of the result.
+        avals: what the primitive gives, one a leaf; a key is its uint32 block.
+        keys: for each leaf the key dtype, or None.
+    """
+
+    treedef: Any
+    avals: tuple[Any, ...]
+    keys: tuple[Any, ...]
+
+    def paths(self) -> list[str]:
+        """How a reader would write each leaf: `result[0]['x']`."""
+        whole = self.treedef.unflatten(range(len(self.avals)))
+        flat, _ = tree.tree_flatten_with_path(whole)
+        return ["result" + tree.keystr(path) for path, _ in flat]
+
+
+def parse_result(result: Any, name: str) -> Results:
+    """Reads `result=`: a pytree of anything with a shape and a dtype, and of Python's
+    numbers, which are scalars of the dtype that they have as arguments under `jit`.
+    """
+    flat, treedef = tree.tree_flatten_with_path(result)
+    avals: list[Any] = []
+    keys: list[Any] = []
+    for path, leaf in flat:
+        where = "result" + tree.keystr(path)
+        if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
+            keys.append(None)
+            avals.append(_jax.ShapedArray((), jnp.result_type(leaf)))
+            continue
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise SpecError(
+                f"hostcall: {where} of `{name}` is {leaf!r}, which has no shape and"
+                " dtype. Write jax.ShapeDtypeStruct(shape, dtype), or give an array of"
+                " that shape and dtype"
+            )
+        shape = tuple(leaf.shape)
+        if not all(isinstance(dim, (int, np.integer)) for dim in shape):
+            raise SpecError(
+                f"hostcall: {where} of `{name}` has the shape {shape}. Sizes must be"
+                " integers that are known when the program is traced"
+            )
+        if _jax.is_key_dtype(leaf.dtype):
+            keys.append(leaf.dtype)
+            block = _jax.key_data_shape(leaf.dtype)
+            avals.append(_jax.ShapedArray(shape + block, np.dtype(np.uint32)))
+            continue
+        dtype = np.dtype(leaf.dtype)
+        if not is_numeric(dtype) or dtype.type in (np.longdouble, np.clongdouble):
+            raise SpecError(
+                f"hostcall: {where} of `{name}` is {dtype}, of which JAX has no arrays."
+                " Ask for a dtype of numbers. For any Python objects there is hc.Object"
+            )
+        if _jax.canonical_dtype(dtype) != dtype:
+            raise SpecError(
+                f"hostcall: {where} of `{name}` is {dtype}, and JAX is in its 32-bit"
+                f" mode. Ask for {_jax.canonical_dtype(dtype)}, or enable the wide"
+                ' types with jax.config.update("jax_enable_x64", True)'
+            )
+        keys.append(None)
+        avals.append(_jax.ShapedArray(shape, dtype))
+    return Results(treedef, tuple(avals), tuple(keys))
+
+
+def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ...]:
+    """The bytes of each result where `where` is False; None for zeros.
+
+    `fill` is a scalar for all leaves, or a pytree like the result whose leaves
+    broadcast to the result's.
+    """
+    if fill is None:
+        return (None,) * len(results.avals)
+    try:
+        leaves = results.treedef.flatten_up_to(fill)
+    except ValueError:
+        leaves = [fill] * len(results.avals)
+    out = []
+    for leaf, aval, path in zip(leaves, results.avals, results.paths(), strict=True):
+        if isinstance(leaf, jax.core.Tracer):
+            raise SpecError(
+                f"hostcall: fill= of `{name}` is traced. It is written into the"
+                " program: give numbers, or choose with jnp.where after the call"
+            )
+        try:
+            value = np.asarray(leaf)
+            array = np.broadcast_to(value.astype(aval.dtype), aval.shape)
+        except (TypeError, ValueError) as error:
+            raise SpecError(
+                f"hostcall: fill= of `{name}` is {leaf!r} for {path}, which should be"
+                f" {aval.dtype}{list(aval.shape)}: {error}"
+            ) from None
+        out.append(array.tobytes())
+    return tuple(out)
+
+
+def packed_bits(dtype: np.dtype) -> tuple[int, bool]:
+    """(bits, signed) of an element that XLA packs, (0, False) of any other."""
+    name = dtype.name
+    if name.startswith(("int", "uint")):
+        bits = int(name.removeprefix("u").removeprefix("int"))
+        return (bits, name[0] == "i") if bits < 8 else (0, False)
+    return (4, False) if name.startswith("float4") else (0, False)

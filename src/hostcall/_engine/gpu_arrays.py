@@ -1,0 +1,88 @@
+"""`hc.call(..., arrays="cuda")`: the function gets a GPU's arrays, and gives such back.
+
+Nothing goes to the host. Arguments are Buffers; results are copied on XLA's stream from
+wherever on the GPU the function has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _native
+from hostcall._core import coerce, errors
+from hostcall._core.spec import Results, Static
+
+
+class OnDevice:
+    """The user's function as a buffer callback. Equal where both of its parts are."""
+
+    def __init__(self, fn: Callable[..., Any], results: Results, name: str) -> None:
+        self._key = (Static(fn), results.treedef, results.avals)
+        self.func = fn  # as functools.partial calls it
+        self._results = results
+        self.__name__ = self.__qualname__ = name
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OnDevice) and self._key == other._key
+
+    def __call__(self, ctx: Any, out: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            _ = ctx.stream
+        except jax.errors.JaxRuntimeError:
+            raise errors.SpecError(
+                f"hostcall: `{self.__name__}` has arrays='cuda', and its program runs"
+                " on the CPU. Use 'numpy', 'jax' or 'dlpack' there"
+            ) from None
+        value = self.func(*args, **kwargs)
+        treedef = self._results.treedef
+        leaves = coerce.take_apart(value, treedef, self.__name__)
+        places = treedef.flatten_up_to(out)
+        paths = self._results.paths()
+        for place, leaf, path in zip(places, leaves, paths, strict=True):
+            _store(place, leaf, f"{path} of `{self.__name__}`")
+
+
+def _store(place: Any, leaf: Any, path: str) -> None:
+    """Enqueues the copy of a result, where `leaf` says that it was made on our stream:
+    its owner may free it when the stream has come so far, as allocators that know
+    streams do. Else both streams are waited for.
+    """
+    interface = getattr(leaf, "__cuda_array_interface__", None)
+    if interface is None:
+        raise errors.ResultError(
+            f"hostcall: {path} should be an array on the GPU with"
+            " __cuda_array_interface__ (CuPy's, Numba's, a torch.Tensor), got"
+            f" {type(leaf).__name__}. For arrays on the host use arrays='numpy'"
+        )
+    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+    wanted = np.dtype(place.dtype)
+    # Types that NumPy has no letter for are told by their size alone.
+    same = dtype == wanted or (dtype.kind == "V" and dtype.itemsize == wanted.itemsize)
+    if shape != place.shape or not same:
+        raise errors.ResultError(
+            f"hostcall: {path} should be {wanted}{list(place.shape)}, got"
+            f" {dtype}{list(shape)}"
+        )
+    strides = interface.get("strides")
+    if strides is not None and tuple(strides) != _row_major(shape, dtype.itemsize):
+        raise errors.ResultError(
+            f"hostcall: {path} should be row-major, got strides {tuple(strides)} for"
+            f" {dtype}{list(shape)}: make it contiguous"
+        )
+    nbytes = math.prod(shape) * dtype.itemsize
+    _native.copy_into(place, interface["data"][0], nbytes, interface.get("stream"))
+
+
+def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides = [itemsize]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return tuple(strides[::-1]) if shape else ()

@@ -1,0 +1,163 @@
+"""What the engine asks of a call when something is not the fast case."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import sys
+import types
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall._core import coerce, errors, failures, frames
+from hostcall._runtime import job
+
+logger = logging.getLogger("hostcall")
+
+
+class CallInfo:
+    """One call's description, with the hooks that native code calls.
+
+    `across`: its program is one over several processes; `caller`: the number of the one
+    whose results all take, or None.
+    """
+
+    across = False
+    caller: int | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        devices: dict[int, Any],
+        mesh: Any | None,
+    ) -> None:
+        self.params = params
+        self.callback = params.callback
+        self.name = self.callback.name
+        self.place = self.callback.place
+        self.devices = devices  # by ordinal; -1 for an eager call
+        self.mesh = mesh
+        self.guard: Any = None  # of a program over several devices
+
+    def __repr__(self) -> str:
+        return f"<call of {self.name} at {self.place}>"
+
+    # --- Hooks ---------------------------------------------------------------------
+
+    def flatten(self, value: Any) -> list[Any]:
+        return coerce.take_apart(value, self.callback.results.treedef, self.name)
+
+    def coerce(self, number: int, value: Any) -> np.ndarray:
+        aval = self.params.avals[number]
+
+        def where() -> str:
+            return f"{self.callback.results.paths()[number]} of `{self.name}`"
+
+        return coerce.coerce(value, aval.dtype, aval.shape, where)
+
+    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
+        text = failures.text_for_xla(error, self.name, self.place, row)
+        if self.across:
+            job.failed(text)
+        return text
+
+    def eager_error(self, error: Exception) -> Exception:
+        """What an eager call raises in a program's way: the error of a program."""
+        raised: Exception = jax.errors.JaxRuntimeError(self.on_error(error, None, ()))
+        return raised
+
+    def on_lone_failure(self, ordinal: int, text: str) -> None:
+        logger.error(
+            "`%s` failed on %s in a program whose devices come to this call one by one"
+            " (it stands under control flow that differs between them), so the others"
+            " go on. If one of them waits for this device in a collective (psum,"
+            " all_gather, ...), XLA ends the process after a minute. All devices fail"
+            " together where all come to the call: give the condition as where= in"
+            " place of lax.cond. What it failed with: %s",
+            self.name,
+            self.devices.get(ordinal, f"device {ordinal}"),
+            text,
+        )
+
+    def on_failure_elsewhere(self, said: str) -> str:
+        """The error here for a failure in another process, which said this."""
+        where = "another process"
+        if said:  # only the caller's words come along
+            where = f"process {self.caller}: {failures.without_number(said)}"
+        error = errors.HostcallError(
+            f"hostcall: `{self.name}`, whose results all processes take, failed in"
+            f" {where}"
+        )
+        text = failures.numbered(error, failures.summary(error))
+        job.failed(text)
+        return text
+
+    def on_escape(
+        self, _: Any, held: list[tuple[int, bool]] | None, error: BaseException | None
+    ) -> None:
+        """First without `held`, to let go of what only looks kept; then to raise."""
+        if held is None:
+            if error is not None:
+                _let_go(error)
+            gc.collect()
+            return
+        names = [
+            self.callback.results.paths()[n].replace("result", "out", 1)
+            if is_result
+            else self.callback.template.paths()[n]
+            for n, is_result in held
+        ]
+        ended = "returned" if error is None else f"raised {type(error).__name__}"
+        raise errors.EscapeError(
+            f"hostcall: `{self.name}` kept a view of {', '.join(names)} after it"
+            f" {ended} (itself, a slice, a memoryview, a tensor made from it). With"
+            f" lend={self.callback.lend!r} the memory is XLA's, which reuses it now:"
+            " keep a copy (x.copy()), or drop lend="
+        ) from error
+
+    def on_unwritten(self, _: Any, number: int) -> None:
+        path = self.callback.results.paths()[number].replace("result", "out", 1)
+        aval = self.params.avals[number]
+        raise errors.UnwrittenError(
+            f"hostcall: `{self.name}` returned None, but did not write all of {path}"
+            f" ({aval.dtype}{list(aval.shape)}). With lend='out' write"
+            " out[...] = value, or return the value"
+        )
+
+
+def _let_go(error: BaseException) -> None:
+    """Makes an exception, and all behind it, hold no array of a failed call.
+
+    The frames of its traceback hold the function's arguments: the lines stay, the
+    values go. Arrays among its own arguments become copies.
+    """
+    for current in frames.chained(error, around=sys.exception()):
+        ended = frames.ended(current.__traceback__)
+        cells = [cell for frame in ended for cell in _own_cells(frame)]
+        frames.clear_values(current.__traceback__)
+        for cell in cells:
+            with contextlib.suppress(ValueError):  # it is empty
+                del cell.cell_contents
+        if any(isinstance(arg, np.ndarray) for arg in current.args):
+            current.args = tuple(
+                arg.copy() if isinstance(arg, np.ndarray) else arg
+                for arg in current.args
+            )
+
+
+def _own_cells(frame: types.FrameType) -> list[types.CellType]:
+    """Cells of the variables that a frame shares with functions made in it. To clear
+    a frame leaves those functions, which frames further in may be running.
+    """
+    inside = gc.get_referents(frame)
+    free = {
+        id(cell)
+        for f in inside
+        if isinstance(f, types.FunctionType) and f.__code__ is frame.f_code
+        for cell in f.__closure__ or ()
+    }
+    cells = [x for x in inside if isinstance(x, types.CellType)]
+    return [cell for cell in cells if id(cell) not in free]

@@ -1,0 +1,136 @@
+"""`where=` for functions that take a whole batch: the False rows are taken out.
+
+With "expand_dims" and "broadcast_all" the function sees the batch axes itself, in
+front. The rows where the mask is True are put one behind the other along the first of
+those axes, the others keep size 1, and the results go back to their places:
+
+    mask (4,)         True  False  True  True
+    argument (4, 3)   row 0        row 2 row 3   ->  (3, 3)
+    unbatched (1, 3)                             ->  (1, 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hostcall._core import coerce
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.tap import TapParams
+from hostcall._runtime import context
+
+
+class CompressedCall:
+    """Called with (mask, *arrays); gives one full array a result leaf."""
+
+    def __init__(
+        self,
+        params: CallParams,
+        info: CallInfo,
+        whole: Callable[..., Any],
+        converters: Sequence[Callable[[Any], Any] | None],
+    ) -> None:
+        self._params = params
+        self._info = info
+        self._whole = whole
+        self._converters = converters
+
+    def __call__(self, mask: np.ndarray, *arrays: np.ndarray) -> tuple[Any, ...]:
+        params, levels = self._params, self._params.levels
+        batch = self._batch(mask, arrays)
+        rows = np.nonzero(np.broadcast_to(mask, batch))
+        count = len(rows[0])
+        outs = [self._filled(i) for i in range(len(params.avals))]
+        if count == 0:
+            return tuple(outs)
+        ones = (1,) * (levels - 1)
+        # Of arguments that no row has of its own the function makes one row for all.
+        wide = any(size != 1 for array in arrays for size in array.shape[:levels])
+        seen = count if wide else 1
+        taken = []
+        for array in arrays:
+            lead, rest = array.shape[:levels], array.shape[levels:]
+            if any(size != 1 for size in lead):
+                full = np.broadcast_to(array, batch + rest)
+                array = full[rows].reshape((count, *ones, *rest))
+            taken.append(array)
+        values = self._call(taken)
+        for i, (out, value) in enumerate(zip(outs, values, strict=True)):
+            rest = params.avals[i].shape[levels:]
+            want = (seen, *ones, *rest) if arrays else rest
+            leaf = self._leaf(i, value, want)
+            out[rows] = leaf.reshape((seen, *rest))
+        return tuple(outs)
+
+    def _batch(self, mask: np.ndarray, arrays: tuple[np.ndarray, ...]) -> Any:
+        levels = self._params.levels
+        return np.broadcast_shapes(
+            mask.shape, *(array.shape[:levels] for array in arrays)
+        )
+
+    def _filled(self, number: int) -> np.ndarray:
+        aval, fill = self._params.avals[number], self._params.callback.fills[number]
+        dtype = np.dtype(aval.dtype)
+        if fill is None:
+            return np.zeros(aval.shape, dtype)
+        row = np.frombuffer(fill, dtype).reshape(aval.shape[self._params.levels :])
+        return np.broadcast_to(row, aval.shape).copy()
+
+    def _call(self, arrays: list[np.ndarray]) -> list[Any]:
+        leaves = [
+            array if convert is None else convert(array)
+            for array, convert in zip(arrays, self._converters, strict=True)
+        ]
+        return self._info.flatten(self._whole(*leaves))
+
+    def _leaf(self, number: int, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+        def where() -> str:
+            path = self._params.callback.results.paths()[number]
+            return f"{path} of `{self._info.name}`"
+
+        return coerce.coerce(value, self._params.avals[number].dtype, shape, where)
+
+
+class CompressedTap:
+    """A batch whose mask differs between rows: the False rows are taken out.
+
+    Called with (mask, *arrays). What has a batch axis arrives with one axis in front,
+    the rows that are left in row order; what has none arrives as it is.
+    """
+
+    def __init__(
+        self,
+        params: TapParams,
+        whole: Callable[..., Any],
+        converters: Sequence[Callable[[Any], Any] | None],
+    ) -> None:
+        self._params = params
+        self._whole = whole
+        self._converters = converters
+
+    def __call__(self, mask: np.ndarray, *arrays: np.ndarray) -> None:
+        rows = np.nonzero(self._full(0, mask))
+        if not len(rows[0]):
+            return
+        leaves = []
+        for i, (array, convert) in enumerate(
+            zip(arrays, self._converters, strict=True), start=1
+        ):
+            if any(flags[i] for flags in self._params.flags):
+                array = self._full(i, array)[rows]
+            leaves.append(array if convert is None else convert(array))
+        with context.only_rows(rows):
+            self._whole(*leaves)
+
+    def _full(self, number: int, array: np.ndarray) -> np.ndarray:
+        """With all batch axes, the outermost first."""
+        params = self._params
+        levels = list(zip(params.flags, params.sizes, strict=True))[::-1]
+        has = [flags[number] for flags, _ in levels]
+        rest = array.shape[sum(has) :]
+        lead = tuple(size if f else 1 for f, (_, size) in zip(has, levels, strict=True))
+        batch = tuple(size for _, size in levels)
+        return np.broadcast_to(array.reshape(lead + rest), batch + rest)

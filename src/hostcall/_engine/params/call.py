@@ -1,0 +1,120 @@
+"""The user's function with its trees, hashable; and what the engine asks of it.
+
+`Callback` is part of a primitive's parameters: equal callbacks trace to equal
+programs, so JAX's caches hit. `CallInfo` belongs to one place of one compiled program
+(or one eager call): the engine calls its hooks when something isn't the fast case.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hostcall._core.order import Order
+from hostcall._core.source import Place, name_of
+from hostcall._core.spec import Results, Static, Template
+
+logger = logging.getLogger("hostcall")
+
+# "free": jax.Arrays that are not committed to their device, as drop-ins hand out.
+Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
+Lend = Literal[False, True, "out", "buffers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Callback:
+    """A function, how its arguments go in, and how its results come out.
+
+    Attributes:
+        fn: the function, compared as `Static` compares.
+        template: how (args, kwargs) are put together.
+        results: what it returns.
+        fills: bytes of each result of a masked row, or None for zeros.
+        arrays: what the function gets for an array.
+        lend: whether it gets views of XLA's memory, or Buffers of it.
+        timeout: seconds, or None.
+        executor: for parallel rows; see `_executors`.
+        place: the user's line that wrote the call.
+    """
+
+    fn: Static
+    template: Template
+    results: Results
+    fills: tuple[bytes | None, ...]
+    arrays: Arrays = "numpy"
+    lend: Lend = False
+    timeout: float | None = None
+    executor: Static | None = None
+    place: Place = field(compare=False)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self.fn.value  # type: ignore[no-any-return]
+
+    @property
+    def name(self) -> str:
+        return name_of(self.function)
+
+    def described(self) -> str:
+        return f"`{self.name}`, called at {self.place}"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class CallParams:
+    """The parameters of one equation of the call primitive.
+
+    Attributes:
+        callback: see there.
+        avals: of the results of one row.
+        order, vmap_method, sharding: as given to `hc.call`.
+        masked: the first operand is `where`.
+        grid: sizes of the batch axes that rows run over, outermost first.
+        batched: for each operand, whether it has each of those axes.
+        levels: batch axes that the function itself sees, in front.
+        results_as: "tree", the structure of `result`; "leaves" in any containers;
+            "nothing", whatever is returned.
+        literals: Python's numbers may stand for arrays of 32 bits.
+    """
+
+    callback: Callback
+    avals: tuple[Any, ...]
+    order: Order
+    vmap_method: Any
+    sharding: Any
+    masked: bool
+    grid: tuple[int, ...] = ()
+    batched: tuple[tuple[bool, ...], ...] = ()
+    levels: int = 0
+    results_as: Literal["tree", "leaves", "nothing"] = "tree"
+    literals: bool = True
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return [a.update(shape=self.grid + a.shape) for a in self.avals]
+
+    @property
+    def runs_where_dispatched(self) -> bool:
+        """Whether a program with this call runs on the thread that dispatches it."""
+        return self.order != "pure"
+
+    @property
+    def is_jaxs_own(self) -> bool:
+        """Whether the function is one that JAX itself calls back."""
+        return False
+
+    def __repr__(self) -> str:
+        parts = [self.callback.name, self.order]
+        if self.masked:
+            parts.append("where")
+        if self.grid:
+            parts.append(f"rows={self.grid}")
+        return f"<{' '.join(parts)}>"
+
+
+def executor_of(callback: Callback) -> Any:
+    return None if callback.executor is None else callback.executor.value

@@ -1,0 +1,256 @@
+"""The callbacks that JAX has, as calls of ours: what sets each kind apart.
+
+| kind | JAX's name | results | effect | refuses |
+|---|---|---|---|---|
+| pure | `jax.pure_callback` | yes | none | derivatives; vmap without a method |
+| io | `jax.experimental.io_callback` | yes | IO | derivatives; vmap when ordered |
+| debug | `jax.debug.callback`, `jax.debug.print` | no | Debug | |
+
+A drop-in keeps what its original does, texts included (the effects are JAX's own, since
+JAX's rules for control flow ask for those). So what it checks of results is what JAX
+checks: their number, whatever holds them; then shape and dtype.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core import errors, failures
+from hostcall._core.order import UNORDERED, healing
+from hostcall._core.source import Place, is_jaxs, users_place
+from hostcall._core.spec import Results, Static, Template
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.call import Callback, CallParams
+
+logger = logging.getLogger("hostcall")
+
+Kind = Literal["pure", "io", "debug"]
+PRINT = "debug.print"  # the source of all that prints: it is counted together
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One kind of callback.
+
+    Attributes:
+        api: its name in the log, as JAX writes it.
+        jax_logger: where JAX logs its failures.
+        unordered, ordered: its effects.
+        does: how its refusals begin.
+        hint: and how they go on, with "jvp" or "vjp" to fill in.
+    """
+
+    api: str
+    jax_logger: logging.Logger
+    unordered: Any
+    ordered: Any
+    does: str = ""
+    hint: str = ""
+
+
+FLAVOURS: dict[str, Flavour] = {
+    "pure": Flavour(
+        api="jax.pure_callback",
+        jax_logger=_jax.callback_logger,
+        unordered=None,
+        ordered=None,
+        does="Pure callbacks do not support",
+        hint="Please use `jax.custom_{}` to use callbacks while taking gradients.",
+    ),
+    "io": Flavour(
+        api="jax.io_callback",
+        jax_logger=_jax.callback_logger,
+        unordered=_jax.IO_EFFECT,
+        ordered=healing(_jax.ORDERED_IO_EFFECT),
+        does="IO callbacks do not support",
+    ),
+    "debug": Flavour(
+        api="jax.debug.callback",
+        jax_logger=_jax.debug_logger,
+        unordered=_jax.DEBUG_EFFECT,
+        ordered=healing(_jax.ORDERED_DEBUG_EFFECT),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropInParams(CallParams):
+    """The parameters of one equation of a drop-in's primitive.
+
+    Attributes:
+        kind: which.
+        partitioned: in a program that is split over devices, each calls for its part.
+    """
+
+    kind: Kind
+    partitioned: bool = False
+
+    @property
+    def flavour(self) -> Flavour:
+        return FLAVOURS[self.kind]
+
+    @property
+    def primitive(self) -> str:
+        """The name of its primitive, which is that of JAX's."""
+        is_print = getattr(self.callback.function, "hostcall_source", None) == PRINT
+        return "debug_print" if is_print else f"{self.kind}_callback"
+
+    @property
+    def runs_where_dispatched(self) -> bool:
+        return True  # as programs with JAX's own, pure ones too
+
+    @property
+    def is_jaxs_own(self) -> bool:
+        # JAX wraps the user's function of a debug callback in one of its own.
+        return self.kind != "debug" and is_jaxs(self.callback.function)
+
+    @property
+    def effects(self) -> set[Any]:
+        if self.order == "pure":
+            return set()
+        if self.order == "unordered":
+            return {self.flavour.unordered}
+        # Ours too: see `_order.effects_of`.
+        return {self.flavour.ordered, UNORDERED}
+
+
+_NARROW = {
+    np.dtype(wide): np.dtype(narrow)
+    for wide, narrow in (
+        (np.float64, np.float32),
+        (np.int64, np.int32),
+        (np.uint64, np.uint32),
+        (np.complex128, np.complex64),
+    )
+}
+
+
+class DropInInfo(CallInfo):
+    """A call's description, with JAX's checks and JAX's log."""
+
+    params: DropInParams
+    _narrowed = False
+
+    def flatten(self, value: Any) -> list[Any]:
+        leaves: list[Any] = jax.tree.leaves(value)
+        if len(leaves) != len(self.params.avals):
+            raise RuntimeError(
+                "Mismatched number of outputs from callback. Expected:"
+                f" {len(self.params.avals)}, Actual: {len(leaves)}"
+            )
+        return leaves
+
+    def coerce(self, number: int, value: Any) -> np.ndarray:
+        aval = self.params.avals[number]
+        plain = isinstance(value, (np.ndarray, np.generic, jax.Array))
+        if len(self.params.avals) == 1 and not plain:
+            (value,) = self.flatten(value)  # in a list, a dict, ...
+        array = np.asarray(value)
+        if self.params.literals and array.dtype in _NARROW:
+            array = self._narrow(array)
+        if array.shape != aval.shape:
+            raise RuntimeError(
+                f"Incorrect output shape for return value #{number}: Expected:"
+                f" {aval.shape}, Actual: {array.shape}"
+            )
+        if array.dtype != aval.dtype:
+            raise RuntimeError(
+                f"Incorrect output dtype for return value #{number}: Expected:"
+                f" {aval.dtype}, Actual: {array.dtype}"
+            )
+        array = np.ascontiguousarray(array).reshape(aval.shape)
+        return array if array.dtype is aval.dtype else array.view(aval.dtype)
+
+    def _narrow(self, array: np.ndarray) -> np.ndarray:
+        """To 32 bits, as JAX does outside of its 64-bit mode: integers wrap around.
+
+        That is said once a place.
+        """
+        narrow = array.astype(_NARROW[array.dtype])
+        if (
+            not self._narrowed
+            and array.dtype.kind in "iu"
+            and not np.array_equal(narrow, array)
+        ):
+            self._narrowed = True
+            logger.warning(
+                "`%s` returned integers that %s can't hold, and they wrapped around,"
+                " as JAX has it outside of its 64-bit mode (called at %s)."
+                " hostcall.call refuses them instead",
+                self.name,
+                narrow.dtype,
+                self.place,
+            )
+        return narrow
+
+    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
+        self.log(error)
+        return super().on_error(error, _, row)
+
+    def eager_error(self, error: Exception) -> Exception:
+        if self.params.kind != "debug":
+            return super().eager_error(error)
+        self.log(error)
+        failures.keep(error, handed_over=True)
+        return error
+
+    def log(self, error: BaseException) -> None:
+        flavour = self.params.flavour
+        flavour.jax_logger.error("%s failed", flavour.api, exc_info=error)
+
+
+def make_params(
+    kind: Kind,
+    fn: Callable[..., Any],
+    template: Template,
+    results: Results,
+    *,
+    ordered: bool = False,
+    vmap_method: str | None = None,
+    sharding: Any = None,
+    partitioned: bool = False,
+    arrays: Literal["numpy", "free"] = "free",
+    place: Place | None = None,
+) -> DropInParams:
+    """The parameters of a drop-in that calls `fn`."""
+    callback = Callback(
+        fn=Static(fn),
+        template=template,
+        results=results,
+        fills=(None,) * len(results.avals),
+        arrays=arrays,
+        lend=False,
+        timeout=None,
+        executor=None,
+        place=place or users_place(),
+    )
+    order = "ordered" if ordered else "pure" if kind == "pure" else "unordered"
+    return DropInParams(
+        callback=callback,
+        avals=results.avals,
+        order=order,  # type: ignore[arg-type]
+        vmap_method=vmap_method,
+        sharding=sharding,
+        masked=False,
+        results_as="nothing" if kind == "debug" else "leaves",
+        literals=not jax.config.jax_enable_x64,
+        kind=kind,
+        partitioned=partitioned,
+    )
+
+
+def arrays_of(choice: str) -> Literal["numpy", "free"]:
+    """What `arrays=` of a drop-in means to the engine."""
+    if choice not in ("jax", "numpy"):
+        raise errors.SpecError(
+            "hostcall: arrays= of a drop-in should be 'jax' or 'numpy', got"
+            f" {choice!r}. hostcall.call has 'dlpack' too"
+        )
+    return "free" if choice == "jax" else "numpy"

@@ -1,0 +1,313 @@
+"""From a call's parameters to the engine: handlers registered, plans built."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _jax, _native
+from hostcall._core.dlpack import DLPackArray
+from hostcall._core.spec import Template, packed_bits
+from hostcall._engine.counters import counters_of
+from hostcall._engine.info import CallInfo
+from hostcall._engine.masks import CompressedCall, CompressedTap
+from hostcall._engine.params.buffer import BufferParams
+from hostcall._engine.params.call import CallParams, executor_of
+from hostcall._engine.params.tap import TapParams
+from hostcall._runtime import collectors, context, deadlocks, executors, job, workers
+from hostcall._runtime.rows import run_rows
+
+logger = logging.getLogger("hostcall")
+
+_LEAF, _TUPLE, _LIST, _NOTHING, _TREE, _IGNORED = range(6)
+_COPY, _ARGS, _OUT, _BUFFERS = range(4)
+
+# How the devices of a program make a call (native/base/team.h).
+ALONE = (0, 1, 0)
+ONCE, EACH = 1, 2
+FIRST = -1  # as the leader: whichever comes first
+
+# Which calls run inside one of XLA's host callbacks (native/handlers/host_callback.h).
+ASKED, ON_XLAS_THREADS, EVERYWHERE = range(3)
+
+# --- Plans -------------------------------------------------------------------------
+
+
+def signature(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
+    """A number of the avals and the function's name, equal in all processes.
+
+    A program that was compiled elsewhere names a slot of this process; if another
+    function sits there, the numbers differ and the program is refused. Where the
+    program runs is part of it: JAX 0.10 reads from its disk cache what was written
+    without host callbacks, and that would run on a thread of XLA's.
+    """
+    text = repr(
+        (
+            params.callback.name,
+            [(a.shape, str(a.dtype)) for a in (*operands, *params.avals)],
+            params.grid,
+            params.batched,
+            params.masked,
+            params.order,
+            params.runs_where_dispatched,
+            params.levels,
+            params.callback.lend,
+            params.callback.arrays,
+        )
+    )
+    return zlib.crc32(text.encode()) + 1
+
+
+def make_plan(
+    params: CallParams | TapParams,
+    operands: Sequence[Any],
+    info: CallInfo,
+    device: Any,
+    *,
+    packed: bool,
+    number: int,
+    team: tuple[int, int, int] = ALONE,
+    inside: int | None = None,
+    tap: tuple[Any, ...] | None = None,
+    tells: bool = False,
+    elsewhere: bool = False,
+) -> Any:
+    """A native plan.
+
+    Args:
+        params: of the equation.
+        operands: their avals, the mask first where there is one.
+        info: gets the engine's questions.
+        device: where JAX code inside the callback runs.
+        packed: whether small elements are packed, as XLA has them and NumPy hasn't.
+        number: the call's `signature`; 0 for an eager call, which nobody looks up.
+        team: (mode, size, leader's ordinal) of the devices that make the call.
+        inside: which of its calls run inside one of XLA's host callbacks; None: none.
+        tap: what makes it a tap (`TapParams.settings`).
+        tells: one more result tells all processes how the call went
+            (native/plan/outcome.h).
+        elsewhere: another process makes the call, and all take its results.
+    """
+    callback = params.callback
+    grid = params.grid
+    compressed = compresses(params, operands)
+    native_mask = params.masked and not compressed
+    mask_flags = list(params.batched[0]) if native_mask and grid else None
+    if native_mask and not grid:
+        mask_flags = []
+    arg_operands = operands[1:] if native_mask else operands
+    arg_flags = params.batched[1:] if native_mask else params.batched
+    keys = callback.template.keys
+    if compressed:
+        keys = (None, *keys)
+    converters = [_converter(callback.arrays, key, device) for key in keys]
+    if compressed:
+        converters = [None] * len(keys)
+    args = []
+    for i, operand in enumerate(arg_operands):
+        flags = list(arg_flags[i]) if grid else []
+        dtype = np.dtype(operand.dtype)
+        shape = operand.shape[sum(flags) :]
+        args.append((dtype, shape, *_bits(dtype, packed), flags, converters[i]))
+    results = []
+    for aval, fill in zip(params.avals, callback.fills, strict=True):
+        dtype = np.dtype(aval.dtype)
+        every = [True] * len(grid)
+        row_fill = _tile(fill, aval, params.levels)
+        results.append((dtype, aval.shape, *_bits(dtype, packed), every, row_fill))
+    together = None if team == ALONE else frozenset(info.devices.values())
+    if together is not None:
+        info.guard = deadlocks.of_several(together)
+    if elsewhere:
+        function, form, runner = _nothing, _NOTHING, None
+    else:
+        function, form = _function(params, info, device, compressed)
+        runner = _runner(params, info, device)
+    if info.across:
+        function = job.until_failure(function)
+        runner = runner and job.until_failure(runner)
+    lend = {False: _COPY, True: _ARGS, "out": _OUT, "buffers": _BUFFERS}[callback.lend]
+    return _native.make_plan(
+        function=function,
+        args=args,
+        results=results,
+        grid=list(grid),
+        mask=mask_flags,
+        form=form,
+        lend=lend,
+        runner=runner,
+        hooks=info,
+        out_tree=callback.results.treedef.unflatten if lend == _OUT else None,
+        info=info,
+        device=device,
+        counters=counters_of(callback.function),
+        signature=number,
+        tells=tells,
+        elsewhere=elsewhere,
+        sends=runner is not None and executors.sends(executor_of(callback)),
+        team_mode=team[0],
+        team_size=team[1],
+        team_leader=team[2],
+        guard=info.guard,
+        scout=deadlocks.scout(together) if inside == ASKED else None,
+        inside=inside or ASKED,
+        keeps_mesh=params.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
+        literals=getattr(params, "literals", True),
+        tap=tap,
+        buffers=params.settings() if isinstance(params, BufferParams) else None,
+    )
+
+
+def compresses(params: CallParams | TapParams, operands: Sequence[Any]) -> bool:
+    """Whether the function sees a batch from which `where` removes rows."""
+    return params.masked and params.levels > 0 and operands[0].ndim > len(params.grid)
+
+
+def _bits(dtype: np.dtype, packed: bool) -> tuple[int, bool]:
+    return packed_bits(dtype) if packed else (0, False)
+
+
+def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:
+    """The fill of one row, repeated for the batch axes the function itself sees."""
+    if fill is None:
+        return None
+    batch = int(np.prod(aval.shape[:levels], dtype=np.int64))
+    return fill * batch
+
+
+def _converter(arrays: str, key: Any, device: Any) -> Callable[[Any], Any] | None:
+    if key is not None:
+        return lambda block: _jax.wrap_key(_jax.put_on_device(block, device), key)
+    if arrays in ("jax", "free"):
+        committed = arrays == "jax"
+        return lambda array: _jax.put_on_device(array, device, committed)
+    return DLPackArray if arrays == "dlpack" else None
+
+
+def _nothing() -> None:
+    """In the place of the function, where another process calls it."""
+
+
+def _result_form(params: CallParams) -> int:
+    treedef = params.callback.results.treedef
+    n = treedef.num_leaves
+    if params.results_as == "nothing":
+        return _IGNORED
+    if params.results_as == "leaves":
+        return _LEAF if n == 1 else _TREE
+    structure = jax.tree_util.tree_structure
+    if treedef == structure(0):
+        return _LEAF
+    if treedef == structure(None):
+        return _NOTHING
+    if n and treedef == structure((0,) * n):
+        return _TUPLE
+    return _TREE
+
+
+def _function(
+    params: CallParams | TapParams, info: CallInfo, device: Any, compressed: bool
+) -> tuple[Callable[..., Any], int]:
+    """What the engine calls with one array a leaf, and what it gives back."""
+    callback = params.callback
+    fn, template = callback.function, callback.template
+    whole = fn if template.is_flat else _with_trees(fn, template)
+    converters = [_converter(callback.arrays, key, device) for key in template.keys]
+    if isinstance(params, TapParams):
+        if params.name is not None:
+            whole = collectors.seen_by(params.name, template, whole)
+        if compressed:  # the mask differs between rows of a batch delivered whole
+            whole = CompressedTap(params, whole, converters)
+        return whole, _IGNORED
+    if isinstance(params, BufferParams):
+        return params.function(), _IGNORED
+    form = _result_form(params)
+    if callback.timeout is not None:
+        whole = _with_limit(whole, callback.timeout, info, device)
+    if callback.lend == "out":
+        whole = _with_own_results(whole)
+    if not compressed:
+        return whole, form
+    return CompressedCall(params, info, whole, converters), _TUPLE
+
+
+def _with_trees(fn: Callable[..., Any], template: Template) -> Callable[..., Any]:
+    def whole(*leaves: Any, **out: Any) -> Any:
+        args, kwargs = template.fill(leaves)
+        return fn(*args, **kwargs, **out)
+
+    return whole
+
+
+def _with_limit(
+    whole: Callable[..., Any], seconds: float, info: CallInfo, device: Any
+) -> Callable[..., Any]:
+    def limited(*leaves: Any) -> Any:
+        return workers.run_with_timeout(
+            lambda: whole(*leaves),
+            seconds,
+            (device, info.guard),
+            context.current(),
+            lambda stack: _late(info, leaves, seconds, stack),
+        )
+
+    return limited
+
+
+def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
+    """With `out=`, results that are returned all the same may be views of it, and
+    storing one could overwrite the next: they are copied first.
+    """
+
+    def call(*leaves: Any, out: Any) -> Any:
+        value = whole(*leaves, out=out)
+        if value is None:
+            return None
+        return jax.tree.map(
+            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value
+        )
+
+    return call
+
+
+def _late(info: CallInfo, leaves: Sequence[Any], seconds: float, stuck: str) -> str:
+    shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in leaves)
+    return (
+        f"hostcall: `{info.name}`({shapes}) took longer than timeout={seconds} s;"
+        f" {stuck}"
+    )
+
+
+def _runner(
+    params: CallParams | TapParams, info: CallInfo, device: Any
+) -> Callable[[list[Any], list[Any]], list[Any]] | None:
+    """Runs all rows of a "parallel" call at once; None for the other methods."""
+    if params.vmap_method != "parallel" or not params.grid:
+        return None
+    callback = params.callback
+
+    def run(rows: list[Any], indices: list[Any]) -> list[Any]:
+        here = context.current()
+        return run_rows(
+            executor_of(callback),
+            callback.function,
+            [callback.template.fill(row) for row in rows],
+            lambda row: here and here.at_row(indices[row]),
+            (device, info.guard),
+            callback.timeout,
+            lambda which: _late(info, rows[0], callback.timeout or 0.0, which),
+            [
+                a
+                for row in rows[1:2]
+                for a, b in zip(rows[0], row, strict=True)
+                if a is b
+            ],
+            params.order != "pure",
+        )
+
+    return run

@@ -1,0 +1,111 @@
+"""`hc.check`: does a host function do what it and its rules say?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hostcall._core.errors import SpecError
+from hostcall._host_function.check.cases import Checks, Status
+from hostcall._host_function.function import HostFunction
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of the check.
+        status: "passed", "failed", or "left out" where it does not apply.
+        detail: what was found, or why it was left out.
+    """
+
+    name: str
+    status: Status
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status:8} {self.name}{': ' if self.detail else ''}{self.detail}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `hc.check` found. True where nothing failed; prints a line a check."""
+
+    function: str
+    checks: tuple[Check, ...]
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.status == "failed")
+
+    def __bool__(self) -> bool:
+        return not self.failed
+
+    def __str__(self) -> str:
+        return "\n".join([f"hc.check of `{self.function}`", *map(str, self.checks)])
+
+    __repr__ = __str__
+
+
+def check(
+    f: HostFunction,
+    *examples: Any,
+    rtol: float | None = None,
+    seed: int = 0,
+    threads: int = 4,
+) -> Report:
+    """Runs a host function and its rules against each other.
+
+        assert hc.check(f, (x, y), (x2, y2))      # in a test: shows the report
+
+    Checked are, for each example: the result against `result=`; two calls, and the
+    compiled program, against the first; vmap against a loop, all arguments batched and
+    each alone; forward derivatives against differences; reverse ones against forward
+    ones, or against differences; a transpose against inner products, and that the
+    function is linear; whether the function keeps or writes to what it is lent; and
+    calls from several threads at once against calls one by one. Complex arguments move
+    in both parts, so rules are checked by JAX's conventions whether or not the function
+    is holomorphic.
+
+    Args:
+        f: what `hc.host` made.
+        *examples: each a tuple of arguments, or one argument. Values where the function
+            is smooth.
+        rtol: of derivatives, against the size of the whole; default 2e-2 for 32 bits
+            (complex64 has two numbers of 32), 1e-4 for 64.
+        seed: of the directions and cotangents.
+        threads: that call at once.
+
+    Returns:
+        A `Report`, true where nothing failed. A check that does not apply (a rule that
+        is not given, a function with effects, one for which differences tell nothing)
+        is "left out", with the reason.
+
+    Raises:
+        SpecError: no example; `f` is no HostFunction.
+
+    Cost: some fifty calls of the function, ten for each argument, and as many
+    compilations.
+    """
+    if not isinstance(f, HostFunction):
+        raise SpecError(
+            f"hostcall: check() takes what hc.host made, got {f!r}. Write"
+            " hc.check(hc.host(f, result=...), example)"
+        )
+    if not examples:
+        raise SpecError(
+            "hostcall: check() needs an example: hc.check(f, (x, y)), a tuple of"
+            " arguments"
+        )
+    found: list[Check] = []
+    for number, example in enumerate(examples):
+        args = example if isinstance(example, tuple) else (example,)
+        label = f" (example {number})" if len(examples) > 1 else ""
+        checks = Checks(f, args, rtol, np.random.default_rng(seed), threads)
+        found += [
+            Check(name + label, status, detail) for name, status, detail in checks.run()
+        ]
+    return Report(f.__name__, tuple(found))

@@ -1,0 +1,221 @@
+"""XLA's custom calls in a program's text, on one device or on many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from jax._src import callback as _callback
+from jax._src import core as _core
+from jax._src import ffi as _ffi
+from jax._src import sharding_impls as _sharding_impls
+from jax._src.interpreters import mlir as _mlir
+from jax._src.lib.mlir import ir as _ir
+from jax._src.lib.mlir.dialects import hlo as _hlo
+from jax._src.lib.mlir.dialects import sdy as _sdy
+
+from hostcall._jax.dtypes import physical_avals
+from hostcall._jax.lowering import manual_mesh, number_of_devices, program_devices
+
+
+class Source(Protocol):
+    """The device of a program over several processes whose results all take.
+
+    Attributes:
+        more_avals: of the results that the call adds to the function's.
+    """
+
+    @property
+    def more_avals(self) -> list[Any]: ...
+    def share(
+        self,
+        ctx: Any,
+        token: Any | None,
+        results: Sequence[Any],
+        avals: Sequence[Any],
+        has_side_effect: bool,
+    ) -> tuple[list[Any], Any | None]: ...
+
+
+def emit_custom_call(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    *,
+    token: Any | None,
+    returns_token: bool,
+    has_side_effect: bool,
+    attributes: dict[str, np.uint64],
+    aliases: dict[int, int] | None = None,
+    source: Source | None = None,
+) -> tuple[list[Any], Any | None]:
+    """Emits the call and gives (results, token).
+
+    With `token` the first operand, and with `returns_token` the first result, is a
+    token. Buffers are row-major. In a program over several devices every device makes
+    the call, on whole values (on its own, in a region that is manual already).
+    `aliases` says which operand's memory may become which result's.
+    """
+
+    def emit(token: Any | None, operands: Sequence[Any], more: Sequence[Any]) -> Any:
+        return custom_call(
+            ctx,
+            target,
+            token,
+            operands,
+            ctx.avals_in,
+            [*ctx.avals_out, *more],
+            returns_token=returns_token,
+            has_side_effect=has_side_effect,
+            attributes=attributes,
+            aliases=aliases,
+        )
+
+    if manual_mesh(ctx) is not None or number_of_devices(ctx) == 1:
+        return emit(token, operands, ())  # type: ignore[no-any-return]
+
+    def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
+        if source is None:
+            return emit(token, operands, ())
+        results, token = emit(token, operands, source.more_avals)
+        avals = physical_avals(ctx.avals_out)
+        return source.share(ctx, token, results, avals, has_side_effect)
+
+    return _emit_on_each_device(ctx, in_region, token, operands, returns_token)
+
+
+def custom_call(
+    ctx: Any,
+    target: str,
+    token: Any | None,
+    operands: Sequence[Any],
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    *,
+    returns_token: bool,
+    has_side_effect: bool,
+    attributes: dict[str, np.uint64],
+    aliases: dict[int, int] | None,
+) -> tuple[list[Any], Any | None]:
+    """The operation itself, on whole values; gives (results, token)."""
+    abstract_token = _core.abstract_token
+    if aliases:
+        first = int(token is not None)
+        aliases = {i + first: o + returns_token for i, o in aliases.items()}
+    if token is not None:
+        operands, avals_in = [token, *operands], [abstract_token, *avals_in]
+    if returns_token:
+        avals_out = [abstract_token, *avals_out]
+    op = _ffi.build_ffi_lowering_function(
+        target, has_side_effect=has_side_effect, operand_output_aliases=aliases
+    )(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **attributes)
+    if number_of_devices(ctx) > 1 or manual_mesh(ctx) is not None:
+        _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
+    results = list(op.results)
+    return (results[1:], results[0]) if returns_token else (results, None)
+
+
+def _closed(mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Any]) -> Any:
+    """One entry a value: not split along any dimension."""
+    dim = _sharding_impls.SdyDim(axes=(), is_open=False)
+    return _sharding_impls.SdyArrayList(
+        tuple(
+            _sharding_impls.SdyArray(
+                mesh_shape=mesh_shape,
+                dim_shardings=(dim,) * getattr(aval, "ndim", 0),
+                logical_device_ids=(),
+            )
+            for aval in avals
+        )
+    )
+
+
+def _emit_on_each_device(
+    ctx: Any,
+    emit: Callable[[Any | None, Sequence[Any]], tuple[list[Any], Any | None]],
+    token: Any | None,
+    operands: Sequence[Any],
+    returns_token: bool,
+) -> tuple[list[Any], Any | None]:
+    """The call inside a region that is manual over all devices, on whole values.
+
+    The plain way, a call that is placed on one device by a maximal sharding, is not to
+    be had: the partitioner keeps that for the targets of JAX's own callbacks, drops it
+    from any other, and then refuses those with a side effect.
+    """
+    cache = ctx.module_context.sharding_attr_cache
+    mesh_shape = (("hostcall", number_of_devices(ctx)),)
+    takes_token = token is not None
+    values = [token, *operands] if takes_token else list(operands)
+    avals_in = [_core.abstract_token] * takes_token + list(ctx.avals_in)
+    avals_out = [_core.abstract_token] * returns_token + list(ctx.avals_out)
+    types, _ = _mlir.ir_tree_registry.flatten(
+        [_mlir._aval_to_ir_types(ctx.module_context, aval) for aval in avals_out]
+    )
+    region = _sdy.ManualComputationOp(
+        types,
+        values,
+        _closed(mesh_shape, avals_in).build(cache),
+        _closed(mesh_shape, avals_out).build(cache),
+        _sdy.ManualAxesAttr.get([_ir.StringAttr.get("hostcall")]),
+    )
+    block = _ir.Block.create_at_start(region.body, [value.type for value in values])
+    with _ir.InsertionPoint(block):
+        inner = list(block.arguments)
+        results, token = emit(inner.pop(0) if takes_token else None, inner)
+        _sdy.return_([token, *results] if returns_token else results)
+    results = list(region.results)
+    return (results[1:], results[0]) if returns_token else (results, None)
+
+
+def partition_id() -> Any:
+    """The number of the device that runs the program, among the program's."""
+    return _hlo.partition_id()
+
+
+def max_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
+    """The greatest of the program's `n` devices, in a region manual over all."""
+    groups = np.arange(n, dtype=np.int64).reshape(1, n)
+    op = _hlo.AllReduceOp(
+        [value.type],
+        [value],
+        replica_groups=_ir.DenseElementsAttr.get(groups),
+        channel_handle=_hlo.ChannelHandle.get(
+            ctx.module_context.new_channel(), _mlir.DEVICE_TO_DEVICE_TYPE
+        ),
+        use_global_device_ids=_ir.BoolAttr.get(True),
+    )
+    scalar = _ir.RankedTensorType.get([], value.type.element_type)
+    block = op.regions[0].blocks.append(scalar, scalar)
+    with _ir.InsertionPoint(block):
+        _hlo.return_([_hlo.maximum(*block.arguments)])
+    _mlir.set_sharding(ctx.module_context, op, _closed((), [aval]))
+    return op.result
+
+
+def place_of_callback(ctx: Any, sharding: Any) -> Any:
+    """JAX's check of a callback's `sharding=`, with its texts; gives the annotation."""
+    return _callback._callback_op_sharding(
+        ctx.module_context.axis_context, sharding, ctx.avals_out
+    )
+
+
+def mark_place(ctx: Any, place: Any) -> None:
+    """Writes into the program which device makes the next call.
+
+    On a constant that nothing uses: the call itself can't bear the mark (see
+    `_emit_on_each_device`), and readers of StableHLO look for it.
+    """
+    constant = _hlo.ConstantOp(_ir.DenseElementsAttr.get(np.zeros((), np.int32)))
+    first = _sharding_impls.SdyArrayList((place.shardings[0],))
+    _mlir.set_sharding(ctx.module_context, constant, first)
+
+
+def device_of(ctx: Any, annotation: Any) -> Any | None:
+    """The device that an annotation of JAX's puts a callback on; None where none."""
+    devices = program_devices(ctx)
+    entries = getattr(annotation, "shardings", None)
+    if devices is None or not entries or not entries[0].logical_device_ids:
+        return None
+    return devices[entries[0].logical_device_ids[0]]

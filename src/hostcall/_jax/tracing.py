@@ -1,0 +1,237 @@
+"""Primitives, their rules, and the values they see while a program is traced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import debugging as _debugging
+from jax._src import dispatch as _dispatch
+from jax._src import effects as _effects
+from jax._src import ffi as _ffi
+from jax._src import mesh as _mesh
+from jax._src import pretty_printer as _pretty_printer
+from jax._src import shard_map as _shard_map
+from jax._src import util as _util
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.state import discharge as _discharge
+
+from hostcall._jax.devices import guards_transfers_to_devices, here
+
+# --- Primitives (_primitives/*) ----------------------------------------------------
+
+Primitive = _core.Primitive
+ShapedArray = _core.ShapedArray
+moveaxis = _batching.moveaxis
+check_arg = _dispatch.check_arg
+aval_of = _core.typeof
+
+
+def is_tracing() -> bool:
+    """Whether the calling thread is tracing: only then are there traced values."""
+    return not _core.trace_state_clean()
+
+
+batchers = _batching.primitive_batchers
+Zero = _ad.Zero
+instantiate_zeros = _ad.instantiate_zeros
+partial_eval_rules = _pe.partial_eval_jaxpr_custom_rules  # under remat
+jvps = _ad.primitive_jvps
+transposes = _ad.primitive_transposes
+
+
+def zero_tangent(primal: Any) -> Any:
+    return Zero(_core.typeof(primal).to_tangent_aval())
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, _core.Literal)
+
+
+def register_dce(
+    primitive: Any, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
+) -> None:
+    """`rule(used outputs, equation)` gives (used inputs, what remains of it).
+
+    JAX's has a list of live inputs in the middle (0.12), or not (0.10).
+    """
+    _pe.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
+
+
+def hold_weakly_in_caches(parameter_type: type) -> None:
+    """JAX's caches of traced equations shall not keep parameters of this type alive.
+
+    They are global, and would keep the user's function with them. Needs a type that
+    allows weak references.
+    """
+    _util.weakref_cache_key_types.add(parameter_type)
+
+
+def def_effectful_abstract_eval(primitive: Any, rule: Callable[..., Any]) -> None:
+    """`rule` gives (result avals, effects)."""
+    primitive.def_effectful_abstract_eval(rule)
+
+
+def result_avals(
+    avals: Sequence[Any], operands: Sequence[Any], pure: bool
+) -> list[Any]:
+    """Result avals on the mesh in context, varying as the operands do.
+
+    Inside `shard_map` with its check on, JAX follows over which mesh axes a value
+    varies. A pure function of values that are the same everywhere gives the same
+    everywhere; one with effects may tell its shards apart (`hc.current()`), so its
+    results vary over all manual axes.
+    """
+    mesh = _mesh.get_abstract_mesh()
+    if mesh.empty:
+        return list(avals)
+    varying: frozenset[Any] = frozenset()
+    if _config._check_vma.value:
+        if pure:
+            for operand in operands:
+                varying |= frozenset(operand.mat.varying)
+        else:
+            varying = frozenset(mesh.manual_axes)
+    mat = _core.ManualAxisType(varying=varying)
+    return [
+        aval.update(sharding=_core.get_cur_mesh_sharding(), manual_axis_type=mat)
+        for aval in avals
+    ]
+
+
+def vary_alike(operands: Sequence[Any]) -> list[Any]:
+    """Operands that vary over the same mesh axes, inside `shard_map` with its check on.
+
+    A cotangent varies as the results do. Where an operand varies less, the cast here
+    is transposed to the sum over the devices that hold it.
+    """
+    mesh = _mesh.get_abstract_mesh()
+    if mesh.empty or not _config._check_vma.value:
+        return list(operands)
+    own = [frozenset(_core.typeof(x).mat.varying) for x in operands]
+    everything = frozenset[Any]().union(*own)
+    return [
+        jax.lax.pcast(x, tuple(everything - have), to="varying")
+        if everything - have
+        else x
+        for x, have in zip(operands, own, strict=True)
+    ]
+
+
+def shard_alike(value: Any, aval: Any) -> Any:
+    """`value`, sharded as `aval` says, which over explicit mesh axes is typed."""
+    wanted = getattr(aval, "sharding", None)
+    if wanted is None or wanted.mesh.empty or _core.typeof(value).sharding == wanted:
+        return value
+    return jax.sharding.reshard(value, wanted)
+
+
+def _make_tokens(primitive: Any, operands: Any, params: Any) -> None:
+    """The tokens of an eager ordered program, as explicit transfers: JAX makes a
+    missing one implicitly, which a transfer guard refuses.
+    """
+    avals = [jax.typeof(operand) for operand in operands]
+    _, effects = primitive.abstract_eval(*avals, **params)
+    devices = next((x.devices() for x in operands if isinstance(x, jax.Array)), None)
+    tokens = _dispatch.runtime_tokens
+    for effect in _effects.ordered_effects.filter_in(effects):
+        if effect not in tokens.current_tokens:
+            with _config.explicit_device_put_scope():
+                tokens.get_token_input(effect, list(devices or {here()}))
+
+
+def apply_primitive(primitive: Any, *operands: Any, **params: Any) -> Any:
+    """Compiles one equation and runs it; equal ones find what was compiled."""
+    if guards_transfers_to_devices():
+        _make_tokens(primitive, operands, params)
+    return _dispatch.apply_primitive(primitive, *operands, **params)
+
+
+def refuse_special(arrays: Sequence[jax.Array], what: Callable[[], str]) -> None:
+    """Raises as JAX does for what `jax_debug_nans` and `jax_debug_infs` forbid.
+
+    JAX looks at what its programs give. Jitted functions whose results have a NaN are
+    run again without jit, to name the operation that gave it: that is found here too.
+    """
+    if not _dispatch.needs_check_special():
+        return
+    blocks = [shard.data for array in arrays for shard in array.addressable_shards]
+    try:
+        _dispatch.check_special("", blocks)
+    except _dispatch.InternalFloatingPointError as found:
+        text = f"invalid value ({found.ty}) encountered in {what()}"
+        raise FloatingPointError(text) from None
+
+
+def refuse_vmap(primitive: Any, operands: Any, dims: Any) -> None:
+    """Raises as JAX does for a callback without a `vmap_method`."""
+    _ffi.ffi_batching_rule(primitive, operands, dims, vmap_method=None, result_avals=())
+
+
+def unroll(primitive: Any, operands: Any, dims: Any, params: dict[str, Any]) -> Any:
+    """JAX's batching rule of debug callbacks: an equation a row."""
+    return _debugging.debug_batching_rule(operands, dims, primitive=primitive, **params)
+
+
+def keep_under_remat(primitive: Any) -> None:
+    """JAX's rule of debug callbacks: staged out where remat computes their inputs."""
+    rule = _debugging._debug_partial_eval_custom
+
+    def partial_eval(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
+        return rule(saveable, unknown, inst, eqn, primitive)
+
+    partial_eval_rules[primitive] = partial_eval
+
+
+def discharge_in_place(primitive: Any) -> None:
+    """The equation takes the value of a Ref, and changes none."""
+    own = _debugging._debug_callback_state_discharge_rule
+    names = own.__code__.co_varnames[: own.__code__.co_argcount]
+    leading = len(names)  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
+
+    def rule(*args: Any, **params: Any) -> Any:
+        values = args[leading:]
+        return values, primitive.bind(*values, **params)
+
+    _discharge.register_discharge_rule(primitive)(rule)
+
+
+def in_pallas_kernel() -> bool:
+    """Whether the calling thread is tracing a Pallas kernel: device code, where only
+    JAX's own primitives have rules.
+    """
+    pallas = sys.modules.get("jax._src.pallas.core")
+    if pallas is None:
+        return False
+    holder = getattr(pallas, "_grid_context", None)
+    if holder is not None:
+        return holder.value is not None
+    return pallas._pallas_tracing_env.grid_context is not None
+
+
+def on_first_of(axes: Sequence[Any], f: Callable[[], Any]) -> Any:
+    """`f()`, on the devices that are first along these axes."""
+
+    def body() -> Any:
+        first = jax.lax.axis_index(tuple(axes)) == 0
+        return jax.lax.cond(first, f, lambda: [])
+
+    return _shard_map.shard_map(body, in_specs=(), out_specs=[])()
+
+
+# --- The old module (host_callback, _outside_call) -----------------------------------
+
+partial_eval_by_trace = _pe.custom_partial_eval_rules  # under linearize
+pretty_printer = _pretty_printer
+is_undefined_primal = _ad.is_undefined_primal
+
+
+def is_known(tracer: Any) -> bool:
+    """Whether partial evaluation knows this value."""
+    return bool(tracer.is_known())

@@ -1,0 +1,132 @@
+"""A call that its face has checked and flattened, from there to its results.
+
+`hc.call`, HostFunctions, objects and the old `host_callback` all end here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from hostcall import _jax
+from hostcall._core.errors import SpecError
+from hostcall._core.order import Order
+from hostcall._core.source import Place
+from hostcall._core.spec import Results, Static, Template
+from hostcall._engine.gpu_arrays import OnDevice
+from hostcall._engine.params.buffer import BufferParams
+from hostcall._engine.params.call import Callback, CallParams
+from hostcall._primitives.buffer import lowering as _  # noqa: F401  (it registers)
+from hostcall._primitives.buffer.primitive import bind as bind_buffers
+from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
+from hostcall._primitives.call.primitive import bind
+
+_ON_DEVICE = ("sequential", "sequential_unrolled", *batching.WHOLE)
+
+
+def make(
+    callback: Callback,
+    operands: Sequence[Any],
+    *,
+    order: Order = "pure",
+    vmap_method: Any = None,
+    sharding: Any = None,
+    mask: Any = None,
+) -> list[Any]:
+    """Binds the call and gives an array for each leaf of its results.
+
+    Args:
+        callback: the function, its trees and its own options.
+        operands: an array for each array of `callback.template`; typed keys as their
+            blocks, as in the results.
+        order: as in `hc.call`; as the next two, it has been checked.
+        vmap_method: likewise.
+        sharding: likewise.
+        mask: the condition of `where=`, or None.
+    """
+    masked = mask is not None
+    if masked:
+        operands = [mask, *operands]
+    if callback.arrays == "cuda":
+        _check_on_device(callback, vmap_method, masked, sharding)
+        fn = OnDevice(callback.function, callback.results, callback.name)
+        on_device = BufferParams(
+            callback=replace(callback, fn=Static(fn), arrays="numpy", lend="buffers"),
+            avals=callback.results.avals,
+            order=order,
+            vmap_method=vmap_method or "sequential",
+            sharding=None,
+            masked=False,
+        )
+        return bind_buffers(*operands, params=on_device)
+    params = CallParams(
+        callback=callback,
+        avals=callback.results.avals,
+        order=order,
+        vmap_method=vmap_method,
+        sharding=sharding,
+        masked=masked,
+    )
+    return bind(*operands, params=params)
+
+
+def make_with(
+    options: dict[str, Any],
+    fn: Any,
+    template: Template,
+    results: Results,
+    fills: tuple[bytes | None, ...],
+    place: Place,
+    operands: Sequence[Any],
+    mask: Any,
+) -> list[Any]:
+    """`make`, with what `HostFunction.call_options` says of the call."""
+    options = dict(options)
+    executor = options.pop("executor")
+    how = {key: options.pop(key) for key in ("order", "vmap_method") if key in options}
+    callback = Callback(
+        fn=Static(fn),
+        template=template,
+        results=results,
+        fills=fills,
+        executor=None if executor is None else Static(executor),
+        place=place,
+        **options,
+    )
+    return make(callback, operands, mask=mask, **how)
+
+
+def as_tree(results: Results, leaves: Sequence[Any]) -> Any:
+    """What the user's `result=` describes, with typed keys."""
+    typed = [
+        leaf if key is None else _jax.wrap_key(leaf, key)
+        for leaf, key in zip(leaves, results.keys, strict=True)
+    ]
+    return results.treedef.unflatten(typed)
+
+
+def results_of(avals: Sequence[Any], keys: Sequence[Any] | None = None) -> Results:
+    """A tuple of arrays; `keys` as in `Results`."""
+    structure = jax.tree.structure((0,) * len(avals))
+    return Results(structure, tuple(avals), tuple(keys or (None,) * len(avals)))
+
+
+def _check_on_device(
+    callback: Callback, vmap_method: Any, masked: bool, sharding: Any
+) -> None:
+    others = {
+        "where=": masked,
+        "timeout=": callback.timeout is not None,
+        "lend=": callback.lend,
+        "sharding=": sharding is not None,
+        f"vmap_method={vmap_method!r}": vmap_method not in (None, *_ON_DEVICE),
+    }
+    for option, given in others.items():
+        if given:
+            raise SpecError(
+                f"hostcall: `{callback.name}` has arrays='cuda' and {option}, which is"
+                " for arrays on the host"
+            )

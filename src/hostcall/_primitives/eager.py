@@ -1,0 +1,83 @@
+"""Calls outside of any compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core import failures
+from hostcall._engine import plans, targets
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.call import CallParams
+from hostcall._runtime import fork, host_device
+
+
+def run_now(
+    operands: Sequence[Any],
+    params: CallParams,
+    info_type: Callable[..., CallInfo] = CallInfo,
+) -> list[Any]:
+    """Calls the function now. Compiles nothing, and leaves nothing behind.
+
+    The same native code runs as in a compiled program, on NumPy's buffers. What the
+    function raises comes out as it is.
+    """
+    targets.start()
+    fork.refuse(f"`{params.callback.name}` is called")
+    if params.order == "ordered":
+        for failure in failures.failures_of_effects():
+            plans.logger.error("an ordered call goes on after: %s", failure)
+    place = _result_sharding(operands, params.sharding)
+    device = host_device.above_here()
+    arrays = [row_major(operand) for operand in operands]
+    home = _some_device(place)
+    info = info_type(params, {-1: home}, mesh=None)
+    plan = plans.make_plan(params, arrays, info, device, packed=False, number=0)
+    results = plan.invoke(arrays)
+    if place is None:
+        return [_jax.put_on_device(r, home, committed=False) for r in results]
+    return [jax.device_put(result, place) for result in results]
+
+
+def row_major(operand: Any) -> np.ndarray:
+    array = (
+        _jax.to_numpy(operand)
+        if isinstance(operand, jax.Array)
+        else np.asarray(operand)
+    )
+    return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def _result_sharding(operands: Any, wanted: Any) -> Any:
+    """Where an eager call's results go: where jit would put them.
+
+    On the mesh of a sharded operand, replicated; else with a committed operand; else
+    to the default device (None).
+    """
+    if wanted is not None:
+        return wanted
+    for operand in operands:
+        if not isinstance(operand, jax.Array) or not _jax.is_committed(operand):
+            continue
+        sharding = operand.sharding
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return jax.sharding.NamedSharding(
+                sharding.mesh, jax.sharding.PartitionSpec()
+            )
+        return sharding if len(sharding.device_set) == 1 else _first_device(sharding)
+    return None
+
+
+def _first_device(sharding: Any) -> Any:
+    device = min(sharding.device_set, key=lambda d: d.id)
+    return jax.sharding.SingleDeviceSharding(device)
+
+
+def _some_device(place: Any) -> Any:
+    if place is not None:
+        return min(place.device_set, key=lambda device: device.id)
+    return _jax.here()

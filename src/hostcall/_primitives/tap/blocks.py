@@ -1,0 +1,127 @@
+"""A tap of shards: each device of a partitioned program taps its own block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from hostcall import _jax, _native
+from hostcall._core.errors import SpecError
+from hostcall._engine import plans, targets
+from hostcall._engine.params.tap import TapParams
+from hostcall._engine.tap_info import TapInfo
+from hostcall._primitives import emit
+from hostcall._primitives.blocks import NUMBER, Site, emit_block, lower_blocks
+from hostcall._primitives.tap.primitive import arguments, block_index
+from hostcall._runtime import delivery, host_device
+
+# --- The tap of one device ------------------------------------------------------------
+
+
+class Places:
+    """Ordinal -> index of each array's block, of the devices that tap.
+
+    In an object: slices have no hash before Python 3.12.
+    """
+
+    def __init__(self, by_ordinal: dict[int, Any]) -> None:
+        self.by_ordinal = by_ordinal
+
+
+block_tap_p = _jax.Primitive("host_block_tap")
+
+
+def _block_abstract_eval(*operands: Any, site: Site, places: Any) -> Any:
+    del operands, site, places
+    return NUMBER
+
+
+def _lower_block(
+    ctx: Any, number: Any, *operands: Any, site: Site, places: Places
+) -> Any:
+    params = site.params
+    info = TapInfo(params, emit.by_ordinal(site.client), None)
+    info.places = places.by_ordinal
+    avals = ctx.avals_in[1:]
+    signature = plans.signature(params, avals)
+    plan = plans.make_plan(
+        params,
+        avals,
+        info,
+        host_device.above(site.client),
+        packed=True,
+        number=signature,
+        tap=params.settings(
+            tuple(places.by_ordinal),
+            nested=host_device.is_host(site.client),
+            linked=True,
+        ),
+    )
+    return emit_block(
+        ctx, targets.TAP_TARGET, [number, *operands], site, plan, signature
+    )
+
+
+block_tap_p.def_abstract_eval(_block_abstract_eval)
+_jax.register_lowering(block_tap_p, _lower_block)
+
+
+# --- The whole ------------------------------------------------------------------------
+
+
+def lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
+    """The lowering of a tap with sharding="shards" in a partitioned program."""
+    _refuse(params, ctx.avals_in)
+    client = _jax.lowering_client(ctx)
+    targets.start_on(client)
+    delivery.start()
+    _native.bury()
+    site = Site(ctx, params, client)
+
+    def block(everywhere: Any, shardings: Any, shapes: Any) -> Any:
+        places = _places(site, everywhere, shardings, shapes)
+        return partial(_tap_block, site=site, places=places)
+
+    nowhere = partial(_tap_block, site=site, places=Places({}))
+    return lower_blocks(ctx, operands, site, block, nowhere)
+
+
+def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
+    if params.rows == "each" and params.grid:
+        what, instead = "rows='each'", "rows='batched'"
+    elif params.masked and avals[0].ndim > 0:
+        what, instead = "a where= that differs between rows", "jnp.where on the values"
+    else:
+        return
+    raise SpecError(
+        f"hostcall: the tap `{params.callback.name}` has sharding='shards' and {what}."
+        " A device has some of the rows only, or parts of them: use"
+        f" {instead}, or sharding='whole'"
+    )
+
+
+def _tap_block(number: Any, *blocks: Any, site: Site, places: Places) -> Any:
+    return block_tap_p.bind(number, *blocks, site=site, places=places)
+
+
+def _places(
+    site: Site, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
+) -> Places:
+    """Of devices whose blocks are all equal the first taps."""
+    maps = [
+        dict(sharding.devices_indices_map(shape))
+        for sharding, shape in zip(shardings, shapes, strict=True)
+    ]
+    local = {d.id: emit.ordinal(d) for d in site.client.local_devices()}
+    found: dict[str, tuple[int, Any]] = {}
+    for device in sorted(everywhere.device_set, key=lambda d: d.id):
+        if device.id not in local:
+            continue
+        indices = [
+            block_index(of[device], shape)
+            for of, shape in zip(maps, shapes, strict=True)
+        ]
+        place = tuple(arguments(indices, site.params))
+        found.setdefault(str(place), (local[device.id], place))
+    return Places(dict(found.values()))

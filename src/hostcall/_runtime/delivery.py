@@ -1,0 +1,99 @@
+"""The worker that delivers taps, and waiting for it.
+
+The queue and the loop are native (native/queue/tap_queue.h and native/invoke/).
+The thread is Python's, so that debuggers, `hc.status()` and tracebacks see it by its
+name.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from hostcall import _native
+from hostcall._core import config
+from hostcall._core.errors import HostcallError
+from hostcall._runtime import tap_failures
+
+logger = logging.getLogger("hostcall")
+
+# A wait looks up so often, for Ctrl-C to come through.
+_SLICE = 0.05
+
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+reports: list[BaseException] = []  # of programs, for the barrier that waits for them
+
+
+def start() -> None:
+    """Starts the worker, once; in a forked child never."""
+    global _thread
+    if _thread is not None or _native.forked():
+        return
+    with _lock:
+        if _thread is None:
+            _native.set_tap_limit(config.tap_queue_bytes())
+            thread = threading.Thread(
+                target=_native.run_tap_worker, daemon=True, name="hostcall-taps"
+            )
+            thread.start()
+            _thread = thread
+
+
+def after_fork() -> None:
+    """In a forked child there is no worker, and nothing will come."""
+    global _thread, _lock
+    _lock = threading.Lock()
+    _thread = None
+    tap_failures.after_fork()
+
+
+def refuse_inside_a_tap(who: str) -> None:
+    if _native.on_tap_worker():
+        raise HostcallError(
+            f"hostcall: {who} inside a tap would wait for the tap itself. Call it where"
+            " the program is called"
+        )
+
+
+def flush(timeout: float | None, who: str) -> bool:
+    """Waits until what is queued now is delivered. False: it was late."""
+    refuse_inside_a_tap(who)
+    if _thread is None:
+        return True
+    mark = _native.tap_mark()
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
+        if _native.flush_taps(mark, max(left, 0.0)):
+            tap_failures.tell_counts()
+            return True
+        if end is not None and time.monotonic() >= end:
+            return False
+
+
+def is_worker(thread: int) -> bool:
+    """Whether this is the identifier of the thread that delivers."""
+    return _thread is not None and _thread.ident == thread
+
+
+def pending() -> int:
+    """Taps that are queued or being delivered."""
+    return _native.tap_queue()["pending"]
+
+
+def stop() -> None:
+    """Delivers what is left, and ends the worker. Nothing may be pushed any more."""
+    if _thread is None:
+        return
+    _native.stop_taps()
+    while _thread.is_alive():
+        _thread.join(_SLICE)
+    tap_failures.tell_counts()
+    errors, more = tap_failures.take()
+    if errors:
+        logger.error(
+            "%d taps failed that no barrier() told of (their errors are above)",
+            len(errors) + more,
+        )

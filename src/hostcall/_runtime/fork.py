@@ -1,0 +1,27 @@
+"""Forked children of a process that ran JAX: they have its memory, not its threads."""
+
+from __future__ import annotations
+
+from hostcall import _jax, _native
+from hostcall._core.errors import HostcallError
+
+
+def refusal(what: str) -> HostcallError:
+    return HostcallError(
+        f"hostcall: {what} in a process that was forked"
+        " from one that had started JAX, whose threads do not exist here. Start"
+        " workers with multiprocessing's 'spawn' or 'forkserver' method"
+    )
+
+
+def refuse(what: str) -> None:
+    if _native.forked():
+        raise refusal(what)
+
+
+def after_fork() -> None:
+    """In the child. If the parent had not started JAX, all is as in a new process."""
+    if not _jax.back_ends_started():
+        return
+    _native.after_fork()
+    _jax.refuse_programs(lambda: refusal("a program of JAX is compiled or run"))

@@ -1,0 +1,147 @@
+"""What taps have raised: its lines in the log, and what the next barrier raises.
+
+A tap that fails does not stop its program, and so may fail a million times. The first
+three failures of a place are logged in full; then a line once a second says how many
+more there were, with the newest, and so does the end of each wait for taps. The barrier
+raises a few of them and says how many there were.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from hostcall._core import config, failures
+
+logger = logging.getLogger("hostcall")
+
+IN_FULL = 3
+SECONDS = 1.0  # between the lines of a place
+_PLACES_AT_MOST = 1024
+
+clock = time.monotonic  # tests have one of their own
+
+
+@dataclass
+class _Place:
+    """The failures of one tap since the last barrier that raised.
+
+    Attributes:
+        count: how many there were.
+        logged: how many of them the log has told of.
+        until: when the log is told of more.
+        newest: the last one, as a text.
+    """
+
+    count: int = 0
+    logged: int = 0
+    until: float = 0.0
+    newest: str = ""
+
+
+_lock = threading.Lock()
+_places: dict[tuple[str, Any], _Place] = {}
+_failures: list[BaseException] = []
+_forgotten = 0  # failures that are not in the list
+
+
+def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) -> None:
+    """A tap raised: told to the log, and kept for the next barrier."""
+    global _forgotten
+    failures.keep(error)
+    if len(_places) >= _PLACES_AT_MOST:
+        tell_counts()
+    with _lock:
+        if len(_places) >= _PLACES_AT_MOST:
+            _places.clear()
+        at = _places.setdefault((name, place), _Place())
+        at.count += 1
+        if _is_kept(at, error):
+            _failures.append(error)
+        else:
+            _forgotten += 1
+        count = at.count
+        if count <= IN_FULL:
+            at.logged, at.until = count, clock() + SECONDS
+    if count <= IN_FULL:
+        _tell_in_full(name, place, error, row, count)
+    else:
+        at.newest = failures.summary(error)[:500]
+        if clock() >= at.until:
+            _tell_count(name, place, at)
+
+
+def _is_kept(at: _Place, error: BaseException) -> bool:
+    if len(_failures) < config.KEPT_TAP_ERRORS:
+        return True
+    # However many another tap has raised.
+    few = len(_failures) < 4 * config.KEPT_TAP_ERRORS
+    return few and (at.count == 1 or not isinstance(error, Exception))
+
+
+def _tell_in_full(
+    name: str, place: Any, error: BaseException, row: tuple[int, ...], count: int
+) -> None:
+    logger.error(
+        "tap `%s`%s, written at %s, failed; the program goes on%s",
+        name,
+        f", row {row[0] if len(row) == 1 else row}" if row else "",
+        place,
+        " (if it fails again, that is only counted here)" if count == IN_FULL else "",
+        exc_info=error,
+    )
+
+
+def _tell_count(name: str, place: Any, at: _Place) -> None:
+    with _lock:
+        count, more = at.count, at.count - at.logged
+        at.logged, at.until = count, clock() + SECONDS
+    if more:
+        logger.error(
+            "tap `%s`, written at %s, failed %d times more, %d in all; the last: %s",
+            name,
+            place,
+            more,
+            count,
+            at.newest,
+        )
+
+
+def tell_counts() -> None:
+    """Logs the failures that have only been counted so far."""
+    for (name, place), at in list(_places.items()):
+        _tell_count(name, place, at)
+
+
+def take() -> tuple[list[BaseException], int]:
+    """Some of what taps have raised since the last time, and how many more did."""
+    global _forgotten
+    with _lock:
+        taken, more = list(_failures), _forgotten
+        _failures.clear()
+        _places.clear()
+        _forgotten = 0
+    for error in taken:
+        failures.hand_over(error)
+    return taken, more
+
+
+def take_as_one() -> BaseException | None:
+    """The same as one exception: the object itself, or a group."""
+    errors, more = take()
+    if len(errors) < 2:
+        return errors[0] if errors else None
+    text = f"{len(errors) + more} taps failed"
+    if more:
+        text += f"; {len(errors)} are here, the log has counted the others"
+    return BaseExceptionGroup(text, errors)
+
+
+def after_fork() -> None:
+    """In a forked child: the lock may have been taken."""
+    global _lock
+    _lock = threading.Lock()
+    take()

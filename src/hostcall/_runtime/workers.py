@@ -1,0 +1,167 @@
+"""Host code on other threads: the pool for parallel rows, and `timeout=`."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+from hostcall import _jax
+from hostcall._core import config
+from hostcall._core.errors import CallTimeoutError
+
+_lock = threading.Lock()
+_pool: futures.ThreadPoolExecutor | None = None
+
+# Which thread really runs what another one waits for; `hc.status()` looks here.
+delegates: dict[int, int] = {}
+
+# What `hc.current()` answers on a thread that works for another one.
+_stand_in = threading.local()
+
+# Set on the threads of the default pool.
+_in_pool = threading.local()
+
+
+def stand_in() -> Any | None:
+    current = getattr(_stand_in, "current", None)
+    return None if current is None else current()
+
+
+def stand_in_by(current: Callable[[], Any]) -> None:
+    """Within `as_host_code`: what the thread's next answer is."""
+    _stand_in.current = current
+
+
+def is_in_pool() -> bool:
+    """Whether this is a thread of the default pool."""
+    return getattr(_in_pool, "yes", False)
+
+
+def pool_of(threads: int) -> futures.ThreadPoolExecutor:
+    return futures.ThreadPoolExecutor(
+        threads,
+        thread_name_prefix="hostcall",
+        initializer=lambda: setattr(_in_pool, "yes", True),
+    )
+
+
+def default_pool() -> futures.ThreadPoolExecutor:
+    """The pool for parallel rows without an `executor=`; made at its first use."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = pool_of(config.POOL_WORKERS)
+        return _pool
+
+
+class as_host_code:
+    """The calling thread finds what the waiting thread would find in a callback.
+
+    `ambient` is the call's host device, and its guard or None; `current` what
+    `hc.current()` answers. (No generator: contextlib sets an attribute of what goes
+    through it, which some exceptions refuse.)
+    """
+
+    def __init__(
+        self, ambient: tuple[Any, Any], current: Callable[[], Any] | None = None
+    ) -> None:
+        self._ambient, self._current = ambient, current
+        self._saved: list[tuple[Any, Any, Any]] = []
+
+    def __enter__(self) -> None:
+        device, guard = self._ambient
+        for kind, setting, swap, put_back, _, value in _jax.ambient_settings():
+            value = {_jax.DEVICE: device, _jax.GUARD: guard}.get(kind, value)
+            if value is not None:
+                self._saved.append((put_back, setting, swap(setting, value)))
+        self._before = getattr(_stand_in, "current", None)
+        _stand_in.current = self._current
+
+    def __exit__(self, *_: object) -> None:
+        _stand_in.current = self._before
+        for put_back, setting, value in self._saved:
+            put_back(setting, value)
+
+
+# --- One call with a time limit ----------------------------------------------------
+
+
+class _Worker(threading.Thread):
+    """Runs one job at a time. A daemon: a job that never ends must not keep the
+    process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True, name="hostcall-timeout")
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.jobs.get()()
+            with _lock:
+                _idle.append(self)
+
+
+_idle: list[_Worker] = []
+
+
+def run_with_timeout(
+    fn: Callable[[], Any],
+    seconds: float,
+    ambient: tuple[Any, Any],
+    current: Any,
+    describe: Callable[[str], str],
+) -> Any:
+    """`fn()` on a worker; CallTimeoutError with the worker's stack when it is late.
+
+    The worker goes on to the end of a late job, whose result is dropped.
+    """
+    outcome: list[Any] = []
+    done = threading.Event()
+    context = contextvars.copy_context()
+
+    def job() -> None:
+        try:
+            with as_host_code(ambient, lambda: current):
+                outcome.append((context.run(fn), None))
+        except BaseException as error:
+            outcome.append((None, error))
+        done.set()
+
+    with _lock:
+        worker = _idle.pop() if _idle else None
+    worker = worker or _Worker()
+    waiting = threading.get_ident()
+    assert worker.ident is not None
+    delegates[waiting] = worker.ident
+    try:
+        worker.jobs.put(job)
+        if not done.wait(seconds):
+            raise CallTimeoutError(describe(_stack_of(worker.ident)))
+    finally:
+        delegates.pop(waiting, None)
+    value, error = outcome.pop()
+    if error is not None:
+        try:
+            raise error
+        finally:  # a cycle through this frame would keep what the exception holds
+            del error
+    return value
+
+
+def _stack_of(thread: int) -> str:
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "its thread has ended"
+    lines = traceback.format_stack(frame)
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the package
+    users = [line for line in lines if here not in line and "threading.py" not in line]
+    return "it is stuck in:\n" + "".join(users or lines).rstrip()

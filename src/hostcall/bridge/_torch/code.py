@@ -1,0 +1,327 @@
+"""Functions of tensors: the user's, and those made of it by torch.func.
+
+    Plain       what the user gave
+    Module      an nn.Module, with its parameters as the first argument
+    Mapped      a batch of another, by torch.func.vmap
+    Pulled      cotangents through another, by torch.func.vjp
+    Pushed      tangents through another, by torch.func.jvp
+
+All are pure: those over another give it copies of what it would write to.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import torch
+
+from hostcall import _jax
+from hostcall._core.errors import SpecError
+
+tree = jax.tree_util
+
+# torch.func.jvp counts its nesting in one number for all threads, and the level of
+# forward differentiation is the process's: of two threads in it one would fail, or get
+# the other's tangents. Parties: all calls of a forward rule. A thread may nest them.
+_forward = threading.RLock()
+
+
+class Flags:
+    """Some bools as one static argument."""
+
+    def __init__(self, flags: Sequence[bool]) -> None:
+        self.flags = tuple(flags)
+
+    def __hash__(self) -> int:
+        return hash((Flags, self.flags))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Flags) and other.flags == self.flags
+
+    def __repr__(self) -> str:
+        return f"Flags{self.flags}"
+
+
+class Plain:
+    """The user's function.
+
+    Attributes:
+        writes: it may write to its arguments; so it is taken until it was watched.
+        keeps: it may keep its arguments until the next call.
+        buffers: of a module, by name: entries of its first argument that have no
+            derivative.
+    """
+
+    keeps = False
+    buffers: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        self.writes = True
+        self._was_seen_writing = False
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*args)
+
+    def watch(self) -> None:
+        """It is about to be run where writes are seen."""
+
+    def watched(self, wrote: bool) -> None:
+        """It was seen with some shapes. Once seen writing, it is a writer for all: the
+        programs for which it was not are right with copies too.
+        """
+        self._was_seen_writing |= wrote
+        self.writes = self._was_seen_writing
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raises SpecError for arguments that it can't have."""
+        for leaf in tree.tree_leaves(args):
+            if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
+                raise SpecError(
+                    "hostcall: a function of hc.bridge.torch was called with a key of"
+                    " jax.random, which torch has no use for. Draw in JAX and give what"
+                    " was drawn; or give jax.random.key_data(key)"
+                )
+            if isinstance(leaf, torch.Tensor):
+                raise SpecError(
+                    "hostcall: a function of hc.bridge.torch was called with a"
+                    " torch.Tensor. It takes JAX's and NumPy's arrays, as any function"
+                    " in JAX code: give jnp.asarray(tensor.numpy(force=True))"
+                )
+
+
+class Module(Plain):
+    """An nn.Module as a function of (params, *args).
+
+    torch.func.functional_call puts the tensors into the module while it runs, so two
+    threads can't be in one. Each call takes a copy of the module's structure, which
+    shares its tensors, or makes one more: there are as many as calls were at once.
+    Putting tensors in is what functional_call does, without looking names up again.
+
+    Buffers that a call doesn't give are the module's own. A module that writes to them
+    (a BatchNorm that trains) gets copies: which do is seen where shapes are found.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.buffers = dict(module.named_buffers())
+        self.names = {**dict(module.named_parameters()), **self.buffers}
+        self._writes_buffers = False
+        self._copies_buffers = True
+        # An RNN keeps its weights in a list of its own.
+        self.keeps = any(isinstance(m, torch.nn.RNNBase) for m in module.modules())
+        self._idle = [_Slots(self._copy(), self.names)]
+
+    def __reduce__(self) -> Any:
+        return Module, (self.fn,)
+
+    def _copy(self) -> torch.nn.Module:
+        tensors = [*self.fn.parameters(), *self.fn.buffers()]
+        try:
+            return copy.deepcopy(self.fn, {id(x): x for x in tensors})  # type: ignore[no-any-return]
+        except Exception as error:
+            raise SpecError(
+                f"hostcall: `{type(self.fn).__qualname__}` can't be copied"
+                f" ({type(error).__name__}: {error}), and each call at once needs a"
+                " module of its own. Bridge a function of it: hc.bridge.torch(lambda"
+                " params, x: torch.func.functional_call(module, params, (x,)))"
+            ) from error
+
+    def __call__(self, params: Mapping[str, Any], *args: Any) -> Any:
+        try:
+            slots = self._idle.pop()
+        except IndexError:  # all are in use
+            slots = _Slots(self._copy(), self.names)
+        copies = {}
+        if self.buffers and self._copies_buffers:
+            given = (name for name in self.buffers if name not in params)
+            copies = {name: self.buffers[name].clone() for name in given}
+            params = {**params, **copies}
+        try:
+            slots.put(params)
+            value = slots.module(*args)
+        finally:
+            slots.put_back(params)
+            self._idle.append(slots)
+        self._writes_buffers |= any(x._version for x in copies.values())
+        return value
+
+    def watch(self) -> None:
+        self._copies_buffers = True  # whose writes count
+
+    def watched(self, wrote: bool) -> None:
+        super().watched(wrote)
+        self._copies_buffers = self.writes or self._writes_buffers
+
+    def check(self, args: Sequence[Any]) -> None:
+        super().check(args)
+        name = type(self.fn).__qualname__
+        if not args or not isinstance(args[0], Mapping):
+            raise SpecError(
+                f"hostcall: the module `{name}` is called with a dict of its parameters"
+                f" first, got {type(args[0]).__name__ if args else 'nothing'}. Write"
+                " f(f.parameters(), x); f({}, x) for the parameters that it has"
+            )
+        unknown = [key for key in args[0] if key not in self.names]
+        if unknown:
+            raise SpecError(
+                f"hostcall: the module `{name}` has no parameters or buffers"
+                f" {unknown}. It has {list(self.names)}"
+            )
+
+
+class _Slots:
+    """A module, and where each of its tensors is; a tied one is in several places."""
+
+    def __init__(self, module: torch.nn.Module, names: Mapping[str, Any]) -> None:
+        self.module = module
+        self._own = dict(names)
+        of = {id(x): name for name, x in names.items()}
+        self._places: dict[str, list[tuple[Any, str]]] = {name: [] for name in names}
+        for part in module.modules():
+            for held in (part._parameters, part._buffers):
+                for key, x in held.items():
+                    if id(x) in of:
+                        self._places[of[id(x)]].append((held, key))
+
+    def put(self, tensors: Mapping[str, Any]) -> None:
+        for name, x in tensors.items():
+            for held, key in self._places[name]:
+                held[key] = x
+
+    def put_back(self, names: Mapping[str, Any]) -> None:
+        self.put({name: self._own[name] for name in names})
+
+
+# --- Made of others ------------------------------------------------------------------
+
+
+class _Derived:
+    """A function over another, of which it gives copies where that writes."""
+
+    writes = False
+    buffers: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, code: Any) -> None:
+        self.code = code
+
+    @property
+    def keeps(self) -> bool:
+        return bool(self.code.keeps)
+
+    def check(self, args: Sequence[Any]) -> None:
+        """JAX code of ours calls it."""
+
+    def along(self, args: Any, flags: Sequence[bool]) -> tuple[Any, list[torch.Tensor]]:
+        """The other as a function of some of its tensors, which `flags` say, to a list
+        of leaves; and those tensors.
+        """
+        leaves, treedef = tree.tree_flatten(args)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        at = [i for i, flag in zip(places, flags, strict=True) if flag]
+
+        def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            whole = list(leaves)
+            for i, x in zip(at, tensors, strict=True):
+                whole[i] = x
+            if self.code.writes:
+                for i in places:
+                    whole[i] = whole[i].clone()
+            try:
+                return _tensors(self.code(*treedef.unflatten(whole)))
+            except BaseException:
+                # The engine clears the frames of a traceback, whose functions keep
+                # their closures: what is lent would seem kept.
+                leaves.clear()
+                raise
+
+        return function, [leaves[i] for i in at]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The leaves of a result; of its numbers, tensors too."""
+    return [
+        x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
+        for x in tree.tree_leaves(value)
+    ]
+
+
+def has_derivative(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def conjugate(x: torch.Tensor) -> torch.Tensor:
+    """Between JAX's cotangents and torch's, which are each other's conjugates: for a
+    holomorphic f the one multiplies with f', the other with its conjugate.
+    """
+    return x.conj() if x.is_complex() else x
+
+
+class Mapped(_Derived):
+    """(*args), batched where `flags` say, along first axes."""
+
+    def __init__(self, code: Any, flags: Flags) -> None:
+        super().__init__(code)
+        self._flags = flags.flags
+
+    def __call__(self, *args: Any) -> list[torch.Tensor]:
+        function, tensors = self.along(args, [True] * len(self._flags))
+        dims = tuple(0 if flag else None for flag in self._flags)
+        mapped = torch.func.vmap(lambda *xs: tuple(function(*xs)), dims)
+        return list(mapped(*tensors))
+
+
+class Pulled(_Derived):
+    """(args, cotangents, wanted) -> cotangents of the wanted tensors of `args`."""
+
+    def __call__(
+        self, args: Any, cotangents: Sequence[Any], wanted: Flags
+    ) -> list[torch.Tensor]:
+        function, tensors = self.along(args, wanted.flags)
+        seeds: list[torch.Tensor] = []
+
+        def differentiable(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            pairs = [
+                (out, ct)
+                for out, ct in zip(function(*xs), cotangents, strict=True)
+                if ct is not None and has_derivative(out)
+            ]
+            seeds[:] = [conjugate(ct).to(out.dtype) for out, ct in pairs]
+            return tuple(out for out, _ in pairs)
+
+        try:
+            _, pull = torch.func.vjp(differentiable, *tensors)
+            if not seeds:
+                return [torch.zeros_like(x) for x in tensors]
+            return [conjugate(x) for x in pull(tuple(seeds))]
+        except BaseException:
+            seeds.clear()
+            cotangents = ()  # as in `along`
+            raise
+
+
+class Pushed(_Derived):
+    """(args, tangents, out_diff) -> results, and tangents of those `out_diff` says.
+
+    `tangents` has an entry a tensor, None for zero.
+    """
+
+    def __call__(
+        self, args: Any, tangents: Sequence[Any], out_diff: Flags
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        function, tensors = self.along(args, [t is not None for t in tangents])
+        dots = tuple(t for t in tangents if t is not None)
+        with _forward:
+            outs, pushed = torch.func.jvp(
+                lambda *xs: tuple(function(*xs)), tuple(tensors), dots
+            )
+        return list(outs), [
+            dot if has_derivative(out) else torch.zeros_like(out)
+            for out, dot, flag in zip(outs, pushed, out_diff.flags, strict=True)
+            if flag
+        ]

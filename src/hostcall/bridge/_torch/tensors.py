@@ -1,0 +1,135 @@
+"""Arrays of the host as tensors, and back, without a copy where that is safe.
+
+A tensor over memory that is lent has three hazards. It is kept: its DLPack capsule
+holds the array, so the engine sees it, and raises. It is returned, or a view of it: the
+engine copies results before it lets go. It is written to: torch ignores DLPack's flag
+for that, so functions that write get copies (`_torch_shapes` finds them), and the
+tensor's version, which counts writes, is looked at after each call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from hostcall._core.errors import ResultError, SpecError
+
+_VERSION = (1, 0)  # of DLPack, the first that can hand out what is read-only
+
+# What NumPy's DLPack can't name goes as bits.
+_BITS: dict[Any, tuple[Any, torch.dtype]] = {
+    np.dtype(getattr(ml_dtypes, name)): (np.dtype(bits), getattr(torch, name))
+    for name, bits in {
+        "bfloat16": "uint16",
+        "float8_e4m3fn": "uint8",
+        "float8_e4m3fnuz": "uint8",
+        "float8_e5m2": "uint8",
+        "float8_e5m2fnuz": "uint8",
+        "float8_e8m0fnu": "uint8",
+    }.items()
+    if hasattr(torch, name) and hasattr(ml_dtypes, name)
+}
+_FROM_BITS: dict[torch.dtype, tuple[torch.dtype, Any]] = {
+    theirs: (getattr(torch, bits.name), ours) for ours, (bits, theirs) in _BITS.items()
+}
+TORCH_DTYPES: dict[Any, torch.dtype] = {
+    **{ours: theirs for ours, (_, theirs) in _BITS.items()},
+    **{
+        np.dtype(name): getattr(torch, name)
+        for name in [
+            "bool",
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "uint8",
+            "uint16",
+            "uint32",
+            "uint64",
+            "float16",
+            "float32",
+            "float64",
+            "complex64",
+            "complex128",
+        ]
+    },
+}
+NUMPY_DTYPES: dict[torch.dtype, Any] = {v: k for k, v in TORCH_DTYPES.items()}
+
+
+def is_array(leaf: Any) -> bool:
+    """True for the arrays that a call hands over; other leaves are static."""
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OUSMm"
+
+
+def _takes_read_only() -> bool:
+    array = np.zeros(1, np.float32)
+    array.setflags(write=False)
+    try:
+        from_dlpack(array.__dlpack__(max_version=_VERSION))
+    except (TypeError, RuntimeError, BufferError):  # an older NumPy, or torch
+        return False
+    return True
+
+
+_LENDS = _takes_read_only()
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor over the array's memory, read-only or not."""
+    if array.dtype.isbuiltin != 1:
+        bits, dtype = _bits(array.dtype)
+        return tensor(array.view(bits)).view(dtype)
+    if _LENDS:
+        return from_dlpack(array.__dlpack__(max_version=_VERSION))  # type: ignore[no-any-return]
+    return torch.from_numpy(array if array.flags.writeable else array.copy())  # type: ignore[no-any-return]
+
+
+def own_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor that may be kept and written to: what is lent is copied."""
+    return tensor(array if array.flags.writeable else array.copy())
+
+
+def _bits(dtype: Any) -> tuple[Any, torch.dtype]:
+    try:
+        return _BITS[dtype]
+    except KeyError:
+        raise SpecError(no_such_dtype(dtype)) from None
+
+
+def no_such_dtype(dtype: Any) -> str:
+    return (
+        f"hostcall: torch has no tensors of {dtype}. Convert the argument before the"
+        " call: x.astype('int8'), x.astype('float32')"
+    )
+
+
+def array(leaf: Any) -> Any:
+    """A tensor as an array over its memory; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.requires_grad:
+        leaf = leaf.detach()
+    as_bits = _FROM_BITS.get(leaf.dtype)
+    if as_bits is not None:
+        bits, dtype = as_bits
+        return leaf.cpu().contiguous().view(bits).numpy().view(dtype)
+    if leaf.is_cpu and not leaf.is_complex() and not leaf.is_neg():
+        return leaf.numpy()
+    return leaf.cpu().resolve_conj().resolve_neg().numpy()
+
+
+def check_unwritten(tensors: list[torch.Tensor], name: str) -> None:
+    """After a call that was lent these. Their versions count writes."""
+    for number, lent in enumerate(tensors):
+        if lent._version:
+            raise ResultError(
+                f"hostcall: `{name}` wrote to its array argument {number} in place, and"
+                " did not when its shapes were found, so it was lent the program's own"
+                " memory, which is now changed. A function must do the same each time:"
+                " write x = x.clone() first, or give hc.bridge.torch(..., lend=False)"
+            )

@@ -1,0 +1,233 @@
+"""Every dtype of JAX's, both ways, in every place where bytes are moved."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dtypes import DTYPES, SMALL, WIDE, same, values
+
+import hostcall as hc
+
+# Named by jnp, but no arrays of them on a CPU: in all versions, or in the older ones.
+ABSENT = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}
+SHAPES = [(), (7,), (3, 5), (0,), (2, 0, 3)]
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def wide(request):
+    """64-bit mode for the tests of 64-bit dtypes."""
+    params = getattr(request.node, "callspec", None)
+    if params is not None and params.params.get("dtype") in WIDE:
+        request.getfixturevalue("x64")
+
+
+def spec(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+class Echo:
+    """Returns what it gets, and keeps it."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, x):
+        self.seen.append(x)
+        return x.copy()
+
+
+def test_no_dtype_is_left_out():
+    kind = type(jnp.float32)
+    named = {np.dtype(s).name for s in vars(jnp).values() if isinstance(s, kind)}
+    assert named == set(DTYPES) | ABSENT
+
+
+@dtypes
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_scalars_vectors_and_empty_arrays(dtype, mode):
+    xs, echo = [values(dtype, shape) for shape in SHAPES], Echo()
+
+    def program(*xs):
+        return [hc.call(echo, spec(x), x, order="unordered") for x in xs]
+
+    for out, got, x in zip(mode(program)(*xs), echo.seen, xs, strict=True):
+        same(out, x)
+        same(got, x)
+
+
+@dtypes
+def test_as_rows_of_a_batch(dtype):
+    # Seven and fifteen elements end in the middle of a byte that two or four share.
+    xs = [values(dtype, (3, *shape)) for shape in SHAPES]
+    ys = [values(dtype, shape, 1) for shape in SHAPES]
+    echo = Echo()
+
+    def host(xs, ys):
+        return [[echo(x) for x in xs], [echo(y) for y in ys]]
+
+    def row(xs, ys):
+        result = [[spec(x) for x in xs], [spec(y) for y in ys]]
+        return hc.call(host, result, xs, ys)
+
+    first, second = jax.jit(jax.vmap(row, in_axes=(0, None)))(xs, ys)
+    seen = iter(echo.seen)
+    for out, x in zip(first, xs, strict=True):
+        same(out, x)
+    for out, y in zip(second, ys, strict=True):
+        same(out, np.broadcast_to(y, (3, *y.shape)))
+    for i in range(3):
+        for want in [*(x[i] for x in xs), *ys]:
+            same(next(seen), want)
+
+
+@dtypes
+@pytest.mark.parametrize("method", ["expand_dims", "parallel"])
+def test_as_a_whole_batch_and_in_parallel(dtype, method):
+    x = values(dtype, (3, 5))
+    echo = Echo()
+    batched = jax.vmap(lambda x: hc.call(echo, spec(x), x, vmap_method=method))
+    same(jax.jit(batched)(x), x)
+    assert len(echo.seen) == (1 if method == "expand_dims" else 3)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(), (7,)], ids=str)
+def test_masked(dtype, shape):
+    x = values(dtype, (4, *shape))
+    mask = np.array([True, False, False, True])
+
+    def row(fill, method):
+        def call(x, wanted):
+            return hc.call(
+                Echo(), spec(x), x, where=wanted, fill=fill, vmap_method=method
+            )
+
+        return jax.jit(jax.vmap(call))(x, mask)
+
+    ones = np.ones(shape, x.dtype)
+    keep = mask.reshape(4, *(1,) * len(shape))
+    for method in ("sequential", "expand_dims"):
+        same(row(1, method), np.where(keep, x, ones))
+        zeros = np.zeros(shape, np.uint8 if x.dtype.itemsize == 1 else x.dtype)
+        same(row(None, method), np.where(keep, x, zeros.view(x.dtype)))
+    one = jax.jit(lambda x: hc.call(Echo(), spec(x), x, where=False, fill=1))
+    same(one(x[0]), ones)
+
+
+def test_several_small_dtypes_in_one_call():
+    args = [values(d, (n,)) for d, n in zip(SMALL, (3, 5, 1, 7, 9), strict=True)]
+    args.insert(2, values("float32", (2,)))
+    seen = []
+
+    def host(*args):
+        seen.extend(args)
+        return args[::-1]
+
+    program = jax.jit(lambda *args: hc.call(host, tuple(map(spec, args[::-1])), *args))
+    for out, arg in zip(program(*args), args[::-1], strict=True):
+        same(out, arg)
+    for got, arg in zip(seen, args, strict=True):
+        same(got, arg)
+
+
+@dtypes
+def test_between_other_operations(dtype):
+    """The compiler slices and turns around the call what it has packed."""
+    x = values(dtype, (5, 3))
+
+    def program(x):
+        column = x[::2, 1]
+        return hc.call(Echo(), spec(column), column)[::-1]
+
+    same(jax.jit(program)(x), x[::2, 1][::-1])
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="jax makes no float6 arrays before 0.12"
+)
+@pytest.mark.parametrize("dtype", ["float6_e2m3fn", "float6_e3m2fn"])
+def test_float6(dtype):
+    x = np.arange(64, dtype=np.uint8)[:63].view(np.dtype(getattr(jnp, dtype)))
+    echo = Echo()
+    same(jax.jit(lambda x: hc.call(echo, spec(x), x))(x), x)
+    same(echo.seen[0], x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_many_dimensions(dtype, mode):
+    x = values(dtype, (1,) * 29 + (2, 3, 5))
+    assert x.ndim == 32
+    echo = Echo()
+    same(mode(lambda x: hc.call(echo, spec(x), x))(jnp.asarray(x)), x)
+    same(echo.seen[0], x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint4"])
+def test_many_batch_axes(dtype):
+    x = values(dtype, (2, 3, 1, 2, 3, 5))
+    echo = Echo()
+    batched = lambda x: hc.call(echo, spec(x), x)
+    for _ in range(5):
+        batched = jax.vmap(batched)
+    same(jax.jit(batched)(x), x)
+    for got, want in zip(echo.seen, x.reshape(-1, 5), strict=True):
+        same(got, want)
+
+
+# --- Typed PRNG keys ---------------------------------------------------------------
+
+KINDS = ["threefry2x32", "rbg", "unsafe_rbg"]
+
+
+def split(key):
+    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return jax.random.split(key, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_keys(kind, mode):
+    key = jax.random.key(7, impl=kind)
+    result = jax.ShapeDtypeStruct((3,), key.dtype)
+    out = mode(lambda key: hc.call(split, result, key))(key)
+    assert out.dtype == key.dtype
+    assert (out == split(key)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["sequential", "parallel", "expand_dims"])
+def test_batches_of_keys(kind, method):
+    keys = jax.random.split(jax.random.key(7, impl=kind), 4)
+
+    def host(keys, x):
+        return {"keys": keys, "shifted": x + 1}
+
+    def row(key, x):
+        result = {"keys": jax.ShapeDtypeStruct((), key.dtype), "shifted": spec(x)}
+        return hc.call(host, result, key, x, vmap_method=method)
+
+    out = jax.jit(jax.vmap(row))(keys, jnp.arange(4))
+    assert (out["keys"] == keys).all()
+    np.testing.assert_array_equal(out["shifted"], np.arange(4) + 1)
+
+
+def test_arrays_of_keys_as_one_argument():
+    keys = jax.random.split(jax.random.key(1), (2, 3))
+
+    def host(keys):
+        assert keys.shape == (2, 3)
+        return keys[::-1, 0], jax.random.uniform(keys[0, 0])
+
+    result = (jax.ShapeDtypeStruct((2,), keys.dtype), spec(jnp.float32(0)))
+    column, number = jax.jit(lambda keys: hc.call(host, result, keys))(keys)
+    assert (column == keys[::-1, 0]).all()
+    assert number == jax.random.uniform(keys[0, 0])
+
+
+def test_raw_key_data_may_be_returned_for_a_key():
+    key = jax.random.key(3)
+    raw = np.asarray(jax.random.key_data(key))
+    assert jax.jit(lambda: hc.call(lambda: raw, spec(key)))() == key

@@ -1,0 +1,217 @@
+"""What hostcall keeps of the exceptions that callbacks raised, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import io
+import pdb
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+F32 = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+class Mine(Exception):
+    pass
+
+
+@pytest.fixture
+def no_collector():
+    """What goes, goes by itself."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def call(fn, x, **options):
+    return hc.call(fn, F32, x, **options)
+
+
+def reraised(f, x):
+    with contextlib.suppress(Mine, LookupError), hc.reraise():
+        f(x)
+
+
+def reported(f, x):
+    with contextlib.suppress(jax.errors.JaxRuntimeError, Mine, LookupError):
+        f(x)
+
+
+def barrier(f, x):
+    f(x)
+    with contextlib.suppress(Mine, LookupError):
+        hc.barrier()
+
+
+def flushed(f, x):
+    f(x)
+    hc.flush()
+
+
+def awaited(fn):
+    async def body(x):
+        fn(x)
+
+    return lambda x: asyncio.run(body(x))
+
+
+WAYS = {
+    "coroutine": (lambda fn: jax.jit(lambda x: call(awaited(fn), x)), reported),
+    "reraise": (lambda fn: jax.jit(lambda x: call(fn, x)), reraised),
+    "report": (lambda fn: jax.jit(lambda x: call(fn, x)), reported),
+    "eager": (lambda fn: lambda x: call(fn, x), reported),
+    "timeout": (lambda fn: jax.jit(lambda x: call(fn, x, timeout=60)), reported),
+    "drop-in": (lambda fn: jax.jit(lambda x: hc.pure_callback(fn, F32, x)), reported),
+    "eager drop-in": (lambda fn: lambda x: hc.pure_callback(fn, F32, x), reported),
+    "debug": (lambda fn: lambda x: hc.debug.callback(fn, x), reported),
+    "tap": (lambda fn: jax.jit(lambda x: hc.tap(fn, x)), barrier),
+    "taps": (lambda fn: jax.jit(lambda x: hc.tap(fn, x)), flushed),
+}
+
+
+class Local:
+    """What a frame holds."""
+
+
+@pytest.mark.parametrize("kind", [Mine, LookupError])
+@pytest.mark.parametrize(("make", "run"), WAYS.values(), ids=WAYS)
+def test_only_the_newest_keeps_its_values(make, run, kind, no_collector, caplog):
+    alive = []
+
+    def fail(x):
+        held = Local()
+        alive.append(weakref.ref(held))
+        raise kind("no")
+
+    f = make(fail)
+    x = np.ones(1000, np.float32)
+    for _ in range(40):
+        run(f, x)
+        for record in caplog.records:  # the log's
+            record.exc_info = None
+        assert sum(ref() is not None for ref in alive) <= 1
+    assert len(alive) == 40
+    assert isinstance(hc.last_error(), kind)
+    with contextlib.suppress(BaseExceptionGroup):
+        hc.barrier()
+
+
+def said(error, command):
+    """What the debugger says in the innermost frame of an exception."""
+    out = io.StringIO()
+    debugger = pdb.Pdb(stdin=io.StringIO(f"{command}\nq\n"), stdout=out)
+    debugger.reset()
+    debugger.interaction(None, error.__traceback__)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", [Mine, LookupError])
+@pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_what_the_user_holds_shows_its_values(mode, kind):
+    def fail(x):
+        raise kind(float(x))
+
+    f, held = mode(lambda x: call(fail, x)), []
+    for i in range(5):
+        with pytest.raises(kind) as caught, hc.reraise():
+            f(np.float32(i))
+        held.append(caught.value)
+    assert hc.last_error() is held[-1]
+    for i, error in enumerate(held):
+        assert f"<{float(i)}>" in said(error, "p f'<{float(x)}>'")
+        error.__traceback__ = None  # its frames hold this list
+
+
+@pytest.mark.parametrize("kind", [Mine, LookupError])
+def test_a_second_look_gives_the_same_exception(kind):
+    ones = jnp.ones((300, 300))
+
+    def fail(x):
+        raise kind(float(x))
+
+    f = jax.jit(lambda x: call(fail, x + 0 * (ones @ ones)[0, 0]))
+    y = f(1.0)
+    errors = []
+    for _ in range(3):
+        with pytest.raises(kind, match=r"1\.0") as caught, hc.reraise():
+            y.block_until_ready()
+        errors.append(caught.value)
+        with pytest.raises(kind, match=r"2\.0"), hc.reraise():
+            f(2.0)
+    if kind is Mine:  # to LookupErrors Python gives no weak references
+        assert errors[0] is errors[1] is errors[2]
+
+
+def test_values_of_the_exception_that_is_handled_around_a_program_stay():
+    """A callback on the thread that dispatches inherits it as its context."""
+
+    def fail(x):
+        raise Mine
+
+    def around(value):
+        raise ValueError
+
+    f = jax.jit(lambda x: call(fail, x))
+    contexts = []
+    with pytest.raises(ValueError) as caught:
+        try:
+            around(5)
+        finally:
+            for _ in range(3):
+                with pytest.raises(jax.errors.JaxRuntimeError):
+                    f(1.0)
+                contexts.append(hc.last_error().__context__)
+    assert contexts == [caught.value] * 3
+    assert caught.traceback[-1].frame.f_locals["value"] == 5
+
+
+@pytest.mark.parametrize("lend", [False, True])
+def test_a_generator_that_handled_an_exception_goes_on(lend):
+    def lines():
+        number = 0
+        while True:
+            try:
+                number += 1
+                yield number
+            except LookupError:
+                number = 100
+
+    numbers = lines()
+    next(numbers)
+
+    def fail(x):
+        try:
+            raise LookupError(x)
+        except LookupError as error:
+            numbers.throw(error)
+            raise Mine from error
+
+    f = jax.jit(lambda x: call(fail, x, lend=lend))
+    for i in range(3):
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            f(np.float32(i))
+        assert next(numbers) == 102
+
+
+def test_told_numbers_do_not_pile_up():
+    from hostcall._core import failures
+
+    def fail(x):
+        raise Mine
+
+    for _ in range(5000):
+        with contextlib.suppress(Mine):
+            call(fail, np.float32(1))
+        failures.tell(failures.failures_so_far())
+    assert len(failures._told) <= failures._TOLD_AT_MOST
+    assert len(failures._kept) <= 32
+    assert failures.is_told(failures.failures_so_far())

@@ -1,0 +1,654 @@
+"""`hc.patch_jax`: whoever calls JAX's callbacks, however bound, gets the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import debug, lax, pure_callback  # bound early, as most libraries do
+from jax.experimental import buffer_callback as buffers
+from jax.experimental import io_callback
+
+import hostcall as hc
+from hostcall import _jax, _native
+
+EARLY = {
+    "pure": pure_callback,
+    "io": io_callback,
+    "debug": debug.callback,
+    "print": debug.print,
+}
+LATE = {
+    "pure": lambda *args, **kw: jax.pure_callback(*args, **kw),
+    "io": lambda *args, **kw: jax.experimental.io_callback(*args, **kw),
+    "debug": lambda *args, **kw: jax.debug.callback(*args, **kw),
+    "print": lambda *args, **kw: jax.debug.print(*args, **kw),
+}
+ORIGINALS = [
+    jax.pure_callback,
+    jax.experimental.io_callback,
+    jax.debug.callback,
+    jax.debug.print,
+    jax.effects_barrier,
+    jax.interpreters.mlir.emit_python_callback,
+    buffers.buffer_callback,
+    buffers.Buffer,
+    buffers.ExecutionContext,
+]
+
+
+def in_place():
+    return [
+        jax.pure_callback,
+        jax.experimental.io_callback,
+        jax.debug.callback,
+        jax.debug.print,
+        jax.effects_barrier,
+        jax.interpreters.mlir.emit_python_callback,
+        buffers.buffer_callback,
+        buffers.Buffer,
+        buffers.ExecutionContext,
+    ]
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    yield
+    hc.unpatch_jax()
+    assert in_place() == ORIGINALS
+
+
+@pytest.fixture
+def patched():
+    with hc.patch_jax():
+        yield
+
+
+def like(x):
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
+def text_of(f, *args):
+    return jax.jit(f).lower(*args).as_text()
+
+
+# --- However bound ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", [EARLY, LATE], ids=["early", "late"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_all_four_on_the_engine(bound, ordered, patched, capsys):
+    seen = []
+
+    def host(x):
+        seen.append((type(x), hc.current().name))
+        return x * 2
+
+    def f(x):
+        y = bound["pure"](host, like(x), x)
+        z = bound["io"](host, like(x), y, ordered=ordered)
+        bound["debug"](lambda v: seen.append("debug"), z, ordered=ordered)
+        bound["print"]("z = {}", z, ordered=ordered)
+        return z
+
+    text = text_of(f, 1.0)
+    assert text.count("@hostcall_call") == 4
+    assert "python_cpu_callback" not in text
+    assert jax.jit(f)(1.0) == 4
+    jax.effects_barrier()
+    name = "test_all_four_on_the_engine.<locals>.host"
+    assert seen == [(type(jnp.ones(())), name)] * 2 + ["debug"]
+    assert capsys.readouterr().out == "z = 4.0\n"
+
+
+@pytest.mark.parametrize("bound", [EARLY, LATE], ids=["early", "late"])
+def test_transformed(bound, patched):
+    """Functions that were bound early batch by JAX's own rules."""
+    x = jnp.arange(6.0).reshape(2, 3)
+
+    def f(x):
+        y = bound["pure"](np.cos, like(x), x, vmap_method="sequential")
+        return bound["io"](lambda v: np.asarray(v) + 1, like(x), y)
+
+    out = jax.jit(jax.vmap(lambda xs: lax.scan(lambda c, x: (c, f(x)), 0, xs)[1]))(x)
+    np.testing.assert_allclose(out, np.cos(x) + 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [EARLY, LATE], ids=["early", "late"])
+def test_errors(bound, patched):
+    error = ValueError("no")
+
+    def host(x):
+        raise error
+
+    f = jax.jit(lambda x: bound["pure"](host, like(x), x))
+    for _ in range(2):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="ValueError: no"
+        ) as caught:
+            f(1.0).block_until_ready()
+        assert "test_patch.py" in str(caught.value)
+        assert hc.last_error() is error
+    error.__traceback__ = None
+
+
+@pytest.mark.parametrize("bound", ["early", "late"])
+@pytest.mark.parametrize("effect", [False, True])
+def test_buffer_callbacks(bound, effect, patched):
+    seen = []
+
+    def host(ctx, out, tree, *, k):
+        seen.append(type(out["y"]))
+        assert ctx.stage == buffers.ExecutionStage.EXECUTE
+        np.asarray(out["y"])[...] = np.asarray(tree[0]) * np.asarray(k)
+
+    early = ORIGINALS[-3]
+    function = early if bound == "early" else buffers.buffer_callback
+    x = jnp.arange(4.0)
+    f = function(host, {"y": like(x)}, has_side_effect=effect, vmap_method="sequential")
+    assert "@hostcall_buffer(" in text_of(lambda x: f((x,), k=3.0), x)
+    for g in (f, jax.jit(f)):
+        np.testing.assert_array_equal(g((x,), k=3.0)["y"], x * 3)
+    rows = jax.jit(jax.vmap(lambda x: f((x,), k=2.0)))(jnp.ones((3, 4)))
+    np.testing.assert_array_equal(rows["y"], np.full((3, 4), 2))
+    assert set(seen) == {hc.Buffer}
+    shared = function(
+        lambda ctx, out, x: np.asarray(out).__iadd__(1) is None,
+        like(x),
+        input_output_aliases={0: 0},
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="must not return any values"):
+        jax.block_until_ready(jax.jit(shared)(x))
+
+
+@pytest.mark.parametrize("bound", [EARLY, LATE], ids=["early", "late"])
+def test_refuses_as_the_installed_jax_does(bound, patched):
+    f = lambda x: bound["pure"](np.sin, like(x), x)
+    with pytest.raises(NotImplementedError, match="vmap is only supported"):
+        jax.vmap(f)(jnp.arange(3.0))
+    with pytest.raises(ValueError, match="Pure callbacks do not support JVP"):
+        jax.grad(f)(1.0)
+
+
+def test_vectorized_is_a_keyword_of_the_callback_today(patched):
+    seen = []
+    out = jax.pure_callback(
+        lambda x, vectorized: seen.append(bool(vectorized)) or x,
+        like(1.0),
+        1.0,
+        vectorized=True,
+    )
+    assert (float(out), seen) == (1, [True])
+
+
+@pytest.mark.parametrize("arrays", ["jax", "numpy"])
+@pytest.mark.parametrize("bound", [EARLY, LATE], ids=["early", "late"])
+def test_what_callbacks_get(bound, arrays):
+    wanted = np.ndarray if arrays == "numpy" else jax.Array
+    seen = []
+
+    def host(x, y):
+        seen.append(isinstance(x, wanted) and isinstance(y, wanted))
+        return x
+
+    def f(x):
+        y = bound["pure"](host, like(x), x, 1.0)
+        y = bound["io"](host, like(x), y, 1.0)
+        bound["debug"](host, y, 1.0)
+        return y
+
+    with hc.patch_jax(arrays=arrays):
+        jax.jit(f)(1.0)
+        jax.effects_barrier()
+    assert seen == [True] * 3
+
+
+def test_another_choice():
+    with pytest.raises(hc.SpecError, match="'jax' or 'numpy', got 'torch'"):
+        hc.patch_jax(arrays="torch")
+
+
+# --- JAX's own users ------------------------------------------------------------------------
+
+
+def test_programs_that_emit_a_callback_themselves(patched):
+    """Below all primitives, as tesseract-jax and equinox do."""
+    from jax.extend.core import Primitive
+
+    seen = []
+    primitive = Primitive("emits")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda x: [x, x])
+
+    def lower(ctx, x):
+        def host(v):
+            seen.append((type(v), hc.current().place.file == __file__))  # its own
+            return v + 1, v * 2
+
+        results, token, _ = jax.interpreters.mlir.emit_python_callback(
+            ctx,
+            host,
+            None,
+            [x],
+            ctx.avals_in,
+            ctx.avals_out,
+            has_side_effect=False,
+            returns_token=False,
+        )
+        assert token is None
+        return results
+
+    jax.interpreters.mlir.register_lowering(primitive, lower)
+    f = lambda x: primitive.bind(x)
+    assert "@hostcall_call" in text_of(f, jnp.arange(3.0))
+    out = jax.jit(f)(jnp.arange(3.0))
+    np.testing.assert_array_equal(out, [[1, 2, 3], [0, 2, 4]])
+    assert seen == [(np.ndarray, True)]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        lambda v: ([0.0, 1.0, 2.0],),
+        lambda v: np.asarray(v)[None],
+        lambda v: [jnp.asarray(v)],
+        lambda v: (),
+        lambda v: (v, v),
+    ],
+)
+def test_what_an_emitted_callback_returns(host, patched):
+    """A sequence of one thing a result, as from JAX's own."""
+    from jax.extend.core import Primitive
+
+    def run():
+        primitive = Primitive("emits")
+        primitive.def_abstract_eval(lambda x: x)
+
+        def lower(ctx, x):
+            return jax.interpreters.mlir.emit_python_callback(
+                ctx,
+                host,
+                None,
+                [x],
+                ctx.avals_in,
+                ctx.avals_out,
+                has_side_effect=True,
+                returns_token=False,
+            )[0]
+
+        jax.interpreters.mlir.register_lowering(primitive, lower)
+        try:
+            return np.asarray(jax.jit(primitive.bind)(jnp.arange(3.0))).tolist()
+        except jax.errors.JaxRuntimeError as error:
+            return "Mismatched number of outputs" in str(error)
+
+    ours = run()
+    hc.unpatch_jax()
+    assert ours == run()
+
+
+def test_checkify_with_run_time_errors(patched):
+    from jax._src import config
+    from jax.experimental import checkify
+
+    with config.xla_runtime_errors(True):
+
+        @jax.jit
+        def f(x):
+            checkify.check(x > 0, "x is {x}", x=x)
+            return x
+
+        assert "@hostcall_call" in f.lower(1.0).as_text()
+        f(1.0)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="x is -2"):
+            f(-2.0).block_until_ready()
+            jax.effects_barrier()
+
+
+def test_pallas_in_interpret_mode(patched, capsys):
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    def kernel(x_ref, o_ref):
+        jax.debug.print("first {}", x_ref[0, 0])
+        o_ref[...] = x_ref[...] * 2
+
+    spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
+    f = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((16, 128), jnp.float32),
+        grid=(2,),
+        in_specs=[spec],
+        out_specs=spec,
+        interpret=pltpu.InterpretParams(),
+    )
+    x = jnp.arange(16 * 128.0).reshape(16, 128)
+    assert "python_cpu_callback" not in text_of(f, x)
+    np.testing.assert_array_equal(jax.jit(f)(x), x * 2)
+    jax.effects_barrier()
+    assert sorted(capsys.readouterr().out.split()) == [
+        "0.0",
+        "1024.0",
+        "first",
+        "first",
+    ]
+
+
+def on_two_cores(kernel, in_spec, **options):
+    """A kernel over eight blocks, interpreted. Its callbacks start threads, and rely on
+    programs that have run when they are dispatched.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    return jax.jit(
+        pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((64, 128), jnp.float32),
+            grid=(8,),
+            in_specs=[in_spec],
+            out_specs=pl.BlockSpec((8, 128), lambda i: (i, 0)),
+            interpret=pltpu.InterpretParams(num_cores_or_threads=2, **options),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        )
+    )
+
+
+def test_pallas_interpreted_on_two_cores(patched):
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    f = on_two_cores(kernel, pl.BlockSpec((8, 128), lambda i: (i, 0)))
+    x = jnp.arange(64 * 128.0).reshape(64, 128)
+    for _ in range(5):
+        np.testing.assert_array_equal(f(x), np.asarray(x) * 2)
+
+
+def test_what_a_core_raises_comes_out_of_the_interpreter(patched):
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref, o_ref):  # from the fifth block on it reads behind the end
+        o_ref[...] = x_ref[pl.ds(pl.program_id(0) * 6, 8), :]
+
+    whole = pl.BlockSpec((32, 128), lambda i: (0, 0))
+    f = on_two_cores(kernel, whole, out_of_bounds_reads="raise")
+    for _ in range(3):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds read"):
+            jax.block_until_ready(f(jnp.ones((32, 128))))
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.effects_barrier()
+
+
+def test_inside_a_pallas_kernel_prints_stay_jaxs(patched):
+    """They are device code there, with rules of their own on GPU and TPU."""
+    from jax.experimental import pallas as pl
+
+    bound = []
+
+    def kernel(x_ref, o_ref):
+        assert _jax.in_pallas_kernel()
+        jax.debug.print("x {}", x_ref[0])
+        jax.debug.callback(lambda: None)
+        o_ref[...] = x_ref[...]
+
+    f = pl.pallas_call(kernel, out_shape=like(jnp.ones(8)), interpret=True)
+    jaxpr = jax.make_jaxpr(f)(jnp.ones(8))
+    for eqn in jaxpr.eqns[0].params["jaxpr"].eqns:
+        bound.append(eqn.primitive)
+    assert _jax.debug_print_p in bound
+    assert _jax.debug_callback_p in bound
+    assert not _jax.in_pallas_kernel()
+
+
+# --- Patching and unpatching ------------------------------------------------------------------
+
+
+def test_names_come_and_go():
+    hc.patch_jax()
+    assert not set(in_place()) & set(ORIGINALS)
+    hc.patch_jax()  # again: nothing new
+    hc.unpatch_jax()
+    assert in_place() == ORIGINALS
+    hc.unpatch_jax()
+    assert in_place() == ORIGINALS
+
+
+def test_context_managers_nest():
+    plain = hc.patch_jax()
+    assert repr(plain) == "<hostcall.patch_jax(arrays='jax')>"
+    hc.unpatch_jax()
+    with hc.patch_jax():
+        inner = jax.pure_callback
+        with hc.patch_jax(arrays="numpy"):
+            assert type_that_comes() is np.ndarray
+        assert jax.pure_callback is inner
+        assert type_that_comes() is not np.ndarray
+    assert in_place() == ORIGINALS
+
+
+def type_that_comes():
+    seen = []
+    pure_callback(lambda x: seen.append(type(x)) or x, like(1.0), 1.0)
+    return seen[0]
+
+
+def test_patches_that_overlap():
+    first = hc.patch_jax()
+    second = hc.patch_jax(arrays="numpy")
+    with first:
+        assert second.__enter__() is second
+    assert type_that_comes() is np.ndarray  # the second is still there
+    second.__exit__(None, None, None)
+    assert in_place() == ORIGINALS
+    assert repr(first) == "<hostcall.patch_jax(arrays='jax'), ended>"
+
+
+def test_a_wrapper_of_ours_is_not_taken_for_jaxs():
+    hc.patch_jax()
+    ours = jax.effects_barrier
+    jax.effects_barrier = wrapper = lambda: ours()
+    try:
+        hc.unpatch_jax()
+        assert jax.effects_barrier is wrapper
+        hc.patch_jax()
+        jax.effects_barrier()
+        ours()
+        hc.unpatch_jax()
+    finally:
+        jax.effects_barrier = ORIGINALS[4]
+
+
+def test_programs_compiled_before_are_compiled_again():
+    seen = []
+
+    def host(x):
+        seen.append(hc.current() is not None)
+        return x
+
+    f = jax.jit(lambda x: pure_callback(host, like(x), x))
+    f(1.0).block_until_ready()
+    with hc.patch_jax():
+        f(1.0).block_until_ready()
+    f(1.0).block_until_ready()
+    assert seen == [False, True, False]
+
+
+def test_who_patched_after_us_stays():
+    other = lambda *args: None
+    hc.patch_jax()
+    jax.debug.print = other
+    try:
+        hc.unpatch_jax()
+        assert jax.debug.print is other
+    finally:
+        jax.debug.print = debug_print
+
+
+debug_print = jax.debug.print
+
+
+def test_from_many_threads():
+    problems = []
+
+    def run():
+        try:
+            for _ in range(50):
+                hc.patch_jax()
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    hc.unpatch_jax()
+    assert in_place() == ORIGINALS
+
+
+def test_no_back_end_is_started(run_python):
+    done = run_python(
+        """
+        import hostcall as hc
+        from jax._src import xla_bridge
+        with hc.patch_jax():
+            hc.patch_jax(arrays="numpy")
+            print(xla_bridge._backends)
+        """
+    )
+    assert done.stdout.strip() == "{}"
+
+
+def test_effects_barrier_waits_for_taps(patched):
+    seen = []
+    started = threading.Event()
+
+    def slow(x):
+        started.wait(60)
+        seen.append(float(x))
+
+    jax.jit(lambda x: hc.tap(slow, x))(1.0)
+    threading.Timer(0.1, started.set).start()
+    jax.effects_barrier()
+    assert seen == [1.0]
+
+
+def test_platforms_that_the_engine_does_not_serve_keep_jaxs_path(patched):
+    """Lowered for one that is not here."""
+    f = jax.jit(lambda x: jax.pure_callback(np.sin, like(x), x))
+    traced = f.trace(jnp.float32(1))
+    with pytest.raises(NotImplementedError, match="multi-platform lowering"):
+        traced.lower(lowering_platforms=("cpu", "cuda"))
+    early = jax.jit(lambda x: pure_callback(np.sin, like(x), x))
+    with pytest.raises(NotImplementedError, match="multi-platform lowering"):
+        early.trace(jnp.float32(1)).lower(lowering_platforms=("cpu", "cuda"))
+
+
+# --- Programs that can't be changed -------------------------------------------------------------
+
+PROGRAM = """
+import os, sys
+assert "jax" not in sys.modules
+os.environ["JAX_ENABLE_X64"] = "1"
+import jax
+import jax.numpy as jnp
+from jax import pure_callback
+
+x = jnp.float32(2)
+host = lambda v: v * 3
+assert "x" not in sys.argv or sys.path[0]
+print(sys.argv[1:], __name__, jax.jit(lambda x: pure_callback(host, x, x))(x))
+print(jax.pure_callback.__module__)
+assert jax.numpy.arange(3.0).dtype == "float64"  # what was set before counts
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+MAIN = """
+    import runpy
+    runpy.run_module("hostcall", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_run_a_script(program, run_python):
+    done = run_python(MAIN, "run", "--arrays", "numpy", str(program), "--flag", "a b")
+    assert done.stdout.splitlines() == [
+        "['--flag', 'a b'] __main__ 6.0",
+        "hostcall._compat.patch",
+    ]
+
+
+def test_run_a_module(program, run_python, monkeypatch):
+    monkeypatch.chdir(program.parent)
+    done = run_python(MAIN, "run", "-m", "program", "x")
+    assert done.stdout.splitlines() == ["['x'] __main__ 6.0", "hostcall._compat.patch"]
+
+
+def test_run_what_is_not_there(run_python):
+    done = run_python(MAIN, "run", "nowhere.py", check=False)
+    assert done.returncode == 2
+    assert "there is no file nowhere.py" in done.stderr
+
+
+AUTOPATCH = Path(__file__).parents[2] / "src"
+
+
+@pytest.mark.parametrize(
+    ("value", "first", "home"),
+    [
+        ("1", "jax", "hostcall._compat.patch"),
+        ("1", "hostcall", "hostcall._compat.patch"),
+        ("numpy", "jax", "hostcall._compat.patch"),
+        ("0", "jax", "jax._src.callback"),
+        ("", "hostcall", "jax._src.callback"),
+    ],
+)
+def test_from_the_environment(value, first, home, run_python):
+    """As an interpreter does when it starts, with the .pth file of the package."""
+    done = run_python(
+        f"""
+        import site, sys
+        site.addsitedir({str(AUTOPATCH)!r})
+        assert "jax" not in sys.modules
+        import {first}
+        import jax, jax.numpy as jnp
+        seen = []
+        host = lambda v: seen.append(type(v).__name__) or v
+        jax.jit(lambda x: jax.pure_callback(host, x, x))(jnp.float32(1))
+        jax.effects_barrier()
+        print(jax.pure_callback.__module__, *seen)
+        """,
+        env={"HOSTCALL_PATCH": value},
+    )
+    array = "ndarray" if value == "numpy" else "ArrayImpl"
+    assert done.stdout.split() == [home, array]
+
+
+def test_it_is_part_of_the_package():
+    """Where hostcall is installed, the .pth file is beside it."""
+    home = Path(hc.__file__).parent.parent
+    assert (home / "hostcall_autopatch.pth").exists()
+    assert (home / "_hostcall_autopatch.py").exists()
+
+
+def test_nothing_is_left(patched, in_time):
+    f = jax.jit(lambda x: pure_callback(lambda v: v, like(x), x))
+    f(1.0).block_until_ready()
+    assert _native.live_slots() == 1
+    del f
+    jax.clear_caches()
+    assert in_time(lambda: _native.live_slots() == 0)

@@ -1,0 +1,79 @@
+"""Every example runs, and so does the main job. Their asserts are in them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+RUN = """
+    import runpy, sys
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+MAIN = """
+    import runpy
+    runpy.run_module("hostcall", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path, run_python):
+    pytest.importorskip("scipy")
+    assert run_python(RUN, str(path)).stdout
+
+
+def test_there_are_examples():
+    assert {p.stem for p in EXAMPLES} >= {
+        "bessel",
+        "buffers",
+        "derivatives",
+        "buffers_gpu",
+        "environment",
+        "old_training",
+        "other_device",
+        "parallel_rows",
+        "rollout",
+        "torch_bridge",
+        "training_log",
+    }
+
+
+def test_the_main_job(run_python, tmp_path):
+    pytest.importorskip("scipy")
+    pytest.importorskip("statsmodels")
+    path = tmp_path / "fit.png"
+    out = run_python(MAIN, "--quick", "--plot", str(path)).stdout
+    assert "works (tried: ordered calls in a compiled loop)" in out
+    for heading in ("Lynx and hares", "Bessel functions", "Sunspots", "Microseconds"):
+        assert f"\n{heading}" in out
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    assert path.exists() == drawn
+    assert (str(path) if drawn else "left out, for want of matplotlib") in out
+    assert out.endswith("All results agree with plain SciPy.\n")
+
+
+def test_the_report_alone(run_python):
+    out = run_python(MAIN, "--report").stdout
+    assert "engine on cpu" in out
+    assert "engine on gpu" in out
+    assert "Sunspots" not in out
+
+
+def test_the_main_job_says_what_it_needs(run_python):
+    without_scipy = """
+        import importlib.util, runpy
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: (
+            None if name == "scipy" else find(name, *rest)
+        )
+        runpy.run_module("hostcall", run_name="__main__", alter_sys=True)
+    """
+    done = run_python(without_scipy, check=False)
+    assert done.returncode == 1
+    assert "The main job needs scipy." in done.stderr
+    assert 'pip install "hostcall[demo]"' in done.stderr

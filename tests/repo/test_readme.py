@@ -1,0 +1,53 @@
+"""The README's and the docs' programs run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# "```python torch": a program that needs a package of the optional ones.
+BLOCKS = [
+    pytest.param(needs.split(), block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, (needs, block) in enumerate(
+        re.findall(r"^```python( [^\n]*)?\n(.*?)^```", page.read_text(), re.M | re.S)
+    )
+    if "torch" not in needs
+]
+
+
+@pytest.mark.parametrize(("needs", "block"), BLOCKS)
+def test_block_runs(needs, block):
+    for package in needs:
+        pytest.importorskip(package)
+    exec(compile(block, "<documentation>", "exec"), {"__name__": "__main__"})
+
+
+def test_the_first_screen_has_a_program_that_ends_in_an_assert():
+    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
+    (first, *_) = re.findall(r"^```python\n(.*?)^```", screen, re.M | re.S)
+    assert first.rstrip().splitlines()[-1].startswith("assert")
+    assert "make demo" in screen
+    assert "make test" in screen
+    assert "| JAX's callbacks | hostcall |" in screen
+
+
+def test_the_programs_with_torch(run_python):
+    """In a process of their own: torch is large, and would stay in this one."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    text = (ROOT / "docs" / "bridges.md").read_text()
+    blocks = re.findall(r"^```python torch\n(.*?)^```", text, re.M | re.S)
+    assert len(blocks) == text.count("```python torch")
+    run_python("\n".join(blocks))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,0 +1,342 @@
+"""Rows, and their derivatives, in other processes: pools, Dask, Ray."""
+
+import contextlib
+import copy
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from concurrent import futures
+from multiprocessing.pool import ThreadPool
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+from hostcall._host_function.residuals import store
+from hostcall._runtime import pools, rows
+
+X = np.array([0.3, -1.2, 2.0, -0.5], dtype=np.float32)
+PID = jax.ShapeDtypeStruct((), np.int32)
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def pid():
+    return np.int32(os.getpid())
+
+
+# --- What goes: functions of this module, by their names -------------------------------
+
+
+def sine(x):
+    return np.sin(x), pid()
+
+
+def push(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return np.cos(x) * t, np.zeros((), jax.dtypes.float0)
+
+
+class Residual:
+    """Any object; it says where it was made."""
+
+    def __init__(self, x):
+        self.slope, self.made_in = np.cos(x), os.getpid()
+
+
+def forward(x):
+    return sine(x), Residual(x)
+
+
+def backward(residual, cotangent):
+    assert residual.made_in == os.getpid() or multiprocessing.parent_process()
+    return (residual.slope * cotangent[0],)
+
+
+def fails(x):
+    if x > 1:
+        raise LookupError(f"no {x:.1f} here")
+    return x
+
+
+def dies(x):
+    os._exit(3) if x > 1 else None
+    return x
+
+
+def leaves_a_lock(x):
+    import threading
+
+    return np.sin(x), threading.Lock()
+
+
+@hc.host(result=hc.like(0), vmap_method="parallel")
+def decorated(x):
+    return np.sin(x)
+
+
+@decorated.defjvp
+def _(primals, tangents):
+    return np.cos(primals[0]) * tangents[0]
+
+
+# --- Executors --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process_pool():
+    with futures.ProcessPoolExecutor(2, mp_context=SPAWN) as pool:
+        yield pool
+
+
+@contextlib.contextmanager
+def multiprocessing_pool():
+    with SPAWN.Pool(2) as pool:
+        yield pool
+
+
+@contextlib.contextmanager
+def dask_client():
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            host="127.0.0.1",
+            dashboard_address=None,
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
+def ray_pool():
+    pytest.importorskip("ray")
+    import ray.util.multiprocessing
+
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
+    )
+    pool = ray.util.multiprocessing.Pool(2)
+    yield pool
+    pool.terminate()
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def loky_pool():
+    loky = pytest.importorskip("loky")
+    with loky.ProcessPoolExecutor(2) as pool:
+        yield pool
+
+
+KINDS = {
+    "processes": process_pool,
+    "multiprocessing": multiprocessing_pool,
+    "dask": dask_client,
+    "loky": loky_pool,
+    "ray": ray_pool,
+}
+KEPT_BY_OTHERS = pytest.mark.filterwarnings("default")  # theirs, as they end
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def executor(request):
+    with KINDS[request.param]() as executor:
+        yield executor
+
+
+@pytest.fixture
+def processes():
+    with process_pool() as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def empty_store():
+    store.clear()  # of what other tests left
+    yield
+    store.clear()
+
+
+def host(fn, executor, result=hc.like(0)):
+    return hc.host(fn, result=result, vmap_method="parallel", executor=executor)
+
+
+def value_and_pid(x):
+    return x, PID
+
+
+# --- Values and derivatives --------------------------------------------------------------
+
+
+@KEPT_BY_OTHERS
+def test_values_and_derivatives(executor):
+    f = host(sine, executor, value_and_pid)
+    f.defjvp(push)
+    f.defvjp(forward, backward)
+
+    @jax.jit
+    @jax.vmap
+    def forward_mode(x):
+        return jax.jvp(f, (x,), (2 * x,))
+
+    @jax.jit
+    @jax.vmap
+    def reverse_mode(x):
+        return jax.value_and_grad(f, has_aux=True)(x)
+
+    (values, there), (dots, _) = forward_mode(X)
+    np.testing.assert_allclose(values, np.sin(X), rtol=1e-6)
+    np.testing.assert_allclose(dots, np.cos(X) * 2 * X, rtol=1e-6)
+    (values, also_there), slopes = reverse_mode(X)
+    np.testing.assert_allclose(values, np.sin(X), rtol=1e-6)
+    np.testing.assert_allclose(slopes, np.cos(X), rtol=1e-6)
+    assert os.getpid() not in {*there.tolist(), *also_there.tolist()}
+    assert len(store) == 0
+
+
+@KEPT_BY_OTHERS
+def test_residuals_that_have_gone_are_made_again_there(executor):
+    f = host(sine, executor, value_and_pid)
+    f.defvjp(forward, backward)
+    store.missed = 0
+    _, pull = jax.vjp(jax.vmap(f), X)
+    ct = (jnp.ones_like(X), np.zeros(4, jax.dtypes.float0))
+    for _ in range(2):
+        store.clear()
+        np.testing.assert_allclose(pull(ct)[0], np.cos(X), rtol=1e-6)
+    assert store.missed == 2 * len(X)
+
+
+@KEPT_BY_OTHERS
+def test_an_error_of_a_worker_has_the_traceback_from_there(executor):
+    f = jax.jit(jax.vmap(host(fails, executor)))
+    with pytest.raises(LookupError, match=r"no 2\.0 here") as caught, hc.reraise():
+        jax.block_until_ready(f(X))
+    assert "raise LookupError" in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="LookupError: no 2.0 here"):
+        jax.block_until_ready(f(X))
+    good = np.minimum(X, 1)
+    assert f(good).tolist() == good.tolist()
+
+
+def test_decorated_functions_go_by_name(processes):
+    decorated._options["executor"] = processes
+    try:
+        values, dots = jax.vmap(lambda x: jax.jvp(decorated, (x,), (1.0,)))(X)
+    finally:
+        decorated._options["executor"] = None
+    np.testing.assert_allclose(values, np.sin(X), rtol=1e-6)
+    np.testing.assert_allclose(dots, np.cos(X), rtol=1e-6)
+
+
+@KEPT_BY_OTHERS
+def test_functions_without_a_name_go_by_value(executor):
+    if pools.by_name(executor):
+        pytest.skip("sends functions by name")
+    two = 2
+    f = jax.vmap(host(lambda x: two * x, executor))
+    assert f(X).tolist() == (2 * X).tolist()
+
+
+# --- What goes wrong ---------------------------------------------------------------------
+
+
+def test_a_function_that_cannot_be_sent(processes):
+    f = jax.vmap(host(lambda x: x, processes))
+    with pytest.raises(hc.SpecError, match="can't be sent to another process") as e:
+        f(X)
+    assert "define it at the top level of a module" in str(e.value)
+
+
+def test_a_residual_that_cannot_come_back(processes):
+    f = host(np.sin, processes)
+    f.defvjp(leaves_a_lock, backward)
+    with pytest.raises(TypeError, match="cannot pickle") as caught, hc.reraise():
+        jax.block_until_ready(jax.jit(jax.vmap(jax.grad(f)))(X))
+    (note,) = caught.value.__notes__
+    assert "what `leaves_a_lock` returns" in note
+    assert "residuals=" in note
+
+
+def test_a_worker_that_dies(processes):
+    f = jax.jit(jax.vmap(host(dies, processes)))
+    with pytest.raises(futures.BrokenExecutor) as caught, hc.reraise():
+        jax.block_until_ready(f(X))
+    (note,) = caught.value.__notes__
+    assert "of `dies`: a worker of executor= has died" in note
+    assert "make a new one" in note
+
+
+def test_the_time_limit_holds_for_derivatives():
+    def slow(residual, ct):
+        import time
+
+        time.sleep(0.5)
+        return (ct,)
+
+    for method in ("sequential", "parallel"):
+        f = hc.host(np.sin, result=hc.like(0), vmap_method=method, timeout=0.1)
+        f.defvjp(lambda x: (np.sin(x), None), slow)
+        with pytest.raises(hc.CallTimeoutError, match=r"timeout=0\.1"), hc.reraise():
+            jax.block_until_ready(jax.jit(jax.vmap(jax.grad(f)))(X))
+
+
+def test_a_row_in_another_process_of_the_same_number():
+    """What runs a row tells by a token, too, whether it is in the process that sent."""
+    sent = pickle.dumps(
+        (
+            (("another machine's", os.getpid()), 0, 0, None),
+            fails,
+            [((0.5,), {}), ((0.2,), {})],
+        )
+    )
+    assert rows.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
+
+
+def test_an_error_in_a_pool_of_threads_of_multiprocessing():
+    with ThreadPool(2) as pool, pytest.raises(LookupError, match="no 2.0 here"):
+        jax.vmap(host(lambda x: fails(x), pool))(X)
+
+
+def test_an_executor_that_is_shut_down_meanwhile():
+    class Pool(futures.ThreadPoolExecutor):
+        """Shuts itself down once it has all rows, of which one runs."""
+
+        rows = 0
+
+        def submit(self, *args, **kwargs):
+            task = super().submit(*args, **kwargs)
+            self.rows += 1
+            if self.rows == len(X):
+                started.wait(60)
+                self.shutdown(wait=False, cancel_futures=True)
+            return task
+
+    started = threading.Event()
+
+    def slow(x):
+        started.set()
+        time.sleep(0.2)
+        return x
+
+    f = jax.jit(jax.vmap(host(slow, Pool(1))))
+    with pytest.raises(futures.CancelledError), hc.reraise():
+        jax.block_until_ready(f(X))
+
+
+def test_a_function_is_copied_and_pickled_without_its_executor(processes):
+    f = host(np.sin, processes)
+    assert copy.deepcopy(f) is f
+    assert pickle.loads(pickle.dumps(f)).executor is None
+    np.testing.assert_allclose(jax.vmap(f)(X), np.sin(X), rtol=1e-6)

@@ -1,0 +1,474 @@
+"""The ends of processes: exit, fork, spawn, sub-interpreters, Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+
+import pytest
+
+HEAD = """
+import os, signal, sys, threading, time
+import jax, jax.numpy as jnp, numpy as np
+import hostcall as hc
+x = jnp.float32(1)
+"""
+
+
+def test_import_starts_no_back_end(run_python):
+    done = run_python(
+        """
+        import hostcall
+        from jax._src import xla_bridge
+        print(xla_bridge._backends)
+        """
+    )
+    assert done.stdout.strip() == "{}"
+
+
+def test_what_was_dispatched_with_effects_runs_before_the_end(run_python):
+    done = run_python(
+        HEAD
+        + """
+def say(a):
+    time.sleep(0.02)
+    print(int(a), flush=True)
+m = jnp.ones((500, 500))
+f = jax.jit(lambda i, m: hc.call(say, None, i + 0 * (m @ m)[0, 0], order="ordered"))
+for i in range(10):
+    f(float(i), m)
+"""
+    )
+    assert done.stdout.split() == [str(i) for i in range(10)]
+    assert done.stderr == ""
+
+
+def test_exit_with_a_call_under_way(run_python):
+    done = run_python(
+        HEAD
+        + """
+entered = threading.Event()
+def slow(a):
+    entered.set()
+    time.sleep(0.5)
+    print("ended", flush=True)
+    return a
+m = jnp.ones((800, 800))  # large enough for XLA to run it on a thread of its own
+y = jax.jit(lambda m: hc.call(slow, m, m @ m) @ m)(m)
+entered.wait()
+print("leaving", flush=True)
+"""
+    )
+    assert done.stdout.split() == ["leaving", "ended"]
+
+
+def test_exit_with_a_stuck_call_names_and_interrupts_it(run_python):
+    done = run_python(
+        HEAD
+        + """
+entered = threading.Event()
+def stuck(a):
+    entered.set()
+    while True:
+        time.sleep(0.01)
+m = jnp.ones((800, 800))
+f = jax.jit(lambda m: hc.call(stuck, m, m @ m) @ m)
+y = f(m)
+entered.wait()
+""",
+        env={"HOSTCALL_EXIT_TIMEOUT": "0.3"},
+    )
+    assert "stuck" in done.stderr
+    assert "interrupted" in done.stderr
+
+
+def test_a_forked_child_ends_and_is_refused_politely(run_python):
+    done = run_python(
+        HEAD
+        + """
+import warnings
+warnings.simplefilter("ignore")
+jax.jit(lambda v: hc.call(lambda a: a, v, v))(x).block_until_ready()
+child = os.fork()
+if child == 0:
+    try:
+        hc.call(lambda a: a, jax.ShapeDtypeStruct((), np.float32), np.float32(1))
+    except hc.HostcallError as error:
+        print("refused" if "spawn" in str(error) else error, flush=True)
+    sys.exit(0)
+print(os.waitpid(child, 0)[1], flush=True)
+"""
+    )
+    assert done.stdout.split() == ["refused", "0"]
+
+
+FORKED = """
+import warnings
+warnings.simplefilter("ignore")
+def in_a_child(use):
+    child = os.fork()
+    if child == 0:
+        try:
+            print("gave", use(), flush=True)
+        except hc.HostcallError as error:
+            assert "multiprocessing's 'spawn' or 'forkserver'" in str(error), error
+            print("refused", flush=True)
+        finally:
+            os._exit(0)  # JAX's own end may hang there
+    return os.waitpid(child, 0)
+"""
+
+
+def test_jax_in_a_forked_child_is_refused(run_python):
+    """What needs a thread of JAX's: it would wait for that for ever."""
+    done = run_python(
+        HEAD
+        + FORKED
+        + """
+small = jax.jit(lambda v: v + 1)
+large = jax.jit(lambda m: m @ m)
+m = jnp.ones((500, 500))
+jax.block_until_ready((small(x), large(m), jnp.sin(x)))
+compiled, lowered = small.lower(x).compile(), jax.jit(lambda v: v * 7).lower(x)
+hc.call(lambda a: a, x, x)  # hostcall is in use
+def tapped(v):
+    hc.tap(print, v)
+    return v
+for use in (
+    lambda: small(x), lambda: large(m), lambda: small(np.ones(3)), lambda: jnp.sin(x),
+    lambda: jnp.cos(x), lambda: jax.jit(lambda v: v * 3)(x), lambda: compiled(x),
+    lambda: lowered.compile(), lambda: small.lower(np.ones(5)), lambda: jax.jit(tapped)(x),
+    lambda: jax.vmap(lambda v: v * 2)(np.ones((1, 3))), lambda: jax.grad(jnp.sin)(x),
+):
+    in_a_child(use)
+def fork_inside(a):
+    in_a_child(lambda: small(np.float32(1)))
+    return a
+jax.jit(lambda v: hc.call(fork_inside, v, v))(x).block_until_ready()
+in_a_child(lambda: (float(x), jax.eval_shape(small, x).shape))
+print(small(x), float(jnp.cos(x * 0)), hc.call(lambda a: a + 1, x, x))  # the parent
+"""
+    )
+    refused, rest = done.stdout.splitlines()[:13], done.stdout.splitlines()[13:]
+    assert refused == ["refused"] * 13
+    assert rest == ["gave (1.0, ())", "2.0 1.0 2.0"]
+
+
+def test_forked_children_that_do_without_jax(run_python):
+    done = run_python(
+        HEAD
+        + """
+import multiprocessing, subprocess, warnings
+warnings.simplefilter("ignore")
+jax.jit(lambda v: hc.call(lambda a: a, v, v))(x).block_until_ready()
+def work(n):
+    return int(np.arange(n).sum())
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(pool.map(work, [3, 4]))
+print(subprocess.run(["echo", "a", "b"], capture_output=True, preexec_fn=os.getpid).stdout)
+source = "import jax, hostcall as hc; print(jax.jit(lambda v: hc.call(abs, v, v))(-2.0))"
+child = os.fork()
+if child == 0:
+    os.execv(sys.executable, [sys.executable, "-c", source])
+print(os.waitpid(child, 0)[1])
+"""
+    )
+    assert done.stdout.splitlines() == ["[3, 6]", "b'a b\\n'", "2.0", "0"]
+
+
+def test_a_child_that_was_forked_before_jax_started_is_as_good_as_new(run_python):
+    done = run_python(
+        """
+        import os, sys, warnings
+        warnings.simplefilter("ignore")
+        import jax, numpy as np
+        import hostcall as hc
+        from hostcall._engine import targets
+        targets.start()
+        child = os.fork()
+        if child:
+            print(os.waitpid(child, 0)[1], flush=True)
+        x = np.float32(1)
+        hc.tap(lambda v: print("tapped", v, flush=True), x)
+        hc.barrier()
+        print(jax.jit(lambda v: hc.call(lambda a: a + 1, v, v))(x), flush=True)
+        """
+    )
+    worked = ["tapped 1.0", "2.0"]
+    assert done.stdout.splitlines() == [*worked, "0", *worked]
+
+
+def test_a_spawned_child_has_an_engine_of_its_own(run_python, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        HEAD
+        + """
+import multiprocessing
+def work(n):
+    return float(jax.jit(lambda v: hc.call(lambda a: a + n, v, v))(x))
+if __name__ == "__main__":
+    print(work(1))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(work, (2,)))
+"""
+    )
+    done = run_python(
+        "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')",
+        str(program),
+    )
+    assert done.stdout.split() == ["2.0", "3.0"]
+
+
+needs_interpreters = pytest.mark.skipif(
+    importlib.util.find_spec("_xxsubinterpreters") is None
+    and importlib.util.find_spec("_interpreters") is None,
+    reason="this Python has no module for sub-interpreters",
+)
+
+
+@needs_interpreters
+def test_calls_and_taps_go_on_beside_sub_interpreters(run_python):
+    """From the first one on CPython says that every thread holds the GIL."""
+    done = run_python(
+        HEAD
+        + """
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+m = jnp.ones((600, 600))  # large enough for XLA to run it on a thread of its own
+seen = []
+def host(a):
+    seen.append(threading.current_thread() is threading.main_thread())
+    return a + len([str(k) for k in range(1000)]) - 1000
+large = jax.jit(lambda m: hc.call(host, m, m @ m / 600) @ m)
+small = jax.jit(lambda v: (hc.tap(lambda v: None, v), hc.call(host, v, v))[1])
+for create, destroy in ((True, False), (False, True)):
+    if create:
+        other = interpreters.create()
+        interpreters.run_string(other, "x = [str(k) for k in range(1000)]")
+    if destroy:
+        interpreters.destroy(other)
+    for _ in range(10):
+        assert large(m)[0, 0] == 600
+        assert small(x) == 1
+hc.barrier()
+print(sorted(set(seen)))
+"""
+    )
+    assert done.stdout.strip() == "[False, True]"
+
+
+@needs_interpreters
+def test_a_sub_interpreter_is_refused_politely(run_python):
+    done = run_python(
+        """
+        try:
+            import _interpreters as interpreters
+        except ImportError:
+            import _xxsubinterpreters as interpreters
+        import sys
+        program = f'''
+        import sys
+        sys.path[:] = {sys.path!r}
+        try:
+            import hostcall
+        except ImportError as error:
+            print(error, flush=True)
+        '''
+        import textwrap
+        interpreters.run_string(interpreters.create(), textwrap.dedent(program))
+        """
+    )
+    assert "sub-interpreter" in done.stdout
+
+
+LOOP = "while True: pass"
+SLEEP = "time.sleep(30)"
+
+
+@pytest.mark.parametrize("body", [LOOP, SLEEP], ids=["loop", "sleep"])
+@pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+def test_ctrl_c_in_a_callback(run_python, body, order):
+    done = run_python(
+        HEAD
+        + f"""
+entered = threading.Event()
+def host(a):
+    entered.set()
+    {body}
+f = jax.jit(lambda v: hc.call(host, v, v, order={order!r}))
+def interrupt():
+    entered.wait()
+    time.sleep(0.3)  # the callback is in its sleep: before, the kernel would not end it
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    f(x).block_until_ready()
+except KeyboardInterrupt:
+    print("interrupted")
+print(jax.jit(lambda v: hc.call(lambda a: a + 1, v, v))(x))
+""",
+    )
+    assert done.stdout.split() == ["interrupted", "2.0"]
+
+
+def test_system_exit_in_a_callback_ends_the_process(run_python):
+    done = run_python(
+        HEAD
+        + """
+def leave(a):
+    sys.exit(7)
+jax.jit(lambda v: hc.call(leave, v, v))(x).block_until_ready()
+""",
+        check=False,
+    )
+    assert done.returncode == 7
+
+
+THREADS = """
+import atexit, threading
+atexit.register(  # before the engine's: it runs after it
+    lambda: print(sorted(t.name for t in threading.enumerate()), flush=True))
+"""
+
+
+def test_no_thread_is_left_when_the_interpreter_ends(run_python):
+    """Python ends daemon threads where they are, and one inside C++ aborts the process."""
+    done = run_python(
+        THREADS
+        + HEAD
+        + """
+def host(a):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+    return a
+hc.tap(lambda v: None, x)
+try:
+    jax.jit(lambda v: hc.call(host, v, v))(x).block_until_ready()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+    )
+    assert done.stdout.splitlines() == ["interrupted", "['MainThread']"]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("order", ["pure", "ordered", "eager"])
+def test_daemon_threads_in_callbacks_are_left_behind(run_python, order):
+    """One waits for ever, one runs for ever, and one goes on while the process ends."""
+    done = run_python(
+        """
+import atexit, threading
+go, went = threading.Event(), threading.Event()
+def late():  # before the engine's: it runs after it
+    go.set()
+    went.wait()
+    print("late", flush=True)
+atexit.register(late)
+"""
+        + HEAD
+        + f"""
+order = {order!r}
+entered = [threading.Event() for _ in range(3)]
+lock = threading.Lock()
+lock.acquire()
+def waits(a):
+    entered[0].set()
+    lock.acquire()
+def runs(a):
+    entered[1].set()
+    while True: pass
+def goes_on(a):
+    entered[2].set()
+    go.wait()
+    went.set()
+    return a
+def call(host):
+    if order == "eager":
+        hc.call(host, x, x)
+    else:
+        jax.jit(lambda v: hc.call(host, v, v, order=order))(x)
+for host in (waits, runs, goes_on):
+    threading.Thread(target=call, args=(host,), daemon=True).start()
+for event in entered:
+    event.wait()
+print("leaving", flush=True)
+""",
+        env={"HOSTCALL_EXIT_TIMEOUT": "1e6"},
+    )
+    assert done.stdout.split() == ["leaving", "late"]
+    assert done.stderr == ""
+
+
+def test_ctrl_c_ends_the_wait_for_a_stuck_call_at_exit(start_python):
+    process = start_python(
+        HEAD
+        + """
+from hostcall import _native
+entered = threading.Event()
+wait_idle = _native.wait_idle
+def stuck(a):
+    entered.set()
+    while True:
+        time.sleep(0.01)
+def waits(seconds):  # where Python ignores no KeyboardInterrupt, as it may before
+    _native.wait_idle = wait_idle
+    os.write(1, b"ready\\n")  # past the buffer
+    return wait_idle(seconds)
+m = jnp.ones((800, 800))
+y = jax.jit(lambda m: hc.call(stuck, m, m @ m) @ m)(m)
+entered.wait()
+_native.wait_idle = waits
+print("buffered")
+""",
+        env={"HOSTCALL_EXIT_TIMEOUT": "1e6", "PYTHONUNBUFFERED": ""},
+    )
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "buffered\n")
+
+
+CHILDREN = """
+import multiprocessing, pathlib, sys
+import jax
+import hostcall as hc
+
+def work(path):
+    file = open(path, "w", buffering=1)
+    def write(i):
+        file.write(f"{int(i)}\\n")
+    jax.jit(lambda n: jax.lax.fori_loop(
+        0, n, lambda i, c: (hc.tap(write, i), c)[1], n))(200)
+    hc.tap(lambda: print("the last", flush=True))
+
+if __name__ == "__main__":
+    folder, *methods = sys.argv[2:]
+    for method in methods:
+        path = pathlib.Path(folder, method)
+        child = multiprocessing.get_context(method).Process(target=work, args=(path,))
+        child.start()
+        child.join()
+        print(method, child.exitcode, path.read_text().split() == [
+            str(i) for i in range(200)], flush=True)
+"""
+
+
+def test_children_of_multiprocessing_deliver_what_is_queued(run_python, tmp_path):
+    """Those of fork and forkserver leave by os._exit: no atexit runs there."""
+    program = tmp_path / "program.py"
+    program.write_text(CHILDREN)
+    done = run_python(
+        "import runpy, sys, warnings; warnings.simplefilter('ignore')\n"
+        "runpy.run_path(sys.argv[1], run_name='__main__')\n",
+        str(program),
+        str(tmp_path),
+        "fork",
+        "forkserver",
+        "spawn",
+    )
+    assert done.stdout.splitlines() == [
+        line
+        for method in ("fork", "forkserver", "spawn")
+        for line in ("the last", f"{method} 0 True")
+    ]
