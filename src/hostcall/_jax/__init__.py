@@ -1,22 +1,22 @@
 """The one door to JAX's private parts.
 
-No module outside of this folder names anything under `jax._src`, or replaces anything
-of JAX's (tests/repo/test_layers.py reads the imports). Each entry says what needs it.
-All were read and run in 0.10.2 and 0.12.0.1; where the two differ, a branch asks for
-the name, not for the version.
+Modules outside this folder must not name anything under `jax._src` and must not replace
+any of JAX's functions or attributes (tests/repo/test_layers.py reads the imports). All
+of these files were read against and run with JAX 0.10.2 and 0.12.0.1. Where the two
+versions differ, the code tests whether a name exists, and never compares versions.
 
     tracing       primitives, their rules, and values while a program is traced
-    dtypes        typed keys, float0, the x64 setting; arrays as NumPy's
-    lowering      what the lowering of a program knows, and how rules take part
-    custom_call   XLA's custom calls in a program's text, on one device or many
+    dtypes        typed keys, float0, the x64 setting; conversion of arrays to NumPy
+    lowering      what JAX knows while it lowers a program, and how to add rules to it
+    custom_call   emits XLA custom calls, for one device or for many
     effects       effects, and the tokens that stand for them
-    dispatch      what a thread dispatches, told as it happens
-    execution     settings that programs are checked against before they run
+    dispatch      reports the programs that a thread dispatches
+    execution     settings that JAX reads before it runs a program
     devices       devices, clients, and arrays on them
     callbacks     JAX's own callbacks: primitives, effects, loggers, old flags
-    reports       the error that JAX raises for a failed program, as it is made
+    reports       notices each error that JAX makes for a failed program
 
-Others write `_jax.name`: every public name of these files is one of this module's.
+Other modules write `_jax.name`: every public name of these files is exported here.
 """
 
 from hostcall._jax.callbacks import *  # noqa: F403

@@ -16,7 +16,9 @@ from jax._src.interpreters import mlir as _mlir
 
 from hostcall._jax.lowering import SERVED, is_served
 
-emit_python_callback = _callback.emit_python_callback  # as it was before any patch
+# Saved at import, before `patch_jax` can replace it, so that `emit_jax_callback` never
+# calls hostcall's replacement.
+emit_python_callback = _callback.emit_python_callback
 
 
 def emit_jax_callback(
@@ -29,9 +31,10 @@ def emit_jax_callback(
     sharding: Any,
     partitioned: bool = False,
 ) -> tuple[list[Any], Any | None]:
-    """JAX's own callback, for platforms that the engine does not serve.
+    """Emits JAX's own callback, for platforms that the engine does not serve.
 
-    Gives (results, token). `run` gets one array an operand, and gives one a result.
+    Returns (results, token). `run` gets one array for each operand and returns one
+    array for each result.
     """
     place = _callback._callback_op_sharding(
         ctx.module_context.axis_context, sharding, ctx.avals_out
@@ -51,23 +54,25 @@ def emit_jax_callback(
     return list(results), token_out
 
 
-# --- Drop-ins (_primitives/drop_in, _callbacks, debug) -------------------------------
+# --- For the drop-ins: _primitives/drop_in, _compat/callbacks.py, _compat/debug.py ---
 
 IO_EFFECT = _callback._IOEffect
 ORDERED_IO_EFFECT = _callback._OrderedIOEffect
 DEBUG_EFFECT = _debugging.debug_effect
 ORDERED_DEBUG_EFFECT = _debugging.ordered_debug_effect
 
-# Where JAX logs that a callback failed. Equinox filters what the first one says.
+# The loggers to which JAX reports failed callbacks. Equinox installs a filter on the
+# first one, so the drop-ins must log there too.
 callback_logger = _callback.logger
 debug_logger = _debugging.logger
 
-FlatCallback = _callback._FlatCallback  # what JAX's own primitives hold
+FlatCallback = _callback._FlatCallback  # the `callback` parameter of JAX's primitives
 
 
 def flatten_with_refs(tree: Any) -> tuple[list[Any], Any]:
-    """As JAX flattens the arguments of debug callbacks: views of Refs are opened too,
-    where the installed JAX does so.
+    """Flattens a tree as JAX flattens the arguments of debug callbacks.
+
+    JAX versions that have `tracing_registry` also flatten views of Refs with it.
     """
     registry = getattr(_tree_util, "tracing_registry", None)
     leaves, treedef = (registry or _tree_util.default_registry).flatten(tree)
@@ -75,7 +80,7 @@ def flatten_with_refs(tree: Any) -> tuple[list[Any], Any]:
 
 
 def is_traceable(leaf: Any) -> bool:
-    """Whether JAX's debug callbacks take this leaf as an array, and not as static."""
+    """Whether JAX's debug callbacks treat this leaf as an array, not as static."""
     try:
         _core.shaped_abstractify(leaf)
     except (AssertionError, TypeError):
@@ -83,7 +88,7 @@ def is_traceable(leaf: Any) -> bool:
     return True
 
 
-# --- What `patch_jax` replaces (_patch, _hooks) --------------------------------------
+# --- What `patch_jax` replaces: _compat/patch.py, _compat/lowerings.py ---------------
 
 pure_callback_p = _callback.pure_callback_p
 io_callback_p = _callback.io_callback_p
@@ -94,10 +99,12 @@ MODULES_WITH_EMIT = ("jax._src.callback", "jax.interpreters.mlir")
 
 
 def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> Callable[[], None]:
-    """Lowers a primitive of JAX's by `rule` where it is served; gives what ends that.
+    """Lowers one of JAX's primitives by `rule` on the platforms that the engine serves.
 
-    For other platforms, and for several at once, JAX's own rule stays. JAX lowers each
-    equation of these primitives by itself, as `register_lowering` has it for ours.
+    Returns a function that puts JAX's rule back. A module for another platform, or for
+    several platforms at once, keeps JAX's rule. JAX registers these primitives as not
+    cacheable, so `rule` runs once for each equation, as `register_lowering` arranges
+    for hostcall's own primitives.
     """
     tables: list[dict[Any, Any]] = [_mlir._lowerings]
     if primitive not in _mlir._lowerings:
@@ -120,14 +127,14 @@ def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> Callable[[], N
 
     def restore() -> None:
         for table, entry, ours in replaced:
-            if table[primitive] is ours:  # else somebody came after us
+            if table[primitive] is ours:  # else someone has replaced ours meanwhile
                 table[primitive] = entry
 
     return restore
 
 
 def print_callback(params: dict[str, Any]) -> Callable[..., Any]:
-    """What JAX's debug_print primitive calls with its arrays."""
+    """The function that JAX's debug_print primitive calls with its arrays."""
     line = _debugging.partial(
         _debugging._format_print_callback,
         params["fmt"],
@@ -145,7 +152,12 @@ _old_flags: dict[str, Any] = {}
 
 
 def define_old_flags(flags: dict[str, tuple[bool | int, str]]) -> None:
-    """Settings that JAX had: by `jax.config.update`, and from the environment."""
+    """Defines settings that JAX has dropped, for `jax.config.update` and as environment
+    variables.
+
+    Args:
+        flags: (default, help text) for each name.
+    """
     for name, (default, help_text) in flags.items():
         if name in _old_flags:
             continue

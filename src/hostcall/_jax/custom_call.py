@@ -1,4 +1,4 @@
-"""XLA's custom calls in a program's text, on one device or on many."""
+"""Emits XLA custom calls into a program, for one device or for many."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hostcall._jax.lowering import manual_mesh, number_of_devices, program_devic
 
 
 class Source(Protocol):
-    """The device of a program over several processes whose results all take.
+    """Shares one device's results with all devices of a program over several processes.
 
     Attributes:
-        more_avals: of the results that the call adds to the function's.
+        more_avals: avals of the results that the custom call has after the function's.
     """
 
     @property
@@ -50,12 +50,22 @@ def emit_custom_call(
     aliases: dict[int, int] | None = None,
     source: Source | None = None,
 ) -> tuple[list[Any], Any | None]:
-    """Emits the call and gives (results, token).
+    """Emits the custom call and returns (results, token).
 
-    With `token` the first operand, and with `returns_token` the first result, is a
-    token. Buffers are row-major. In a program over several devices every device makes
-    the call, on whole values (on its own, in a region that is manual already).
-    `aliases` says which operand's memory may become which result's.
+    Buffers are row-major. In a program that the compiler partitions over several
+    devices, every device makes the call on whole values; inside shard_map or pmap,
+    every device makes it on its own block.
+
+    Args:
+        ctx: the lowering context of the equation.
+        target: the name under which the handler is registered.
+        operands: the values of the equation.
+        token: the call's first operand, if not None.
+        returns_token: the call's first result is a token.
+        has_side_effect: XLA may neither drop nor merge the call.
+        attributes: the numbers that the handler decodes.
+        aliases: operand number -> number of the result that may take its memory.
+        source: if not None, the device whose results all devices take.
     """
 
     def emit(token: Any | None, operands: Sequence[Any], more: Sequence[Any]) -> Any:
@@ -98,9 +108,10 @@ def custom_call(
     attributes: dict[str, np.uint64],
     aliases: dict[int, int] | None,
 ) -> tuple[list[Any], Any | None]:
-    """The operation itself, on whole values; gives (results, token)."""
+    """Emits the operation itself, on whole values; returns (results, token)."""
     abstract_token = _core.abstract_token
     if aliases:
+        # XLA counts tokens among the operands and results.
         first = int(token is not None)
         aliases = {i + first: o + returns_token for i, o in aliases.items()}
     if token is not None:
@@ -117,7 +128,7 @@ def custom_call(
 
 
 def _closed(mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Any]) -> Any:
-    """One entry a value: not split along any dimension."""
+    """Shardings that split no dimension of these values; a token has no dimensions."""
     dim = _sharding_impls.SdyDim(axes=(), is_open=False)
     return _sharding_impls.SdyArrayList(
         tuple(
@@ -138,11 +149,11 @@ def _emit_on_each_device(
     operands: Sequence[Any],
     returns_token: bool,
 ) -> tuple[list[Any], Any | None]:
-    """The call inside a region that is manual over all devices, on whole values.
+    """Emits the call inside a region that is manual over all devices, on whole values.
 
-    The plain way, a call that is placed on one device by a maximal sharding, is not to
-    be had: the partitioner keeps that for the targets of JAX's own callbacks, drops it
-    from any other, and then refuses those with a side effect.
+    The simpler way would be to place the call on one device by a maximal sharding. The
+    partitioner allows that only for the targets of JAX's own callbacks: it drops the
+    sharding from any other custom call, and then refuses those with a side effect.
     """
     cache = ctx.module_context.sharding_attr_cache
     mesh_shape = (("hostcall", number_of_devices(ctx)),)
@@ -170,12 +181,15 @@ def _emit_on_each_device(
 
 
 def partition_id() -> Any:
-    """The number of the device that runs the program, among the program's."""
+    """The index, among the program's devices, of the device that runs it."""
     return _hlo.partition_id()
 
 
 def max_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
-    """The greatest of the program's `n` devices, in a region manual over all."""
+    """The elementwise maximum over the program's `n` devices.
+
+    For use in a region that is manual over all of them.
+    """
     groups = np.arange(n, dtype=np.int64).reshape(1, n)
     op = _hlo.AllReduceOp(
         [value.type],
@@ -195,17 +209,20 @@ def max_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
 
 
 def place_of_callback(ctx: Any, sharding: Any) -> Any:
-    """JAX's check of a callback's `sharding=`, with its texts; gives the annotation."""
+    """Checks a callback's `sharding=` as JAX does, with JAX's messages.
+
+    Returns the annotation that JAX would put on the call.
+    """
     return _callback._callback_op_sharding(
         ctx.module_context.axis_context, sharding, ctx.avals_out
     )
 
 
 def mark_place(ctx: Any, place: Any) -> None:
-    """Writes into the program which device makes the next call.
+    """Notes in the program's text which device makes the next call.
 
-    On a constant that nothing uses: the call itself can't bear the mark (see
-    `_emit_on_each_device`), and readers of StableHLO look for it.
+    The note is the sharding of a constant that nothing uses. The call itself can't
+    carry it (see `_emit_on_each_device`), and readers of StableHLO look for it.
     """
     constant = _hlo.ConstantOp(_ir.DenseElementsAttr.get(np.zeros((), np.int32)))
     first = _sharding_impls.SdyArrayList((place.shardings[0],))
@@ -213,7 +230,7 @@ def mark_place(ctx: Any, place: Any) -> None:
 
 
 def device_of(ctx: Any, annotation: Any) -> Any | None:
-    """The device that an annotation of JAX's puts a callback on; None where none."""
+    """The device on which JAX's annotation places a callback, or None."""
     devices = program_devices(ctx)
     entries = getattr(annotation, "shardings", None)
     if devices is None or not entries or not entries[0].logical_device_ids:

@@ -1,4 +1,4 @@
-"""Devices, clients and arrays on them."""
+"""Devices, clients, and arrays on them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import guard_lib as _guard_lib
 from jax._src.lib import xla_client as _xla_client
 
-# --- Host code's own device (_host_device) -----------------------------------------
-
 default_device = _config.default_device
 
 
 def make_host_client() -> Any:
-    """A CPU client of its own that runs programs on the thread that calls it.
+    """Makes a separate CPU client, which runs each program on the thread that calls it.
 
-    The process's CPU client admits 32 programs at a time on a device; while they
-    all wait for their callbacks, a callback that used it would wait for ever.
+    The process's CPU client admits 32 programs at a time on a device. If all 32 waited
+    for their callbacks, a callback that used the same client would wait forever.
     """
     return _xla_client.make_cpu_client(asynchronous=False, num_devices=1)
 
 
 def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax.Array:
-    """NumPy to jax.Array in 3 us, where `jax.device_put` takes 20 to 50.
+    """Makes a jax.Array of a NumPy array in 3 us; `jax.device_put` takes 20 to 50.
 
-    The result may share the array's memory: nobody may write to that any more. To
-    JAX's transfer guards it is an explicit transfer, as `jax.device_put` is.
+    The result may share the array's memory, so nobody may write to the array later.
+    JAX's transfer guards see an explicit transfer, as they do for `jax.device_put`.
     """
     aval = _core.ShapedArray(array.shape, array.dtype)
     sharding = _single_device_sharding(device)
@@ -46,10 +44,10 @@ def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax
 
 
 def guards_transfers_to_devices() -> bool:
-    """Whether an implicit transfer to a device may be logged or refused here."""
+    """Whether JAX logs or refuses implicit transfers to devices on this thread."""
     for state in (_guard_lib.thread_local_state(), _guard_lib.global_state()):
         level = state.host_to_device
-        if level is not None:  # the thread's own setting hides the process's
+        if level is not None:  # a thread's setting overrides the process's
             return bool(level != _guard_lib.TransferGuardLevel.ALLOW)
     return False
 
@@ -65,7 +63,7 @@ def _single_device_sharding(device: Any) -> Any:
 
 
 def here() -> Any:
-    """The device where the calling thread's computations go by default."""
+    """The default device of the calling thread's computations."""
     default = default_device.value
     if hasattr(default, "client"):
         return default
@@ -77,10 +75,14 @@ def is_committed(array: jax.Array) -> bool:
 
 
 def back_ends_started() -> bool:
-    """Takes no lock: a forked child asks, where nobody may be left to release it."""
+    """Whether JAX has started a back end.
+
+    Reads the dictionary without JAX's lock: a forked child calls this, and a thread
+    that held the lock at the fork does not exist there to release it.
+    """
     return bool(_xla_bridge._backends)
 
 
 def clients() -> list[Any]:
-    """Those of the process's back ends that have been started."""
+    """The clients of the back ends that JAX has started in this process."""
     return list(_xla_bridge._backends.values())

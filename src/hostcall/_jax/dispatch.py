@@ -1,4 +1,9 @@
-"""What a thread dispatches, told as it happens."""
+"""Reports the programs that a thread dispatches, when it dispatches them.
+
+JAX dispatches in two ways. The first call of a program, and every call of a program
+with effects, goes through Python (`tell_of_dispatches` wraps that). Other calls take
+JAX's fast path in C++, which calls a hook (`POST_HOOK`).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,8 @@ from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax.effects import _is_same
 
-# --- What a thread dispatches (_reraise) ---------------------------------------------
-
-# `hook(function, args, kwargs, results)` after each dispatch on JAX's fast path. The
-# calling thread's own stands in for the process's, which `jax.debug_nans` sets.
+# JAX calls `hook(function, args, kwargs, results)` after each dispatch on its fast
+# path. A thread's own hook replaces the process's hook, which `jax.debug_nans` sets.
 POST_HOOK = _api._post_hook_state
 
 _telling = threading.Lock()
@@ -24,15 +27,18 @@ _is_telling = False
 
 
 def tell_of_dispatches(tell: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
-    """From now on calls `tell(results, tokens)` after each dispatch that JAX makes in
-    Python: the first of each program, and all of those with effects. Once a process.
+    """Calls `tell(results, tokens)` after each dispatch that JAX makes in Python.
 
-    Tokens are those of effects, for JAX forgets them when the next program comes.
+    Those are the first dispatch of each program, and every dispatch of a program with
+    effects. Only the first call in a process has an effect.
+
+    `tokens` are those of the program's effects. They are passed along because JAX keeps
+    only the newest ones, and replaces them at the next dispatch.
     """
     global _is_telling
     if _is_telling:
         return
-    with _telling:
+    with _telling:  # two threads may come here at once; wrap only once
         if _is_telling:
             return
         _is_telling = True
@@ -48,7 +54,7 @@ def tell_of_dispatches(tell: Callable[[Sequence[Any], Sequence[Any]], None]) -> 
 
 
 def _tokens_of(program: Any) -> list[Any]:
-    """Those that the calling thread's last dispatch of a program has left."""
+    """The tokens that `program` left when the calling thread has just dispatched it."""
     if not (
         program.has_unordered_effects
         or program.ordered_effects
@@ -57,7 +63,8 @@ def _tokens_of(program: Any) -> list[Any]:
         return []
     tokens = _dispatch.runtime_tokens
     found = [tokens.output_runtime_tokens.get(d) for d in program._local_devices]
-    # Not by look-up, for the sake of hashes that heal (see `drop_failed_token`).
+    # A scan, not a look-up: a look-up calls the effect's `__hash__`, which drops the
+    # token of a failed program (see `drop_failed_token`).
     for effect, token in list(tokens.current_tokens.items()):
         if any(_is_same(effect, ordered) for ordered in program.ordered_effects):
             found.append(token)

@@ -1,4 +1,4 @@
-"""JAX's dtypes: typed keys, float0, the x64 setting; and arrays as NumPy's."""
+"""JAX's dtypes (typed keys, float0, the x64 setting), and conversion to NumPy."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src.lib import guard_lib as _guard_lib
 
-# --- dtypes (_spec, _coerce) -------------------------------------------------------
-
 
 def is_key_dtype(dtype: Any) -> bool:
     return bool(_dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def canonical_dtype(dtype: Any) -> Any:
-    """The dtype that JAX uses for this one with the present x64 setting."""
+    """The dtype that JAX uses for this one under the current x64 setting."""
     return _dtypes.canonicalize_dtype(dtype)
 
 
 def key_data_shape(dtype: Any) -> tuple[int, ...]:
-    """Shape of the uint32 block behind one typed PRNG key."""
+    """The shape of the uint32 block that represents one typed PRNG key."""
     return tuple(dtype._impl.key_shape)
 
 
 def data_of(array: Any) -> Any:
-    """The array itself; of typed keys that of their blocks."""
+    """The array itself, or for an array of typed keys the uint32 array behind it."""
     return getattr(array, "_base_array", array)
 
 
@@ -38,7 +36,10 @@ def wrap_key(data: Any, dtype: Any) -> Any:
 
 
 def physical_avals(avals: Sequence[Any]) -> list[Any]:
-    """With the uint32 blocks behind typed keys; float0, as in programs, is bool."""
+    """The avals as compiled programs have them.
+
+    A typed key becomes its uint32 block, and float0 becomes bool.
+    """
     return [
         aval.update(dtype=np.dtype(np.bool_)) if aval.dtype == _dtypes.float0 else aval
         for aval in map(_core.physical_aval, avals)
@@ -46,7 +47,7 @@ def physical_avals(avals: Sequence[Any]) -> list[Any]:
 
 
 def to_host(operand: Any) -> np.ndarray:
-    """An operand of an eager call, with the dtype that JAX gives it."""
+    """The operand of an eager call as a NumPy array of the dtype that JAX gives it."""
     if isinstance(operand, jax.Array):
         return to_numpy(operand)
     if getattr(operand, "dtype", None) == _dtypes.float0:
@@ -56,8 +57,9 @@ def to_host(operand: Any) -> np.ndarray:
 
 
 def to_numpy(array: jax.Array) -> np.ndarray:
-    """The values of an array. To JAX's transfer guards it is an explicit transfer, as
-    `jax.device_get` is.
+    """Fetches the values of an array.
+
+    JAX's transfer guards see an explicit transfer, as they do for `jax.device_get`.
     """
     guard = _guard_lib.thread_local_state()
     before = guard.explicit_device_get

@@ -14,18 +14,17 @@ from jax._src.interpreters import mlir as _mlir
 
 from hostcall._jax.lowering import lower_by
 
-# --- Effects (_order) --------------------------------------------------------------
-
 Effect = _effects.Effect
 
 
 def register_effect(effect_type: type, ordered: bool) -> None:
-    """Allows an effect in everything that hostcall supports."""
+    """Allows an effect in all of JAX's transformations that hostcall supports."""
     _effects.lowerable_effects.add_type(effect_type)
     _effects.control_flow_allowed_effects.add_type(effect_type)
     _effects.custom_derivatives_allowed_effects.add_type(effect_type)
     _effects.remat_allowed_effects.add_type(effect_type)
-    # Else a scan under grad, whose effects have no result, drops them.
+    # Without this, partial evaluation under grad drops effectful equations of a scan
+    # that have no outputs.
     _effects.partial_eval_kept_effects.add_type(effect_type)
     if ordered:
         _effects.ordered_effects.add_type(effect_type)
@@ -33,10 +32,11 @@ def register_effect(effect_type: type, ordered: bool) -> None:
 
 
 def lower_batched_conditions(effect_type: type) -> None:
-    """Lowers `while_loop`s whose condition is batched and has this ordered effect.
+    """Replaces JAX's lowering of `while_loop` for batched conditions with this effect.
 
-    JAX's rule for ordered effects in a condition (0.10.2, 0.12.0.1) forgets there that
-    rows stop one by one, and lets all of them run on. Every other loop stays JAX's.
+    Under vmap, rows of a loop stop one by one. JAX's lowering of a condition with an
+    ordered effect (0.10.2, 0.12.0.1) ignores that, and lets every row run on until the
+    last one stops. All other loops keep JAX's lowering.
     """
     table = _mlir._lowerings
     entry = table[jax.lax.while_p]
@@ -47,8 +47,9 @@ def lower_batched_conditions(effect_type: type) -> None:
         if not (batched and ours):
             return entry.rule(ctx, *operands, cond_jaxpr=cond_jaxpr, **params)
         loop = _batched_while(cond_jaxpr=cond_jaxpr, **params)
-        # Inside shard_map: what stopped rows keep varies as the condition does, which
-        # the carry's types do not say. The program has been checked before.
+        # Inside shard_map, a carry in which some rows have stopped varies over the mesh
+        # axes of the condition, and the carry's type may not say so. Lower with the
+        # varying-axes check off: JAX checked the program when it was traced.
         fixed = _core.ManualAxisType()
         plain = [
             aval.update(manual_axis_type=fixed) if hasattr(aval, "mat") else aval
@@ -66,7 +67,10 @@ def lower_batched_conditions(effect_type: type) -> None:
 def _batched_while(
     *, cond_jaxpr: Any, body_jaxpr: Any, cond_nconsts: int, body_nconsts: int
 ) -> Callable[..., list[Any]]:
-    """The loop with its condition moved into its body, and rows that stop."""
+    """The same loop with the condition computed in the body, so that rows can stop.
+
+    The carry gets one more value: for each row, whether it goes on.
+    """
     condition, body = _core.jaxpr_as_fun(cond_jaxpr), _core.jaxpr_as_fun(body_jaxpr)
 
     def chosen(goes_on: Any, new: Any, old: Any) -> Any:
@@ -95,7 +99,7 @@ def _batched_while(
 
 
 def tokens() -> list[Any]:
-    """Of the programs with effects that this thread has dispatched last."""
+    """The tokens of the newest programs with effects that this thread dispatched."""
     held = _dispatch.runtime_tokens
     return [*held.current_tokens.values(), *held.output_runtime_tokens.values()]
 
@@ -103,11 +107,17 @@ def tokens() -> list[Any]:
 def wait_for_effects(
     is_failure: Callable[[BaseException], bool] = lambda error: False,
 ) -> list[BaseException]:
-    """Waits for what this thread has dispatched, as far as effects tell.
+    """Waits for the programs with effects that this thread has dispatched.
 
-    Gives what programs failed with, each once: JaxRuntimeErrors, and what `is_failure`
-    knows. JAX's own wait stops at the first that failed (0.10.2), and there fails again
-    the next time.
+    Unlike `jax.effects_barrier`, which in 0.10.2 stops at the first failed program and
+    fails on the same one at the next wait, this waits for all of them.
+
+    Args:
+        is_failure: whether a KeyboardInterrupt or SystemExit raised by the wait is a
+            callback's own exception. Any other one is raised.
+
+    Returns:
+        The exceptions that the programs failed with, each once.
     """
     found: dict[str, BaseException] = {}
     for token in tokens():
@@ -124,12 +134,13 @@ def wait_for_effects(
 
 
 def drop_failed_token(effect: Any) -> str | None:
-    """Forgets this thread's token of `effect` if it is that of a program that failed.
+    """Forgets this thread's token of `effect` if the program that left it has failed.
 
-    Gives what the program failed with. Does not wait for one that is under way.
+    Returns the text of that failure, else None. Does not wait for a program that is
+    still running.
     """
     tokens = _dispatch.runtime_tokens.current_tokens
-    # Not by look-up: that would ask for the effect's hash, which asks for this.
+    # A scan, not a look-up: the effect's `__hash__` calls this function.
     token = next((t for e, t in list(tokens.items()) if _is_same(e, effect)), None)
     buffer = getattr(token, "_buf", None)
     if buffer is None or not buffer.is_ready():
@@ -137,8 +148,9 @@ def drop_failed_token(effect: Any) -> str | None:
     try:
         buffer.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
-        # In place, since JAX is about to look into this dictionary; and what is put
-        # back has hashes of its own.
+        # JAX asked for the effect's hash to look into this very dictionary, so change
+        # it in place. Rebuild it instead of deleting one key: deletion would ask for
+        # this effect's hash again.
         kept = [(e, t) for e, t in tokens.items() if not _is_same(e, effect)]
         tokens.clear()
         tokens.update(kept)
@@ -147,18 +159,20 @@ def drop_failed_token(effect: Any) -> str | None:
 
 
 def _is_same(effect: Any, other: Any) -> bool:
-    """Without asking for a hash."""
+    """Whether two effects are one, or one stands for the other; asks for no hash."""
     return effect is other or effect is getattr(other, "stands_for", other)
 
 
 def is_token_ready(token: Any) -> bool:
-    """Of the token of an ordered effect; of others that is not known."""
+    """Whether an ordered effect's token is ready; False for other tokens, which JAX
+    gives no way to ask.
+    """
     array = getattr(token, "_buf", None)
     return array is not None and bool(array.is_ready())
 
 
 def forget_tokens(given: Sequence[Any]) -> None:
-    """JAX's next wait for effects passes these tokens over."""
+    """Removes these tokens from those that JAX's next wait for effects waits for."""
     tokens = _dispatch.runtime_tokens
     numbers = set(map(id, given))
     for latest in (tokens.output_runtime_tokens, tokens.current_tokens):

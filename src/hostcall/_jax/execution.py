@@ -1,4 +1,9 @@
-"""Settings of JAX that programs are checked against before they run."""
+"""Settings that JAX reads before it runs a program, used to look at that program.
+
+JAX has no hook that runs before a program does. It does read the truth of
+`jax_no_execution` then, so an object in the place of that setting's value has its
+`__bool__` called, and finds the program in the caller's frame.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +24,14 @@ FIXED, DEVICE, GUARD, WITH = range(4)
 
 
 def ambient_settings() -> list[tuple[int, Any, Any, Any, Any, Any]]:
-    """(kind, setting, its swap, set and get, value) of what host code has its own of.
+    """The settings that a callback gets values of its own for.
 
     A callback may run on the thread that dispatched the program, inside that
-    thread's `jax.default_device` and `jax.set_mesh`, which it must not inherit. What
-    a setting of the kinds DEVICE and GUARD is set to, the call's plan knows.
+    thread's `jax.default_device` and `jax.set_mesh`, which it must not inherit.
+
+    Returns:
+        (kind, setting, its swap, set and get functions, value) for each setting. For
+        the kinds DEVICE and GUARD the value comes from the call's plan instead.
     """
     home = _config if hasattr(_config, "device_context") else _mesh
     abstract, concrete = home.abstract_mesh_context_manager, home.device_context
@@ -35,31 +43,33 @@ def ambient_settings() -> list[tuple[int, Any, Any, Any, Any, Any]]:
     return [
         entry(DEVICE, default_device, None),
         entry(FIXED, abstract, _mesh.empty_abstract_mesh),
-        # Whoever sets this one has set the one before.
+        # JAX sets this one only together with the one before it, so the engine skips
+        # it where that one is not set (native/plan/call_scope.cc).
         entry(WITH, concrete, _mesh.empty_concrete_mesh),
         entry(GUARD, _config.no_execution, None),
     ]
 
 
-# JAX 0.10 leaves its own callbacks the meshes of the thread that dispatched, and the
-# interpreter of Pallas looks there for the kind of TPU.
+# In JAX 0.10 a callback of JAX's own still sees the meshes of the dispatching thread,
+# and Pallas's interpreter, which runs in such callbacks, reads the TPU kind from them.
 CALLBACKS_HIDE_MESHES = hasattr(_callback, "mesh_lib")
 
-# What `get_local` gives for a setting that the calling thread has not set.
+# What `get_local` returns for a setting that the calling thread has not set.
 UNSET = _config.config_ext.unset
 
 
 class ExecutionGuard:
-    """Asks about programs that a callback starts, before they are executed.
+    """Checks the programs that a callback starts, before they are executed.
 
-    Stands in for the value of `jax_no_execution`, whose truth JAX asks for before it
-    executes a program, or puts one on its fast path. The setting is part of the key
-    of JAX's caches, so programs that were on the fast path before are asked about
-    again; those that have passed get a fast path of their own.
+    It takes the place of the value of `jax_no_execution`. JAX reads the truth of that
+    value before it executes a program, and before it puts one on its fast path. The
+    value is part of the keys of JAX's caches, so a program that was on the fast path
+    outside the callback is checked too. A program that has passed gets a fast path
+    under this guard's key, and is not checked again.
     """
 
     def __init__(self, check: Callable[[Sequence[Any]], None]) -> None:
-        """`check` gets a program's devices, and raises what refuses it."""
+        """`check` gets a program's devices, and raises in order to refuse it."""
         self._check = check
 
     def __bool__(self) -> bool:
@@ -69,7 +79,9 @@ class ExecutionGuard:
 
 
 def _devices_of_what_asks(frame: Any) -> Sequence[Any]:
-    """Those of the program that JAX is about to execute, or to put on its fast path."""
+    """The devices of the program that JAX is about to execute or to put on its fast
+    path, found in the frame that reads the setting.
+    """
     return getattr(_program_that_asks(frame), "_local_devices", ())
 
 
@@ -80,17 +92,18 @@ def _program_that_asks(frame: Any) -> Any:
     return program
 
 
-# --- A process that may run no more programs with others (_job) ----------------------
+# --- A process that may take no further part in programs over several processes ------
 
 _refusal_across: Callable[[], Exception] | None = None
 
 
 class _AcrossGuard:
-    """Stands in for settings of the whole process that JAX asks for.
+    """Takes the place of the process-wide values of two settings.
 
-    `jax_no_execution` as `ExecutionGuard` does. `jax_no_tracing` is asked for when a
-    jitted function is called that is not on the fast path: there the arguments are
-    looked at, so that nothing is compiled (which may take minutes) only to be refused.
+    JAX reads `jax_no_execution` where `ExecutionGuard` says. It reads `jax_no_tracing`
+    when a jitted function is called that is not on the fast path. There the arguments
+    show whether the program would span processes, so it is refused before it is
+    compiled, which may take minutes.
     """
 
     def __init__(self, before: Any) -> None:
@@ -99,16 +112,19 @@ class _AcrossGuard:
     def __bool__(self) -> bool:
         frame = sys._getframe(1)
         if frame.f_code.co_name == "_get_fastpath_data":
-            return True  # of a program that has been dispatched: not the fast path
+            # JAX has just dispatched this program and asks whether its next calls may
+            # take the fast path. True forbids that, so each of them is checked here.
+            return True
         _refuse_across(frame)
         return bool(self._before)
 
 
 def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
-    """From now on programs over several processes raise where they would start.
+    """From now on, a program over several processes raises instead of starting.
 
-    Both settings are global, and the first is part of the keys of JAX's caches: every
-    program that comes again is traced and compiled again, once.
+    Both settings are set for the whole process. `jax_no_execution` is part of the keys
+    of JAX's caches, so every program is traced and compiled once more when it is next
+    called.
     """
     global _refusal_across
     _refusal_across = refusal
@@ -120,7 +136,7 @@ def _refuse_across(frame: Any) -> None:
     if _refusal_across is None:
         return
     program = _program_that_asks(frame)
-    if program is None:  # a function, before it is traced: its arguments
+    if program is None:  # a function that is not traced yet: look at its arguments
         leaves = jax.tree.leaves([frame.f_locals.get(n) for n in ("args", "kwargs")])
         tracer = jax.core.Tracer
         parts = [
@@ -135,11 +151,11 @@ def _refuse_across(frame: Any) -> None:
         raise _refusal_across()
 
 
-# --- A forked child (_fork) ----------------------------------------------------------
+# --- A forked child ------------------------------------------------------------------
 
 
 class _Refusal:
-    """Stands in for the value of `jax_no_execution`: no program passes."""
+    """Takes the place of the value of `jax_no_execution`, and refuses every program."""
 
     def __init__(self, refusal: Callable[[], Exception]) -> None:
         self._refusal = refusal
@@ -149,10 +165,10 @@ class _Refusal:
 
 
 def refuse_programs(refusal: Callable[[], Exception]) -> None:
-    """Ends lowering, compiling and running in this process; tracing goes on.
+    """Refuses lowering, compiling and running in this process; tracing still works.
 
-    For a process in which they would wait for threads that do not exist: MLIR's pool
-    and XLA's. JAX's functions are replaced, and nothing puts them back.
+    This is for a forked child, in which they would wait for threads that do not exist
+    there (MLIR's pool and XLA's). JAX's functions are replaced for good.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -163,5 +179,5 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
     _compiler.compile_or_get_cached = refuse
     setting, guard = _config.no_execution, _Refusal(refusal)
     setting.set_global(guard)
-    if setting.get_local() is not UNSET:  # a callback's: it has forked
+    if setting.get_local() is not UNSET:  # a callback's guard: the callback has forked
         setting.set_local(guard)

@@ -1,4 +1,4 @@
-"""What JAX's lowering of a program knows, and how rules take part in it."""
+"""What JAX knows while it lowers a program, and how to add lowering rules."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ def register_lowering(
     *,
     wants_devices: bool = True,
 ) -> None:
-    """Registers a lowering that runs once for each equation.
+    """Registers a lowering rule that runs once for each equation.
 
-    One rule for all platforms: those that the engine serves have handlers of one name,
-    so a module for several of them has one call, and JAX need not choose between
-    copies. `elsewhere` lowers for other platforms.
+    The rule is registered for all platforms at once. The engine's handlers have the
+    same names on every platform that it serves, so a module that is lowered for
+    several of them needs one call only, and JAX does not emit a copy for each.
 
-    Not cacheable: a cached lowering becomes a function that several equations share,
-    and neighbours then could not be chained (see `chain`). Most want to know the
-    program's devices, for `sharding=` and for mesh coordinates; where one does, JAX
-    allows one mesh only in that program.
+    The rule is not cacheable: JAX turns a cached lowering into a function that several
+    equations share, and calls in it could not be chained to their neighbours (`chain`).
+
+    Args:
+        primitive: the primitive.
+        rule: lowers an equation for the platforms that the engine serves.
+        elsewhere: lowers it for all others; None: `rule` does.
+        wants_devices: the rule needs the program's devices, for `sharding=` and for
+            mesh coordinates. JAX then allows only one mesh in that program.
     """
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -48,18 +53,15 @@ def register_lowering(
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-# --- Lowering (_primitives/call/lowering) ------------------------------------------
-
-
 _CHAIN = "hostcall: last token of each block"
 
 
 def chain(ctx: Any) -> tuple[Any | None, Callable[[Any], None]]:
-    """Token of the chained call before this one in the same block, and a setter.
+    """The token of the previous chained call in the same block, and a setter.
 
-    Calls in one MLIR block are straight-line code. Each takes the token of the one
-    before it, so the compiler sees that they depend on each other. The record lies in
-    a dictionary that JAX keeps for one module's lowering, and goes with it.
+    Calls in one MLIR block are straight-line code. Each takes the token of the call
+    before it, so XLA sees that they depend on each other. The record is kept in a
+    dictionary that JAX makes for the lowering of one module, and ends with it.
     """
     record = ctx.module_context.cached_primitive_lowerings.setdefault(_CHAIN, {})
     block = _ir.InsertionPoint.current.block
@@ -80,10 +82,10 @@ def set_ordered_token(ctx: Any, effect: Any, token: Any) -> None:
 
 
 def keep_alive(ctx: Any, thing: Any) -> None:
-    """Ties `thing` to the executable that comes out of this lowering.
+    """Keeps `thing` alive as long as the executable of this lowering.
 
-    A module that is lowered to be exported has no executable, and may be called as
-    long as the process lives.
+    A module that is lowered for export has no executable here and may be called at any
+    later time, so it keeps `thing` until the process ends.
     """
     if is_for_export(ctx):
         exported.append(thing)
@@ -99,16 +101,20 @@ def is_for_export(ctx: Any) -> bool:
 
 
 def executables_are_shared() -> bool:
-    """Whether one process's executable is to run in all, and is kept by its text."""
+    """Whether one process compiles for all, which then fetch its executable.
+
+    JAX finds it by the module's text, so the text must be the same in all processes.
+    """
     return bool(_config.share_binary_between_hosts.value)
 
 
 def run_where_dispatched(ctx: Any) -> None:
-    """Has the program run on the thread that dispatches it, if it is for the CPU.
+    """Makes a CPU program run on the thread that dispatches it.
 
-    XLA's runtime does so with a program that was compiled with host callbacks, which is
-    how JAX's own callbacks get it. Any callable in their list will do: only custom
-    calls of JAX's own ask for one. A program that is exported must not have any.
+    XLA's CPU runtime does that with every program that was compiled with host
+    callbacks, so programs with JAX's own callbacks run there. The list may hold any
+    callable, since only JAX's own custom calls use it. An exported program must not
+    have host callbacks.
     """
     module = ctx.module_context
     if is_for_export(ctx) or not is_for_cpu(ctx):
@@ -118,14 +124,18 @@ def run_where_dispatched(ctx: Any) -> None:
 
 
 def _not_called(*args: Any) -> Any:
-    """Stands among the host callbacks. One for all programs, since JAX's caches of
-    executables compare by it.
+    """The entry in the list of host callbacks.
+
+    All programs share it: the list is part of the keys of JAX's caches of executables.
     """
     raise AssertionError("hostcall: a host callback that stands for none was called")
 
 
 def host_callback_handler() -> Any | None:
-    """JAX's handler of buffer callbacks on CPUs (native/handlers/host_callback.h)."""
+    """JAX's handler of buffer callbacks on CPUs, or None if jaxlib does not show it.
+
+    native/handlers/host_callback.h says what the engine needs it for.
+    """
     targets = getattr(_xla_client, "custom_call_targets", None)
     if targets is None:
         return None
@@ -133,7 +143,9 @@ def host_callback_handler() -> Any | None:
 
 
 def lowering_client(ctx: Any) -> Any | None:
-    """The client that the program is lowered for; None in a cross-lowering."""
+    """The client for which the program is lowered; None if its platform has none here,
+    as when a program is exported for another platform.
+    """
     try:
         return ctx.module_context.get_backend()
     except (RuntimeError, ValueError):
@@ -154,12 +166,12 @@ def is_partitioned(ctx: Any) -> bool:
 
 
 def lower_by(ctx: Any, f: Callable[..., Any], *operands: Any) -> list[Any]:
-    """Lowers an equation as the JAX function `f` (a list of results) is lowered."""
+    """Lowers an equation as the JAX function `f`, which returns a list of results."""
     return list(_mlir.lower_fun(f, multiple_results=True)(ctx, *operands))
 
 
 def check_sharding(ctx: Any, sharding: Any, name: str) -> None:
-    """Refuses placements that mean nothing for this program."""
+    """Refuses a `sharding=` and a shard_map that the call can't work with."""
     context = ctx.module_context.axis_context
     if not isinstance(context, _sharding_impls.SPMDAxisContext):
         return
@@ -177,8 +189,9 @@ def check_sharding(ctx: Any, sharding: Any, name: str) -> None:
 
 
 def program_devices(ctx: Any) -> list[Any] | None:
-    """The devices that the program will run on, in its order; None: just one, or (in
-    a region inside a region) not to be told.
+    """The devices of the program, in its order.
+
+    None if there is one device, or if a nested manual region hides them.
     """
     context = ctx.module_context.axis_context
     if isinstance(context, _sharding_impls.SPMDAxisContext):
@@ -193,7 +206,9 @@ def program_devices(ctx: Any) -> list[Any] | None:
 
 
 def number_of_devices(ctx: Any) -> int:
-    """Of the program; also where its devices are not to be told."""
+    """How many devices the program has. Outside manual regions this is known even if
+    the devices themselves are not.
+    """
     context = ctx.module_context.axis_context
     if isinstance(context, _sharding_impls.ShardingContext):
         return int(context.num_devices)
@@ -201,7 +216,11 @@ def number_of_devices(ctx: Any) -> int:
 
 
 def spans_processes(ctx: Any) -> bool:
-    """Whether other processes run the program too, as far as can be told."""
+    """Whether other processes run the program too.
+
+    Where the devices are not known, any program over several devices in a job of
+    several processes counts.
+    """
     devices = program_devices(ctx)
     if devices is not None:
         return len({device.process_index for device in devices}) > 1
@@ -213,7 +232,7 @@ def spans_processes(ctx: Any) -> bool:
 def lower_traced(
     ctx: Any, f: Callable[..., Any], avals: Sequence[Any], values: Sequence[Any]
 ) -> list[Any]:
-    """What JAX's function `f` makes of values of these avals."""
+    """Emits the JAX function `f` on values of these avals; returns its results."""
     avals = [_core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
     inner = ctx.replace(primitive=None, avals_in=avals, avals_out=None)
     results = _mlir.lower_fun(f)(inner, *values)

@@ -1,4 +1,4 @@
-"""The error that JAX raises for a failed program, as it is made."""
+"""Notices each error that JAX makes for a failed program, at the time it is made."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 import jax
 
-# What JAX raises for a program that failed. It is JaxRuntimeError, but on JAX's fast
-# path ValueError, which is only seen under somebody else's trace function.
+# What JAX raises for a program that failed: JaxRuntimeError, and ValueError on its fast
+# path. hostcall turns the ValueError into a JaxRuntimeError (native/base/report.h),
+# except under a debugger's or coverage tool's trace function.
 REPORTS = (jax.errors.JaxRuntimeError, ValueError)
 
 
 def tell_of_reports(tell: Callable[[str], None]) -> None:
-    """Calls `tell(text)` whenever a JaxRuntimeError is made; what it raises is raised
-    in the error's place.
+    """Calls `tell(text)` whenever a JaxRuntimeError is made.
 
-    jaxlib's C++ makes the error on the thread that looks at the result, and runs
-    nothing else of Python's in between: the class itself is the only place to stand.
+    If `tell` raises, that exception replaces the JaxRuntimeError. jaxlib's C++ makes
+    the error on the thread that reads the result, and the constructor of the class is
+    the only Python code that it runs on the way.
     """
     plain = jax.errors.JaxRuntimeError.__init__
 

@@ -1,4 +1,4 @@
-"""Primitives, their rules, and the values they see while a program is traced."""
+"""Primitives, their rules, and the values that these see while JAX traces a program."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from jax._src.state import discharge as _discharge
 
 from hostcall._jax.devices import guards_transfers_to_devices, here
 
-# --- Primitives (_primitives/*) ----------------------------------------------------
-
 Primitive = _core.Primitive
 ShapedArray = _core.ShapedArray
 moveaxis = _batching.moveaxis
@@ -34,7 +32,7 @@ aval_of = _core.typeof
 
 
 def is_tracing() -> bool:
-    """Whether the calling thread is tracing: only then are there traced values."""
+    """Whether the calling thread is tracing. Traced values exist only then."""
     return not _core.trace_state_clean()
 
 
@@ -57,36 +55,37 @@ def is_literal(atom: Any) -> bool:
 def register_dce(
     primitive: Any, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """`rule(used outputs, equation)` gives (used inputs, what remains of it).
+    """Registers `rule(used outputs, equation)` for dead code elimination.
 
-    JAX's has a list of live inputs in the middle (0.12), or not (0.10).
+    `rule` returns (used inputs, the equation that remains or None). JAX's own rules
+    take one more argument in the middle in 0.12, a list of live inputs.
     """
     _pe.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
 
 def hold_weakly_in_caches(parameter_type: type) -> None:
-    """JAX's caches of traced equations shall not keep parameters of this type alive.
+    """Makes JAX's caches of traced equations hold parameters of this type weakly.
 
-    They are global, and would keep the user's function with them. Needs a type that
-    allows weak references.
+    The caches are global; otherwise they would keep the user's function alive. The type
+    must allow weak references.
     """
     _util.weakref_cache_key_types.add(parameter_type)
 
 
 def def_effectful_abstract_eval(primitive: Any, rule: Callable[..., Any]) -> None:
-    """`rule` gives (result avals, effects)."""
+    """Registers `rule`, which returns (result avals, effects)."""
     primitive.def_effectful_abstract_eval(rule)
 
 
 def result_avals(
     avals: Sequence[Any], operands: Sequence[Any], pure: bool
 ) -> list[Any]:
-    """Result avals on the mesh in context, varying as the operands do.
+    """Result avals on the mesh in context, with the mesh axes over which they vary.
 
-    Inside `shard_map` with its check on, JAX follows over which mesh axes a value
-    varies. A pure function of values that are the same everywhere gives the same
-    everywhere; one with effects may tell its shards apart (`hc.current()`), so its
-    results vary over all manual axes.
+    Inside `shard_map` with its check on, JAX tracks the mesh axes over which each value
+    varies. Results of a pure call vary over the axes of its operands. A call with
+    effects can tell shards apart (`hc.current()`), so its results vary over all manual
+    axes.
     """
     mesh = _mesh.get_abstract_mesh()
     if mesh.empty:
@@ -106,10 +105,11 @@ def result_avals(
 
 
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
-    """Operands that vary over the same mesh axes, inside `shard_map` with its check on.
+    """Casts operands so that all vary over the same mesh axes.
 
-    A cotangent varies as the results do. Where an operand varies less, the cast here
-    is transposed to the sum over the devices that hold it.
+    This matters inside `shard_map` with its check on. A cotangent varies over the axes
+    of the results; if an operand varies over fewer, the transpose of this cast sums its
+    cotangents over the devices that hold copies.
     """
     mesh = _mesh.get_abstract_mesh()
     if mesh.empty or not _config._check_vma.value:
@@ -125,7 +125,9 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
 
 
 def shard_alike(value: Any, aval: Any) -> Any:
-    """`value`, sharded as `aval` says, which over explicit mesh axes is typed."""
+    """`value` resharded as `aval` says; explicit mesh axes make sharding part of the
+    type.
+    """
     wanted = getattr(aval, "sharding", None)
     if wanted is None or wanted.mesh.empty or _core.typeof(value).sharding == wanted:
         return value
@@ -133,8 +135,10 @@ def shard_alike(value: Any, aval: Any) -> Any:
 
 
 def _make_tokens(primitive: Any, operands: Any, params: Any) -> None:
-    """The tokens of an eager ordered program, as explicit transfers: JAX makes a
-    missing one implicitly, which a transfer guard refuses.
+    """Makes the tokens that an eager program with ordered effects needs.
+
+    JAX would make a missing token by an implicit transfer, which a transfer guard
+    refuses. Here it is an explicit transfer.
     """
     avals = [jax.typeof(operand) for operand in operands]
     _, effects = primitive.abstract_eval(*avals, **params)
@@ -147,17 +151,18 @@ def _make_tokens(primitive: Any, operands: Any, params: Any) -> None:
 
 
 def apply_primitive(primitive: Any, *operands: Any, **params: Any) -> Any:
-    """Compiles one equation and runs it; equal ones find what was compiled."""
+    """Compiles one equation and runs it; equal equations share the compiled program."""
     if guards_transfers_to_devices():
         _make_tokens(primitive, operands, params)
     return _dispatch.apply_primitive(primitive, *operands, **params)
 
 
 def refuse_special(arrays: Sequence[jax.Array], what: Callable[[], str]) -> None:
-    """Raises as JAX does for what `jax_debug_nans` and `jax_debug_infs` forbid.
+    """Raises as JAX does for values that `jax_debug_nans` or `jax_debug_infs` forbids.
 
-    JAX looks at what its programs give. Jitted functions whose results have a NaN are
-    run again without jit, to name the operation that gave it: that is found here too.
+    JAX checks the results of its programs. If a jitted function returns a NaN, JAX runs
+    it again without jit to name the operation that made it. A host call in that rerun
+    is an eager call, and this check names it.
     """
     if not _dispatch.needs_check_special():
         return
@@ -175,12 +180,16 @@ def refuse_vmap(primitive: Any, operands: Any, dims: Any) -> None:
 
 
 def unroll(primitive: Any, operands: Any, dims: Any, params: dict[str, Any]) -> Any:
-    """JAX's batching rule of debug callbacks: an equation a row."""
+    """Applies JAX's batching rule for debug callbacks: one equation for each row."""
     return _debugging.debug_batching_rule(operands, dims, primitive=primitive, **params)
 
 
 def keep_under_remat(primitive: Any) -> None:
-    """JAX's rule of debug callbacks: staged out where remat computes their inputs."""
+    """Gives a primitive JAX's remat rule for debug callbacks.
+
+    The rule keeps the equation in the rematerialized program too, if its inputs are
+    available there.
+    """
     rule = _debugging._debug_partial_eval_custom
 
     def partial_eval(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
@@ -190,7 +199,7 @@ def keep_under_remat(primitive: Any) -> None:
 
 
 def discharge_in_place(primitive: Any) -> None:
-    """The equation takes the value of a Ref, and changes none."""
+    """Registers a primitive that reads Refs, and changes none of them."""
     own = _debugging._debug_callback_state_discharge_rule
     names = own.__code__.co_varnames[: own.__code__.co_argcount]
     leading = len(names)  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
@@ -203,8 +212,9 @@ def discharge_in_place(primitive: Any) -> None:
 
 
 def in_pallas_kernel() -> bool:
-    """Whether the calling thread is tracing a Pallas kernel: device code, where only
-    JAX's own primitives have rules.
+    """Whether the calling thread is tracing a Pallas kernel.
+
+    That is device code, and only JAX's own primitives have lowering rules for it.
     """
     pallas = sys.modules.get("jax._src.pallas.core")
     if pallas is None:
@@ -216,7 +226,7 @@ def in_pallas_kernel() -> bool:
 
 
 def on_first_of(axes: Sequence[Any], f: Callable[[], Any]) -> Any:
-    """`f()`, on the devices that are first along these axes."""
+    """Runs `f()` only on the devices that are first along these mesh axes."""
 
     def body() -> Any:
         first = jax.lax.axis_index(tuple(axes)) == 0
@@ -225,7 +235,7 @@ def on_first_of(axes: Sequence[Any], f: Callable[[], Any]) -> Any:
     return _shard_map.shard_map(body, in_specs=(), out_specs=[])()
 
 
-# --- The old module (host_callback, _outside_call) -----------------------------------
+# --- For host_callback: _compat/host_callback.py, _compat/outside_call.py ------------
 
 partial_eval_by_trace = _pe.custom_partial_eval_rules  # under linearize
 pretty_printer = _pretty_printer
