@@ -127,7 +127,7 @@ def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> Callable[[], N
 
     def restore() -> None:
         for table, entry, ours in replaced:
-            if table[primitive] is ours:  # else someone has replaced ours meanwhile
+            if table[primitive] is ours:  # else another library has replaced our entry
                 table[primitive] = entry
 
     return restore
