@@ -36,10 +36,10 @@ def test_a_pure_call_without_results(mode, result):
 
     text = (
         "`test_a_pure_call_without_results.<locals>.log` returns nothing, and {} calls"
-        ' it with order="pure", the default: a program drops it, since nothing needs'
-        " its results. For values that leave the program write"
-        " hc.tap(test_a_pure_call_without_results.<locals>.log, ...), which does not"
-        ' wait; for a call that it waits for, order="ordered" (or "unordered")'
+        ' it with order="pure", the default. A program drops such a call, since nothing'
+        " needs its results. To send values out without waiting, write"
+        " hc.tap(test_a_pure_call_without_results.<locals>.log, ...); for a call that"
+        ' the program waits for, add order="ordered" (or "unordered")'
     )
     call = mode(lambda x: hc.call(log, result, x))
     assert refused(call, X) == text.format("hc.call")
@@ -120,21 +120,21 @@ def container_printed(x):
 
 
 def by_default(x):
-    return lambda v, loss=x: v + loss, "has as the default of `loss`", "loss"
+    return lambda v, loss=x: v + loss, "uses the default of `loss`", "loss"
 
 
 def by_keyword_default(x):
-    return lambda v, *, loss=x: v + loss, "has as the default of `loss`", "loss"
+    return lambda v, *, loss=x: v + loss, "uses the default of `loss`", "loss"
 
 
 def by_partial(x):
     given = functools.partial(operator.add, x)
-    return given, "has from functools.partial, as argument 0", "x"
+    return given, "uses argument 0 of its functools.partial", "x"
 
 
 def by_partial_keyword(x):
     given = functools.partial(lambda v, loss: v, loss=(1, x))
-    return given, "has from functools.partial, as `loss`", "x"
+    return given, "uses `loss` of its functools.partial", "x"
 
 
 def around_a_method(x):
@@ -183,7 +183,7 @@ def test_rules_in_host_code():
         rule = lambda primals, tangents: tangents[0] * x
         text = refused(host.defjvp, rule)
         assert "uses `x`, a traced value" in text
-        assert "Hand it over: f(..., x)" in text
+        assert "Pass it as one: f(..., x)" in text
         assert "uses `x`" in refused(host.defvjp, lambda v: (v, v), lambda r, ct: (x,))
         host.defjvp(rule, where="jax")  # there it has its value
         return jax.grad(host)(x)
@@ -200,8 +200,8 @@ def test_the_whole_message():
     assert refused(jax.jit(f), X) == (
         "`test_the_whole_message.<locals>.f.<locals>.<lambda>` uses `loss`, a traced"
         " value (float32[]) of the program around it. It has no value while the program"
-        " is traced, and where `test_the_whole_message.<locals>.f.<locals>.<lambda>`"
-        " runs only its arguments have one. Hand it over:"
+        " is traced, and when `test_the_whole_message.<locals>.f.<locals>.<lambda>`"
+        " runs, only its arguments have values. Pass it as one:"
         " hc.tap(test_the_whole_message.<locals>.f.<locals>.<lambda>, ..., loss), with"
         " a parameter for it"
     )
@@ -211,7 +211,7 @@ def test_the_whole_message():
 def test_a_text_with_a_traced_value(face):
     def f(x):
         text = refused(FACES[face], lambda v: 0, f"loss {x}")
-        assert " is given the text 'loss JitTracer(float32[])', which has a" in text
+        assert " is given the text 'loss JitTracer(float32[])', which contains" in text
         assert "an f-string is formatted while the program is traced" in text
         return x
 
@@ -404,12 +404,12 @@ WRONG = {
     "too many": (
         lambda x: hc.tap(lambda v: None, x, x),
         "hc.tap calls `<lambda>` with 2 positional arguments. `<lambda>` takes (v)."
-        " Arguments and parameters must fit: hc.tap(<lambda>, *args)",
+        " Arguments and parameters must match: hc.tap(<lambda>, *args)",
     ),
     "too few": (
         lambda x: hc.call(lambda a, b: a, F32, x),
         "hc.call calls `<lambda>` with 1 positional argument. `<lambda>` takes (a, b)."
-        " Arguments and parameters must fit: hc.call(<lambda>, result, *args)",
+        " Arguments and parameters must match: hc.call(<lambda>, result, *args)",
     ),
     "result forgotten": (
         lambda x: hc.call(lambda v: v, x),

@@ -65,7 +65,7 @@ STRUCTURES = {
 )
 def test_another_structure_is_refused(mode, value, result, say):
     text = refusal(mode, value, result)
-    assert "returned another structure than its result=" in text
+    assert "returned a structure that differs from its result=" in text
     assert say in text
 
 
@@ -135,15 +135,23 @@ LOSSY = {
     "unsigned": (np.uint8(200), "int8", "got uint8 holding 200"),
     "small": (np.int8(8), "int4", "got int8 holding 8, which int4 can't hold"),
     "smaller": (4, "uint2", "holding 4, which uint2 can't hold"),
-    "number for bool": (1, "bool", "A integer is not made a bool silently"),
+    "number for bool": (
+        1,
+        "bool",
+        "hostcall does not convert integer to bool silently",
+    ),
     "float": (np.float32(2.0), "int32", "should be int32, got float32."),
     "Python float": (2.0, "int32", "got float64 from Python numbers."),
     "float8": (jnp.float8_e4m3fn(2.0), "int32", "got float8_e4m3fn."),
-    "complex": (1 + 2j, "float32", "A complex is not made a float silently"),
+    "complex": (
+        1 + 2j,
+        "float32",
+        "hostcall does not convert complex to float silently",
+    ),
     "integer for float": (2**24 + 1, "float32", "that float32 can't hold exactly"),
     "integer for half": (np.int32(2049), "float16", "can't hold exactly"),
-    "text": ("2.0", "float32", "got str '2.0', which is no array of numbers"),
-    "object": (object(), "float32", "which is no array of numbers"),
+    "text": ("2.0", "float32", "got str '2.0', which is not an array of numbers"),
+    "object": (object(), "float32", "which is not an array of numbers"),
 }
 
 
@@ -156,7 +164,7 @@ def test_numbers_are_not_changed_silently(mode, value, dtype, say):
 
 MASKED = np.ma.array(np.float32([1, 2, 3]), mask=[0, 1, 0])
 ROW = np.float32([1, 2, 3])
-OBJECTS = "no array of numbers but Python objects. Return np.asarray(x, 'float32')"
+OBJECTS = "not an array of numbers but Python objects. Return np.asarray(x, 'float32')"
 NO_NUMBERS = {
     "objects": (ROW.astype(object), OBJECTS),
     "None among them": ([1.0, None, 3.0], OBJECTS),
@@ -211,7 +219,7 @@ def test_host_functions_and_their_rules_refuse_it_too():
             with pytest.raises(hc.ResultError, match=say), hc.reraise():
                 jax.block_until_ready(mode(program)(ROW))
     i = hc.host(lambda x: x.astype(object), result="infer", name="i")
-    with pytest.raises(hc.SpecError, match="of which JAX has no arrays"):
+    with pytest.raises(hc.SpecError, match="and JAX has no such arrays"):
         i(ROW)
 
 

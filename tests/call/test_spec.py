@@ -75,13 +75,13 @@ RESULTS = {
     ),
     "float64": ([np.zeros(3)], "result[0] of `host` is float64"),
     "complex128": (np.zeros(2, np.complex128), "Ask for complex64, or enable"),
-    "objects": ([np.zeros(3, object)], "result[0] of `host` is object, of which JAX"),
+    "objects": ([np.zeros(3, object)], "result[0] of `host` is object, and JAX"),
     "fields": (
         jax.ShapeDtypeStruct((3,), np.dtype([("a", "f4")])),
-        "is [('a', '<f4')], of which JAX has no arrays. Ask for a dtype of numbers",
+        "is [('a', '<f4')], and JAX has no such arrays. Ask for a dtype of numbers",
     ),
-    "dates": (np.zeros(3, "M8[s]"), "is datetime64[s], of which JAX has no arrays"),
-    "long double": (np.zeros(3, np.longdouble), "of which JAX has no arrays"),
+    "dates": (np.zeros(3, "M8[s]"), "is datetime64[s], and JAX has no such arrays"),
+    "long double": (np.zeros(3, np.longdouble), "and JAX has no such arrays"),
     "unknown size": (
         type("Spec", (), {"shape": (None, 2), "dtype": np.float32}),
         "has the shape (None, 2). Sizes must be integers",
@@ -203,7 +203,7 @@ OPTIONS = {
     "where of numbers": ({"where": 3}, "where= of `host` should be one bool, got int"),
     "where of rows": (
         {"where": np.array([True, False])},
-        "should be one bool, got bool[2]. For one a row, vmap the function",
+        "should be one bool, got bool[2]. For one bool per row, vmap the function",
     ),
     "fill of another shape": (
         {"where": True, "fill": np.zeros(3)},

@@ -246,7 +246,7 @@ def test_a_wrong_mask_or_fill_is_refused(options, text, wrap):
 
 def test_a_traced_mask_of_many_is_refused():
     with pytest.raises(
-        hc.SpecError, match=re.escape("got bool[3]. For one a row, vmap")
+        hc.SpecError, match=re.escape("got bool[3]. For one bool per row, vmap")
     ):
         jax.jit(lambda x: hc.call(free, ROW, x, where=x > 0))(X[0])
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that several faces take: the function, where=, sharding=."""
+"""Checks of the arguments that several faces share: the function, where=, sharding=."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from hostcall._core.source import name_of
 
 
 def check_function(fn: Any, usage: str) -> str:
-    """The function's name; refuses what can't be called for its effect."""
+    """Returns the function's name; refuses what is not a plain function.
+
+    Calling a coroutine or generator function runs none of its code.
+    """
     if not callable(fn):
         raise SpecError(
             f"hostcall: the first argument should be a function, got {fn!r}. Write"
@@ -42,8 +45,8 @@ def parse_mask(where: Any, name: str) -> Any:
     if mask.dtype != np.bool_ or mask.shape != ():
         raise SpecError(
             f"hostcall: where= of `{name}` should be one bool, got"
-            f" {mask.dtype}{list(mask.shape)}. For one a row, vmap the function that"
-            " makes the call"
+            f" {mask.dtype}{list(mask.shape)}. For one bool per row, vmap the function"
+            " that makes the call"
         )
     return mask
 

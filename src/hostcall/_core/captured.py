@@ -1,10 +1,11 @@
-"""Traced values that a host function would use when it runs, and they are gone.
+"""Finds traced values that a host function would use, which have no value when it runs.
 
-A function written inside a traced one can name its variables, of which JAX has only
-stand-ins: shapes and dtypes are known, values are not. What is looked at are the
-variables that the function, or a function that it uses, has from those around it, its
-defaults, and what `functools.partial` has given it. What is not are attributes of
-objects (a bound method's `self` too) and globals, where a traced value seldom is.
+A host function that is written inside a traced function can use that function's
+variables. These hold tracers: their shapes and dtypes are known, their values are not.
+The search covers the variables that the function, or another function that it uses,
+takes from the functions around it, its defaults, and the arguments that
+`functools.partial` has bound. It does not cover attributes of objects (`self` of a
+bound method included) and globals, which seldom hold a tracer.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ import jax
 
 
 def has_tracers_text(value: Any) -> bool:
-    """Whether this is a text that a traced value was formatted into."""
+    """Whether this is a string into which a traced value was formatted."""
     return isinstance(value, str) and ("Traced<" in value or "Tracer(" in value)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A traced value, how a function comes by it, and what to call it."""
+    """A traced value that a function would use.
+
+    Attributes:
+        how: a verb phrase that says how the function gets it, for messages.
+        name: what to call it as an argument.
+        aval: its shape and dtype, as a text.
+    """
 
     how: str
     name: str
@@ -35,7 +42,12 @@ class Found:
 
 
 def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
-    """The traced values that a function would use. `seen`: functions not to look at."""
+    """The traced values that a function would use.
+
+    Args:
+        fn: the function.
+        seen: ids of the functions that have been searched already; `fn` is added.
+    """
     if id(fn) in seen:
         return
     seen.add(id(fn))
@@ -44,9 +56,7 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
         given += [(f"`{k}`", x) for k, x in fn.keywords.items()]
         for name, value in given:
             for tracer in _tracers_in(value):
-                yield Found(
-                    f"has from functools.partial, as {name}", "x", _aval(tracer)
-                )
+                yield Found(f"uses {name} of its functools.partial", "x", _aval(tracer))
         yield from traced_values(fn.func, seen)
         return
     fn = getattr(fn, "__func__", fn)
@@ -54,11 +64,11 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
         return
     for name, value in _defaults(fn):
         for tracer in _tracers_in(value):
-            yield Found(f"has as the default of `{name}`", name, _aval(tracer))
+            yield Found(f"uses the default of `{name}`", name, _aval(tracer))
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty: the variable is not assigned yet
             continue
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             for found in traced_values(value, seen):
@@ -76,7 +86,10 @@ def _defaults(fn: types.FunctionType) -> list[tuple[str, Any]]:
 
 
 def _tracers_in(value: Any) -> list[Any]:
-    """Those among the first few hundred things in containers."""
+    """The tracers in a value or in the containers in it, among the first 300 items.
+
+    The limit keeps the check cheap for large containers.
+    """
     found, todo, left = [], [value], 300
     while todo and left:
         value, left = todo.pop(), left - 1
@@ -92,15 +105,15 @@ def _aval(tracer: Any) -> str:
     return str(tracer.aval.str_short())
 
 
-# What is known of a traced value.
+# The attributes of a traced value that are known while it is traced.
 _KNOWN = frozenset(
     {"aval", "dtype", "itemsize", "nbytes", "ndim", "shape", "size", "weak_type"}
 )
-# Functions that ask for no more.
+# Functions that use only those of their argument.
 _ASK = frozenset(
     {"len", "type", "isinstance", "hasattr", "id", "result_type", "typeof"} | _KNOWN
 )
-# Functions that want the values of a container.
+# Functions that use the values in a container given to them.
 _WANT = frozenset({"format", "print", "repr", "str"})
 
 
@@ -109,9 +122,9 @@ class _Read:
     """A place where code reads a variable.
 
     Attributes:
-        indices: constants that it is indexed with at once.
-        asks: of what that gives, only what is known of a traced value is used.
-        wants: if that is a container, the values in it are used.
+        indices: constants with which the code indexes the variable there.
+        asks: the code uses only known attributes of the result (`_KNOWN`).
+        wants: if the result is a container, the code uses the values in it.
     """
 
     indices: tuple[Any, ...]
@@ -120,9 +133,7 @@ class _Read:
 
 
 def _used(code: types.CodeType, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(source, tracer) of each use that code makes of a traced value which it has as,
-    or in, the variable `name`.
-    """
+    """(source, tracer) for each use of a tracer that is in the variable `name`."""
     for read in _reads(code, name):
         path, found, left = name, value, list(read.indices)
         while left and isinstance(found, list | tuple | dict):
@@ -131,7 +142,7 @@ def _used(code: types.CodeType, name: str, value: Any) -> Iterator[tuple[str, An
             try:
                 found = found[index]
             except (KeyError, IndexError, TypeError):
-                break  # it will fail by itself
+                break  # the function will raise this error when it runs
         if isinstance(found, jax.core.Tracer):
             if left or not read.asks:
                 yield path, found
@@ -142,7 +153,7 @@ def _used(code: types.CodeType, name: str, value: Any) -> Iterator[tuple[str, An
 
 @functools.lru_cache(maxsize=1024)
 def _reads(code: types.CodeType, name: str) -> tuple[_Read, ...]:
-    """All reads of a variable that code, or a function in it, has from outside."""
+    """All reads, in this code and in functions defined in it, of an outer variable."""
     found = []
     steps = [i for i in dis.get_instructions(code) if i.opname not in _PASSED_OVER]
     for i, step in enumerate(steps):
@@ -152,7 +163,7 @@ def _reads(code: types.CodeType, name: str) -> tuple[_Read, ...]:
         before = steps[i - 1].argval if i and steps[i - 1].opname in _CALLED else None
         wants = before in _WANT or bool(rest and "FORMAT" in rest[0].opname)
         found.append(_Read(indices, before in _ASK or _asks(rest), wants))
-    for inner in code.co_consts:  # functions that it makes
+    for inner in code.co_consts:  # code of the functions defined inside
         if isinstance(inner, types.CodeType) and name in inner.co_freevars:
             found += _reads(inner, name)
     return tuple(found)
@@ -166,7 +177,7 @@ _READS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
 def _indices(
     rest: Sequence[dis.Instruction],
 ) -> tuple[tuple[Any, ...], Sequence[dis.Instruction]]:
-    """The constants that a value is indexed with next, and what comes then."""
+    """The constants with which the next instructions index a value, and the rest."""
     found = []
     while (
         len(rest) > 1
@@ -179,7 +190,7 @@ def _indices(
 
 
 def _asks(rest: Sequence[dis.Instruction]) -> bool:
-    """Whether code asks a value only for what is known of a traced one."""
+    """Whether the next instructions use only what is known of a traced value."""
     if not rest:
         return False
     first, second = rest[0], rest[1] if len(rest) > 1 else rest[0]
@@ -187,4 +198,4 @@ def _asks(rest: Sequence[dis.Instruction]) -> bool:
         return first.argval in _KNOWN
     if first.opname == "LOAD_CONST" and first.argval is None:
         return second.opname == "IS_OP"
-    return first.opname.endswith("_NONE")  # a jump
+    return first.opname.endswith("_NONE")  # `POP_JUMP_IF_NONE` and its like

@@ -1,4 +1,4 @@
-"""What the function returned, made into the arrays that its `result=` promises."""
+"""Converts what a function returned to the arrays that its `result=` declares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def take_apart(value: Any, treedef: Any, name: str) -> list[Any]:
         else:
             hint = "Return what result= describes, or describe what is returned"
         raise ResultError(
-            f"hostcall: `{name}` returned another structure than its result=."
+            f"hostcall: `{name}` returned a structure that differs from its result=."
             f" Expected {_words(treedef)}, got {_words(got)}. {hint}"
         ) from error
 
@@ -42,28 +42,28 @@ def coerce(
 ) -> np.ndarray:
     """`value` as a row-major array of this dtype and shape.
 
-    Takes NumPy arrays and scalars, Python numbers, nested lists, memoryviews,
-    jax.Arrays (typed keys for uint32 blocks), and whatever has `__array__` or
+    Accepts NumPy arrays and scalars, Python numbers, nested lists, memoryviews,
+    jax.Arrays (typed keys become uint32 blocks), and any object with `__array__` or
     `__dlpack__`. Never changes an integer silently, and never drops a mask: a masked
-    array is taken where nothing in it is masked.
+    array is accepted only if no element is masked.
 
     Args:
         value: a leaf of what the function returned.
-        dtype: what the leaf should have.
-        shape: likewise.
-        where: gives the leaf's path and the function's name, for messages.
+        dtype: the dtype that the leaf should have.
+        shape: the shape that the leaf should have.
+        where: returns the leaf's path and the function's name, for messages.
 
     Raises:
-        ResultError: for another shape, a dtype that can't become this one, what is no
-            array of numbers, or masked elements.
+        ResultError: if the shape differs, the dtype can't be converted, the value is
+            not an array of numbers, or elements are masked.
     """
     if isinstance(value, jax.Array) and value.dtype == dtype and value.shape == shape:
         array = np.asarray(value)
     else:
         array = _coerce(value, dtype, shape, where)
     array = np.ascontiguousarray(array).reshape(shape)
-    # Equal dtypes can be several objects (after pickling, with metadata, longlong), and
-    # the engine asks for this one.
+    # Equal dtypes can be different objects (after pickling, with metadata, longlong).
+    # The engine compares pointers, so the array must have this very object.
     return array if array.dtype is dtype else array.view(dtype)
 
 
@@ -80,8 +80,8 @@ def _coerce(
     if not is_numeric(array.dtype):
         raise ResultError(
             f"hostcall: {where()} should be {_named(dtype, shape)}, got"
-            f" {type(value).__name__} {_short(value)}, which is no array of numbers but"
-            f" {_instead(array.dtype, dtype)}"
+            f" {type(value).__name__} {_short(value)}, which is not an array of numbers"
+            f" but {_instead(array.dtype, dtype)}"
         )
     if array.shape != shape:
         raise ResultError(
@@ -89,7 +89,7 @@ def _coerce(
             f" {_named(array.dtype, array.shape)}. {_shape_hint(array.shape, shape)}"
         )
     if array.dtype != dtype:
-        # Python's own numbers have no width to insist on.
+        # Python's own numbers have no width that a conversion could lose.
         weak = not hasattr(value, "dtype")
         array = _cast(array, dtype, weak, where)
     return array
@@ -113,7 +113,7 @@ def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:
         return np.from_dlpack(value)
     except (ValueError, TypeError, RuntimeError, BufferError) as error:
         if hasattr(value, "__dlpack__"):
-            # A dtype that NumPy's protocols don't know, bfloat16 for one.
+            # NumPy's protocols don't know this dtype (bfloat16, for one); JAX does.
             return np.asarray(jnp.from_dlpack(value))
         raise ResultError(
             f"hostcall: {where()} is a {type(value).__name__} that NumPy can't read:"
@@ -124,9 +124,9 @@ def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:
 def _refuse_masked(
     value: Any, dtype: np.dtype, shape: tuple[int, ...], where: Callable[[], str]
 ) -> None:
-    """For masked elements, which `np.asarray` would take as if they were not masked."""
+    """Refuses masked elements, since `np.asarray` would silently drop the mask."""
     if isinstance(value, (list, tuple)):
-        if not set(map(type, value)) <= _NUMBERS:  # or each number would be asked
+        if not set(map(type, value)) <= _NUMBERS:  # skip long lists of plain numbers
             for item in value:
                 _refuse_masked(item, dtype, shape, where)
     elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
@@ -135,7 +135,7 @@ def _refuse_masked(
             f"hostcall: {where()} should be {_named(dtype, shape)}, got a masked array"
             f" with {count} of {value.size} elements masked, and JAX's arrays have no"
             " masks. Return np.ma.filled(x, number) to give those elements a value, or"
-            " the mask as a result of its own (np.ma.getmaskarray(x))"
+            " return the mask as a separate result (np.ma.getmaskarray(x))"
         )
 
 
@@ -143,7 +143,7 @@ _NUMBERS = {bool, int, float, complex}
 
 
 def _instead(have: np.dtype, want: np.dtype) -> str:
-    """What an array that is not numeric has, and what to return in its place."""
+    """Says what an array that is not numeric holds, and what to return instead."""
     if have.names:
         fields = ", ".join(map(repr, have.names))
         return (
@@ -157,7 +157,7 @@ def _instead(have: np.dtype, want: np.dtype) -> str:
     if have.kind == "O":
         return f"Python objects. Return np.asarray(x, '{want}') if they are numbers"
     if have.kind == "V":
-        return f"bytes ({have}). Return x.view('{want}') if they are of such numbers"
+        return f"bytes ({have}). Return x.view('{want}') if they hold such numbers"
     return f"strings ({have}). Return np.asarray(x, '{want}') to read them as numbers"
 
 
@@ -169,8 +169,8 @@ def _cast(
     if _ORDER[kind_have] > _ORDER[kind_want]:
         raise ResultError(
             f"hostcall: {where()} should be {want}, got {have}"
-            f"{' from Python numbers' if weak else ''}. A {kind_have} is not made"
-            f" {'an' if kind_want == 'integer' else 'a'} {kind_want} silently: return"
+            f"{' from Python numbers' if weak else ''}. hostcall does not convert"
+            f" {kind_have} to {kind_want} silently: return"
             f" x.astype('{want}') if that is what you mean, or declare {have}"
         )
     if kind_have == "integer":

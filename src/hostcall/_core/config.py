@@ -1,20 +1,24 @@
-"""Settings that are not an argument of a call."""
+"""Settings of the process, as opposed to arguments of a call.
+
+The environment sets them at import; `hc.configure` changes some of them later.
+"""
 
 from __future__ import annotations
 
 import os
 
-# At exit, calls under way are waited for so long, in seconds, then interrupted.
+# Seconds to wait at exit for running calls before interrupting them.
 EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
 
-# How many of the exceptions that callbacks raised are kept for `reraise`.
+# How many of the newest exceptions that callbacks raised are kept for `reraise`.
 KEPT_ERRORS = 32
 
-# How many of the exceptions that taps raised are kept for the next `barrier`: the
-# first, and some more where other taps fail too.
+# How many exceptions that taps raised are kept for the next `barrier`. The first
+# exception of each further tap that fails is kept beyond this number, up to four times
+# as many (_runtime/tap_failures.py).
 KEPT_TAP_ERRORS = 16
 
-# Threads of the pool that serves vmap_method="parallel" without an executor.
+# Threads in the pool that runs vmap_method="parallel" if there is no `executor=`.
 POOL_WORKERS = int(
     os.environ.get("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4))
 )
@@ -27,13 +31,17 @@ _tap_queue_bytes = int(float(os.environ.get("HOSTCALL_TAP_QUEUE_BYTES", "256e6")
 
 
 def debug() -> bool:
-    """Whether programs that are lowered now look for mistakes that cost time to see."""
+    """Whether programs that are lowered now check for mistakes that are slow to detect.
+
+    Read at each lowering, so that a test or a notebook can switch it on.
+    """
     return os.environ.get("HOSTCALL_DEBUG", "0") not in ("", "0")
 
 
 def residuals() -> int:
-    """Residuals of forward rules that may wait on the host for their backward rule
-    (_host_function/residuals.py). Older ones are computed again.
+    """How many residuals of forward rules the host keeps for their backward rules.
+
+    Older ones are dropped and computed again (_host_function/residuals.py).
     """
     return _residuals
 
@@ -44,7 +52,7 @@ def set_residuals(number: int) -> None:
 
 
 def pinned_bytes() -> int:
-    """Pinned memory that calls on GPUs may hold."""
+    """How many bytes of pinned memory calls on GPUs may hold."""
     return _pinned_bytes
 
 
@@ -54,7 +62,7 @@ def set_pinned_bytes(size: int) -> None:
 
 
 def tap_queue_bytes() -> int:
-    """Bytes that taps may hold before they are delivered."""
+    """How many bytes the taps that wait for delivery may hold."""
     return _tap_queue_bytes
 
 

@@ -1,4 +1,4 @@
-"""What a callback gets for an array with arrays="dlpack"."""
+"""The array type that a callback gets with arrays="dlpack"."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 
 class DLPackArray:
-    """An array of the host that any DLPack consumer takes without a copy.
+    """An array in host memory that any DLPack consumer can take without a copy.
 
-    NumPy's own DLPack knows NumPy's dtypes only; this also hands out bfloat16, the
-    float8 kinds and the rest of JAX's.
+    NumPy exports only its own dtypes by DLPack. This class also exports bfloat16, the
+    float8 dtypes and the rest of JAX's.
 
     Attributes:
-        shape: its sizes.
-        dtype: the NumPy dtype.
+        shape: the sizes of its dimensions.
+        dtype: the NumPy dtype of its elements.
     """
 
     __slots__ = ("_array",)
@@ -25,7 +25,7 @@ class DLPackArray:
         self._array = array
 
     def to_numpy(self) -> np.ndarray:
-        """A copy."""
+        """A copy as a NumPy array."""
         return self._array.copy()
 
     @property

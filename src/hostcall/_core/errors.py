@@ -1,50 +1,51 @@
-"""What can go wrong, what it says, and where the callback's own exception is kept.
+"""The exceptions that hostcall raises, as a tree.
 
     HostcallError
-    ├── SpecError(ValueError)          the call is written wrong: found at trace time
-    ├── BatchingError(ValueError)      vmap was not told how
-    ├── DerivativeError(ValueError)    a derivative that nobody has given
-    ├── ResultError(ValueError)        the function returned something else
-    ├── EscapeError(RuntimeError)      a lent view was kept
-    ├── UnwrittenError(RuntimeError)   lent memory for results was not written
-    ├── CallTimeoutError(TimeoutError) the function took longer than `timeout=`
-    ├── DeadlockError(RuntimeError)    a callback would wait for its own program
-    └── ExportError(NotImplementedError) a program whose functions can't go with it
+    ├── SpecError(ValueError)            the call is written wrong; found at trace time
+    ├── BatchingError(ValueError)        vmap can't batch the call
+    ├── DerivativeError(ValueError)      a derivative of a call without a rule for it
+    ├── ResultError(ValueError)          the function's result differs from `result=`
+    ├── EscapeError(RuntimeError)        the function kept a view of lent memory
+    ├── UnwrittenError(RuntimeError)     the function did not write a lent result
+    ├── CallTimeoutError(TimeoutError)   the function took longer than `timeout=`
+    ├── DeadlockError(RuntimeError)      a callback would wait for its own program
+    └── ExportError(NotImplementedError) a program is exported without its functions
 
-The first three and the last are raised to the caller. The others, like whatever the
-user's function raises, fail the program that called: XLA carries only text, so the
-text ends with a number under which the exception object is kept.
+The first three and the last are raised to the caller. The others, and any exception of
+the user's function, fail the program that made the call. XLA carries only the text of
+an error, so the text ends with a number under which the exception object is kept
+(_core/failures.py).
 """
 
 from __future__ import annotations
 
 
 class HostcallError(Exception):
-    """Base of all errors that hostcall itself raises."""
+    """The base class of all errors that hostcall itself raises."""
 
 
 class SpecError(HostcallError, ValueError):
-    """A call whose `result`, options or arguments can't mean anything."""
+    """The `result`, options or arguments of a call are invalid."""
 
 
 class BatchingError(HostcallError, ValueError):
-    """`vmap` of a call that was not told how it batches."""
+    """`vmap` can't batch a call with its options, or its own batching rule is wrong."""
 
 
 class DerivativeError(HostcallError, ValueError):
-    """A derivative or transposition of a call without a rule for it."""
+    """A call was differentiated or transposed, and has no rule for that."""
 
 
 class ResultError(HostcallError, ValueError):
-    """The function returned something else than its `result` says."""
+    """The function returned something that differs from what `result` declares."""
 
 
 class EscapeError(HostcallError, RuntimeError):
-    """A view of lent memory is still referenced after the call."""
+    """The function kept a reference to a view of lent memory after the call."""
 
 
 class UnwrittenError(HostcallError, RuntimeError):
-    """The function returned without writing its lent `out`."""
+    """The function returned without writing all of its lent `out`."""
 
 
 class CallTimeoutError(HostcallError, TimeoutError):
@@ -52,11 +53,11 @@ class CallTimeoutError(HostcallError, TimeoutError):
 
 
 class DeadlockError(HostcallError, RuntimeError):
-    """A callback started a program that would wait for the one that calls it."""
+    """A callback started a program that would wait for the program that called it."""
 
 
 class ExportError(HostcallError, NotImplementedError):
-    """A program is exported or serialized whose host functions can't go with it."""
+    """A program was exported or serialized, and its host functions can't go with it."""
 
 
 __all__ = [

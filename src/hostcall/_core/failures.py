@@ -1,4 +1,20 @@
-"""The exceptions that callbacks raised, by number, and who has been told of them."""
+"""Keeps the exceptions that callbacks raised, and records which the user knows of.
+
+The idea: XLA carries only text. So a failed callback's exception object is kept here
+under a number, the text ends with that number, and whoever reads the text can find the
+object again.
+
+Guarantees
+  * The newest KEPT_ERRORS exceptions can be found. Older ones are forgotten.
+  * Only the newest exception keeps the values in its frames (arrays, models). When a
+    newer one arrives, the frames of the one before are emptied; its lines stay.
+  * An exception object that the user has been given is never changed. hostcall then
+    drops its own strong reference instead.
+
+`_lock` is held for every change of `_kept`, `_last` and `_told`; single reads go
+without it. Frames are emptied outside the lock, because that may run the user's
+destructors.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +38,14 @@ _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
 
 
 class _Kept:
-    """An exception under its number.
+    """One kept exception.
 
     Attributes:
-        exception: the object. Once the user has it and a newer one has come: a weak
-            reference to it, or where its type (one of C's) allows none, a copy.
-        own: the tracebacks whose frames are the callback's own.
-        handed_over: the user has the object itself, so its frames are the user's.
+        exception: the object. Once the user has the object and a newer exception has
+            arrived, a weak reference to it, or a copy without frames if its type (one
+            written in C) allows no weak references.
+        own: the tracebacks whose frames belong to the callback.
+        handed_over: the user has the object itself, so its frames must stay.
     """
 
     __slots__ = ("exception", "handed_over", "own")
@@ -44,10 +61,10 @@ class _Kept:
         return found  # type: ignore[no-any-return]
 
     def let_go(self) -> None:
-        """Lets go of the values in its frames, since it is not the newest any more.
+        """Releases the values in its frames, once it is no longer the newest.
 
-        Frames that the user may be looking at are left alone: then hostcall lets go of
-        the object.
+        If the user has the object, its frames are left alone, and hostcall releases
+        its reference to the object instead.
         """
         own: tuple[TracebackType, ...] = ()
         with _lock:
@@ -68,11 +85,11 @@ _lock = threading.Lock()
 
 
 def keep(exception: BaseException, handed_over: bool = False) -> int:
-    """Keeps an exception that a callback raised, and gives its number.
+    """Keeps an exception that a callback raised; returns its number.
 
     Args:
         exception: the object.
-        handed_over: it is also raised to the caller, who may handle it.
+        handed_over: the caller gets this object too, and may look at its frames.
     """
     global _last
     _watch_reports()
@@ -83,14 +100,15 @@ def keep(exception: BaseException, handed_over: bool = False) -> int:
         _kept[number] = kept
         while len(_kept) > config.KEPT_ERRORS:
             gone.append(_kept.popitem(last=False))
-    # Without the lock, since what goes may run code of the user's.
+    # Outside the lock: emptying frames, and dropping `gone`, may run the user's
+    # destructors, which may come back here.
     if before is not None:
         before.let_go()
     return number
 
 
 def hand_over(exception: BaseException) -> None:
-    """Notes that the user gets this object, if it is one of those that are kept."""
+    """Notes that the user gets this object, if it is a kept one."""
     with _lock:
         found = [kept for kept in _kept.values() if kept.exception is exception]
     for kept in found:
@@ -98,7 +116,9 @@ def hand_over(exception: BaseException) -> None:
 
 
 def _hand_over(kept: _Kept) -> None:
-    """The newest is kept on, with its frames; any other is the user's alone."""
+    """Notes that the user has the object. Only the newest one is kept with its frames;
+    any other is released to the user at once.
+    """
     with _lock:
         kept.handed_over = True
         newest = kept is _kept.get(_last)
@@ -115,12 +135,12 @@ def _without_frames(exception: BaseException) -> Any:
         return None  # its members have frames
     try:
         return copy.copy(exception)
-    except Exception:  # of a type that can't be made from its `args`
+    except Exception:  # its type can't be constructed from its `args`
         return None
 
 
 def summary(exception: BaseException) -> str:
-    """`Type: message`, whatever the exception's own code does."""
+    """`Type: message`, even if the exception's own `__str__` raises."""
     try:
         message = str(exception)
     except Exception as error:
@@ -131,8 +151,8 @@ def summary(exception: BaseException) -> str:
 def text_for_xla(
     exception: BaseException, name: str, place: object, row: tuple[int, ...]
 ) -> str:
-    """The line that JaxRuntimeError shows for an exception of a callback."""
-    # It goes through a C string in UTF-8.
+    """The text that JaxRuntimeError shows for an exception of a callback."""
+    # XLA passes the text on as a C string in UTF-8.
     said = summary(exception).replace("\0", "\\0")
     said = said.encode("utf-8", "backslashreplace").decode()
     at = f", row {row[0] if len(row) == 1 else row}" if row else ""
@@ -140,12 +160,12 @@ def text_for_xla(
 
 
 def numbered(exception: BaseException, said: str) -> str:
-    """What is said of an exception, with the number under which it is kept."""
+    """Keeps an exception, and appends its number to what is said about it."""
     return f"{said} [hostcall error {keep(exception)}]"
 
 
 def without_number(text: str) -> str:
-    """What another process said, whose numbers are its own."""
+    """Removes the number from another process's text; it means nothing here."""
     return _NUMBER.sub("", text).rstrip()
 
 
@@ -155,7 +175,7 @@ def failures_so_far() -> int:
 
 
 def number_in(report: BaseException) -> int:
-    """The number that a report of JAX's ends with; 0 where it is not hostcall's."""
+    """The number at the end of JAX's report; 0 if the failure is not a host call's."""
     return _number_in(str(report))
 
 
@@ -165,9 +185,9 @@ def _number_in(text: str) -> int:
 
 
 def original(report: BaseException) -> BaseException | None:
-    """The exception behind what JAX raised for a failed program, if still kept.
+    """The callback's exception behind JAX's report of a failed program, if still kept.
 
-    It is raised in place of the report, and so the user's from now on.
+    The caller raises it in place of the report, so the user has it from now on.
     """
     kept = _kept.get(number_in(report))
     if kept is None:
@@ -186,9 +206,9 @@ def is_kept(error: BaseException) -> bool:
 def last_error() -> BaseException | None:
     """The exception object that a callback raised last, or None.
 
-    It has its own traceback, into the callback, with the values of its frames. The
-    newest 32 exceptions are kept, across all threads; only the newest keeps values
-    that nobody else holds. Cost: none unless something failed.
+    Its traceback leads into the callback, with the values of local variables. The
+    newest 32 exceptions of all threads are kept, but hostcall keeps the local variables
+    of the newest one only. Cost: none unless something failed.
     """
     kept = _kept.get(_last)
     if kept is None:
@@ -198,13 +218,13 @@ def last_error() -> BaseException | None:
 
 
 def failures_of_effects() -> list[BaseException]:
-    """`_jax.wait_for_effects`, for hostcall to know."""
+    """Calls `_jax.wait_for_effects`; reports made there don't count as told."""
     with looking():
         return _jax.wait_for_effects(is_kept)
 
 
 def failures_of_arrays() -> Iterator[Exception]:
-    """Waits for every array that lives; gives what JAX raises for those that failed."""
+    """Waits for every live array; yields what JAX raises for each that has failed."""
     for array in jax.live_arrays():
         failure = failure_of(array)
         if failure is not None:
@@ -212,19 +232,22 @@ def failures_of_arrays() -> Iterator[Exception]:
 
 
 def failure_of(result: Any) -> Exception | None:
-    """Waits for an array or a token; gives what JAX raises if its program failed."""
+    """Waits for an array or a token; returns what JAX raises if its program failed."""
     with looking():
         try:
             result.block_until_ready()
-        except (*_jax.REPORTS, RuntimeError) as error:  # RuntimeError: it is deleted
+        except (*_jax.REPORTS, RuntimeError) as error:  # RuntimeError: it was deleted
             return error
     return None
 
 
 def in_place_of(report: BaseException) -> BaseException | None:
-    """What the caller shall see for what JAX raised on the thread that called.
+    """The exception that the caller should see in place of JAX's report, or None.
 
-    The engine asks while the exception looks for its handler (native/base/report.h).
+    The engine calls this on the thread that ran the program, before Python looks for a
+    handler of the report (native/base/report.h). KeyboardInterrupt, SystemExit and the
+    like replace the report. A ValueError from JAX's fast path becomes a
+    JaxRuntimeError, as elsewhere.
     """
     kept = _kept.get(number_in(report))
     if kept is None:
@@ -238,18 +261,22 @@ def in_place_of(report: BaseException) -> BaseException | None:
     return None
 
 
-# --- Reports, as they are made -------------------------------------------------------
+# --- Reports at the time JAX makes them ----------------------------------------------
 #
-# XLA carries text, jaxlib's C++ makes a JaxRuntimeError of it on the thread that looks
-# at the result, and nothing runs in between. What does run is the class itself. So from
-# the first failure on, making a JaxRuntimeError with our number notes that somebody has
-# been told of it. And KeyboardInterrupt and SystemExit come out as themselves: an
-# exception that is raised while another is made takes its place, in every version and
-# on the fast path too.
+# jaxlib's C++ makes a JaxRuntimeError of XLA's text on the thread that reads the
+# result. The only Python code that runs on the way is the constructor of
+# JaxRuntimeError. From the first failure on, that constructor is wrapped, for two
+# purposes:
+#
+#   * A report with one of our numbers marks that failure as told, so that `reraise`
+#     does not raise it a second time.
+#   * If the callback raised KeyboardInterrupt or SystemExit, the wrapper raises that
+#     object, and Python drops the half-made report. The user's `except Exception` then
+#     can't swallow a Ctrl-C.
 
 _TOLD_AT_MOST = 4096
 _told: set[int] = set()
-_told_below = 0  # what is older counts as told
+_told_below = 0  # older failures count as told, so that `_told` stays small
 
 _looking = threading.local()
 _watching = False
@@ -257,7 +284,7 @@ _watching = False
 
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
-    """What this thread is told inside, hostcall is told and not the user."""
+    """Marks reports made inside, on this thread, as read by hostcall, not the user."""
     before = getattr(_looking, "on", False)
     _looking.on = True
     try:
@@ -267,12 +294,12 @@ def looking() -> Iterator[None]:
 
 
 def is_told(number: int) -> bool:
-    """Whether the user has been told of this failure, by a report or the object."""
+    """Whether the user has seen this failure, as a report or as the object."""
     return number in _told or number <= _told_below
 
 
 def tell(number: int) -> None:
-    """Notes that the user has been told."""
+    """Notes that the user has seen this failure."""
     global _told, _told_below
     with _lock:
         _told.add(number)

@@ -1,4 +1,7 @@
-"""Frames of exceptions that hostcall keeps: whose they are, and emptying them."""
+"""Finds and empties the frames of exceptions that hostcall keeps.
+
+A frame in a traceback keeps its local variables alive, large arrays among them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from types import FrameType, TracebackType
 def chained(
     exception: BaseException, around: BaseException | None = None
 ) -> list[BaseException]:
-    """An exception and those behind it (causes, contexts, members of groups), without
-    `around` and what is behind that alone.
+    """An exception and all behind it: causes, contexts, and members of groups.
+
+    `around` is left out, and so are exceptions that are only behind `around`.
     """
     found: list[BaseException] = []
     todo, seen = [exception], {id(around)}
@@ -30,28 +34,29 @@ def chained(
 
 
 def own_tracebacks(exception: BaseException) -> tuple[TracebackType, ...]:
-    """Those of an exception that has just left a callback, and of those behind it.
+    """The tracebacks of an exception that has just left a callback, and of its chain.
 
-    The callback may run on the thread that dispatched it while that thread handles an
-    exception of its own. Python chains that one too; its frames are not the callback's.
+    The callback may run on the dispatching thread while that thread handles another
+    exception. Python chains that one as a context, but its frames belong to the caller.
     """
     traces = [e.__traceback__ for e in chained(exception, around=sys.exception())]
     return tuple(trace for trace in traces if trace is not None)
 
 
 def ended(trace: TracebackType | None) -> list[FrameType]:
-    """The frames of a traceback that have ended.
+    """The frames of a traceback that have ended and can be cleared.
 
-    Not those that run, nor that of a generator that has caught the exception and waits
-    at a `yield`: Python (3.11, 3.12) would close it where its frame is cleared. Only
-    frames that have ended hold their values themselves, and show them to the collector.
+    Left out are running frames, and the frame of a generator that has caught the
+    exception and waits at a `yield`: clearing it would close the generator (Python 3.11
+    and 3.12). Only a frame object that has ended owns its values, and only then does
+    the garbage collector find referents in it.
     """
     frames = (frame for frame, _ in traceback.walk_tb(trace))
     return [frame for frame in frames if gc.get_referents(frame)]
 
 
 def clear_values(trace: TracebackType | None) -> None:
-    """Empties the frames of a traceback that have ended. Its lines stay."""
+    """Clears the local variables of a traceback's ended frames; its lines stay."""
     for frame in ended(trace):
-        with contextlib.suppress(RuntimeError):  # it is running
+        with contextlib.suppress(RuntimeError):  # the frame is running after all
             frame.clear()

@@ -1,4 +1,4 @@
-"""Mistakes in how a host function is called, found when the call is traced."""
+"""Finds mistakes in how a host function is called, when the call is traced."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hostcall._core.spec import Static
 
 @dataclass(frozen=True)
 class Face:
-    """A function of hostcall's that takes a host function and its arguments.
+    """A public function that takes a host function and its arguments.
 
     Attributes:
-        name: such as `hc.tap`.
-        form: how it is called, with places for {fn} and {args}.
-        options: its own keywords. All others are the host function's.
-        jaxs: what JAX calls an option, and how to say it here.
+        name: its public name, such as `hc.tap`.
+        form: how to call it, with places for {fn} and {args}.
+        options: its own keywords. It passes all others to the host function.
+        jaxs: JAX's names of options, and what to write here instead.
     """
 
     name: str
@@ -40,7 +40,10 @@ class Face:
         return self.form.format(fn=name, args=f"..., {argument}")
 
     def hint(self, keyword: str, others: Collection[str] = ()) -> str:
-        """What a keyword that nothing takes may mean; `others` are names it may."""
+        """Guesses what an unknown keyword was meant to be.
+
+        `others` are further names that it may be a misspelling of.
+        """
         if keyword in self.jaxs:
             return f"That is JAX's; here it is {self.jaxs[keyword]}"
         near = get_close_matches(keyword, [*self.options, *others], n=1)
@@ -48,7 +51,7 @@ class Face:
 
 
 def options_of(function: Callable[..., Any], *others: str) -> frozenset[str]:
-    """The keywords that a face has for itself."""
+    """The keywords that `function` takes itself, without `others`."""
     return frozenset(inspect.signature(function).parameters) - {
         "args",
         "kwargs",
@@ -67,11 +70,11 @@ def check(
     """Refuses a host function that can't take its arguments, or uses traced values.
 
     Args:
-        face: what it was given to.
-        fn: the function.
-        args: the user's arguments for it.
-        kwargs: those by name.
-        marks: their leaves, as in `Template.leaves`.
+        face: the public function that the user called.
+        fn: the host function.
+        args: the user's positional arguments for it.
+        kwargs: the user's keyword arguments for it.
+        marks: the leaves of the arguments, as in `Template.leaves`.
         also: keywords that hostcall adds.
     """
     simple = (
@@ -92,10 +95,9 @@ def refuse_unneeded(face: str, name: str) -> None:
     """Refuses a pure call without results."""
     raise SpecError(
         f"hostcall: `{name}` returns nothing, and {face} calls it with"
-        ' order="pure", the default: a program drops it, since nothing needs its'
-        " results. For values that leave the program write"
-        f" hc.tap({name}, ...), which does not wait; for a call that it waits for,"
-        ' order="ordered" (or "unordered")'
+        ' order="pure", the default. A program drops such a call, since nothing needs'
+        f" its results. To send values out without waiting, write hc.tap({name}, ...);"
+        ' for a call that the program waits for, add order="ordered" (or "unordered")'
     )
 
 
@@ -106,7 +108,7 @@ def refuse_traced(face: Face, fn: Any) -> None:
         raise SpecError(
             f"hostcall: `{name}` {found.how}, a traced value ({found.aval}) of the"
             f" program around it. It has no value while the program is traced, and"
-            f" where `{name}` runs only its arguments have one. Hand it over:"
+            f" when `{name}` runs, only its arguments have values. Pass it as one:"
             f" {face.with_argument(name, found.name)}, with a parameter for it"
         )
 
@@ -114,10 +116,10 @@ def refuse_traced(face: Face, fn: Any) -> None:
 def _refuse_text(face: Face, fn: Any, text: str) -> None:
     name = name_of(fn)
     raise SpecError(
-        f"hostcall: `{name}` is given the text {text!r}, which has a traced value in"
-        " it: an f-string is formatted while the program is traced, before its values"
-        f" exist. Hand over the value, {face.with_argument(name, 'x')}, and format it"
-        " in the function"
+        f"hostcall: `{name}` is given the text {text!r}, which contains a traced value:"
+        " an f-string is formatted while the program is traced, before its values"
+        f" exist. Pass the value, {face.with_argument(name, 'x')}, and format it in the"
+        " function"
     )
 
 
@@ -125,9 +127,10 @@ def _refuse_text(face: Face, fn: Any, text: str) -> None:
 
 
 def _accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
-    """Whether `fn` takes n positional arguments and these keywords, as far as known.
+    """Whether `fn` takes n positional arguments and these keywords; True if unknown.
 
-    For Python's functions by their code, which takes 1 us; `inspect` takes 20.
+    A Python function is judged by its code object, which takes 1 us; `inspect` takes
+    20 us.
     """
     while isinstance(fn, functools.partial):
         n += len(fn.args)
@@ -142,13 +145,13 @@ def _accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
         elif method is None or isinstance(method, types.WrapperDescriptorType):
             return _signature_accepts(fn, n, names)
         else:
-            return True  # a static method, or something of that kind
+            return True  # a static method or another descriptor: unknown
     code = fn.__code__
     own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     positional, keyword = own[: code.co_argcount], own[code.co_argcount :]
     if n > len(positional) and not code.co_flags & inspect.CO_VARARGS:
         return False
-    # Positions that are left for keywords.
+    # Positional parameters that keywords may still fill.
     free = positional[max(n, code.co_posonlyargcount) :]
     if names and not code.co_flags & inspect.CO_VARKEYWORDS:
         if not set(names) <= {*free, *keyword}:
@@ -163,7 +166,9 @@ def _accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
 
 
 def _call_method(fn: Any) -> Any:
-    """An object's `__call__` as its class has it; None of a class, which makes one."""
+    """The `__call__` in the class of an object; None if the object is itself a class,
+    since calling that runs its constructor.
+    """
     if isinstance(fn, type):
         return None
     kinds = [kind for kind in type(fn).__mro__ if "__call__" in vars(kind)]
@@ -172,7 +177,7 @@ def _call_method(fn: Any) -> Any:
 
 def _signature_accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
     if isinstance(fn, np.ufunc):
-        return True  # does not tell
+        return True  # a ufunc has no signature
     signature = _known_signature(fn)
     if signature is None:
         return True
@@ -189,10 +194,10 @@ _of_objects = weakref.WeakKeyDictionary()
 
 
 def _known_signature(fn: Any) -> inspect.Signature | None:
-    """As `_signature`, which takes 20 to 100 us, of what is not Python's own.
+    """A cached `_signature` (which takes 20 to 100 us) of a callable not in Python.
 
-    A method of C's (`list.append`) is made anew each time, and keeps its object alive:
-    what is known of it goes by the text that it has for its parameters.
+    A bound C method (`list.append`) is a new object each time, and would keep its list
+    alive in a cache. So these are cached by the text of their parameters.
     """
     if isinstance(fn, types.BuiltinFunctionType):
         text = fn.__text_signature__  # type: ignore[attr-defined]
@@ -206,12 +211,12 @@ def _known_signature(fn: Any) -> inspect.Signature | None:
         if fn not in _of_objects:
             _of_objects[fn] = _signature(fn)
         return _of_objects[fn]
-    except TypeError:  # without weak references, or a hash
+    except TypeError:  # it allows no weak references, or has no hash
         return _signature(fn)
 
 
 def _signature(fn: Any) -> inspect.Signature | None:
-    """None where a function does not tell: many of C's."""
+    """A function's signature; None if it has none, as many C functions."""
     try:
         return inspect.signature(fn, follow_wrapped=not _is_python(fn))
     except (TypeError, ValueError):
@@ -219,7 +224,9 @@ def _signature(fn: Any) -> inspect.Signature | None:
 
 
 def _is_python(fn: Any) -> bool:
-    """Then what it wraps may take other arguments."""
+    """Whether this is Python code. A Python wrapper may take other arguments than the
+    function that it wraps, so its own signature counts.
+    """
     return isinstance(fn, types.FunctionType | types.MethodType)
 
 
@@ -239,7 +246,7 @@ def _refuse_arguments(face: Face, fn: Any, n: int, names: Sequence[str]) -> None
     if names:
         given += f" and {', '.join(f'{k}=' for k in names)}"
     raise SpecError(
-        f"{begin}{given}.{takes} Arguments and parameters must fit:"
+        f"{begin}{given}.{takes} Arguments and parameters must match:"
         f" {face.form.format(fn=name, args='*args')}"
     )
 

@@ -1,13 +1,13 @@
-"""Order: what may happen to a call, and the JAX effects that say so.
+"""Order: what JAX and XLA may do to a call, and the JAX effects that express it.
 
-| order | runs | kept | JAX effect |
+| order | how often it runs | what orders it | JAX effect |
 |---|---|---|---|
-| pure | as results need | by data | none: JAX may drop, merge, repeat |
-| unordered | exactly once | in straight-line code | `CallEffect` |
-| ordered | exactly once | on each device, across programs | `OrderedCallEffect` |
+| pure | as results are needed | data | none: JAX may drop, merge or repeat it |
+| unordered | exactly once | straight-line code | `CallEffect` |
+| ordered | exactly once | all of a device's programs | `OrderedCallEffect` |
 
-Any effect closes JAX's fast dispatch (3 us without, 35 with, 94 when ordered), so a
-pure call has none.
+A program with any effect can't take JAX's fast dispatch path: a dispatch costs 3 us
+without effects, 35 us with one, and 94 us with an ordered one. So a pure call has none.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ ORDERS: tuple[Order, ...] = ("pure", "unordered", "ordered")
 
 
 class CallEffect(_jax.Effect):  # type: ignore[misc]
-    """A host call that must run, and whose neighbours must stay where they are."""
+    """The effect of a host call that must run, in order with those beside it."""
 
     def __str__(self) -> str:
         return "HostCall"
 
 
 class OrderedCallEffect(_jax.Effect):  # type: ignore[misc]
-    """A host call that must run after the ordered call before it.
+    """The effect of a host call that must run after the ordered call before it.
 
-    JAX keeps the token of the last program in a dictionary with the effect as its key,
-    and so asks for this hash whenever it dispatches an ordered program. If a callback
-    has failed since, that token may be a failed program's, and would fail every later
-    one: it is dropped first.
+    JAX keeps the newest token of each ordered effect in a dictionary, and passes it to
+    the next program. The token of a failed program would therefore fail every later
+    ordered program. JAX looks the token up by the effect whenever it dispatches an
+    ordered program, so `__hash__` runs first, and drops the token if its program
+    failed.
     """
 
     def __hash__(self) -> int:
@@ -53,10 +54,10 @@ class OrderedCallEffect(_jax.Effect):  # type: ignore[misc]
 
 
 def healing(effect: Any) -> Any:
-    """An effect of JAX's own that heals as `OrderedCallEffect` does.
+    """A copy of one of JAX's effects that drops tokens as `OrderedCallEffect` does.
 
-    It equals JAX's, so that JAX's rules find it where they look for theirs, and
-    programs that have the one are in order with programs that have the other.
+    It compares equal to JAX's effect. So JAX's rules treat it as their own, and
+    programs with the copy are ordered with programs that have the original.
     """
 
     class Healing(type(effect)):  # type: ignore[misc]
@@ -95,6 +96,6 @@ def effects_of(order: Order) -> set[_jax.Effect]:
     """The effects of a call of this order."""
     if order == "pure":
         return set()
-    # Both for an ordered call: a program that was compiled ahead of time takes JAX's
-    # fast path, which passes no tokens, unless it has an unordered effect.
+    # An ordered call has both: JAX runs a program that was compiled ahead of time on
+    # its fast path, which passes no tokens, unless it has an unordered effect.
     return {ORDERED, UNORDERED} if order == "ordered" else {UNORDERED}

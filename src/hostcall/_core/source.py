@@ -1,4 +1,4 @@
-"""Places in the user's source, for messages."""
+"""Finds places in the user's source code, and names functions, for messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-# The package: frames of all its wings are passed over.
+# The folder of the package. Frames of its code are skipped.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
@@ -20,9 +20,9 @@ class Place:
     """A line of the user's program.
 
     Attributes:
-        file: its path as Python knows it.
-        line: counted from 1.
-        function: the function whose body the line is in.
+        file: the path, as in the code object.
+        line: the line number, from 1.
+        function: the qualified name of the function that the line is in.
     """
 
     file: str
@@ -34,9 +34,10 @@ class Place:
 
 
 def users_place() -> Place:
-    """The innermost frame of the calling thread that isn't hostcall's.
+    """The innermost frame of the calling thread outside hostcall and JAX.
 
-    Nor JAX's, which calls functions of ours for the user: `jax.jit(env.step)(x)`.
+    JAX's frames are skipped too, since JAX may call hostcall's functions for the user:
+    `jax.jit(env.step)(x)`.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(
@@ -48,7 +49,7 @@ def users_place() -> Place:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What a reader would call this function."""
+    """The name by which messages call this function."""
     inner = fn
     while not hasattr(inner, "__qualname__") and hasattr(inner, "func"):
         inner = inner.func  # functools.partial
@@ -61,17 +62,19 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def is_anonymous(fn: Callable[..., Any]) -> bool:
-    """Whether its name does not tell it from others: a lambda, a function that is made
-    inside another, or a `functools.partial`.
+    """Whether other functions may have the same name.
+
+    True for a lambda, for a function that is defined inside another, and for a
+    `functools.partial`.
     """
-    name = getattr(fn, "__qualname__", None)  # what hostcall itself calls has one too
+    name = getattr(fn, "__qualname__", None)  # hostcall's own callables have one too
     if name is None:
         return hasattr(fn, "func")
     return "<" in name or name.startswith("partial(")
 
 
 def place_of(fn: Callable[..., Any]) -> Place:
-    """Where a function is defined."""
+    """The place where a function is defined."""
     inner = fn
     while hasattr(inner, "func") and not hasattr(inner, "__code__"):
         inner = inner.func
@@ -87,8 +90,8 @@ def is_jaxs(fn: Callable[..., Any]) -> bool:
 
 
 def source_of(fn: Callable[..., Any]) -> str:
-    """Name and place of a function: the same for all closures over one `def`."""
-    own = getattr(fn, "hostcall_source", None)  # of what hostcall itself calls
+    """A function's name and place, which all closures over one `def` share."""
+    own = getattr(fn, "hostcall_source", None)  # set on hostcall's own callables
     if isinstance(own, str):
         return own
     place = place_of(fn)

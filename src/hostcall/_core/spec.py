@@ -1,4 +1,4 @@
-"""Pytrees and dtypes: from what the user wrote to what a primitive is bound with."""
+"""Flattens what the user wrote (pytrees of anything) to what a primitive takes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ tree = jax.tree_util
 
 
 class Static:
-    """A leaf that isn't an array. Goes to the function as the object it is.
+    """A leaf that isn't an array. The function gets the object itself.
 
-    Compared by equality where the object can be hashed, else by identity, so that
-    tracing the same call again finds what was compiled for it.
+    Hashable objects compare by equality, others by identity. Tracing the same call
+    again therefore finds the program that was compiled for it.
     """
 
     __slots__ = ("_hash", "value")
@@ -56,12 +56,12 @@ class Static:
 
 @dataclass(frozen=True)
 class Template:
-    """How (args, kwargs) are put together again from arrays.
+    """How to rebuild (args, kwargs) from flat arrays.
 
     Attributes:
-        treedef: of (args, kwargs).
-        leaves: one entry a leaf: a `Static`, or the dtype of a typed PRNG key, or
-            None for any other array.
+        treedef: the structure of (args, kwargs).
+        leaves: one entry for each leaf: a `Static`, or the dtype of a typed PRNG key,
+            or None for any other array.
     """
 
     treedef: Any
@@ -69,7 +69,7 @@ class Template:
 
     @classmethod
     def flat(cls, *marks: Any) -> Template:
-        """Of positional arrays alone; `marks` as in `leaves`."""
+        """A template for positional arrays only; `marks` are its `leaves`."""
         return cls(tree.tree_structure(((0,) * len(marks), {})), marks)
 
     @cached_property
@@ -79,7 +79,7 @@ class Template:
 
     @cached_property
     def is_flat(self) -> bool:
-        """True where the function takes just the arrays, one a positional argument."""
+        """Whether each array is one positional argument, and there is nothing else."""
         n = self.treedef.num_leaves
         flat = tree.tree_structure(((0,) * n, {}))
         return self.treedef == flat and not any(
@@ -112,7 +112,7 @@ class Template:
 
 
 def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
-    """The arrays among the leaves, ready to bind, and how to put all together."""
+    """The arrays among the leaves, ready to bind, and the template to rebuild all."""
     leaves, treedef = tree.tree_flatten((args, kwargs))
     arrays: list[Any] = []
     marks: list[Any] = []
@@ -133,7 +133,7 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
 
 
 def is_array_like(leaf: Any) -> bool:
-    """True for what JAX would take as an array; the rest is passed through."""
+    """Whether JAX would accept this leaf as an array. Others become `Static`."""
     if isinstance(leaf, (bool, int, float, complex)):
         return True
     if isinstance(leaf, (np.ndarray, np.generic)):
@@ -142,13 +142,15 @@ def is_array_like(leaf: Any) -> bool:
 
 
 def is_numeric(dtype: np.dtype) -> bool:
-    """Whether NumPy's arrays of this dtype hold numbers, in JAX's sense."""
+    """Whether arrays of this dtype hold numbers, JAX's extra dtypes included."""
     return dtype.kind in "biufc" or hasattr(ml_dtypes, dtype.name)
 
 
 def canonical(leaf: Any) -> Any:
-    """`leaf` with the dtype JAX will give it; refuses where that changes a value, or
-    drops a mask.
+    """`leaf` as an array of the dtype that JAX will give it.
+
+    Raises:
+        SpecError: if that would change a value or drop a mask.
     """
     if hasattr(leaf, "__jax_array__"):
         return leaf.__jax_array__()
@@ -189,11 +191,11 @@ def _too_wide(value: str, have: str, want: Any) -> str:
 
 @dataclass(frozen=True)
 class Results:
-    """What `result=` says.
+    """What `result=` declares.
 
     Attributes:
-        treedef: of the result.
-        avals: what the primitive gives, one a leaf; a key is its uint32 block.
+        treedef: the structure of the result.
+        avals: the primitive's results, one for each leaf; a key is its uint32 block.
         keys: for each leaf the key dtype, or None.
     """
 
@@ -209,8 +211,10 @@ class Results:
 
 
 def parse_result(result: Any, name: str) -> Results:
-    """Reads `result=`: a pytree of anything with a shape and a dtype, and of Python's
-    numbers, which are scalars of the dtype that they have as arguments under `jit`.
+    """Reads `result=`: a pytree of anything with a shape and a dtype.
+
+    Python's numbers may be leaves too. They declare scalars of the dtype that they have
+    as arguments of a jitted function.
     """
     flat, treedef = tree.tree_flatten_with_path(result)
     avals: list[Any] = []
@@ -241,8 +245,8 @@ def parse_result(result: Any, name: str) -> Results:
         dtype = np.dtype(leaf.dtype)
         if not is_numeric(dtype) or dtype.type in (np.longdouble, np.clongdouble):
             raise SpecError(
-                f"hostcall: {where} of `{name}` is {dtype}, of which JAX has no arrays."
-                " Ask for a dtype of numbers. For any Python objects there is hc.Object"
+                f"hostcall: {where} of `{name}` is {dtype}, and JAX has no such arrays."
+                " Ask for a dtype of numbers. For Python objects there is hc.Object"
             )
         if _jax.canonical_dtype(dtype) != dtype:
             raise SpecError(
@@ -256,10 +260,10 @@ def parse_result(result: Any, name: str) -> Results:
 
 
 def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ...]:
-    """The bytes of each result where `where` is False; None for zeros.
+    """The bytes of each result where the mask `where` is False; None means zeros.
 
-    `fill` is a scalar for all leaves, or a pytree like the result whose leaves
-    broadcast to the result's.
+    `fill` is a scalar for all leaves, or a pytree like the result; each of its leaves
+    is broadcast to the shape of the result's leaf.
     """
     if fill is None:
         return (None,) * len(results.avals)
@@ -287,7 +291,7 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
 
 
 def packed_bits(dtype: np.dtype) -> tuple[int, bool]:
-    """(bits, signed) of an element that XLA packs, (0, False) of any other."""
+    """(bits, signed) for elements that XLA packs into bytes; (0, False) for others."""
     name = dtype.name
     if name.startswith(("int", "uint")):
         bits = int(name.removeprefix("u").removeprefix("int"))
