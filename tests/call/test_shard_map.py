@@ -228,7 +228,7 @@ def test_a_shard_that_fails_alone_says_so_at_once(caplog):
         (record,) = (r for r in caplog.records if r.name == "hostcall")
         text = record.getMessage()
         assert (
-            f"`{host.__qualname__}` failed on {jax.devices()[2]} in a program" in text
+            f"`{host.__qualname__}` failed on {jax.devices()[2]}, and the other" in text
         )
         assert "give the condition as where= in place of lax.cond" in text
         assert "KeyError: 'lonely'" in text

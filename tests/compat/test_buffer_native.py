@@ -102,7 +102,7 @@ def test_addresses_of_every_kind(library):
         with pytest.raises(hc.SpecError, match="takes an address"):
             hc.native(wrong)
     for wrong in (0, -5, 2**64):
-        with pytest.raises(hc.SpecError, match="where no function is"):
+        with pytest.raises(hc.SpecError, match="where no function can be"):
             hc.native(wrong)
 
 

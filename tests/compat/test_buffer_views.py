@@ -244,7 +244,7 @@ def test_small_inputs_that_go_out_by_dlpack_are_watched(mode):
     def host(ctx, out, x):
         float4.from_address(np.from_dlpack(x).ctypes.data)[1] = 9
 
-    text = r"`.*host` wrote to args\[0\], which is an input \(its values were put right"
+    text = r"`.*host` wrote to args\[0\], which is an input \(its values have been restored"
     with pytest.raises(hc.ResultError, match=text):
         run(mode, host, spec(), x)
     np.testing.assert_array_equal(x, np.arange(4.0))

@@ -1,4 +1,4 @@
-"""What calls have cost, for each function definition."""
+"""The counters of calls and their costs, one set for each function definition."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 from hostcall._core.source import source_of
 from hostcall._native import Counters
 
-# --- Costs, kept per function definition -------------------------------------------
-
 _counters: dict[str, Counters] = {}
 _lock = threading.Lock()
 
 
 def counters_of(fn: Callable[..., Any]) -> Counters:
-    """The counters that all calls of functions from one `def` share.
+    """The counters that all functions made by one `def` share.
 
-    Keyed by source, not by object: a fresh lambda a call must not grow memory.
+    The key is the place in the source, not the function object: a program that makes a
+    new lambda for each call must not use more and more memory.
     """
     key = source_of(fn)
     with _lock:

@@ -1,7 +1,7 @@
-"""`hc.call(..., arrays="cuda")`: the function gets a GPU's arrays, and gives such back.
+"""`hc.call(..., arrays="cuda")`: the function takes and returns arrays on the GPU.
 
-Nothing goes to the host. Arguments are Buffers; results are copied on XLA's stream from
-wherever on the GPU the function has them.
+No values go to the host. The arguments are Buffers. Results may lie anywhere on the
+GPU; they are copied from there on XLA's stream.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from hostcall._core.spec import Results, Static
 
 
 class OnDevice:
-    """The user's function as a buffer callback. Equal where both of its parts are."""
+    """The user's function as a buffer callback.
+
+    Two of them are equal if their functions and results are, so JAX's caches hit.
+    """
 
     def __init__(self, fn: Callable[..., Any], results: Results, name: str) -> None:
         self._key = (Static(fn), results.treedef, results.avals)
-        self.func = fn  # as functools.partial calls it
+        self.func = fn  # the attribute's name in functools.partial, for name_of()
         self._results = results
         self.__name__ = self.__qualname__ = name
 
@@ -51,9 +54,11 @@ class OnDevice:
 
 
 def _store(place: Any, leaf: Any, path: str) -> None:
-    """Enqueues the copy of a result, where `leaf` says that it was made on our stream:
-    its owner may free it when the stream has come so far, as allocators that know
-    streams do. Else both streams are waited for.
+    """Copies a result into XLA's memory.
+
+    If `leaf` says that it was made on XLA's stream, the copy is only enqueued there.
+    The owner may then free the memory in stream order, as stream-aware allocators do.
+    Otherwise this waits for both streams.
     """
     interface = getattr(leaf, "__cuda_array_interface__", None)
     if interface is None:
@@ -64,7 +69,7 @@ def _store(place: Any, leaf: Any, path: str) -> None:
         )
     shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
     wanted = np.dtype(place.dtype)
-    # Types that NumPy has no letter for are told by their size alone.
+    # The interface has no code for dtypes like bfloat16: they are bytes of some size.
     same = dtype == wanted or (dtype.kind == "V" and dtype.itemsize == wanted.itemsize)
     if shape != place.shape or not same:
         raise errors.ResultError(

@@ -1,4 +1,4 @@
-"""What the engine asks of a call when something is not the fast case."""
+"""The Python hooks that the engine calls for a call outside its fast path."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ logger = logging.getLogger("hostcall")
 
 
 class CallInfo:
-    """One call's description, with the hooks that native code calls.
+    """The description of one call, with the hooks that native code calls.
 
-    `across`: its program is one over several processes; `caller`: the number of the one
-    whose results all take, or None.
+    Attributes:
+        across: whether several processes run its program.
+        caller: the process whose results all processes take, or None.
     """
 
     across = False
@@ -38,9 +39,10 @@ class CallInfo:
         self.callback = params.callback
         self.name = self.callback.name
         self.place = self.callback.place
-        self.devices = devices  # by ordinal; -1 for an eager call
+        self.devices = devices  # by ordinal; an eager call has one, at -1
         self.mesh = mesh
-        self.guard: Any = None  # of a program over several devices
+        # Set when the program has several devices (_runtime/deadlocks.py).
+        self.guard: Any = None
 
     def __repr__(self) -> str:
         return f"<call of {self.name} at {self.place}>"
@@ -65,18 +67,18 @@ class CallInfo:
         return text
 
     def eager_error(self, error: Exception) -> Exception:
-        """What an eager call raises in a program's way: the error of a program."""
+        """The error that an eager call raises: the one that a program would raise."""
         raised: Exception = jax.errors.JaxRuntimeError(self.on_error(error, None, ()))
         return raised
 
     def on_lone_failure(self, ordinal: int, text: str) -> None:
         logger.error(
-            "`%s` failed on %s in a program whose devices come to this call one by one"
-            " (it stands under control flow that differs between them), so the others"
-            " go on. If one of them waits for this device in a collective (psum,"
-            " all_gather, ...), XLA ends the process after a minute. All devices fail"
-            " together where all come to the call: give the condition as where= in"
-            " place of lax.cond. What it failed with: %s",
+            "`%s` failed on %s, and the other devices go on, because the devices reach"
+            " this call separately (it is inside control flow that differs between"
+            " them). If one of them waits for this device in a collective (psum,"
+            " all_gather, ...), XLA ends the process after a minute. To make all"
+            " devices fail together, let all of them reach the call: give the condition"
+            " as where= in place of lax.cond. The failure was: %s",
             self.name,
             self.devices.get(ordinal, f"device {ordinal}"),
             text,
@@ -85,7 +87,7 @@ class CallInfo:
     def on_failure_elsewhere(self, said: str) -> str:
         """The error here for a failure in another process, which said this."""
         where = "another process"
-        if said:  # only the caller's words come along
+        if said:  # only the calling process's text is sent along
             where = f"process {self.caller}: {failures.without_number(said)}"
         error = errors.HostcallError(
             f"hostcall: `{self.name}`, whose results all processes take, failed in"
@@ -98,7 +100,12 @@ class CallInfo:
     def on_escape(
         self, _: Any, held: list[tuple[int, bool]] | None, error: BaseException | None
     ) -> None:
-        """First without `held`, to let go of what only looks kept; then to raise."""
+        """Handles a view of lent memory that outlives its call.
+
+        The engine calls this twice. The first time `held` is None: a traceback or a
+        reference cycle may keep the view by accident, and releases it here. If the view
+        is still referenced afterwards, `held` says which, and this raises.
+        """
         if held is None:
             if error is not None:
                 _let_go(error)
@@ -129,17 +136,17 @@ class CallInfo:
 
 
 def _let_go(error: BaseException) -> None:
-    """Makes an exception, and all behind it, hold no array of a failed call.
+    """Makes an exception, and all behind it, release the arrays of a failed call.
 
-    The frames of its traceback hold the function's arguments: the lines stay, the
-    values go. Arrays among its own arguments become copies.
+    The frames of its traceback hold the function's arguments. They lose their values;
+    the traceback keeps its lines. Arrays in the exception's `args` become copies.
     """
     for current in frames.chained(error, around=sys.exception()):
         ended = frames.ended(current.__traceback__)
         cells = [cell for frame in ended for cell in _own_cells(frame)]
         frames.clear_values(current.__traceback__)
         for cell in cells:
-            with contextlib.suppress(ValueError):  # it is empty
+            with contextlib.suppress(ValueError):  # the cell is empty
                 del cell.cell_contents
         if any(isinstance(arg, np.ndarray) for arg in current.args):
             current.args = tuple(
@@ -149,8 +156,10 @@ def _let_go(error: BaseException) -> None:
 
 
 def _own_cells(frame: types.FrameType) -> list[types.CellType]:
-    """Cells of the variables that a frame shares with functions made in it. To clear
-    a frame leaves those functions, which frames further in may be running.
+    """The cells of variables that a frame shares with functions defined in it.
+
+    Clearing a frame does not empty them. Cells of the frame's own outer variables are
+    left out, since they belong to functions further out.
     """
     inside = gc.get_referents(frame)
     free = {

@@ -1,8 +1,8 @@
-"""`where=` for functions that take a whole batch: the False rows are taken out.
+"""`where=` for functions that take a whole batch: removes the rows that are False.
 
 With "expand_dims" and "broadcast_all" the function sees the batch axes itself, in
-front. The rows where the mask is True are put one behind the other along the first of
-those axes, the others keep size 1, and the results go back to their places:
+front. The rows where the mask is True are stacked along the first of these axes; the
+other batch axes keep size 1. The results are then put back into their rows:
 
     mask (4,)         True  False  True  True
     argument (4, 3)   row 0        row 2 row 3   ->  (3, 3)
@@ -24,7 +24,10 @@ from hostcall._runtime import context
 
 
 class CompressedCall:
-    """Called with (mask, *arrays); gives one full array a result leaf."""
+    """A call without its False rows.
+
+    Called with (mask, *arrays). Returns one full array for each leaf of the result.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class CompressedCall:
         if count == 0:
             return tuple(outs)
         ones = (1,) * (levels - 1)
-        # Of arguments that no row has of its own the function makes one row for all.
+        # If all rows share every argument, one computed row serves them all.
         wide = any(size != 1 for array in arrays for size in array.shape[:levels])
         seen = count if wide else 1
         taken = []
@@ -95,10 +98,10 @@ class CompressedCall:
 
 
 class CompressedTap:
-    """A batch whose mask differs between rows: the False rows are taken out.
+    """A tap of a batch without its False rows.
 
-    Called with (mask, *arrays). What has a batch axis arrives with one axis in front,
-    the rows that are left in row order; what has none arrives as it is.
+    Called with (mask, *arrays). An array with a batch axis arrives with one axis in
+    front, for the remaining rows in row order. Any other array arrives unchanged.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class CompressedTap:
             self._whole(*leaves)
 
     def _full(self, number: int, array: np.ndarray) -> np.ndarray:
-        """With all batch axes, the outermost first."""
+        """The array broadcast to all batch axes, the outermost first."""
         params = self._params
         levels = list(zip(params.flags, params.sizes, strict=True))[::-1]
         has = [flags[number] for flags, _ in levels]

@@ -1,4 +1,4 @@
-"""What the engine asks of a tap, and its masked batches."""
+"""The Python hooks that the engine calls for a tap."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from hostcall._runtime import tap_failures
 
 
 class TapInfo(CallInfo):
-    """One tap's description, with the hooks that native code calls.
+    """The description of one tap, with the hooks that native code calls.
 
-    `places`: of a tap of shards, for each device ordinal the global index of each
-    array's block.
+    Attributes:
+        places: in a tap with sharding="shards", the global index of each array's block,
+            by device ordinal; else None.
     """
 
     places: dict[int, tuple[Any, ...]] | None = None
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
-        """The computation goes on: the log says it, and the next barrier() raises."""
+        """Logs the failure and keeps it for the next barrier(); the program goes on."""
         tap_failures.failed(self.name, self.place, error, row)
         return ""
 

@@ -1,4 +1,4 @@
-"""The engine's handlers, made known to XLA."""
+"""Registers the engine's handlers with XLA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINK_TARGET = "hostcall_link"
 VERDICT_TARGET = "hostcall_verdict"
 BUFFER_TARGET = "hostcall_buffer"
 GRAPH_TARGET = "hostcall_buffer_graph"  # may become part of a GPU's command buffer
-RAW_TARGET = "hostcall_raw"  # benchmarks/: enters Python and nothing else
+RAW_TARGET = "hostcall_raw"  # for benchmarks/: enters Python and does nothing else
 
 _HANDLERS = {
     TARGET: "call",
@@ -27,8 +27,9 @@ _HANDLERS = {
     BUFFER_TARGET: "buffer",
     GRAPH_TARGET: "graph",
 }
-# Which handlers serve the CPU. Tests have "staged ": those of CUDA, on a driver that
-# takes the host's memory for a device's (tests/platforms.py).
+# The prefix of the handlers that serve the CPU. Tests set "staged " to run the CUDA
+# handlers on a fake driver, which uses host memory as device memory
+# (tests/platforms.py).
 kind_on_cpu = ""
 
 _started = False
@@ -38,8 +39,10 @@ _lock = threading.Lock()
 
 
 def start() -> None:
-    """Makes the engine known to XLA. Called at the first lowering or eager call, never
-    on import: it starts no back end, but it is not free.
+    """Registers the engine with XLA, once.
+
+    Called at the first lowering or eager call, not at import: it takes time, though it
+    starts no back end.
     """
     global _started, _has_host_callbacks
     if _started:
@@ -62,12 +65,12 @@ def start() -> None:
 
 
 def has_host_callbacks() -> bool:
-    """Whether calls can run inside one of XLA's host callbacks. After `start`."""
+    """Whether calls can run inside one of XLA's host callbacks. Valid after `start`."""
     return _has_host_callbacks
 
 
 def start_on(client: Any | None) -> None:
-    """`start`, and for a client of GPUs what they need besides."""
+    """Does what `start` does, and registers the CUDA handlers if `client` has GPUs."""
     global _started_cuda
     start()
     if client is None or client.platform not in ("cuda", "gpu") or _started_cuda:
@@ -78,16 +81,18 @@ def start_on(client: Any | None) -> None:
     with _lock:
         if _started_cuda:
             return
-        # That "graph" may be recorded its handler says itself: the plugin takes no
-        # traits.
+        # The "graph" handler itself tells XLA that it may be recorded into a command
+        # buffer: the CUDA plugin accepts no traits at registration.
         _register("CUDA", _native.handlers()["cuda type"], "cuda ")
         _native.limit_pinned(config.pinned_bytes(), config.tap_queue_bytes())
         _started_cuda = True
 
 
 def _register(platform: str, plan_type: Any, kind: str) -> None:
-    """The type before the targets that use it, and both before a program that names
-    them is compiled.
+    """Registers the plan type, then the handlers.
+
+    XLA needs the type before the handlers that use it, and both before it compiles a
+    program that names them.
     """
     handlers = _native.handlers()
     jax.ffi.register_ffi_type("hostcall_plan", plan_type, platform=platform)

@@ -1,8 +1,7 @@
-"""`every=` and `sample=` of taps that no program counts.
+"""`every=` and `sample=` of taps outside any program.
 
-A compiled program has the counters of its taps in native code, one a place and device.
-A tap outside of a program is at a place too: the line that wrote it. The same counters
-serve it, found by that line.
+A compiled program has native counters for its taps, one for each tap and device. An
+eager tap is no part of a program, so its counter is found by the line that wrote it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from hostcall._core.source import source_of
 from hostcall._engine.counters import counters_of
 from hostcall._engine.params.tap import TapParams
 
-# Lines that are remembered. A program that makes more (in a notebook each run of a cell
-# has lines of its own) begins to count anew where it has not been for the longest.
+# How many lines keep a counter. In a notebook each run of a cell makes new lines.
+# Beyond this number the counter that was used longest ago is dropped, and its line
+# starts counting anew.
 _AT_MOST = 4096
 
 _places: OrderedDict[Any, Throttle] = OrderedDict()
@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 
 class Throttle:
-    """The executions of one place, where there is one run and one device."""
+    """Counts the executions of the tap at one line, on one device."""
 
     def __init__(self, params: TapParams) -> None:
         self._native = (
@@ -33,7 +33,7 @@ class Throttle:
         )
 
     def lets(self, params: TapParams) -> bool:
-        """Whether this execution goes through; counts it if not (`hc.stats()`)."""
+        """Whether this execution is delivered; `hc.stats()` counts it if not."""
         if self._native is None:
             return True
         return self._native.lets(counters_of(params.callback.function))
@@ -44,7 +44,7 @@ def _leaves_out(params: TapParams) -> bool:
 
 
 def lets(params: TapParams, device: Any) -> bool:
-    """Whether a tap outside of any program goes through, on this device."""
+    """Whether an eager tap is delivered, on this device."""
     if not _leaves_out(params):
         return True
     callback = params.callback

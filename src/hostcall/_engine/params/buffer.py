@@ -1,4 +1,4 @@
-"""What a buffer callback's equation carries, and what the engine asks of it."""
+"""The parameters of a buffer callback's equation, and the hooks for its calls."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _native.set_buffer_names(
 )
 
 
-_CFunction: Any = ctypes.CFUNCTYPE(None).mro()[1]  # of all ctypes functions
+_CFunction: Any = ctypes.CFUNCTYPE(None).mro()[1]  # base class of all ctypes functions
 
 
 class NativeFunction:
     """Machine code that runs in place of a Python function, without the GIL."""
 
     def __init__(self, keep: Any, address: int, status: bool, name: str) -> None:
-        self.keep = keep  # whoever owns the code
+        self.keep = keep  # the object that owns the machine code
         self.address = address
         self.status = status
         self.__name__ = self.__qualname__ = name
@@ -57,40 +57,42 @@ class NativeFunction:
 
 
 def native(function: Any, *, status: bool = False, name: str | None = None) -> Any:
-    """Machine code as the callback of `hc.buffer_callback`: no Python, no GIL.
+    """Makes machine code a callback for `hc.buffer_callback`; it runs without the GIL.
 
     The code has the C signature
 
         void f(void **outputs, void **inputs, void *stream)
 
-    with the addresses of the results and of the arguments, in the order of
-    jax.tree.leaves(result_shape_dtypes) and jax.tree.leaves((args, kwargs)) (keywords
-    by name), row-major, and on a GPU XLA's stream (NULL on a CPU; code for CPUs alone
-    may leave that parameter off). Elements of less than a byte have a byte each, in its
-    low bits; on a GPU they are packed. Shapes and dtypes are those of the arrays when
-    the program was traced. Inputs must not be written. Several threads may run it at
-    once: devices, and programs in flight. Python has no say while it runs:
-    `hc.status()` does not see it, and an exception of a Numba or ctypes function is
-    printed and lost, unless the code says so with its status.
+    `outputs` and `inputs` hold the addresses of the results and of the arguments, in
+    the order of jax.tree.leaves(result_shape_dtypes) and of jax.tree.leaves((args,
+    kwargs)) (keyword arguments by name). The arrays are row-major; the code must know
+    their shapes and dtypes, which are those at tracing. `stream` is XLA's stream on a
+    GPU, and NULL on a CPU; code for CPUs only may omit the parameter. Elements smaller
+    than a byte take the low bits of one byte each on a CPU, and are packed on a GPU.
+
+    The code must not write to its inputs. Several threads may run it at the same time,
+    for several devices or for several programs in flight. Python does not see it run:
+    `hc.status()` does not list it, and an exception of a Numba or ctypes function is
+    printed and lost, unless the code reports it in its status.
 
     Args:
-        function: an address as an int; a ctypes function; or anything with an
-            `address`, as what numba.cfunc makes. It is kept alive.
-        status: the code returns an int32 (`int32_t f(...)`), and all but 0 fails the
+        function: an address as an int; a ctypes function; or any object with an
+            `address`, such as numba.cfunc makes. It is kept alive.
+        status: the code returns an int32 (`int32_t f(...)`); any value but 0 fails the
             program with that number.
-        name: for errors and `hc.stats()`; without one that of `function`.
+        name: the name in errors and `hc.stats()`; by default that of `function`.
 
     Returns:
-        What `hc.buffer_callback` takes as `callback`.
+        An object for the argument `callback` of `hc.buffer_callback`.
 
     Raises:
-        SpecError: for what has no address.
+        SpecError: `function` has no valid address.
 
-    Under transformations: vmap runs the rows natively (vmap_method="sequential"; a
-    whole batch is refused, since the code is told no shapes); else as
-    `hc.buffer_callback`.
+    Under transformations: vmap runs the rows natively with vmap_method="sequential". A
+    whole batch is refused, since the code gets no shapes. Other transformations are as
+    for `hc.buffer_callback`.
 
-    Cost: a call of 0.15 us in a compiled loop.
+    Cost: 0.15 us for each call in a compiled loop.
     """
     if isinstance(function, NativeFunction):
         return function
@@ -105,7 +107,7 @@ def native(function: Any, *, status: bool = False, name: str | None = None) -> A
         )
     if not 0 < address < 2**64:
         raise errors.SpecError(
-            f"hostcall: native() got the address {address}, where no function is"
+            f"hostcall: native() got the address {address}, where no function can be"
         )
     own = getattr(function, "__name__", None) or f"native {int(address):#x}"
     return NativeFunction(function, int(address), bool(status), name or str(own))
@@ -116,8 +118,8 @@ class BufferParams(CallParams):
     """The parameters of one equation.
 
     Attributes:
-        aliases: (input, output) pairs that share memory, numbers of leaves.
-        command_buffer: the call may be recorded into a GPU's command buffer.
+        aliases: (input, output) pairs of leaf numbers that share memory.
+        command_buffer: whether a GPU's command buffer may record the call.
     """
 
     aliases: tuple[tuple[int, int], ...] = ()
@@ -129,7 +131,7 @@ class BufferParams(CallParams):
         return self.order != "pure" or not native
 
     def function(self) -> Callable[..., Any]:
-        """What the engine calls with the context, and a Buffer a leaf."""
+        """The function that the engine calls with the context and a Buffer per leaf."""
         callback = self.callback
         fn, template, results = callback.function, callback.template, callback.results
         if template.is_flat and results.treedef == jax.tree.structure(0):
@@ -144,7 +146,7 @@ class BufferParams(CallParams):
         return whole
 
     def settings(self) -> tuple[list[int], bool, int, bool]:
-        """What the native plan is told (native/bindings/module.cc)."""
+        """The buffer part of the native plan (native/bindings/module.cc)."""
         shared = {output: number for number, output in self.aliases}
         fn = self.callback.function
         code = fn if isinstance(fn, NativeFunction) else None
@@ -157,7 +159,7 @@ class BufferParams(CallParams):
 
 
 class BufferInfo(CallInfo):
-    """A call's description, with what goes wrong with Buffers."""
+    """The description of a buffer callback's call, with the errors about Buffers."""
 
     params: BufferParams
 
@@ -188,10 +190,10 @@ class BufferInfo(CallInfo):
     def on_changed(self, number: int) -> None:
         raise errors.ResultError(
             f"hostcall: `{self.name}` wrote to {self._name_of(number, False)}, which is"
-            " an input (its values were put right). JAX's arrays are immutable, and the"
-            " caller may hold this one. Write to the output, which can have the input's"
-            " memory and values (input_output_aliases); PyTorch's tensors can always be"
-            " written, so avoid its in-place operations on inputs"
+            " an input (its values have been restored). JAX's arrays are immutable, and"
+            " the caller may hold this one. Write to the output, which can share the"
+            " input's memory and values (input_output_aliases). PyTorch's tensors can"
+            " always be written, so avoid its in-place operations on inputs"
         )
 
     def on_unwritten(self, _: Any, number: int) -> None:
@@ -199,6 +201,6 @@ class BufferInfo(CallInfo):
         raise errors.UnwrittenError(
             f"hostcall: `{self.name}` did not write all of"
             f" {self._name_of(number, True)} ({aval.dtype}{list(aval.shape)}; seen by"
-            " HOSTCALL_DEBUG=1). What is not written is zero or anything: write"
-            " numpy.asarray(out)[...] = value"
+            " HOSTCALL_DEBUG=1). Elements that are not written hold zeros or arbitrary"
+            " values: write numpy.asarray(out)[...] = value"
         )

@@ -1,8 +1,7 @@
-"""The user's function with its trees, hashable; and what the engine asks of it.
+"""The parameters of a call's equation: the user's function with its trees, hashable.
 
-`Callback` is part of a primitive's parameters: equal callbacks trace to equal
-programs, so JAX's caches hit. `CallInfo` belongs to one place of one compiled program
-(or one eager call): the engine calls its hooks when something isn't the fast case.
+Equal callbacks trace to equal programs, so JAX's caches hit. What belongs to one place
+of one compiled program is in `CallInfo` (_engine/info.py) instead.
 """
 
 from __future__ import annotations
@@ -18,25 +17,26 @@ from hostcall._core.spec import Results, Static, Template
 
 logger = logging.getLogger("hostcall")
 
-# "free": jax.Arrays that are not committed to their device, as drop-ins hand out.
+# "free": jax.Arrays that are not committed to a device, which drop-ins pass.
 Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
 Lend = Literal[False, True, "out", "buffers"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Callback:
-    """A function, how its arguments go in, and how its results come out.
+    """A function, how it gets its arguments, and what it returns.
 
     Attributes:
         fn: the function, compared as `Static` compares.
-        template: how (args, kwargs) are put together.
+        template: how to rebuild (args, kwargs) from arrays.
         results: what it returns.
-        fills: bytes of each result of a masked row, or None for zeros.
-        arrays: what the function gets for an array.
+        fills: the bytes of each result of a masked row, or None for zeros.
+        arrays: the kind of array that the function gets.
         lend: whether it gets views of XLA's memory, or Buffers of it.
         timeout: seconds, or None.
-        executor: for parallel rows; see `_executors`.
-        place: the user's line that wrote the call.
+        executor: for parallel rows; see _runtime/executors.py.
+        place: the user's line that wrote the call. Not compared, so that the same call
+            on two lines is traced to equal programs.
     """
 
     fn: Static
@@ -69,16 +69,17 @@ class CallParams:
     """The parameters of one equation of the call primitive.
 
     Attributes:
-        callback: see there.
-        avals: of the results of one row.
+        callback: the user's function with its trees.
+        avals: the avals of the results of one row.
         order, vmap_method, sharding: as given to `hc.call`.
-        masked: the first operand is `where`.
-        grid: sizes of the batch axes that rows run over, outermost first.
-        batched: for each operand, whether it has each of those axes.
-        levels: batch axes that the function itself sees, in front.
-        results_as: "tree", the structure of `result`; "leaves" in any containers;
-            "nothing", whatever is returned.
-        literals: Python's numbers may stand for arrays of 32 bits.
+        masked: whether the first operand is the mask `where`.
+        grid: the sizes of the batch axes that rows run over, outermost first.
+        batched: for each operand, whether it has each of these axes.
+        levels: how many batch axes, in front, the function itself sees.
+        results_as: "tree": the function returns the structure of `result`. "leaves": it
+            returns the same leaves in any containers. "nothing": what it returns is
+            ignored.
+        literals: whether Python's numbers may stand for 32-bit arrays.
     """
 
     callback: Callback

@@ -1,4 +1,4 @@
-"""The callbacks that JAX has, as calls of ours: what sets each kind apart.
+"""JAX's callbacks as hostcall's calls: how each kind differs from a plain call.
 
 | kind | JAX's name | results | effect | refuses |
 |---|---|---|---|---|
@@ -6,9 +6,9 @@
 | io | `jax.experimental.io_callback` | yes | IO | derivatives; vmap when ordered |
 | debug | `jax.debug.callback`, `jax.debug.print` | no | Debug | |
 
-A drop-in keeps what its original does, texts included (the effects are JAX's own, since
-JAX's rules for control flow ask for those). So what it checks of results is what JAX
-checks: their number, whatever holds them; then shape and dtype.
+A drop-in behaves like its original, messages included. Its effects are JAX's own, since
+JAX's rules for control flow look for those. It checks of results what JAX checks: how
+many there are (in any container), then shape and dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hostcall._engine.params.call import Callback, CallParams
 logger = logging.getLogger("hostcall")
 
 Kind = Literal["pure", "io", "debug"]
-PRINT = "debug.print"  # the source of all that prints: it is counted together
+PRINT = "debug.print"  # the source of every print, so that statistics count them as one
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Flavour:
     """One kind of callback.
 
     Attributes:
-        api: its name in the log, as JAX writes it.
-        jax_logger: where JAX logs its failures.
+        api: its name, as JAX writes it in the log.
+        jax_logger: the logger to which JAX reports its failures.
         unordered, ordered: its effects.
-        does: how its refusals begin.
-        hint: and how they go on, with "jvp" or "vjp" to fill in.
+        does: how its messages about unsupported transformations begin.
+        hint: how these messages continue, with "jvp" or "vjp" to fill in.
     """
 
     api: str
@@ -85,8 +85,9 @@ class DropInParams(CallParams):
     """The parameters of one equation of a drop-in's primitive.
 
     Attributes:
-        kind: which.
-        partitioned: in a program that is split over devices, each calls for its part.
+        kind: which of JAX's callbacks it replaces.
+        partitioned: whether, in a program that is partitioned over devices, each device
+            makes the call for its own part.
     """
 
     kind: Kind
@@ -98,17 +99,17 @@ class DropInParams(CallParams):
 
     @property
     def primitive(self) -> str:
-        """The name of its primitive, which is that of JAX's."""
+        """The name of its primitive, which is the name of JAX's primitive too."""
         is_print = getattr(self.callback.function, "hostcall_source", None) == PRINT
         return "debug_print" if is_print else f"{self.kind}_callback"
 
     @property
     def runs_where_dispatched(self) -> bool:
-        return True  # as programs with JAX's own, pure ones too
+        return True  # as for JAX's own callbacks, pure ones included
 
     @property
     def is_jaxs_own(self) -> bool:
-        # JAX wraps the user's function of a debug callback in one of its own.
+        # In a debug callback JAX wraps the user's function in a function of its own.
         return self.kind != "debug" and is_jaxs(self.callback.function)
 
     @property
@@ -117,7 +118,7 @@ class DropInParams(CallParams):
             return set()
         if self.order == "unordered":
             return {self.flavour.unordered}
-        # Ours too: see `_order.effects_of`.
+        # hostcall's unordered effect too, for the reason in order.effects_of.
         return {self.flavour.ordered, UNORDERED}
 
 
@@ -133,7 +134,7 @@ _NARROW = {
 
 
 class DropInInfo(CallInfo):
-    """A call's description, with JAX's checks and JAX's log."""
+    """The description of a drop-in's call, with JAX's checks and JAX's log."""
 
     params: DropInParams
     _narrowed = False
@@ -151,7 +152,7 @@ class DropInInfo(CallInfo):
         aval = self.params.avals[number]
         plain = isinstance(value, (np.ndarray, np.generic, jax.Array))
         if len(self.params.avals) == 1 and not plain:
-            (value,) = self.flatten(value)  # in a list, a dict, ...
+            (value,) = self.flatten(value)  # it may be in a list or a dict
         array = np.asarray(value)
         if self.params.literals and array.dtype in _NARROW:
             array = self._narrow(array)
@@ -169,9 +170,9 @@ class DropInInfo(CallInfo):
         return array if array.dtype is aval.dtype else array.view(aval.dtype)
 
     def _narrow(self, array: np.ndarray) -> np.ndarray:
-        """To 32 bits, as JAX does outside of its 64-bit mode: integers wrap around.
+        """Converts to 32 bits, as JAX does outside its 64-bit mode.
 
-        That is said once a place.
+        Integers may wrap around, which is logged once per call site.
         """
         narrow = array.astype(_NARROW[array.dtype])
         if (
@@ -182,7 +183,7 @@ class DropInInfo(CallInfo):
             self._narrowed = True
             logger.warning(
                 "`%s` returned integers that %s can't hold, and they wrapped around,"
-                " as JAX has it outside of its 64-bit mode (called at %s)."
+                " as in JAX outside its 64-bit mode (called at %s)."
                 " hostcall.call refuses them instead",
                 self.name,
                 narrow.dtype,
@@ -247,7 +248,7 @@ def make_params(
 
 
 def arrays_of(choice: str) -> Literal["numpy", "free"]:
-    """What `arrays=` of a drop-in means to the engine."""
+    """The engine's name for a drop-in's `arrays=`."""
     if choice not in ("jax", "numpy"):
         raise errors.SpecError(
             "hostcall: arrays= of a drop-in should be 'jax' or 'numpy', got"

@@ -1,4 +1,4 @@
-"""What a tap's equation carries, and what the engine asks of it."""
+"""The parameters of a tap's equation."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ class TapParams:
 
     Attributes:
         callback: the function with its trees; it has no results.
-        order: "unordered" or "ordered"; "pure" for one whose value is threaded.
-        masked: the first operand is `where`.
-        rows: under vmap, one delivery of the batch or one a row.
+        order: "unordered" or "ordered"; "pure" if the tap's value is threaded
+            through it (`hc.tap_through`).
+        masked: whether the first operand is the mask `where`.
+        rows: under vmap, whether the batch is one delivery ("batched") or each row is
+            one ("each").
         when_full, remat, sharding, name, every, sample: as given to `hc.tap`.
-        through: the arguments are results too.
-        leader: in a program that is split over devices, the number of the one that
-            taps a whole value; None for this process's first.
-        grid: sizes of the batch axes that rows run over, outermost first.
-        batched: for each operand, whether it has each of those axes.
-        flags: of rows="batched", for each vmap in the order they were applied (the
-            inner first), whether each operand has its axis. A later one's axis is
-            in front.
-        sizes: of those axes.
+        through: whether the arguments are results too.
+        leader: in a program that is partitioned over devices, the index of the device
+            that taps a whole value; None for this process's first device.
+        grid: the sizes of the batch axes that rows run over, outermost first.
+        batched: for each operand, whether it has each of these axes.
+        flags: with rows="batched", for each vmap in the order of application (the inner
+            first), whether each operand has its axis. The axis of a later vmap is in
+            front.
+        sizes: the sizes of the axes of `flags`.
     """
 
     callback: Callback
@@ -53,7 +55,7 @@ class TapParams:
     flags: tuple[tuple[bool, ...], ...] = ()
     sizes: tuple[int, ...] = ()
 
-    # What the engine's plan asks of any call (_targets.make_plan).
+    # Attributes of CallParams that make_plan (_engine/plans.py) reads of every call.
     avals = ()
     vmap_method = "sequential"
     runs_where_dispatched = is_jaxs_own = False
@@ -64,7 +66,7 @@ class TapParams:
 
     @property
     def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """What JAX has made of the tap, in the order it did."""
+        """JAX's transformations of the tap, in the order of application."""
         first = 1 if self.masked else 0
         return tuple(
             ("batch", {"batch_dims": tuple(0 if f else None for f in flags[first:])})
@@ -74,12 +76,12 @@ class TapParams:
     def settings(
         self, only: tuple[int, ...] = (), nested: bool = False, linked: bool = False
     ) -> tuple[Any, ...]:
-        """What the native plan is told (native/bindings/tap_bindings.cc).
+        """The tap's part of the native plan (native/bindings/tap_bindings.cc).
 
         Args:
-            only: ordinals of the devices that tap; empty for all.
-            nested: the program is one that host code runs.
-            linked: the tap has a result that only says that it ran.
+            only: the ordinals of the devices that tap; empty for all.
+            nested: whether host code runs the program, inside another callback.
+            linked: whether the tap has a result that only says that it ran.
         """
         steps, seconds = 0, 0.0
         if isinstance(self.every, int):
