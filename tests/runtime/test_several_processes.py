@@ -333,7 +333,7 @@ for f in (step, total, compiled, lambda x, _: untraced(x), lambda x, _: x.sum())
         f(x, 1.0)
     except hc.HostcallError as error:
         assert "it may not run another one" in str(error), error
-        assert "What failed first: LookupError: no such row (in callback `host`" in str(error)
+        assert "The first failure was: LookupError: no such row (in callback `host`" in str(error)
         assert not compiles
         say("refused")
 assert all_local() == (2, 2, 1)  # compiled again, and on the fast path
@@ -350,5 +350,7 @@ def test_a_call_that_was_dispatched_before_the_failure(monkeypatch):
     call = job.until_failure(abs)
     assert call(-1) == 1
     monkeypatch.setattr(job, "_first", "LookupError: no such row")
-    with pytest.raises(HostcallError, match="failed first: LookupError: no such row"):
+    with pytest.raises(
+        HostcallError, match="first failure was: LookupError: no such row"
+    ):
         call(-1)

@@ -75,7 +75,7 @@ def test_50_000_failures(clock, lines):
             f"tap `test_50_000_failures.<locals>.fail`, written at {__file__}"
         )
         assert text.endswith(
-            f", failed {count - before} times more, {count} in all; the last:"
+            f", failed {count - before} more times, {count} in all; the last:"
             f" ValueError: step {count - 1}"
         )
     # Of all of them the newest alone holds what its frames held.
@@ -100,7 +100,7 @@ def test_after_a_barrier_that_raised_all_begins_again(clock, lines):
     hc.flush()
     ((text, full),) = lines()
     assert not full
-    assert "failed 5 times more, 10 in all" in text
+    assert "failed 5 more times, 10 in all" in text
     assert "10 taps failed" in str(barrier_group())
     assert lines() == []
 
@@ -167,4 +167,4 @@ def test_at_exit_the_rest_is_counted(run_python):
     )
     assert done.stderr.count("Traceback") == 3
     assert "500 in all; the last: KeyError: 499" in done.stderr
-    assert "500 taps failed that no barrier() told of" in done.stderr
+    assert "500 taps failed, and no barrier() raised their errors" in done.stderr

@@ -40,7 +40,7 @@ def test_errors_at_exit_are_logged(run_python):
         """
     )
     assert "KeyError: 'never told'" in done.stderr
-    assert "1 taps failed that no barrier() told of" in done.stderr
+    assert "1 taps failed, and no barrier() raised their errors" in done.stderr
 
 
 def test_a_tap_that_hangs_at_exit_is_named_and_interrupted(run_python):
@@ -55,7 +55,7 @@ def test_a_tap_that_hangs_at_exit_is_named_and_interrupted(run_python):
         env={"HOSTCALL_EXIT_TIMEOUT": "0.5"},
     )
     assert done.stdout == "after 1\n"
-    assert "the process wants to end, and waits for the tap `forever`" in done.stderr
+    assert "the process is ending and waits for the tap `forever`" in done.stderr
     assert "KeyboardInterrupt" in done.stderr
 
 

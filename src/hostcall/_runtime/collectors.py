@@ -1,4 +1,4 @@
-"""Who looks at named taps as they are delivered (`hc.collect`)."""
+"""The collectors that see named taps when they are delivered (`hc.collect`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def remove(collector: Collector) -> None:
 def seen_by(
     name: str, template: Template, whole: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`whole`, after the collectors that are active have seen its arguments."""
+    """Wraps `whole` so that the active collectors see its arguments first.
+
+    Reads `_active` without the lock: `add` and `remove` replace the tuple.
+    """
 
     def call(*leaves: Any) -> None:
         for collector in _active:

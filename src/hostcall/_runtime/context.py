@@ -1,4 +1,4 @@
-"""What a callback can ask about the call it is in."""
+"""What a callback can find out about its own call (`hc.current()`)."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ class Current:
     """The call that the calling thread is in (`hc.current()`).
 
     Attributes:
-        name: the function's.
+        name: the name of the function.
         place: the user's line that wrote the call: `file`, `line`, `function`.
         order: "pure", "unordered" or "ordered".
-        device: the `jax.Device` whose program calls; of an eager call, the device that
-            its results go to; of an eager tap, that of its first array.
+        device: the `jax.Device` whose program makes the call. In an eager call, the
+            device of its results; in an eager tap, the device of its first array.
         mesh_coords: inside shard_map and pmap, axis name -> index of `device` on
             the mesh; else empty.
-        row: this row's index along each batch axis that the rows run over, the
-            outermost vmap first; empty without one.
-        transforms: of a tap that is delivered with the whole batch, one
-            ("batch", {"batch_dims": ...}) for each vmap in the order they were
-            applied, with 0 for each array that has its axis and None for others. A
-            later one's axis is in front.
-        rows: where a tap's `where` differs between the rows of such a batch, the
-            indices of those that were delivered, one array for each vmap, the
-            outermost first; else None.
-        index: of a tap with sharding="shards", for each array the place of its block in
-            the whole array, a tuple of slices; else None.
-        grid: sizes of the batch axes that `row` counts along.
-        mesh_shape: sizes of the mesh axes that `mesh_coords` counts along.
-        stream: of a call on a GPU's memory (arrays="cuda", `hc.buffer_callback`) the
+        row: the index of this row along each batch axis, the outermost vmap first;
+            empty if the function does not run row by row.
+        transforms: in a tap that is delivered with the whole batch, one
+            ("batch", {"batch_dims": ...}) for each vmap in the order of application,
+            with 0 for each array that has its axis and None for others. The axis of a
+            later vmap is in front. Else empty.
+        rows: the indices of the delivered rows, one array for each vmap, the outermost
+            first, if `where` of such a tap differs between rows; else None.
+        index: in a tap with sharding="shards", the place of each array's block in the
+            whole array, as a tuple of slices; else None.
+        grid: the sizes of the batch axes that `row` indexes.
+        mesh_shape: the sizes of the mesh axes that `mesh_coords` indexes.
+        stream: in a call on a GPU's memory (arrays="cuda", `hc.buffer_callback`) the
             address of XLA's stream; else None.
-        run: XLA's number of the execution that a tap or buffer callback is of; -1 of an
-            eager one; None in another call.
-        step: the tap's number among all that were pushed; None in a call.
+        run: in a tap or buffer callback, XLA's number of the program's execution, or
+            -1 if it is eager; None in any other call.
+        step: the number of the tap among all taps of the process; None in a call.
     """
 
     name: str
@@ -73,7 +72,7 @@ def current() -> Current | None:
     Cost: nothing until asked; then a few microseconds.
     """
     found = _native.current()
-    if found is None:  # on a thread that works for a call, its stand-in
+    if found is None:  # a worker thread may run this function for another thread's call
         return workers.stand_in()
     info, ordinal, row, run, step, stream = found
     device = info.devices.get(ordinal)
@@ -96,12 +95,12 @@ def current() -> Current | None:
 
 
 def place_in_batch() -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-    """Which of its likes the call of this thread is: (the batch, its index in it).
+    """Where this thread's call is in its batch: (axes of the batch, index along each).
 
-    Devices of a shard_map count as the outermost axes. The batch has (name, size) for
-    each mesh axis and the size of each batch axis; the index a number for each. None
-    where that is not known: the program was lowered without its devices, or an executor
-    runs rows on the thread that waits for them. Cost: 0.1 us without a mesh.
+    The devices of a shard_map count as the outermost axes. The axes are (name, size)
+    for each mesh axis, then the size of each batch axis. None if the index is not
+    known: the program was lowered without its devices, or an executor runs rows on the
+    thread that waits for them. Cost: 0.1 us without a mesh.
     """
     found = _native.current()
     if found is not None and found[0].mesh is None:
@@ -119,7 +118,7 @@ _kept = threading.local()
 
 @contextmanager
 def only_rows(rows: tuple[np.ndarray, ...]) -> Iterator[None]:
-    """Of a batch only these rows are delivered."""
+    """Sets what `current().rows` is inside, on this thread."""
     before = getattr(_kept, "rows", None)
     _kept.rows = rows
     try:

@@ -1,8 +1,8 @@
-"""The worker that delivers taps, and waiting for it.
+"""The worker thread that delivers taps, and waiting for it.
 
-The queue and the loop are native (native/queue/tap_queue.h and native/invoke/).
-The thread is Python's, so that debuggers, `hc.status()` and tracebacks see it by its
-name.
+The queue and the worker's loop are native (native/queue/tap_queue.h and
+native/invoke/tap_worker.h). Python makes the thread, so that it has a name in
+debuggers, `hc.status()` and tracebacks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hostcall._runtime import tap_failures
 
 logger = logging.getLogger("hostcall")
 
-# A wait looks up so often, for Ctrl-C to come through.
+# Seconds. A wait returns to Python this often, so that Ctrl-C is noticed.
 _SLICE = 0.05
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # two programs may be lowered at once; start one thread only
 _thread: threading.Thread | None = None
-reports: list[BaseException] = []  # of programs, for the barrier that waits for them
+reports: list[BaseException] = []  # failures of programs, for the barrier to raise
 
 
 def start() -> None:
-    """Starts the worker, once; in a forked child never."""
+    """Starts the worker, once. Does nothing in a forked child, which takes no taps."""
     global _thread
     if _thread is not None or _native.forked():
         return
@@ -42,9 +42,9 @@ def start() -> None:
 
 
 def after_fork() -> None:
-    """In a forked child there is no worker, and nothing will come."""
+    """Forgets the worker, which does not exist in a forked child."""
     global _thread, _lock
-    _lock = threading.Lock()
+    _lock = threading.Lock()  # a thread of the parent may have held the old one
     _thread = None
     tap_failures.after_fork()
 
@@ -58,7 +58,7 @@ def refuse_inside_a_tap(who: str) -> None:
 
 
 def flush(timeout: float | None, who: str) -> bool:
-    """Waits until what is queued now is delivered. False: it was late."""
+    """Waits until all taps that are queued now are delivered. False after `timeout`."""
     refuse_inside_a_tap(who)
     if _thread is None:
         return True
@@ -74,7 +74,7 @@ def flush(timeout: float | None, who: str) -> bool:
 
 
 def is_worker(thread: int) -> bool:
-    """Whether this is the identifier of the thread that delivers."""
+    """Whether this is the identifier of the worker."""
     return _thread is not None and _thread.ident == thread
 
 
@@ -84,7 +84,7 @@ def pending() -> int:
 
 
 def stop() -> None:
-    """Delivers what is left, and ends the worker. Nothing may be pushed any more."""
+    """Delivers the queued taps and ends the worker. Nobody may push taps any more."""
     if _thread is None:
         return
     _native.stop_taps()
@@ -94,6 +94,6 @@ def stop() -> None:
     errors, more = tap_failures.take()
     if errors:
         logger.error(
-            "%d taps failed that no barrier() told of (their errors are above)",
+            "%d taps failed, and no barrier() raised their errors (see the log above)",
             len(errors) + more,
         )

@@ -1,7 +1,8 @@
-"""What may be given as `executor=`, and what to say when its workers fail.
+"""The kinds of `executor=`, and what to say when their workers fail.
 
-Pools of this machine are in `_pools`; here are those that reach others, which also have
-to be kept from running a row twice where that matters.
+_runtime/pools.py has the executors with workers on this machine. This file has those
+whose workers may be on other machines (Dask, Ray). Dask runs a task again if its worker
+dies, so a call with effects needs protection from that.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from hostcall._runtime.pools import Pool, Workers, by_name, is_of_processes
 
 
 def is_executor(given: Any) -> bool:
-    """An Executor, a client of Dask, or a pool like multiprocessing's (Ray's too)."""
+    """Whether this is an Executor, a Dask client, or a pool like multiprocessing's.
+
+    Ray's pool is one of the last kind.
+    """
     return any(hasattr(given, name) for name in ("submit", "apply_async"))
 
 
 def sends(given: Any) -> bool:
-    """Whether rows get copies of their arguments, in another process."""
+    """Whether rows are sent to another process, and get copies of their arguments."""
     return is_of_processes(given) or _is_dask(given) or _is_ray(given)
 
 
@@ -39,7 +43,7 @@ def _is_ray(given: Any) -> bool:
 
 
 def workers_of(given: Any, once: bool) -> Workers:
-    """With `once` no row is run twice, whatever fails."""
+    """The `Workers` for an executor. With `once`, no row runs twice, whatever fails."""
     if _is_dask(given):
         return _Dask(given, once)
     if _is_ray(given):
@@ -50,8 +54,9 @@ def workers_of(given: Any, once: bool) -> Workers:
 
 
 class _RayPool(Pool):
-    """`ray.util.multiprocessing.Pool`, whose workers may be on other machines. It tells
-    of those that have died.
+    """`ray.util.multiprocessing.Pool`, whose workers may be on other machines.
+
+    Unlike multiprocessing's pool, it fails the tasks of a worker that has died.
     """
 
     takes_back = False
@@ -77,12 +82,14 @@ class _RayReference:
     def get(self) -> np.ndarray:
         import ray
 
-        return np.array(ray.get(self._reference))  # Ray's own can't be written to
+        return np.array(ray.get(self._reference))  # a copy: Ray's array is read-only
 
 
 class _Dask(Workers):
-    """A client of Dask. Its own `get_executor()` keeps the futures of tasks that
-    failed, and asks for each value by itself.
+    """A Dask client.
+
+    Not used through its `get_executor()`, which keeps the futures of failed tasks, and
+    fetches each value separately.
     """
 
     def __init__(self, client: Any, once: bool) -> None:
@@ -100,8 +107,10 @@ class _Dask(Workers):
         return self._given.submit(fn, *args, pure=False)
 
     def wait(self, tasks: Collection[Any], seconds: float) -> Collection[Any]:
-        """All of them, or those there are when one has failed: to ask for values takes
-        as long for one as for all.
+        """Waits until all tasks have ended or one has failed; returns those that ended.
+
+        Returns nothing after `seconds`. It waits for all because fetching one value
+        takes as long as fetching all of them.
         """
         import distributed
 
@@ -126,7 +135,7 @@ class _Dask(Workers):
     def cancel(self, tasks: Collection[Any]) -> list[Any]:
         if tasks:
             self._given.cancel(list(tasks))
-        return []  # what becomes of those that run Dask does not tell
+        return []  # Dask does not say when the running ones end
 
     def share(self, array: np.ndarray) -> Any:
         return self._given.scatter(array, broadcast=True, hash=False)
@@ -146,15 +155,19 @@ def _failure(task: Any) -> BaseException:
 
 
 def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Runs there, once: Dask sends tasks again whose worker has died, done or not."""
+    """Runs `fn` on the worker, unless it has run before.
+
+    Dask sends a task again if its worker has died, even if the task had ended. The
+    event is kept by Dask's scheduler, so it outlives the worker.
+    """
     from distributed import Event
 
     event = Event(claim)
     if event.is_set():
         raise HostcallError(
-            "hostcall: the worker of Dask's that ran these rows has died. Dask would"
-            " run them again, but they have effects (order= is not 'pure'), and may be"
-            " run once only"
+            "hostcall: the Dask worker that ran these rows has died. Dask would run"
+            " them again, but they have effects (order= is not 'pure') and must run"
+            " only once"
         )
     event.set()
     return fn(*args)
@@ -164,8 +177,16 @@ def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) -> None:
-    """Of a row that failed where the function did not: adds a note, or raises what says
-    more.
+    """Explains a row that failed outside the user's function.
+
+    Adds a note to `error`, or raises a clearer error. Does nothing for other errors.
+
+    Args:
+        error: what the row failed with.
+        given: the executor.
+        name: the name of the function.
+        which: the row, in words.
+        sent: the function and arguments that were sent.
     """
     if isinstance(error, futures.BrokenExecutor):
         error.add_note(
@@ -180,15 +201,15 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
         except Exception as reason:
             raise SpecError(
                 f"hostcall: `{name}` or its arguments can't be sent to another process:"
-                f" {reason}. Functions go by name: define it at the top level of a"
-                " module; or give an executor that sends functions by value (Dask,"
-                " loky), or threads"
+                f" {reason}. This executor sends functions by name: define it at the"
+                " top level of a module, or give an executor that sends functions by"
+                " value (Dask, loky), or one of threads"
             ) from error
         if "pickle" in str(error):
             error.add_note(
-                f"hostcall: {which}: what `{name}` returns comes back by pickle. Of a"
-                " forward rule these are the residuals too: leave what can be pickled,"
-                " or arrays (residuals=)"
+                f"hostcall: {which}: what `{name}` returns is pickled on its way back."
+                " In a forward rule that includes the residuals: keep objects that can"
+                " be pickled, or arrays (residuals=)"
             )
 
 

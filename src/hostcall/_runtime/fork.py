@@ -1,4 +1,8 @@
-"""Forked children of a process that ran JAX: they have its memory, not its threads."""
+"""Refuses work in a forked child of a process that had started JAX.
+
+The child has a copy of JAX's memory, but none of its threads: a program would wait for
+them forever.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from hostcall._core.errors import HostcallError
 def refusal(what: str) -> HostcallError:
     return HostcallError(
         f"hostcall: {what} in a process that was forked"
-        " from one that had started JAX, whose threads do not exist here. Start"
+        " from one that had started JAX. JAX's threads do not exist here. Start"
         " workers with multiprocessing's 'spawn' or 'forkserver' method"
     )
 
@@ -20,7 +24,7 @@ def refuse(what: str) -> None:
 
 
 def after_fork() -> None:
-    """In the child. If the parent had not started JAX, all is as in a new process."""
+    """Runs in the child. If the parent had not started JAX, the child may use it."""
     if not _jax.back_ends_started():
         return
     _native.after_fork()

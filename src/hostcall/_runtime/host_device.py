@@ -1,12 +1,13 @@
-"""The CPU device that JAX code inside a callback finds as its default.
+"""The CPU device that is JAX's default device inside a callback.
 
-A callback may use JAX. If it used the client that waits for it, it could hang: a CPU
-client admits 32 programs at a time on a device, and each of them may be waiting for
-a callback. So callbacks of a program find a device of another client, made for host
-code, which runs a program on the thread that asks for it and admits any number.
+A callback may use JAX. If it used the client that runs its own program, it could hang:
+a CPU client admits 32 programs at a time on a device, and all 32 may be waiting for
+callbacks. So inside a callback the default device belongs to another client, made for
+host code. It runs each program on the thread that dispatches it.
 
-A callback inside a callback is one of a program on such a client, and finds the next
-one: clients form a ladder, and a program waits only for clients above its own.
+The same holds for a callback of a program on such a client: it gets the next client.
+Clients form a ladder, and a program waits only for programs on clients above its own,
+so nothing waits in a circle.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from hostcall import _jax
 
-_ladder: list[Any] = []  # host clients, first rung first; never shrinks
+_ladder: list[Any] = []  # host clients, lowest rung first; never shrinks
 _lock = threading.Lock()
 
 
@@ -28,12 +29,12 @@ def _level(client: Any | None) -> int:
 
 
 def clients() -> list[Any]:
-    """Those made for host code so far."""
+    """The clients that have been made for host code so far."""
     return list(_ladder)
 
 
 def is_host(client: Any | None) -> bool:
-    """Whether this is a client made for host code."""
+    """Whether this client was made for host code."""
     with _lock:
         return _level(client) > 0
 
@@ -41,7 +42,8 @@ def is_host(client: Any | None) -> bool:
 def above(client: Any | None) -> Any:
     """The host device for callbacks of programs that run on `client`.
 
-    None stands for the process's own clients. Cost: 8 ms the first time on each rung.
+    None stands for the process's own clients. Cost: 8 ms for the first call on each
+    rung of the ladder, which makes the client.
     """
     with _lock:
         level = _level(client)

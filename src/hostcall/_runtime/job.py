@@ -1,8 +1,14 @@
-"""A program over several processes that failed in this one, and what follows.
+"""Keeps a process out of further collectives, once a program over processes failed.
 
-Other processes may wait in a collective that this one never came to. Whatever it ran
-over several processes next would meet them there, and the values of two steps would be
-mixed, without an error (in plain JAX too). So this process takes no further part.
+The danger, which plain JAX has too:
+
+  1. Step 1 fails in this process before it reaches a collective (psum, all_gather).
+  2. The other processes wait in that collective.
+  3. This process goes on to step 2, and reaches step 2's collective.
+  4. The two collectives meet, and mix the values of two steps without an error.
+
+So after such a failure this process refuses every program over several processes.
+Programs over its own devices still run.
 """
 
 from __future__ import annotations
@@ -15,12 +21,12 @@ from typing import Any
 from hostcall import _jax
 from hostcall._core.errors import HostcallError
 
-_first: str | None = None  # what failed first
+_first: str | None = None  # the text of the first failure
 _lock = threading.Lock()
 
 
 def failed(text: str) -> None:
-    """A call of a program over several processes failed here."""
+    """Notes that a call of a program over several processes failed in this process."""
     global _first
     with _lock:
         if _first is not None:
@@ -30,8 +36,9 @@ def failed(text: str) -> None:
 
 
 def until_failure(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a call in such a program: refused after a failure, since its
-    program may have been dispatched before.
+    """Wraps the function of a call in such a program, to refuse it after a failure.
+
+    The guard on dispatch is not enough: the program may already have been dispatched.
     """
 
     @functools.wraps(function, updated=())
@@ -47,8 +54,8 @@ def _refusal() -> Exception:
     return HostcallError(
         "hostcall: a program over several processes failed in this process, so it may"
         " not run another one. Other processes may still wait for it inside the"
-        " program that failed, and would mix that one's values with the next one's. End"
+        " program that failed, and would mix the values of the two programs. End"
         " all processes of the job, and start them again from the last checkpoint."
-        " Programs over this process's own devices still run. What failed first:"
+        " Programs over this process's own devices still run. The first failure was:"
         f" {_first}"
     )

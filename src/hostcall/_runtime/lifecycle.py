@@ -1,24 +1,38 @@
-"""How a process begins with the engine, and how it ends, whatever the way out.
+"""Starts the engine in a process, and ends it with the process.
 
-    RUNNING ──> ENDING    programs that must run are waited for
-                DRAINING  what taps have queued is delivered
-                CLOSED    no call enters; those under way end
-                ENDED     our threads are joined, the interpreter may go
+The idea: a callback on one of XLA's threads crashes the process if the interpreter ends
+under it. So at exit the engine first lets everything finish that must run, then takes
+no more calls, and only then lets the interpreter go.
 
-    way out                                  what it does
-    the script ends, sys.exit, an error      atexit: all of the above
-    a child of multiprocessing ends          a Finalize of its own: children of fork and
-                                             forkserver leave by os._exit, before atexit
-    SIGTERM without a handler                taps are delivered, then the signal ends it
-    Ctrl-C, in any of the waits              ends at once, with status 130
-    os.fork                                  in the child: FORKED, all is refused
-    a daemon thread in a call                left behind, as Python leaves it
+Guarantees
+  * The ending thread's programs with effects have run; queued taps are delivered.
+  * After ENDED no thread of XLA's enters Python.
+  * What hangs is named in the log and interrupted, after HOSTCALL_EXIT_TIMEOUT and
+    again each time that passes (_runtime/watcher.py). Two waits have no limit: for
+    programs that still run, and for calls on XLA's threads that no interrupt ends.
+  * Ctrl-C ends any of the waits: each returns to Python every 50 ms.
 
-Each wait is in slices, so that Ctrl-C comes through. There is one clock (`_watcher`):
-what has taken HOSTCALL_EXIT_TIMEOUT since the end began is named and interrupted, and
-again each time that it has taken as long. Two things have no limit: programs that go
-on, and calls on XLA's threads that no interrupt ends, since the interpreter can't be
-taken from under them. docs/design/threads.md has the whole.
+The steps of `end`
+
+  1. ENDING    wait for programs with effects
+  2. DRAINING  deliver the queued taps
+  3. CLOSED    no call enters Python any more; wait for the running ones
+  4. ENDED     hostcall's own threads are joined; the interpreter may end
+
+How a process can end, and what happens then
+
+    the script ends, sys.exit, an error      atexit runs all four steps
+    a multiprocessing child ends             a Finalize runs all four: children of
+                                             fork and forkserver leave by os._exit,
+                                             which skips atexit
+    SIGTERM without a handler                taps are delivered, then the signal ends
+                                             the process
+    Ctrl-C in one of the waits               the process ends at once, with status 130
+    os.fork                                  the child refuses all work if JAX had
+                                             started
+    a daemon thread is in a call             it is left behind, as Python leaves it
+
+docs/design/threads.md tells the whole story.
 """
 
 from __future__ import annotations
@@ -35,15 +49,17 @@ from hostcall._runtime import delivery, fork, host_device, watcher
 
 logger = logging.getLogger("hostcall")
 
-# A wait looks up so often, for Ctrl-C to come through.
+# Seconds. A wait returns to Python this often, so that Ctrl-C is noticed.
 _SLICE = 0.05
 
-_lock = threading.Lock()
+_lock = (
+    threading.Lock()
+)  # protects `_ending`: atexit and a Finalize may both call `end`
 _ending = False
 
 
 def begin() -> None:
-    """Called once, when the engine is first used."""
+    """Prepares the process for its end. Called once, when the engine is first used."""
     os.register_at_fork(after_in_child=_after_fork)
     watcher.start()
     atexit.register(end)
@@ -51,20 +67,20 @@ def begin() -> None:
     if process is not None and process.parent_process() is not None:
         from multiprocessing import util
 
-        # After the program's own finalizers, which may still tap.
+        # The low priority runs it after the program's own finalizers, which may tap.
         util.Finalize(None, end, kwargs={"interpreter": False}, exitpriority=-100)
 
 
 def end(*, interpreter: bool = True) -> None:
-    """Runs the state machine, once.
+    """Runs the four steps, once.
 
     Args:
-        interpreter: the interpreter itself ends after this, and with it every daemon
-            thread; else only the process does, by os._exit.
+        interpreter: the interpreter shuts down afterwards, which stops daemon threads;
+            False if the process ends by os._exit instead.
     """
     global _ending
     with _lock:
-        if _ending or _native.closed():  # closed: a forked child
+        if _ending or _native.closed():  # in a forked child the engine is closed
             return
         _ending = True
     try:
@@ -77,6 +93,7 @@ def end(*, interpreter: bool = True) -> None:
         watcher.stop()
         _native.bury()
     except KeyboardInterrupt:
+        # Without the normal exit, which would end the interpreter under running calls.
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()
@@ -92,6 +109,8 @@ def _wait_for_programs() -> None:
 def _wait_for_calls(interpreter: bool) -> None:
     watcher.watch_calls_too()
     if interpreter:
+        # From now on a call on a daemon thread that ends stays inside the engine. JAX's
+        # C++ would ask for the GIL next, while the interpreter shuts down.
         _native.leave_behind()
     while not _native.wait_idle(_SLICE):
         daemons = [t.ident for t in threading.enumerate() if t.daemon and t.ident]
@@ -106,7 +125,8 @@ def _after_fork() -> None:
         watcher.start()
         return
     watcher.after_fork()
-    # The end of a client joins its threads, which do not exist here: a child that ends
-    # by sys.exit would die of it (JAX's own does).
+    # A client's destructor joins its threads, which do not exist here. A child that
+    # ends by sys.exit would crash there, as it does in plain JAX, so the clients are
+    # kept alive.
     for client in (*_jax.clients(), *host_device.clients()):
         _native.keep_for_ever(client)

@@ -1,8 +1,17 @@
-"""Executors whose workers are on this machine, as rows use them.
+"""What rows need of an executor whose workers are on this machine.
 
-Beside the methods of a `concurrent.futures.Executor` rows need to know how many workers
-there are, to send a value once that all rows share, and to learn of a worker that has
-died.
+A `concurrent.futures.Executor` can run tasks. To run the rows of a call on it, hostcall
+must also know how many workers there are, send a value only once that all rows share,
+stop rows that have not begun, and notice a worker that has died.
+
+The leash. A chunk of rows that is queued in another process can't always be cancelled.
+So each run on processes has a file, its leash:
+
+  1. Before a worker begins a chunk, it appends the chunk's first row and its own
+     process id to the file.
+  2. Before each row, it looks whether the file still exists, and stops if not.
+  3. This process deletes the file when no more rows shall begin.
+  4. If a worker dies, the file says which chunk it had.
 """
 
 from __future__ import annotations
@@ -22,8 +31,10 @@ import numpy as np
 
 
 def by_name(given: Any) -> bool:
-    """Whether functions go to the workers as names, by pickle: the standard library's
-    process pools. Those of Dask, Ray and loky send what has no name by value.
+    """Whether the executor sends functions by name, with pickle.
+
+    The standard library's process pools do. Those of Dask, Ray and loky send a function
+    without an importable name by value.
     """
     kind = type(given)
     if kind.__module__.partition(".")[0] == "multiprocessing":
@@ -37,12 +48,12 @@ def is_of_processes(given: Any) -> bool:
 
 
 class Workers:
-    """An Executor: of threads, of processes, or of anything.
+    """An Executor: of threads, of processes, or of anything else.
 
     Attributes:
-        leash: a file of this machine; rows begin as long as it is there, and it knows
-            who began which. None: they may be on other machines, or in this process.
-        takes_back: whether tasks that have not begun can be kept from it.
+        leash: the path of the leash; None if workers run in this process, or may run on
+            other machines.
+        takes_back: whether submitted tasks that have not begun can still be stopped.
     """
 
     takes_back = True
@@ -54,24 +65,25 @@ class Workers:
         self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def open(self) -> None:
-        """From here on rows may begin."""
+        """Lets rows begin."""
         if is_of_processes(self._given):
             self.leash = self._file()
 
     def count(self) -> int | None:
-        """How many tasks run at once; None where that is not known."""
+        """How many tasks run at once; None if that is not known."""
         return getattr(self._given, "_max_workers", None)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
         task = self._given.submit(fn, *args)
-        # Not `futures.wait`: an executor that is shut down with cancel_futures=True
-        # tells nobody who waits so.
+        # A callback, not `futures.wait`: that is not woken for tasks which an executor
+        # cancels in shutdown(cancel_futures=True).
         task.add_done_callback(self._ended.put)
         return task
 
     def wait(self, tasks: Collection[Any], seconds: float) -> Collection[Any]:
-        """Those that have ended since the last time; waits until there is one, or so
-        long.
+        """Waits until a task has ended, or for `seconds`.
+
+        Returns the tasks that have ended since the last call.
         """
         ended = []
         with contextlib.suppress(queue.Empty):
@@ -81,20 +93,23 @@ class Workers:
         return ended
 
     def outcomes(self, tasks: Collection[Any]) -> list[tuple[Any, Any]]:
-        """(value, None) or (None, exception) of tasks that have ended."""
+        """(value, None) or (None, exception) for each of some tasks that have ended."""
         return [_outcome(task) for task in tasks]
 
     def cancel(self, tasks: Collection[Any]) -> list[Any]:
-        """Cancels what has not begun; gives the rest, for `futures.wait`."""
+        """Cancels tasks that have not begun; returns the others, for `futures.wait`."""
         return [task for task in tasks if not task.cancel()]
 
     def dead(self, unfinished: Collection[int]) -> str:
-        """Which worker has died with one of the chunks that begin with these rows."""
+        """Says which worker has died while it had an unfinished chunk; "" if none.
+
+        `unfinished` has the first row of each of these chunks.
+        """
         del unfinished
         return ""
 
     def share(self, array: np.ndarray) -> Any:
-        """What `fresh` makes the array of, in a worker of this machine."""
+        """What to send in place of an array. In a worker, `fresh` turns it back."""
         return _File(self._file(array), array)
 
     def _file(self, array: np.ndarray | None = None) -> str:
@@ -107,13 +122,13 @@ class Workers:
         return path
 
     def drop(self) -> None:
-        """No more rows begin, and nobody reads any more what was shared."""
+        """Stops rows that have not begun, and deletes the shared arrays."""
         for path in self._files:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
     def pickler(self) -> Any:
-        """The class by which rows are sent as bytes."""
+        """The pickler class that turns rows into bytes."""
         if by_name(self._given):
             return ForkingPickler
         try:
@@ -123,7 +138,7 @@ class Workers:
         return cloudpickle.Pickler
 
     def forget(self) -> None:
-        """All have ended."""
+        """Called when all tasks have ended, to release what was kept for them."""
 
 
 def _outcome(task: futures.Future[Any]) -> tuple[Any, Any]:
@@ -134,8 +149,10 @@ def _outcome(task: futures.Future[Any]) -> tuple[Any, Any]:
 
 
 class _File:
-    """An array in a file of this machine's memory, where it has such files. Each row
-    gets pages of its own of what it writes to.
+    """An array in a file that workers map into their memory.
+
+    The file is in shared memory if the machine has room there. The mapping is private,
+    so a row that writes to the array gets its own copy of the pages it writes.
     """
 
     def __init__(self, path: str, array: np.ndarray) -> None:
@@ -147,7 +164,7 @@ class _File:
 
 
 def _memory_for(size: int) -> str | None:
-    """The folder of files that are no disk's; None where there is no room in it."""
+    """The folder of files in memory; None if there is none or it lacks room."""
     try:
         there = os.statvfs("/dev/shm")
     except (OSError, AttributeError):
@@ -157,35 +174,44 @@ def _memory_for(size: int) -> str | None:
 
 
 def begin(leash: str, start: int) -> None:
-    """In a worker: notes who runs the chunk from this row on, if rows may begin."""
+    """In a worker: writes into the leash that this process begins the chunk at `start`.
+
+    Does nothing if the leash is gone: no row may begin then, and each row checks that.
+    """
     with contextlib.suppress(FileNotFoundError):
         file = os.open(leash, os.O_WRONLY | os.O_APPEND)
         try:
+            # One short append is atomic, so lines of several workers don't mix.
             os.write(file, b"%d %d\n" % (start, os.getpid()))
         finally:
             os.close(file)
 
 
 def fresh(shared: Any) -> np.ndarray:
-    """A row's own array of what its worker got."""
+    """In a worker: a row's own copy of a shared array."""
     if isinstance(shared, np.ndarray):
         return shared.copy()
     array: np.ndarray = shared.get()
     return array
 
 
-_ON_ITS_WAY = 2.0  # seconds
+# Seconds in which the results of a worker that has died may still arrive.
+_ON_ITS_WAY = 2.0
 
 
 class Pool(Workers):
-    """`multiprocessing.Pool`. It replaces a worker that has died, and never tells of
-    the task that died with it.
+    """`multiprocessing.Pool`.
+
+    It replaces a worker that has died, but never reports the task that it was running,
+    so this class watches the workers.
     """
 
     def __init__(self, pool: Any) -> None:
         super().__init__(pool)
-        self._seen: dict[int, Any] | None = None  # threads do not die, and Ray's tell
-        self._since: float | None = None  # somebody is missed
+        # Worker processes by id; None for pools of threads, which don't die, and for
+        # Ray's, which reports the tasks of dead workers itself.
+        self._seen: dict[int, Any] | None = None
+        self._since: float | None = None  # when a worker was first found missing
         self._begun_last: dict[int, int] = {}
         if by_name(pool):
             self._seen = {w.pid: w for w in list(pool._pool) if w.exitcode is None}
@@ -196,18 +222,18 @@ class Pool(Workers):
     def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
         task: futures.Future[Any] = futures.Future()
         task.add_done_callback(self._ended.put)
-        task.set_running_or_notify_cancel()  # the pool can't take it back
+        task.set_running_or_notify_cancel()  # a pool can't cancel a task
         self._given.apply_async(
             _with_traceback,
             (fn, args),
             callback=task.set_result,
-            # Ray's pool puts another exception around the worker's.
+            # Ray's pool wraps the worker's exception in one of its own.
             error_callback=lambda e: task.set_exception(getattr(e, "underlying", e)),
         )
         return task
 
     def _begun(self) -> dict[int, int]:
-        """By the first row of each chunk that runs or has run the worker's number."""
+        """The process id of each chunk's worker, by the chunk's first row."""
         if self.leash is not None:
             with contextlib.suppress(FileNotFoundError), open(self.leash) as file:
                 pairs = (line.split() for line in file)
@@ -215,7 +241,7 @@ class Pool(Workers):
         return self._begun_last
 
     def drop(self) -> None:
-        self._begun()  # some may be waited for
+        self._begun()  # read the leash a last time: `dead` may still be asked
         super().drop()
 
     def dead(self, unfinished: Collection[int]) -> str:
@@ -227,12 +253,13 @@ class Pool(Workers):
         begun = self._begun()
         lost = [begun[s] for s in unfinished if s in begun and begun[s] not in alive]
         if not lost and not any(start in begun for start in unfinished):
-            # One may have died before it could say what it had.
+            # A worker may have died after it took a task and before it wrote that into
+            # the leash.
             lost = [pid for pid, worker in self._seen.items() if worker.exitcode]
         if not lost:
             self._since = None
             return ""
-        # What it had done may still be on its way.
+        # The worker may have sent its result before it died.
         self._since = self._since or time.monotonic()
         if time.monotonic() - self._since < _ON_ITS_WAY:
             return ""
@@ -244,7 +271,10 @@ class Pool(Workers):
 
 
 def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
-    """Runs there. An exception that is pickled loses its traceback."""
+    """Runs `fn` on the worker, with the traceback as a note on what it raises.
+
+    An exception that is pickled loses its traceback, but keeps its notes.
+    """
     try:
         return fn(*args)
     except Exception as error:

@@ -1,9 +1,23 @@
-"""`hc.reraise`: what this thread's programs failed with, raised as what it was.
+"""`hc.reraise`: raises the callback's own exception in place of a JaxRuntimeError.
 
-A block knows the programs that its thread dispatched in it by what each leaves behind:
-a result, or a token where it has an effect. A failed program fails all of these. On
-JAX's fast path, which runs no Python, a hook of JAX's own hands the results over
-(`_jax.POST_HOOK`); elsewhere JAX dispatches in Python (`_jax.tell_of_dispatches`).
+The idea: JAX dispatches programs asynchronously, so a block must know which programs it
+has to wait for. It learns of each dispatch, and keeps one *sign* of the program: its
+smallest result, or the tokens of its effects. All of these fail if the program fails.
+
+How a block learns of a dispatch:
+
+  * on JAX's fast path, which is C++, from a hook of JAX's (`_jax.POST_HOOK`);
+  * elsewhere, from the wrapped dispatch in Python (`_jax.tell_of_dispatches`).
+
+What happens to a sign:
+
+  1. `add` puts it into `_pending`, with the number of callbacks that had failed so far.
+  2. Once the program has ended, `_settle` drops the sign. If any callback has failed
+     since step 1, it first looks at the sign, and moves a failed one to `_failed`.
+  3. `end` settles the rest, and returns the first failure that the user has not seen.
+     Signs that are left over go to the block around this one.
+
+All of a block's state belongs to one thread, so there is no lock.
 """
 
 from __future__ import annotations
@@ -23,32 +37,32 @@ from hostcall._core import failures
 
 
 class reraise(contextlib.ContextDecorator):
-    """Context manager and decorator: the callback's own exception comes out.
+    """Context manager and decorator that raises the callback's own exception.
 
-    A program whose callback raised fails with `jax.errors.JaxRuntimeError`, since
-    XLA carries only text. Within `reraise` the object that the callback raised is
-    raised in its place, with the traceback into the callback, and the
-    JaxRuntimeError as its `__context__`.
+    If a callback raises, JAX raises `jax.errors.JaxRuntimeError`, since XLA carries
+    only text. Inside a `reraise` block the exception object that the callback raised
+    replaces it, with its traceback into the callback, and with the JaxRuntimeError as
+    its `__context__`.
 
-    Leaving without an error waits for the programs that this thread has dispatched in
-    the block, so that one that was only dispatched inside fails here and not later. It
-    raises what those failed with and nobody has been told: not what was handled inside
-    the block, nor another thread's failures, nor those of programs that callbacks
-    dispatched and handled. It does not wait for the program around it where it is used
-    inside a callback.
+    A block that ends without an error waits for the programs that its thread has
+    dispatched in it, so that their failures are raised here and not later. It raises
+    only failures that the user has not seen: no failure that was handled inside the
+    block, none of another thread, and none of a program that a callback dispatched and
+    handled. A block inside a callback does not wait for the program that made the call.
 
-    Some failures are nobody's to know, and are then as they were without the block:
-    of a program that has no effect and whose results, larger than 64 MB, nobody keeps;
-    of one that wrote its results to `Ref`s only; of arrays that were deleted; and what
-    runs on JAX's fast path while `jax.debug_nans` is set inside the block.
+    A block can't notice some failures; they appear where they would without the block.
+    These are failures of a program that has no effect and whose results are larger than
+    64 MB and not kept by anyone; of a program that writes only to `Ref`s; of arrays
+    that were deleted; and of programs on JAX's fast path after `jax.debug_nans` was set
+    inside the block.
 
     Raises:
-        BaseException: what the callback raised; of several, what JAX reported, else
-            that of the program that was dispatched first. The JaxRuntimeError itself,
-            if more than 32 callbacks have failed since.
+        BaseException: the callback's exception. If several callbacks failed, the one
+            that JAX reported, else the one of the program that was dispatched first.
+            If more than 32 callbacks have failed since, the JaxRuntimeError itself.
 
-    Cost: one wait when the block is left. Inside it 1 to 2 us a dispatch, and the
-    smallest result of each program is kept until it is ready (64 MB at most).
+    Cost: one wait at the end of the block. Inside it 1 to 2 us for each dispatch, and
+    the smallest result of each program is kept until it is ready (64 MB at most).
     """
 
     def __enter__(self) -> reraise:
@@ -69,17 +83,17 @@ class reraise(contextlib.ContextDecorator):
             if found is not None:
                 try:
                     raise found
-                finally:  # else found -> traceback -> this frame -> found
+                finally:  # breaks the cycle found -> traceback -> this frame -> found
                     del found
 
 
 def _raise_behind(report: Exception) -> None:
-    """Raises what is behind a report, with the report as its context."""
+    """Raises the exception behind a report, with the report as its context."""
     found = failures.original(report)
     try:
         raise report
     except _jax.REPORTS:
-        if found is None:  # too many have failed since
+        if found is None:  # more than 32 callbacks have failed since
             raise
         raise found  # noqa: B904
     finally:
@@ -91,27 +105,28 @@ def _raise_behind(report: Exception) -> None:
 # Results that a block keeps until they are ready, in bytes.
 _KEPT_BYTES = 64e6
 
-# So many programs that are not known to be ready, and it waits for the oldest.
+# With this many programs that may still run, the block waits for the oldest.
 _PENDING_AT_MOST = 1024
 
 
 class _Block:
-    """What one thread has dispatched since it entered a `reraise`.
+    """The programs that one thread has dispatched since it entered a `reraise`.
 
     Attributes:
         outer: the block around it, in the same context.
-        closed: it has been left.
+        closed: whether it has been left.
     """
 
     def __init__(self, outer: _Block | None) -> None:
         self.outer = outer
         self.closed = False
-        # A thread may run in a context that was copied inside the block, and a
-        # callback on this thread dispatches for itself.
+        # The context variable alone does not say whether a dispatch is in the block: a
+        # thread may run in a copy of this context, and a callback on this thread
+        # dispatches programs of its own. So thread and depth are compared too.
         self._thread, self._depth = threading.get_ident(), _depth()
         self._failures = failures.failures_so_far()
-        self._pending: list[_Sign] = []  # of programs that may still fail, in order
-        self._failed: list[_Sign] = []  # of programs that did
+        self._pending: list[_Sign] = []  # programs that may still fail, in order
+        self._failed: list[_Sign] = []  # programs that have failed
         self._kept = 0.0
         self._scan_above = 32
 
@@ -122,7 +137,8 @@ class _Block:
         """A program has been dispatched, with these results and tokens."""
         result, kept = _cheapest(results, _KEPT_BYTES - self._kept)
         if result is not None or tokens:
-            # It may have failed by now, but not before the last look.
+            # The count of failures is that of the last look, before this dispatch: a
+            # callback of this program may have failed by now.
             self._pending.append(_Sign(result, kept, tokens, self._failures))
             self._kept += kept
         self._failures = failures.failures_so_far()
@@ -132,7 +148,7 @@ class _Block:
             self._scan()
 
     def _scan(self) -> None:
-        """Settles what is ready behind a program that takes long."""
+        """Settles programs that have ended while an older one still runs."""
         pending, self._pending = self._pending, []
         while pending:
             sign = pending.pop(0)
@@ -144,15 +160,17 @@ class _Block:
 
     def _settle(self, sign: _Sign) -> None:
         self._kept -= sign.kept
-        # A callback's failure is counted before the program ends.
+        # A failure is counted before its program ends. So if the count has not changed
+        # and the program has ended, it did not fail, and need not be looked at.
         if sign.is_ready() and failures.failures_so_far() == sign.failures:
             return
         if sign.has_failed():
             self._failed.append(sign)
 
     def end(self, waits: bool) -> Exception | None:
-        """Looks at all, or at what is ready. With `waits` gives the first failure that
-        nobody has been told of.
+        """Settles the pending programs; without `waits` only those that have ended.
+
+        With `waits`, returns the first failure that the user has not seen.
         """
         pending, self._pending = self._pending, []
         for sign in pending:
@@ -170,24 +188,27 @@ class _Block:
                     continue
                 first = sign.report
                 failures.tell(number)
-            # An ordered program that came next has failed with this one's token.
+            # An ordered program that came next has failed with this one's token, and
+            # has its number. Its tokens are forgotten too; otherwise JAX's next wait
+            # for effects would raise the same failure again.
             _jax.forget_tokens(sign.tokens)
         return first
 
     def leave_to(self, outer: _Block) -> None:
-        """What is not settled is the next block's."""
+        """Hands what is not settled to the block around this one."""
         outer._failed += self._failed
         outer._pending += self._pending
         outer._kept += self._kept
 
 
 class _Sign:
-    """What a program leaves behind, which fails if the program does.
+    """A result or the tokens of a program, by which its failure is noticed.
 
     Attributes:
-        tokens: of its effects.
+        kept: how many bytes of the result are kept alive.
+        tokens: the tokens of its effects.
         failures: how many callbacks had failed before it was dispatched.
-        report: what JAX raises for it, once that is known.
+        report: what JAX raises for it, once it is known to have failed.
     """
 
     __slots__ = ("_result", "failures", "kept", "report", "tokens")
@@ -195,24 +216,24 @@ class _Sign:
     def __init__(
         self, result: Any, kept: int, tokens: Sequence[Any], failures: int
     ) -> None:
-        """`kept`: bytes of the result to keep alive; with 0 it is held weakly."""
+        """Holds the result strongly if `kept` is not 0, else by a weak reference."""
         held = lambda: result  # noqa: E731
         self._result = held if kept or result is None else weakref.ref(result)
         self.kept, self.tokens, self.failures = kept, tokens, failures
         self.report = Exception()
 
     def is_ready(self) -> bool:
-        """Whether there is nothing to wait for, as far as that is known."""
+        """Whether the program has ended, as far as its result and tokens tell."""
         result = self._result()
         try:
             if result is not None:
                 return bool(result.is_ready())
-        except RuntimeError:  # deleted, or given to a program, which fails with it
+        except RuntimeError:  # deleted, or donated to a program, which fails with it
             pass
         return not self.tokens or any(map(_jax.is_token_ready, self.tokens))
 
     def has_failed(self) -> bool:
-        """Waits for it. Whether it failed for a callback of hostcall's."""
+        """Waits for the program; returns whether a host call made it fail."""
         for left in (self._result(), *self.tokens):
             report = None if left is None else failures.failure_of(left)
             if report is not None and failures.number_in(report):
@@ -222,8 +243,8 @@ class _Sign:
 
 
 def _cheapest(results: Sequence[Any], room: float) -> tuple[Any, int]:
-    """The smallest result of a program, and how many bytes of it are to be kept."""
-    if len(results) > 8:  # a few will do
+    """The smallest result of a program, and how many of its bytes to keep alive."""
+    if len(results) > 8:  # the smallest of these eight is small enough, and is cheap
         results = [*results[:4], *results[-4:]]
     arrays = [_jax.data_of(x) for x in results if isinstance(x, jax.Array)]
     smallest = min(arrays, key=_size, default=None)
@@ -239,8 +260,9 @@ def _size(array: Any) -> int:
 
 # --- Which block a dispatch belongs to -----------------------------------------------
 #
-# Tasks of one thread (asyncio) interleave, so the block lies in a context variable;
-# JAX's hook is the thread's, and is there while the thread has any block open.
+# The tasks of an asyncio loop interleave on one thread, so the current block is a
+# context variable. JAX's hook belongs to the thread, and is installed while the thread
+# has any block open.
 
 _current: contextvars.ContextVar[_Block | None] = contextvars.ContextVar(
     "hostcall.reraise", default=None
@@ -264,19 +286,19 @@ def _open_block() -> None:
 
 
 def _close_block(waits: bool) -> Exception | None:
-    """Leaves the innermost block; with `waits` gives a failure that is to be raised.
+    """Leaves the innermost block; with `waits` returns the failure to raise, if any.
 
-    Blocks may be left out of turn, by tasks or generators that interleave.
+    Tasks or generators that interleave may leave blocks out of order.
     """
     block = _first_open(_current.get())
     if block is None or not block.is_here():
-        return None  # a generator was left in another context than it was entered in
+        return None  # a generator left the block in another context than it entered it
     block.closed = True
     outer = _first_open(block.outer)
     _current.set(outer)
     _thread.open -= 1
     if _thread.open == 0:
-        # Unless jax.debug_nans has replaced it.
+        # Put the old hook back, unless jax.debug_nans has replaced ours since.
         if _jax.POST_HOOK.get_local() is _dispatched_fast:
             _jax.POST_HOOK.set_local(_thread.hook_before)
         _thread.hook_before = None
@@ -293,7 +315,7 @@ def _first_open(block: _Block | None) -> _Block | None:
 
 
 def _depth() -> int:
-    """How many callbacks of hostcall's the calling thread is inside."""
+    """How many of hostcall's callbacks the calling thread is inside."""
     if _native.current() is None:
         return 0
     here = threading.get_ident()

@@ -1,8 +1,16 @@
-"""The rows of a call with vmap_method="parallel", all at once on an executor.
+"""Runs the rows of a call with vmap_method="parallel" on an executor.
 
-Rows go in chunks, some four for each worker, so that what a task costs is paid for many
-rows where there are many, and workers still end together. Where the executor does not
-take tasks back, some are held back here, where they can be dropped.
+Rows are sent in chunks, about four for each worker. So the cost of a task is shared by
+several rows if there are many, and the workers still end at about the same time. If the
+executor can't take back a task that has not begun, only two chunks for each worker are
+submitted at once, and the rest can be dropped here.
+
+Guarantees
+  * Results are in row order.
+  * If rows fail, the exception of the first failing row is raised. Rows behind it that
+    have not begun are cancelled; rows before it end, since one of them may fail too.
+  * After a timeout or Ctrl-C no row begins, and running rows are left to themselves.
+  * A worker that dies fails the call, instead of leaving it waiting.
 """
 
 from __future__ import annotations
@@ -24,19 +32,21 @@ from hostcall._core.errors import CallTimeoutError
 from hostcall._core.source import name_of
 from hostcall._runtime import executors, pools, workers
 
-# On a thread of XLA's a Ctrl-C is raised between two instructions of Python.
-_LOOK = 0.1  # seconds
+# Seconds. Waits return to Python this often: a KeyboardInterrupt is raised on one of
+# XLA's threads only between two Python instructions. Dead workers are looked for too.
+_LOOK = 0.1
 
 _CHUNKS = 4  # for each worker
-_UNDER_WAY = 2  # chunks for each worker, where they can't be taken back
+_UNDER_WAY = 2  # chunks for each worker, if they can't be taken back
 
 Row = tuple[tuple[Any, ...], dict[str, Any]]
 
-# By a number that can be pickled.
+# The runs of this process. A chunk carries its run's number, which can be pickled.
 _under_way: dict[int, _Run] = {}
 _numbers = itertools.count()
 
-# Another machine may have a process of the same number; a fork has the same token.
+# Token and process id together name this process: another machine may have a process
+# with the same id, and a forked child has the same token.
 _TOKEN = os.urandom(8).hex()
 
 
@@ -50,11 +60,15 @@ def run_chunk(
     rows: Sequence[Any],
     *shared: Any,
 ) -> list[Any]:
-    """Runs on an executor's thread, in this or another process, on any machine.
+    """Runs a chunk; called by the executor, in this or another process or machine.
 
-    `where`: process and number of the run, number of the first row, leash. `rows` are
-    bytes where they are sent. The exception of a row that fails bears its number in
-    the chunk.
+    The exception of a row that fails gets the row's index in the chunk as an attribute.
+
+    Args:
+        where: the run's process and number, the number of the first row, and the leash.
+        fn: the function.
+        rows: (args, kwargs) of each row, or bytes if they were sent.
+        *shared: arrays that all rows share, as `Workers.share` made them.
     """
     process, run_number, start, leash = where
     if process != _process():
@@ -98,7 +112,8 @@ def _run_each(
             args, kwargs = row
             values.append(fn(*args, **kwargs))
         except BaseException as error:
-            error.__dict__["hostcall_row"] = i  # also where attributes can't be set
+            # Through `__dict__`, since some exceptions refuse to have attributes set.
+            error.__dict__["hostcall_row"] = i
             raise
     return values
 
@@ -113,7 +128,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _bytes_of(rows: Sequence[Row], shared: list[np.ndarray], pickler: Any) -> list[Any]:
-    """Each row with numbers in the place of what all share."""
+    """Pickles each row, with a number in place of each array that all rows share."""
     numbers = {id(array): number for number, array in enumerate(shared)}
 
     class Pickler(pickler):  # type: ignore[misc]
@@ -143,21 +158,32 @@ def run_rows(
     shared: Sequence[np.ndarray] = (),
     once: bool = False,
 ) -> list[Any]:
-    """All rows at once; their results in row order.
+    """Runs all rows at the same time; returns their results in row order.
 
-    A function may have `hostcall_steps(*args, **kwargs)`, which gives what is to run on
-    the executor, its arguments, and what to make of its value on this thread. `shared`
-    are arrays that all rows have, for an executor that sends them; with `once` no row
-    is run twice.
+    A function may have a method `hostcall_steps(*args, **kwargs)`. It returns what to
+    run on the executor, the arguments for that, and a function that turns its value
+    into the result on this thread.
 
-    Raises what the first failing row raised, after the others have been cancelled or
-    have ended. After a Ctrl-C, and when they are late, rows are cancelled too, but
-    those that run are left to themselves.
+    Args:
+        executor: see `executors.is_executor`; None for the default pool.
+        fn: the function.
+        rows: (args, kwargs) of each row.
+        current: returns what `hc.current()` answers in a row, by the row's number.
+        ambient: the host device and the guard, as for `workers.as_host_code`.
+        timeout: seconds for all rows together, or None.
+        describe: makes the message of a timeout from the rows that are late.
+        shared: arrays that all rows share, for an executor that sends its arguments.
+        once: no row may run twice.
+
+    Raises:
+        BaseException: what the first failing row raised.
+        CallTimeoutError: the rows are late.
     """
     own = None
     if executor is None:
-        # Rows of a call that a row makes: in the pool they could wait for its threads,
-        # which all wait for them.
+        # A row on a thread of the pool makes this call and waits for it. Rows in the
+        # same pool could wait for a free thread forever, so they get a pool of their
+        # own.
         if workers.is_in_pool():
             own = workers.pool_of(len(rows))
         executor = own or workers.default_pool()
@@ -170,10 +196,13 @@ def run_rows(
 
 
 class _Run:
-    """Rows on their way.
+    """The rows of one call while they run.
 
     Attributes:
-        until: rows from this number on are not begun.
+        ambient: as in `run_rows`.
+        current: as in `run_rows`.
+        until: rows from this number on do not begin. Worker threads read it while the
+            waiting thread lowers it; a stale value starts a row that is then ignored.
     """
 
     def __init__(
@@ -192,11 +221,11 @@ class _Run:
         self._shared = shared
         self.ambient, self.current, self.until = ambient, current, len(rows)
         self._number = next(_numbers)
-        self._started: dict[Any, range] = {}  # tasks, and which rows they run
+        self._started: dict[Any, range] = {}  # the rows that each task runs
         self._values: list[Any] = [None] * len(rows)
-        self._there: list[Any] = []  # what workers find where rows share something
-        self._end: float | None = None  # when it is late
-        self._failed: tuple[range, Any] | None = None  # the first chunk, and with what
+        self._there: list[Any] = []  # what is sent in place of the shared arrays
+        self._end: float | None = None  # the time at which the rows are late
+        self._failed: tuple[range, Any] | None = None  # first failed chunk and error
 
     def values(
         self, timeout: float | None, describe: Callable[[str], str]
@@ -210,15 +239,16 @@ class _Run:
                 self._workers.open()
                 self._run(describe)
             except (CallTimeoutError, KeyboardInterrupt, SystemExit):
-                wait = False  # those that run are left to themselves
+                wait = False  # running rows are left to themselves
                 raise
             if self._failed is not None:
                 self._raise(*self._failed)
             pairs = zip(self._finish, self._values, strict=True)
             return [finish(value) for finish, value in pairs]
         finally:
-            # What was raised holds this frame, and futures hold what was raised:
-            # Dask's, as long as anybody holds them.
+            # Break a cycle: the exception that leaves here holds this frame, the frame
+            # holds the futures, and they hold the exception (Dask's for as long as
+            # anything refers to them).
             started, self._started, self._failed = self._started, {}, None
             self._there = []
             _under_way.pop(self._number, None)
@@ -247,13 +277,14 @@ class _Run:
             at_once = _UNDER_WAY * count
         chunks = [range(i, min(i + size, n)) for i in range(0, n, size)]
         if count is None:
-            self._shared = []  # Dask may have no workers yet, who could have it
+            self._shared = []  # Dask may have no workers yet to send shared arrays to
         self._there = [self._workers.share(array) for array in self._shared]
         while True:
             while chunks and self._failed is None and len(self._started) < at_once:
                 chunk = chunks.pop(0)
                 self._started[self._send(chunk)] = chunk
-            # Those behind one that failed are waited for at the end.
+            # Here only chunks before a failed one are waited for: one of them may fail
+            # too, and is then the first. `_wait_for` waits for those behind it.
             started = self._started.items()
             awaited = {t: c for t, c in started if c.start < self.until}
             if not awaited:
@@ -300,8 +331,8 @@ class _Run:
         if dead:
             raise futures.BrokenExecutor(
                 f"hostcall: a worker of executor= has died ({dead}) while it had rows"
-                f" of `{self._name}`, {which} maybe. The pool has put another in its"
-                " place, but does not run its rows again"
+                f" of `{self._name}`, perhaps {which}. The pool has started another"
+                " worker, but does not run those rows again"
             )
 
     def _raise(self, chunk: range, error: Any) -> NoReturn:
@@ -320,7 +351,7 @@ class _Run:
 def _split(
     fn: Callable[..., Any], rows: list[Row]
 ) -> tuple[Callable[..., Any], list[Row], list[Callable[[Any], Any]]]:
-    """What runs there, on what, and what is made of each value here."""
+    """The function and rows for the workers, and for each row what finishes it here."""
     steps = getattr(fn, "hostcall_steps", None)
     if steps is None:
         return fn, rows, [_same] * len(rows)

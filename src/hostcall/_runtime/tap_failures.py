@@ -1,9 +1,12 @@
-"""What taps have raised: its lines in the log, and what the next barrier raises.
+"""The failures of taps: lines in the log, and exceptions for the next barrier.
 
 A tap that fails does not stop its program, and so may fail a million times. The first
-three failures of a place are logged in full; then a line once a second says how many
-more there were, with the newest, and so does the end of each wait for taps. The barrier
-raises a few of them and says how many there were.
+three failures of each tap are logged in full. After that, one line a second says how
+many more there were, with the newest one; the end of each wait for taps logs such a
+line too. The next barrier raises a few of the exceptions and says how many there were.
+
+`_lock` protects `_places`, `_failures` and `_forgotten`: the worker adds failures while
+other threads log counts or take the exceptions. Logging is done outside the lock.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from hostcall._core import config, failures
 logger = logging.getLogger("hostcall")
 
 IN_FULL = 3
-SECONDS = 1.0  # between the lines of a place
+SECONDS = 1.0  # between two lines for one tap
 _PLACES_AT_MOST = 1024
 
-clock = time.monotonic  # tests have one of their own
+clock = time.monotonic  # tests replace it
 
 
 @dataclass
@@ -31,9 +34,9 @@ class _Place:
 
     Attributes:
         count: how many there were.
-        logged: how many of them the log has told of.
-        until: when the log is told of more.
-        newest: the last one, as a text.
+        logged: how many of them the log mentions.
+        until: the earliest time of the next line in the log.
+        newest: the newest failure, as a text.
     """
 
     count: int = 0
@@ -45,11 +48,11 @@ class _Place:
 _lock = threading.Lock()
 _places: dict[tuple[str, Any], _Place] = {}
 _failures: list[BaseException] = []
-_forgotten = 0  # failures that are not in the list
+_forgotten = 0  # how many failures are not in `_failures`
 
 
 def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) -> None:
-    """A tap raised: told to the log, and kept for the next barrier."""
+    """Logs the exception of a tap, and keeps it for the next barrier."""
     global _forgotten
     failures.keep(error)
     if len(_places) >= _PLACES_AT_MOST:
@@ -77,7 +80,8 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
 def _is_kept(at: _Place, error: BaseException) -> bool:
     if len(_failures) < config.KEPT_TAP_ERRORS:
         return True
-    # However many another tap has raised.
+    # The first failure of a tap, or a KeyboardInterrupt, is kept even if other taps
+    # have filled the list.
     few = len(_failures) < 4 * config.KEPT_TAP_ERRORS
     return few and (at.count == 1 or not isinstance(error, Exception))
 
@@ -101,7 +105,7 @@ def _tell_count(name: str, place: Any, at: _Place) -> None:
         at.logged, at.until = count, clock() + SECONDS
     if more:
         logger.error(
-            "tap `%s`, written at %s, failed %d times more, %d in all; the last: %s",
+            "tap `%s`, written at %s, failed %d more times, %d in all; the last: %s",
             name,
             place,
             more,
@@ -117,7 +121,9 @@ def tell_counts() -> None:
 
 
 def take() -> tuple[list[BaseException], int]:
-    """Some of what taps have raised since the last time, and how many more did."""
+    """Some exceptions that taps have raised since the last call, and how many more
+    there were.
+    """
     global _forgotten
     with _lock:
         taken, more = list(_failures), _forgotten
@@ -130,7 +136,7 @@ def take() -> tuple[list[BaseException], int]:
 
 
 def take_as_one() -> BaseException | None:
-    """The same as one exception: the object itself, or a group."""
+    """As `take`, but as one exception: the object itself, or a group."""
     errors, more = take()
     if len(errors) < 2:
         return errors[0] if errors else None
@@ -141,7 +147,7 @@ def take_as_one() -> BaseException | None:
 
 
 def after_fork() -> None:
-    """In a forked child: the lock may have been taken."""
+    """Starts anew in a forked child, where a lost thread may hold the old lock."""
     global _lock
     _lock = threading.Lock()
     take()

@@ -1,25 +1,36 @@
-"""One thread that acts where the main thread can't: Ctrl-C, SIGTERM, the end.
+"""A thread that acts when the main thread can't: on Ctrl-C, on SIGTERM, at the end.
 
-**Ctrl-C.** Python raises KeyboardInterrupt on the main thread, between two
-instructions. While that thread waits in XLA there is none. If it does not move after a
-Ctrl-C, the interrupt is raised in the callbacks that run on XLA's threads, and in the
-programs that wait for space in the queue of taps: they fail, the main thread comes
-back, and KeyboardInterrupt comes out. A callback that is itself inside a blocking C
-function ends that first.
+The idea: Python handles signals on the main thread, between two instructions. While
+that thread waits inside XLA it executes none. So a signal handler in C also wakes this
+thread (native/base/signals.h), which does what the main thread can't.
 
-**SIGTERM**, if nobody has given it a handler, ends a process at once, and what taps
-have queued is lost. Here the taps are delivered first, within HOSTCALL_EXIT_TIMEOUT;
-then the signal does what it does. A second one does it at once.
+**Ctrl-C**
 
-**The end of the process** (`_lifecycle`) waits for programs, taps and calls. One that
-has taken HOSTCALL_EXIT_TIMEOUT since the end began is named and interrupted. The main
-thread can't do that: it may be inside JAX, waiting for a program that waits for a tap.
+  1. The handler sets Python's own flag, and wakes the watcher.
+  2. The watcher notes at which instruction the main thread is, and waits 50 ms.
+  3. If the main thread has moved on, it has raised KeyboardInterrupt. Done.
+  4. Else it waits in XLA for a program. The watcher raises KeyboardInterrupt in the
+     callbacks that run on XLA's threads, and fails programs that wait for space in the
+     queue of taps. It looks for such callbacks for 2 s.
+  5. The program fails, XLA returns to the main thread, and KeyboardInterrupt is raised
+     there.
 
-**Programs that were dropped** may die on a thread that must not wait for the GIL. What
-they held is let go here.
+A callback that is inside a blocking C function is interrupted when that returns.
 
-The thread is a daemon, told to stop and joined before the interpreter ends: a thread
-that Python finds inside C++ then takes the process down.
+**SIGTERM** would end the process at once and lose the queued taps, if it has no
+handler. Here the taps are delivered first, within HOSTCALL_EXIT_TIMEOUT. Then the
+signal ends the process. A second SIGTERM ends it at once.
+
+**The end of the process** (_runtime/lifecycle.py) waits for programs, taps and calls.
+Taps and calls that have taken HOSTCALL_EXIT_TIMEOUT since the end began are named in
+the log and interrupted. The main thread can't do that itself: it may be inside JAX,
+waiting for a program that waits for a tap.
+
+**Programs that JAX drops** may be destroyed on a thread that must not wait for the GIL.
+The Python objects that they held are released on this thread.
+
+The thread is a daemon, but it is told to stop and is joined before the interpreter
+ends. Python would otherwise end it inside C++ code, which aborts the process.
 """
 
 from __future__ import annotations
@@ -37,10 +48,10 @@ from hostcall._runtime import delivery
 
 logger = logging.getLogger("hostcall")
 
-# native/base/signals.h
+# As `Signals::Event` in native/base/signals.h.
 _INTERRUPT, _TERMINATE, _ENDING, _STOP, _BURY = 1, 2, 4, 8, 16
 
-# How long the main thread has to move by itself, and how long callbacks are looked for.
+# Seconds that the main thread has to act by itself, and seconds to look for callbacks.
 _PATIENCE = 0.05
 _SEARCH = 2.0
 
@@ -49,7 +60,9 @@ _calls_too = threading.Event()
 
 
 def start() -> None:
-    """Starts the thread, and watches the signals that have their usual meaning."""
+    """Starts the thread. Watches SIGINT and SIGTERM if they have Python's defaults; a
+    program that has installed its own handlers keeps them.
+    """
     global _thread
     _thread = threading.Thread(target=_watch, daemon=True, name="hostcall-watcher")
     _thread.start()
@@ -60,17 +73,17 @@ def start() -> None:
 
 
 def watch_the_end() -> None:
-    """From here on a tap that hangs is named, and interrupted."""
+    """From now on, names and interrupts a tap that hangs."""
     _native.post_signal(_ENDING)
 
 
 def watch_calls_too() -> None:
-    """From here on calls as well: the engine takes no more, and waits for these."""
+    """From now on, does so with calls too. The engine is closed and waits for them."""
     _calls_too.set()
 
 
 def stop() -> None:
-    """Ends the thread. A handler may still wake it; nobody waits any more."""
+    """Ends the thread. A signal that comes later wakes nobody, and does no harm."""
     if _thread is None:
         return
     _native.post_signal(_STOP)
@@ -78,7 +91,7 @@ def stop() -> None:
 
 
 def after_fork() -> None:
-    """In a forked child there is no such thread."""
+    """Forgets the thread, which does not exist in a forked child."""
     global _thread
     _thread = None
 
@@ -105,15 +118,15 @@ def _watch() -> None:
 
 
 def _after_interrupt() -> int:
-    """Gives the events that came meanwhile."""
+    """Handles a Ctrl-C; returns the other events that came meanwhile."""
     before = _where_main_is()
     until = time.monotonic() + _SEARCH
     events = _native.wait_signal(_PATIENCE)
     while _where_main_is() == before and time.monotonic() < until:
         if events & _STOP:
             break
-        # A program that waits for space in the queue waits for the tap that is being
-        # delivered, and for those before it.
+        # If a program waits for space in the queue, the tap that is being delivered
+        # blocks it, so that tap is interrupted too.
         full = _native.tap_queue()["blocked"] > 0
         if full:
             _native.interrupt_pushes(_text_of_interrupt())
@@ -132,11 +145,11 @@ def _text_of_interrupt() -> str:
 
 
 def _where_main_is() -> tuple[int, int] | None:
-    """Frame and instruction of the main thread.
+    """The main thread's frame and instruction.
 
-    One that has acted on the interrupt already, and is blocked in something else now,
-    looks the same as one that waits in JAX (which has no frames of its own while its
-    C++ fetches a value). Then the callbacks are interrupted too: somebody did ask.
+    A main thread that has handled the interrupt and is now blocked in something else
+    looks the same as one that waits in JAX, whose C++ shows no Python frames while it
+    fetches a value. Callbacks are then interrupted too, which the user did ask for.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return None if frame is None else (id(frame), frame.f_lasti)
@@ -146,7 +159,9 @@ def _where_main_is() -> tuple[int, int] | None:
 
 
 def _after_terminate() -> None:
-    """The action of the signal is the default again: it ends the process."""
+    """Delivers the taps, then sends SIGTERM again. Its action is the default one by
+    now, so it ends the process.
+    """
     if not delivery.flush(config.EXIT_TIMEOUT, "SIGTERM"):
         logger.warning(
             "SIGTERM ends the process, and %d taps are lost: what is being delivered"
@@ -185,12 +200,13 @@ class _End:
         for info, thread, age, _ in _native.active():
             if not delivery.is_worker(thread) or age < self._patience:
                 continue
-            # At once, or the next tap is hit. Then it has time to clean up.
+            # Interrupt before logging, which takes time: the worker could have gone on
+            # to the next tap. The next interrupt leaves this one time to clean up.
             _native.interrupt_taps()
             self._next_tap = now + self._patience
             logger.warning(
-                "the process wants to end, and waits for the tap `%s`, which has"
-                " taken %.0f s and is interrupted (Ctrl-C ends all at once)",
+                "the process is ending and waits for the tap `%s`, which has taken"
+                " %.0f s and is interrupted now (Ctrl-C ends the process at once)",
                 info.name,
                 age,
             )
@@ -205,8 +221,8 @@ class _End:
         if not stuck:
             return
         logger.warning(
-            "the process wants to end, and waits for these callbacks, which are"
-            " interrupted (Ctrl-C ends it at once): %s",
+            "the process is ending and waits for these callbacks, which are interrupted"
+            " now (Ctrl-C ends the process at once): %s",
             ", ".join(stuck),
         )
         _native.interrupt_calls()

@@ -1,4 +1,8 @@
-"""Host code on other threads: the pool for parallel rows, and `timeout=`."""
+"""Runs host code on other threads: the pool for parallel rows, and `timeout=`.
+
+A worker runs the function while the call's own thread waits for it. So the worker needs
+the settings and the answer of `hc.current()` that the waiting thread would have.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ from hostcall._core.errors import CallTimeoutError
 _lock = threading.Lock()
 _pool: futures.ThreadPoolExecutor | None = None
 
-# Which thread really runs what another one waits for; `hc.status()` looks here.
+# Waiting thread -> the worker that runs its function, for `hc.status()`.
 delegates: dict[int, int] = {}
 
-# What `hc.current()` answers on a thread that works for another one.
+# What `hc.current()` answers on a worker, as a function.
 _stand_in = threading.local()
 
 # Set on the threads of the default pool.
@@ -35,7 +39,7 @@ def stand_in() -> Any | None:
 
 
 def stand_in_by(current: Callable[[], Any]) -> None:
-    """Within `as_host_code`: what the thread's next answer is."""
+    """Inside `as_host_code`, sets what `hc.current()` answers from now on."""
     _stand_in.current = current
 
 
@@ -53,7 +57,7 @@ def pool_of(threads: int) -> futures.ThreadPoolExecutor:
 
 
 def default_pool() -> futures.ThreadPoolExecutor:
-    """The pool for parallel rows without an `executor=`; made at its first use."""
+    """The pool for parallel rows without an `executor=`; made when first needed."""
     global _pool
     with _lock:
         if _pool is None:
@@ -62,11 +66,11 @@ def default_pool() -> futures.ThreadPoolExecutor:
 
 
 class as_host_code:
-    """The calling thread finds what the waiting thread would find in a callback.
+    """Gives a worker the settings that the waiting thread would have in its callback.
 
-    `ambient` is the call's host device, and its guard or None; `current` what
-    `hc.current()` answers. (No generator: contextlib sets an attribute of what goes
-    through it, which some exceptions refuse.)
+    `ambient` is the call's host device, and its guard or None. `current` returns what
+    `hc.current()` answers. This is not a `@contextmanager`: contextlib sets an
+    attribute on exceptions that pass through, which some exceptions refuse.
     """
 
     def __init__(
@@ -94,8 +98,8 @@ class as_host_code:
 
 
 class _Worker(threading.Thread):
-    """Runs one job at a time. A daemon: a job that never ends must not keep the
-    process.
+    """Runs one job at a time. It is a daemon thread, so that a job that never ends does
+    not keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -110,7 +114,7 @@ class _Worker(threading.Thread):
                 _idle.append(self)
 
 
-_idle: list[_Worker] = []
+_idle: list[_Worker] = []  # protected by `_lock`
 
 
 def run_with_timeout(
@@ -120,9 +124,10 @@ def run_with_timeout(
     current: Any,
     describe: Callable[[str], str],
 ) -> Any:
-    """`fn()` on a worker; CallTimeoutError with the worker's stack when it is late.
+    """Runs `fn()` on a worker; raises CallTimeoutError, with its stack, if it is late.
 
-    The worker goes on to the end of a late job, whose result is dropped.
+    Python can't stop a thread, so the worker finishes a late job, and its result is
+    dropped.
     """
     outcome: list[Any] = []
     done = threading.Event()
@@ -152,7 +157,7 @@ def run_with_timeout(
     if error is not None:
         try:
             raise error
-        finally:  # a cycle through this frame would keep what the exception holds
+        finally:  # breaks the cycle error -> traceback -> this frame -> error
             del error
     return value
 
