@@ -1,4 +1,4 @@
-"""Keeps a process out of further collectives, once a program over processes failed.
+"""Keeps a process out of later collectives, once a program over several has failed.
 
 The danger, which plain JAX has too:
 

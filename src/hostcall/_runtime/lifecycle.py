@@ -10,7 +10,9 @@ Guarantees
   * What hangs is named in the log and interrupted, after HOSTCALL_EXIT_TIMEOUT and
     again each time that passes (_runtime/watcher.py). Two waits have no limit: for
     programs that still run, and for calls on XLA's threads that no interrupt ends.
-  * Ctrl-C ends any of the waits: each returns to Python every 50 ms.
+  * Ctrl-C ends the process in any of the waits. Those for taps and calls return to
+    Python every 50 ms; while a program is waited for, the watcher interrupts its
+    callbacks.
 
 The steps of `end`
 
@@ -52,9 +54,8 @@ logger = logging.getLogger("hostcall")
 # Seconds. A wait returns to Python this often, so that Ctrl-C is noticed.
 _SLICE = 0.05
 
-_lock = (
-    threading.Lock()
-)  # protects `_ending`: atexit and a Finalize may both call `end`
+# Protects `_ending`: atexit and a Finalize may both call `end`.
+_lock = threading.Lock()
 _ending = False
 
 
