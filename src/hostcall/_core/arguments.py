@@ -23,6 +23,8 @@ def check_function(fn: Any, usage: str) -> str:
             f" {usage}"
         )
     name = name_of(fn)
+    # The code that runs: a function itself, what a functools.partial calls, or the
+    # `__call__` of an object.
     body = fn if inspect.isroutine(fn) else getattr(fn, "func", type(fn).__call__)
     if inspect.iscoroutinefunction(body):
         raise SpecError(

@@ -61,7 +61,7 @@ def start() -> None:
             _native.add_ambient_setting(*setting, _jax.UNSET)
         _native.set_report_converter(failures.in_place_of)
         lifecycle.begin()
-        _started = True
+        _started = True  # last: the check above takes no lock
 
 
 def has_host_callbacks() -> bool:

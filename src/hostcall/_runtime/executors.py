@@ -104,6 +104,7 @@ class _Dask(Workers):
             claim = f"hostcall-{uuid.uuid4().hex}"
             self._claims.append(claim)
             fn, args = _claimed, (claim, fn, *args)
+        # Dask takes tasks with equal arguments for one, unless it is told otherwise.
         return self._given.submit(fn, *args, pure=False)
 
     def wait(self, tasks: Collection[Any], seconds: float) -> Collection[Any]:

@@ -90,8 +90,11 @@ def end(*, interpreter: bool = True) -> None:
         delivery.flush(None, "the end of the process")
         _native.close()
         _wait_for_calls(interpreter)
+        # After the last call, since a call may still have pushed taps.
         delivery.stop()
+        # After all waits, since it interrupts what hangs in them.
         watcher.stop()
+        # Releases what dropped programs held; the watcher did so until it ended.
         _native.bury()
     except KeyboardInterrupt:
         # Without the normal exit, which would end the interpreter under running calls.

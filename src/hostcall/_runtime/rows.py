@@ -252,8 +252,8 @@ class _Run:
             started, self._started, self._failed = self._started, {}, None
             self._there = []
             _under_way.pop(self._number, None)
-            self.until = 0
-            self._workers.drop()
+            self.until = 0  # rows on threads of this process no longer begin,
+            self._workers.drop()  # nor do rows in other processes
             try:
                 running = self._workers.cancel(started)
                 if wait:
