@@ -1,1 +1,1 @@
-"""hostcall's JAX primitives, one a folder, always in one order."""
+"""hostcall's JAX primitives: one folder each, with the same modules in each folder."""

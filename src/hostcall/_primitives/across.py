@@ -1,9 +1,26 @@
-"""The results of a call that one process makes, in all processes of its program.
+"""Brings the results of a call that one process makes to all processes.
 
-By the maximum over the devices, to which all but the caller's give zeros, of the bits
-as integers: exact for every dtype (NaNs and -0.0 too), and in the memory of one value,
-however many devices there are. How the call went comes along, so that all processes
-fail if it did (native/plan/outcome.h).
+The idea: all devices of the program run the same collective, an all-reduce by maximum
+over the bits of the results, read as unsigned integers. The calling device gives its
+results and every other device gives zeros. The maximum of one number and zeros is that
+number, so the reduction is a broadcast. (XLA's CPU backend has no broadcast.)
+
+Guarantees
+  * Exact for every dtype, NaN payloads and -0.0 included: only bits are compared.
+  * A device needs the memory of one value, however many devices there are.
+  * A failure reaches all processes. The caller can't raise before the collective, since
+    the others would wait in it for ever. So the call gives zeros and one more result,
+    its outcome (native/plan/outcome.h), which goes through the same reduction. (A call
+    that works in place in GPU memory has no outcome: `tells` is False.)
+
+Steps, inside a region that is manual over all devices
+  1. Each device comes to the call; the function runs in the caller's process only.
+  2. `masked`: each result as unsigned integers, with zeros on all devices but the
+     caller; small results are joined into one array of bytes.
+  3. The all-reduce.
+  4. `back`: the arrays again, and the outcome.
+  5. A second custom call reads the outcome. It fails the program on every device, or
+     passes the results on.
 """
 
 from __future__ import annotations
@@ -21,8 +38,8 @@ from hostcall._engine import targets
 # As in native/plan/outcome.h.
 _OUTCOME = jax.ShapeDtypeStruct((1024,), np.uint8)
 
-# A reduction takes some 50 us to 1 ms however small it is, so what has up to so many
-# bytes goes as one. To put more together would take longer than it saves.
+# A reduction takes some 50 us to 1 ms however small it is, so results of up to this
+# many bytes together go in one. Joining larger ones would take longer than it saves.
 _TOGETHER = 1 << 18
 
 
@@ -30,10 +47,10 @@ class Source:
     """The device whose results all others take.
 
     Attributes:
-        number: its place among the devices of the program.
-        devices: how many there are.
+        number: its index among the devices of the program.
+        devices: the number of devices of the program.
         tells: whether the call has its outcome as one more result.
-        attributes: by which the program finds the call's plan.
+        attributes: the attributes by which the program finds the call's plan.
     """
 
     def __init__(self, number: int, devices: int, tells: bool) -> None:
@@ -44,7 +61,7 @@ class Source:
 
     @property
     def more_avals(self) -> list[Any]:
-        """The avals of the results that the call adds to the function's."""
+        """The avals of the results that the call has besides the function's."""
         return [_jax.ShapedArray(_OUTCOME.shape, _OUTCOME.dtype)] * self.tells
 
     def share(
@@ -55,8 +72,10 @@ class Source:
         avals: Sequence[Any],
         has_side_effect: bool,
     ) -> tuple[list[Any], Any | None]:
-        """What all devices have in the place of each one's token and results, inside a
-        region that is manual over all of them.
+        """Gives every device the source's results, and a token that waits for them.
+
+        Runs inside a region that is manual over all devices, on each device's own
+        token and results of the call.
         """
         specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         n = len(specs)
@@ -67,7 +86,9 @@ class Source:
             here = device == self.number
             parts = [part for value in values[:n] for part in bits(value)]
             parts = [jnp.where(here, part, 0) for part in parts]
-            for outcome in values[n:]:  # its first byte is anybody's
+            # Byte 0 of the outcome says that a device failed, and every device may
+            # set it. The text behind it is the caller's.
+            for outcome in values[n:]:
                 parts.append(jnp.where(here | (jnp.arange(1024) == 0), outcome, 0))
             return [jnp.concatenate(list(map(_bytes, parts)))] if together else parts
 
@@ -77,7 +98,7 @@ class Source:
             rest = iter(parts)
             return [from_bits(spec.dtype, rest) for spec in specs] + list(rest)
 
-        with jax.enable_x64(True):  # else there are no integers of 64 bits
+        with jax.enable_x64(True):  # without it JAX has no 64-bit integers
             device = jax.ShapeDtypeStruct((), np.uint32)
             shapes = jax.eval_shape(masked, device, *given)
             parts = _jax.lower_traced(
@@ -105,8 +126,9 @@ class Source:
 
 
 def bits(x: Any) -> list[Any]:
-    """Unsigned integers of whole bytes, which XLA can compare on every platform; of a
-    complex array those of its two parts.
+    """`x` as unsigned integers of whole bytes, which XLA can compare on every platform.
+
+    Returns one array; for a complex `x` two, its real and its imaginary part.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [*bits(x.real), *bits(x.imag)]
@@ -115,13 +137,13 @@ def bits(x: Any) -> list[Any]:
 
 
 def bits_of(spec: Any) -> list[Any]:
-    """Shapes and dtypes of what `bits` gives."""
+    """Shapes and dtypes of the arrays that `bits` returns."""
     shapes: list[Any] = jax.eval_shape(bits, spec)
     return shapes
 
 
 def from_bits(dtype: Any, parts: Any) -> Any:
-    """The array of this dtype that `bits` made the next of these parts of."""
+    """The inverse of `bits`: takes one array (or two) from the iterator `parts`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = np.finfo(dtype).dtype
         return jax.lax.complex(from_bits(part, parts), from_bits(part, parts))
@@ -130,7 +152,7 @@ def from_bits(dtype: Any, parts: Any) -> Any:
 
 
 def _whole_bytes(dtype: Any) -> Any:
-    """The dtype, or one of whole bytes that has all its values."""
+    """The dtype, or for one narrower than a byte, a wider dtype with all its values."""
     if dtype == np.bool_:
         return np.uint8
     if jnp.issubdtype(dtype, jnp.floating):
@@ -143,7 +165,7 @@ def _bytes(part: Any) -> Any:
 
 
 def _split(joined: Any, shapes: Sequence[Any]) -> Iterator[Any]:
-    """The parts whose bytes were joined."""
+    """Takes the parts out of the array that holds their bytes one after the other."""
     at = 0
     for part in shapes:
         size = part.dtype.itemsize

@@ -1,15 +1,16 @@
 """Host code on each device of a partitioned program, for its own block of the values.
 
-Which block that is, only the compiler knows, and it says so where it partitions: there
-`jax.experimental.custom_partitioning` asks for the program of one device. What stands
-there has no effect that JAX knows, and would be dropped if nobody used it. So there are
-three parts, held together by a number that means nothing:
+Only the compiler knows which block a device gets, and it tells only when it partitions
+the program: through `jax.experimental.custom_partitioning` it then asks for the code of
+one device, given the shardings that it chose. But such code can't have a JAX effect, so
+it would be dropped if nothing used its result. Hence three parts, chained by a number
+that carries no information:
 
-    before = link(0)           the effect: after what came before
-    ran    = parts(before, x)  custom-partitioned: each device does its block
-    link(ran)                  the effect: what comes after, comes after this
+    before = link(0)           has the effect, so it runs after what came before
+    ran    = parts(before, x)  custom-partitioned: each device does its own block
+    link(ran)                  has the effect, so what comes later waits for the blocks
 
-No part moves data between devices: the number is the same everywhere.
+No part moves data between devices, since the number is the same on all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hostcall._primitives import emit
 
 NUMBER = _jax.ShapedArray((), np.dtype(np.int32))
 
-# --- A link in the order of effects, as a value --------------------------------------
+# --- A link: it turns the order of effects into a data dependency --------------------
 
 link_p = _jax.Primitive("host_link")
 
@@ -60,13 +61,16 @@ _jax.register_lowering(link_p, _lower_link)
 
 
 class Site:
-    """What the parts of one equation share. Parameters are compared by its identity."""
+    """What the parts of one equation share.
+
+    It is a parameter of their equations, and is compared by identity.
+    """
 
     def __init__(self, ctx: Any, params: Any, client: Any) -> None:
         self.params = params
         self.client = client
         self.across = _jax.spans_processes(ctx)
-        self.slots: list[Any] = []  # they live as long as the executable
+        self.slots: list[Any] = []  # the executable keeps the site, and so these
 
 
 def emit_block(
@@ -77,7 +81,10 @@ def emit_block(
     plan: Any,
     signature: int,
 ) -> list[Any]:
-    """The custom call of one device: the links have its order, the site its slot."""
+    """Emits the custom call of one device.
+
+    It is "pure", since the links carry its order; the site keeps its slot alive.
+    """
     slot, attributes = emit.take_slot(plan, signature)
     site.slots.append(slot)
     return emit.emit(
@@ -85,7 +92,7 @@ def emit_block(
     )
 
 
-# --- The whole ------------------------------------------------------------------------
+# --- The whole equation ---------------------------------------------------------------
 
 
 def lower_blocks(
@@ -95,21 +102,22 @@ def lower_blocks(
     block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
     unpartitioned: Callable[..., Any],
 ) -> list[Any]:
-    """Lowers an equation without results to its parts.
+    """Lowers an equation without results to its three parts.
 
     Args:
-        ctx: of the equation.
-        operands: its values.
-        site: of the equation, whose order is "unordered" or "ordered".
-        block: (replicated sharding, each operand's sharding, each one's shape) -> the
-            function of one device, (number, *blocks) -> number.
-        unpartitioned: the same before anything is partitioned.
+        ctx: the lowering context of the equation.
+        operands: the values.
+        site: the equation's site; its order is "unordered" or "ordered".
+        block: (replicated sharding, the sharding of each operand, the shape of each) ->
+            the function of one device, (number, *blocks) -> number.
+        unpartitioned: the function that stands in the program until it is partitioned.
     """
     _refuse(ctx, site)
     emit.keep(ctx, site, site.params.callback.name)
     order = site.params.order
-    # In the program's text. JAX's compilation cache must not know the program from
-    # elsewhere: its slots are taken where it is compiled.
+    # A random number in the program's text, so that JAX's compilation cache never finds
+    # the program: its slots are taken while it is partitioned, and a program from the
+    # cache would skip that.
     mark = int.from_bytes(os.urandom(7), "little")
 
     def parts(*arrays: Any) -> list[Any]:
@@ -122,7 +130,7 @@ def lower_blocks(
 
 
 def _refuse(ctx: Any, site: Site) -> None:
-    """Where what is compiled here would run in another process."""
+    """Refuses a program that would be compiled here and run in another process."""
     whole = "Give the whole value (sharding='whole', partitioned=False)"
     if _jax.is_for_export(ctx):
         emit.refuse_export(
@@ -133,10 +141,10 @@ def _refuse(ctx: Any, site: Site) -> None:
     if _jax.executables_are_shared() and site.across:
         callback = site.params.callback
         raise HostcallError(
-            f"hostcall: `{callback.name}` (at {callback.place}) is called"
-            " by each device for its own block, in a program over several processes"
-            " that one of them compiles for all (jax_share_binary_between_hosts). The"
-            f" blocks of the others are not known there. {whole}, or switch that off"
+            f"hostcall: each device calls `{callback.name}` (at {callback.place})"
+            " for its own block, but one process compiles this program for all"
+            " processes (jax_share_binary_between_hosts), and that process does not"
+            f" know the blocks of the others. {whole}, or switch that option off"
         )
 
 
@@ -144,7 +152,7 @@ def _partitioned(
     block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
     unpartitioned: Callable[..., Any],
 ) -> Any:
-    # Here, since importing it takes 10 ms that most programs need not pay.
+    # Imported here because it takes 10 ms, which most programs need not pay.
     from jax.experimental.custom_partitioning import (
         SdyShardingRule,
         custom_partitioning,
@@ -161,7 +169,7 @@ def _partitioned(
         return mesh, one, result.sharding, (everywhere, *shardings)
 
     def rule(mesh: Any, values: Any, results: Any) -> Any:
-        """No two dimensions have to do with each other."""
+        """Says that no dimension of a value is tied to another one's sharding."""
         del mesh, results
         names = (f"d{i}" for i in range(10_000))
         return SdyShardingRule(
@@ -178,7 +186,10 @@ def _partitioned(
 
 
 def _even(arg: Any, everywhere: Any) -> Any:
-    """Its sharding; whole where its blocks differ in size, and the last is padded."""
+    """The sharding of `arg`; replicated if its blocks would differ in size.
+
+    XLA pads the last block then, and host code must not see the padding.
+    """
     try:
         arg.sharding.devices_indices_map(arg.shape)
     except (AssertionError, ValueError):

@@ -21,10 +21,10 @@ def run_now(
     params: CallParams,
     info_type: Callable[..., CallInfo] = CallInfo,
 ) -> list[Any]:
-    """Calls the function now. Compiles nothing, and leaves nothing behind.
+    """Calls the function now, without compiling anything and without keeping anything.
 
-    The same native code runs as in a compiled program, on NumPy's buffers. What the
-    function raises comes out as it is.
+    The same native code runs as in a compiled program, on NumPy's buffers. An exception
+    of the function propagates as it is.
     """
     targets.start()
     fork.refuse(f"`{params.callback.name}` is called")
@@ -53,10 +53,11 @@ def row_major(operand: Any) -> np.ndarray:
 
 
 def _result_sharding(operands: Any, wanted: Any) -> Any:
-    """Where an eager call's results go: where jit would put them.
+    """Where an eager call's results go, which is where jit would put them.
 
-    On the mesh of a sharded operand, replicated; else with a committed operand; else
-    to the default device (None).
+    If an operand is sharded over a mesh, they are replicated on that mesh. Otherwise
+    they go to the device of a committed operand, and without one to the default device
+    (None).
     """
     if wanted is not None:
         return wanted

@@ -1,4 +1,4 @@
-"""What the lowerings of all primitives share: tokens, slots, and JAX's own path."""
+"""What the lowerings of all primitives share: tokens, slots, and JAX's own callback."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from hostcall._runtime import host_device
 
 
 def ordinal(device: Any) -> int:
-    """The number under which XLA tells handlers of this device.
+    """The number that XLA gives a handler for this device.
 
-    On CPUs that is its id, which counts on from process to process.
+    On CPUs it is the device's id, and ids count on from process to process.
     """
     return int(device.id if device.platform == "cpu" else device.local_hardware_id)
 
 
 def by_ordinal(client: Any | None) -> dict[int, Any]:
-    """The client's devices; none in a cross-lowering."""
+    """Ordinal -> device, for the client's devices; empty in a cross-lowering."""
     if client is None:
         return {}
     return {ordinal(device): device for device in client.local_devices()}
 
 
 def local_devices(ctx: Any, client: Any | None) -> list[Any] | None:
-    """Of a program over several devices those of this process; None: of one."""
+    """The devices of this process in a program over several devices.
+
+    None for a program on one device, or if the lowering does not know the devices.
+    """
     devices = _jax.program_devices(ctx)
     if devices is None or client is None:
         return None
@@ -42,7 +45,10 @@ def local_devices(ctx: Any, client: Any | None) -> list[Any] | None:
 
 
 def inside(ctx: Any, params: Any) -> int | None:
-    """Which calls of an equation run inside one of XLA's host callbacks."""
+    """Which calls of an equation run inside one of XLA's host callbacks.
+
+    Returns one of the constants of `plans`; None if no call does.
+    """
     if not _jax.is_for_cpu(ctx) or not targets.has_host_callbacks():
         return None
     if not params.runs_where_dispatched:
@@ -53,11 +59,12 @@ def inside(ctx: Any, params: Any) -> int | None:
 
 
 def host_device_of(client: Any | None, params: Any) -> Any:
-    """Where JAX code in callbacks of a program on `client` computes by default.
+    """The device on which JAX code in callbacks of a program on `client` computes.
 
-    JAX's own code in a callback (Pallas' interpreter) finds what JAX gives it. It hands
-    its arrays to threads that run programs on the process's own client, and relies on
-    those having run when they are dispatched, as a program does whose arrays are there.
+    JAX's own host functions (Pallas' interpreter) must find the device that JAX would
+    give them. They hand their arrays to threads that run programs on the process's own
+    client, and they rely on each program having run when its dispatch returns, as a
+    program does whose arrays are on that client.
     """
     if params.is_jaxs_own:
         return jax.local_devices(backend="cpu")[0]
@@ -66,15 +73,17 @@ def host_device_of(client: Any | None, params: Any) -> Any:
 
 # --- Slots ----------------------------------------------------------------------------
 
-# Part of the signatures of exported programs, which another process may load: there it
-# is another number, and they are refused. Programs that are not exported have none:
-# JAX's compilation cache is to find them again.
+# A number of this process, mixed into the signatures of exported programs. Another
+# process that loads such a program has another number, and so refuses it. Programs that
+# are not exported do not have it, so that JAX's compilation cache finds them again.
 _PROCESS = int.from_bytes(os.urandom(7), "little")
 
 
 def signature_of(ctx: Any, params: Any, operands: Sequence[Any]) -> int:
-    """What the program's text and the plan both have, so that a program does not call
-    another's function. Refuses to export what nothing tells from others.
+    """A number that both the program's text and its plan hold.
+
+    The engine compares the two, so that a loaded program does not call another's
+    function. Raises ExportError for an export of a function that can't be identified.
     """
     number = plans.signature(params, operands)
     if not _jax.is_for_export(ctx):
@@ -100,8 +109,10 @@ def refuse_export(params: Any, reason: str) -> NoReturn:
 def take_slot(
     plan: Any, signature: int, across: bool = False
 ) -> tuple[Any, dict[str, np.uint64]]:
-    """(slot, attributes by which the program finds it). The slot has to be kept alive
-    as long as the program. `across`: the program is one over several processes.
+    """Returns (slot, attributes by which the program finds it).
+
+    The slot must be kept alive as long as the program. `across` says that the program
+    spans several processes.
     """
     slot = _native.Slot(plan, across)
     return slot, {
@@ -111,7 +122,7 @@ def take_slot(
 
 
 class Kept:
-    """What an executable keeps alive, and what can't leave the process with it."""
+    """Something that an executable keeps alive, and that can't leave the process."""
 
     def __init__(self, thing: Any, name: str) -> None:
         self.thing = thing
@@ -120,9 +131,10 @@ class Kept:
     def __reduce__(self) -> NoReturn:
         raise ExportError(
             f"hostcall: a compiled program that calls `{self.name}` can't be"
-            " serialized: the function stays in this process, and another would call"
-            " one of its own in its place. Compile the program where it runs; with"
-            " JAX's compilation cache (jax_compilation_cache_dir) that costs little"
+            " serialized: the function stays in this process, and another process would"
+            " call a function of its own instead. Compile the program where it runs;"
+            " with JAX's compilation cache (jax_compilation_cache_dir) that costs"
+            " little"
         )
 
 
@@ -146,10 +158,10 @@ def emit(
     ordered: Any = ORDERED,
     source: Source | None = None,
 ) -> list[Any]:
-    """The custom call, with the tokens that its order needs; gives the results.
+    """Emits the custom call with the tokens that its order needs; returns the results.
 
-    `ordered` is the effect whose token an ordered call has, `source` the device
-    whose results all take.
+    `ordered` is the effect whose token an ordered call takes and returns. `source` is
+    the device whose results all devices take.
     """
     token, store = None, None
     if order == "ordered":
@@ -180,7 +192,7 @@ _JAXS_OWN = ("rocm", "tpu")
 
 
 def check_platform(ctx: Any, what: str) -> None:
-    """Refuses where JAX has no callback either."""
+    """Refuses platforms for which JAX has no callback either."""
     platforms = tuple(ctx.module_context.platforms)
     if len(platforms) != 1 or platforms[0] not in _JAXS_OWN:
         raise HostcallError(
@@ -202,7 +214,7 @@ def emit_through_jax(
     ordered: Any = ORDERED,
     partitioned: bool = False,
 ) -> list[Any]:
-    """JAX's own callback of `run`, in its order; gives the results."""
+    """Emits JAX's own callback of `run`, in its order; returns the results."""
     in_order = order == "ordered"
     results, token = _jax.emit_jax_callback(
         ctx,

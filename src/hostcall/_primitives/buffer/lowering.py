@@ -1,7 +1,7 @@
-"""What the compiler gets for a buffer callback: one custom call for all platforms.
+"""The lowering of a buffer callback: one custom call for all platforms.
 
-CPU and CUDA have a handler each under the same name, so a module that is lowered for
-both has nothing to choose.
+The CPU handler and the CUDA handler have the same name, so a module that is lowered for
+both platforms needs no choice between them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hostcall._primitives.call import lowering as call_lowering
 
 
 def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
-    """The lowering of our primitive, and of JAX's (`_hooks`)."""
+    """The lowering of our primitive, and of JAX's (_compat/lowerings.py)."""
     platforms = _jax.platforms(ctx)
     for platform in platforms:
         if platform not in _jax.SERVED:

@@ -32,8 +32,10 @@ def bind(*operands: Any, params: BufferParams) -> list[Any]:
 
 
 def _impl(*operands: Any, params: BufferParams) -> list[Any]:
-    """Compiled, but for the first call of a function on the CPU: that runs at once, so
-    that fresh lambdas compile nothing and leave nothing behind.
+    """Compiles the equation, except at a function's first call on the CPU.
+
+    That one runs at once, so that fresh lambdas compile nothing and leave nothing
+    behind.
     """
     if (
         not _on_host(operands)
@@ -81,7 +83,8 @@ def _batch(
         _jax.refuse_vmap(buffer_p, operands, dims)
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     operands, dims = list(operands), list(dims)
-    for number, _ in params.aliases:  # whose memory becomes a batch's
+    # An operand whose memory becomes a batched result's must have the batch's size.
+    for number, _ in params.aliases:
         if dims[number] is None:
             x = operands[number]
             operands[number] = jnp.broadcast_to(x, (size, *jnp.shape(x)))

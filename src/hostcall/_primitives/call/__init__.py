@@ -1,9 +1,11 @@
 """The call primitive: a host function with results.
 
+    make.py        the way in: binds a call that a face has checked and flattened
+    options.py     checks of the options that every face of a call shares
     primitive.py   the primitive, eager evaluation, abstract evaluation, derivatives
-    batching.py    what vmap makes of it
-    lowering.py    what the compiler gets
+    batching.py    the batching rule
+    lowering.py    the lowering to one custom call
 
-Operands are the arrays, `where` before them if there is one; everything static is in
-one parameter, `params`.
+The operands are the call's arrays, with the mask of `where=` in front if there is one.
+Everything static is in one parameter, `params`.
 """

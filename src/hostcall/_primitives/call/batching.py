@@ -1,16 +1,16 @@
-"""What vmap makes of a call.
+"""The batching rule of a call.
 
-Three ways, by `vmap_method`:
+`vmap_method` chooses between three ways:
 
 rows (sequential, sequential_unrolled, parallel)
-    The call gets one more batch axis in its grid, and the engine runs the rows: in
-    row order, or all at once. The program stays one call, whatever the batch.
+    The call's grid gets one more batch axis, and the engine runs the rows: in row
+    order, or all at once. The program keeps one call, whatever the batch size.
 whole (expand_dims, broadcast_all, legacy_vectorized)
-    The function gets the batch, as one more axis in front.
-the user's
-    A function of JAX code says what the batched call is.
+    The function gets the whole batch, as one more axis in front.
+a function
+    The user's own rule: JAX code that says what the batched call is.
 
-Without a method rows run one after the other, which is right for every function.
+Without a method the rows run one after the other, which is right for every function.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def batch(
 ) -> tuple[list[Any], tuple[int, ...]]:
     """The batching rule of any primitive whose equations have `CallParams`.
 
-    With `innermost`, rows of a vmap that is applied later vary fastest, as they do
-    where JAX makes loops or copies of a callback.
+    With `innermost`, the rows of a vmap that is applied later vary fastest. JAX's own
+    callbacks run in that order, since JAX batches them by a loop or by copies.
     """
     bind = primitive.bind
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
@@ -69,8 +69,10 @@ def _batch_rows(
     params: CallParams,
     innermost: bool,
 ) -> tuple[list[Any], tuple[int, ...]]:
-    """A vmap that is applied later is the outer one: its axis comes first, but for
-    drop-ins.
+    """Adds one batch axis to the grid.
+
+    A vmap that is applied later is the outer one, so its axis comes first. The axis of
+    a drop-in comes last (`innermost`).
     """
     before = params.batched or ((),) * len(operands)
     place = len(params.grid) if innermost else 0
@@ -120,7 +122,7 @@ def _batch_whole(
 
 
 def _widen_mask(mask: Any, flag: bool, levels: int) -> Any:
-    """A mask is a scalar for the whole batch, or has an axis for each level."""
+    """A mask is a scalar for the whole batch, or has one axis for each level."""
     if not flag and mask.ndim == 0:
         return mask
     if not flag:
@@ -170,14 +172,14 @@ def _batch_by_rule(
 def batched_results(
     answer: Any, size: int, treedef: Any, avals: Sequence[Any], what: str
 ) -> tuple[list[Any], list[bool]]:
-    """What a vmap rule of the user's returned: arrays, and which of them are batched.
+    """The arrays that a user's vmap rule returned, and which of them are batched.
 
     Args:
-        answer: (result, batched), it should be.
-        size: of the batch, which is the first axis.
-        treedef: of the result.
-        avals: of a row of it.
-        what: names the rule.
+        answer: what the rule returned; it should be (result, batched).
+        size: the size of the batch, which is the first axis.
+        treedef: the structure of the result.
+        avals: the avals of one row of the result.
+        what: names the rule in errors.
     """
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise BatchingError(

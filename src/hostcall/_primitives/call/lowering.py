@@ -1,4 +1,9 @@
-"""What the compiler gets: one custom call, and a slot that lives as long as it."""
+"""The lowering of a call: one custom call, and a slot that lives as long as it.
+
+The program's text can't hold a Python function. It holds the number of a slot instead,
+and the engine keeps the call's plan (function, dtypes, shapes) in that slot. The slot
+is tied to the executable, and is freed with it.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +39,14 @@ def lower(
     """Emits the call.
 
     Args:
-        ctx: of the equation that is lowered.
-        operands: values.
-        avals: theirs; of typed keys those of the blocks behind them.
-        params: of the call.
+        ctx: the lowering context of the equation.
+        operands: the values.
+        avals: their avals; for a typed key, the aval of its uint32 block.
+        params: the parameters of the call.
         info_type: makes the call's description.
-        ordered: the effect whose token an ordered call takes and gives.
-        target: the name of its handlers.
-        aliases: which operand's memory may become which result's.
+        ordered: the effect whose token an ordered call takes and returns.
+        target: the name under which the call's handlers are registered.
+        aliases: operand number -> number of the result that may take its memory.
     """
     client = _jax.lowering_client(ctx)
     info = info_type(params, emit.by_ordinal(client), _jax.manual_mesh(ctx))
@@ -67,11 +72,12 @@ def prepare(
 ) -> tuple[dict[str, np.uint64], Source | None]:
     """Puts the call's plan into a slot that lives as long as the program.
 
-    Gives the attributes by which the program finds it, and the device whose results
-    all processes take. `leader` is the device that calls, or None.
+    Returns the attributes by which the program finds the slot, and the device whose
+    results all processes take, or None if the call's own process has all its devices.
+    `leader` is the device that calls; None stands for the program's first.
     """
     targets.start_on(client)
-    _native.bury()  # programs that died since the last call
+    _native.bury()  # frees the slots of programs that died since the last lowering
     params = info.params
     info.across = _jax.spans_processes(ctx)
     team, source, elsewhere = _team(ctx, client, info, leader)
@@ -105,17 +111,21 @@ def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
 def _team(
     ctx: Any, client: Any, info: CallInfo, leader: Any | None
 ) -> tuple[tuple[int, int, int], Source | None, bool]:
-    """((mode, size, leader's ordinal) of this process's devices that come to the call,
-    the device whose results all processes take, whether that is not ours).
+    """How the devices of the program make the call together.
+
+    Returns ((mode, number of this process's devices that come to the call, ordinal of
+    the leader), the device whose results all processes take or None, whether that
+    device belongs to another process).
     """
     local = emit.local_devices(ctx, client)
     if local is None:
-        # A program that does not know its devices: the first that comes calls.
-        # With several processes there is no telling how many of them are here.
+        # A lowering that does not know the program's devices (an export, or a jit
+        # with an abstract mesh): the first device that arrives makes the call. With
+        # several processes, nothing says how many of the devices are in this one.
         n = _jax.number_of_devices(ctx) if info.mesh is None else info.mesh.size
         if n <= 1 or jax.process_count() > 1:
             return plans.ALONE, None, False
-        if info.mesh is not None:  # without devices
+        if info.mesh is not None:  # a mesh without devices: an abstract one
             return (plans.EACH, n, 0), None, False
         return (plans.ONCE, n, plans.FIRST), None, False
     if info.mesh is not None:
@@ -131,7 +141,8 @@ def _team(
         )
     source = None
     if len(local) < len(devices) and info.params.avals:
-        # What works in place on a GPU's memory has no place on the host for this.
+        # A call that works in place in GPU memory has no host memory to write the
+        # outcome to.
         tells = _jax.is_for_cpu(ctx) or info.callback.lend != "buffers"
         source = Source(devices.index(leader), len(devices), tells)
         info.caller = leader.process_index
@@ -144,10 +155,10 @@ def _team(
 
 
 def _lower_elsewhere(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
-    """The same call through JAX's own callback: as slow as that, and as it is.
+    """Lowers the call through JAX's own callback, with that callback's cost.
 
-    Rows, masks, dtypes and errors are the engine's, which runs on the arrays that
-    JAX brings to the host. Where JAX has no callback the call is refused.
+    JAX brings the arrays to the host, and the engine runs on them, so rows, masks,
+    dtypes and errors are the same. Where JAX has no callback, the call is refused.
     """
     emit.check_platform(ctx, f"`{params.callback.name}`")
     return lower_through_jax(ctx, *operands, params=params)
@@ -161,13 +172,13 @@ def lower_through_jax(
     ordered: Any = ORDERED,
     partitioned: bool = False,
 ) -> list[Any]:
-    """The lowering itself, on any platform that JAX's callback serves."""
+    """`_lower_elsewhere` without its check, on any platform with a JAX callback."""
     targets.start()
     info = info_type(params, {}, _jax.manual_mesh(ctx))
     info.across = _jax.spans_processes(ctx)
     avals = _jax.physical_avals(ctx.avals_in)
     device = host_device.above(None)
-    made: dict[Any, Any] = {}  # by the operands' shapes, which parts of values have
+    made: dict[Any, Any] = {}  # by operand shapes, which differ between blocks
 
     def plan_of(operands: Sequence[Any]) -> Any:
         shapes = tuple(operand.shape for operand in operands)

@@ -1,4 +1,4 @@
-"""A call that its face has checked and flattened, from there to its results.
+"""Makes a call that its face has checked and flattened.
 
 `hc.call`, HostFunctions, objects and the old `host_callback` all end here.
 """
@@ -36,15 +36,15 @@ def make(
     sharding: Any = None,
     mask: Any = None,
 ) -> list[Any]:
-    """Binds the call and gives an array for each leaf of its results.
+    """Binds the call and returns one array for each leaf of its results.
 
     Args:
         callback: the function, its trees and its own options.
-        operands: an array for each array of `callback.template`; typed keys as their
-            blocks, as in the results.
-        order: as in `hc.call`; as the next two, it has been checked.
-        vmap_method: likewise.
-        sharding: likewise.
+        operands: one array for each array of `callback.template`. A typed key is
+            passed as its uint32 block, here and in the results.
+        order: as in `hc.call`. The caller has checked this and the next two.
+        vmap_method: as in `hc.call`.
+        sharding: as in `hc.call`.
         mask: the condition of `where=`, or None.
     """
     masked = mask is not None
@@ -83,7 +83,7 @@ def make_with(
     operands: Sequence[Any],
     mask: Any,
 ) -> list[Any]:
-    """`make`, with what `HostFunction.call_options` says of the call."""
+    """`make`, with the options as `HostFunction.call_options` gives them."""
     options = dict(options)
     executor = options.pop("executor")
     how = {key: options.pop(key) for key in ("order", "vmap_method") if key in options}
@@ -100,7 +100,7 @@ def make_with(
 
 
 def as_tree(results: Results, leaves: Sequence[Any]) -> Any:
-    """What the user's `result=` describes, with typed keys."""
+    """The leaves in the tree that the user's `result=` describes, with typed keys."""
     typed = [
         leaf if key is None else _jax.wrap_key(leaf, key)
         for leaf, key in zip(leaves, results.keys, strict=True)
@@ -109,7 +109,7 @@ def as_tree(results: Results, leaves: Sequence[Any]) -> Any:
 
 
 def results_of(avals: Sequence[Any], keys: Sequence[Any] | None = None) -> Results:
-    """A tuple of arrays; `keys` as in `Results`."""
+    """The `Results` of a tuple of arrays; `keys` as in `Results`."""
     structure = jax.tree.structure((0,) * len(avals))
     return Results(structure, tuple(avals), tuple(keys or (None,) * len(avals)))
 

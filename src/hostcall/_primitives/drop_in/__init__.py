@@ -1,1 +1,1 @@
-"""Primitives behind the drop-ins for JAX's own callbacks, one for each of JAX's."""
+"""The primitives behind the drop-ins for JAX's own callbacks, one for each of JAX's."""

@@ -25,7 +25,7 @@ def _abstract_eval(number: Any, *operands: Any, site: Site) -> Any:
 
 
 def _lower(ctx: Any, number: Any, *operands: Any, site: Site) -> Any:
-    """A call of one device, alone, that takes and gives the number."""
+    """The call of one device on its own, which takes and returns the number."""
     params = _with_number(site.params)
     avals = _jax.physical_avals(ctx.avals_in)
     info = DropInInfo(params, emit.by_ordinal(site.client), None)
@@ -48,7 +48,7 @@ _jax.register_lowering(block_call_p, _lower)
 
 
 def _with_number(params: DropInParams) -> DropInParams:
-    """The call with the number in front of its arguments, and as its result."""
+    """The same call, with the number as its first argument and as its result."""
     callback = params.callback
     fn, template = callback.function, callback.template
 

@@ -1,4 +1,4 @@
-"""What the compiler gets for a drop-in: a call, with JAX's checks of its place."""
+"""The lowering of a drop-in: a call, with JAX's checks of where it may stand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hostcall._primitives.drop_in.primitive import PRIMITIVES, bind
 
 
 def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
-    """The lowering of our primitives, and on the CPU of JAX's (`_hooks`)."""
+    """The lowering of our primitives, and on CPUs of JAX's (_compat/lowerings.py)."""
     automatic = _jax.automatic_axes(ctx)
     if params.kind == "debug" and automatic:
         return _lower_once_along(ctx, operands, sorted(automatic, key=str), params)
@@ -31,7 +31,9 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
 def _lower_once_along(
     ctx: Any, operands: Any, automatic: list[Any], params: DropInParams
 ) -> list[Any]:
-    """In a shard_map that is manual over some axes: once along the others."""
+    """A debug callback in a shard_map that is manual over some mesh axes only: it runs
+    once along the others.
+    """
 
     def call(*values: Any) -> Any:
         return _jax.on_first_of(automatic, lambda: bind(*values, params=params))
@@ -40,7 +42,7 @@ def _lower_once_along(
 
 
 def lower_elsewhere(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
-    """Through JAX's own callback, with its refusals."""
+    """Lowers through JAX's own callback, which refuses what JAX refuses."""
     return call_lowering.lower_through_jax(
         ctx,
         *operands,

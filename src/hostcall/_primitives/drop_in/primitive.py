@@ -1,7 +1,7 @@
 """The drop-ins' primitives: impl, abstract eval, batching, derivatives, remat, Refs.
 
-They bear the names of JAX's own, and equations of theirs are calls with other effects,
-refusals and checks (see `_drop_in`).
+They have the names of JAX's own primitives. Their equations are calls with other
+effects, refusals and checks (see `_engine/params/drop_in.py`).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def bind(*operands: Any, params: DropInParams) -> list[Any]:
 
 # --- impl --------------------------------------------------------------------------
 #
-# JAX compiles every eager callback, 5 to 8 ms for each fresh lambda, and keeps what it
-# compiled. Here the first call of a function runs at once, and compiles nothing; an
-# equal call that comes again while the function still lives is worth compiling.
+# JAX compiles every eager callback, which takes 5 to 8 ms for each fresh lambda, and
+# keeps what it compiled. Here the first call of a function runs at once and compiles
+# nothing. Only an equal call that comes while the function is still alive is compiled.
 
 _SEEN_AT_MOST = 4096
 _seen: OrderedDict[int, Any] = OrderedDict()  # hash of params -> reference to function
 
 
 def seen_before(params: Any, fn: Any) -> bool:
-    """Whether an equal eager call of `fn`, which lives still, has been made before."""
+    """Whether an equal eager call of `fn`, which is still alive, was made before."""
     key = hash(params)
     reference = _seen.pop(key, None)
     before = reference is not None and reference() is fn
@@ -72,11 +72,12 @@ def seen_before(params: Any, fn: Any) -> bool:
 
 
 def _impl(*operands: Any, params: DropInParams) -> list[Any]:
-    """A failure is what a compiled program's is: JaxRuntimeError. But a debug callback
-    that is called eagerly raises what it raised, as JAX's does.
+    """Runs or compiles the equation; a failure raises JaxRuntimeError in both cases.
+
+    An eager debug callback raises the function's own exception instead, as JAX's does.
     """
     if params.kind == "pure" and not params.avals:
-        return []  # a program would drop it
+        return []  # as in a compiled program, which drops a call without results
     primitive = PRIMITIVES[params.primitive]
     if params.kind != "debug" and (
         not _at_home(operands, params)
@@ -90,7 +91,7 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
 
 
 def run_compiled(primitive: Any, operands: Sequence[Any], params: Any) -> list[Any]:
-    """Compiles the equation alone. A NaN that JAX refuses is told with its function."""
+    """Compiles the equation alone. An error of JAX's NaN check names the function."""
     try:
         out: list[Any] = _jax.apply_primitive(primitive, *operands, params=params)
     except FloatingPointError as error:
@@ -105,7 +106,7 @@ def run_eagerly(
     params: Any,
     info_class: Callable[..., CallInfo],
 ) -> list[Any]:
-    """Calls now, and raises what `info_class` says that an eager call raises."""
+    """Calls now; on failure raises what `info_class` chooses for an eager call."""
     infos: list[CallInfo] = []
 
     def info_type(*args: Any, **kwargs: Any) -> CallInfo:
@@ -116,7 +117,7 @@ def run_eagerly(
     try:
         results = run_now(arrays, params, info_type)
     except Exception as error:
-        if not infos:  # not the callback: hostcall was not ready to call it
+        if not infos:  # hostcall failed before it could call the function
             raise
         raised = infos[0].eager_error(error)
         failures.hand_over(error)
@@ -124,7 +125,7 @@ def run_eagerly(
             if raised is error:
                 raise
             raise raised from error
-        finally:  # a cycle through this frame would keep what the exception holds
+        finally:  # breaks the reference cycle of the exception with this frame
             del raised
     except BaseException as error:  # KeyboardInterrupt, SystemExit
         failures.keep(error, handed_over=True)
@@ -135,7 +136,7 @@ def run_eagerly(
 
 
 def _at_home(operands: Sequence[Any], params: DropInParams) -> bool:
-    """Whether JAX would have nothing to refuse about devices."""
+    """Whether JAX would find nothing to refuse about the operands' devices."""
     places = {
         frozenset(operand.devices())
         for operand in operands
@@ -145,7 +146,9 @@ def _at_home(operands: Sequence[Any], params: DropInParams) -> bool:
 
 
 def is_guarded(operands: Sequence[Any]) -> bool:
-    """Whether JAX's guards have a say: its programs move what is no jax.Array yet."""
+    """Whether JAX's transfer guards apply: a program would move operands that are no
+    jax.Arrays yet to its device.
+    """
     return not all(isinstance(x, jax.Array) for x in operands) and (
         _jax.guards_transfers_to_devices()
     )
@@ -154,7 +157,11 @@ def is_guarded(operands: Sequence[Any]) -> bool:
 def _open_keys(
     operands: Sequence[Any], params: DropInParams
 ) -> tuple[list[Any], DropInParams]:
-    """Outside of a program a debug callback gets typed keys, inside their blocks."""
+    """Replaces typed keys by their uint32 blocks, and marks them in the template.
+
+    A debug callback gets typed keys when it is called eagerly. In a program it gets
+    their blocks.
+    """
     keys = [
         x.dtype if isinstance(x, jax.Array) and _jax.is_key_dtype(x.dtype) else None
         for x in operands
@@ -193,7 +200,7 @@ def _batch(
         raise ValueError("Cannot `vmap` ordered IO callback.")
     if params.kind == "pure" and params.vmap_method is None:
         _jax.refuse_vmap(primitive, operands, dims)
-    if params.partitioned:  # which rows a device has, only the compiler knows
+    if params.partitioned:  # only the compiler knows which rows a device has
         return _jax.unroll(primitive, operands, dims, {"params": params})
     return batch(operands, dims, params=params, primitive=primitive, innermost=True)
 

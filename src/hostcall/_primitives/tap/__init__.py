@@ -1,4 +1,4 @@
-"""The tap primitive: `primitive` has its rules, `lowering` what the compiler gets.
+"""The tap primitive: `primitive` has its rules, `lowering` and `blocks` its lowerings.
 
-`derivatives` has two more: identities that tap a tangent, and a cotangent.
+`derivatives` has two more primitives: identities that tap a tangent or a cotangent.
 """

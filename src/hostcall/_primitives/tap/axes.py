@@ -9,7 +9,7 @@ from hostcall._engine.params.tap import TapParams
 
 
 def with_axis(params: TapParams, flags: Sequence[bool], size: int) -> TapParams:
-    """Under one more vmap, whose axis is in front of the flagged operands."""
+    """The parameters under one more vmap; its axis is first in the flagged operands."""
     if params.rows == "each":
         before = params.batched or ((),) * len(flags)
         batched = tuple((f, *b) for f, b in zip(flags, before, strict=True))

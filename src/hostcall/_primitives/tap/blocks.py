@@ -20,9 +20,10 @@ from hostcall._runtime import delivery, host_device
 
 
 class Places:
-    """Ordinal -> index of each array's block, of the devices that tap.
+    """Ordinal -> index of each array's block, for the devices that tap.
 
-    In an object: slices have no hash before Python 3.12.
+    An object rather than a dict, because a parameter of an equation must be hashable
+    and slices have no hash before Python 3.12.
     """
 
     def __init__(self, by_ordinal: dict[int, Any]) -> None:
@@ -67,7 +68,7 @@ block_tap_p.def_abstract_eval(_block_abstract_eval)
 _jax.register_lowering(block_tap_p, _lower_block)
 
 
-# --- The whole ------------------------------------------------------------------------
+# --- The whole tap --------------------------------------------------------------------
 
 
 def lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
@@ -108,7 +109,10 @@ def _tap_block(number: Any, *blocks: Any, site: Site, places: Places) -> Any:
 def _places(
     site: Site, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
 ) -> Places:
-    """Of devices whose blocks are all equal the first taps."""
+    """The devices that tap, and their blocks.
+
+    Among devices that hold identical blocks, only the first taps.
+    """
     maps = [
         dict(sharding.devices_indices_map(shape))
         for sharding, shape in zip(shardings, shapes, strict=True)

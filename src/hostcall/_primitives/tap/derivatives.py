@@ -1,7 +1,8 @@
-"""Two identities: one taps its tangent, the other what its transposition gets.
+"""Two identities: one taps its tangent, the other the cotangent that comes back to it.
 
-Neither has an effect: without differentiation nothing is tapped. In a program they are
-their operands.
+Neither has an effect, and each lowers to its operands: without differentiation nothing
+is tapped. The JVP rule of the first taps the tangent. The JVP rule of the second binds
+the same primitive on the tangent, and its transpose rule taps the cotangent.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ _jax.jvps[tangent_tap_p] = _tangent_jvp
 def _cotangent_jvp(
     primals: Any, tangents: Any, *, params: TapParams
 ) -> tuple[list[Any], list[Any]]:
-    """The primal goes by; the tangent goes through, to be transposed there."""
+    """Leaves the primal alone, and binds the primitive on the tangent: transposing
+    that equation taps the cotangent.
+    """
     outs, dots = list(arguments(primals, params)), list(arguments(tangents, params))
     if all(type(dot) is _jax.Zero for dot in dots):
         return outs, dots
@@ -92,7 +95,7 @@ _jax.jvps[cotangent_tap_p] = _cotangent_jvp
 _jax.transposes[cotangent_tap_p] = _cotangent_transpose
 
 
-# --- Parts of a value that have derivatives ------------------------------------------
+# --- The leaves of a value that have derivatives --------------------------------------
 
 
 def _is_inexact(leaf: Any) -> bool:
@@ -105,7 +108,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def split(x: Any) -> tuple[Any, Any]:
-    """`x` with None for what has no derivative, and what that was."""
+    """`x` with None for each leaf without a derivative, and what `joined` needs."""
     leaves, treedef = jax.tree.flatten(x)
     marks = [_is_inexact(leaf) for leaf in leaves]
     some = [leaf if mark else None for leaf, mark in zip(leaves, marks, strict=True)]
@@ -114,7 +117,7 @@ def split(x: Any) -> tuple[Any, Any]:
 
 
 def joined(inexact: Any, rest: Any) -> Any:
-    """What `split` has taken apart."""
+    """The inverse of `split`: puts the other leaves back."""
     treedef, others = rest
     some = iter(jax.tree.leaves(inexact))
     return treedef.unflatten([next(some) if mark else leaf for mark, leaf in others])

@@ -1,4 +1,4 @@
-"""What the compiler gets: one custom call that only copies, and a slot for the plan."""
+"""The lowering of a tap: one custom call that only copies, and a slot for its plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     client = _jax.lowering_client(ctx)
     targets.start_on(client)
     delivery.start()
-    _native.bury()  # programs that died since the last call
+    _native.bury()  # frees the slots of programs that died since the last lowering
     devices = emit.by_ordinal(client)
     info = TapInfo(params, devices, _jax.manual_mesh(ctx))
     _jax.check_sharding(ctx, None, info.name)
@@ -57,13 +57,17 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     )
 
 
-_NONE_HERE = (-1,)  # as ordinals of devices
+_NONE_HERE = (-1,)  # no device has this ordinal
 
 
 def _leader(
     ctx: Any, client: Any, info: TapInfo, leader: int | None
 ) -> tuple[int, ...]:
-    """Ordinal of the one device that taps, where all hold the same; else none."""
+    """Ordinals of the devices that tap; empty if all do.
+
+    If all devices of the program hold the same values, one of them taps: number
+    `leader` of the program, or this process's first.
+    """
     local = emit.local_devices(ctx, client)
     if local is None or info.mesh is not None:
         return ()
@@ -84,8 +88,9 @@ def _lower_elsewhere(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
 
 
 def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
-    """The lowering on any platform that JAX's callback serves: it brings the values
-    to the host, and there they are queued.
+    """The lowering on any platform that JAX's callback serves.
+
+    JAX's callback brings the values to the host, and there they are queued.
     """
     targets.start()
     delivery.start()
@@ -100,7 +105,8 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         tap=params.settings(),
     )
 
-    own = throttle.Throttle(params)  # here neither device nor run is known
+    # JAX's callback knows neither device nor run, so all share one throttle.
+    own = throttle.Throttle(params)
 
     def run(*arrays: Any) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]

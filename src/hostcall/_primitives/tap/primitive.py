@@ -1,7 +1,7 @@
-"""The tap primitive: values leave, the program goes on.
+"""The tap primitive: copies of values leave the program, which goes on at once.
 
-Without results it carries an effect, which keeps it in the program. With its arguments
-as results (`through`) it has none: what uses the results keeps it.
+A tap without results carries an effect, which keeps it in the program. A tap that
+returns its arguments (`through`) has no effect: the use of its results keeps it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ tap_p.def_impl(_impl)
 
 
 def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]]:
-    """(device, place, operands) of each delivery of an eager tap."""
+    """(device, place, operands) for each delivery of an eager tap.
+
+    Among devices that hold identical blocks, only the first taps.
+    """
     sharded = [x for x in operands if isinstance(x, jax.Array) and len(x.devices()) > 1]
     if params.sharding == "whole" or not sharded:
         place = None
@@ -98,7 +101,7 @@ def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def block_index(index: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """With both ends, which JAX leaves out where they are the array's."""
+    """The index with both ends of each slice, which JAX omits at the array's ends."""
     return tuple(
         slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)
     )
@@ -128,7 +131,7 @@ _jax.def_effectful_abstract_eval(tap_p, _abstract_eval)
 def batched(
     operands: Any, dims: Any, params: TapParams
 ) -> tuple[list[Any], TapParams, tuple[int | None, ...]]:
-    """(operands, params, axes of the arguments) under one more vmap."""
+    """The operands, the parameters and the arguments' axes under one more vmap."""
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     flags = [d is not None for d in dims]
     moved = [
@@ -156,13 +159,13 @@ _jax.batchers[tap_p] = _batch
 def _jvp(
     primals: Any, tangents: Any, *, params: TapParams
 ) -> tuple[list[Any], list[Any]]:
-    """Taps see primals; derivatives pass by."""
+    """A tap sees primals. The tangents of its results are those of its arguments."""
     outs = bind(*primals, params=params)
     return outs, list(arguments(tangents, params))[: len(outs)]
 
 
 def _transpose(cotangents: Any, *operands: Any, params: TapParams) -> list[Any]:
-    """A tap of tangents, in a program that only wants their transpose: none come."""
+    """Drops a tap of tangents: a program of the transpose alone has no tangents."""
     del params
     if cotangents:
         raise errors.DerivativeError(
@@ -180,10 +183,11 @@ _jax.transposes[tap_p] = _transpose
 
 
 def _partial_eval(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
-    """Known values are tapped in the forward pass; what the backward pass computes
-    again is not tapped again, but with remat="repeat".
+    """Known values are tapped in the forward pass. The backward pass, which computes
+    them again, taps them a second time only with remat="repeat".
 
-    Gives (known equation, staged one, unknown outs, instantiated outs, residuals).
+    Returns (known equation, staged equation, unknown outputs, instantiated outputs,
+    residuals).
     """
     del saveable
     n = len(eqn.outvars)
