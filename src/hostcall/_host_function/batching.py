@@ -1,7 +1,8 @@
-"""What vmap makes of the three primitives: the same, around a batched object.
+"""The batching rules of the three primitives: each binds itself on a batched object.
 
-A batched object is its inner one under `jax.vmap`, and gives every result the batch as
-its first axis. A tangent that all rows share gets the sum of the rows' cotangents.
+A batched object wraps the inner one and runs it under `jax.vmap`; every result has the
+batch as its first axis. A tangent that all rows share gets the sum of the rows'
+cotangents, since sharing is a broadcast and its transpose is a sum.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def _wider(avals: Sequence[Any], size: int) -> tuple[Any, ...]:
 def _call(
     f: Callable[..., Any], size: int, *pairs: tuple[Arrays, Sequence[Any]]
 ) -> Any:
-    """`f` of lists of arrays, given with their batch axes, for each row."""
+    """`f` on each row of lists of arrays, which are given with their batch axes."""
     lists, dims = [list(p[0]) for p in pairs], tuple(list(p[1]) for p in pairs)
     if any(d is not None for ds in dims for d in ds):
         return jax.vmap(f, dims, axis_size=size)(*lists)
-    # vmap wants one that is batched.
+    # jax.vmap wants at least one batched argument.
     alone = jax.vmap(lambda _, *xs: f(*xs), (0, *(None for _ in lists)))
     return alone(jnp.zeros(size), *lists)
 
@@ -188,7 +189,7 @@ def _batch_value(operands: Any, dims: Any, *, what: Value) -> tuple[Arrays, Any]
 
 
 def _batch_jvp(operands: Any, dims: Any, *, what: Pair, n: int) -> tuple[Arrays, Any]:
-    """Rows that differ in their tangents only share one value (jax.jacfwd)."""
+    """If the rows differ only in their tangents (jax.jacfwd), they share one value."""
     size, dims = _size(operands, dims), tuple(dims)
     if all(d is None for d in dims[:n]):
         outs, consts, linear = what.start(list(operands[:n]), False)

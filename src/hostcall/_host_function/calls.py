@@ -8,8 +8,8 @@
     defvjp                    refused               bwd, on what fwd left
     several                   jvp, else jacobian    vjp, else jacobian
 
-The first three are JAX code over values: no primitive of a derivative is needed. The
-others, and mixtures, go through `host_jvp` (see `primitive`).
+The first three are JAX code over values, so they need no primitive for the derivative.
+The others, and functions with several rules, go through `host_jvp` (see `primitive`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from hostcall._primitives.call.batching import batched_results
 
 @dataclass(frozen=True)
 class Site(OfFunction):
-    """The function, called with arguments of these trees.
+    """A HostFunction, called with arguments of these trees.
 
     Attributes:
         function: the HostFunction, compared by identity.
-        trees: of this way of calling it.
+        trees: the trees of this way of calling it.
         place: the user's line.
     """
 
@@ -70,7 +70,7 @@ class Site(OfFunction):
 
     @property
     def for_tangents(self) -> Site:
-        """The same linear function, of tangents."""
+        """The same linear function with tangents for its linear arguments."""
         return replace(self, trees=self.trees.for_tangents)
 
     def run(self, args: Arrays) -> Arrays:
@@ -153,7 +153,7 @@ class Site(OfFunction):
     def jax_jvp(
         self, args: Arrays, tangents: Tangents, outs: Arrays | None = None
     ) -> tuple[Arrays, Arrays]:
-        """Results, and the tangents of those that have one, by a rule in JAX code."""
+        """The results and the tangents of the differentiable ones, by a JAX rule."""
         jvp, trees = self.rules.jvp, self.trees
         assert jvp is not None
         args, tangents = trees.gated(args), trees.zeroing(args, tangents)
@@ -194,7 +194,7 @@ class Site(OfFunction):
         return self.trees.fitting(leaves, self.trees.out_avals, "the jvp rule")
 
     def forward(self, args: Arrays) -> tuple[Arrays, Arrays, Any]:
-        """Results, residuals, and how those of JAX code are put together again."""
+        """The results, the residuals, and (for JAX code) the tree of the residuals."""
         vjp = self.rules.vjp
         assert vjp is not None
         n = len(self.avals)
@@ -219,7 +219,7 @@ class Site(OfFunction):
         template: Any,
         cotangents: Arrays,
     ) -> Arrays:
-        """Cotangents for the tangents of `nz`."""
+        """The cotangents of the arguments that `nz` marks."""
         vjp, trees = self.rules.vjp, self.trees
         assert vjp is not None
         if vjp.where == "host":
@@ -271,7 +271,7 @@ class Site(OfFunction):
 
 
 def _forget_with(handle: Any) -> None:
-    """Outside of programs a residual goes with the array that holds its handle."""
+    """Ties the residual of an eager call to the array that holds its handle."""
     if isinstance(handle, jax.core.Tracer) or not isinstance(handle, jax.Array):
         return
     if handle.is_fully_addressable and handle.is_ready():

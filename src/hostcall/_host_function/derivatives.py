@@ -1,4 +1,16 @@
-"""What derivatives make of the three primitives, and what is left of unused ones."""
+"""Differentiation rules of the three primitives, and dead-code elimination.
+
+The idea of the three primitives is in `primitive`. These are the rules:
+
+    JVP of host_function        the object's own `jvp`, which binds host_jvp if both
+                                modes may have rules
+    partial eval of host_jvp    known arguments, unknown tangents: the results, and a
+                                host_linear on the constants that its transpose needs
+    transpose of host_linear    the object's `back`, which runs the backward rule
+    JVP of host_jvp and of      each is linear in its tangents, so differentiating those
+    host_linear                 binds it again; the dependence on the arguments is
+                                differentiated as JAX code
+"""
 
 from __future__ import annotations
 
@@ -27,11 +39,11 @@ from hostcall._host_function.primitive import (
 
 
 def _present(tangent: Any) -> Any:
-    """None for a tangent that is zero, or of an array that has none."""
+    """The tangent; None if it is zero, or float0 as for an integer array."""
     if type(tangent) is _jax.Zero:
         return None
     if not hasattr(tangent, "dtype"):
-        return jnp.asarray(tangent)  # jax.jvp lets numbers of Python through
+        return jnp.asarray(tangent)  # jax.jvp lets Python numbers through
     return None if tangent.dtype == jax.dtypes.float0 else tangent
 
 
@@ -54,9 +66,10 @@ def _value_jvp(primals: Any, tangents: Any, *, what: Value) -> tuple[Arrays, Arr
 def _jvp_jvp(
     primals: Any, tangents: Any, *, what: Pair, n: int
 ) -> tuple[Arrays, Arrays]:
-    """The derivative is linear in its tangents: those of tangents take its place.
+    """Takes f'(x) t apart into constants c(x) and a linear function L(c, t).
 
-    What remains, the dependence on the arguments, is differentiated as JAX code.
+    L is linear in t, so the derivative along dt is L(c, dt). The rest, the dependence
+    of c on x, is differentiated as JAX code.
     """
     present = [_present(t) for t in tangents]
 
@@ -101,7 +114,7 @@ def _add(*terms: Any) -> Any:
 
 
 def _jvp_of(code: Any, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Arrays]:
-    """jax.jvp along the tangents that are there; float0 comes out as Zero."""
+    """`jax.jvp` along the tangents that aren't None; float0 tangents become Zero."""
     at = [i for i, t in enumerate(tangents) if t is not None]
     if not at:
         outs = list(code(*primals))
@@ -141,7 +154,7 @@ def _value_transpose(cotangents: Any, *args: Any, what: Value) -> list[Any]:
 
 
 def _jvp_transpose(cotangents: Any, *operands: Any, what: Pair, n: int) -> list[Any]:
-    """Only where somebody transposes a jvp by hand: the tangents alone are linear."""
+    """For a jvp that is transposed as it stands: only its tangents are linear."""
     cts = cotangents[len(what.value.avals) :]
     if _all_zero(cts):
         return [None] * len(operands)
@@ -186,7 +199,10 @@ _jax.transposes[linear_p] = _linear_transpose
 
 
 def _split(trace: Any, *tracers: Any, what: Pair, n: int) -> Any:
-    """Known arguments and unknown tangents: the way backwards begins here."""
+    """Where reverse mode begins: the arguments are known and the tangents unknown.
+
+    Computes the results now, and leaves the linear part to be transposed.
+    """
     args, tangents = tracers[:n], tracers[n:]
     if not all(map(_jax.is_known, args)) or all(map(_jax.is_known, tangents)):
         return trace.default_process_primitive(jvp_p, tracers, {"what": what, "n": n})
@@ -198,8 +214,9 @@ def _split(trace: Any, *tracers: Any, what: Pair, n: int) -> Any:
 
 
 def _split_under_remat(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
-    """Results are computed in the forward pass by the function itself. The backward
-    pass computes all again, and is split then.
+    """The forward pass computes only the results, by the function itself.
+
+    The backward pass computes the whole equation again, and is split then.
     """
     del saveable
     n = eqn.params["n"]

@@ -1,26 +1,26 @@
-"""How wrong a difference is, judged by values of the function around the point.
+"""Estimates the error of a finite difference from values of the function nearby.
 
-Two things make the difference over a step h wrong: what the function does besides being
-a straight line, and noise, which the step divides by. Noise is not only the rounding of
-float64: a function that computes in float32, or a solver that stops at a tolerance, has
-a million times more of it, and nothing that is known beforehand says so. So it is
-measured (Moré and Wild, Estimating computational noise, 2011).
+Two things make the difference over a step h wrong: the function is no straight line,
+and its values have noise, which is divided by the step. Noise is not only the rounding
+of float64. A function that computes in float32, or a solver that stops at a tolerance,
+has a million times more of it, and nothing says so beforehand. So noise is measured
+(Moré and Wild, Estimating computational noise, 2011).
 
 The function is called on a line through the point, at
 
     -1.5h  -h  -h/2  0  h/2  h  1.5h    a grid, for differences of differences
-    and four places between             where a smooth function is foreseeable
+    and four places between             where a smooth function is predictable
 
-- **Noise.** A smooth function's fourth and higher differences on the grid are next to
-  nothing, and so is what the four places differ from the polynomial through the grid.
-  What is found there is noise, or a kink, a jump, an oscillation: all of them errors.
-  The four places are irregular, so that an oscillation can't hide by having the grid's
-  period.
-- **The step.** The central difference to h/2 and to 3h/2 differ from the one to h by
-  known parts of its error (3/4 and 5/4), as long as h is small.
+- **Noise.** The fourth and higher differences of a smooth function on the grid are
+  almost zero. So is the distance of its four values in between from the polynomial
+  through the grid. Anything more is noise, or a kink, a jump or an oscillation, all of
+  which are errors. The four places are irregular, so that an oscillation can't hide by
+  having the period of the grid.
+- **Curvature.** As long as h is small, the central differences over h/2 and 3h/2 differ
+  from the one over h by known parts of its error (3/4 and 5/4).
 - **No change at all.** The function may be constant, or rounded so coarsely that the
-  line lies inside one of its steps. Values further away tell, and if all values that
-  were seen fit into float32 or less, the function may be one of that precision.
+  whole line lies on one of its steps. Values further away tell the two apart. If all
+  values seen fit into float32 or less, the function may have that precision only.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-# In steps: the grid, and the places between.
+# The grid and the places between its points, in units of the step.
 GRID = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5)
 BETWEEN = (0.381966, -0.707107, 0.2113, -0.5477)
 
-# What a difference of two values may have of the noise's standard deviation. Of values
-# with an even distribution it is at most 2 sqrt(3); more, since the deviation is
-# estimated from ten values.
+# The largest part of a difference of two values that noise may explain, in standard
+# deviations of the noise. For evenly distributed values it is at most 2 sqrt(3); a bit
+# more is allowed, since the deviation is estimated from ten values.
 _NOISE = 4.0
 _EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass
 class Line:
-    """One result's values on a line.
+    """The values of one result on a line through the point.
 
     Attributes:
-        grid, between: its values at these places.
-        offsets: how far the argument really moved, at the places of the grid.
-        far: (two values, how far they lie apart) where the grid is flat; else None.
+        grid, between: the values at GRID and at BETWEEN.
+        offsets: how far the argument really moved, for each place of the grid.
+        far: (two values, the distance between their places) if a grid was flat; else
+            None.
     """
 
     grid: np.ndarray
@@ -72,7 +73,7 @@ class Line:
         return np.asarray((self.grid == self.grid[3]).all(0))
 
     def central(self, k: int) -> np.ndarray:
-        """The central difference to k half steps."""
+        """The central difference over k half steps to each side."""
         return self._difference(3 + k, 3 - k)
 
     def forward(self) -> np.ndarray:
@@ -89,8 +90,9 @@ def lines(
     """The lines of all results of a function.
 
     Args:
-        at: the results, and how far the argument really moved, by steps to go.
-        reach: in steps, where to look if the grid is flat; not at all if it is inside.
+        at: maps a number of steps to (the results there, how far the argument really
+            moved).
+        reach: where to look if a grid is flat, in steps; ignored if inside the grid.
     """
     grid = [at(t) for t in GRID]
     between = [at(t) for t in BETWEEN]
@@ -128,21 +130,21 @@ def central_error(line: Line) -> np.ndarray:
 
 
 def forward_error(line: Line) -> np.ndarray:
-    """The same of `line.forward()`, which the central difference should agree with."""
+    """The same for `line.forward()`, which should agree with the central difference."""
     error, rounding = central_error(line)
     return _known(abs(line.forward() - line.central(2)) + 2 * error, rounding)
 
 
 def _known(error: np.ndarray, rounding: np.ndarray) -> np.ndarray:
-    """Where a value was no number nothing is known."""
+    """Stacks the two; an error that is NaN becomes infinite, since it is unknown."""
     return np.stack([np.where(np.isnan(error), np.inf, error), rounding])
 
 
 def noise_of(line: Line) -> np.ndarray:
-    """What a difference of two values may have of what a smooth function has not."""
+    """How much of a difference of two values a smooth function can't explain."""
     size = np.zeros(line.grid.shape[1:])
     for order in range(4, len(GRID)):
-        # A difference of this order has so many times the variance of one value.
+        # The variance of a difference of this order, as a multiple of one value's.
         times = factorial(2 * order) / factorial(order) ** 2
         squares = abs(np.diff(line.grid, order, axis=0)) ** 2
         size = np.maximum(size, np.sqrt(squares.mean(0) / times))
@@ -155,9 +157,9 @@ def noise_of(line: Line) -> np.ndarray:
 
 
 class Precision:
-    """The relative rounding of one result, by its dtype and the values seen.
+    """The relative rounding of one result, judged by its dtype and the values seen.
 
-    A function that computes in float32 may return float64.
+    The dtype is not enough: a function that computes in float32 may return float64.
     """
 
     def __init__(self, dtype: np.dtype) -> None:
@@ -169,7 +171,7 @@ class Precision:
     def eps(self) -> float:
         if self._own or not self._narrow:
             return self._own
-        # One number is too little to believe in float16.
+        # A single value is too little evidence for float16.
         return _eps_of(self._narrow[-1 if self._constant else 0])
 
     def see(self, line: Line) -> None:
@@ -194,7 +196,7 @@ def _eps_of(dtype: Any) -> float:
 
 
 def _weights(place: float) -> np.ndarray:
-    """Of the grid's inner five values, in the polynomial's value at a place."""
+    """The weights of the grid's inner five values in the interpolated value there."""
     nodes = GRID[1:6]
     return np.array(
         [

@@ -1,4 +1,4 @@
-"""Derivatives by finite differences, for functions that have no other."""
+"""Derivatives by finite differences, for functions that have no rule."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ def finite_difference(
     """Gives a host function derivatives by finite differences.
 
     `fn` is called with 64-bit arguments (complex ones for "complex"), whatever the
-    program's, so that differences are as good as float64 allows. Where `fn` is less
-    exact than its arguments (it computes in float32, or a solver of its own stops at a
-    tolerance), differences divide that by the step: give a larger `step`, and see
+    program's dtypes are, so that differences are as good as float64 allows. If `fn` is
+    less exact than its arguments (it computes in float32, or it solves to a tolerance),
+    a difference divides its error by the step. Then give a larger `step`, and look at
     `f.difference_error(*args)`.
 
     Args:
-        f: made by `hc.host`, with real arguments, and no rule for derivatives. With
+        f: made by `hc.host`, with real arguments and no derivative rule yet. With
             result=hc.elementwise it is taken to be elementwise, and all elements move
-            at once; else they move one by one.
-        scheme: "central", 2 calls of `fn` an element, error about 1e-10 of the scale
-            of f; "forward", 1 call and 1 for all, error about 1e-8; "complex", 1 call
-            an element, exact to rounding, for functions that take complex arguments
-            and are analytic.
-        step: as a part of max(1, |x|). Default: eps^(1/3), eps^(1/2), 1e-20 for an
-            `fn` as exact as float64, whose eps is 2e-16.
+            at once; otherwise they move one by one.
+        scheme: "central", 2 calls of `fn` per element, error about 1e-10 of the scale
+            of f; "forward", 1 call per element and 1 for all, error about 1e-8;
+            "complex", 1 call per element, exact to rounding, for analytic functions
+            that take complex arguments.
+        step: relative to max(1, |x|). Default: eps^(1/3), eps^(1/2) and 1e-20 for the
+            three schemes, which suits an `fn` as exact as float64 (eps = 2e-16).
 
     Returns:
-        `f`, which now has a Jacobian rule (elementwise: a jvp rule in JAX code), and
-        can tell its errors: `f.difference_error(*args)`.
+        `f`, which now has a Jacobian rule (if elementwise, a jvp rule in JAX code) and
+        can estimate its errors: `f.difference_error(*args)`.
 
     Raises:
-        SpecError: `f` is no HostFunction, has such a rule already, or an option is
-            wrong.
+        SpecError: `f` is not a HostFunction, has a derivative rule already, or an
+            option is wrong.
 
     Under transformations: as `HostFunction.defjacobian`: both modes, first order only.
 
-    Cost: a Jacobian is one host call, in which `fn` is called 2 n times for n elements
-    of the arguments (elementwise: twice an argument).
+    Cost: a Jacobian is one host call, which calls `fn` 2 n times for n elements of the
+    arguments (if elementwise, twice per argument).
     """
     if not isinstance(f, HostFunction):
         raise SpecError(
@@ -92,13 +92,13 @@ def finite_difference(
 
 @dataclass(frozen=True)
 class Differences:
-    """Of one function.
+    """The finite differences of one function.
 
     Attributes:
         function: the HostFunction.
-        scheme, step: as given, the step as a part of max(1, |x|).
+        scheme, step: as given; the step is relative to max(1, |x|).
         elementwise: all elements move at once.
-        slopes: the functions of `slope`.
+        slopes: the functions that `slope` has made, by position.
     """
 
     function: HostFunction
@@ -108,7 +108,7 @@ class Differences:
     slopes: dict[int, HostFunction] = field(default_factory=dict, compare=False)
 
     def jacobian(self, *args: Any) -> Any:
-        """In the structure that a Jacobian rule returns."""
+        """The Jacobian, in the structure that a Jacobian rule returns."""
         wide = _wide(args)
         out = self.function.fn(*wide)
 
@@ -118,7 +118,7 @@ class Differences:
         return self._blocks(wide, out, column)
 
     def diagonal(self, position: int, *args: Any) -> np.ndarray:
-        """The derivative by one argument, elementwise."""
+        """The derivative of an elementwise function with respect to one argument."""
         wide = _wide(args)
         out = self.function.fn(*wide) if self.scheme == "forward" else None
         place = _Place(position, 0, np.ones(np.shape(args[position])))
@@ -126,7 +126,7 @@ class Differences:
         return slope
 
     def slope(self, position: int) -> HostFunction:
-        """`diagonal` in programs; one object, so that JAX's caches hit."""
+        """`diagonal` for programs; one object each, so that JAX's caches hit."""
         if position not in self.slopes:
             function = self.function
             options = function.call_options("value", False)
@@ -140,7 +140,7 @@ class Differences:
         return self.slopes[position]
 
     def error(self, *args: Any) -> Any:
-        """Estimates of the errors (difference_error.py), in a Jacobian's structure."""
+        """Error estimates (see `difference_error`), in the structure of a Jacobian."""
         args = tree.tree_map(_on_host, args)
         wide = _wide(args)
         out = self.function.fn(*wide)
@@ -187,7 +187,8 @@ class Differences:
 
         pairs = []
         for line, slope in zip(found, lines(slopes, 0.0), strict=True):
-            # The difference knows what a function that isn't analytic does.
+            # A function that isn't analytic has a wrong complex slope. The central
+            # difference shows it.
             rough, rounding = central_error(line)
             wrong = np.maximum(0, abs(slope.middle - line.central(2)) - rough)
             exact = 4 * _EPS * slope.size + noise_of(slope)
@@ -212,14 +213,15 @@ class Differences:
         lead: tuple[int, ...] = (),
         finish: Callable[[int, np.ndarray], np.ndarray] = lambda _, block: block,
     ) -> Any:
-        """What `column` gives for each element of each argument, as a Jacobian is.
+        """Assembles columns, one for each element of each argument, into a Jacobian.
 
         Args:
-            args: of the function.
+            args: the arguments of the function.
             out: its result.
-            column: for each result an array of the shape (*lead, *its own).
-            lead: see there.
-            finish: made of the number of a result, and a block of such columns.
+            column: returns for each result an array of shape (*lead, *result's shape).
+            lead: the leading axes of those arrays.
+            finish: maps the number of a result and a block of columns to the block
+                that goes into the Jacobian.
         """
         outs, out_tree = tree.tree_flatten(out)
         shapes = [(*lead, *np.shape(o)) for o in outs]
@@ -242,7 +244,7 @@ class Differences:
         shapes: list[tuple[int, ...]],
         column: Callable[[_Place], list[np.ndarray]],
     ) -> Any:
-        """(treedef of the argument, blocks by result and then by leaf)."""
+        """(treedef of the argument, its blocks by result and then by leaf)."""
         leaves, treedef = tree.tree_flatten(args[position])
         blocks: list[list[Any]] = [[] for _ in shapes]
         for number, leaf in enumerate(leaves):
@@ -265,7 +267,7 @@ class Differences:
     # --- One place -----------------------------------------------------------------
 
     def _slope(self, args: Any, place: _Place, out: Any) -> list[np.ndarray]:
-        """Derivative of each result at a place."""
+        """The derivative of each result with respect to what moves at `place`."""
         x = place.leaf(args)
         if self.scheme == "complex":
             return self._imaginary(args, place, x)
@@ -282,7 +284,7 @@ class Differences:
         return place.mask * step * np.maximum(1, np.abs(x))
 
     def _width(self, moved: Any, place: _Place) -> Any:
-        """What was really added, after rounding."""
+        """The distance that the argument really moved, after rounding."""
         if self.elementwise and place.mask.all():
             return moved
         return moved[place.mask != 0].sum()
@@ -292,7 +294,7 @@ class Differences:
         return [o.imag / self.step for o in outs]
 
     def _at(self, args: Any, place: _Place, moved: Any) -> list[np.ndarray]:
-        """The results with another value in the place of one leaf."""
+        """The results, with another value for one leaf of the arguments."""
         leaves, treedef = tree.tree_flatten(args[place.position])
         leaves[place.number] = moved
         new = list(args)
@@ -302,7 +304,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class _Place:
-    """What moves: in which argument, which of its leaves, which of its elements (1)."""
+    """What moves: an argument, one of its leaves, and in it the elements marked 1."""
 
     position: int
     number: int
@@ -332,7 +334,7 @@ def _wide(args: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Diagonal:
-    """The host code of one argument's derivative."""
+    """The host code of the derivative with respect to one argument."""
 
     differences: Differences
     position: int
@@ -355,7 +357,7 @@ class _Elementwise:
         return self._along(None, primals, tangents)
 
     def where(self, mask: Any) -> Callable[..., Any]:
-        """The rule of a function with a mask."""
+        """The rule of the function under a mask."""
         return partial(self._along, mask)
 
     def _along(self, mask: Any, primals: Any, tangents: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A Python function with its rules: what the user holds, and calls."""
+"""HostFunction: a Python function with its rules, which the user holds and calls."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
 class HostFunction:
-    """A Python function with its rules. Made by `hc.host`, which see.
+    """A Python function with its rules. `hc.host` makes it, and describes its options.
 
-    Called like any function in JAX code. Its rules are given before its first use, each
-    once; each method returns the rule, and so can be a decorator.
+    It is called like any function in JAX code. Its rules are given before its first
+    use, each once; each def* method returns the rule, and so can be a decorator.
 
     Attributes:
         fn: the Python function.
@@ -70,8 +70,10 @@ class HostFunction:
             self.rules.batch, self._vmap_method = self._vmap_method, None
         self._options = options  # arrays, timeout, executor
         self._inferred: dict[Any, Any] = {}
-        self.differences: Any = None  # of hc.finite_difference
-        self.advice = ""  # where a derivative is missing, if no def* is for the user
+        self.differences: Any = None  # set by hc.finite_difference
+        # What errors advise if a derivative is missing and its rules are not the
+        # user's to give.
+        self.advice = ""
 
     def __repr__(self) -> str:
         given = [k for k, v in vars(self.rules).items() if v is not None]
@@ -79,13 +81,13 @@ class HostFunction:
         return f"<hostcall.HostFunction {self.__qualname__}{having}>"
 
     def __reduce__(self) -> Any:
-        """By name where it has taken its function's place in the module."""
+        """Pickles by name if the HostFunction stands in its module under its name."""
         found: Any = sys.modules.get(self.__module__)
         for part in self.__qualname__.split("."):
             found = getattr(found, part, None)
         if found is self:
             return self.__qualname__
-        if getattr(found, "__func__", None) is self:  # of a class
+        if getattr(found, "__func__", None) is self:  # found through a class: a method
             return getattr, (found, "__func__")
         state = {k: v for k, v in vars(self).items() if k not in self._NOT_PICKLED}
         state["_options"] = dict(self._options, executor=None)
@@ -97,39 +99,40 @@ class HostFunction:
     # --- Calling -------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result. See `hc.host`."""
+        """Calls the function and returns its result. See `hc.host`."""
         return self._call(args, kwargs, None, None)
 
     def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
-        """The function, called only where a condition holds: `f.where(x > 0)(x)`.
+        """The function, called only if a condition holds: `f.where(x > 0)(x)`.
 
-        Under `vmap` each row has its own condition. So a `cond` whose branches call
-        the function stays one in a batch, for which JAX computes both branches.
+        Under `vmap` each row has its own condition. JAX computes both branches of a
+        batched `cond`; with the same condition as a mask, the function still runs only
+        for the rows that take its branch.
 
         Args:
-            mask: a bool scalar. Where it is False neither the function nor a rule in
+            mask: a bool scalar. Where it is False, neither the function nor a rule in
                 host code is called.
-            fill: the result there: a number, or numbers in the structure of the
-                result; default zeros. Its derivatives are zero.
+            fill: the result for a False mask: a number, or numbers in the structure of
+                the result; zeros by default. Its derivatives are zero.
 
         Returns:
-            What is called with the arguments.
+            A callable that takes the function's arguments.
 
-        Under transformations: as the function. Rules in JAX code are computed all the
-        same, as both sides of `jnp.where` are, and their results dropped; so are the
-        calls that they make, unless with a mask of their own. A `defbatch` rule is
-        refused.
+        Under transformations: as the function itself. Rules in JAX code are computed
+        for every row, as both sides of `jnp.where` are, and the results of masked rows
+        are dropped; calls inside such rules run too, unless they have a mask of their
+        own. A function with a `defbatch` rule is refused.
         """
         return lambda *args, **kwargs: self._call(args, kwargs, mask, fill)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """In the body of a class: a method, as its function would be."""
+        """Makes a HostFunction in the body of a class a method, as a function is."""
         if instance is None or not isinstance(self.fn, types.FunctionType):
             return self
         return Method(self, instance)
 
     def __copy__(self) -> HostFunction:
-        return self  # as a Python function's; an executor could not be copied
+        return self  # as copying a function does; an executor could not be copied
 
     def __deepcopy__(self, memo: Any) -> HostFunction:
         return self
@@ -167,7 +170,7 @@ class HostFunction:
         fill: Any,
         place: Place,
     ) -> Any:
-        """A function with effects: it has no derivatives, and is called as it is."""
+        """Calls a function with effects, which has no derivatives and no primitives."""
         results = parse_result(spec, self.__name__)
         options = self.call_options("value", False)
         options["vmap_method"] = self.rules.batch or options["vmap_method"]
@@ -179,7 +182,7 @@ class HostFunction:
         return as_tree(results, leaves)
 
     def nondiff_of(self, n: int) -> tuple[int, ...]:
-        """`nondiff` among n arguments."""
+        """The positions in `nondiff`, among n arguments."""
         return among(self.nondiff, n)
 
     def site(self, trees: Trees, place: Place) -> Site:
@@ -205,24 +208,24 @@ class HostFunction:
         except TypeError as error:
             raise SpecError(f"hostcall: `{self.__name__}`: {error}") from None
         except ValueError:
-            bound = None  # a ufunc, or built in
+            bound = None  # a ufunc or a builtin, which has no signature
         if bound is None or bound.kwargs:
             raise SpecError(
                 f"hostcall: `{self.__name__}` was called with the keyword arguments"
                 f" {sorted(kwargs)}, which can't be put into its positions. Rules know"
-                " arguments by position: pass them so, or wrap the function in one"
-                " whose arguments have positions"
+                " arguments by position: pass them by position, or wrap the function in"
+                " one with positional arguments"
             )
         return bound.args
 
     def call_options(self, kind: str, keeps_objects: bool) -> dict[str, Any]:
-        """For `hc.call` of the function, or of a rule in host code."""
+        """The options of the call that runs the function or a rule in host code."""
         options = dict(self._options, vmap_method=self._vmap_method)
         if kind == "value":
             return dict(options, order=self.order, lend=self.lend)
         options["lend"] = bool(self.lend)
         if keeps_objects:
-            options["lend"] = False  # what is kept may be an argument
+            options["lend"] = False  # a residual that is kept may be an argument
             if self._vmap_method != "parallel":
                 options["vmap_method"] = "sequential"
         return options
@@ -230,16 +233,16 @@ class HostFunction:
     # --- Rules ---------------------------------------------------------------------
 
     def defjvp(self, rule: Any = None, *, where: Where = "host") -> Any:
-        """Gives the rule for forward mode.
+        """Sets the rule for forward mode.
 
         Args:
-            rule: `rule(primals, tangents)`, both tuples with an entry an argument;
+            rule: `rule(primals, tangents)`, both tuples with one entry per argument;
                 returns the tangent of the result, or (result, tangent). Tangents that
-                JAX knows to be zero are not sent to the host, and come as zeros made
-                there; those of integers are float0 zeros, those of `nondiff` and of
-                static arguments None.
-            where: "host", Python on NumPy arrays; "jax", JAX code, from which JAX
-                makes reverse mode and higher orders too.
+                JAX knows to be zero are not sent to the host; zeros are made there in
+                their place. Tangents of integers are float0 zeros; those of `nondiff`
+                and static arguments are None.
+            where: "host" for Python on NumPy arrays; "jax" for JAX code, from which JAX
+                derives reverse mode and higher orders too.
         """
         if rule is None:
             return functools.partial(self.defjvp, where=where)
@@ -248,47 +251,49 @@ class HostFunction:
         return rule
 
     def defjvps(self, *each: Any, where: Where = "host") -> None:
-        """Gives the rule for forward mode an argument at a time.
+        """Sets the rule for forward mode, one argument at a time.
 
         Args:
             *each: for each argument `rule(tangent, result, *primals)`, which returns
-                that argument's share of the result's tangent. None for an argument in
-                which the function isn't differentiable: asking for it is an error.
-            where: as in `defjvp`, for all.
+                that argument's share of the result's tangent. None stands for an
+                argument in which the function isn't differentiable; a derivative with
+                respect to it is an error.
+            where: as in `defjvp`, for all rules.
         """
         for rule in each:
             if rule is not None:
                 check_rule(rule, self.__name__, "defjvps(*rules)")
         if not any(each):
             raise SpecError(
-                f"hostcall: defjvps of `{self.__name__}` was given no rule. Give one an"
-                " argument, None for those without a derivative"
+                f"hostcall: defjvps of `{self.__name__}` was given no rule. Give one"
+                " per argument, or None for an argument without a derivative"
             )
         self._add("jvp", Jvp(None, self._where(where, *each), each))
 
     def defvjp(
         self, fwd: Any, bwd: Any, *, where: Where = "host", residuals: Any = None
     ) -> None:
-        """Gives the rules for reverse mode.
+        """Sets the rules for reverse mode.
 
         Args:
             fwd: `fwd(*args)`; returns (result, residuals).
             bwd: `bwd(residuals, cotangent)`; returns a tuple with a cotangent for each
-                argument, None for zero. The cotangent is in the result's structure.
-            where: as in `defjvp`, for both. JAX code may have any residuals.
-            residuals: of host code. By default they are any Python objects, and stay
-                on the host: `bwd` gets the object that `fwd` left. At most 1024 wait
-                (hc.configure(residuals=)); for an older one `fwd` runs again. With a
-                spec (as `result=` of `hc.call`) they are arrays of the program, which
-                hold for batches too: give it for small arrays, and where `fwd` must
-                not run twice.
+                argument, None for zero. The cotangent has the result's structure.
+            where: as in `defjvp`, for both. With "jax", residuals may be arrays,
+                pytrees of them, and static objects.
+            residuals: for host code. By default residuals are any Python objects and
+                stay on the host: `bwd` gets the object that `fwd` left. At most 1024
+                are kept (hc.configure(residuals=)); for one that was dropped, `fwd`
+                runs again. With a spec (as `result=` of `hc.call`) they are arrays of
+                the program, which work in batches too: give it for small arrays, and
+                if `fwd` must not run twice.
         """
         check_rule(fwd, self.__name__, "defvjp(fwd, bwd)")
         check_rule(bwd, self.__name__, "defvjp(fwd, bwd)")
         where = self._where(where, fwd, bwd)
         if residuals is not None and where == "jax":
             raise SpecError(
-                f"hostcall: defvjp of `{self.__name__}` has residuals= and JAX code,"
+                f"hostcall: defjvp of `{self.__name__}` has residuals= and JAX code,"
                 " whose residuals JAX sees: drop residuals="
             )
         kept: Any = HOST_RESIDUALS
@@ -297,13 +302,13 @@ class HostFunction:
         self._add("vjp", Vjp(fwd, bwd, where, kept))
 
     def deftranspose(self, rule: Any = None, *, where: Where = "host") -> Any:
-        """Says that the function is linear, in all arguments that aren't `nondiff`
-        together, and gives its transpose.
+        """Says that the function is linear in all arguments that aren't `nondiff`
+        together, and sets its transpose.
 
         Args:
-            rule: `rule(cotangent, *nonlinear)`, with the arguments in `nondiff` (and
-                integer ones) at the end; returns the cotangent of the linear argument,
-                of several a tuple.
+            rule: `rule(cotangent, *nonlinear)`, where `nonlinear` are the arguments in
+                `nondiff` and integer ones; returns the cotangent of the linear
+                argument, or a tuple of them if there are several.
             where: as in `defjvp`.
         """
         if rule is None:
@@ -313,15 +318,15 @@ class HostFunction:
         return rule
 
     def defjacobian(self, rule: Any = None, *, where: Where = "host") -> Any:
-        """Gives the Jacobian, which serves both modes.
+        """Sets the Jacobian, which serves both modes.
 
         Args:
-            rule: `rule(*args)`; returns, in the structure of the result, for each
-                array of it the Jacobian in the structure of the argument: arrays of
-                shape out.shape + in.shape. With several arguments a tuple, an entry
-                for each that is differentiable.
-            where: as in `defjvp`. A HostFunction is JAX code, and its own rules give
-                derivatives of higher order.
+            rule: `rule(*args)`; returns, in the structure of the result, the Jacobian
+                of each array of it: arrays of shape out.shape + in.shape, in the
+                structure of the argument. With several arguments it is a tuple, with an
+                entry for each differentiable one.
+            where: as in `defjvp`. A HostFunction counts as JAX code, and its own rules
+                give derivatives of higher order.
         """
         if rule is None:
             return functools.partial(self.defjacobian, where=where)
@@ -330,32 +335,33 @@ class HostFunction:
         return rule
 
     def defbatch(self, rule: Any) -> Any:
-        """Gives the rule for vmap, in JAX code, in the place of `vmap_method`.
+        """Sets the rule for vmap, in JAX code, instead of a `vmap_method`.
 
         Args:
-            rule: `rule(axis_size, in_batched, *args)`; returns (result, batched).
-                Batches are first axes. The derivative of a batch is that of this code.
+            rule: `rule(axis_size, in_batched, *args)`; returns (result, batched). The
+                batch is the first axis of each batched array. The derivative of a
+                batched call is that of this code.
         """
         check_rule(rule, self.__name__, "defbatch(rule)")
         self.rules.add(self.__name__, "batch", rule)
         return rule
 
     def difference_error(self, *args: Any) -> Any:
-        """How wrong the differences of `hc.finite_difference` may be, at `args`.
+        """Estimates how wrong the differences of `hc.finite_difference` are at `args`.
 
         Returns:
-            In the structure of the Jacobian (elementwise: of its diagonal, for each
-            argument), NumPy arrays: estimates of the absolute error.
+            Estimates of the absolute error: NumPy arrays in the structure of the
+            Jacobian (for an elementwise function: of its diagonal, for each argument).
 
         Raises:
             SpecError: the function has no differences.
 
-        Cost: 11 to 13 runs an element of the arguments ("complex": 22 to 24).
+        Cost: 11 to 13 runs per element of the arguments ("complex": 22 to 24).
         """
         if self.differences is None:
             raise SpecError(
                 f"hostcall: `{self.__name__}` has no differences whose error could be"
-                f" told. Give them with hc.finite_difference({self.__name__})"
+                f" estimated. Add them with hc.finite_difference({self.__name__})"
             )
         return self.differences.error(*args)
 

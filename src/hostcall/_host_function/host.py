@@ -1,4 +1,4 @@
-"""`hc.host`: makes a HostFunction of a Python function."""
+"""`hc.host`: turns a Python function into a HostFunction."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def host(
     name: str | None = None,
     nondiff: int | tuple[int, ...] = (),
 ) -> Any:
-    """Makes a Python function a citizen of JAX: what it returns, how it batches, and
-    what its derivatives are, said once.
+    """Makes a Python function part of JAX: its results, its batching and its
+    derivatives are declared once.
 
         j1 = hc.host(scipy.special.j1, result=hc.like(0), vmap_method="expand_dims")
 
@@ -42,54 +42,56 @@ def host(
         def _(primals, tangents): ...
 
     Args:
-        fn: as in `hc.call`. Without it, a decorator.
-        result: what `fn` returns. A spec as in `hc.call`; a function from the
-            arguments, with a ShapeDtypeStruct for each array, to a spec; `hc.like(i)`,
-            an array like argument `i`; `hc.same_tree(i)`, a pytree like it;
-            `hc.elementwise`, a floating array to which all arguments broadcast;
-            "infer": `fn` is run once on zeros when a program is traced, and again only
-            for other shapes, dtypes or static arguments.
-        vmap_method: as in `hc.call`, for rules in host code too; those that leave
-            Python objects as residuals run row by row ("parallel": at once).
+        fn: as in `hc.call`. Without it, `host` returns a decorator.
+        result: what `fn` returns. Either a spec as in `hc.call`; or a function from the
+            arguments, with a ShapeDtypeStruct for each array, to a spec; or
+            `hc.like(i)`, an array like argument `i`; `hc.same_tree(i)`, a pytree like
+            it; `hc.elementwise`, a floating array to which all arguments broadcast; or
+            "infer", which runs `fn` on zeros when a program is traced, once for each
+            combination of shapes, dtypes and static arguments.
+        vmap_method: as in `hc.call`, for rules in host code too. Rules that leave
+            Python objects as residuals run row by row ("parallel": all rows at once).
         arrays: as in `hc.call`, for rules too.
-        lend: likewise. With "out" rules get views, and return arrays; those that
-            leave Python objects get copies.
+        lend: as in `hc.call`, for rules too. With "out", rules get views and return
+            arrays. Rules that leave Python objects as residuals get copies.
         timeout: as in `hc.call`, for rules too.
-        executor: likewise. To another process go the function, or a rule, and its
-            arguments; what they leave as residuals comes back, and is picklable.
+        executor: as in `hc.call`, for rules too. The function or rule and its arguments
+            are sent to the other process. Residuals that it leaves come back, so they
+            must be picklable.
         order: as in `hc.call`. Only pure functions have derivatives.
-        name: of the function in messages and traces.
+        name: the function's name in messages and traces.
         nondiff: positions of arguments without a derivative. They have no tangent,
             and differentiating with respect to them is an error.
 
     Returns:
-        A `HostFunction`, to be called with arrays, pytrees of them and static objects,
-        and given rules by its methods: `defjvp`, `defjvps`, `defvjp`, `deftranspose`,
-        `defjacobian`, `defbatch`. It can be pickled where its function and rules can,
-        without its executor.
+        A `HostFunction`. It is called with arrays, pytrees of them and static objects,
+        and its methods set its rules: `defjvp`, `defjvps`, `defvjp`, `deftranspose`,
+        `defjacobian`, `defbatch`. It can be pickled if its function and rules can; its
+        executor is left out.
 
     Raises:
-        SpecError: something here, or in a call, is written wrong.
-        DerivativeError: a derivative is asked for that no rule gives, when the program
-            is traced or lowered. What rules return wrong is one too, when they run.
+        SpecError: an option, or an argument of a call, is wrong.
+        DerivativeError: no rule gives the derivative that a program asks for (raised
+            when it is traced or lowered), or a rule returned something wrong (raised
+            when it runs).
         Otherwise as `hc.call`.
 
     Under transformations:
         jit, scan, while_loop, cond, remat, shard_map: as a pure `hc.call`.
         vmap: `vmap_method`, or `defbatch`. Derivatives of batches, and batches of
             derivatives, run the rules once a row, or as `vmap_method` says; rows that
-            differ in their tangents only (jax.jacfwd) share one value.
+            differ only in their tangents (jax.jacfwd) share one value.
         jvp, jacfwd, linearize: `defjvp`; else `defjacobian`.
         grad, vjp, jacrev: `defvjp`; else `defjacobian`; else a `defjvp` in JAX code,
             which JAX transposes.
         linear_transpose: `deftranspose`. A linear function is its own derivative.
-        hessian and higher orders: where rules are JAX code over functions with rules.
+        hessian and higher orders: if rules are JAX code over functions with rules.
         remat: the forward pass runs the function, the backward pass `fwd` and `bwd`.
-        Arguments whose tangents are zero cost no call; integers have float0.
+        Arguments whose tangents are zero cost no call; integers have float0 tangents.
 
-    Cost: in a program that of `hc.call`; lowering it is 0.4 ms more, an eager call 60
-    us. A `defjvp` rule that returns (result, tangent) is one call for both, and
-    `defjacobian` one for all rows and columns of a Jacobian.
+    Cost: in a compiled program that of `hc.call`; lowering takes 0.4 ms more, and an
+    eager call 60 us. A `defjvp` rule that returns (result, tangent) is one call for
+    both, and `defjacobian` is one call for all rows and columns of a Jacobian.
     """
     if fn is None:
         options = {k: v for k, v in locals().items() if k != "fn"}
@@ -114,7 +116,7 @@ def host(
 
 
 def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The positions in `nondiff`; refuses what result= and nondiff= can't be."""
+    """The positions in `nondiff`; raises SpecError for a wrong result= or nondiff=."""
     if isinstance(result, str) and result != "infer":
         raise SpecError(
             f"hostcall: result= of `{shown}` is {result!r}. The only word is 'infer';"

@@ -1,4 +1,4 @@
-"""Linear algebra of derivatives: Jacobians applied, linear functions transposed."""
+"""Linear algebra of derivatives: applies Jacobians and transposes linear functions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ def contract(
     trees: Trees,
     wanted: Sequence[bool] | None = None,
 ) -> Arrays:
-    """J t for tangents (None is zero); with `wanted`, ct J for cotangents.
+    """Applies a Jacobian.
 
-    Blocks are by result and then by argument, each out.shape + in.shape.
+    Without `wanted`: J t for the tangents `given`, where None is zero. With `wanted`:
+    ct J for the cotangents `given`, one result for each array that `wanted` marks. The
+    blocks in `jacobian` are ordered by result, then by argument; each has the shape
+    out.shape + in.shape.
     """
     outs, ins = trees.out_avals, pick(trees.in_avals, trees.diff)
     rows = [jacobian[i * len(ins) : (i + 1) * len(ins)] for i in range(len(outs))]
@@ -71,9 +74,9 @@ def _sum(terms: Arrays, like: Any) -> Any:
 class Transposed(Value):
     """The transpose of a linear function, by a rule in host code.
 
-    Its arrays are those in which the function isn't linear, and cotangents of the
-    results. It is linear in the latter, and its own transpose is the function: so
-    derivatives of any order work.
+    Its operands are the arrays in which the function isn't linear, then the cotangents
+    of the results. It is linear in the cotangents, and its own transpose is the
+    function again, so derivatives of any order work.
     """
 
     site: Any
@@ -92,7 +95,7 @@ class Transposed(Value):
 
     @property
     def _n(self) -> int:
-        """How many arrays are in front of the cotangents."""
+        """The number of operands in front of the cotangents."""
         return len(self.trees.diff) - sum(self.trees.diff)
 
     def run(self, args: Arrays) -> Arrays:
@@ -128,7 +131,7 @@ class Transposed(Value):
 def transposed_by_rule(
     rule: Any, known: Arrays, cotangents: Arrays, trees: Trees
 ) -> Arrays:
-    """By a rule in JAX code."""
+    """The cotangents of the linear arguments, by a rule in JAX code."""
     args = trees.arguments(spread_known(known, trees.diff))
     value = rule(trees.cotangents(cotangents), *trees.nonlinear(args))
     leaves = pick(trees.transposed_leaves(value), trees.diff)

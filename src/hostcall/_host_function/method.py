@@ -1,4 +1,4 @@
-"""A host function that was defined in the body of a class, and its object."""
+"""A HostFunction that was defined in the body of a class, bound to an object."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Method:
-    """As Python's bound methods are: equal for the same function and object.
+    """A bound method, equal to another for the same function and object, as Python's.
 
-    The object is argument 0. Static, unless it is a pytree.
+    The object is argument 0, and static unless it is a pytree.
     """
 
     def __init__(self, function: Any, instance: Any) -> None:

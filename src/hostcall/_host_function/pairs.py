@@ -1,4 +1,9 @@
-"""The derivative of a function where both modes may have rules of their own."""
+"""The derivative of a function for which both modes may have rules of their own.
+
+`SitePair` is (result, derivative along some tangents). When JAX needs to know the two
+halves apart, `SitePair.start` computes the results and hands the rest to a
+`SiteLinear`: constants, and a linear function of the tangents with its transpose.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ from hostcall._host_function.trees import spread
 
 @dataclass(frozen=True)
 class SitePair(Pair):
-    """The function and its derivative along the tangents that `nz` says."""
+    """The function and its derivative along the tangents that `nz` marks."""
 
     site: Any  # a calls.Site
     nz: tuple[bool, ...]
@@ -60,13 +65,16 @@ class SitePair(Pair):
 
 @dataclass(frozen=True)
 class SiteLinear(Linear):
-    """The derivative at some arguments, which are consts.
+    """The derivative at given arguments, as a linear function of tangents.
+
+    Its consts are, as far as its rules need them, the arguments, the results and the
+    residuals.
 
     Attributes:
-        site: of what.
-        nz: arrays of the arguments that have a tangent.
-        ready: the consts have what the reverse rule needs.
-        template: how residuals of JAX code are put together.
+        site: the call that is differentiated.
+        nz: for each array of the arguments, whether it has a tangent.
+        ready: whether the consts include what the reverse rule needs.
+        template: the tree of the residuals of JAX code.
     """
 
     site: Any  # a calls.Site
@@ -83,7 +91,7 @@ class SiteLinear(Linear):
         return [*(args if with_args else ()), *(outs if with_outs else ()), *kept]
 
     def _parts(self, consts: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """(arguments, results, residuals), as far as they are there."""
+        """(arguments, results, residuals); empty lists for those that aren't kept."""
         with_args, with_outs = self._layout
         n = len(self.nz) if with_args else 0
         m = n + (len(self.site.avals) if with_outs else 0)
@@ -91,7 +99,7 @@ class SiteLinear(Linear):
 
     @property
     def _layout(self) -> tuple[bool, bool]:
-        """Whether the arguments are kept, and the results."""
+        """Whether the arguments are among the consts, and whether the results are."""
         found = self.site.rules
         again = found.vjp is not None and found.vjp.keeps_objects
         each = found.jvp is not None and bool(found.jvp.each)

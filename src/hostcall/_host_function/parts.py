@@ -1,7 +1,8 @@
-"""Host code: the function and its rules, as `hc.call` runs them.
+"""Host code of a HostFunction: the function itself and its rules in Python.
 
-`HostCode` is the value of one such call on flat arrays. What Python runs is a `Part`
-(see `steps`). Both are compared by what they are made of, so that JAX's caches hit.
+`HostCode` is the value of one such call on flat arrays; `Part` (see `steps`) is the
+Python object that the call runs. Both are compared by what they are made of, so that
+JAX's caches hit.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from hostcall._host_function.trees import Trees, pick
 from hostcall._primitives.call.batching import WHOLE
 from hostcall._primitives.call.make import make_with, results_of
 
-# value: the function. jvp: tangents of the results. both: results and their tangents.
-# forward, backward: the halves of a vjp rule. jacobian, transpose: those rules.
+# value: the function itself.
+# jvp: the tangents of the results. both: the results and their tangents.
+# forward, backward: the two rules of defvjp.
+# jacobian, transpose: the rules of those names.
 Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "transpose"]
 
 
 class OfFunction(Value):
-    """A value that belongs to a HostFunction, whose name and rules it has."""
+    """A value that belongs to a HostFunction and takes its name and rules from it."""
 
     function: Any
 
@@ -48,12 +51,13 @@ class HostCode(OfFunction):
 
     Attributes:
         function: the HostFunction, compared by identity.
-        trees: of the way it is called.
-        kind: which of its codes.
+        trees: the trees of this way of calling it.
+        kind: which of the function's codes is called.
         place: the user's line.
-        nz: for each array of the arguments, whether it has a tangent here; of a
+        nz: for each array of the arguments, whether it has a tangent here; for a
             transposition, whether the function is linear in it.
-        take: a backward rule's residual is used here for the last time, it seems.
+        take: whether a backward rule may take its residual out of the store, because
+            this looks like the last use.
     """
 
     function: Any
@@ -65,7 +69,7 @@ class HostCode(OfFunction):
 
     @property
     def code(self) -> Callable[..., Any]:
-        """What the user wrote."""
+        """The user's Python function that runs."""
         if self.kind in ("jvp", "both"):
             jvp = self.rules.jvp
             assert jvp is not None
@@ -109,7 +113,7 @@ class HostCode(OfFunction):
         )
 
     def _form(self, n: int) -> tuple[Template, Results]:
-        """The function has its own trees; a rule gets and gives `n` arrays, flat."""
+        """The trees of the call: the function has its own, a rule `n` flat arrays."""
         trees = self.trees
         if self.kind == "value":
             return trees.template, trees.results
@@ -127,18 +131,19 @@ class HostCode(OfFunction):
 
     @property
     def _mask_at(self) -> int:
-        """Where the mask is among the operands."""
+        """The index of the mask among the operands."""
         if self.takes_arguments:
             return len(self.trees.in_avals) - 1
         return 0 if self.kind == "backward" else self.nz.count(False) - 1
 
     def _aligned(self, args: Arrays, options: dict[str, Any]) -> Arrays:
-        """Operands of an elementwise function with as many axes as the result.
+        """Gives the operands of an elementwise function as many axes as the result.
 
-        A batch is one more axis in front of each. Without this, 16 numbers beside a row
-        of 9 would be (16,) beside (1, 9), and 9 numbers beside 9 rows of 9 would be
-        taken for a row. What other rules leave and give has axes of its own: where
-        they differ, rows go one by one.
+        A batch is one more axis in front of each operand. Without this, a batch of 16
+        scalars beside one row of 9 would be (16,) beside (1, 9), which does not
+        broadcast, and a batch of 9 scalars beside 9 rows of 9 would be taken for a row.
+        The operands and results of the other rules have axes of their own; if those
+        differ in number from the result's, the rows run one by one.
         """
         axes = len(self.trees.results.avals[0].shape)
         if self.kind not in ("value", "jvp", "both"):
@@ -147,7 +152,7 @@ class HostCode(OfFunction):
                 options["vmap_method"] = "sequential"
             return args
         if self.kind != "value" and options["vmap_method"] == "expand_dims":
-            # A rule need not use the argument that has the batch.
+            # A rule may ignore the very argument that has the batch.
             options["vmap_method"] = "broadcast_all"
         shapes = [np.shape(x) for x in args]
         return [
@@ -171,14 +176,14 @@ class HostCode(OfFunction):
         raise rules.not_again(self.name, self.code, self.place, self.function.advice)
 
     def shared(self, dims: Sequence[int | None]) -> Value:
-        """Rows that share a residual leave it where it is."""
+        """A backward rule does not take out a residual that the rows share."""
         if self.kind != "backward" or not self.keeps_objects or not self.take:
             return self
         handle = dims[len(self.trees.in_avals)]
         return replace(self, take=False) if handle is None else self
 
     def narrowed(self, used: Sequence[bool]) -> Value | None:
-        """Nobody wants the residuals: the function itself will do."""
+        """The function itself, if nothing uses the forward rule's residuals."""
         n = len(self.trees.results.avals)
         if self.kind != "forward" or any(used[n:]):
             return None

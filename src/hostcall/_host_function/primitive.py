@@ -4,14 +4,19 @@
     host_jvp        args, tangents -> outs, tangents of outs
     host_linear     consts, tangents -> tangents of outs; linear in the tangents
 
-Differentiating the first gives the second, which as it stands runs the forward rule.
-Where JAX goes backwards it first splits what is known from what is linear (partial
-evaluation), and the second becomes the forward half of the backward rule and the third.
-Transposing the third runs the backward half. So one function can have rules for both
-directions, and none of them runs in vain.
+The idea: one function can have rules for both modes, so the choice between them must
+wait until JAX shows which mode it is in. JAX shows it in three steps:
 
-Each equation holds an object that says what to do (`Value`, `Pair`, `Linear`), and vmap
-wraps that object (`batched`). An equation is lowered as the JAX code of its object.
+  1. Differentiating host_function gives host_jvp. If nothing else happens (forward
+     mode), it runs the forward rule.
+  2. In reverse mode JAX first splits what is known from what is linear (partial
+     evaluation). There host_jvp becomes the forward half of the reverse rule, which
+     runs at once, and a host_linear.
+  3. Transposing host_linear runs the backward half.
+
+So no rule runs in vain. Each equation holds an object that says what to do (`Value`,
+`Pair`, `Linear`), and vmap wraps that object (`batching`). An equation is lowered as
+the JAX code of its object.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 
 Arrays = list[Any]  # flat
-Tangents = list[Any]  # one an array; None where it is zero
+Tangents = list[Any]  # one per array; None for a zero tangent
 
 value_p = _jax.Primitive("host_function")
 jvp_p = _jax.Primitive("host_jvp")
@@ -36,7 +41,7 @@ class Value(ABC):
 
     Attributes:
         name: for messages.
-        avals: of the results.
+        avals: the avals of the results.
     """
 
     name: str
@@ -48,27 +53,29 @@ class Value(ABC):
 
     @abstractmethod
     def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
-        """Results and their tangents, for tangents that aren't all zero."""
+        """The results and their tangents; called if not all tangents are zero."""
 
     def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
-        """Cotangents of the arguments; those to be found are None in `args`."""
+        """The cotangents of the arguments that are None in `args`."""
         raise DerivativeError(
             f"hostcall: `{self.name}` can't be transposed: nothing says that it is"
             f" linear. If it is, say how with {self.name}.deftranspose(rule)"
         )
 
     def batch(self, size: int, args: Arrays, dims: Any) -> tuple[Arrays, Any] | None:
-        """The function of a batch by a rule of the user's, (results, their axes)."""
+        """(results, their batch axes) by the user's own rule; None without one."""
         del size, args, dims
         return None
 
     def shared(self, dims: Sequence[int | None]) -> Value:
-        """The same, told which arguments the rows of a batch share."""
+        """The same function, given which arguments have no axis in a batch."""
         del dims
         return self
 
     def narrowed(self, used: Sequence[bool]) -> Value | None:
-        """A cheaper function with the first of the results, if the used are there."""
+        """A cheaper function whose results are the first of these, if it covers all
+        that are used; otherwise None.
+        """
         del used
         return None
         return None
@@ -78,7 +85,7 @@ class Linear(ABC):
     """A linear function of tangents, with its transpose.
 
     Attributes:
-        avals: of the results, tangents of those outs that have one.
+        avals: the avals of the results: tangents of the differentiable outs.
     """
 
     avals: tuple[Any, ...]
@@ -89,7 +96,7 @@ class Linear(ABC):
 
     @abstractmethod
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
-        """Its transpose: a cotangent for each tangent."""
+        """The transpose: one cotangent for each tangent."""
 
 
 class Pair(ABC):
@@ -97,7 +104,7 @@ class Pair(ABC):
 
     Attributes:
         value: the function.
-        tangent_avals: of the tangents of those outs that have one.
+        tangent_avals: the avals of the tangents of the differentiable outs.
     """
 
     value: Value
@@ -105,13 +112,13 @@ class Pair(ABC):
 
     @abstractmethod
     def run(self, args: Arrays, tangents: Arrays) -> Arrays:
-        """Results, and then their tangents, by the forward rule."""
+        """The results, then their tangents, by the forward rule."""
 
     @abstractmethod
     def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Linear]:
-        """Results, and the derivative as consts and a linear function of them.
+        """The results, and the derivative as consts and a linear function.
 
-        With `backward` it will be transposed.
+        `backward` says that the linear function will be transposed.
         """
 
 

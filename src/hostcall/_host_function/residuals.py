@@ -1,31 +1,38 @@
 """What a forward rule leaves on the host for its backward rule.
 
-A residual may be any Python object, so the program carries a handle in its place: a
-number that no other residual of the process has or will have. JAX may run the forward
-call once and the backward one never, twice, in another program, or for each row of a
-batch; it may merge two equal forward calls, repeat one, save handles in a loop and read
-them in reverse. Nobody can say when a handle is read for the last time, so no scheme in
-which the store *owns* residuals is both right and free of leaks.
+The idea: the store is only a cache. A residual may be any Python object, so the program
+carries a handle for it: a number that no other residual of the process has or will
+have. The backward call gets the handle *and* the arguments of the forward call, which
+are ordinary residual arrays that JAX keeps as long as they are needed. If it finds
+nothing under the handle, it runs the forward rule again. That rule is pure, so it gives
+the same residual.
 
-Hence the store is only a cache. The backward call is handed the handle *and* the
-arguments of the forward call, which are ordinary residual arrays that JAX keeps as long
-as they are needed. Who finds nothing under the handle runs the forward rule again: it
-is pure, so that gives the same residual. Then every eviction is right, and what remains
-is to let go early, and of the right one:
+Why the store can't own residuals: JAX may run the forward call once and the backward
+call never, twice, in another program, or for each row of a batch. It may merge two
+equal forward calls, repeat one, or save handles in a loop and read them in reverse.
+Nobody can say when a handle is read for the last time, so a store that owns residuals
+either leaks or drops one that is still needed.
 
-- A backward call in a compiled program takes its residual out. Nearly always it is the
-  only one. Where it wasn't, the next computes it again and puts it back for good
-  (`sticky`): it has shown that it is read more than once.
+Guarantees: every eviction is right, since it costs at most one more run of the forward
+rule. At most `hc.configure(residuals=)` residuals are kept, 1024 by default.
+
+What remains is to let go early, and of the right one:
+
+- A backward call in a compiled program takes its residual out, because it is nearly
+  always the only one. If it was not, the next one computes the residual again and puts
+  it back for good (`sticky`): that residual has shown that it is read more than once.
 - A backward call whose rows share the residual (jax.jacrev) leaves it in.
 - An eager backward call (a pullback from jax.vjp, which may be called again) leaves it
-  in too, and it goes when the handle's array does: nobody can ask any more.
-- More than `hc.configure(residuals=)`, 1024, drop the oldest. A backward pass reads in
-  reverse, so the newest are the ones to have. Those that were dropped are remembered
-  for a while, so that it can be said why a forward rule runs again.
+  in too. The residual goes when the array that holds its handle dies, since nothing can
+  ask for it any more.
+- Beyond the limit, the oldest goes first: a backward pass reads in reverse, so the
+  newest are needed soonest. The numbers of dropped residuals are remembered for a
+  while, so that a message can say why a forward rule runs again.
 
-The lock's parties are callbacks on any thread and the garbage collector, which may run
-`forget` on a thread that holds the lock. So `forget` only notes the number, and whoever
-has the lock, or gets it at once, clears up.
+Locking: the lock guards both dictionaries against callbacks on any thread, and against
+the garbage collector, which may run `_forget` on a thread that already holds the lock.
+So `_forget` only notes the number, and whichever thread next gets the lock without
+waiting clears up.
 """
 
 from __future__ import annotations
@@ -43,28 +50,28 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import config
 
-HANDLE_SHAPE = (2,)  # 64 bits, which JAX has in two halves
+HANDLE_SHAPE = (2,)  # 64 bits in two halves, since JAX has no uint64 by default
 HANDLE_DTYPE = np.dtype(np.uint32)
 
 
-# How many of those that were dropped are remembered.
+# How many dropped residuals are remembered.
 _REMEMBERED = 1024
 
 
 class Store:
-    """Residuals by number, the newest of them.
+    """The newest residuals, by number.
 
     Args:
-        limit: gives how many.
+        limit: returns how many to keep.
     """
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self.limit = limit
-        self.missed = 0  # how many were computed again
+        self.missed = 0  # how often a residual was computed again
         self._kept: OrderedDict[int, tuple[Any, bool]] = OrderedDict()
         self._dropped: OrderedDict[int, None] = OrderedDict()
-        # From anywhere in 62 bits: a handle that was saved by another process, or by
-        # this one before it was forked, finds nothing.
+        # Starts anywhere in 62 bits, so that a handle from another process, or from
+        # this one before a fork, finds nothing.
         self._next = randbits(62)
         self._dead: deque[int] = deque()
         self._lock = threading.Lock()
@@ -74,7 +81,7 @@ class Store:
         return len(self._kept)
 
     def put(self, residual: Any) -> np.ndarray:
-        """Keeps a residual; gives its handle."""
+        """Keeps a residual and returns its handle."""
         with self._lock:
             number = self._next
             self._next += 1
@@ -82,11 +89,11 @@ class Store:
         return np.frombuffer(number.to_bytes(8, "little"), HANDLE_DTYPE)
 
     def get(self, handle: Any, take: bool) -> tuple[Any, bool]:
-        """(the residual of a handle, whether it is still there).
+        """Returns (the residual of a handle, whether there was one).
 
         Args:
-            handle: what `put` gave.
-            take: this looks like the last use.
+            handle: what `put` returned.
+            take: whether this looks like the last use.
         """
         number = number_of(handle)
         self._clear_up()
@@ -97,17 +104,17 @@ class Store:
         return (None, False) if found is None else (found[0], True)
 
     def had_to_go(self, handle: Any) -> bool:
-        """Whether newer residuals took the place of this one."""
+        """Whether this residual was dropped to make room for newer ones."""
         with self._lock:
             return number_of(handle) in self._dropped
 
     def put_back(self, handle: Any, residual: Any) -> None:
-        """Keeps what was computed again, because it wasn't there."""
+        """Keeps a residual that had to be computed again, and never takes it out."""
         self.missed += 1
         self._keep(number_of(handle), residual, sticky=True)
 
     def forget_with(self, array: jax.Array) -> None:
-        """Drops the residual of a handle when this array, which holds it, dies."""
+        """Drops the residual of a handle when `array`, which holds the handle, dies."""
         number = number_of(_jax.to_numpy(array))
         weakref.finalize(array, self._forget, number).atexit = False
 
@@ -119,7 +126,8 @@ class Store:
 
     def _keep(self, number: int, residual: Any, sticky: bool) -> None:
         self._clear_up()
-        dropped = []  # they die after the lock is open: their end may run anything
+        # What is dropped dies after the lock is released: a finalizer may run any code.
+        dropped = []
         limit = self.limit()
         with self._lock:
             self._kept[number] = residual, sticky

@@ -1,4 +1,6 @@
-"""What `result=` of `hc.host` may say: a spec, a rule for one, or a shorthand."""
+"""What `result=` of `hc.host` may say: a spec, a function that gives one, or a
+shorthand (`like`, `same_tree`, `elementwise`, "infer").
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ class like:
     """`result=hc.like(i)`: the result is an array like argument `i`.
 
     Args:
-        argument: the argument's position, which must be one array. For a pytree there
-            is `hc.same_tree(i)`.
+        argument: the position of the argument, which must be one array. For a pytree
+            use `hc.same_tree(i)`.
     """
 
     argument: int
@@ -33,8 +35,9 @@ class like:
         if not hasattr(found, "shape"):
             raise SpecError(
                 f"hostcall: `{name}` has result=hc.like({self.argument}), and argument"
-                f" {self.argument} is no array but {tree.tree_structure(found)}. For a"
-                f" result with its structure write hc.same_tree({self.argument})"
+                f" {self.argument} is not an array but {tree.tree_structure(found)}."
+                " For a result with its structure write"
+                f" hc.same_tree({self.argument})"
             )
         return found
 
@@ -44,8 +47,8 @@ class same_tree:
     """`result=hc.same_tree(i)`: the result is a pytree like argument `i`.
 
     Args:
-        argument: the argument's position. Its structure, shapes and dtypes are the
-            result's; leaves that aren't arrays are left out (None).
+        argument: the position of the argument. The result has its structure, shapes
+            and dtypes; leaves that aren't arrays become None.
     """
 
     argument: int
@@ -67,11 +70,13 @@ def _argument(number: int, args: tuple[Any, ...], name: str, what: str) -> Any:
 def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
     """`result=hc.elementwise`: one floating array, as a NumPy ufunc would return.
 
-    Its shape is that to which all array arguments broadcast; its dtype the one to
-    which JAX promotes theirs, and a floating one (float32, in 64-bit mode float64) if
-    all are integers. Python's numbers are weak, as in JAX. Where `vmap_method` hands
-    over whole batches the function, and a `defjvp` rule in host code, get arguments
-    with as many axes as the result, by axes of length 1 in front: then batches meet.
+    Its shape is the one to which all array arguments broadcast. Its dtype is the one to
+    which JAX promotes theirs; if all are integers, it is the default floating dtype
+    (float32, or float64 in 64-bit mode). Python's numbers are weakly typed, as in JAX.
+
+    If `vmap_method` passes whole batches, the function (and a `defjvp` rule in host
+    code) gets arguments with as many axes as the result: axes of length 1 are put in
+    front, so that the batch axes line up.
     """
     leaves = [x for x in tree.tree_leaves(args) if hasattr(x, "shape")]
     shape = np.broadcast_shapes(*(x.shape for x in leaves))
@@ -87,7 +92,7 @@ _SCALARS: dict[str, Any] = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
 
 
 def avals_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with a ShapeDtypeStruct in the place of each array."""
+    """The arguments, with a ShapeDtypeStruct for each array."""
 
     def aval(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array):
@@ -103,7 +108,7 @@ def avals_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def spec_of(result: Any, fn: Callable[..., Any], args: Any, name: str) -> Any:
-    """The spec that `result=` means for arguments of these avals."""
+    """The spec that `result=` means for arguments with these avals."""
     if isinstance(result, (like, same_tree)):
         return result.spec(args, name)
     if isinstance(result, str) and result == "infer":

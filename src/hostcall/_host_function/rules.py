@@ -1,4 +1,4 @@
-"""What the def* methods are given, and what is said where a rule is missing."""
+"""What the def* methods are given, and the errors for a missing rule."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ HOST_RESIDUALS = "host"
 
 @dataclass(frozen=True)
 class Jvp:
-    """rule(primals, tangents); or, of `defjvps`, one rule an argument.
+    """`rule(primals, tangents)`; or, by `defjvps`, one rule per argument in `each`.
 
     Attributes:
-        flat: the rule is a bridge's, and spares the trees: rule(primals, tangents,
-            out_diff), with a tangent an array, None for zero, gives the leaves of the
-            result, and the tangents of those that `out_diff` says have one.
+        flat: the rule is a bridge's and works on flat arrays:
+            rule(primals, tangents, out_diff), with one tangent per array and None for
+            zero. It returns the leaves of the result, and the tangents of the leaves
+            that `out_diff` marks.
     """
 
     rule: Function | None
@@ -32,12 +33,14 @@ class Jvp:
 
 @dataclass(frozen=True)
 class Vjp:
-    """Residuals: HOST_RESIDUALS, or a spec; of JAX code whatever `fwd` gives.
+    """The rules of `defvjp`.
 
     Attributes:
-        flat: `bwd` is a bridge's, and spares the trees, and cotangents that nobody
-            wants: bwd(residuals, cotangents, nz), with a cotangent a leaf of the
-            result, None where it has none, gives one for each array flagged in `nz`.
+        residuals: HOST_RESIDUALS or a spec; for JAX code, `fwd` returns any it likes.
+        flat: `bwd` is a bridge's, works on flat arrays and skips unwanted cotangents:
+            bwd(residuals, cotangents, nz), with one cotangent per leaf of the result
+            and None for a leaf without one. It returns one for each array that `nz`
+            marks.
     """
 
     fwd: Function
@@ -48,13 +51,13 @@ class Vjp:
 
     @property
     def keeps_objects(self) -> bool:
-        """Whether residuals stay on the host, behind a handle."""
+        """Whether the residuals stay on the host, behind a handle."""
         return self.where == "host" and isinstance(self.residuals, str)
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A rule for transposition or the Jacobian."""
+    """A transposition rule or a Jacobian rule."""
 
     rule: Function
     where: Where
@@ -62,7 +65,7 @@ class Plain:
 
 @dataclass
 class Rules:
-    """All that a function was given; None where it wasn't."""
+    """All rules that a function was given; None for each that it was not."""
 
     jvp: Jvp | None = None
     vjp: Vjp | None = None
@@ -72,12 +75,12 @@ class Rules:
 
     @property
     def only_jax_jvp(self) -> bool:
-        """A rule in JAX code, from which JAX makes everything else."""
+        """Whether the only rule is a jvp in JAX code; JAX derives the rest from it."""
         others = self.vjp is not None or self.jacobian is not None
         return self.jvp is not None and self.jvp.where == "jax" and not others
 
     def add(self, name: str, kind: str, rule: Any) -> None:
-        """Sets a rule, once, where it goes with the others."""
+        """Sets a rule, once, if it goes together with the others."""
         if getattr(self, kind) is not None:
             raise SpecError(
                 f"hostcall: `{name}` has a rule by def{kind} already. Programs may be"
@@ -104,8 +107,10 @@ def check_rule(rule: Any, name: str, usage: str) -> None:
 
 
 def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """Positions, which may count from the end, among n arguments: the last may have
-    been left out.
+    """The positions, counted from 0, that exist among n arguments.
+
+    A negative position counts from the end. A position that does not exist belongs to
+    an optional argument that this call leaves out.
     """
     return tuple(i % n for i in positions if -n <= i < n)
 
@@ -131,7 +136,7 @@ def forward_pair(value: Any, name: str) -> tuple[Any, Any]:
 
 
 def no_derivative(name: str, place: Any, advice: str = "") -> DerivativeError:
-    """With `advice` where the function's rules aren't the user's to give."""
+    """`advice` replaces the usual one if the rules aren't the user's to give."""
     if advice:
         return DerivativeError(
             f"hostcall: `{name}` has no derivative (called at {place}). {advice}"
@@ -139,8 +144,8 @@ def no_derivative(name: str, place: Any, advice: str = "") -> DerivativeError:
     return DerivativeError(
         f"hostcall: `{name}` has no derivative rule (called at {place}). Give one:"
         f" {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for reverse"
-        f" mode, {name}.defjacobian(rule) for both, hc.finite_difference({name}) for"
-        " want of any; or keep the derivative out with jax.lax.stop_gradient on its"
+        f" mode, {name}.defjacobian(rule) for both, hc.finite_difference({name}) if you"
+        " have no rule; or keep the derivative out with jax.lax.stop_gradient on its"
         " arguments"
     )
 

@@ -1,10 +1,12 @@
 """What Python runs for one piece of host code: a `Part`.
 
-A part puts the trees together, calls the user's function, and takes apart and checks
-what that returned. The call in the middle may be made on another thread, in another
-process or on another machine (`executor=`). So it is a function of the user's, or one
-of the few here, and arguments, nothing of JAX's trees; what they left as residuals
-comes back, since the next call may go elsewhere.
+A part puts the trees together, calls the user's function, takes apart what it returned,
+and checks that.
+
+The call in the middle may run on another thread, in another process or on another
+machine (`executor=`). So it is one function (the user's, or one of the few at the end
+of this module) and its arguments, with none of JAX's treedefs. A residual that it
+computes comes back here, since the next call may go to another worker.
 """
 
 from __future__ import annotations
@@ -30,19 +32,20 @@ from hostcall._runtime import pools
 
 logger = logging.getLogger("hostcall")
 
-# Functions, by name and source, whose forward rule was said to run again.
+# Functions, by name and source, for which the log has said that a rule runs again.
 _said: dict[tuple[str, str], object] = {}
 
-# What to run, its arguments, what makes arrays of its value, and what that needs too.
+# (function to run, its arguments, function that makes arrays of its value, what that
+# function needs besides the value).
 Steps = tuple[Callable[..., Any], Any, Callable[[Any, Any], Any], Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What the engine calls. The names are for its messages.
+    """The callable that the engine calls; its names are for the engine's messages.
 
-    The function itself gets its arguments; a rule all arrays, flat, which saves the
-    engine the trees. What does not change from call to call is looked up once.
+    The function itself gets its arguments as trees. A rule gets all arrays flat, which
+    spares the engine the trees. What is the same in every call is looked up once.
     """
 
     what: Any  # a parts.HostCode
@@ -62,7 +65,7 @@ class Part:
         return tuple(finish(run(*sent), more))
 
     def hostcall_steps(self, *operands: Any) -> Any:
-        """As `_rows.run_rows` wants it."""
+        """The steps of one row, as `_runtime/rows.py` runs them on an executor."""
         if self._start is None:
             return self._code("value"), operands, _same
         run, sent, finish, more = self._start(operands)
@@ -78,7 +81,7 @@ class Part:
         return {}
 
     def _code(self, which: str, index: int = 0) -> Any:
-        """One of the user's functions, as it can be sent."""
+        """One of the user's functions, in a form that the executor can send."""
         found = self._codes.get((which, index))
         if found is None:
             function = self.what.function
@@ -92,7 +95,7 @@ class Part:
 
     @cached_property
     def _n(self) -> int:
-        """How many arrays the arguments have, where they are there."""
+        """How many of the first operands are arrays of the arguments."""
         return len(self.what.trees.template.keys)
 
     @cached_property
@@ -171,7 +174,7 @@ class Part:
 
     @cached_property
     def _residual_tree(self) -> Any:
-        """None where residuals stay on the host."""
+        """The structure of `residuals=`; None if residuals stay on the host."""
         if self.what.keeps_objects:
             return None
         return self.what.function.residual_tree
@@ -211,7 +214,7 @@ class Part:
         )
 
     def _given(self, cotangents: Any) -> tuple[Any, ...]:
-        """What the backward rule gets beside its residuals."""
+        """The arguments of the backward rule besides its residuals."""
         what, trees = self.what, self.what.trees
         if not what.rules.vjp.flat:
             return (trees.cotangents(cotangents),)
@@ -234,7 +237,11 @@ class Part:
         return range(len(self.what.trees.argument_trees))
 
     def _cotangents(self, leaves: Arrays, given: Any) -> Arrays:
-        """None is zero. With whole batches their axes are in front."""
+        """The cotangents of the marked arguments, with zeros for None.
+
+        If the rule works on whole batches, the batch axes come first, and the zeros
+        need them too.
+        """
         found = pick(leaves, self.what.nz)
         if all(leaf is not None for leaf in found):
             return found
@@ -277,7 +284,7 @@ def _same(value: Any) -> Any:
 
 
 def _push_each(terms: Any, fn: Any, outs: Any, args: Any) -> Any:
-    """(result, tangent): the sum of what a rule an argument gives."""
+    """(result, tangent); the tangent is the sum over the rules of the arguments."""
     if fn is not None:
         outs = fn(*args)
     total: Any = None
@@ -292,7 +299,7 @@ def _add(left: Any, right: Any) -> Any:
 
 
 def _push_whole(rule: Any, fn: Any, like: Any, args: Any, tangents: Any) -> Any:
-    """(result, tangent), by a rule that gives both or the tangent alone."""
+    """(result, tangent), by a rule that returns both or only the tangent."""
     value = rule(args, tangents)
     if is_pair(value, jax.tree_util.tree_structure(like)):
         return value
@@ -300,7 +307,7 @@ def _push_whole(rule: Any, fn: Any, like: Any, args: Any, tangents: Any) -> Any:
 
 
 def _both_halves(forward: Any, backward: Any, name: str, args: Any, given: Any) -> Any:
-    """(residual, cotangents), where the residual has gone."""
+    """(residual, cotangents), if the store has dropped the residual."""
     _, residual = forward_pair(forward(*args), name)
     return residual, backward(residual, *given)
 
@@ -309,7 +316,7 @@ def _both_halves(forward: Any, backward: Any, name: str, args: Any, given: Any) 
 
 
 def code_of(function: Any, which: str, index: int = 0) -> Callable[..., Any]:
-    """What the user wrote, of a HostFunction."""
+    """One of the functions that the user gave to a HostFunction."""
     rules = function.rules
     if which == "value":
         return function.fn  # type: ignore[no-any-return]
@@ -321,11 +328,11 @@ def code_of(function: Any, which: str, index: int = 0) -> Callable[..., Any]:
 
 
 class _Code:
-    """A function of the user's, on its way to a worker.
+    """A function of the user's that may be sent to a worker.
 
-    Functions are pickled by name. A decorated one has lost its name to its
-    HostFunction, and its rules are often called `_`: then the HostFunction goes, by
-    name, and gives the function there.
+    Functions are pickled by name. But a decorated function's name now means its
+    HostFunction, and rules are often all called `_`. For such a function the
+    HostFunction is pickled by name instead, and the worker takes the function from it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One way of calling a function: its arguments' and results' trees, flat and whole."""
+"""The trees of one way of calling a function: from flat arrays to what rules see."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ tree = jax.tree_util
 
 @dataclass(frozen=True)
 class Trees:
-    """How flat arrays become what rules are called with, and back.
+    """How flat arrays become the arguments of rules, and rules' results flat arrays.
 
     Attributes:
-        name: the function's, for messages.
-        template: of its arguments.
-        in_avals: of their arrays.
-        results: of what it returns.
+        name: the function's name, for messages.
+        template: how the arguments are put together.
+        in_avals: the avals of their arrays.
+        results: what the function returns.
         nondiff: positions of arguments without a derivative.
-        fills: the results' bytes where the function is not called, by a mask: a bool
-            array behind the others, in no argument. None: there is no mask.
+        fills: the bytes of each result for a False mask; None if there is no mask. A
+            mask is one more bool array behind the others, which is in no argument.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Trees:
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """Of each array: the argument that it is in."""
+        """For each array, the position of the argument that holds it."""
         whole = self.template.treedef.unflatten(range(len(self.template.leaves)))
         flat, _ = tree.tree_flatten_with_path(whole)
         found = [
@@ -63,7 +63,7 @@ class Trees:
 
     @cached_property
     def diff(self) -> tuple[bool, ...]:
-        """Of each array among the arguments: whether it has a tangent."""
+        """For each array of the arguments, whether it has a tangent."""
         return tuple(
             position not in self.nondiff and jnp.issubdtype(aval.dtype, jnp.inexact)
             for position, aval in zip(self.positions, self.in_avals, strict=True)
@@ -75,13 +75,13 @@ class Trees:
 
     @cached_property
     def diff_positions(self) -> tuple[int, ...]:
-        """Arguments that have a tangent in any part."""
+        """The arguments that have a tangent in any of their arrays."""
         found = {p for p, flag in zip(self.positions, self.diff, strict=True) if flag}
         return tuple(sorted(found))
 
     @cached_property
     def out_avals(self) -> tuple[Any, ...]:
-        """Of those results that have a tangent."""
+        """The avals of the results that have a tangent."""
         return tuple(pick(self.results.avals, self.out_diff))
 
     @cached_property
@@ -89,10 +89,10 @@ class Trees:
         """The treedef of each argument, with static leaves."""
         return tuple(self.template.treedef.children()[0].children())
 
-    # --- Whole ---------------------------------------------------------------------
+    # --- From arrays to trees ------------------------------------------------------
 
     def arguments(self, arrays: Arrays) -> tuple[Any, ...]:
-        """For JAX code: with typed keys."""
+        """The arguments for JAX code, with typed keys."""
         keys = self.template.keys
         return self.template.fill(wrap_keys(arrays[: len(keys)], keys))[0]
 
@@ -101,7 +101,7 @@ class Trees:
 
     @cached_property
     def result_of_zeros(self) -> Any:
-        """Something in the structure of the result."""
+        """A value with the structure of the result."""
         return self.results.treedef.unflatten([0] * self.results.treedef.num_leaves)
 
     @cached_property
@@ -109,8 +109,10 @@ class Trees:
         return bool(self.results.treedef == tree.tree_structure(0))
 
     def tangents(self, shapes: Sequence[Any], tangents: Tangents, zeros: Any) -> Any:
-        """As the arguments: zeros where there is no tangent, float0 for integers,
-        None for what is static and for the arguments in `nondiff`.
+        """Tangents in the structure of the arguments.
+
+        Zeros stand for a tangent that is None, float0 zeros for integers, and None for
+        static leaves and the arguments in `nondiff`.
         """
         n = len(self.template.keys)
         rest = iter(zip(shapes[:n], tangents[:n], self.diff[:n], strict=True))
@@ -133,7 +135,7 @@ class Trees:
         )
 
     def cotangents(self, cotangents: Arrays) -> Any:
-        """As the result, from those of results that have one."""
+        """Cotangents in the structure of the result; integers have float0 zeros."""
         if self.result_is_leaf and len(cotangents) == 1:
             return cotangents[0]
         rest = iter(cotangents)
@@ -143,10 +145,10 @@ class Trees:
         ]
         return self.results.treedef.unflatten(leaves)
 
-    # --- Flat ----------------------------------------------------------------------
+    # --- From trees to arrays ------------------------------------------------------
 
     def out_leaves(self, value: Any, what: str) -> Arrays:
-        """Of something in the structure of the result."""
+        """The leaves of a value in the structure of the result."""
         if self.result_is_leaf:
             return [value]
         try:
@@ -158,8 +160,10 @@ class Trees:
             ) from error
 
     def argument_leaves(self, value: Any, positions: Sequence[int], what: str) -> Any:
-        """One entry an array of the arguments, from one value an argument in
-        `positions`; None for an argument that has None, and for all others.
+        """One entry for each array of the arguments, from a tuple of values.
+
+        The tuple has one value for each argument in `positions`. The entries are None
+        for an argument whose value is None, and for arguments not in `positions`.
         """
         if not isinstance(value, tuple) or len(value) != len(positions):
             n = len(positions)
@@ -193,8 +197,8 @@ class Trees:
         return [*found, *self._of_mask(None)]
 
     def jacobian_leaves(self, value: Any) -> Arrays:
-        """Blocks, by result and then by array of the arguments, of those that have
-        derivatives.
+        """The blocks of a Jacobian, by result and then by array of the arguments, for
+        those that have derivatives.
         """
         what, blocks = "the Jacobian rule", []
         outs = pick(self.out_leaves(value, what), self.out_diff)
@@ -213,7 +217,7 @@ class Trees:
         )
 
     def fitting(self, values: Arrays, avals: Sequence[Any], what: str) -> Arrays:
-        """What JAX code returned, with the shapes and dtypes that it must have."""
+        """The arrays that JAX code returned, checked for shape and cast to dtype."""
         fitted = []
         for value, aval in zip(values, avals, strict=True):
             if value is None:
@@ -236,8 +240,8 @@ class Trees:
         return [arg for i, arg in enumerate(args) if i not in self.diff_positions]
 
     def transposed_leaves(self, value: Any) -> Any:
-        """What a transposition rule returned: one value for one linear argument, a
-        tuple for several.
+        """The cotangents that a transposition rule returned: one value for one linear
+        argument, a tuple for several.
         """
         whole = (value,) if len(self.diff_positions) == 1 else value
         what = "the transposition rule"
@@ -246,11 +250,11 @@ class Trees:
     # --- Masks ---------------------------------------------------------------------
 
     def unmasked(self, values: Sequence[Any]) -> Sequence[Any]:
-        """One entry an array of the arguments, without that of the mask."""
+        """`values` has one entry per array of the arguments; drops the mask's."""
         return values[: len(self.template.keys)]
 
     def fill_arrays(self) -> list[np.ndarray]:
-        """Of each result, where the function is not called."""
+        """Each result for a False mask."""
         assert self.fills is not None
         return [
             np.zeros(aval.shape, aval.dtype)
@@ -260,14 +264,14 @@ class Trees:
         ]
 
     def masking(self, arrays: Arrays, outs: Arrays) -> Arrays:
-        """Results of JAX code, which runs whatever the mask says."""
+        """Puts the fills into results of JAX code, which runs whatever the mask is."""
         if not self.masked:
             return outs
         fills = self.fill_arrays()
         return [jnp.where(arrays[-1], x, y) for x, y in zip(outs, fills, strict=True)]
 
     def zeroing(self, arrays: Arrays, values: Tangents) -> Tangents:
-        """Tangents or cotangents of JAX code, likewise; None is zero."""
+        """Zeros the tangents or cotangents of JAX code likewise; None stays zero."""
         if not self.masked:
             return values
         return [
@@ -276,15 +280,17 @@ class Trees:
         ]
 
     def gated(self, arrays: Arrays) -> Arrays:
-        """Arguments for JAX code, to which nothing comes back from where the mask is
-        False: what is infinite there would make NaN of a zero.
+        """The arguments for JAX code, without derivatives where the mask is False.
+
+        There a derivative of the rule may be infinite, and infinity times the zero
+        cotangent of a masked result would be NaN.
         """
         if not self.masked:
             return arrays
         return [*self.gate(arrays, arrays[:-1]), arrays[-1]]
 
     def gate(self, arrays: Arrays, values: Arrays) -> Arrays:
-        """The same of others, residuals say."""
+        """Does the same for other arrays, such as residuals."""
         if not self.masked:
             return values
         return [
@@ -295,22 +301,23 @@ class Trees:
         ]
 
     def rule_masked(self, arrays: Arrays, rule: Any) -> Any:
-        """A rule in JAX code that can be told itself: a HostFunction."""
+        """Passes the mask on to a rule that can take one: a HostFunction."""
         if self.masked and hasattr(rule, "where"):
             return rule.where(arrays[-1])
         return rule
 
     @property
     def for_tangents(self) -> Trees:
-        """The fill's tangent is zero."""
+        """The trees for tangents: the tangent of a fill is zero."""
         if not self.fills:
             return self
         return replace(self, fills=(None,) * len(self.fills))
 
 
 def is_pair(value: Any, treedef: Any) -> bool:
-    """Whether a jvp rule gave (out, tangent), and not the tangent alone, where results
-    have this structure.
+    """Whether a jvp rule returned (out, tangent) rather than the tangent alone.
+
+    `treedef` is the structure of the result, and so of its tangent.
     """
     if not isinstance(value, tuple) or len(value) != 2:
         return False
@@ -335,7 +342,7 @@ def spread(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
 
 
 def wrap_keys(arrays: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
-    """Typed PRNG keys of the blocks behind them, which operands are."""
+    """Typed PRNG keys in place of the uint32 blocks that the operands are."""
     return [
         x if key is None else _jax.wrap_key(x, key)
         for x, key in zip(arrays, keys, strict=True)

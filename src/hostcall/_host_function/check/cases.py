@@ -22,11 +22,11 @@ Status = Literal["passed", "failed", "left out"]
 
 
 class LeftOut(Exception):
-    """The check does not apply, and why."""
+    """The check does not apply; the message says why."""
 
 
 class Wrong(Exception):
-    """What is wrong."""
+    """The check failed; the message says what is wrong."""
 
 
 class Checks:
@@ -78,7 +78,7 @@ class Checks:
                 status, detail = "failed", f"{type(error).__name__}: {error}"
             results.append((name, status, detail))
             if name == "result" and status == "failed":
-                break  # the rest would say the same
+                break  # every later check would fail for the same reason
         return results
 
     # --- Values ----------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Checks:
         return f"{len(choices)} ways"
 
     def nearby(self, chosen: list[int]) -> list[Any]:
-        """Other values of these arguments, near the example's."""
+        """Other values for these arguments, near the example's."""
 
         def other(x: Any) -> Any:
             x = np.asarray(x)
@@ -145,7 +145,7 @@ class Checks:
     # --- Derivatives -----------------------------------------------------------------
 
     def along(self) -> Callable[..., Any]:
-        """The function of its differentiable arguments."""
+        """`f` as a function of its differentiable arguments only."""
         self.needs_purity()
         if not self.places:
             raise LeftOut("no floating argument")
@@ -161,7 +161,7 @@ class Checks:
                 return np.zeros(x.shape, jax.dtypes.float0)
             noise = self.random.standard_normal(x.shape)
             if jnp.issubdtype(x.dtype, jnp.complexfloating):
-                # Not all functions are holomorphic: both parts move.
+                # Not all functions are holomorphic, so both parts move.
                 noise = noise + 1j * self.random.standard_normal(x.shape)
             return jnp.asarray(noise, x.dtype)
 
@@ -170,7 +170,7 @@ class Checks:
     def difference(
         self, g: Callable[..., Any], primals: Any, tangents: Any
     ) -> tuple[list[Any], list[float]]:
-        """Of the results along a direction, and their errors."""
+        """The derivative along a direction by differences, and the errors of that."""
         found, errors = slopes(g, primals, tangents, self.wide)
         for slope, error in zip(found, errors, strict=True):
             size = float(np.max(np.abs(slope), initial=0.0))
@@ -202,7 +202,8 @@ class Checks:
             found, errors = self.difference(g, primals, tangents)
             pushed = tree.unflatten(tree.structure(out), found)
             against = "differences"
-        # A cotangent by chance may be at right angles to what it is compared with.
+        # A random cotangent may be nearly orthogonal to the tangent. The second
+        # cotangent is parallel to it.
         for given in (cotangents, tree.map(_along, pushed, out)):
             there, here = _inner(given, pushed), _inner(pull(given), tangents)
             size = max(_size(given) * _size(pushed), 1e-6)
@@ -259,7 +260,7 @@ class Checks:
         wanted = [tree.map(np.asarray, self.f(*args)) for args in inputs]
         wrong: list[str] = []
         start = threading.Barrier(self.threads)
-        wide = jax.config.jax_enable_x64  # each thread has its own
+        wide = jax.config.jax_enable_x64  # the setting is per thread
 
         def work(first: int) -> None:
             try:
@@ -299,13 +300,13 @@ class Checks:
         rtol: float | None = None,
         errors: Sequence[float] | None = None,
     ) -> None:
-        """`errors`: how far each leaf of `wanted` may be wrong itself."""
+        """`errors` says how wrong each leaf of `wanted` may be itself."""
         rtol = self.rtol if rtol is None else rtol
         leaves = tree.leaves(wanted)
         roughs = [0.0] * len(leaves) if errors is None else errors
         for a, b, rough in zip(tree.leaves(got), leaves, roughs, strict=True):
             if not _inexact(np.asarray(a).dtype):
-                continue  # of integers: a derivative that is zero
+                continue  # integers: their derivative is zero
             size = float(np.max(np.abs(b), initial=0.0))
             atol = rtol * size + 2 * rough + 1e-6
             if not np.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
@@ -342,9 +343,11 @@ def _is_wide(x: Any) -> bool:
 
 
 def _inner(a: Any, b: Any) -> float:
-    """The real part of the sum of products, not conjugated: a derivative J and its
-    transpose by JAX's rules have equal <ct, J t> and <J^T ct, t> so, be the function
-    holomorphic or not (JAX, Autodiff Cookbook, "Complex numbers and differentiation").
+    """The real part of the sum of products, without conjugation.
+
+    By JAX's rules a derivative J and its transpose have equal <ct, J t> and <J^T ct, t>
+    in this product, whether or not the function is holomorphic (JAX, Autodiff Cookbook,
+    "Complex numbers and differentiation").
     """
     total = 0.0
     for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):

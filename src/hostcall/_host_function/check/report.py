@@ -1,4 +1,4 @@
-"""`hc.check`: does a host function do what it and its rules say?"""
+"""`hc.check`: tests a host function and its rules against each other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hostcall._host_function.function import HostFunction
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """One check and its outcome.
 
     Attributes:
-        name: of the check.
-        status: "passed", "failed", or "left out" where it does not apply.
+        name: the name of the check.
+        status: "passed", "failed", or "left out" if it does not apply.
         detail: what was found, or why it was left out.
     """
 
@@ -32,7 +32,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `hc.check` found. True where nothing failed; prints a line a check."""
+    """What `hc.check` found: true if nothing failed; prints one line per check."""
 
     function: str
     checks: tuple[Check, ...]
@@ -57,35 +57,40 @@ def check(
     seed: int = 0,
     threads: int = 4,
 ) -> Report:
-    """Runs a host function and its rules against each other.
+    """Tests a host function and its rules against each other.
 
         assert hc.check(f, (x, y), (x2, y2))      # in a test: shows the report
 
-    Checked are, for each example: the result against `result=`; two calls, and the
-    compiled program, against the first; vmap against a loop, all arguments batched and
-    each alone; forward derivatives against differences; reverse ones against forward
-    ones, or against differences; a transpose against inner products, and that the
-    function is linear; whether the function keeps or writes to what it is lent; and
-    calls from several threads at once against calls one by one. Complex arguments move
-    in both parts, so rules are checked by JAX's conventions whether or not the function
-    is holomorphic.
+    For each example it checks:
+
+      * the result against `result=`;
+      * a second call, and the compiled program, against the first call;
+      * vmap against a loop, with all arguments batched and with each alone;
+      * forward derivatives against differences;
+      * reverse derivatives against forward ones, or against differences;
+      * that a function with a transpose is linear, and its transpose by inner products;
+      * whether the function keeps or writes to memory that it is lent;
+      * calls from several threads at once against calls one by one.
+
+    Complex arguments move in both parts, so rules are checked by JAX's conventions
+    whether or not the function is holomorphic.
 
     Args:
-        f: what `hc.host` made.
-        *examples: each a tuple of arguments, or one argument. Values where the function
-            is smooth.
-        rtol: of derivatives, against the size of the whole; default 2e-2 for 32 bits
-            (complex64 has two numbers of 32), 1e-4 for 64.
-        seed: of the directions and cotangents.
-        threads: that call at once.
+        f: a function that `hc.host` made.
+        *examples: each a tuple of arguments, or one argument, where the function is
+            smooth.
+        rtol: for derivatives, relative to the size of the whole array; default 2e-2 for
+            32 bits (and complex64, which has two 32-bit parts), 1e-4 for 64.
+        seed: for the random directions and cotangents.
+        threads: how many threads call at once.
 
     Returns:
-        A `Report`, true where nothing failed. A check that does not apply (a rule that
-        is not given, a function with effects, one for which differences tell nothing)
-        is "left out", with the reason.
+        A `Report`, true if nothing failed. A check that does not apply (no such rule, a
+        function with effects, or differences too inexact to tell) is "left out", with
+        the reason.
 
     Raises:
-        SpecError: no example; `f` is no HostFunction.
+        SpecError: there is no example, or `f` is not a HostFunction.
 
     Cost: some fifty calls of the function, ten for each argument, and as many
     compilations.

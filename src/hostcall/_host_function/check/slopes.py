@@ -11,8 +11,9 @@ import numpy as np
 
 tree = jax.tree
 
-# The first step, as a part of the arguments' size, and how much shorter each next one
-# is. The last is where the rounding of float32, or of float64, is all that is seen.
+# The first step relative to the size of the arguments, how much shorter each next step
+# is, and how many there are. At the last step only rounding of float32 (or float64) is
+# left to see.
 _FIRST, _SHORTER = 1 / 64, 4.0
 _STEPS = {False: 7, True: 10}
 
@@ -20,21 +21,22 @@ _STEPS = {False: 7, True: 10}
 def slopes(
     g: Callable[..., Any], primals: Any, tangents: Any, wide: bool
 ) -> tuple[list[np.ndarray], list[float]]:
-    """For each result its derivative along `tangents`, and how far that may be wrong.
+    """The derivative of each result along `tangents`, and how wrong it may be.
 
-    Central differences to shorter and shorter steps, extrapolated to none (Ridders,
-    Accurate computation of F'(x) and F'(x)F''(x), 1982). No one step is right for all
-    functions: one is too long for a fast one, the other too short for the rounding.
+    Takes central differences over shorter and shorter steps, and extrapolates them to
+    step zero (Ridders, Accurate computation of F'(x) and F'(x)F''(x), 1982). No single
+    step suits all functions: a long one is wrong for a function that varies fast, and a
+    short one drowns in rounding.
 
     Args:
-        g: of arrays, gives a pytree of arrays.
-        primals: where.
-        tangents: in their structure, float0 where there is none.
-        wide: all are of 64 bits.
+        g: a function of arrays that returns a pytree of arrays.
+        primals: the point.
+        tangents: the direction, in the structure of `primals`; float0 for integers.
+        wide: whether all arrays have 64 bits.
 
     Returns:
-        Zeros for integers. The error, of all elements together, is infinite where no
-        difference was finite.
+        The derivatives, zeros for integers, and one error for each, over all of its
+        elements; infinite if no difference was finite.
 
     Raises:
         Exception: what `g` raised, if it failed at all steps.
@@ -79,14 +81,14 @@ def _central(
 
 
 class _Extrapolated:
-    """One result's differences, and the best that can be made of them."""
+    """The differences of one result, and the best extrapolation so far."""
 
     def __init__(self, first: np.ndarray) -> None:
         self.best, self.error, self.done = first, np.inf, False
         self._row: list[np.ndarray] = []
 
     def add(self, difference: np.ndarray) -> None:
-        """The difference to the next step."""
+        """Adds the difference over the next, shorter step."""
         if self.done or not np.isfinite(difference).all():
             self._row = []
             return
@@ -98,7 +100,7 @@ class _Extrapolated:
             if error <= self.error:
                 self.best, self.error = better, error
             row.append(better)
-        # Shorter steps only add rounding.
+        # Once the estimates move apart again, shorter steps only add rounding.
         self.done = len(row) > 2 and _largest(row[-1] - self._row[-1]) > 2 * self.error
         self.done |= self.error == 0
         self._row = row
