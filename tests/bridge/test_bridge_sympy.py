@@ -170,7 +170,7 @@ def test_refusals(bessel):
     refused("got 'x'. A text becomes one by sympy.sympify", lambda: bridge("x", x))
     refused("whose values are numbers, got x > 0", lambda: bridge(x > 0, x))
     refused(
-        r"which SymPy has not done: .* Try expr.doit\(\)",
+        r"which SymPy has not carried out: .* Try expr.doit\(\)",
         lambda: bridge(sp.Integral(sp.exp(x * y**3), (y, 0, 1)), x),
     )
     refused("a list of those that are its arguments, got 'x'", lambda: bridge(x, "x"))

@@ -549,7 +549,7 @@ def test_shapes_that_depend_on_values(fn):
 
 
 WRONG = {
-    "no tensor": (lambda t: (t, "no"), {}, "returned builtins.str, which is no tensor"),
+    "no tensor": (lambda t: (t, "no"), {}, "builtins.str, which is neither a tensor"),
     "a named tuple": (lambda t: t.max(0), {}, r"return_types.max.*tuple\(x.max\(0\)\)"),
     "fails": (lambda t: t @ torch.ones(3), {}, "failed on zeros: RuntimeError"),
     "derivatives=": (wave, {"derivatives": -1}, "highest order, 0 for none, got -1"),
@@ -568,8 +568,8 @@ def test_what_is_written_wrong(fn, options, text):
 
 def test_arguments_that_torch_has_not():
     for value, text in (
-        (torch.ones(2), r"called with a torch.Tensor. .* give jnp.asarray\(tensor"),
-        (jax.random.key(0), "a key of jax.random.*give what was drawn"),
+        (torch.ones(2), r"called with a torch.Tensor. .* pass jnp.asarray\(tensor"),
+        (jax.random.key(0), "a key of jax.random.*pass the numbers"),
         (jnp.ones(2, jnp.int4), r"torch has no tensors of int4.*x.astype\('int8'\)"),
     ):
         with pytest.raises(hc.SpecError, match=text):

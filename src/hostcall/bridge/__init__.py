@@ -1,16 +1,17 @@
 """Functions of other libraries, and of other devices, as functions of JAX programs.
 
     autograd        a function written with autograd.numpy (HIPS autograd)
-    jax             a JAX function, on another device than the program
-    sympy           a SymPy expression, its derivatives by SymPy
+    jax             a JAX function on another device than the program's
+    sympy           a SymPy expression, differentiated by SymPy
     torch           a torch function or nn.Module, differentiated by torch autograd
-    value_and_grad  a function that gives its value and its gradient together
+    value_and_grad  a function that returns its value and its gradient together
 
-Each makes an `hc.HostFunction`: it works in any JAX code, its derivatives are the other
-library's, and `hc.check` tries it. Nothing here imports a library before it is used.
+Each makes an `hc.HostFunction`. It works in any JAX code, the other library gives its
+derivatives, and `hc.check` can test it. A library is imported only when its bridge is
+used.
 
-`_programs` has what several share: functions of flat arrays whose derivatives are
-functions of the same kind, made when JAX asks for them.
+`_programs` holds what several bridges share: functions of flat arrays whose derivatives
+are functions of the same kind, made when JAX asks for them.
 """
 
 import importlib
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from hostcall.bridge._torch.bridge import torch
     from hostcall.bridge._value_and_grad import value_and_grad
 
-# Name -> where it is: a module here, and the function in it, which can't have the name
-# of the library that its module imports.
+# Name -> (module here, function in it). The function can't have the name of the bridge,
+# since its module imports the library of that name.
 _LATER = {
     "autograd": ("_autograd", "of_autograd"),
     "jax": ("_jax", "on_device"),

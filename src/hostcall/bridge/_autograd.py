@@ -28,8 +28,8 @@ def of_autograd(
     executor: Any = None,
     name: str | None = None,
 ) -> Any:
-    """Makes a host function of one written with HIPS autograd's NumPy, whose
-    derivatives are autograd's.
+    """Makes a host function of one written with HIPS autograd's NumPy; autograd gives
+    its derivatives.
 
         import autograd.numpy as anp
 
@@ -40,26 +40,26 @@ def of_autograd(
         jax.jit(jax.grad(energy))(q, k)
 
     Args:
-        fn: a function of arrays and pytrees of them, pure, written with autograd.numpy
-            and autograd.scipy; what is no array reaches it as it is. Without it, a
-            decorator.
-        result: as in `hc.host`: default "infer", from a run on zeros for each new set
-            of shapes.
+        fn: a pure function of arrays and pytrees of them, written with autograd.numpy
+            and autograd.scipy; leaves that aren't arrays reach it as they are. Without
+            it, `autograd` returns a decorator.
+        result: as in `hc.host`; by default "infer", from a run on zeros for each new
+            set of shapes.
         derivatives: how many times it may be differentiated. Autograd differentiates
-            itself, so any number will do; with 1, the graph of the forward pass waits
-            on the host for the backward pass, with more the backward pass makes it
-            again.
+            its own derivatives, so any number will do. With 1, the graph of the forward
+            pass waits on the host for the backward pass; with more, the backward pass
+            makes it again.
         vmap_method: "sequential" (default) or "parallel": autograd has no batches.
         timeout: as in `hc.host`.
-        executor: likewise.
-        name: likewise.
+        executor: as in `hc.host`.
+        name: as in `hc.host`.
 
     Returns:
-        A `HostFunction`; keyword arguments are positions by another name.
+        A `HostFunction`. Keyword arguments are put into their positions.
 
     Raises:
         ImportError: autograd is not installed.
-        SpecError: something here is written wrong.
+        SpecError: an argument or option is wrong.
         DerivativeError: it is differentiated more than `derivatives` times, when the
             program is traced or lowered.
         What `fn` raises, as `hc.call`.
@@ -67,13 +67,14 @@ def of_autograd(
     Under transformations:
         jit, scan, while_loop, cond, remat, shard_map: as a pure `hc.call`.
         vmap: row by row, derivatives too.
-        jvp, jacfwd: `autograd.make_jvp`, a call that gives value and tangent. Where
-            autograd lacks a forward rule, it says so when the program runs.
-        grad, vjp, jacrev: `autograd.make_vjp`: the forward call leaves its graph on the
+        jvp, jacfwd: `autograd.make_jvp`, one call for value and tangent. If autograd
+            lacks a forward rule, its error comes when the program runs.
+        grad, vjp, jacrev: `autograd.make_vjp`. The forward call leaves its graph on the
             host, as `hc.host` keeps residuals; the backward call runs it.
         hessian and higher orders: with derivatives=2 and more, in any mixture.
 
-    Cost: a host call, and autograd's own: some microseconds for each operation of `fn`.
+    Cost: a host call, and autograd's own cost: some microseconds for each operation of
+    `fn`.
 
     Source: autograd's tutorial; its convention for complex derivatives is JAX's.
     """
@@ -102,7 +103,7 @@ def of_autograd(
 
 
 class OfAutograd(Bridged):
-    """A function of autograd's NumPy. Made by `hc.bridge.autograd`, which see."""
+    """A function of autograd's NumPy. `hc.bridge.autograd` makes it."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class OfAutograd(Bridged):
         self._programs: dict[Any, tuple[Program, Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
+        """Calls the function and returns its result."""
         if kwargs:
             args = self._positional(args, kwargs)
         return super().__call__(*args)

@@ -1,4 +1,4 @@
-"""Functions of autograd's NumPy as programs, differentiated by autograd."""
+"""Programs that are functions of autograd's NumPy, differentiated by autograd."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hostcall.bridge._programs import Program, Struct, has_tangent, pick_moving
 
 @functools.cache
 def make_thread_safe() -> None:
-    """Gives each thread a count of its own of nested traces.
+    """Gives each thread its own count of nested traces.
 
-    Autograd has one for the process: of two threads one takes an inner variable for an
-    outer one, silently.
+    Autograd has one count for the process. If two threads trace at once, one takes an
+    inner variable for an outer one, and its derivative is silently wrong.
     """
     from autograd import tracer
 
@@ -54,7 +54,7 @@ class OfFlat(Program):
         return self.flat(*arrays)
 
     def add_rules(self, host: HostFunction) -> None:
-        """With one derivative to give, the rules are host code; with more, programs."""
+        """For one derivative the rules are host code; for more they are programs."""
         if self.derivatives > 1:
             super().add_rules(host)
         elif self.derivatives == 1:
@@ -133,11 +133,13 @@ class OfFlat(Program):
         return next(aval for aval in self.in_avals if has_tangent(aval))
 
     def _along(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
-        """The function of the tuple of arguments that have tangents, to the tuple of
-        results that have; and a list of all results, filled when it runs.
+        """(function, all results).
 
-        The last result is the first argument: autograd warns of results that depend on
-        no argument, as second derivatives often do.
+        The function maps the tuple of arguments that have tangents to the tuple of
+        results that have them. The list of all results is filled when it runs.
+
+        The last result is the first argument, since autograd warns of a result that
+        depends on no argument, as second derivatives often do.
         """
         from autograd.builtins import tuple as traced_tuple
 

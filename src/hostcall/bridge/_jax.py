@@ -1,4 +1,4 @@
-"""`hc.bridge.jax`: a JAX function, on another device than the program that calls it."""
+"""`hc.bridge.jax`: a JAX function on another device than the program that calls it."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def on_device(
     order and in both modes.
 
     Args:
-        fn: JAX code: arrays, numbers and pytrees of them in and out; leaves that are
-            none (strings, functions) reach it as they are. Without it, a decorator.
-            Values of the program that `fn` closes over are sent as arguments are, and
-            have derivatives; arrays it closes over are constants.
-        device: a `jax.Device` of this process. None: hostcall's own CPU device for
-            host code. A CPU device of the process stands for that one too, where the
-            program that calls is on a CPU: a CPU client runs a few dozen programs at a
-            time, and if all of them wait for another on the same client, they wait for
-            ever. A CPU client that you made yourself is used as it is.
+        fn: JAX code that takes and returns arrays, numbers and pytrees of them; other
+            leaves (strings, functions) reach it as they are. Values of the program that
+            `fn` closes over are sent like arguments and have derivatives; other arrays
+            that it closes over are constants. Without it, `jax` returns a decorator.
+        device: a `jax.Device` of this process; None for hostcall's own CPU device for
+            host code. If the calling program is on a CPU, a CPU device of the process
+            stands for hostcall's own one too: a CPU client runs a few dozen programs at
+            a time, and if all of them wait for another on the same client, they wait
+            for ever. A CPU client that you made yourself is used as it is.
         timeout: as in `hc.call`: seconds for one run, compilation included.
-        name: of the function in messages.
+        name: the function's name in messages.
 
     Returns:
         A `HostFunction`, called as `fn`, with keyword arguments too. Its results are
-        those of `fn`; numbers that are weakly typed come back strongly typed.
+        those of `fn`; weakly typed numbers come back strongly typed.
 
     Raises:
-        SpecError: `device` is no device of this process.
-        What `fn` raises while it is traced, where the program is traced; a callback
-        inside it, when the program runs: as `hc.call`, its own exception under
-        `hc.reraise()`.
+        SpecError: `device` is not a device of this process.
+        What `fn` raises while it is traced, when the program is traced. What a callback
+        inside it raises, when the program runs: as `hc.call`; under `hc.reraise()` its
+        own exception.
 
     Under transformations:
         jit, scan, while_loop, cond, remat, shard_map: as a pure `hc.call`; a shard
@@ -61,15 +61,15 @@ def on_device(
         vmap: one run of `jax.vmap(fn)` for the batch.
         jvp, grad, jacobian, hessian, any order: one run of the derivative of `fn` for
             each derivative of the call. The forward pass of reverse mode keeps the
-            arguments: the backward pass computes on the other device what it needs.
-        Collectives over axes of the calling program are not there inside `fn`.
+            arguments, and the backward pass computes on the other device what it needs.
+        `fn` can't use collectives over axes of the calling program.
 
     Cost: a host call, the copies of arguments and results to the device and back, and
-    the run. `fn` is traced as under `jax.jit`, and compiled once for each kind of
-    arguments, derivative and size of batch, when it first runs; a program that is
+    the run. `fn` is traced as under `jax.jit`. It is compiled when it first runs, once
+    for each combination of argument types, derivative and batch size; a program that is
     traced again finds what was compiled.
 
-    Source: `call_jax_other_device` of the tests of JAX's former
+    Source: `call_jax_other_device` in the tests of JAX's former
     `jax.experimental.host_callback`, which had reverse mode.
     """
     if fn is None:
@@ -92,7 +92,7 @@ def on_device(
 
 
 class OnDevice(Bridged):
-    """A JAX function and its device. Made by `hc.bridge.jax`, which see."""
+    """A JAX function and its device. `hc.bridge.jax` makes it."""
 
     def __init__(self, fn: Callable[..., Any], *, device: Any, **options: Any) -> None:
         super().__init__(
@@ -118,7 +118,7 @@ class OnDevice(Bridged):
         flat.__name__ = self.__name__
         self._flat = flat
         self._jit = jax.jit(flat, static_argnums=0)
-        # As long as JAX keeps what it traced: jax.clear_caches() drops these too.
+        # Weak keys: jax.clear_caches() drops what JAX traced, and with it these.
         self._programs: WeakKeyDictionary[Any, Compiled] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -142,7 +142,7 @@ class OnDevice(Bridged):
     def _closed(
         self, jaxpr: Any, out_tree: Any, x64: bool
     ) -> tuple[Program, Any, Sequence[Any]]:
-        """With the values of the program that `fn` closes over as operands."""
+        """The program, if `fn` closes over values of the caller: they are operands."""
         consts = list(jaxpr.consts)
         at = [i for i, x in enumerate(consts) if isinstance(x, jax.core.Tracer)]
         values = [consts[i] for i in at]
@@ -160,7 +160,7 @@ class OnDevice(Bridged):
         return self._compiled(opened, x64), out_tree, values
 
     def _compiled(self, jaxpr: Any, x64: bool) -> Compiled:
-        # Where the constants lie now is no concern of the other device.
+        # NumPy arrays, so that constants don't stay on the device where they are now.
         consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
         jaxpr = jaxpr.replace(consts=consts)
         options = self.call_options("value", False)

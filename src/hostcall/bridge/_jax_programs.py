@@ -1,4 +1,4 @@
-"""JAX functions as programs on a device, and which device."""
+"""Programs that are JAX functions, and the device on which they run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hostcall._runtime import host_device
 from hostcall._runtime.context import current
 from hostcall.bridge._programs import Program, Struct, has_tangent, pick_moving
 
-# The other device knows nothing of the mesh around the program that calls.
+# The other device knows nothing of the mesh around the calling program.
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class Compiled(Program):
-    """A traced function, compiled for its device when it first runs."""
+    """A traced JAX function, compiled for its device when it first runs."""
 
     def __init__(
         self, name: str, jaxpr: Any, x64: bool, place: Place, options: dict[str, Any]
@@ -39,7 +39,7 @@ class Compiled(Program):
         device = self._place.find()
         try:
             with jax.enable_x64(self._x64), jax.default_device(device):
-                # NumPy's arrays go to the default device; device_put costs 0.1 ms.
+                # jit puts NumPy arrays on the default device; device_put costs 0.1 ms.
                 arrays = tuple(
                     x if isinstance(x, np.ndarray) else jax.device_put(x, device)
                     for x in arrays
@@ -90,7 +90,7 @@ class Compiled(Program):
         return [i for i, aval in enumerate(self.in_avals) if has_tangent(aval)]
 
     def _along(self, args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The function of those arguments that have tangents, and their values."""
+        """The function of the arguments that have tangents, and their values."""
         moving = self._moving
 
         def along(*values: Any) -> list[Any]:
@@ -108,12 +108,12 @@ class Compiled(Program):
 
 
 class Place:
-    """Where programs run.
+    """The device on which programs run.
 
-    A CPU client runs only so many programs at a time on a device, and each may be one
-    that waits for this one: so programs on a CPU never wait for the process's own CPU
-    client. With 20 in flight on each of four devices, each waiting for one on the next
-    device, all wait for ever.
+    A CPU client runs only a limited number of programs at a time on a device, and each
+    of them may be one that waits for this one. With 20 programs in flight on each of
+    four devices, each waiting for one on the next device, all would wait for ever. So a
+    program that a CPU calls never runs on the process's own CPU client.
     """
 
     def __init__(self, device: Any) -> None:
@@ -124,12 +124,12 @@ class Place:
             self._shared = device.client is own or host_device.is_host(device.client)
 
     def find(self) -> Any:
-        """The device, inside the call of a program."""
+        """The device to use; called inside the host call of a program."""
         here = current()
         caller = None if here is None else here.device
         on_cpu = caller is None or caller.platform == "cpu"
         if self._device is None or (self._shared and on_cpu):
-            return jax.config.jax_default_device  # host code's own
+            return jax.config.jax_default_device  # the host client's device
         return self._device
 
 

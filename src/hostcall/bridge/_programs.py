@@ -1,10 +1,13 @@
 """Functions of flat arrays whose derivatives are functions of the same kind.
 
-JAX differentiates and batches a call by its rules. Here a rule is a call of another
-program, made from the first by the library that runs it: of f the program
-(x, t) -> (f(x), f'(x) t), and the program (x, ct) -> f'(x)^T ct. Those have rules by
-the same scheme, so every order and both modes are there, and nothing is made before
-JAX asks for it.
+The idea: JAX differentiates and batches a call by its rules, and here each rule is the
+call of another program. The library that runs f makes two programs from it:
+
+    push    (x, t)  -> (f(x), f'(x) t)       the jvp rule calls it
+    pull    (x, ct) -> f'(x)^T ct            the backward rule calls it
+
+These are programs too, with rules made in the same way. So every order and both modes
+work, and no program is made before JAX asks for it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def has_tangent(aval: Any) -> bool:
 
 
 def needed(package: str, bridge: str) -> Any:
-    """The package of a bridge, imported when the bridge is used.
+    """Imports the package of a bridge, when the bridge is used.
 
     Raises:
         ImportError: it is not installed.
@@ -51,8 +54,8 @@ class Program(ABC):
 
     Attributes:
         name: for messages.
-        in_avals, out_avals: ShapeDtypeStructs of the arrays in and out.
-        options: for `hc.host`.
+        in_avals, out_avals: ShapeDtypeStructs of the arguments and the results.
+        options: options of `hc.host`.
     """
 
     name: str
@@ -67,27 +70,30 @@ class Program(ABC):
 
     @abstractmethod
     def push(self) -> Program:
-        """(args, tangents) -> (outs, tangents), tangents where arrays have them."""
+        """The program (args, tangents) -> (outs, their tangents).
+
+        Arrays without a tangent (integers) have none in either list.
+        """
 
     @abstractmethod
     def pull(self) -> Program:
-        """(args, cotangents) -> cotangents, where arrays have them."""
+        """The program (args, cotangents) -> cotangents of the args."""
 
     def batch(self, size: int, batched: tuple[bool, ...]) -> Program | None:
-        """The same for a batch along first axes; None: as `vmap_method` says."""
+        """The same program for a batch along first axes; None to use `vmap_method`."""
         del size, batched
         return None
 
     def add_rules(self, host: HostFunction) -> None:
-        """Gives `host`, which calls this program, its derivatives."""
+        """Gives `host`, the function that calls this program, its derivative rules."""
         host.defjvp(self._jvp, where="jax")
         host.defvjp(self._forward, self._backward, where="jax")
 
-    # --- What programs are called by ------------------------------------------------
+    # --- The program as a function of JAX code --------------------------------------
 
     @cached_property
     def host(self) -> HostFunction:
-        """In JAX code: takes arrays, gives a list of them."""
+        """The function that JAX code calls: arrays in, a list of arrays out."""
         host = HostFunction(
             _Run(self),
             **{
@@ -147,7 +153,7 @@ class Program(ABC):
 
 
 class _Run:
-    """A program as `hc.call` wants it. Equal for the same program, as its `run` is."""
+    """A program as a callable. Equal to another of the same program."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -163,21 +169,22 @@ def pick_moving(values: Any, avals: Any) -> list[Any]:
 
 
 class Bridged(HostFunction):
-    """A function of pytrees that finds, for each kind of arguments, its program.
+    """A function of pytrees that finds the program for its arguments' types.
 
-    Its derivatives are those of the other side: it takes no rules.
+    The other library gives its derivatives, so it takes no rules.
     """
 
     def _program(
         self, template: Template, avals: tuple[Struct, ...], x64: bool
     ) -> tuple[Program, Any, Sequence[Any]]:
-        """The program, its results' treedef, and arrays to call it with before those
-        of the arguments.
+        """(the program, the treedef of its results, more operands).
+
+        The operands are arrays that go in front of those of the arguments.
         """
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
+        """Calls the function and returns its result."""
         leaves, treedef = tree.tree_flatten((args, kwargs))
         there = [isinstance(x, jax.Array) or is_array_like(x) for x in leaves]
         marks = tuple(
@@ -193,11 +200,11 @@ class Bridged(HostFunction):
     def _add(self, kind: str, rule: Any) -> NoReturn:
         del rule
         raise SpecError(
-            f"hostcall: `{self.__name__}` is a bridge, whose derivatives are made by"
-            f" the other side: it takes no def{kind}. For a rule of your own make a"
+            f"hostcall: `{self.__name__}` is a bridge, and the other library gives its"
+            f" derivatives: it takes no def{kind}. For a rule of your own make a"
             " function with hc.host"
         )
 
     def defbatch(self, rule: Any) -> NoReturn:
-        """Refused: see `hc.bridge`."""
+        """Raises SpecError: a bridge takes no rules."""
         self._add("batch", rule)

@@ -23,7 +23,7 @@ def of_sympy(
     timeout: float | None = None,
     name: str | None = None,
 ) -> HostFunction:
-    """Makes a host function of a SymPy expression, whose derivatives are SymPy's.
+    """Makes a host function of a SymPy expression; SymPy gives its derivatives.
 
         n, x = sympy.symbols("n x")
         f = hc.bridge.sympy(sympy.besselj(n, x) / x, (n, x))
@@ -33,39 +33,41 @@ def of_sympy(
 
     Args:
         expr: an expression, a list or tuple of them, or a Matrix. Integrals, sums and
-            derivatives in it should be done: `expr.doit()`.
-        symbols: a Symbol, or a list of those in `expr`: the arguments, in order.
-        modules: as in `sympy.lambdify`: what evaluates the functions in `expr`.
+            derivatives in it must have been carried out: `expr.doit()`.
+        symbols: a Symbol, or a list of the symbols in `expr`: the arguments, in order.
+        modules: as in `sympy.lambdify`: the modules that evaluate the functions in
+            `expr`.
         timeout: as in `hc.host`.
-        name: likewise.
+        name: as in `hc.host`.
 
     Returns:
-        A `HostFunction` of one array for each symbol. Its result has the shape to
-        which they broadcast and the floating dtype to which they promote (a complex one
-        if `expr` has the imaginary unit); of a list it is a list of such arrays, of a
-        Matrix one array with the two axes of the Matrix at the end.
+        A `HostFunction` of one array per symbol. Its result has the shape to which they
+        broadcast and the floating dtype to which they promote (a complex one if `expr`
+        has the imaginary unit). A list gives a list of such arrays; a Matrix gives one
+        array with the two axes of the Matrix at the end.
 
     Raises:
         ImportError: SymPy or SciPy is not installed.
-        SpecError: `expr` has other symbols, or functions that `modules` don't have; a
+        SpecError: `expr` has other symbols, or functions that `modules` lack; or a
             symbol that is declared real gets a complex array.
-        DerivativeError: SymPy can't do a derivative that is asked for, when the program
-            is traced.
+        DerivativeError: SymPy lacks a derivative that the program asks for (raised when
+            it is traced).
 
     Under transformations:
         jit, scan, while_loop, cond, remat, shard_map: as a pure `hc.call`.
         vmap: one call for the batch.
-        jvp, grad, hessian, any order, both modes: a call of the derivative by each
-            argument that is differentiated, made when it is first asked for. That of a
-            step (Heaviside, sign, floor, ceiling) is zero: what SymPy has at the step
-            (DiracDelta) is left out.
-        real arguments: a function whose value is complex there (hankel1) gives NaN,
-            as NumPy does: give a complex array.
-        complex arguments: `expr` is taken to be analytic; `Abs`, `re`, `conjugate` of
-            symbols that aren't declared real have no derivative here.
+        jvp, grad, hessian, any order, both modes: one call for the derivative with
+            respect to each differentiated argument; SymPy makes it when it is first
+            asked for. The derivative of a step (Heaviside, sign, floor, ceiling) is
+            zero: SymPy's term at the step itself (DiracDelta) is left out.
+        real arguments: if a function has a complex value there (hankel1), the result is
+            NaN, as in NumPy; give a complex array.
+        complex arguments: `expr` is taken to be analytic; `Abs`, `re` and `conjugate`
+            of symbols that aren't declared real have no derivative here.
 
-    Cost: a host call, and NumPy's and SciPy's time for the expressions, whose common
-    parts are computed once. SymPy takes milliseconds to seconds to make a derivative.
+    Cost: a host call, and NumPy's and SciPy's time for the expressions; common
+    subexpressions are computed once. SymPy takes milliseconds to seconds to make a
+    derivative.
     """
     sympy = needed("sympy", "sympy")
     if "scipy" in modules:
@@ -96,7 +98,7 @@ def of_sympy(
 
 
 class OfSympy(HostFunction):
-    """Expressions as a function. Made by `hc.bridge.sympy`, which see."""
+    """Expressions as a function. `hc.bridge.sympy` makes it."""
 
     def __init__(self, expressions: _Expressions) -> None:
         super().__init__(
@@ -119,14 +121,14 @@ class OfSympy(HostFunction):
         return OfSympy, (self.expressions,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result; keywords are names of symbols."""
+        """Calls the function and returns its result; keywords are names of symbols."""
         if kwargs:
             args = self.expressions.positional(args, kwargs)
         return super().__call__(*self.expressions.checked(args))
 
 
 def _is_of_step(part: Any) -> bool:
-    """A derivative that SymPy leaves undone: zero but at the step."""
+    """Whether SymPy left this derivative undone because it is zero but at a step."""
     import sympy
 
     return isinstance(part, sympy.Derivative) and isinstance(
@@ -135,12 +137,12 @@ def _is_of_step(part: Any) -> bool:
 
 
 class _Expressions:
-    """Expressions of the same symbols, evaluated together.
+    """Expressions of the same symbols, which are evaluated together.
 
     Attributes:
         outs: the expressions.
         form: "one", "list", or the shape of a Matrix.
-        symbols: of the arguments.
+        symbols: the symbols of the arguments.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class _Expressions:
         self.name, self.outs, self.form, self.symbols = name, outs, form, symbols
         self.modules, self.timeout = modules, timeout
         self._derivatives: dict[Any, tuple[list[int], OfSympy | None]] = {}
-        # Made here, so that what is missing is found before a program runs.
+        # Made now, so that missing functions are found before a program runs.
         self.evaluate = Evaluate(name, outs, form, symbols, modules)
 
     def __reduce__(self) -> Any:
@@ -187,8 +189,10 @@ class _Expressions:
         return (*args, *(kwargs[name] for name in left))
 
     def checked(self, args: tuple[Any, ...]) -> list[Any]:
-        """The arguments, arrays with as many axes as the result: a batch axis is in
-        front of an array, and shall not be taken for one of another.
+        """The arguments, as arrays with as many axes as the result.
+
+        vmap puts the batch axis in front of an array. With fewer axes, it would line up
+        with an axis of another argument.
         """
         if len(args) != len(self.symbols):
             raise SpecError(
@@ -212,8 +216,10 @@ class _Expressions:
     def derivative(
         self, number: int, real: tuple[bool, ...]
     ) -> tuple[list[int], OfSympy | None]:
-        """By a symbol, where those of `real` stand for real arrays: which expressions
-        depend on it, and their derivatives; of a Matrix, of all.
+        """The derivatives with respect to symbol `number`.
+
+        Returns which expressions depend on the symbol, and their derivatives; for a
+        Matrix, all of them. `real` says which symbols stand for real arrays.
         """
         key = (number, real)
         if key not in self._derivatives:
@@ -231,7 +237,7 @@ class _Expressions:
                 back[to[symbol]] = symbol
         by = self.symbols[number]
         found = [e.xreplace(to).diff(to.get(by, by)).doit() for e in self.outs]
-        # A step has no slope but at the step.
+        # The derivative of a step is zero everywhere but at the step.
         found = [e.replace(sympy.DiracDelta, lambda *_: sympy.S.Zero) for e in found]
         found = [e.replace(_is_of_step, lambda _: sympy.S.Zero).doit() for e in found]
         for out, slope in zip(self.outs, found, strict=True):
@@ -256,7 +262,7 @@ class _Expressions:
 
 
 class _Column:
-    """The share of one argument in the tangent of the result: JAX code."""
+    """One argument's share of the result's tangent, as JAX code."""
 
     def __init__(self, expressions: _Expressions, number: int) -> None:
         self.expressions, self.number = expressions, number
@@ -278,7 +284,7 @@ class _Column:
 
 
 def _parts(expr: Any) -> tuple[list[Any], Any]:
-    """The expressions, and their form."""
+    """(the expressions, their form)."""
     sympy = needed("sympy", "sympy")
     if isinstance(expr, sympy.MatrixBase):
         return list(expr), expr.shape

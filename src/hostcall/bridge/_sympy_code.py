@@ -20,10 +20,10 @@ def code_of(
     for out in outs:
         for part in out.atoms(*undone):
             raise SpecError(
-                f"hostcall: `{name}` has {part}, which SymPy"
-                " has not done: arrays can't be put into it. Try expr.doit()"
+                f"hostcall: `{name}` has {part}, which SymPy has not carried out:"
+                " arrays can't be put into it. Try expr.doit()"
             )
-    # SciPy's factorial is zero below zero, where that is a pole or a number.
+    # SciPy's factorial is zero for negative numbers; the gamma function is right there.
     outs = tuple(o.replace(sympy.factorial, lambda n: sympy.gamma(n + 1)) for o in outs)
     given = list(modules) if isinstance(modules, tuple) else modules
     try:
@@ -44,11 +44,11 @@ def code_of(
 
 
 class Evaluate:
-    """Expressions on NumPy arrays.
+    """Evaluates expressions on NumPy arrays.
 
     Attributes:
         form: "one", "list", or the shape of a Matrix.
-        units: which of them have the imaginary unit.
+        units: for each expression, whether it has the imaginary unit.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Evaluate:
     def __call__(self, *arrays: Any) -> Any:
         shape = np.broadcast_shapes(*(x.shape for x in arrays))
         real = not any(map(np.iscomplexobj, arrays))
-        with np.errstate(all="ignore"):  # NaN and infinity, as JAX has them
+        with np.errstate(all="ignore"):  # NaN and infinity without warnings, as in JAX
             values = self.code(*map(_wide, arrays))
             outs = [
                 np.broadcast_to(_real(v) if real and not unit else v, shape)
@@ -86,7 +86,7 @@ class Evaluate:
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    """Floating, of a width that SciPy knows."""
+    """The array as a floating one, of a width that SciPy computes in."""
     if x.dtype.kind in "biu":
         return x.astype(np.float64)
     known = x.dtype.kind == "c" or x.dtype in (np.float32, np.float64)
@@ -94,7 +94,11 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _real(value: Any) -> Any:
-    """SciPy gives complex numbers for some functions of real ones: NaN if need be."""
+    """The real value; NaN if it is truly complex.
+
+    SciPy gives complex numbers for some functions of real arguments, often with a zero
+    imaginary part.
+    """
     if not np.iscomplexobj(value):
         return value
     wrong = np.abs(value.imag) > 1e-6 * np.abs(value)

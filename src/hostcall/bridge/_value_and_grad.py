@@ -1,4 +1,4 @@
-"""`hc.bridge.value_and_grad`: a function that gives its value and gradient together."""
+"""`hc.bridge.value_and_grad`: a function that returns its value and its gradient."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def value_and_grad(
     executor: Any = None,
     name: str | None = None,
 ) -> Any:
-    """Makes a host function of one that gives (value, gradient), as optimisers want it
-    and as solvers of adjoint equations give it.
+    """Makes a host function of one that returns (value, gradient), which is the form
+    that optimisers take and solvers of adjoint equations give.
 
         @hc.bridge.value_and_grad
         def misfit(model, data):
@@ -45,37 +45,37 @@ def value_and_grad(
         jax.grad(misfit)(model, data)            # one call of `misfit`
 
     Args:
-        fn: `fn(*args) -> (value, gradient)`: a real number, and in the structure of the
-            argument arrays of its shapes. With several differentiable arguments the
-            gradient is a tuple, one for each, None for zero. Differentiable are all
-            with floating arrays but those in `nondiff`; of integer arrays in them the
-            gradient is not looked at. It must be pure. Without it, a decorator.
-        value: `value(*args) -> value`, for calls that want no gradient. Without it they
+        fn: a pure function, `fn(*args) -> (value, gradient)`. The value is a real
+            number; the gradient has the structure and shapes of the argument. With
+            several differentiable arguments it is a tuple with one entry for each, None
+            for zero. An argument is differentiable if it has floating arrays and is not
+            in `nondiff`; entries for its integer arrays are ignored. Without `fn`,
+            `value_and_grad` returns a decorator.
+        value: `value(*args) -> value`, for calls that need no gradient. Without it they
             run `fn`.
         nondiff: as in `hc.host`: positions of arguments without a gradient.
-        result: as in `hc.host`, a scalar. Default: one of the dtype to which the
+        result: as in `hc.host`, a scalar. By default its dtype is the one to which the
             differentiable arguments promote.
-        vmap_method: as in `hc.host`; with a whole batch at once, the value and each
-            gradient have the batch in front.
+        vmap_method: as in `hc.host`. If `fn` gets a whole batch at once, the value and
+            each gradient have the batch axis in front.
         arrays: as in `hc.host`.
-        timeout: likewise.
-        executor: likewise.
-        name: likewise.
+        timeout: as in `hc.host`.
+        executor: as in `hc.host`.
+        name: as in `hc.host`.
 
     Returns:
-        A `HostFunction` of the value, differentiable once, in both modes.
+        A `HostFunction` that returns the value, differentiable once, in both modes.
 
     Raises:
-        SpecError: something here is written wrong; a differentiable argument is complex
-            (which gradient is meant there, nobody can tell).
+        SpecError: an option is wrong, or a differentiable argument is complex (there
+            are two conventions for its gradient, and nothing says which `fn` follows).
         DerivativeError: it is differentiated twice, when the program is traced.
         ResultError: `fn` returned something else, when the program runs; for the rest
             as `hc.call`.
 
     Under transformations:
         jit, scan, while_loop, cond, remat, shard_map, vmap: as `hc.host`.
-        jvp, jacfwd: one call of `fn`, and the products of gradient and tangents in the
-            program.
+        jvp, jacfwd: one call of `fn`; the program multiplies gradient and tangents.
         grad, value_and_grad, vjp: one call of `fn`, in the forward pass, which gives
             value and gradient. The gradient waits in the program as arrays; the
             backward pass multiplies it by the cotangent and calls nothing.
@@ -92,7 +92,7 @@ def value_and_grad(
     if value is not None and not callable(value):
         raise SpecError(
             f"hostcall: value= of `{shown}` should be a function of the same arguments"
-            f" that gives the value alone, got {value!r}"
+            f" that returns only the value, got {value!r}"
         )
     options = {
         "vmap_method": vmap_method,
@@ -119,7 +119,7 @@ def _seem(code: Any, both: _Both) -> None:
 
 @dataclass(frozen=True)
 class _Both:
-    """`fn` with its gradient flat: a list of those of the floating arrays."""
+    """`fn` with a flat gradient: a list with one entry for each floating array."""
 
     fn: Callable[..., Any]
     name: str
@@ -154,7 +154,7 @@ class _Both:
         return answer
 
     def moving(self, args: Any) -> list[int]:
-        """Positions of the arguments with a gradient."""
+        """The positions of the arguments with a gradient."""
         nondiff = among(self.nondiff, len(args))
         return [
             position
@@ -203,7 +203,7 @@ class _Both:
 
 @dataclass(frozen=True)
 class _Value:
-    """The value alone, of a function that gives both."""
+    """The value alone, from a function that returns both."""
 
     both: _Both
 
@@ -216,7 +216,7 @@ class _Value:
 
 @dataclass(frozen=True)
 class _PairSpec:
-    """What `_Both` returns, as `result=` of `hc.host`."""
+    """The spec of what `_Both` returns, as `result=` of `hc.host` takes it."""
 
     made: HostFunction
     both: _Both
@@ -239,8 +239,9 @@ class _Rule:
         if any(jnp.iscomplexobj(x) for x in there):
             raise SpecError(
                 f"hostcall: `{self.both.name}` is differentiated with respect to a"
-                " complex argument, and which gradient it returns for one is not known."
-                " Give it real and imaginary parts, or name the argument in nondiff="
+                " complex argument, and nothing says by which convention it returns the"
+                " gradient of one. Give it real and imaginary parts, or name the"
+                " argument in nondiff="
             )
         value, gradients = self.pair(*primals)
         moving = self.both.moving(primals)

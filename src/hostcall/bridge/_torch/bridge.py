@@ -1,4 +1,4 @@
-"""`hc.bridge.torch`: a torch function, or an nn.Module, in JAX programs."""
+"""`hc.bridge.torch`: a torch function or an nn.Module in JAX programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def torch(
     name: str | None = None,
     nondiff: int | tuple[int, ...] = (),
 ) -> Any:
-    """Makes a torch function, or an nn.Module, a function of JAX programs.
+    """Makes a host function of a torch function or an nn.Module.
 
         f = hc.bridge.torch(lambda x: x * torch.sin(x))
         jax.jit(jax.grad(lambda x: f(x).sum()))(x)
@@ -33,63 +33,66 @@ def torch(
         jax.grad(lambda params: loss(net(params, x)))(params)
 
     Args:
-        fn: a function of tensors (pytrees of them, and static objects, which reach it
-            as they are) that returns a tensor or a pytree of tensors; or an nn.Module,
-            which gets a dict of its parameters as a first argument. It runs on the
-            CPU, or brings its tensors to a GPU itself. It must be pure: the same
-            arguments, the same results (a Dropout in train mode is not), and nothing
-            kept. It may write to its arguments: it then gets copies. Without it, a
-            decorator.
-        result: what `fn` returns. "infer": its shapes are found with torch's fake
-            tensors when a program is traced, which computes nothing; where they can't
-            go through (a value decides what is done), by a run on zeros. Else as in
-            `hc.host`; then nobody sees whether `fn` writes to its arguments, and it
+        fn: a function of tensors (and pytrees of them, and static objects, which reach
+            it as they are) that returns a tensor or a pytree of tensors; or an
+            nn.Module, which takes a dict of its parameters as its first argument. It
+            runs on the CPU, or moves its tensors to a GPU itself. It must be pure: it
+            returns the same results for the same arguments (a Dropout in train mode
+            does not) and keeps nothing. It may write to its arguments, and then gets
+            copies. Without it, `torch` returns a decorator.
+        result: what `fn` returns. "infer" finds the shapes with torch's fake tensors
+            when a program is traced, which computes nothing; if `fn` can't run on those
+            (a value decides what it does), it is run on zeros. Otherwise as in
+            `hc.host`; then nothing shows whether `fn` writes to its arguments, so it
             always gets copies.
-        vmap_method: as in `hc.call`; or "torch": the batch is one host call, of
-            torch.func.vmap(fn), and so is that of a derivative.
-        derivatives: to which order. 0: none. 1: by torch autograd; its graph stays on
-            the host between the forward and the backward pass. n: of derivatives too.
-            Each order computes the forward pass again.
-        lend: tensors are views of XLA's memory, which `fn` must not keep. False: they
-            are copies.
+        vmap_method: as in `hc.call`; or "torch": the batch is one host call of
+            torch.func.vmap(fn), and so is a derivative of it.
+        derivatives: up to which order it has derivatives. 0: none. 1: by torch
+            autograd, with its graph on the host between the forward and the backward
+            pass. n: derivatives of derivatives too; each order computes the forward
+            pass again.
+        lend: True: tensors are views of XLA's memory, which `fn` must not keep. False:
+            they are copies.
         timeout: as in `hc.call`.
-        executor: likewise.
-        name: of the function in messages and traces.
+        executor: as in `hc.call`.
+        name: the function's name in messages and traces.
         nondiff: positions of arguments without a derivative. Integers have none.
 
     Returns:
-        A `HostFunction`, to be called with arrays. That of a module is called with
-        (params, *args), and has `parameters()` and `buffers()`: dicts of name -> array.
-        Those that the dict leaves out are the module's own, without a derivative. The
-        module is copied, its tensors are not: whether it trains is as it was then; what
-        it writes to its buffers is lost.
+        A `HostFunction`, which is called with arrays. The one of a module is called
+        with (params, *args), and has `parameters()` and `buffers()`, dicts of name ->
+        array. Parameters and buffers that the dict leaves out are the module's own,
+        without a derivative. The module is copied, and the copy shares its tensors: it
+        stays in train or eval mode as it was, and what it writes to its buffers is
+        lost.
 
     Raises:
         ModuleNotFoundError: torch is not installed.
-        SpecError: something here, or in a call, is written wrong; with result="infer",
-            `fn` fails on zeros when a program is traced.
+        SpecError: an option, or an argument of a call, is wrong; or with
+            result="infer", `fn` fails on zeros when a program is traced.
         DerivativeError: a derivative of higher order than `derivatives`.
         EscapeError: `fn` kept a tensor that it was lent.
-        ResultError: as in `hc.call`; and `fn` wrote to an argument when it ran, and not
-            when its shapes were found: the argument is changed.
-        Otherwise as `hc.call`: what `fn` raises comes out by `hc.reraise()`.
+        ResultError: as in `hc.call`; or `fn` wrote to an argument when it ran but not
+            when its shapes were found. The argument has then been changed.
+        Otherwise as `hc.call`: `hc.reraise()` raises what `fn` raised.
 
     Under transformations:
         jit, scan, cond, while_loop, remat, shard_map: as a pure `hc.call`.
-        vmap: `vmap_method`. Rows of a backward pass run one by one, but for "torch".
-        grad, vjp, jacrev: one call forward, which keeps the graph, one backward, for
-            those arguments that are wanted. With "torch", and above order 1, the
+        vmap: `vmap_method`. Rows of a backward pass run one by one, except with
+            "torch".
+        grad, vjp, jacrev: one forward call, which keeps the graph, and one backward
+            call, for the wanted arguments. With "torch", and above order 1, the
             backward call runs forward too.
-        jvp, jacfwd: torch.func.jvp, value and tangent in one call. torch admits one
-            thread at a time: others wait.
+        jvp, jacfwd: torch.func.jvp, value and tangent in one call. torch runs it on one
+            thread at a time; others wait.
         hessian and higher orders: with derivatives=2 and more.
-        torch.no_grad in `fn` stops reverse mode and not forward mode, as in torch;
-        x.detach() stops both. Complex derivatives are in JAX's convention, not in
-        torch's, its conjugate.
+        torch.no_grad in `fn` stops reverse mode but not forward mode, as in torch;
+        x.detach() stops both. Complex derivatives follow JAX's convention; torch's is
+        its conjugate.
 
-    Cost: that of `hc.call`, and 2 to 3 us a tensor in and out. Arguments are not
-    copied, but by a forward pass that keeps them; results are copied once. A 64-bit
-    result becomes 32-bit outside of JAX's 64-bit mode.
+    Cost: that of `hc.call`, and 2 to 3 us per tensor in and out. Arguments are copied
+    only by a forward pass that keeps them; results are copied once. A 64-bit result
+    becomes 32-bit outside of JAX's 64-bit mode.
 
     Source: torch.func, torch.autograd.grad, the DLPack protocol.
     """
@@ -119,7 +122,7 @@ def torch(
         result=result,
         vmap_method=vmap_method,
         derivatives=derivatives,
-        # On another thread a function could outlive what it was lent.
+        # A function on another thread could outlive the memory that it was lent.
         lend=lend and timeout is None and vmap_method != "parallel",
         timeout=timeout,
         executor=executor,

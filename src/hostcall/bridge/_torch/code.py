@@ -1,4 +1,4 @@
-"""Functions of tensors: the user's, and those made of it by torch.func.
+"""Functions of tensors: the user's, and those that torch.func makes of it.
 
     Plain       what the user gave
     Module      an nn.Module, with its parameters as the first argument
@@ -6,7 +6,7 @@
     Pulled      cotangents through another, by torch.func.vjp
     Pushed      tangents through another, by torch.func.jvp
 
-All are pure: those over another give it copies of what it would write to.
+The last three are pure: each gives its inner function copies if that one writes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from hostcall._core.errors import SpecError
 
 tree = jax.tree_util
 
-# torch.func.jvp counts its nesting in one number for all threads, and the level of
-# forward differentiation is the process's: of two threads in it one would fail, or get
-# the other's tangents. Parties: all calls of a forward rule. A thread may nest them.
+# Guards torch.func.jvp against all other calls of a forward rule, on any thread. It
+# counts its nesting in one number for all threads, and the level of forward
+# differentiation belongs to the process: with two threads in it, one would fail or get
+# the tangents of the other. Re-entrant, since one thread may nest them.
 _forward = threading.RLock()
 
 
 class Flags:
-    """Some bools as one static argument."""
+    """Several bools as one hashable static argument."""
 
     def __init__(self, flags: Sequence[bool]) -> None:
         self.flags = tuple(flags)
@@ -51,10 +52,10 @@ class Plain:
     """The user's function.
 
     Attributes:
-        writes: it may write to its arguments; so it is taken until it was watched.
-        keeps: it may keep its arguments until the next call.
-        buffers: of a module, by name: entries of its first argument that have no
-            derivative.
+        writes: whether it may write to its arguments; True until it has been watched.
+        keeps: whether it may keep its arguments until the next call.
+        buffers: the buffers of a module, by name: entries of its first argument that
+            have no derivative.
     """
 
     keeps = False
@@ -69,42 +70,46 @@ class Plain:
         return self.fn(*args)
 
     def watch(self) -> None:
-        """It is about to be run where writes are seen."""
+        """Called before it runs under a `_Watch` that sees its writes."""
 
     def watched(self, wrote: bool) -> None:
-        """It was seen with some shapes. Once seen writing, it is a writer for all: the
-        programs for which it was not are right with copies too.
+        """Called after it ran with some shapes; `wrote` says whether it wrote.
+
+        One write makes it a writer for all shapes. Programs that were traced before
+        that, and found no write, are right with copies too.
         """
         self._was_seen_writing |= wrote
         self.writes = self._was_seen_writing
 
     def check(self, args: Sequence[Any]) -> None:
-        """Raises SpecError for arguments that it can't have."""
+        """Raises SpecError for arguments that it can't take."""
         for leaf in tree.tree_leaves(args):
             if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
                 raise SpecError(
                     "hostcall: a function of hc.bridge.torch was called with a key of"
-                    " jax.random, which torch has no use for. Draw in JAX and give what"
-                    " was drawn; or give jax.random.key_data(key)"
+                    " jax.random, which torch has no use for. Draw in JAX and pass the"
+                    " numbers; or pass jax.random.key_data(key)"
                 )
             if isinstance(leaf, torch.Tensor):
                 raise SpecError(
                     "hostcall: a function of hc.bridge.torch was called with a"
                     " torch.Tensor. It takes JAX's and NumPy's arrays, as any function"
-                    " in JAX code: give jnp.asarray(tensor.numpy(force=True))"
+                    " in JAX code: pass jnp.asarray(tensor.numpy(force=True))"
                 )
 
 
 class Module(Plain):
     """An nn.Module as a function of (params, *args).
 
-    torch.func.functional_call puts the tensors into the module while it runs, so two
-    threads can't be in one. Each call takes a copy of the module's structure, which
-    shares its tensors, or makes one more: there are as many as calls were at once.
-    Putting tensors in is what functional_call does, without looking names up again.
+    The given tensors are put into the module while it runs, so two threads can't use
+    one module at once. Each call takes a copy of the module's structure, which shares
+    its tensors, from `_idle`, or makes a new one: there are as many copies as calls ran
+    at once. `_Slots.put` does what torch.func.functional_call does, without looking up
+    names in each call.
 
-    Buffers that a call doesn't give are the module's own. A module that writes to them
-    (a BatchNorm that trains) gets copies: which do is seen where shapes are found.
+    A buffer that a call doesn't give is the module's own. A module that writes to such
+    buffers (a BatchNorm in train mode) gets copies of them; whether it writes is found
+    out together with its shapes.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -113,7 +118,7 @@ class Module(Plain):
         self.names = {**dict(module.named_parameters()), **self.buffers}
         self._writes_buffers = False
         self._copies_buffers = True
-        # An RNN keeps its weights in a list of its own.
+        # An RNN keeps its weights in a list of its own, beside its parameters.
         self.keeps = any(isinstance(m, torch.nn.RNNBase) for m in module.modules())
         self._idle = [_Slots(self._copy(), self.names)]
 
@@ -127,8 +132,8 @@ class Module(Plain):
         except Exception as error:
             raise SpecError(
                 f"hostcall: `{type(self.fn).__qualname__}` can't be copied"
-                f" ({type(error).__name__}: {error}), and each call at once needs a"
-                " module of its own. Bridge a function of it: hc.bridge.torch(lambda"
+                f" ({type(error).__name__}: {error}), and calls at the same time need a"
+                " module each. Bridge a function of it: hc.bridge.torch(lambda"
                 " params, x: torch.func.functional_call(module, params, (x,)))"
             ) from error
 
@@ -152,7 +157,7 @@ class Module(Plain):
         return value
 
     def watch(self) -> None:
-        self._copies_buffers = True  # whose writes count
+        self._copies_buffers = True  # so that writes to them can be counted
 
     def watched(self, wrote: bool) -> None:
         super().watched(wrote)
@@ -176,7 +181,7 @@ class Module(Plain):
 
 
 class _Slots:
-    """A module, and where each of its tensors is; a tied one is in several places."""
+    """A module and the places of each of its tensors; a tied tensor has several."""
 
     def __init__(self, module: torch.nn.Module, names: Mapping[str, Any]) -> None:
         self.module = module
@@ -198,11 +203,11 @@ class _Slots:
         self.put({name: self._own[name] for name in names})
 
 
-# --- Made of others ------------------------------------------------------------------
+# --- Functions over others -----------------------------------------------------------
 
 
 class _Derived:
-    """A function over another, of which it gives copies where that writes."""
+    """A function over another, which it gives copies if that one writes."""
 
     writes = False
     buffers: Mapping[str, Any] = MappingProxyType({})
@@ -215,11 +220,13 @@ class _Derived:
         return bool(self.code.keeps)
 
     def check(self, args: Sequence[Any]) -> None:
-        """JAX code of ours calls it."""
+        """Accepts anything: only hostcall's own JAX code calls it."""
 
     def along(self, args: Any, flags: Sequence[bool]) -> tuple[Any, list[torch.Tensor]]:
-        """The other as a function of some of its tensors, which `flags` say, to a list
-        of leaves; and those tensors.
+        """(function, tensors): the inner function, of some of its tensors.
+
+        `flags` marks the tensors of `args` that the function takes; the others keep
+        their values. It returns a list of leaves.
         """
         leaves, treedef = tree.tree_flatten(args)
         places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
@@ -235,8 +242,9 @@ class _Derived:
             try:
                 return _tensors(self.code(*treedef.unflatten(whole)))
             except BaseException:
-                # The engine clears the frames of a traceback, whose functions keep
-                # their closures: what is lent would seem kept.
+                # The engine clears the frames of the traceback, but the functions in
+                # them keep their closures, and so the leaves: lent memory would seem
+                # kept.
                 leaves.clear()
                 raise
 
@@ -244,7 +252,7 @@ class _Derived:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The leaves of a result; of its numbers, tensors too."""
+    """The leaves of a result as tensors; Python's numbers become tensors too."""
     return [
         x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
         for x in tree.tree_leaves(value)
@@ -256,14 +264,16 @@ def has_derivative(x: Any) -> bool:
 
 
 def conjugate(x: torch.Tensor) -> torch.Tensor:
-    """Between JAX's cotangents and torch's, which are each other's conjugates: for a
-    holomorphic f the one multiplies with f', the other with its conjugate.
+    """Maps a cotangent of JAX's to one of torch's, and back.
+
+    They are each other's conjugates: for a holomorphic f, JAX multiplies by f' and
+    torch by the conjugate of f'.
     """
     return x.conj() if x.is_complex() else x
 
 
 class Mapped(_Derived):
-    """(*args), batched where `flags` say, along first axes."""
+    """(*args) -> results, with a batch axis in front of the tensors in `flags`."""
 
     def __init__(self, code: Any, flags: Flags) -> None:
         super().__init__(code)
@@ -301,14 +311,14 @@ class Pulled(_Derived):
             return [conjugate(x) for x in pull(tuple(seeds))]
         except BaseException:
             seeds.clear()
-            cotangents = ()  # as in `along`
+            cotangents = ()  # frees what is lent, as in `along`
             raise
 
 
 class Pushed(_Derived):
-    """(args, tangents, out_diff) -> results, and tangents of those `out_diff` says.
+    """(args, tangents, out_diff) -> results, and the tangents that `out_diff` marks.
 
-    `tangents` has an entry a tensor, None for zero.
+    `tangents` has one entry per tensor, None for zero.
     """
 
     def __call__(

@@ -6,8 +6,8 @@
     otherwise                   JAX code over another bridged function, with one order
                                 less: torch.func.vjp, or torch.func.jvp, of the first
 
-The second is the fast way: the graph of the forward pass stays on the host, and goes
-backwards there. The third can be differentiated and batched again.
+The second line is the fast way: torch's graph of the forward pass stays on the host,
+and the backward pass runs it there. The third can be differentiated and batched again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ tree = jax.tree_util
 
 
 def make(fn: Callable[..., Any], *, name: str | None, **options: Any) -> TorchFunction:
-    """See `hc.bridge.torch`, whose arguments it gets."""
+    """Makes a TorchFunction or a TorchModule from the options of `hc.bridge.torch`."""
     shown = name or name_of(fn)
     options["nondiff"] = checked(shown, options["result"], options["nondiff"])
     code: Plain = Plain(fn)
@@ -63,10 +63,10 @@ def make(fn: Callable[..., Any], *, name: str | None, **options: Any) -> TorchFu
 
 
 class TorchFunction(HostFunction):
-    """A torch function in JAX programs. Made by `hc.bridge.torch`, which see.
+    """A torch function in JAX programs. `hc.bridge.torch` makes it.
 
     Attributes:
-        derivatives: to which order it has them.
+        derivatives: up to which order it has derivatives.
     """
 
     _NOT_PICKLED = (*HostFunction._NOT_PICKLED, "_pulled", "_pushed", "_mapped")
@@ -100,20 +100,22 @@ class TorchFunction(HostFunction):
         self.rules.vjp, self.rules.jvp = vjp, jvp
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result. See `hc.bridge.torch`."""
+        """Calls the function and returns its result. See `hc.bridge.torch`."""
         if kwargs:
             args = self._positional(args, kwargs)
         self._code.check(args)
         return super().__call__(*args)
 
     def call_options(self, kind: str, keeps_objects: bool) -> dict[str, Any]:
-        """Rules are lent their arguments too: they copy what they keep."""
+        """The usual options, with arguments lent to rules too: they copy what they
+        keep.
+        """
         return dict(super().call_options(kind, keeps_objects), lend=self.lend)
 
     # --- Results ---------------------------------------------------------------------
 
     def spec(self, *avals: Any) -> Any:
-        """What it returns for arguments of these shapes and dtypes."""
+        """The spec of its result for arguments with these avals."""
         _, template = flatten_arguments(avals, {})
         return self._spec(avals, template)
 
@@ -124,7 +126,8 @@ class TorchFunction(HostFunction):
         except SpecError:
             raise
         except Exception:
-            # A value was asked for; or the function is wrong, and says so on zeros.
+            # Fake tensors have no values: either the function asked for one, or it is
+            # wrong. A run on zeros tells.
             self._code.watched(True)
             spec = super()._infer(avals)
             _check_sizes(avals, spec)
@@ -182,7 +185,7 @@ class TorchFunction(HostFunction):
         spec = self.spec(*tree.tree_map(row, args))
         leaves, treedef = tree.tree_flatten(spec)
         wide = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in leaves]
-        if size == 0:  # torch has no such batch
+        if size == 0:  # torch.func.vmap refuses an empty batch
             return treedef.unflatten([jnp.zeros(x.shape, x.dtype) for x in wide]), True
         key = flags, tuple((x.shape, x.dtype) for x in wide), treedef
         mapped = self._mapped.get(key)
@@ -197,7 +200,7 @@ class TorchFunction(HostFunction):
         return {}
 
     def _over(self, what: str, code: Any, result: Any, order: int) -> TorchFunction:
-        """A function made of this one, whose rows run in the same way."""
+        """A function made from this one; its rows run in the same way."""
         method = self._vmap_method if self._vmap_method in _OF_ROWS else None
         on_host = OnHost(code, f"{what} of {self.__qualname__}")
         on_host.hostcall_source = f"{what} of {source_of(self.fn)}"
@@ -215,13 +218,15 @@ class TorchFunction(HostFunction):
         )
 
 
-# Others see a batch where a derivative has one row's shapes.
+# The methods under which each row is a call. A function that saw a whole batch would
+# get shapes that differ from those of its derivative.
 _OF_ROWS = ("sequential", "sequential_unrolled", "parallel")
 
 
 class TorchModule(TorchFunction):
-    """An nn.Module in JAX programs: called with (params, *args). Made by
-    `hc.bridge.torch`, which see.
+    """An nn.Module in JAX programs, called with (params, *args).
+
+    `hc.bridge.torch` makes it.
     """
 
     def __init__(self, on_host: OnHost, **options: Any) -> None:
@@ -232,11 +237,11 @@ class TorchModule(TorchFunction):
         super().__init__(on_host, **options)
 
     def parameters(self) -> dict[str, jax.Array]:
-        """The module's parameters as they are now, by name; copies."""
+        """Copies of the module's parameters as they are now, by name."""
         return _copies(self._code.fn.named_parameters())
 
     def buffers(self) -> dict[str, jax.Array]:
-        """The module's buffers, likewise: `f({**params, **f.buffers()}, x)`."""
+        """Copies of the module's buffers by name: `f({**params, **f.buffers()}, x)`."""
         return _copies(self._code.fn.named_buffers())
 
 
@@ -245,7 +250,10 @@ def _copies(named: Any) -> dict[str, jax.Array]:
 
 
 def _check_sizes(avals: Any, spec: Any) -> None:
-    """Zeros may leave nothing to return; and an empty result is no call at all."""
+    """Refuses an empty result of non-empty zeros: its size may depend on values.
+
+    A call with an empty result is never made, so the mistake would go unseen.
+    """
     if any(0 in x.shape for x in _shaped(avals)):
         return
     if any(0 in x.shape for x in tree.tree_leaves(spec)):
@@ -261,7 +269,7 @@ def _shaped(avals: Any) -> list[Any]:
 
 
 def _flagged(avals: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    """Of those flagged, without what else an aval says."""
+    """The flagged avals, reduced to shape and dtype."""
     return [
         jax.ShapeDtypeStruct(x.shape, x.dtype)
         for x, flag in zip(avals, flags, strict=True)

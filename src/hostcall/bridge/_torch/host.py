@@ -1,4 +1,4 @@
-"""What the engine calls for a torch function: arrays in, tensors, arrays out."""
+"""The callable that the engine runs for a torch function: arrays in, arrays out."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class OnHost:
     """A function of tensors as a function of the host's arrays.
 
     Attributes:
-        code: one of `_torch_code`.
+        code: one of the classes in `code`.
     """
 
     hostcall_source: str
-    __signature__: inspect.Signature  # of a module's
+    __signature__: inspect.Signature  # set for a module
 
     def __init__(self, code: Any, name: str) -> None:
         self.code = code
@@ -39,7 +39,7 @@ class OnHost:
         self.__qualname__ = name
 
     def __call__(self, *args: Any) -> Any:
-        # Always with autograd on, whatever the thread that calls has set.
+        # Autograd is on in every call, whatever the calling thread has set.
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             return self._call(args)
         with torch.inference_mode(False), torch.enable_grad():
@@ -50,8 +50,8 @@ class OnHost:
         make = own_tensor if code.writes or code.keeps else tensor
         lent: list[torch.Tensor] = []
         whole: Sequence[Any] = lent
-        # Few steps for the usual arguments: after torch has gone through large tensors
-        # each line of Python runs from cold caches, ten times slower than in a loop.
+        # Few steps for the usual arguments: once torch has gone through large tensors,
+        # the caches are cold, and each line of Python takes ten times as long.
         for arg in args:
             if type(arg) is not np.ndarray or not is_array(arg):
                 break
@@ -74,10 +74,10 @@ class OnHost:
 
 
 class Graph:
-    """What a forward pass leaves for the backward one.
+    """What a forward pass leaves for its backward pass.
 
     Attributes:
-        outs: leaves of the result; None for those that depend on no input.
+        outs: the leaves of the result; None for those that depend on no input.
         inputs: the tensors of the arguments.
     """
 
@@ -88,7 +88,7 @@ class Graph:
 
 
 def forward(code: Any, args: Sequence[Any], nondiff: Sequence[int]) -> Any:
-    """(result, Graph). The graph owns its tensors."""
+    """Returns (result, Graph). The graph owns its tensors."""
     inputs: list[torch.Tensor] = []
 
     def enter(leaf: Any, differentiable: bool) -> Any:
@@ -98,7 +98,7 @@ def forward(code: Any, args: Sequence[Any], nondiff: Sequence[int]) -> Any:
         inputs.append(x)
         if differentiable and has_derivative(x):
             x.requires_grad_()
-        # A leaf of the graph can't be written to; a copy can.
+        # A leaf of the graph can't be written to in place, but a copy of it can.
         return x.clone() if code.writes else x
 
     with torch.inference_mode(False), torch.enable_grad():
@@ -106,7 +106,7 @@ def forward(code: Any, args: Sequence[Any], nondiff: Sequence[int]) -> Any:
         for position, arg in enumerate(args):
             may = position not in nondiff
             if position == 0 and code.buffers:
-                names = sorted(arg)  # JAX's order
+                names = sorted(arg)  # the order in which JAX flattens a dict
                 parts = {k: enter(arg[k], may and k not in code.buffers) for k in names}
                 whole.append(parts)
             else:
@@ -122,7 +122,7 @@ def forward(code: Any, args: Sequence[Any], nondiff: Sequence[int]) -> Any:
 def backward(
     graph: Graph, cotangents: Sequence[Any], wanted: Sequence[bool]
 ) -> list[Any]:
-    """Cotangents of the wanted arguments, None for zero."""
+    """The cotangents of the wanted tensors of the arguments; None for zero."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return backward(graph, cotangents, wanted)
@@ -140,7 +140,7 @@ def backward(
         )
     if not outs:
         return [None] * len(inputs)
-    # The graph is kept: only the store knows whether this was the last time.
+    # The graph is kept: only the residual store knows whether it is needed again.
     found = torch.autograd.grad(
         outs, inputs, seeds, retain_graph=True, allow_unused=True
     )

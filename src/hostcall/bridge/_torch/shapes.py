@@ -1,5 +1,7 @@
-"""What a torch function returns, and whether it writes to its arguments, found out
-without computing anything: torch runs it on tensors that have a shape and no values.
+"""Finds what a torch function returns, and whether it writes to its arguments.
+
+Nothing is computed: torch runs the function on fake tensors, which have a shape and a
+dtype but no values.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ tree = jax.tree_util
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[misc]
-    """Sees each operation, and whether it writes to the memory of some tensors.
+    """Sees each operation, and notes whether one writes to the memory of some tensors.
 
-    Not by the tensors' versions: those of `x.data` and of inference mode don't count.
+    The tensors' versions would not do: writes to `x.data`, or in inference mode, don't
+    count in them.
     """
 
     def __init__(self) -> None:
@@ -58,22 +61,24 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def describe(fn: Any, avals: Any) -> tuple[Any, bool]:
-    """(a spec of what `fn` returns, whether it writes to its arguments).
+    """Returns (a spec of what `fn` returns, whether it writes to its arguments).
 
     Raises:
-        SpecError: a result has no shape that is always the same, or is no tensor.
-        Whatever torch or `fn` raise where values are asked for.
+        SpecError: the shape of a result depends on values, or a result is not a tensor.
+        Whatever torch or `fn` raise if `fn` asks for values.
     """
     try:
         return _described(fn, avals, None)
-    except DynamicOutputShapeException:  # within the function, or of its result?
+    except DynamicOutputShapeException:
+        # A size depends on values. With symbolic sizes the function runs on, and
+        # `struct` refuses that only if it is the size of a result.
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         return _described(fn, avals, ShapeEnv())
 
 
 def _described(fn: Any, avals: Any, sizes: Any) -> tuple[Any, bool]:
-    """`sizes` holds those that depend on values; without it they are an error."""
+    """`sizes` holds the sizes that depend on values; with None they are an error."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
     with mode, _Watch() as watch:
 
@@ -98,7 +103,7 @@ def _dtype(dtype: Any) -> torch.dtype:
 
 
 def struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a result, as JAX has them."""
+    """The shape and dtype of a result as JAX will have them."""
     if isinstance(leaf, torch.Tensor):
         if any(isinstance(n, torch.SymInt) for n in leaf.shape):
             raise SpecError(varying(f"it returns {list(leaf.shape)}"))
@@ -109,8 +114,8 @@ def struct(leaf: Any) -> jax.ShapeDtypeStruct:
         kind = type(leaf)
         raise SpecError(
             f"hostcall: a function of hc.bridge.torch returned {kind.__module__}."
-            f"{kind.__qualname__}, which is no tensor and no pytree of tensors. Return"
-            " tensors in tuples, lists and dicts: tuple(x.max(0)), say"
+            f"{kind.__qualname__}, which is neither a tensor nor a pytree of tensors."
+            " Return tensors in tuples, lists and dicts, such as tuple(x.max(0))"
         )
     return jax.ShapeDtypeStruct(np.shape(leaf), _jax.canonical_dtype(dtype))
 

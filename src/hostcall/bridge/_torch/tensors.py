@@ -1,10 +1,14 @@
 """Arrays of the host as tensors, and back, without a copy where that is safe.
 
-A tensor over memory that is lent has three hazards. It is kept: its DLPack capsule
-holds the array, so the engine sees it, and raises. It is returned, or a view of it: the
-engine copies results before it lets go. It is written to: torch ignores DLPack's flag
-for that, so functions that write get copies (`_torch_shapes` finds them), and the
-tensor's version, which counts writes, is looked at after each call.
+A tensor over lent memory has three hazards:
+
+  * `fn` keeps it. Its DLPack capsule holds the array, so the engine sees that the array
+    is still alive after the call, and raises.
+  * `fn` returns it, or a view of it. The engine copies results before it takes the
+    memory back.
+  * `fn` writes to it. torch ignores DLPack's read-only flag, so functions that write
+    get copies (`shapes` finds them). As a check, `check_unwritten` looks after each
+    call at the tensors' versions, which count writes.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from torch.utils.dlpack import from_dlpack
 
 from hostcall._core.errors import ResultError, SpecError
 
-_VERSION = (1, 0)  # of DLPack, the first that can hand out what is read-only
+_VERSION = (1, 0)  # the first version of DLPack that can hand out read-only memory
 
-# What NumPy's DLPack can't name goes as bits.
+# NumPy's DLPack can't name these dtypes, so they are handed over as integers.
 _BITS: dict[Any, tuple[Any, torch.dtype]] = {
     np.dtype(getattr(ml_dtypes, name)): (np.dtype(bits), getattr(torch, name))
     for name, bits in {
@@ -62,7 +66,7 @@ NUMPY_DTYPES: dict[torch.dtype, Any] = {v: k for k, v in TORCH_DTYPES.items()}
 
 
 def is_array(leaf: Any) -> bool:
-    """True for the arrays that a call hands over; other leaves are static."""
+    """Whether a leaf is an array that the call hands over; other leaves are static."""
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OUSMm"
 
 
@@ -71,7 +75,7 @@ def _takes_read_only() -> bool:
     array.setflags(write=False)
     try:
         from_dlpack(array.__dlpack__(max_version=_VERSION))
-    except (TypeError, RuntimeError, BufferError):  # an older NumPy, or torch
+    except (TypeError, RuntimeError, BufferError):  # NumPy or torch is older
         return False
     return True
 
@@ -80,7 +84,7 @@ _LENDS = _takes_read_only()
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor over the array's memory, read-only or not."""
+    """A tensor over the array's memory, even if that is read-only."""
     if array.dtype.isbuiltin != 1:
         bits, dtype = _bits(array.dtype)
         return tensor(array.view(bits)).view(dtype)
@@ -90,7 +94,7 @@ def tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def own_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor that may be kept and written to: what is lent is copied."""
+    """A tensor that may be kept and written to: lent arrays are copied."""
     return tensor(array if array.flags.writeable else array.copy())
 
 
@@ -109,7 +113,7 @@ def no_such_dtype(dtype: Any) -> str:
 
 
 def array(leaf: Any) -> Any:
-    """A tensor as an array over its memory; anything else as it is."""
+    """A tensor as an array over its memory; any other leaf as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.requires_grad:
@@ -124,7 +128,7 @@ def array(leaf: Any) -> Any:
 
 
 def check_unwritten(tensors: list[torch.Tensor], name: str) -> None:
-    """After a call that was lent these. Their versions count writes."""
+    """Raises if a call wrote to tensors that it was lent; versions count writes."""
     for number, lent in enumerate(tensors):
         if lent._version:
             raise ResultError(
