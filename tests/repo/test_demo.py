@@ -148,7 +148,7 @@ def test_without_matplotlib_the_plot_is_left_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(jobs.importlib.util, "find_spec", lambda name: None)
     said = jobs.plotted(tmp_path / "fit.png", BEST, np.eye(6))
-    assert said == 'left out, for want of matplotlib: pip install "hostcall[demo]"'
+    assert said == 'left out without matplotlib: pip install "hostcall[demo]"'
     assert not list(tmp_path.iterdir())
 
 

@@ -53,7 +53,7 @@ def test_the_main_job(run_python, tmp_path):
         assert f"\n{heading}" in out
     drawn = importlib.util.find_spec("matplotlib") is not None
     assert path.exists() == drawn
-    assert (str(path) if drawn else "left out, for want of matplotlib") in out
+    assert (str(path) if drawn else "left out without matplotlib") in out
     assert out.endswith("All results agree with plain SciPy.\n")
 
 

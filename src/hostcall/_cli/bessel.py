@@ -1,7 +1,7 @@
 """Bessel functions with derivatives of every order, for `python -m hostcall`.
 
-`jv` is SciPy's function of that name. Its derivative is said once, in JAX code over
-`jv` itself; JAX makes forward and reverse mode of every order of it. `drum` is a
+`jv` is SciPy's function of that name. It has one derivative rule, in JAX code over `jv`
+itself, so JAX derives forward and reverse mode of every order from it. `drum` is a
 function of two coordinates that shows second derivatives. 64-bit mode is needed.
 """
 
@@ -41,9 +41,9 @@ def drum(point: Array) -> Array:
 
 
 def bends(points: np.ndarray) -> np.ndarray:
-    """The Hessians of `drum`, (n, 2, 2), at points (n, 2): SciPy, on paper.
+    """The Hessians of `drum`, (n, 2, 2), at points (n, 2), worked out by hand.
 
-    Along the radius the second derivative is u''(r), across it u'(r) / r.
+    The second derivative is u''(r) along the radius, and u'(r) / r across it.
     """
     radius = np.sqrt(np.sum(points**2, axis=1, keepdims=True))
     k = WAVE_NUMBERS
@@ -57,7 +57,7 @@ def bends(points: np.ndarray) -> np.ndarray:
 
 
 def waves(points: np.ndarray) -> np.ndarray:
-    """Traces of the Hessians, (n,): each mode has -k^2 of its height (Helmholtz)."""
+    """Traces of the Hessians, (n,): a mode's is -k^2 times its height (Helmholtz)."""
     radius = np.sqrt(np.sum(points**2, axis=1, keepdims=True))
     k = WAVE_NUMBERS
     traces: np.ndarray = scipy.special.jv(0, k * radius) @ (-STRENGTHS * k**2)

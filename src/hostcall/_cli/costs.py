@@ -1,4 +1,4 @@
-"""What a call costs here, beside JAX's own callbacks."""
+"""Measures what a call costs on this machine, beside JAX's own callbacks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import hostcall as hc
 from hostcall._cli.text import heading, line
 
-# --- The cost -------------------------------------------------------------------------
+# --- The costs ------------------------------------------------------------------------
 
 
 def costs(quick: bool) -> None:
-    """Microseconds a call, beside jax.pure_callback, in turn and in this process."""
+    """Prints microseconds per call beside jax.pure_callback, measured in turns."""
     heading("Microseconds a call, in compiled programs")
     n, rounds = (100, 3) if quick else (1000, 7)
     print(f"  {'':<36} {'hostcall':>9} {'JAX':>9} {'ratio':>8}")
     for name, (call, x, times) in programs(n).items():
         ours, theirs = call(hc.call), call(jax.pure_callback)
         mine, yours = [], []
-        for _ in range(1 + rounds):  # the first compiles, and settles the allocator
+        for _ in range(1 + rounds):  # the first run compiles and warms the allocator
             mine.append(timed(ours, x, times))
             yours.append(timed(theirs, x, times))
         a, b = statistics.median(mine[1:]), statistics.median(yours[1:])
@@ -32,7 +32,7 @@ def costs(quick: bool) -> None:
 
 
 def logging(quick: bool) -> None:
-    """Microseconds of a step that logs its loss, in one compiled loop of many."""
+    """Prints microseconds per step of one compiled loop in which each step logs."""
     heading("Microseconds a step, in a compiled training loop that logs each")
     steps, rounds = (500, 2) if quick else (5000, 5)
     key = jax.random.key(0)
@@ -80,7 +80,9 @@ Program = Callable[[Any], Any]
 
 
 def programs(n: int) -> dict[str, tuple[Program, Any, int]]:
-    """Name -> (program made from hc.call or jax.pure_callback, argument, its calls)."""
+    """Name -> (function from hc.call or jax.pure_callback to a program, argument of
+    that program, its calls).
+    """
 
     def same(x: Any) -> Any:
         return x
@@ -112,7 +114,7 @@ def programs(n: int) -> dict[str, tuple[Program, Any, int]]:
 
 
 def timed(f: Callable[[Any], Any], x: Any, calls: int) -> float:
-    """Microseconds a call; programs that are soon done run until 20 ms have passed."""
+    """Microseconds per call; a short program is repeated until 20 ms have passed."""
     runs, begin = 0, time.perf_counter()
     while True:
         jax.block_until_ready(f(x))

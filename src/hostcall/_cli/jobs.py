@@ -1,7 +1,7 @@
-"""The jobs of `python -m hostcall`: each is run, checked and told.
+"""The jobs of `python -m hostcall`: each is run, checked and reported.
 
 The science is in the modules that this one imports. Every difference that is printed
-has been compared with its tolerance before.
+has been compared with its tolerance first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hostcall._cli.text import close, heading, line
 
 
 def run(quick: bool, plot: Path) -> None:
-    """All of them. `quick` has fewer starts and steps; `plot` is where the PNG goes."""
+    """Runs all jobs. `quick` means fewer starts and steps; the PNG goes to `plot`."""
     before = calls("")
     fit_lynx(quick, plot)
     check_bessel()
@@ -39,7 +39,7 @@ def timed(program: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def calls(*names: str) -> int:
-    """Calls so far of host functions whose names begin so."""
+    """The calls so far of host functions whose names begin with one of `names`."""
     return sum(s.calls for name, s in hc.stats().items() if name.startswith(names))
 
 
@@ -101,7 +101,7 @@ def fitted(best: np.ndarray, spread: np.ndarray, cost: float) -> None:
 
 
 def lynx_checks(first: np.ndarray, winner: int, best: np.ndarray, cost: float) -> None:
-    """Against a solver in JAX, which JAX differentiates, and against plain SciPy."""
+    """Compares with a solver in JAX, which JAX differentiates, and with plain SciPy."""
     demo = lynx
     points = np.stack([first[winner], (first[winner] + best) / 2])
 
@@ -123,9 +123,9 @@ def lynx_checks(first: np.ndarray, winner: int, best: np.ndarray, cost: float) -
 
 
 def plotted(path: Path, best: np.ndarray, spread: np.ndarray) -> str:
-    """Draws the plot where matplotlib is; says what became of it."""
+    """Draws the plot if matplotlib is there; returns what to print about it."""
     if importlib.util.find_spec("matplotlib") is None:
-        return 'left out, for want of matplotlib: pip install "hostcall[demo]"'
+        return 'left out without matplotlib: pip install "hostcall[demo]"'
     lynx.plot(path, best, spread)
     return str(path)
 
@@ -134,7 +134,7 @@ def plotted(path: Path, best: np.ndarray, spread: np.ndarray) -> str:
 
 
 def check_bessel() -> None:
-    """First, second and mixed derivatives beside SciPy's."""
+    """Compares first, second and mixed derivatives with SciPy's."""
     heading("Bessel functions: SciPy's jv, with a rule in JAX code for its derivative")
     z, orders = np.linspace(0, 20, 201), np.arange(-3, 4)
 
@@ -206,7 +206,7 @@ def modulation(t: np.ndarray, numbers: np.ndarray) -> None:
 
 
 def forecasts(numbers: np.ndarray, count: int) -> None:
-    """By oscillators that are driven more and more strongly, the first not at all."""
+    """Forecasts with oscillators of increasing drive; the first has none."""
     demo = sunspots
     field = demo.magnetic_field(numbers)
     drive = np.linspace(0, 0.4, count)
@@ -214,7 +214,7 @@ def forecasts(numbers: np.ndarray, count: int) -> None:
     difference = close(ahead, demo.forecast_without_jax(drive, field), 1e-9)
 
     def error(guess: np.ndarray) -> np.ndarray:
-        """Root mean square, without the 20 years that it takes to settle."""
+        """Root mean square, without the first 20 years, in which it settles."""
         miss = (guess - numbers[1:])[..., 20:]
         return np.sqrt(np.mean(miss**2, axis=-1))  # type: ignore[no-any-return]
 

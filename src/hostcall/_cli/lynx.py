@@ -1,21 +1,21 @@
-"""Lynx and hares: a fit through an ODE solver of SciPy's, for `python -m hostcall`.
+"""Lynx and hares: a fit through one of SciPy's ODE solvers, for `python -m hostcall`.
 
 The Hudson Bay Company counted the pelts that trappers sold: hares, and the lynx that
-live on them. The Lotka-Volterra model of both, in logarithms x of the hares and y of
-the lynx (in thousands):
+live on them. The Lotka-Volterra model of both, in the logarithms x of the hares and y
+of the lynx (in thousands), is
 
     x' = alpha - beta e^y        y' = delta e^x - gamma
 
-Parameters p are logarithms too, so that all are positive: of alpha, beta, gamma, delta
-(a year), and of hares and lynx in the first year, (6,).
+The parameters p, (6,), are logarithms too, so that all are positive: of alpha, beta,
+gamma and delta (per year), and of the hares and lynx in the first year.
 
-`trajectories` is a host function: SciPy's LSODA, which takes stiff and other equations.
-Its rules integrate the sensitivities S = d(x, y) / dp beside the state,
+`trajectories` is a host function over SciPy's LSODA, which solves stiff and other
+equations. Its rules integrate the sensitivities S = d(x, y) / dp beside the state,
 
     S' = [[0, -beta e^y], [delta e^x, 0]] S + d(x', y') / dp,
 
-so that one more solve gives all derivatives. For the vjp S stays on the host until the
-cotangent comes; for forward mode S is the Jacobian. The module needs 64-bit mode.
+so one more solve gives all derivatives. For the vjp, S stays on the host until the
+cotangent comes; for forward mode, S is the Jacobian. The module needs 64-bit mode.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Slope = Callable[[float, np.ndarray], Any]
 
 
 def equations(parameters: np.ndarray) -> Slope:
-    """The slope of (x, y)."""
+    """The function that gives the time derivative of (x, y)."""
     alpha, beta, gamma, delta = np.exp(parameters[:4]).tolist()
 
     def slope(_: float, state: np.ndarray) -> list[float]:
@@ -71,7 +71,7 @@ def equations(parameters: np.ndarray) -> Slope:
 
 
 def with_sensitivities(parameters: np.ndarray) -> Slope:
-    """The slope of (x, y, dx / dp, dy / dp), (14,)."""
+    """The function that gives the time derivative of (x, y, dx/dp, dy/dp), (14,)."""
     alpha, beta, gamma, delta = np.exp(parameters[:4]).tolist()
 
     def slope(_: float, state: np.ndarray) -> np.ndarray:
@@ -87,7 +87,7 @@ def with_sensitivities(parameters: np.ndarray) -> Slope:
 
 
 def integrate(slope: Slope, first: np.ndarray, years: np.ndarray) -> np.ndarray:
-    """The state in each year, (years, state); it is `first` in the first."""
+    """The state in each year, (years, state), where the first year's is `first`."""
     span = (years[0], years[-1])
     found = scipy.integrate.solve_ivp(
         slope, span, first, "LSODA", t_eval=years, rtol=1e-10, atol=1e-10
@@ -125,7 +125,7 @@ trajectories.defjacobian(trajectories_jacobian)
 
 
 def cycle(parameters: np.ndarray) -> float:
-    """Years from a peak of the hares to the next; there x' is 0, and y rises."""
+    """Years from one peak of the hares to the next; at a peak x' is 0 and y rises."""
     level = parameters[0] - parameters[1]  # of y
 
     def peak(_: float, state: np.ndarray) -> float:
@@ -145,7 +145,7 @@ def cycle(parameters: np.ndarray) -> float:
     return second - first  # type: ignore[no-any-return]
 
 
-# Nobody has written its derivative.
+# `cycle` has no derivative rule, so it gets finite differences.
 period = hc.finite_difference(
     hc.host(cycle, result=lambda p: jax.ShapeDtypeStruct((), p.dtype), name="period")
 )
@@ -165,7 +165,7 @@ def starts(count: int) -> np.ndarray:
 
 
 def residuals(parameters: Array, model: Any = trajectories) -> Array:
-    """log(fitted / counted), (years * 2,): errors of counts are taken as a share."""
+    """log(fitted / counted), (years * 2,): errors of counts are taken as relative."""
     return (model(parameters, YEARS) - np.log(PELTS)).ravel()
 
 
@@ -177,12 +177,12 @@ def misfit(parameters: Array, model: Any = trajectories) -> Array:
 @jax.jit  # type: ignore[untyped-decorator]
 @jax.vmap  # type: ignore[untyped-decorator]
 def fit(start: Array) -> tuple[Array, Array]:
-    """From one start: the parameters, half the sum of squares.
+    """Fits from one start; returns the parameters and half the sum of squares.
 
-    JAX's own BFGS, whose gradients come by the vjp. Its first step is as long as the
-    gradient, hundreds here, where parameters are logarithms. So it works on q,
-    parameters = start + L^-T q, with J^T J = L L^T at the start: there the first step
-    is Gauss and Newton's.
+    JAX's own BFGS, with gradients by the vjp. Its first step is as long as the
+    gradient, which is in the hundreds here, while the parameters are logarithms. So it
+    works on q, where parameters = start + L^-T q and J^T J = L L^T at the start: in q
+    the first step is the one of Gauss and Newton.
     """
     slopes = jax.jacfwd(residuals)(start)  # by the Jacobian rule: one solve
     factor = jnp.linalg.cholesky(slopes.T @ slopes)
@@ -198,9 +198,10 @@ def fit(start: Array) -> tuple[Array, Array]:
 
 @jax.jit  # type: ignore[untyped-decorator]
 def covariance(best: Array) -> Array:
-    """Of the parameters, (6, 6): s^2 (J^T J)^-1, to first order.
+    """The covariance of the parameters, (6, 6): s^2 (J^T J)^-1, to first order.
 
-    For errors of the logarithms that are independent, normal and equally large.
+    It assumes that the errors of the logarithms are independent, normal and equally
+    large.
     """
     slopes = jax.jacfwd(residuals)(best)
     left = slopes.shape[0] - slopes.shape[1]
@@ -209,7 +210,9 @@ def covariance(best: Array) -> Array:
 
 @jax.jit  # type: ignore[untyped-decorator]
 def deviations(slopes: Array, spread: Array) -> Array:
-    """Standard errors of what has these slopes (..., 6), `spread` the covariance."""
+    """Standard errors of quantities with slopes (..., 6); `spread` is the covariance
+    of the parameters.
+    """
     return jnp.sqrt(jnp.einsum("...i,ij,...j", slopes, spread, slopes))
 
 
@@ -242,7 +245,7 @@ def trajectories_in_jax(parameters: Array, years: Array) -> Array:
 
 
 def fit_with_scipy(start: np.ndarray) -> Any:
-    """What scipy.optimize.least_squares finds, by differences of its own."""
+    """The fit of scipy.optimize.least_squares, with its own finite differences."""
     model = trajectories.fn
     return scipy.optimize.least_squares(partial(residuals, model=model), start)
 

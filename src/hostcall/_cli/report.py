@@ -1,4 +1,4 @@
-"""What works on this machine: versions, devices, the engine."""
+"""Reports what works on this machine: versions, devices, the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hostcall._cli.text import heading, line
 
 
 def engine_answers(device: jax.Device) -> str:
-    """Tries the engine on a device: a callback in a compiled loop, which counts."""
+    """Tries the engine on a device with a callback in a compiled loop that counts."""
     seen = []
     result = jax.ShapeDtypeStruct((), np.float32)
 
@@ -40,18 +40,18 @@ def engine_answers(device: jax.Device) -> str:
 
 
 def engine_on_gpu(devices: Sequence[jax.Device]) -> str:
-    """Tries it on the first GPU of these, if there is one."""
+    """Tries the engine on the first GPU of these devices, if there is one."""
     gpus = [device for device in devices if device.platform == "gpu"]
     if not gpus:
         return "not tried: JAX sees no GPU here"
     try:
         return engine_answers(gpus[0])
-    except Exception as error:  # what a driver raises: the jobs run on the CPU anyway
+    except Exception as error:  # a driver may raise anything; the jobs run on the CPU
         return f"BROKEN: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def report() -> tuple[str, str]:
-    """Prints versions, devices and the engine's state: on CPUs, on GPUs."""
+    """Prints versions and devices; returns the engine's state on CPUs and on GPUs."""
     heading("hostcall")
     for name, value in {
         "hostcall": hc.__version__,

@@ -1,4 +1,4 @@
-"""python -m hostcall run: a program with its callbacks on hostcall's engine."""
+"""`python -m hostcall run`: runs a program with its callbacks on hostcall's engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-# In an interpreter of its own, since this one has imported JAX: what the program sets
-# before it does so (JAX_PLATFORMS, XLA_FLAGS) has to count.
+# Runs in a new interpreter, since this one has imported JAX already: what the program
+# sets before it imports JAX (JAX_PLATFORMS, XLA_FLAGS) must count.
 _START = """
 import _hostcall_autopatch, runpy, sys
 module, home, program = sys.argv[1:4]

@@ -3,15 +3,15 @@
 The yearly sunspot numbers, 1700 to 2008, ship with statsmodels. Two JAX programs work
 on them, and both need SciPy routines that JAX does not have:
 
-`fit`: how the 11-year cycle is modulated. A sine whose phase swings,
+`fit`: how the 11-year cycle is modulated. A sine with a swinging phase,
     cos(w t + beta sin(W t + psi)), has the spectrum J_n(beta) cos((w + n W) t + n psi),
-    n = ..., -1, 0, 1, ...; J_n is SciPy's Bessel function `jv`. Least squares by
-    Levenberg and Marquardt, jitted, scanned over steps, vmapped over starts, and
-    differentiated: `jv` has a derivative rule (see `_demo_bessel`).
+    n = ..., -1, 0, 1, ...; J_n is SciPy's Bessel function `jv`. The fit is
+    Levenberg-Marquardt least squares, jitted, scanned over steps, vmapped over starts,
+    and differentiated: `jv` has a derivative rule (see `bessel`).
 
-`forecast`: the next year's number from a van der Pol oscillator, which SciPy's
-    `solve_ivp` takes from year to year, and the record corrects each year. Jitted,
-    scanned over years, vmapped over how strongly the oscillator is driven.
+`forecast`: the next year's number from a van der Pol oscillator. SciPy's `solve_ivp`
+    takes it from year to year, and the record corrects it each year. Jitted, scanned
+    over years, vmapped over the strength of the oscillator's drive.
 
 Both are compared with plain NumPy and SciPy. The module needs 64-bit mode.
 """
@@ -36,8 +36,8 @@ from hostcall._cli.text import Array
 
 SIDEBANDS = np.arange(-4, 5)
 CYCLE = 22.1  # years: the magnetic cycle, two sunspot cycles
-AMPLITUDE = 10.0  # of the oscillator, whose square is a sunspot number
-CORRECTION = np.array([0.9, 0.4])  # of its position and speed, a year
+AMPLITUDE = 10.0  # of the oscillator; its square is a sunspot number
+CORRECTION = np.array([0.9, 0.4])  # of the oscillator's position and speed, per year
 
 
 class Sunspots(NamedTuple):
@@ -54,11 +54,11 @@ def load() -> Sunspots:
 
 # --- The modulated cycle --------------------------------------------------------------
 
-START = (50.0, 30.0, 0.0, 11.05, 1.0, 0.0, 0.0)  # its long period is the row's
+START = (50.0, 30.0, 0.0, 11.05, 1.0, 0.0, 0.0)  # `starts` sets the long period
 
 
 def starts(count: int) -> np.ndarray:
-    """(count, 7) parameters to start from, one long period each."""
+    """(count, 7) parameters to start from, each with another long period."""
     made = np.tile(START, (count, 1))
     made[:, 5] = np.linspace(50, 250, count)
     return made
@@ -102,7 +102,7 @@ def fit(start: Array, t: Array, numbers: Array, steps: int) -> tuple[Array, Arra
 
 
 def fit_with_scipy(first: np.ndarray, t: np.ndarray, numbers: np.ndarray) -> Any:
-    """The best that scipy.optimize.least_squares finds from the same starts."""
+    """The best fit of scipy.optimize.least_squares from the same starts."""
     found = [
         scipy.optimize.least_squares(
             lambda p: curve(p, t, np, scipy.special.jv) - numbers,
@@ -127,7 +127,7 @@ def magnetic_field(numbers: np.ndarray) -> np.ndarray:
 
 
 def next_year(state: np.ndarray, drive: np.ndarray) -> np.ndarray:
-    """The oscillator (position, speed) a year later: SciPy, for one row."""
+    """The oscillator's (position, speed) one year later, by SciPy, for one row."""
     w, limit, mu = 2 * np.pi / CYCLE, AMPLITUDE / 2, float(drive)
 
     def slope(_: float, u: np.ndarray) -> list[float]:
@@ -141,7 +141,7 @@ def next_year(state: np.ndarray, drive: np.ndarray) -> np.ndarray:
 @jax.jit  # type: ignore[untyped-decorator]
 @partial(jax.vmap, in_axes=(0, None))
 def forecast(drive: Array, field: Array) -> Array:
-    """Each year's field, as forecast the year before; (years - 1,) a row."""
+    """Each year's field as forecast the year before, (years - 1,) per row."""
 
     def step(state: Array, seen: Array) -> tuple[Array, Array]:
         result = jax.ShapeDtypeStruct(state.shape, state.dtype)

@@ -1,4 +1,4 @@
-"""What the jobs of `python -m hostcall` share: how they print, and how they compare."""
+"""How the jobs of `python -m hostcall` print, and how they compare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def line(name: str, value: object) -> None:
 
 
 def close(ours: Array, plain: Array, tolerance: float) -> float:
-    """The largest difference, which has to be below the tolerance."""
+    """Asserts that the largest difference is within the tolerance, and returns it."""
     difference = float(np.max(np.abs(np.asarray(ours) - np.asarray(plain))))
     assert difference <= tolerance, f"differs by {difference}, allowed is {tolerance}"
     return difference

@@ -1,4 +1,4 @@
-"""`hc.buffer_callback`: host code that works in place on the device's memory."""
+"""`hc.buffer_callback`: host code that works in place in the device's memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def buffer_callback(
     command_buffer_compatible: bool = False,
     order: Order | None = None,
 ) -> Callable[..., Any]:
-    """A function whose results `callback` writes in place, into XLA's own memory.
+    """Makes a function whose results `callback` writes in place into XLA's memory.
 
     Nothing is copied. `callback(ctx, out, *args, **kwargs)` gets an
     `hc.ExecutionContext`, a pytree of writeable `hc.Buffer`s like
@@ -44,47 +44,47 @@ def buffer_callback(
         y = hc.buffer_callback(add_one, jax.ShapeDtypeStruct((), jnp.int32))(x)
 
     Args:
-        callback: returns None. A Buffer is closed when it returns; a view of one that
-            is kept is an error. On a GPU it works on `ctx.stream`. Machine code runs
-            without Python: `hc.native`.
+        callback: returns None. A Buffer is closed when the callback returns; keeping a
+            view of one is an error. On a GPU it works on `ctx.stream`. With
+            `hc.native` it is machine code, which runs without Python.
         result_shape_dtypes: a pytree of anything with `shape` and `dtype`.
-        has_side_effect: runs once for each time the program comes here, in the order
-            of straight-line code (order="unordered").
+        has_side_effect: the callback runs once each time the program comes to it, in
+            the order of straight-line code (order="unordered").
         vmap_method: "sequential", "sequential_unrolled", "expand_dims",
-            "broadcast_all", "legacy_vectorized"; without one vmap is refused.
-        input_output_aliases: {number of an input leaf: number of an output leaf} that
-            share their memory: the output holds the input's values, and XLA need not
-            find another block. Leaves are counted as jax.tree.leaves((args, kwargs))
-            and jax.tree.leaves(result_shape_dtypes) do.
+            "broadcast_all", "legacy_vectorized"; without one, vmap is refused.
+        input_output_aliases: {number of an input leaf: number of an output leaf}, for
+            pairs that share their memory: the output starts with the input's values,
+            and XLA needs no second block. Leaves are counted as
+            jax.tree.leaves((args, kwargs)) and jax.tree.leaves(result_shape_dtypes) do.
         command_buffer_compatible: on a GPU the callback may be recorded: it runs once,
             and what it put on `ctx.stream` runs every time.
-        order: "pure", "unordered" or "ordered", as of `hc.call`; in place of
+        order: "pure", "unordered" or "ordered", as in `hc.call`; replaces
             `has_side_effect`.
 
     Returns:
-        A function of pytrees of arrays and numbers, which gives jax.Arrays in the
+        A function of pytrees of arrays and numbers, which returns jax.Arrays in the
         structure of `result_shape_dtypes`.
 
     Raises:
-        SpecError: a call that is written wrong.
+        SpecError: an argument or option is wrong.
         ValueError: aliases that do not fit; 64-bit types outside of the 64-bit mode;
             under jvp, grad and transposition.
         NotImplementedError: under vmap without a `vmap_method`.
         jax.errors.JaxRuntimeError: when the program runs and `callback` raises, returns
             a value (ValueError), keeps a view (EscapeError), or has written to an input
-            (ResultError; see docs/buffers.md for when that is seen).
+            (ResultError; docs/buffers.md says when that is seen).
             `hostcall.reraise()` and `hostcall.last_error()` give the exception itself.
 
-    Memory: what the callback does not write of an output of up to 4096 bytes is zero,
-    of a larger one anything. With HOSTCALL_DEBUG=1 in the environment that is an
-    error (UnwrittenError).
+    Memory: the part of an output that the callback does not write is zero in outputs of
+    up to 4096 bytes, and undefined in larger ones. With HOSTCALL_DEBUG=1 in the
+    environment, not writing it is an error (UnwrittenError).
 
     Under transformations: jit, scan, while_loop, cond, remat, shard_map: as `hc.call`
     of the same order. In a jitted program over sharded arrays one device calls, with
     the whole values.
 
-    Cost: on a CPU 0.4 us, 0.25 for each numpy.asarray, and 1 where `out` or the
-    arguments are trees; JAX's takes 1.4 and 0.5.
+    Cost: on a CPU 0.4 us, 0.25 for each numpy.asarray, and 1 if `out` or the arguments
+    are trees; JAX's takes 1.4 and 0.5.
 
     Source: the documentation of jax.experimental.buffer_callback.
     """
@@ -146,7 +146,7 @@ def _described(leaf: Any, name: str) -> Any:
 
 
 def _operand(leaf: Any) -> Any:
-    """What the primitive takes; refuses integers that JAX would cut off."""
+    """The operand of the primitive; refuses integers that JAX would truncate."""
     leaf = raw_keys(leaf)
     _jax.check_arg(leaf)
     return leaf if isinstance(leaf, jax.Array) else canonical(leaf)
@@ -202,7 +202,7 @@ def _read_aliases(wanted: Any) -> list[tuple[int, int]]:
 def _check_aliases(
     wanted: list[tuple[int, int]], operands: list[Any], avals: tuple[Any, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """(input, output) pairs, each of one shape and dtype."""
+    """The (input, output) pairs, checked: each has one shape and dtype."""
     pairs: list[tuple[int, int]] = []
     for i, o in wanted:
         says = f"input_output_aliases contains the mapping '{i}:{o}'"

@@ -42,7 +42,7 @@ def pure_callback(
     Args:
         callback: a function without side effects; it may be called more often than
             the program says, or not at all.
-        result_shape_dtypes: a pytree of anything with `shape` and `dtype`, as many
+        result_shape_dtypes: a pytree of anything with `shape` and `dtype`, with as many
             leaves as `callback` returns.
         *args: pytrees of arrays and numbers.
         sharding: in a jitted program over several devices, the single-device sharding
@@ -51,8 +51,8 @@ def pure_callback(
             "broadcast_all", "legacy_vectorized"; without one, "sequential".
         vectorized: the older form of `vmap_method`: True for "legacy_vectorized",
             False for "sequential".
-        arrays: what `callback` gets: "jax", jax.Arrays on a CPU device of hostcall's
-            own, on which it may compute; "numpy", NumPy arrays, ten times faster.
+        arrays: what `callback` gets: "jax" for jax.Arrays on hostcall's own CPU device,
+            on which it may compute; "numpy" for NumPy arrays, ten times faster.
         **kwargs: as `args`.
 
     Returns:
@@ -67,8 +67,8 @@ def pure_callback(
 
     Under transformations: as `hc.call` with order="pure".
 
-    Cost: on a CPU 6 us a call of a scalar, 1 us with arrays="numpy"; JAX's takes 45.
-    The program runs on the thread that dispatches it, as JAX's does.
+    Cost: on a CPU 6 us for a call with a scalar, 1 us with arrays="numpy"; JAX's takes
+    45. The program runs on the thread that dispatches it, as JAX's does.
 
     Source: JAX's guide "External callbacks". Today's JAX refuses vmap without a
     `vmap_method`, and has no `vectorized`; `hc.patch_jax()` installs that form.
@@ -103,15 +103,15 @@ def io_callback(
 ) -> Any:
     """`jax.experimental.io_callback` on hostcall's engine.
 
-    Where nothing comes back, `hc.tap` does not make the program wait; `hc.call` with an
-    `order` lifts what is refused here.
+    If nothing comes back, prefer `hc.tap`, for which the program does not wait.
+    `hc.call` with an `order` has none of the restrictions below.
 
     Args:
-        callback: any function; it runs once for each time the program comes here.
+        callback: any function; it runs once each time the program comes to it.
         result_shape_dtypes: as in `hc.pure_callback`; None for no results.
         *args: pytrees of arrays and numbers.
         sharding: as in `hc.pure_callback`.
-        ordered: after the ordered callback before it, across programs.
+        ordered: runs it after the ordered callback before it, across programs.
         arrays: as in `hc.pure_callback`.
         **kwargs: as `args`.
 
@@ -124,8 +124,8 @@ def io_callback(
         NotImplementedError: under vmap of cond and of while_loop, and under remat.
         jax.errors.JaxRuntimeError: as from `hc.pure_callback`.
 
-    Under transformations: jit, scan, while_loop, cond, shard_map, pmap: once for each
-        time (a device). vmap: once a row, in row order.
+    Under transformations: jit, scan, while_loop, cond, shard_map, pmap: once each time
+        (and on each device). vmap: once for each row, in row order.
 
     Cost: as `hc.pure_callback`; a program with an effect does not have JAX's fast
     dispatch.
@@ -163,8 +163,9 @@ def call_back(
     arrays: str,
     **options: Any,
 ) -> Any:
-    """The call itself; here no keyword of the callback's is an option. Without a
-    `vmap_method` it refuses vmap, as today's JAX does.
+    """Makes the call. All keywords in `kwargs` are the callback's, none are options.
+
+    Without a `vmap_method` it refuses vmap, as today's JAX does.
     """
     leaves, in_tree = jax.tree.flatten((args, kwargs))
     operands = [raw_keys(leaf) for leaf in leaves]
@@ -183,7 +184,7 @@ def call_back(
 
 
 def raw_keys(leaf: Any) -> Any:
-    """JAX's callbacks get the blocks behind typed PRNG keys."""
+    """The leaf; for a typed PRNG key its block, which is what JAX's callbacks get."""
     if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
         return jax.random.key_data(leaf)
     return leaf

@@ -30,27 +30,27 @@ def callback(
 ) -> Callable[..., None] | None:
     """`jax.debug.callback` on hostcall's engine.
 
-    Called without a function it takes the options and gives a function that takes
+    Called without a function, it takes the options and returns a function that takes
     `callback` and its arguments: `debug.callback(ordered=True)(f, x, ordered=x)`.
 
     Args:
-        callback: a function whose results nobody wants.
+        callback: a function that is called for its effects; its results are dropped.
         *args: pytrees. Arrays and numbers arrive as arrays, other leaves as they are.
-        ordered: after the ordered callback and print before it, across programs; in
-            programs of one device.
-        partitioned: in a jitted program over several devices, each calls for its own
-            part of the values, which then are not gathered.
+        ordered: runs it after the ordered callback or print before it, across programs;
+            only in programs on one device.
+        partitioned: in a jitted program over several devices, each device calls for its
+            own part of the values, which then are not gathered.
         arrays: "jax" or "numpy", as in `hc.pure_callback`.
         **kwargs: as `args`.
 
     Raises:
         TypeError: `callback` can't be called.
-        jax.errors.JaxRuntimeError: when the program runs and `callback` fails. Outside
-            of a program what it raised comes out.
+        jax.errors.JaxRuntimeError: when the program runs and `callback` fails. An eager
+            call raises the callback's own exception.
 
-    Under transformations: as it stands, nothing added: once a row under vmap, in row
-    order; grad and jvp see the primal values; remat runs it again where the policy
-    computes its arguments again; shard_map and pmap once a device.
+    Under transformations: vmap: once for each row, in row order. grad and jvp: the
+    primal values. remat: again, if the policy computes its arguments again. shard_map
+    and pmap: once for each device.
 
     Cost: that of `hc.io_callback`.
 
@@ -65,7 +65,7 @@ def callback(
 def two_calls(
     args: Any, kwargs: Any, ordered: bool, partitioned: bool, arrays: str
 ) -> Callable[..., None]:
-    """Options first; then the function and its arguments, whatever their names."""
+    """JAX's two-call form: the options first, then the function and its arguments."""
     _refuse_arguments("debug_callback", args, kwargs)
 
     def call(callback: Callable[..., None], *c_args: Any, **c_kwargs: Any) -> None:
@@ -82,7 +82,7 @@ def call_back(
     partitioned: bool,
     arrays: str,
 ) -> None:
-    """The call itself; here no keyword is an option."""
+    """Makes the call. All keywords in `kwargs` are the callback's, none are options."""
     if not callable(callback):
         raise TypeError(
             "first argument to jax.debug.callback must be callable, but got an object"
@@ -111,24 +111,24 @@ def print(
 ) -> Callable[..., None] | None:
     """`jax.debug.print` on hostcall's engine: writes `fmt.format(*args, **kwargs)`.
 
-    Called without a format it takes the options and gives a function that takes `fmt`
-    and its arguments.
+    Called without a format, it takes the options and returns a function that takes
+    `fmt` and its arguments.
 
     Args:
         fmt: a format string with braces, or a text that the arguments follow.
         *args: pytrees, formatted as JAX's arrays are.
         ordered: as in `hostcall.debug.callback`.
-        partitioned: likewise.
-        skip_format_check: takes the format as it is.
+        partitioned: as in `hostcall.debug.callback`.
+        skip_format_check: does not check that `fmt` and the arguments fit.
         **kwargs: as `args`, by name.
 
     Raises:
         ValueError: arguments that `fmt` does not use.
-        KeyError, IndexError: `fmt` names one that is not there.
+        KeyError, IndexError: `fmt` names an argument that is not there.
 
-    NumPy's print options count as they are when the program is traced.
+    NumPy's print options are those at the time when the program is traced.
 
-    Cost: 1 us to call, and what formatting takes; JAX's takes 50.
+    Cost: 1 us for the call, plus the formatting; JAX's takes 50.
     """
 
     def call(fmt: str, *c_args: Any, **c_kwargs: Any) -> None:
@@ -166,7 +166,7 @@ def _refuse_arguments(name: str, args: Any, kwargs: Any) -> None:
 
 
 def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
-    """What can be traced goes to the program, the rest to the function as it is."""
+    """Traceable leaves become operands; the others stay in the template as they are."""
     leaves, treedef = _jax.flatten_with_refs((args, kwargs))
     operands: list[Any] = []
     marks: list[Any] = []
@@ -181,7 +181,9 @@ def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
 
 @dataclass(frozen=True)
 class Line:
-    """Equal for equal lines, so that tracing again finds what was compiled."""
+    """One print statement. Equal lines compare equal, so that tracing a program again
+    finds what was compiled.
+    """
 
     fmt: str
     has_fields: bool
@@ -208,8 +210,9 @@ class Line:
         return self.fmt.format(*map(_bare, args), **named)
 
     def of_scalars(self, args: Any, kwargs: Any) -> bool:
-        """Whether no print option counts, all values being scalars of NumPy's. Setting
-        the options takes three times as long as a line.
+        """Whether all values are NumPy scalars, which no print option changes.
+
+        Setting the options takes three times as long as printing a line.
         """
         return ("legacy", False) in self.options and all(
             isinstance(value, np.ndarray) and value.ndim == 0
@@ -218,22 +221,24 @@ class Line:
 
 
 def _bare(value: Any) -> Any:
-    """As a jax.Array formats itself."""
+    """The value in the form in which a jax.Array formats itself."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         return value[()]
     return value
 
 
 def _has_fields(fmt: str) -> bool:
-    """As JAX sees it: whether a field follows the first stretch of text."""
+    """Whether JAX takes `fmt` for a format: a field follows its first piece of text."""
     for _, field, *_ in string.Formatter().parse(fmt):
         return field is not None
     return False
 
 
 def _is_plain(fmt: str, template: Template, positional: int, kwargs: Any) -> bool:
-    """Whether NumPy's arrays would be written just as JAX's: bare arguments in fields
-    without conversion, attribute or index.
+    """Whether NumPy arrays would be formatted just as JAX's are.
+
+    They are if all arguments are bare arrays, in fields without a conversion, an
+    attribute or an index.
     """
     bare = jax.tree.structure(((0,) * positional, dict.fromkeys(kwargs, 0)))
     if template.treedef != bare or not _has_fields(fmt):
@@ -250,7 +255,7 @@ def _is_plain(fmt: str, template: Template, positional: int, kwargs: Any) -> boo
 
 
 class _Checker(string.Formatter):
-    """Finds what a format leaves out, without formatting."""
+    """Finds the arguments that a format leaves out, without formatting."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         del value, format_spec

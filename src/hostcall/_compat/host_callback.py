@@ -47,7 +47,7 @@ _jax.define_old_flags(
         ),
         "jax_host_callback_outfeed": (
             False,
-            "Taken, and without meaning: there is one implementation, which has what"
+            "Accepted, but without effect: there is one implementation, which has what"
             " only the outfeed had (device_index, errors at barrier_wait).",
         ),
     }
@@ -55,7 +55,7 @@ _jax.define_old_flags(
 
 
 class CallbackException(Exception):
-    """Raised by `barrier_wait` where callbacks have raised; the last is its cause."""
+    """Raised by `barrier_wait` if callbacks have raised; the last one is its cause."""
 
 
 TapFunctionException = CallbackException
@@ -70,35 +70,35 @@ def id_tap(
     device_index: int = 0,
     **kwargs: Any,
 ) -> Any:
-    """Is the identity, and calls `tap_func(arg, transforms)` on the host.
+    """Returns its argument, and calls `tap_func(arg, transforms)` on the host.
 
-    The program does not wait for `tap_func`. On each device taps are delivered in the
-    order in which it comes to them.
+    The program does not wait for `tap_func`. On each device, taps are delivered in the
+    order in which the program comes to them.
 
     Args:
         tap_func: gets `arg` with NumPy arrays, and the transformations that the tap
-            has gone through, ("batch", {"batch_dims": ...}) for a vmap.
+            has gone through, such as ("batch", {"batch_dims": ...}) for a vmap.
         arg: a pytree of arrays and numbers.
-        result: what to give back in place of `arg`. It is not sent to the host.
+        result: a value to return instead of `arg`. It is not sent to the host.
         tap_with_device: calls `tap_func(arg, transforms, device=device)`.
         device_index: in a jitted program over sharded arrays, which device taps the
             whole value.
         **kwargs: refused.
 
     Returns:
-        `arg`, or `result` where that is given.
+        `arg`, or `result` if that is given.
 
     Raises:
-        TypeError: for other keywords, for what is no function, for leaves that JAX
-            does not take. What `tap_func` raises is logged, and raised by the next
-            `barrier_wait`.
+        TypeError: other keywords are given, `tap_func` is not callable, or JAX does
+            not take a leaf. An exception of `tap_func` is logged, and raised by the
+            next `barrier_wait`.
 
     Under transformations:
-        vmap: one tap of the batch. jvp, grad: primal values; where tangents are tapped
+        vmap: one tap of the batch. jvp, grad: the primal values; if tangents are tapped
         (in a custom_jvp) and then transposed, the cotangents, with ("transpose", {}).
-        With the flag jax_host_callback_ad_transforms pairs of primals and tangents,
+        With the flag jax_host_callback_ad_transforms, pairs of primals and tangents,
         with ("jvp", {}). remat: again where the value is computed again. pmap,
-        shard_map: each device its own. jit over sharded arrays: once.
+        shard_map: each device taps its own values. jit over sharded arrays: once.
 
     Cost: that of `hostcall.tap`.
 
@@ -146,17 +146,17 @@ def id_print(
 ) -> Any:
     r"""`id_tap` with a function that prints.
 
-    First a line of the keywords, sorted, `transforms` and `device` among them; then
-    `arg`, arrays as `numpy.array2string` writes them.
+    It prints a line of the keywords, sorted, with `transforms` and `device` among them;
+    then `arg`, with arrays as `numpy.array2string` writes them.
 
     Args:
-        arg: as `id_tap`.
-        result: as `id_tap`.
+        arg: as in `id_tap`.
+        result: as in `id_tap`.
         tap_with_device: prints the device too.
-        device_index: as `id_tap`.
+        device_index: as in `id_tap`.
         output_stream: each line goes to `output_stream.write(line + "\n")`; None
             for `print`.
-        threshold: of `numpy.array2string`.
+        threshold: as in `numpy.array2string`.
         **kwargs: printed as `key: value`.
 
     Returns:
@@ -182,13 +182,13 @@ def call(
     call_with_device: bool = False,
     device_index: int = 0,
 ) -> Any:
-    """Calls `callback_func(arg)` on the host, and gives its result to the program.
+    """Calls `callback_func(arg)` on the host, and returns its result to the program.
 
     Args:
         callback_func: gets `arg` with NumPy arrays, returns a pytree of arrays.
         arg: a pytree of arrays and numbers.
         result_shape: a pytree like the result, of numbers or of anything with `shape`
-            and `dtype`; None or () for none.
+            and `dtype`; None or () for no result.
         call_with_device: calls `callback_func(arg, device=device)`.
         device_index: as in `id_tap`.
 
@@ -196,7 +196,7 @@ def call(
         What `callback_func` returned, as jax.Arrays.
 
     Raises:
-        ValueError: a `result_shape` that says no shape.
+        ValueError: `result_shape` does not describe shapes.
         NotImplementedError: under vmap and under differentiation. Give a rule with
             jax.custom_batching, jax.custom_jvp or jax.custom_vjp, or use
             `hostcall.call`.
@@ -248,14 +248,14 @@ def _aval(described: Any) -> Any:
 
 
 def barrier_wait(logging_name: str | None = None) -> None:
-    """Waits until all programs under way have run, and their callbacks too.
+    """Waits until all running programs have finished, and their callbacks too.
 
     Args:
-        logging_name: for the log.
+        logging_name: a name for the log.
 
     Raises:
         CallbackException: callbacks have raised since the last time. Its text has the
-            traceback of the last, which is its `__cause__`.
+            traceback of the last exception, which is its `__cause__`.
     """
     name = logging_name or ""
     logger.debug("barrier_wait[%s]: start", name)
@@ -276,7 +276,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
 def stop_outfeed_receiver() -> None:
     """Waits for callbacks, as the old function did before it stopped their receiver.
 
-    There is no receiver here to stop, and no outfeed to free.
+    Here there is no receiver to stop, and no outfeed to free.
     """
     delivery.flush(None, "stop_outfeed_receiver()")
 
@@ -285,7 +285,7 @@ _followed: int | None = None
 
 
 def _follow_queue_flag() -> None:
-    """The flag bounds the queue of all taps, where it has been set."""
+    """Bounds the queue of all taps by the old flag, once that has been set."""
     global _followed
     size = _jax.old_flag("jax_host_callback_max_queue_byte_size")
     if size == _followed:
@@ -328,9 +328,7 @@ def _print_tap_func(
 
 
 def _document(value: Any, threshold: int | None) -> Any:
-    """A pytree as JAX's pretty printer lays it out: on one line where that is wide
-    enough.
-    """
+    """A pytree as JAX's pretty printer lays it out: on one line if it fits."""
     pp = _jax.pretty_printer
 
     def group(opening: str, parts: list[Any], closing: str) -> Any:

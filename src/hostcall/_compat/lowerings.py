@@ -1,10 +1,10 @@
-"""What lowers JAX's own callback primitives on hostcall's engine.
+"""Lowerings of JAX's own callback primitives to hostcall's engine.
 
-`patch_jax` puts other functions under JAX's names. Who took a function before (most
-libraries import by name) still binds JAX's primitives, and a few programs emit a
-callback themselves, below all primitives. Both are met here, where a program is
-lowered: the engine makes the call, and all else (batching, derivatives, refusals) stays
-JAX's.
+`patch_jax` puts hostcall's functions under JAX's names, but that does not reach all
+callbacks. Code that imported a function before the patch (most libraries import by
+name) still binds JAX's primitive. And a few programs emit a callback themselves, below
+all primitives. Both are caught here, where a program is lowered: the engine makes the
+call, and all else (batching, derivatives, refusals) stays JAX's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hostcall._primitives.buffer import lowering as buffer_lowering
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.drop_in import lowering
 
-_arrays = "jax"  # what callbacks get
+_arrays = "jax"  # what callbacks get; `hand_out` sets it
 
 
 # --- Primitives -----------------------------------------------------------------------
@@ -53,7 +53,7 @@ def _results(avals: Sequence[Any]) -> Results:
 
 
 def _place(ctx: Any, fn: Callable[..., Any]) -> Place:
-    """The line that called; where JAX does not tell it, that of the function."""
+    """The line that called; if JAX does not know it, the line of the function."""
     line = _jax.line_of(ctx)
     return place_of(fn) if line is None else Place(*line)
 
@@ -87,7 +87,10 @@ def _lower_io(
 
 
 def _open(callback: Any, operands: int) -> tuple[Callable[..., Any], Template]:
-    """The user's function, where JAX's wrapping of it is the one we know."""
+    """(the user's function, its arguments' tree), if JAX wrapped it as we know.
+
+    Otherwise the wrapped function, with flat arguments.
+    """
     if isinstance(callback, _jax.FlatCallback):
         return callback.callback_func, _template(callback.in_tree)
     return callback, _flat(operands)
@@ -169,7 +172,7 @@ def emit_python_callback(
     partitioned: bool = False,
     sharding: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """As JAX's of this name. `callback` gets NumPy arrays and gives a sequence."""
+    """JAX's function of this name. `callback` gets NumPy arrays, returns a sequence."""
     if _jax.platforms(ctx) != ("cpu",) or partitioned:
         out: tuple[Any, Any, Any] = _jax.emit_python_callback(
             ctx,
@@ -217,10 +220,10 @@ def emit_python_callback(
 
 
 class _Sequence:
-    """A callback that returns one value a result, whatever each of them is."""
+    """A callback that returns a sequence with one value per result."""
 
     def __init__(self, callback: Callable[..., Any], results: int) -> None:
-        self.func = callback  # as functools.partial calls it
+        self.func = callback  # named as in functools.partial, so the name is found
         self._results = results
 
     def __call__(self, *args: Any) -> tuple[np.ndarray, ...]:
@@ -233,11 +236,13 @@ class _Sequence:
         return tuple(map(np.asarray, out))
 
 
-# --- Taking their places --------------------------------------------------------------
+# --- Taking the places of JAX's -------------------------------------------------------
 
 
 class Hooks:
-    """The lowerings of JAX's primitives and `emit_python_callback`, ours while held."""
+    """Replaces the lowerings of JAX's primitives and `emit_python_callback`, until
+    `release`.
+    """
 
     def __init__(self) -> None:
         self._restore = [
@@ -249,11 +254,11 @@ class Hooks:
             _set_emit(name, emit_python_callback)
 
     def release(self) -> None:
-        """Puts back what was there."""
+        """Restores what was there before."""
         for restore in self._restore:
             restore()
         for name, function in self._emit.items():
-            if _emit_of(name) is emit_python_callback:  # else somebody came after us
+            if _emit_of(name) is emit_python_callback:  # else replaced again since
                 _set_emit(name, function)
 
 
@@ -266,13 +271,13 @@ def _set_emit(module: str, function: Any) -> None:
 
 
 def hand_out(arrays: str) -> None:
-    """What callbacks of JAX's primitives get from now on."""
+    """Sets what callbacks of JAX's primitives get from now on."""
     global _arrays
     arrays_of(arrays)
     _arrays = arrays
 
 
 def forget_programs() -> None:
-    """What was compiled before goes: its callbacks are not where they should be."""
+    """Drops all compiled programs: their callbacks run on the engine of before."""
     if _jax.back_ends_started():
         jax.clear_caches()

@@ -1,9 +1,9 @@
-"""The primitive behind `hostcall.host_callback`, as the old module had it.
+"""The primitive behind `hostcall.host_callback`, with the old module's semantics.
 
-One primitive serves taps, which are the identity on their arguments, and calls. It
-records the transformations that it goes through, instead of turning into them: a
-batched tap is one tap of the batch that says so. In a program it becomes a tap or a
-call of this library.
+One primitive serves taps, which return their arguments, and calls. Instead of being
+transformed, it records each transformation: a batched tap is one tap of the whole
+batch, and its function is told that it was batched. When it is lowered, it becomes a
+tap or a call of this library.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Outside:
 
     Attributes:
         fn: the user's function.
-        identity: a tap, whose results are its arguments; else a call.
-        with_device: the function takes the device by keyword.
-        arg_tree: of its argument.
-        result_tree, avals: of what a call returns.
-        device_index: in a program that is split over devices, which of them calls.
+        identity: True for a tap, which returns its arguments; False for a call.
+        with_device: whether the function takes the device as a keyword.
+        arg_tree: the treedef of its argument.
+        result_tree, avals: the treedef and the avals of a call's result.
+        device_index: in a program over several devices, which of them calls.
         transforms: (name, ...) of each transformation, the first one first.
     """
 
@@ -63,7 +63,7 @@ class Outside:
 
     @property
     def unpacked(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """As the user's function sees them."""
+        """The transformations as the user's function gets them."""
         return tuple(
             (name, {"batch_dims": rest[0]} if name == "batch" else {})
             for name, *rest in self.transforms
@@ -77,7 +77,7 @@ _last: tuple[Exception, str] | None = None
 
 
 def take_last_exception() -> tuple[Exception, str] | None:
-    """What a callback raised last, with its traceback's text; then forgotten."""
+    """The last exception of a callback and its traceback's text, which it forgets."""
     global _last
     with _lock:
         taken, _last = _last, None
@@ -86,7 +86,7 @@ def take_last_exception() -> tuple[Exception, str] | None:
 
 @dataclass(frozen=True)
 class Host:
-    """What the engine calls with the arrays of one equation."""
+    """The callable that the engine runs with the arrays of one equation."""
 
     params: Outside
 
@@ -101,8 +101,9 @@ class Host:
 
 
 def run(params: Outside, arrays: Any, device: Any) -> Any:
-    """Calls the user's function. What it raises is kept for `barrier_wait`; only a call
-    hands it on, since its program has no result then.
+    """Calls the user's function, and keeps its exception for `barrier_wait`.
+
+    Only a call raises the exception too, since its program then lacks a result.
     """
     global _last
     fn = params.fn.value
@@ -131,7 +132,7 @@ def run(params: Outside, arrays: Any, device: Any) -> Any:
 
 
 def check_result(params: Outside, value: Any) -> tuple[np.ndarray, ...]:
-    """The leaves of what a call's function returned."""
+    """The leaves of a call's result, checked."""
     fn = params.fn.value
     leaves, tree = jax.tree.flatten(value)
     if tree != params.result_tree:
@@ -170,10 +171,10 @@ def inline() -> bool:
 
 
 def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
-    """The tap or the call itself; `devices` are those of a program over several."""
+    """Emits the tap or the call; `devices` are those of a program over several."""
     if devices is not None and params.device_index >= len(devices):
         raise ValueError(
-            f"hostcall: device_index={params.device_index}, and the program runs on"
+            f"hostcall: device_index={params.device_index}, but the program runs on"
             f" {len(devices)} devices"
         )
     if not params.identity:
@@ -242,8 +243,9 @@ def _jvp(primals: Any, tangents: Any, *, params: Outside) -> tuple[Any, Any]:
 
 
 def _partial_eval(trace: Any, *tracers: Any, params: Outside) -> list[Any]:
-    """Where primals are known and tangents are not, there are two taps: one of the
-    primals now, one of both in the linear program.
+    """Splits a tap of (primals, tangents), if only the primals are known.
+
+    It becomes two taps: one of the primals now, and one of both in the linear program.
     """
 
     def default(operands: Any, params: Outside) -> Any:
@@ -274,7 +276,7 @@ def _transpose(cotangents: Any, *operands: Any, params: Outside) -> list[Any]:
     tapped = params.with_transform("transpose")
     if params.transforms[-1:] != (("jvp",),):
         outs = outside_call_p.bind(*back, params=tapped)
-    else:  # of the pair of primals and tangents, only the tangents are linear
+    else:  # a tap of (primals, tangents): only the tangents are linear
         n = len(operands) // 2
         first, _ = params.arg_tree.unflatten(operands)
         tree = jax.tree.structure(first, is_leaf=_jax.is_undefined_primal)
@@ -290,7 +292,7 @@ def _transpose(cotangents: Any, *operands: Any, params: Outside) -> list[Any]:
 
 
 def _remat(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
-    """Twice: in the forward pass, and where its values are computed again."""
+    """Taps in the forward pass, and again where its values are computed again."""
     del saveable
     n = len(eqn.outvars)
     residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]

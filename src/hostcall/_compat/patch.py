@@ -1,4 +1,17 @@
-"""`hc.patch_jax`: every program's callbacks on hostcall's engine."""
+"""`hc.patch_jax`: runs every program's callbacks on hostcall's engine.
+
+The idea: callbacks reach a program in three ways, and each is redirected where it
+passes.
+
+  * Functions looked up under JAX's names at the time of the call. The functions of
+    `_REPLACEMENTS` stand there while a patch is active.
+  * JAX's primitives, bound by code that imported JAX's functions before the patch, and
+    `emit_python_callback`. `lowerings` replaces how they are lowered.
+  * Programs that were compiled before. Their caches are dropped at each change.
+
+Patches nest: the last active one says which arrays callbacks get. When none is left,
+everything that still bears the patch is put back.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +139,7 @@ def _buffer_callback(
 
 
 def _effects_barrier() -> None:
-    """`jax.effects_barrier`, and then what taps have queued is delivered."""
+    """`jax.effects_barrier`, which also waits until queued taps are delivered."""
     _ORIGINALS["jax.effects_barrier"]()
     delivery.flush(None, "jax.effects_barrier()")
 
@@ -142,7 +155,8 @@ _REPLACEMENTS: dict[str, Any] = {
     f"{_BUFFERS}.Buffer": buffer.Buffer,
     f"{_BUFFERS}.ExecutionContext": buffer.ExecutionContext,
 }
-# JAX's own, for what stays with them: taken once, so that no wrapper of ours is.
+# The original JAX functions, saved once at import, so that a wrapper of ours never
+# wraps another.
 _ORIGINALS = {
     "jax.debug.callback": jax.debug.callback,
     "jax.debug.print": jax.debug.print,
@@ -157,10 +171,10 @@ for _name, _function in _REPLACEMENTS.items():
 # --- Patching ------------------------------------------------------------------------
 
 _lock = threading.RLock()
-_active: list[Patch] = []  # the last one counts; empty: JAX is as it was
-_replaced: dict[str, Any] = {}  # what stood under JAX's names when they were taken
+_active: list[Patch] = []  # the last one counts; empty if JAX is not patched
+_replaced: dict[str, Any] = {}  # what stood under JAX's names before the patch
 _hooks_held: lowerings.Hooks | None = None
-_choice: str | None = None  # what callbacks get; None: not patched
+_choice: str | None = None  # what callbacks get; None if JAX is not patched
 
 
 def _arrays() -> str:
@@ -168,8 +182,9 @@ def _arrays() -> str:
 
 
 class Patch:
-    """What `patch_jax` gives. As a context manager it ends with its block; the patch
-    that was there before, or is still, counts again.
+    """What `patch_jax` returns. As a context manager it ends the patch with its block.
+
+    The patch that was active before it, and still is, counts again then.
     """
 
     def __init__(self, arrays: str) -> None:
@@ -201,38 +216,38 @@ class Patch:
 
 
 def patch_jax(arrays: str = "jax") -> Patch:
-    """Lets every program's callbacks run on hostcall's engine.
+    """Runs every program's callbacks on hostcall's engine.
 
     `jax.pure_callback`, `jax.experimental.io_callback`, `jax.debug.callback`,
     `jax.debug.print`, `jax.experimental.buffer_callback` and `jax.effects_barrier`
-    become hostcall's; programs that took JAX's functions before, and JAX's own (Pallas
-    in interpret mode, checkify), are met where they are lowered. On platforms that the
-    engine does not serve, and inside Pallas kernels, they stay JAX's.
-    `jax.experimental.host_callback`, which JAX has removed, can be imported again
-    (`hostcall.host_callback`).
+    become hostcall's. Callbacks of code that imported JAX's functions before, and JAX's
+    own callbacks (Pallas in interpret mode, checkify), are redirected when their
+    programs are lowered. On platforms that the engine does not serve, and inside Pallas
+    kernels, callbacks stay JAX's. `jax.experimental.host_callback`, which JAX has
+    removed, can be imported again (`hostcall.host_callback`).
 
-    Best before the first program is traced. If a back end runs already, JAX's caches
-    are cleared, so that programs are compiled again; an executable that somebody holds
-    (ahead-of-time compiled) stays as it is. No back end is started. Calling it again is
-    fine, also from several threads. Without changing a program: `python -m hostcall run
-    script.py`, or HOSTCALL_PATCH=1 in the environment.
+    Patch before the first program is traced, if you can. If a back end runs already,
+    JAX's caches are cleared, so that programs are compiled again; an executable that
+    was compiled ahead of time stays as it is. No back end is started. Calling it again
+    is fine, also from several threads. To patch without changing a program:
+    `python -m hostcall run script.py`, or HOSTCALL_PATCH=1 in the environment.
 
     Args:
         arrays: what callbacks get. "jax": jax.Arrays, as from JAX. "numpy": NumPy
-            arrays, which is faster, and cures functions that choke on jax.Arrays.
+            arrays, which is faster, and helps functions that fail on jax.Arrays.
 
     Returns:
         An object that ends the patch as a context manager: `with hc.patch_jax(): ...`
 
     Raises:
-        SpecError: for another value of `arrays`.
+        SpecError: `arrays` has another value.
     """
     arrays_of(arrays)
     with _lock:
         while len(_active) > 1 and all(
             not patch.entered and patch.arrays == arrays for patch in _active[-2:]
         ):
-            _active.pop()  # said again and again
+            _active.pop()  # repeated equal patches take up no room
         patch = Patch(arrays)
         _active.append(patch)
         _apply()
@@ -240,14 +255,14 @@ def patch_jax(arrays: str = "jax") -> Patch:
 
 
 def unpatch_jax() -> None:
-    """Puts everything back that `patch_jax` replaced. Without a patch does nothing."""
+    """Puts back everything that `patch_jax` replaced. Does nothing without a patch."""
     with _lock:
         _active.clear()
         _apply()
 
 
 def _apply() -> None:
-    """Makes JAX what the last active patch says. The lock is held."""
+    """Makes JAX as the last active patch says. The caller holds the lock."""
     global _choice, _hooks_held
     choice = _active[-1].arrays if _active else None
     if choice == _choice:
@@ -261,7 +276,7 @@ def _apply() -> None:
             _replaced[name] = _replace(name, function)
     elif choice is None:
         for name, function in _replaced.items():
-            if _get(name) is _REPLACEMENTS[name]:  # else somebody patched after us
+            if _get(name) is _REPLACEMENTS[name]:  # else replaced again since the patch
                 _replace(name, function)
         _revive(False)
         assert _hooks_held is not None
@@ -275,8 +290,9 @@ _OLD_MODULE = "jax.experimental.host_callback"
 
 
 def _revive(there: bool) -> None:
-    """`jax.experimental.host_callback` can be imported again, or no longer."""
-    host_callback = importlib.import_module("hostcall.host_callback")  # lies above
+    """Makes `jax.experimental.host_callback` importable, or removes it again."""
+    # Imported here because that module imports this wing.
+    host_callback = importlib.import_module("hostcall.host_callback")
     if there and _OLD_MODULE not in sys.modules:
         sys.modules[_OLD_MODULE] = host_callback
         jax.experimental.host_callback = host_callback
@@ -291,7 +307,7 @@ def _get(name: str) -> Any:
 
 
 def _replace(name: str, function: Any) -> Any:
-    """Gives what stood there."""
+    """Puts `function` under `name`; returns what stood there."""
     module, attribute = name.rsplit(".", 1)
     home = importlib.import_module(module)
     before = getattr(home, attribute)
