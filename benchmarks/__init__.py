@@ -1,7 +1,16 @@
 """The table of targets: `python -m benchmarks`.
 
-harness.py      rows, cases, targets; how they are timed
-rows_call.py    calls in compiled programs
-rows_around.py  dispatch, eager calls, import, tracing
-render.py       the Markdown table, the JSON, the machine
+harness.py       rows, cases and targets, and how they are timed
+render.py        the Markdown table, the JSON, the machine
+rows_call.py     calls in compiled programs
+rows_devices.py  calls in programs over several devices
+rows_parallel.py parallel rows on pools
+rows_growth.py   the cost of one among many
+rows_around.py   dispatch, eager calls, import, tracing
+rows_tap.py      taps
+rows_drop_in.py  the drop-ins beside JAX's callbacks
+rows_buffers.py  buffer callbacks
+rows_host.py     host functions with derivatives
+rows_bridge.py   the torch bridge
+rows_gpu.py      calls and taps on a GPU
 """

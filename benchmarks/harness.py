@@ -2,11 +2,11 @@
 
 A row holds cases that do the same work in different ways. They run in one process, in
 turn: case 1, case 2, ..., case 1, case 2, ..., so that a machine that is slower for a
-second is slower for all of them. A case returns one figure a round. The figure shown
-is the median of the rounds; a ratio is the median of the rounds' ratios, which drifts
-less than the ratio of two medians.
+second is slower for all of them. A case returns one figure per round. The table shows
+the median of the rounds; a ratio is the median of the rounds' ratios, which drifts less
+than the ratio of two medians.
 
-Only ratios mean something on another machine, so most targets are ratios.
+Only ratios carry over to another machine, so most targets are ratios.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Target:
 
     Attributes:
         ours: the case that is judged.
-        base: the case it is compared with; None where the figure itself is judged.
-        bound: of base/ours (`faster`), ours/base (`at_most`), or ours.
+        base: the case it is compared with; None if the figure itself is judged.
+        bound: the bound on base/ours (`faster`), on ours/base, or on ours.
         faster: whether more is better.
     """
 
@@ -57,21 +57,21 @@ def times_faster(bound: float, ours: str = "hostcall", base: str = "JAX") -> Tar
 
 
 def at_most(bound: float, base: str | None, ours: str = "hostcall") -> Target:
-    """`ours` takes at most `bound` times as long as `base`; None: `bound` units."""
+    """`ours` takes at most `bound` times `base`; if that is None, `bound` units."""
     return Target(ours, base, bound)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table, or more where it has several targets.
+    """One line of the table, or several if it has several targets.
 
     Attributes:
         name: what is done.
-        target: one Target, or several.
-        cases: makes the cases by name, when the row's turn comes. Its argument says
+        target: the targets.
+        cases: makes the cases, by name, when the row's turn comes. Its argument says
             whether the run is a quick one.
-        unit: of the figures.
-        rounds: how often each case runs; 0 for the run's default.
+        unit: the unit of the figures.
+        rounds: how often each case runs; 0 for the default.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Row:
 
 @dataclass
 class Result:
-    """What a row showed: all rounds of its cases."""
+    """All rounds of a row's cases."""
 
     row: Row
     rounds: dict[str, list[float]] = field(default_factory=dict)
@@ -116,19 +116,19 @@ def measure(row: Row, quick: bool) -> Result:
     return result
 
 
-# --- Ways to take a figure ------------------------------------------------------------
+# --- Ways to measure a figure ---------------------------------------------------------
 
 
-ROUND_SECONDS = 0.02  # a round shorter than this measures the caches it finds cold
+ROUND_SECONDS = 0.02  # a shorter round mostly measures cold caches
 
 
 def run_time(f: Callable[..., Any], *args: Any, per: int = 1) -> Case:
-    """Microseconds of `f(*args)` until its results are there, a unit of work.
+    """Microseconds until the results of `f(*args)` are there, per unit of work.
 
     Args:
-        f: a function, usually jitted. A round calls it until it has taken
-            ROUND_SECONDS, at least once.
-        *args: of the function.
+        f: a function, usually jitted. A round calls it until ROUND_SECONDS have passed,
+            at least once.
+        *args: its arguments.
         per: units of work in one call of `f`.
     """
 
@@ -145,10 +145,10 @@ def run_time(f: Callable[..., Any], *args: Any, per: int = 1) -> Case:
 
 
 def dispatch_time(f: Callable[..., Any], *args: Any, repeat: int) -> Case:
-    """Microseconds until `f(*args)` returns, computed or not.
+    """Microseconds until `f(*args)` returns, whether or not its results are computed.
 
-    In bursts of 16, below the 32 computations that JAX's CPU client admits at a time;
-    the wait for the results of a burst does not count.
+    It runs in bursts of 16, below the 32 computations that JAX's CPU client admits at a
+    time. Waiting for the results of a burst does not count.
     """
 
     def run() -> float:

@@ -1,4 +1,4 @@
-"""Results as a Markdown table, as JSON, and the machine they hold for."""
+"""Writes results as a Markdown table and as JSON, with the machine they hold for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("what", "case", "figure", "compared with", "figure", "ratio", "wanted
 
 
 def number(value: float) -> str:
-    """Three digits, without an exponent; whole numbers as they are."""
+    """Three digits without an exponent; whole numbers in full."""
     if value == int(value):
         return f"{int(value):,}"
     if abs(value) >= 100:
@@ -34,7 +34,7 @@ def _judged(target: Target, value: float, unit: str) -> tuple[str, str]:
 
 
 def lines(result: Result) -> list[tuple[str, ...]]:
-    """The table's lines of one row: one a target, then the cases no target names."""
+    """The table's lines for one row: one per target, then cases without a target."""
     unit, made = result.row.unit, []
     name = result.row.name
     for target, value, holds in result.measured():
@@ -63,7 +63,7 @@ def lines(result: Result) -> list[tuple[str, ...]]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """A Markdown table, aligned to be read as plain text too."""
+    """A Markdown table, aligned so that it reads well as plain text too."""
     body = [line for result in results for line in lines(result)]
     widths = [max(len(line[i]) for line in (COLUMNS, *body)) for i in range(8)]
 
@@ -81,7 +81,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """The facts about this machine on which the figures depend."""
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as info:
@@ -101,28 +101,29 @@ def machine() -> dict[str, str]:
 
 
 def document(results: Sequence[Result]) -> str:
-    """The whole of docs/benchmarks.md."""
+    """The whole text of docs/benchmarks.md."""
     where = "\n".join(f"| {name} | {value} |" for name, value in machine().items())
     return f"""# Benchmarks
 
 Written by `make bench` (`python -m benchmarks --write docs/benchmarks.md`); edits are
 lost.
 
-The cases of a row run in turn, in one process; figures are medians of the rounds, and
-ratios the medians of the rounds' ratios. "JAX" is JAX's own callback doing the same
-work: `jax.pure_callback` for calls, `jax.debug.callback` or `debug.print` for taps,
-`jax.experimental.io_callback` where a line says so. The bounds are what the project
-aims at; a line without one is there to compare. Some are a reading of it: "resident
-memory flat" is 0.1 KiB a call, "program size independent of the batch" counts lines,
-and 1 MiB lent is judged in a program of 32 calls, since fresh memory for a program's
-buffers costs some 150 us a run, whoever is called. The rows of 1 MiB vary most from
-run to run.
+The cases of a row run in turn, in one process. Figures are medians of the rounds, and
+ratios are medians of the rounds' ratios. "JAX" is JAX's own callback doing the same
+work: `jax.pure_callback` for calls, `jax.debug.callback` or `debug.print` for taps, and
+`jax.experimental.io_callback` where a line says so. The bounds are the project's aims;
+a line without a bound is there for comparison. Three bounds put an aim into numbers:
+"resident memory flat" is 0.1 KiB per call, "program size independent of the batch"
+counts lines, and 1 MiB lent is judged in a program of 32 calls, since a program's
+buffers take fresh memory, which costs some 150 us per run whatever it calls. The rows
+of 1 MiB vary most from run to run.
 
-A row "on the device" is what a tap adds to a step of a compiled loop, the handler's
-entry by XLA included; the row "kept back by where=False" is that entry and little more.
+A row "on the device" shows what a tap adds to a step of a compiled loop, including
+XLA's entry into the handler; the row "kept back by where=False" shows little more than
+that entry.
 
-Nothing has been run on a GPU. Its rows ("GPU, ...") appear where there is one; without
-one no figure is given.
+Nothing has been run on a GPU. The rows "GPU, ..." appear on a machine that has one;
+without a GPU there are no figures for them.
 
 {table(results)}
 

@@ -1,6 +1,6 @@
 """Rows: what a call costs before and around its run.
 
-Dispatch, eager calls, import, tracing and lowering.
+They measure dispatch, eager calls, import, tracing and lowering.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def import_time(quick: bool) -> dict[str, Case]:
 
 
 def lowering_time(quick: bool) -> dict[str, Case]:
-    """A fresh function each time, so that no cache of JAX's has it."""
+    """Lowers a fresh function each time, which is in none of JAX's caches."""
     x, repeat = jnp.float32(1), 10 if quick else 50
 
     def timed(call: Callable[..., Any]) -> Case:
@@ -164,7 +164,7 @@ ROWS = (
     Row("eager call of a fresh lambda", (at_most(100, None),), fresh_time, rounds=3),
     Row(
         "memory kept by an eager call of a fresh lambda",
-        # "Flat": 1 MiB in 10,000 calls is an allocator's noise.
+        # "Flat": 1 MiB in 10,000 calls is within the allocator's noise.
         (at_most(0.1, None),),
         fresh_memory,
         unit="KiB",

@@ -1,8 +1,8 @@
 """Rows: torch in JAX, by hc.bridge.torch, by jax.pure_callback and by torch2jax.
 
-The torch2jax meant is the package wrap-torch2jax, which calls torch from a compiled
-program too. (The one called torch2jax writes torch's operations again in JAX.) Without
-torch there are no rows, without torch2jax not its cases.
+"torch2jax" is the package wrap-torch2jax, which calls torch from a compiled program
+too. (The package called torch2jax rewrites torch's operations in JAX.) Without torch
+there are no rows; without wrap-torch2jax its cases are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HAS_TORCH2JAX = HAS_TORCH and importlib.util.find_spec("wrap_torch2jax") is not 
 
 
 def by_callback(fn: Any) -> Any:
-    """As one would write it: torch autograd in a custom_vjp over jax.pure_callback."""
+    """The usual way: torch autograd in a custom_vjp over jax.pure_callback."""
     import torch
 
     def tensors(args: Any) -> Any:
@@ -51,7 +51,7 @@ def by_callback(fn: Any) -> Any:
 
 
 def wave(size: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """x * tanh(x), in each way, and its arguments."""
+    """x * tanh(x) in each way, and its arguments."""
     import torch
 
     fn = lambda x: x * torch.tanh(x)
@@ -64,7 +64,7 @@ def wave(size: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
 
 
 def network(size: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Two layers of 64, on rows that take this much memory."""
+    """Two layers of width 64, on as many rows as `size` floats make."""
     import torch
 
     torch.manual_seed(0)

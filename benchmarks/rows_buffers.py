@@ -49,7 +49,7 @@ def beside(host: Callable[..., None]) -> Callable[[bool], dict[str, Case]]:
 
 
 def alone(quick: bool) -> dict[str, Case]:
-    """Machine code: of the C library, one that does nothing to memory."""
+    """Machine code: `labs` of the C library, which does not touch memory."""
     x, n = jnp.float32(1), 200 if quick else 5000
     code = hc.native(ctypes.CDLL(None).labs)
     native = hc.buffer_callback(code, spec(), input_output_aliases={0: 0})

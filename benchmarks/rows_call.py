@@ -23,7 +23,7 @@ def same(x: Any) -> Any:
 
 
 def looped(step: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
-    """`step` n times in one compiled loop."""
+    """A compiled loop that runs `step` n times."""
     return jax.jit(lambda x: jax.lax.fori_loop(0, n, lambda i, c: step(c), x))
 
 
@@ -31,8 +31,9 @@ def looped(step: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
 
 
 def raw_call() -> Callable[[Any], Any]:
-    """A handler that enters Python, calls a function of nothing, and no more: the
-    floor under every callback. Its result is not written."""
+    """A handler that only enters Python and calls a function that does nothing.
+
+    That is the floor under every callback. Its result is not written."""
     from hostcall import _native
     from hostcall._engine import targets
 
@@ -46,7 +47,7 @@ def raw_call() -> Callable[[Any], Any]:
 
 def scalar_loop(quick: bool) -> dict[str, Case]:
     x, n = jnp.float32(1), 200 if quick else 2000
-    more = 10 * n  # what is cheap runs for longer: starting a program is not the row
+    more = 10 * n  # cheap steps run longer, so that starting the program counts little
     cases = {
         name: run_time(looped(step, more), x, per=more)
         for name, step in {
@@ -92,13 +93,15 @@ def twenty_leaves(quick: bool) -> dict[str, Case]:
 
 
 def one_mib(chain: int) -> Callable[[bool], dict[str, Case]]:
-    """Calls one after the other in straight-line code: a loop of XLA's would copy its
-    carry, which is nobody's callback. All hand 1 MiB to a function that gives it back;
-    with `out` it has to write it, so np.copyto is the floor.
+    """Calls one after the other in straight-line code, each on 1 MiB.
 
-    A program takes fresh memory for its buffers, whose page faults cost some 150 us a
-    run whoever is called. That is half of a short chain's time with lend="out", so the
-    call is judged in a long one; the short one is there to see.
+    A loop would not do, since XLA would copy its carry. Each call passes 1 MiB to a
+    function that returns it; with `out` the function must write it, so np.copyto is the
+    floor.
+
+    A program takes fresh memory for its buffers, and the page faults cost some 150 us
+    per run, whatever it calls. That is half of a short chain's time with lend="out", so
+    the call is judged in a long chain; the short one is there for comparison.
     """
 
     def cases(quick: bool) -> dict[str, Case]:
@@ -140,7 +143,7 @@ def _one_mib(chain: int) -> dict[str, Case]:
     return cases
 
 
-# --- Rows at once ---------------------------------------------------------------------
+# --- Parallel rows --------------------------------------------------------------------
 
 
 def parallel_rows(quick: bool) -> dict[str, Case]:
@@ -149,7 +152,7 @@ def parallel_rows(quick: bool) -> dict[str, Case]:
     xs = jnp.arange(8, dtype=jnp.float32)
 
     def wait(x: Any) -> Any:
-        time.sleep(0.05)  # without the GIL
+        time.sleep(0.05)  # releases the GIL
         return x
 
     ours = jax.vmap(

@@ -1,7 +1,7 @@
-"""Rows: calls of programs over several devices.
+"""Rows: calls in programs over several devices.
 
-The devices are CPU devices of one process, which has as many as it starts with: so the
-cases run in a process of their own, one after the other as told.
+The devices are CPU devices of one process, and their number is fixed when it starts. So
+the cases run in a child process, one after the other, as this one asks for them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def shard_map(quick: bool) -> dict[str, Case]:
 
         return run
 
-    # It ends when its input does: with this process, or when the cases are dropped.
+    # The child ends when its stdin closes: with this process, or with the cases.
     return {name: case(name) for name in _STEPS}
 
 

@@ -28,7 +28,7 @@ def nothing(x: Any) -> None:
 
 
 def compiled(step: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
-    """`step` n times in a loop that is compiled now, whatever is patched later."""
+    """A loop of n `step`s, compiled now, so that later patches don't matter."""
     loop = jax.jit(lambda x: jax.lax.fori_loop(0, n, lambda i, c: step(c), x))
     return loop.lower(jnp.float32(1)).compile()  # type: ignore[no-any-return]
 
@@ -54,7 +54,8 @@ def ordered_scalar(quick: bool) -> dict[str, Case]:
     x, n = jnp.float32(1), 200 if quick else 2000
     ours = lambda c: hc.io_callback(same, SCALAR, c, ordered=True)
     theirs = lambda c: io_callback(same, SCALAR, c, ordered=True)
-    # Programs with an ordered effect are not called when compiled ahead of time.
+    # jit, since an ordered effect keeps programs that were compiled ahead of time from
+    # being called.
     loop = lambda f: jax.jit(lambda x: jax.lax.fori_loop(0, n, lambda i, c: f(c), x))
     return {
         "hostcall": run_time(loop(ours), x, per=n),

@@ -1,4 +1,4 @@
-"""Rows on a GPU: calls, taps and a training loop. Without one there are none."""
+"""Rows on a GPU: calls, taps and a training loop. There are none without a GPU."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def same(x: Any) -> Any:
 
 
 def through(size: int) -> Callable[[bool], dict[str, Case]]:
-    """In and out through a function that gives back what it gets.
+    """Sends an array through a function that returns it.
 
-    The floor is two copies between the GPU and pinned memory, waited for.
+    The floor is two copies between the GPU and pinned memory, each waited for.
     """
 
     def cases(quick: bool) -> dict[str, Case]:
@@ -56,7 +56,7 @@ def through(size: int) -> Callable[[bool], dict[str, Case]]:
 
 
 def training(quick: bool) -> dict[str, Case]:
-    """A step of a small network, with a tap of its loss and without."""
+    """One step of a small network, with and without a tap of its loss."""
     n, device = 20 if quick else 200, gpu()
     rng = np.random.default_rng(0)
     make = lambda *shape: jax.device_put(

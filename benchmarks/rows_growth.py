@@ -1,7 +1,7 @@
-"""Rows: what a unit costs where there are many of them.
+"""Rows: what one of many costs.
 
-A leaf, a MiB, a row, a place in a program, a program, a thread, a tap. The cases of a
-row differ in how many there are; nothing should cost more for being one of many.
+One leaf, MiB, row, call in a program, program, thread or tap. The cases of a row differ
+in how many there are, and one should not cost more for being among many.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def rows(quick: bool) -> dict[str, Case]:
 
 
 def places(quick: bool) -> dict[str, Case]:
-    """Milliseconds to trace and lower, a place in the program."""
+    """Milliseconds to trace and lower, per call in the program."""
 
     def case(call: Callable[..., Any], n: int) -> Case:
         def run() -> float:
@@ -108,14 +108,17 @@ def places(quick: bool) -> dict[str, Case]:
 
 @functools.cache
 def _programs(kind: str, n: int) -> dict[str, float]:
-    """As below, in a process that has made no other programs."""
+    """`_make_programs`, in a process that has made no other programs."""
     command = [sys.executable, "-m", __name__, kind, str(n)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
 def _make_programs(kind: str, n: int) -> dict[str, float]:
-    """Makes `n` programs that stay: ms and KiB of each of the first and last tenth."""
+    """Makes `n` programs that stay.
+
+    Returns ms and KiB per program, for the first tenth of them and for the last.
+    """
     calls: dict[str, Callable[..., Any]] = {
         "hostcall": lambda i, x: hc.call(lambda x: x + i, SCALAR, x),
         "JAX": lambda i, x: jax.pure_callback(lambda x: x + i, SCALAR, x),
@@ -154,7 +157,7 @@ def programs(unit: str) -> Callable[[bool], dict[str, Case]]:
 
 
 def threads(order: str) -> Callable[[bool], dict[str, Case]]:
-    """Microseconds a run, on all threads together."""
+    """Microseconds per run, over all threads together."""
 
     def cases(quick: bool) -> dict[str, Case]:
         def case(f: Callable[[Any], Any], n: int, runs: int) -> Case:
@@ -199,8 +202,9 @@ def threads(order: str) -> Callable[[bool], dict[str, Case]]:
 
 
 def taps(quick: bool) -> dict[str, Case]:
-    """Microseconds a tap until it is delivered; the queue is full from some 4 million
-    on, and the device waits.
+    """Microseconds per tap until it is delivered.
+
+    From some 4 million taps on, the queue is full and the device waits.
     """
 
     def case(tap: Callable[..., Any], n: int) -> Case:
@@ -245,7 +249,7 @@ ROWS = (
     ),
     Row(
         "growth: a MiB of an argument",
-        # Beyond the allocator's bound each array is fresh memory.
+        # Above a size that the allocator chooses, each array is fresh memory.
         (
             _no_more("hostcall, 1 GiB", "hostcall, 64 MiB", 3),
             times_faster(2, "hostcall, 1 GiB", "JAX, 1 GiB"),
@@ -285,7 +289,7 @@ ROWS = (
     ),
     Row(
         "growth: a thread that dispatches a pure call",
-        # They share the cores and the GIL, which any program needs.
+        # The threads share the cores and the GIL, which any program needs.
         (at_most(1.5, "jit(x + 1), 16", "hostcall, 16"),),
         threads("pure"),
         rounds=5,

@@ -39,7 +39,7 @@ def theirs() -> Any:
 
 
 def gradient(f: Any, n: int) -> Any:
-    """Forward and backward, n times one after the other."""
+    """A compiled loop of n forward and backward passes."""
     return jax.jit(lambda x: jax.lax.fori_loop(0, n, lambda i, c: jax.grad(f)(c), x))
 
 

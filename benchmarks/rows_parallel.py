@@ -1,4 +1,4 @@
-"""Rows: vmap_method="parallel" on pools, beside the pools' own ways."""
+"""Rows: vmap_method="parallel" on pools, beside the pools' own map functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def entry(x: Any, table: Any) -> Any:
 
 
 def _pools() -> Iterator[tuple[str, Any, Callable[..., Any]]]:
-    """Pools with the ways in which all rows are given to them."""
+    """Pools, each with its own function that maps over all rows."""
     threads = futures.ThreadPoolExecutor(2)
     yield "threads", threads, threads.map
     processes = futures.ProcessPoolExecutor(2, mp_context=SPAWN)
@@ -62,7 +62,7 @@ def beside(fn: Callable[..., Any], n: int) -> Callable[[bool], dict[str, Case]]:
 
 
 def shared(quick: bool) -> dict[str, Case]:
-    """Milliseconds a call: 8 rows, and an argument that all have."""
+    """Milliseconds per call of 8 rows that share one large argument."""
     table = np.ones(100_000 if quick else 16_000_000, np.float32)
     xs = np.arange(8, dtype=np.float32)
     made = {}

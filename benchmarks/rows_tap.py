@@ -1,4 +1,4 @@
-"""Rows: taps on the device, on dispatch, at delivery."""
+"""Rows: what taps cost on the device, at dispatch and at delivery."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def looped(step: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
 
 
 def on_device(step: Callable[[Any], Any], x: Any, n: int) -> Case:
-    """Microseconds that a step adds to a compiled loop of `n`, until its result is
-    there. What is delivered later does not count, and has been when the next begins.
+    """Microseconds that `step` adds to one iteration of a compiled loop of `n`.
+
+    The time runs until the loop's result is there. Later deliveries do not count, and
+    are over before the next round begins.
     """
     with_step, without = looped(step, n), looped(lambda c: None, n)
 
@@ -72,12 +74,12 @@ def scalar_tap(quick: bool) -> dict[str, Case]:
     ours = on_device(lambda c: hc.tap(nothing, c), x, n)
 
     def while_the_worker_waits() -> float:
-        """The worker is in a slow function: no other core is in the queue."""
+        """Measures while the worker is in a slow function, away from the queue."""
         gate.clear()
         entered.clear()
         hc.tap(wait, 0)
         entered.wait(60)
-        threading.Timer(0.5, gate.set).start()  # run() ends with a wait for the queue
+        threading.Timer(0.5, gate.set).start()  # ours() ends by waiting for the queue
         return ours()
 
     return {
@@ -88,7 +90,7 @@ def scalar_tap(quick: bool) -> dict[str, Case]:
 
 
 def kept_back(quick: bool) -> dict[str, Case]:
-    """What `where` adds to a step where it is False, its comparison included."""
+    """What a False `where` adds to a step, its comparison included."""
     x, n = F32(1), 20_000 if quick else 200_000
     same = jax.ShapeDtypeStruct((), F32)
 
@@ -113,7 +115,7 @@ def large_tap(quick: bool) -> dict[str, Case]:
     source = np.zeros(1 << 18, np.float32)
 
     def copies() -> float:
-        """Into memory that is as far from the cache as the queue's."""
+        """Copies into memory that is as far from the cache as the queue's."""
         begin = time.perf_counter()
         for target in ring:
             np.copyto(target, source)
@@ -250,7 +252,7 @@ def sleeping(quick: bool) -> dict[str, Case]:
 
 
 def training(quick: bool) -> dict[str, Case]:
-    """Gradient descent on a small network, a step a dispatch; see examples/."""
+    """Gradient descent on a small network, one dispatch per step; see examples/."""
     steps = 20 if quick else 200
     key = jax.random.key(0)
     x = jax.random.normal(key, (256, 64))

@@ -1,7 +1,7 @@
 """A SciPy function with derivatives: Bessel functions of the first kind.
 
-JAX cannot look into a host function, so `jax.custom_jvp` says what its derivative is.
-The rule calls the function itself, which gives derivatives of every order.
+JAX can't look into a host function, so `jax.custom_jvp` declares its derivative. The
+rule calls the function itself, so it gives derivatives of every order.
 """
 
 import jax
@@ -18,7 +18,7 @@ jax.config.update("jax_enable_x64", True)
 def jv(order, z):
     order, z = jnp.broadcast_arrays(order, z)
     result = jax.ShapeDtypeStruct(z.shape, z.dtype)
-    # Elementwise, so a batch is one call on one more axis.
+    # Elementwise, so a batch is one call with one more axis.
     return hc.call(scipy.special.jv, result, order, z, vmap_method="expand_dims")
 
 
@@ -29,7 +29,7 @@ def _(primals, tangents):
 
 
 def energy(weights, z):
-    """Any scalar function with jv in it."""
+    """A scalar function with jv in it."""
     return jnp.sum((weights * jv(jnp.arange(3), z)) ** 2)
 
 

@@ -1,7 +1,8 @@
-"""In place on XLA's memory: NumPy, PyTorch, Numba and C write a program's results.
+"""Host code in place in XLA's memory: NumPy, PyTorch, Numba and C write the results.
 
-A step of a heat equation, u + k * (left - 2 u + right), four times over. Each version
-gets the memory of XLA's arrays and copies nothing. What is not installed is left out.
+The program takes four steps of a heat equation, u + k * (left - 2 u + right). Each
+version works in the memory of XLA's arrays and copies nothing. Versions for packages
+that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ def numba_step() -> Any:
             right = old[i + 1] if i < N - 1 else np.float32(0)
             new[i] = old[i] + K * (left - 2 * old[i] + right)
 
-    return hc.native(step)  # runs without Python and without its lock
+    return hc.native(step)  # runs without Python and without the GIL
 
 
 def c_step() -> Any:
-    """What ctypes makes of a Python function stands for one of a shared library's."""
+    """A ctypes callback, which stands for a function of a shared library."""
     floats = ctypes.POINTER(ctypes.c_float)
     pointers = ctypes.POINTER(floats)
 
@@ -75,7 +76,7 @@ def c_step() -> Any:
 
 
 def in_place(ctx: Any, out: hc.Buffer, u: hc.Buffer) -> None:
-    """With an alias: `out` has the memory and the values of `u`."""
+    """The step for an alias: `out` has the memory and the values of `u`."""
     values = np.asarray(out)
     inner = values.copy()
     values *= 1 - 2 * K

@@ -1,4 +1,4 @@
-"""On a GPU: CuPy and PyTorch work in place on XLA's memory, on XLA's stream.
+"""CuPy and PyTorch on a GPU, in place in XLA's memory and on XLA's stream.
 
 Without a GPU, or without CuPy and torch, it says so and ends.
 """
@@ -49,7 +49,7 @@ def main() -> None:
         if importlib.util.find_spec(name) is None:
             print(f"{name} is not installed")
             continue
-        for graph in (False, True):  # recorded once into a CUDA graph, and replayed
+        for graph in (False, True):  # True: recorded into a CUDA graph, and replayed
             square = hc.buffer_callback(
                 version(), SPEC, command_buffer_compatible=graph
             )

@@ -1,7 +1,7 @@
 """Host functions with derivatives: a Bessel function with jax.hessian, and a solver.
 
-`hc.host` says once what a Python function returns, how it batches, and what its
-derivatives are; after that it is a function like any other of JAX's.
+`hc.host` declares once what a Python function returns, how it batches, and what its
+derivatives are; after that JAX treats it like any of its own functions.
 """
 
 import jax
@@ -54,7 +54,7 @@ def solve(a, b):
 def forward(a, b):
     factors = scipy.linalg.lu_factor(a)
     x = scipy.linalg.lu_solve(factors, b)
-    return x, (factors, x)  # any Python objects: only a handle is in the program
+    return x, (factors, x)  # any Python objects; the program carries only a handle
 
 
 def backward(residuals, ct):

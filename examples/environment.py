@@ -1,7 +1,7 @@
 """A Python environment inside a compiled loop, as in reinforcement learning.
 
-The environment keeps its state, so its steps have to come one after the other, each
-exactly once: `order="ordered"`. The policy and the bookkeeping are JAX, and the whole
+The environment keeps its state, so its steps must run one after the other, each exactly
+once: `order="ordered"`. The policy and the bookkeeping are JAX code, and the whole
 episode is one compiled program.
 """
 
@@ -17,7 +17,7 @@ STEPS = 500
 
 
 class Walk:
-    """A walker on a line, pushed by the policy and by chance. Its aim is 0."""
+    """A walker on a line, pushed by the policy and at random. Its goal is 0."""
 
     def __init__(self, seed):
         self.chance = random.Random(seed)
@@ -70,7 +70,7 @@ def main():
     assert environment.steps == STEPS
     np.testing.assert_array_equal(places, expected)
 
-    # Without the policy the walker is lost.
+    # Without the policy the walker drifts away.
     _, lost = episode(Walk(seed=1))(0.0)
     print(f"without a policy {lost:.1f}")
     assert lost < reward

@@ -1,8 +1,10 @@
-"""A training script of the days of jax.experimental.host_callback. Only its import has
-changed: `from jax.experimental import host_callback as hcb`.
+"""A training script from the days of jax.experimental.host_callback.
+
+Only its import has changed; it was
+`from jax.experimental import host_callback as hcb`.
 
 It fits a linear recurrence to a noisy signal, taps its losses, prints from inside pmap
-on two devices, and asks NumPy for the eigenvalues of what it has learnt (JAX has no
+on two devices, and lets NumPy compute the eigenvalues of what it has learnt (JAX has no
 general eigenvalues on accelerators).
 """
 
@@ -17,7 +19,7 @@ import numpy as np
 
 import hostcall.host_callback as hcb
 
-# pmap says that it is old, too.
+# pmap warns that it is deprecated, too.
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 ORDER, STEPS, RATE = 3, 400, 0.1
@@ -25,7 +27,7 @@ TRUE = np.array([1.5, -0.8, 0.2], np.float32)
 
 
 class Lines:
-    """Where id_print writes to."""
+    """The stream to which id_print writes."""
 
     def __init__(self):
         self.text = ""
@@ -105,6 +107,6 @@ assert sorted(lines[::2]) == [f"device: {d} what: mse" for d in jax.devices()[:2
 assert sorted(map(float, lines[1::2])) == sorted(float(f"{e:.8g}") for e in errors)
 
 roots = modes(w)
-assert np.abs(roots).max() < 1  # what was learnt is stable, as the truth is
+assert np.abs(roots).max() < 1  # the learnt recurrence is stable, as the true one is
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 print(f"errors {[round(float(e), 3) for e in errors]}, |roots| {np.abs(roots)}")

@@ -1,8 +1,8 @@
-"""A training step that calls a JAX model on another device, differentiated through.
+"""A training step that calls a JAX model on another device and differentiates it.
 
-The model lives on a client of its own (with a GPU: on the GPU), the loss and the update
-on the CPU. The gradient comes back through the call, and is compared with that of the
-same step all on one device.
+The model runs on another client (on the GPU, if there is one); the loss and the update
+run on the CPU. The gradient passes through the call, and is compared with that of the
+same step on a single device.
 """
 
 import time
@@ -21,7 +21,7 @@ def model(params, x):
 
 
 def other_device():
-    """The first device that isn't a CPU, or None: hostcall's own CPU device."""
+    """The first device that isn't a CPU; None stands for hostcall's own CPU device."""
     devices = [d for d in jax.local_devices() if d.platform != "cpu"]
     return devices[0] if devices else None
 
@@ -56,8 +56,8 @@ def first_params(rng):
 
 
 def train(step, params, x, y, steps):
-    """The parameters after these steps, the losses, and microseconds a step."""
-    step(params, x, y)[1].block_until_ready()  # compiles, here and there
+    """The parameters after these steps, the losses, and microseconds per step."""
+    step(params, x, y)[1].block_until_ready()  # compiles on both devices
     losses, start = [], time.perf_counter()
     for _ in range(steps):
         params, value, _ = step(params, x, y)

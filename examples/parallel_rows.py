@@ -1,8 +1,8 @@
 """Rows of a batch at the same time, and rows that are left out.
 
-A slow function that lets go of the GIL (a request, a subprocess, a C library) is
-called once a row, all rows at once on a pool of threads: `vmap_method="parallel"`.
-`where=` keeps it from rows that do not need it.
+A slow function that releases the GIL (a request, a subprocess, a C library) is called
+once for each row, all rows at once on a pool of threads: `vmap_method="parallel"`.
+`where=` leaves out the rows that do not need it.
 """
 
 import threading
@@ -19,7 +19,7 @@ PAUSE = 0.05  # seconds
 
 
 class Service:
-    """Answers after a while, and counts who waits."""
+    """Answers after a pause, and counts how many calls wait."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -47,7 +47,7 @@ def main():
             service.ask,
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             x,
-            where=x >= 0,  # nobody is asked for the root of a negative number
+            where=x >= 0,  # no call for the root of a negative number
             fill=-1,
             vmap_method="parallel",
             executor=pool,

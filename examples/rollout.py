@@ -1,8 +1,8 @@
 """Many environments, stepped by one compiled program: `hc.Object`.
 
-The policy is JAX, the environments are Python: Gymnasium's CartPole-v1, or where
-Gymnasium is missing the same physics from this file. `jax.vmap` gives each row an
-environment of its own, `jax.lax.scan` steps them, and a plain Python loop over the same
+The policy is JAX code and the environments are Python: Gymnasium's CartPole-v1, or the
+same physics from this file if Gymnasium is not installed. `jax.vmap` gives each row its
+own environment, `jax.lax.scan` steps them, and a plain Python loop over the same
 environments gives the same numbers.
 """
 
@@ -55,7 +55,7 @@ def make():
 
 
 class Environment:
-    """One that begins again when an episode is over."""
+    """An environment that starts again when an episode is over."""
 
     def __init__(self):
         self.inner = make()
@@ -74,12 +74,14 @@ class Environment:
 
 
 def policy(observation):
-    """Pushes to the side to which the pole leans."""
+    """Pushes towards the side to which the pole leans."""
     return observation[2] > 0
 
 
 def rollout(environments):
-    """seeds -> (observations, rewards, ends) with axes (environment, step, ...)."""
+    """The function seeds -> (observations, rewards, ends), whose arrays have the axes
+    (environment, step, ...).
+    """
 
     def one(seed):
         def step(observation, _):

@@ -1,8 +1,8 @@
-"""A training loop that logs every step, prints some, and writes its weights down.
+"""A training loop that logs every step, prints some, and saves its weights.
 
 The whole run is one compiled program. The log is a tap: the device hands the numbers
-over and goes on, and a slow writer does not slow it down. The same loop is timed
-without logging, and with JAX's callback.
+over and goes on, so a slow writer does not slow it down. For comparison the same loop
+is timed without logging, and with JAX's callback.
 """
 
 import tempfile
@@ -67,7 +67,7 @@ def main():
         ),
     }
     for name, program in programs.items():
-        jax.block_until_ready(program(weights))  # compiled, and tried
+        jax.block_until_ready(program(weights))  # compiles, and warms up
         jax.effects_barrier()
         hc.barrier()
         losses.clear()

@@ -12,7 +12,7 @@ mkdir -p "$work/src"
 cp -r src/hostcall "$work/src/"
 rm -f "$work"/src/hostcall/_native*.so
 flags="-fsanitize=address,undefined -fno-omit-frame-pointer -g -O1"
-# Without -DNDEBUG: the engine's assertions are on.
+# Built without -DNDEBUG, so the engine's assertions are on.
 "$cmake" -S . -B "$work/build" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
   -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g" \
   -DPython_EXECUTABLE="$python" -DCMAKE_CXX_FLAGS="$flags" \
@@ -22,10 +22,11 @@ flags="-fsanitize=address,undefined -fno-omit-frame-pointer -g -O1"
 cp "$work"/build/_native*.so "$work/src/hostcall/"
 # Reports go to files, which are printed at the end: pytest would swallow them.
 report="log_path=$work/report"
-# CPython and XLA keep memory for the process's life: leaks are what test_lifetime.py
-# counts. XLA installs handlers of its own for the signals that ASan would take. A test
-# asks for more memory than there is, and wants a MemoryError. ASan keeps what is freed, so
-# the test of what a process holds is left out.
+# detect_leaks=0: CPython and XLA keep memory for the process's life; test_lifetime.py
+# counts leaks instead. allow_user_segv_handler=1: XLA installs its own handlers for the
+# signals that ASan would take. allocator_may_return_null=1: one test asks for more memory
+# than there is, and expects a MemoryError. The test of resident memory ("grow_memory") is
+# left out, since ASan keeps freed memory.
 asan="$report:detect_leaks=0:allow_user_segv_handler=1:alloc_dealloc_mismatch=0"
 asan="$asan:allocator_may_return_null=1"
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \

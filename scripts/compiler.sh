@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Says what is missing where there is no C++17 compiler.
+# Checks that there is a C++17 compiler, and says how to get one if not.
 set -u
 compiler=${CXX:-c++}
 probe='#include <optional>
@@ -9,7 +9,7 @@ if command -v "$compiler" >/dev/null 2>&1 &&
   exit 0
 fi
 cat >&2 <<EOF
-hostcall needs a C++17 compiler, and '$compiler' is none.
+hostcall needs a C++17 compiler, and '$compiler' is not one.
 On Debian or Ubuntu:  sudo apt-get install g++
 On Fedora:            sudo dnf install gcc-c++
 Or name one:          make CXX=/path/to/clang++ demo

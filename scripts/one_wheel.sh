@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# one_wheel.sh [PYTHON]: builds one wheel and runs it under both ends of the range of
-# jax. PYTHON: 3.12 or later, since the newest jax needs it.
+# one_wheel.sh [PYTHON]: builds one wheel and tests it under the oldest and the newest
+# supported jax. PYTHON has to be 3.12 or later, since the newest jax needs it.
 set -eu
 cd "$(dirname "$0")/.."
 python=${1:-python3.12}

@@ -1,4 +1,4 @@
-"""Ten minutes of everything at once, then ends of processes at random moments.
+"""Ten minutes of all kinds of work at once, then processes that end at random moments.
 
     python scripts/soak.py [--seconds 600] [--processes 50] [--seed N]
 
@@ -6,8 +6,9 @@ First part: threads make and drop programs with calls, taps, buffers, parallel r
 failures, eager and compiled, on several devices. Resident memory, threads and file
 descriptors must not grow after the first third.
 
-Second part: processes at such work get a Ctrl-C at a random moment, and end at another,
-with daemon threads and taps under way. Each must end with status 0 and nothing to say.
+Second part: processes that do such work get a Ctrl-C at one random moment and end at
+another, while daemon threads and taps are running. Each must end with status 0 and
+without an abort message.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from hostcall import _native
 
 
 class Wrong(Exception):
-    """What failing callbacks raise."""
+    """The exception that failing callbacks raise."""
 
 
 def fresh(k: float):
-    """A function that no program has seen."""
+    """Returns a function that no program has seen."""
     return lambda a: a + np.asarray(k, np.asarray(a).dtype)
 
 
@@ -100,7 +101,7 @@ def fails(rng: random.Random) -> None:
             f(1.0)
     except Wrong:
         return
-    raise AssertionError("the failure did not come out")
+    raise AssertionError("the callback's exception was not raised")
 
 
 def tap_fails(rng: random.Random) -> None:
@@ -121,7 +122,7 @@ def devices(rng: random.Random) -> None:
 
 
 # Programs over several devices from several threads may wait for each other in XLA's
-# queues, whoever calls the host: one thread at a time.
+# queues, with or without host calls. So one thread at a time runs them.
 _ALONE = threading.Lock()
 
 
@@ -145,7 +146,7 @@ def held() -> tuple[float, int, int]:
 
 
 def churn(seconds: float, seed: int) -> None:
-    """Fails where what the process holds grows."""
+    """Runs the work, and fails if the memory, threads or descriptors in use grow."""
     end = time.monotonic() + seconds
     rounds = itertools.count()
     done = 0
@@ -195,15 +196,16 @@ def churn(seconds: float, seed: int) -> None:
 
 
 def work_until_told(seed: int, seconds: float) -> None:
-    """A process of the second part."""
+    """The program of a process of the second part."""
     rng = random.Random(seed)
     import logging
 
     logging.getLogger("hostcall").setLevel(logging.CRITICAL)
 
-    # In a callback for nearly all of their time. Such a thread that is inside JAX when
-    # the interpreter goes (it compiles, or waits for a program) takes the process down,
-    # with hostcall or without: JAX's C++ asks for the GIL where no exception may pass.
+    # The daemon threads spend nearly all of their time in this callback. One that was
+    # inside JAX when the interpreter shuts down (compiling, or waiting for a program)
+    # would abort the process, with or without hostcall: JAX's C++ takes the GIL where
+    # no exception may pass.
     def slow(a):
         time.sleep(0.05)
         return a
@@ -226,7 +228,7 @@ def work_until_told(seed: int, seconds: float) -> None:
                 interrupted = True
     except KeyboardInterrupt:  # between two pieces of work
         pass
-    # It ends with whatever the daemon threads are in, and with taps on their way.
+    # The process ends while the daemon threads are busy and taps are in the queue.
     for i in range(100):
         hc.tap(lambda i: None, i)
 
@@ -252,8 +254,10 @@ def ends(processes: int, seed: int) -> None:
 
 
 def interrupted_output(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """After a Ctrl-C, and others if nothing comes of it: one that falls into a callback
-    of a weak reference (JAX's caches have them) Python reports, and drops.
+    """Sends Ctrl-C, and again if nothing happens; returns the process's output.
+
+    Python reports and drops a KeyboardInterrupt that is raised in a callback of a weak
+    reference, and JAX's caches have such callbacks.
     """
     for _ in range(5):
         process.send_signal(signal.SIGINT)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# venv.sh PYTHON FOLDER: makes an environment, or says what is missing for one.
-# PYTHON may be empty: then the newest Python from 3.11 on that has venv and headers.
+# venv.sh PYTHON FOLDER: makes an environment, or says what is missing for one. If
+# PYTHON is empty, it takes a Python of at least 3.11 that has venv and C headers.
 set -u
 wanted=$1
 folder=$2
