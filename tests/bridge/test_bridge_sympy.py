@@ -167,7 +167,7 @@ def test_refusals(bessel):
         "`x.y` has the symbols y, which are not among its arguments",
         lambda: bridge(x * y, x),
     )
-    refused("got 'x'. A text becomes one by sympy.sympify", lambda: bridge("x", x))
+    refused("got 'x'. Make one from text with sympy.sympify", lambda: bridge("x", x))
     refused("whose values are numbers, got x > 0", lambda: bridge(x > 0, x))
     refused(
         r"which SymPy has not carried out: .* Try expr.doit\(\)",

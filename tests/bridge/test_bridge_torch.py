@@ -554,7 +554,7 @@ WRONG = {
     "fails": (lambda t: t @ torch.ones(3), {}, "failed on zeros: RuntimeError"),
     "derivatives=": (wave, {"derivatives": -1}, "highest order, 0 for none, got -1"),
     "lend=": (wave, {"lend": "out"}, "lend= of `wave` should be True or False"),
-    "result=": (wave, {"result": "guess"}, "The only word is 'infer'"),
+    "result=": (wave, {"result": "guess"}, "The only string it takes is 'infer'"),
     "vmap_method=": (wave, {"vmap_method": "x"}, "should be one of 'sequential'"),
     "no function": (3, {}, r"Write hc.bridge.torch\(fn\)"),
 }

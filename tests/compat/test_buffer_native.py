@@ -135,7 +135,7 @@ def test_rows(library, axes):
     "method", ["expand_dims", "broadcast_all", "legacy_vectorized"]
 )
 def test_no_whole_batches(library, method):
-    with pytest.raises(hc.SpecError, match="`add` is machine code, which is not told"):
+    with pytest.raises(hc.SpecError, match="`add` is machine code, which does not get"):
         hc.buffer_callback(hc.native(library.add), spec(4), vmap_method=method)
 
 

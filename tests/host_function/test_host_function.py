@@ -249,7 +249,7 @@ def test_errors_of_result(result, args, text):
 def test_errors_of_options():
     with pytest.raises(hc.SpecError, match="should be a function"):
         hc.host(3, result=hc.like(0))
-    with pytest.raises(hc.SpecError, match="only word is 'infer'"):
+    with pytest.raises(hc.SpecError, match="only string it takes is 'infer'"):
         hc.host(plain, result="same")
     with pytest.raises(hc.SpecError, match="nondiff="):
         hc.host(plain, result=hc.like(0), nondiff=("x",))

@@ -100,8 +100,8 @@ def buffer_callback(
         )
     if not callable(callback):
         raise SpecError(
-            f"hostcall: the callback should be a function, got {callback!r}. An address"
-            " becomes one with hc.native(address)"
+            f"hostcall: the callback should be a function, got {callback!r}. Make one"
+            " from an address with hc.native(address)"
         )
     name = check_function(callback, "hc.buffer_callback(callback, result_shape_dtypes)")
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
@@ -110,9 +110,9 @@ def buffer_callback(
     method = check_vmap_method(vmap_method)
     if isinstance(callback, NativeFunction) and method in WHOLE:
         raise SpecError(
-            f"hostcall: `{name}` is machine code, which is not told shapes, and"
-            f" vmap_method={method!r} would give it a whole batch. Use 'sequential':"
-            " its rows are looped natively"
+            f"hostcall: `{name}` is machine code, which does not get shapes, and"
+            f" vmap_method={method!r} would pass it a whole batch. Use 'sequential':"
+            " the engine then loops over the rows"
         )
     wanted = _read_aliases(input_output_aliases)
     place = users_place()
@@ -220,8 +220,8 @@ def _check_aliases(
             )
         if any(o == taken for _, taken in pairs):
             raise ValueError(
-                f"{says}, and another input is mapped to output {o} too: memory can be"
-                " shared by one input and one output."
+                f"{says}, and another input is mapped to output {o} too. Only one input"
+                " can share an output's memory."
             )
         pairs.append((i, o))
     return tuple(pairs)

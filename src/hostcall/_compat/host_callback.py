@@ -297,7 +297,7 @@ def _follow_queue_flag() -> None:
 
 # --- Printing -----------------------------------------------------------------------
 
-_print_lock = threading.Lock()
+_print_lock = threading.Lock()  # keeps the lines of one value together
 
 
 def _print_tap_func(

@@ -72,7 +72,9 @@ class Outside:
 
 # --- On the host ---------------------------------------------------------------------
 
-_lock = threading.Lock()
+_lock = (
+    threading.Lock()
+)  # guards `_last`: callbacks of several threads may fail at once
 _last: tuple[Exception, str] | None = None
 
 

@@ -170,7 +170,7 @@ for _name, _function in _REPLACEMENTS.items():
 
 # --- Patching ------------------------------------------------------------------------
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # guards the names below, and what stands under JAX's names
 _active: list[Patch] = []  # the last one counts; empty if JAX is not patched
 _replaced: dict[str, Any] = {}  # what stood under JAX's names before the patch
 _hooks_held: lowerings.Hooks | None = None

@@ -119,9 +119,9 @@ def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[in
     """The positions in `nondiff`; raises SpecError for a wrong result= or nondiff=."""
     if isinstance(result, str) and result != "infer":
         raise SpecError(
-            f"hostcall: result= of `{shown}` is {result!r}. The only word is 'infer';"
-            " else give a spec, a function, hc.like(i), hc.same_tree(i) or"
-            " hc.elementwise"
+            f"hostcall: result= of `{shown}` is {result!r}. The only string it takes is"
+            " 'infer'; otherwise give a spec, a function, hc.like(i), hc.same_tree(i)"
+            " or hc.elementwise"
         )
     positions = (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
     if not all(isinstance(n, int) for n in positions):

@@ -116,6 +116,7 @@ class Store:
     def forget_with(self, array: jax.Array) -> None:
         """Drops the residual of a handle when `array`, which holds the handle, dies."""
         number = number_of(_jax.to_numpy(array))
+        # At exit nothing has to be dropped: the process's memory goes anyway.
         weakref.finalize(array, self._forget, number).atexit = False
 
     def clear(self) -> None:
@@ -146,6 +147,8 @@ class Store:
         if not self._dead:
             return
         dropped = []
+        # The outer loop closes a gap: a thread may note a number after our inner loop
+        # has ended, and find the lock still taken. We look again after the release.
         while self._dead and self._lock.acquire(blocking=False):
             try:
                 while self._dead:

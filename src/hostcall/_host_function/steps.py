@@ -201,12 +201,13 @@ class Part:
 
     def _say_that_it_runs_again(self) -> None:
         what, new = self.what, object()
+        # dict.setdefault is atomic, so one of several threads logs.
         if _said.setdefault((what.name, source_of(what.function.fn)), new) is not new:
             return
         logger.warning(
-            "`%s` left more than %d residuals on the host before its backward rule came"
-            " for them: the oldest had to go, and its forward rule runs again for each"
-            " of them (differentiated at %s). hostcall.configure(residuals=...) keeps"
+            "`%s` left more than %d residuals on the host before its backward rule used"
+            " them: the oldest were dropped, and its forward rule runs again for each"
+            " of those (differentiated at %s). hostcall.configure(residuals=...) keeps"
             " more; with residuals= of defvjp they are arrays of the program",
             what.name,
             store.limit(),

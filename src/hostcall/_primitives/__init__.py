@@ -1,1 +1,9 @@
-"""hostcall's JAX primitives: one folder each, with the same modules in each folder."""
+"""hostcall's JAX primitives: a folder for each, and what their lowerings share.
+
+call, drop_in, buffer, tap    the primitives; `primitive` has a folder's rules,
+                              `lowering` its custom call
+eager      calls outside of compiled programs
+emit       tokens, slots, JAX's own callback
+blocks     host code on each device of a partitioned program
+across     the results of one process's call, brought to all processes
+"""

@@ -135,8 +135,8 @@ def _refuse(ctx: Any, site: Site) -> None:
     if _jax.is_for_export(ctx):
         emit.refuse_export(
             site.params,
-            "each device calls it for its own block, and which block that is is settled"
-            f" where the program is compiled, by this process. {whole}",
+            "each device calls it for its own block, and this process chooses the"
+            f" blocks when it compiles the program. {whole}",
         )
     if _jax.executables_are_shared() and site.across:
         callback = site.params.callback

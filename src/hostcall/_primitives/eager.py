@@ -49,6 +49,7 @@ def row_major(operand: Any) -> np.ndarray:
         if isinstance(operand, jax.Array)
         else np.asarray(operand)
     )
+    # np.ascontiguousarray makes a scalar one-dimensional.
     return np.ascontiguousarray(array).reshape(array.shape)
 
 

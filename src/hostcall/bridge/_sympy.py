@@ -203,7 +203,7 @@ class _Expressions:
             if symbol.is_extended_real and jnp.iscomplexobj(arg):
                 raise SpecError(
                     f"hostcall: `{self.name}` got a complex array for {symbol}, which"
-                    f" is declared real. Make it without: sympy.Symbol({str(symbol)!r})"
+                    f" is declared real. Drop real=: sympy.Symbol({str(symbol)!r})"
                 )
         rank = max(np.ndim(arg) for arg in args)
         return [
@@ -244,8 +244,8 @@ class _Expressions:
             if slope.has(sympy.Derivative, sympy.Subs):
                 raise DerivativeError(
                     f"hostcall: SymPy has no derivative of {out} by {by}: it gives"
-                    f" {slope.xreplace(back)}. Write the function with others whose"
-                    " derivatives SymPy knows; or keep this derivative out with"
+                    f" {slope.xreplace(back)}. Write it with functions that SymPy can"
+                    " differentiate; or keep this derivative out with"
                     " jax.lax.stop_gradient"
                 )
         at = [k for k, slope in enumerate(found) if slope != 0]
@@ -295,12 +295,12 @@ def _parts(expr: Any) -> tuple[list[Any], Any]:
     except sympy.SympifyError as error:
         raise SpecError(
             f"hostcall: hc.bridge.sympy takes a SymPy expression, a list of them or a"
-            f" Matrix, got {expr!r}. A text becomes one by sympy.sympify(text)"
+            f" Matrix, got {expr!r}. Make one from text with sympy.sympify(text)"
         ) from error
     if not all(isinstance(e, sympy.Expr) for e in outs):
         raise SpecError(
             f"hostcall: hc.bridge.sympy takes expressions whose values are numbers, got"
-            f" {expr!r}. A condition becomes one by"
+            f" {expr!r}. Make one from a condition with"
             " sympy.Piecewise((1, condition), (0, True))"
         )
     return outs, "list" if several else "one"

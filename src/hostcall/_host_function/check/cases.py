@@ -176,8 +176,8 @@ class Checks:
             size = float(np.max(np.abs(slope), initial=0.0))
             if error > 0.1 * size and error > 1e-6:
                 raise LeftOut(
-                    f"differences are {size:.3g}, give or take {error:.3g}: they tell"
-                    " nothing here. Give an example where the function is smooth"
+                    f"differences are {size:.3g} +- {error:.3g}, too inexact to check"
+                    " against. Give an example where the function is smooth"
                 )
         return found, errors
 
@@ -211,13 +211,13 @@ class Checks:
             if not abs(there - here) <= self.rtol * size + rough:
                 raise Wrong(
                     f"<cotangent, J tangent> is {there:.6g} by {against}, and"
-                    f" <J^T cotangent, tangent> is {here:.6g} by the reverse one"
+                    f" <J^T cotangent, tangent> is {here:.6g} by the reverse derivative"
                 )
         return f"against {against}"
 
     def transpose(self) -> None:
         if self.f.rules.transpose is None:
-            raise LeftOut("not said to be linear (deftranspose)")
+            raise LeftOut("not declared linear (deftranspose)")
         g, primals = self.along(), self.primals()
         other = self.direction(primals)
         both = tree.map(lambda x, y: 2 * x + y, primals, other)

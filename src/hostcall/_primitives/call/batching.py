@@ -103,8 +103,9 @@ def _batch_whole(
     if params.masked and flags[0] and params.callback.lend == "out":
         raise BatchingError(
             f"hostcall: `{params.callback.name}` has lend='out', and a where= that"
-            " differs between the rows of the batch it sees: some rows have no place"
-            ' of their own. Use lend=True, or vmap_method="sequential"'
+            " differs between the rows of its batch. It gets only the rows where the"
+            " mask is True, and their results are not contiguous in memory. Use"
+            ' lend=True, or vmap_method="sequential"'
         )
     widened = []
     for number, (x, flag) in enumerate(zip(operands, flags, strict=True)):

@@ -1,4 +1,4 @@
-"""Checks of the options that a call has, on whichever face."""
+"""Checks of the options that every face of a call has."""
 
 from __future__ import annotations
 

@@ -138,6 +138,7 @@ class Module(Plain):
             ) from error
 
     def __call__(self, params: Mapping[str, Any], *args: Any) -> Any:
+        # list.pop and list.append are atomic, so the list of idle copies needs no lock.
         try:
             slots = self._idle.pop()
         except IndexError:  # all are in use
@@ -170,7 +171,7 @@ class Module(Plain):
             raise SpecError(
                 f"hostcall: the module `{name}` is called with a dict of its parameters"
                 f" first, got {type(args[0]).__name__ if args else 'nothing'}. Write"
-                " f(f.parameters(), x); f({}, x) for the parameters that it has"
+                " f(f.parameters(), x), or f({}, x) to use the module's own parameters"
             )
         unknown = [key for key in args[0] if key not in self.names]
         if unknown:

@@ -192,6 +192,8 @@ class TorchFunction(HostFunction):
         if mapped is None:
             code = Mapped(self._code, flags)
             made = self._over("vmap", code, wide, self.derivatives)
+            # Another thread may have been faster: all use the same one, so that JAX's
+            # caches hit.
             mapped = self._mapped.setdefault(key, made)
         return treedef.unflatten(mapped(*args)), True
 

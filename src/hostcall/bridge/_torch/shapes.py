@@ -124,5 +124,6 @@ def varying(what: str) -> str:
     return (
         "hostcall: the shapes of what a function of hc.bridge.torch returns seem to"
         f" depend on values: {what}. A compiled program needs shapes that are always"
-        " the same: return a mask, or pad; if they are, say so with result="
+        " the same: return a mask, or pad. If they always are, declare them with"
+        " result="
     )
