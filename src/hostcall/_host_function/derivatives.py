@@ -7,9 +7,11 @@ The idea of the three primitives is in `primitive`. These are the rules:
     partial eval of host_jvp    known arguments, unknown tangents: the results, and a
                                 host_linear on the constants that its transpose needs
     transpose of host_linear    the object's `back`, which runs the backward rule
-    JVP of host_jvp and of      each is linear in its tangents, so differentiating those
-    host_linear                 binds it again; the dependence on the arguments is
-                                differentiated as JAX code
+    JVP of host_jvp             takes it apart into results and host_linear, and
+                                differentiates both as JAX code
+    JVP of host_linear          binds it again on the tangents of its tangents, since it
+                                is linear in those; differentiates the dependence on
+                                its constants as JAX code
 """
 
 from __future__ import annotations
