@@ -71,9 +71,7 @@ class HostFunction:
         self._options = options  # arrays, timeout, executor
         self._inferred: dict[Any, Any] = {}
         self.differences: Any = None  # set by hc.finite_difference
-        # What errors advise if a derivative is missing and its rules are not the
-        # user's to give.
-        self.advice = ""
+        self.advice = ""  # what errors advise if the rules are not the user's to give
 
     def __repr__(self) -> str:
         given = [k for k, v in vars(self.rules).items() if v is not None]
@@ -105,9 +103,8 @@ class HostFunction:
     def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
         """The function, called only if a condition holds: `f.where(x > 0)(x)`.
 
-        Under `vmap` each row has its own condition. JAX computes both branches of a
-        batched `cond`; with the same condition as a mask, the function still runs only
-        for the rows that take its branch.
+        Under `vmap` each row has its own condition. JAX runs both branches of a batched
+        `cond`, but a masked function runs only for the rows where the mask is True.
 
         Args:
             mask: a bool scalar. Where it is False, neither the function nor a rule in
@@ -118,10 +115,9 @@ class HostFunction:
         Returns:
             A callable that takes the function's arguments.
 
-        Under transformations: as the function itself. Rules in JAX code are computed
-        for every row, as both sides of `jnp.where` are, and the results of masked rows
-        are dropped; calls inside such rules run too, unless they have a mask of their
-        own. A function with a `defbatch` rule is refused.
+        Under transformations: as the function itself. Rules in JAX code run for every
+        row, and so do the calls in them that have no mask of their own; the results of
+        masked rows are dropped. A function with a `defbatch` rule is refused.
         """
         return lambda *args, **kwargs: self._call(args, kwargs, mask, fill)
 
@@ -255,9 +251,8 @@ class HostFunction:
 
         Args:
             *each: for each argument `rule(tangent, result, *primals)`, which returns
-                that argument's share of the result's tangent. None stands for an
-                argument in which the function isn't differentiable; a derivative with
-                respect to it is an error.
+                that argument's share of the result's tangent. None for an argument
+                without a derivative: differentiating with respect to it is an error.
             where: as in `defjvp`, for all rules.
         """
         for rule in each:
@@ -279,14 +274,12 @@ class HostFunction:
             fwd: `fwd(*args)`; returns (result, residuals).
             bwd: `bwd(residuals, cotangent)`; returns a tuple with a cotangent for each
                 argument, None for zero. The cotangent has the result's structure.
-            where: as in `defjvp`, for both. With "jax", residuals may be arrays,
-                pytrees of them, and static objects.
+            where: as in `defjvp`, for both. JAX code may have any residuals.
             residuals: for host code. By default residuals are any Python objects and
-                stay on the host: `bwd` gets the object that `fwd` left. At most 1024
-                are kept (hc.configure(residuals=)); for one that was dropped, `fwd`
-                runs again. With a spec (as `result=` of `hc.call`) they are arrays of
-                the program, which work in batches too: give it for small arrays, and
-                if `fwd` must not run twice.
+                stay on the host. At most 1024 are kept (hc.configure(residuals=)); for
+                one that was dropped, `fwd` runs again. With a spec (as `result=` of
+                `hc.call`) they are arrays of the program, which work in batches too:
+                give it for small arrays, and if `fwd` must not run twice.
         """
         check_rule(fwd, self.__name__, "defvjp(fwd, bwd)")
         check_rule(bwd, self.__name__, "defvjp(fwd, bwd)")
