@@ -278,6 +278,6 @@ def hand_out(arrays: str) -> None:
 
 
 def forget_programs() -> None:
-    """Drops all compiled programs: their callbacks run on the engine of before."""
+    """Drops all compiled programs: their callbacks still run where they did before."""
     if _jax.back_ends_started():
         jax.clear_caches()

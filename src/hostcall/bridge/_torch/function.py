@@ -220,8 +220,8 @@ class TorchFunction(HostFunction):
         )
 
 
-# The methods under which each row is a call. A function that saw a whole batch would
-# get shapes that differ from those of its derivative.
+# The methods under which each row is a call. With the others a derived function would
+# get a whole batch, but its spec has the shapes of one row.
 _OF_ROWS = ("sequential", "sequential_unrolled", "parallel")
 
 
