@@ -1,6 +1,10 @@
-// Memory that is used again, so that the steady state allocates nothing.
+// Recycled memory for tap events, so that the steady state allocates nothing.
 //
-// Knows no Python (tests/native/tap_queue_test.cc).
+// A lane (tap_lane.h) lays small events one behind the other in a slab of
+// kSlabBytes, and gives a large event a slab of its own. A slab returns to the pool
+// when its last event is done and its lane adds no more to it.
+//
+// Does not depend on Python (tests/native/tap_queue_test.cc).
 #pragma once
 
 #include <cstddef>
@@ -12,28 +16,37 @@
 
 namespace hostcall {
 
-/// Memory for events. Blocks of one size are recycled, larger ones up to a bound.
+/// The free slabs of all lanes. Safe to use from several threads.
 class SlabPool {
  public:
   static constexpr size_t kSlabBytes = size_t{1} << 18;
 
+  /// Header of a slab; its data follows in the same allocation. While a slab is out
+  /// of the pool, its fields belong to the lane that took it and are guarded by
+  /// that lane's lock.
   struct Slab {
-    size_t capacity;
-    size_t used = 0;
-    int64_t live = 0;     ///< events in it that are not done; under the lane's lock
-    bool filling = true;  ///< its lane still adds to it
+    size_t capacity;      ///< bytes of data; never changes
+    size_t used = 0;      ///< bytes handed to events so far
+    int64_t live = 0;     ///< events in it that are not done yet
+    bool filling = true;  ///< whether its lane may add more events
     char* data() { return reinterpret_cast<char*>(this) + kHeader; }
   };
 
   ~SlabPool() { Trim(0); }
 
+  /// Returns a slab of at least `bytes`; the caller owns it until Give. Throws
+  /// std::bad_alloc.
   Slab* Take(size_t bytes) {
-    // In steps of an eighth or less, so that values of about one size share blocks.
+    // A recycled slab has to match the capacity exactly, so capacities are few:
+    // they grow in steps of 64 KiB, and above 1 MiB in steps of a sixteenth to an
+    // eighth of the size. Values of about one size then share slabs.
     size_t step = kSlabBytes / 4;
     while (step * 16 < bytes) step *= 2;
     const size_t capacity = (bytes + step - 1) / step * step;
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      // From the back: the slab that came back last is most likely still in a
+      // cache.
       for (size_t i = free_.size(); i-- > 0;) {
         if (free_[i]->capacity != capacity) continue;
         Slab* slab = free_[i];
@@ -44,6 +57,7 @@ class SlabPool {
         return slab;
       }
     }
+    // The system allocator may be slow, so it is called without the lock.
     void* memory = std::aligned_alloc(kHeader, capacity + kHeader);
     if (memory == nullptr) throw std::bad_alloc();
     Slab* slab = new (memory) Slab;
@@ -51,6 +65,8 @@ class SlabPool {
     return slab;
   }
 
+  /// Takes back a slab without live events: keeps it for the next Take if the cache
+  /// has room, else frees it.
   void Give(Slab* slab) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (cached_ + slab->capacity <= most_cached_) {
@@ -62,7 +78,7 @@ class SlabPool {
     Free(slab);
   }
 
-  /// Gives back to the system what is cached above `bytes`.
+  /// Frees cached slabs, the newest first, until at most `bytes` stay cached.
   void Trim(size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     while (cached_ > bytes) {
@@ -72,6 +88,7 @@ class SlabPool {
     }
   }
 
+  /// Bounds the bytes that the pool keeps for reuse, and trims to that bound.
   void set_most_cached(size_t bytes) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -81,16 +98,23 @@ class SlabPool {
   }
 
  private:
+  /// A cache line, so that the data is aligned to one as well.
   static constexpr size_t kHeader = 64;
   static_assert(sizeof(Slab) <= kHeader, "the data starts behind the header");
   static void Free(Slab* slab) {
     slab->~Slab();
     std::free(slab);
   }
+
+  // Guards the fields below. Devices take it when a push needs a new slab, the
+  // worker when it returns one. Both may hold the lock of a lane meanwhile, so
+  // nothing under this lock may lock a lane. A lock for each lane's own slabs was
+  // not worth it: one slab holds up to 4096 scalars, so thousands of pushes take
+  // this lock once.
   std::mutex mutex_;
-  std::vector<Slab*> free_;
-  size_t cached_ = 0;
-  size_t most_cached_ = size_t{128} << 20;
+  std::vector<Slab*> free_;  ///< slabs ready for Take, the last returned at the end
+  size_t cached_ = 0;        ///< bytes of data in free_
+  size_t most_cached_ = size_t{128} << 20;  ///< bound on cached_
 };
 
 }  // namespace hostcall

@@ -1,15 +1,28 @@
-// The taps of one device (of a few, where there are many), oldest first.
+// The queued taps of one device, oldest first. (If there are more devices than
+// lanes, a few devices share one.)
 //
-// Knows no Python (tests/native/tap_queue_test.cc).
+// Does not depend on Python (tests/native/tap_queue_test.cc).
 //
-// Guarantees: first in, first out. One lock, which a push takes once and the worker
-// once a batch; no work under it grows with what is queued, but where events have
-// to be told apart (several lanes at work, drop_oldest), and that is bounded.
+// Guarantees
+//   * First in, first out.
+//   * One lock, which a push takes once, and the worker a few times a batch. The
+//     time under it does not grow with the length of the queue, except where events
+//     have to be looked at one by one (several lanes are at work, or drop_oldest),
+//     and there a constant bounds it. A payload is copied under it only up to
+//     kOwnBlock.
+//   * A program may be dropped while its events are on the way: each event retains
+//     its owner from the push until its delivery or its drop.
 //
-// Memory. An event lies in a slab, behind the one before it, or alone in a block
-// where it is large. A slab goes back to the pool when it is full and its last
-// event is done. `owner` is retained from push to the end of the delivery, so a
-// program may die with events on the way.
+// Life of an event
+//   1. a device writes it (Store) and links it at the tail
+//   2. the worker unlinks a batch from the head (Take); from here on only the
+//      worker touches these events, and it reads and delivers them without the lock
+//   3. the worker forgets them (Finish), or puts the rest of a slow batch back at
+//      the head (GiveBack), where drop_oldest can reach them again
+//
+// Memory. A small event lies in the lane's open slab, behind the one before it; a
+// large one has a slab of its own. A slab goes back to the pool when its last event
+// is done and the lane adds no more to it. An event never moves.
 #pragma once
 
 #include <algorithm>
@@ -25,31 +38,34 @@
 
 namespace hostcall {
 
-/// Taps that were not delivered, by the reason.
+/// Taps that were not delivered, by the reason. Devices and the worker add to them
+/// without a lock; they are statistics, so relaxed additions are enough.
 struct TapCounts {
   std::atomic<int64_t> dropped{0};  ///< the queue was full
   std::atomic<int64_t> masked{0};   ///< `where` was False
   std::atomic<int64_t> skipped{0};  ///< `every` or `sample` left them out
 };
 
-/// Who an event belongs to.
+/// What an event belongs to: the plan of its tap, or an object of a test.
 class TapOwner : public Mortal {
  public:
-  TapCounts* counts = nullptr;  ///< lives as long as the owner
+  TapCounts* counts = nullptr;  ///< lives as long as the owner; not owned
 };
 
-/// A scalar's event is one line of the cache, which two cores hand to each other.
+/// A queued tap: this header, and the operands right behind it. The header has 48
+/// bytes so that a scalar's event fills exactly one cache line, which is all that
+/// the device's core and the worker's core have to hand over.
 struct TapEvent {
-  TapEvent* next;
-  SlabPool::Slab* slab;
-  TapOwner* owner;   ///< retained
-  int64_t sequence;  ///< counts all events of the process
-  int64_t run;       ///< XLA's number of the execution; -1 for an eager tap
-  uint32_t lines;    ///< of 64 bytes that it takes
-  int16_t device;    ///< ordinal, -1 for an eager tap
-  bool droppable;    ///< its policy is to go when the queue is full
+  TapEvent* next;        ///< the next younger event; null at the tail
+  SlabPool::Slab* slab;  ///< where the event lies
+  TapOwner* owner;       ///< retained; dangling once Finish has released it
+  int64_t sequence;      ///< position among all events of the process
+  int64_t run;           ///< XLA's number of the execution; -1 for an eager tap
+  uint32_t lines;        ///< size with the header, in units of kLine
+  int16_t device;        ///< ordinal; -1 for an eager tap
+  bool droppable;        ///< whether drop_oldest may remove it
   char* payload() { return reinterpret_cast<char*>(this) + kHeader; }
-  /// What counts against the limit.
+  /// The bytes that count against the queue's limit.
   int64_t charge() const { return int64_t{lines} * kLine; }
   static constexpr size_t kHeader = 48;
   static constexpr size_t kLine = 64;
@@ -59,18 +75,20 @@ struct TapEvent {
 };
 static_assert(sizeof(TapEvent) == TapEvent::kHeader, "the payload is behind it");
 
-/// Events of one device, oldest first.
+/// Events of one device, oldest first, linked by `next`.
 struct TapBatch {
-  TapEvent* first = nullptr;
-  TapEvent* last = nullptr;
+  TapEvent* first = nullptr;  ///< null if the batch is empty
+  TapEvent* last = nullptr;   ///< its `next` is null
   explicit operator bool() const { return first != nullptr; }
 };
 
+/// On cache lines of its own, so that devices do not slow each other down.
 class alignas(64) TapLane {
  public:
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-  static constexpr size_t kOwnBlock = 1 << 16;  ///< larger events lie alone
+  static constexpr size_t kOwnBlock = 1 << 16;  ///< larger events get an own slab
 
+  /// The header fields of an event that the pusher knows.
   struct Label {
     int device;
     int64_t run;
@@ -79,16 +97,20 @@ class alignas(64) TapLane {
     bool droppable;
   };
 
-  /// Number of the oldest event, kNone where there is none: a look without the
+  /// The sequence of the oldest queued event, or kNone. Needs no lock, so the
+  /// answer may be outdated when the caller uses it; Take decides again under the
   /// lock.
   int64_t first() const { return first_.load(); }
 
-  /// `fill(char*)` writes the event; its number is drawn from `sequence`.
+  /// Appends an event. `fill(char*)` writes its payload; its position is drawn from
+  /// `sequence`. Throws std::bad_alloc, and has then queued nothing.
   template <typename Fill>
   void Store(SlabPool& pool, std::atomic<int64_t>& sequence, const Label& label,
              Fill& fill) {
     const size_t room = label.lines * TapEvent::kLine;
-    if (room > kOwnBlock) {  // written before the lane is locked
+    if (room > kOwnBlock) {
+      // Nobody else knows this slab yet, so the long copy needs no lock: the worker
+      // and other devices of the lane are not held up.
       SlabPool::Slab* block = pool.Take(room);
       block->filling = false;
       TapEvent* event = Place(block, label);
@@ -100,9 +122,10 @@ class alignas(64) TapLane {
     }
     std::lock_guard<std::mutex> lock(mutex_);
     if (open_ == nullptr || open_->used + room > open_->capacity) {
-      // It holds events: one that holds none is empty, and has room (Forget).
+      // A full slab has live events, the last of which will return it to the pool.
+      // (A slab without events can't be full: Forget starts it anew.)
       if (open_ != nullptr) open_->filling = false;
-      open_ = nullptr;
+      open_ = nullptr;  // Take may throw, and the full slab is no longer the lane's
       open_ = pool.Take(SlabPool::kSlabBytes);
     }
     TapEvent* event = Place(open_, label);
@@ -111,18 +134,31 @@ class alignas(64) TapLane {
     Link(event, sequence);
   }
 
-  /// Takes up to `most` events of one device, or with `all` what there is.
+  /// Unlinks up to `most` events of one device from the head; with `all`,
+  /// everything if that needs no look at single events.
   ///
-  /// `second()` is the number of the oldest event of the other lanes: nothing
-  /// younger is taken. It is asked under the lock. What was pushed before an event
-  /// that is in this lane is in its own lane by now, and `second` sees it.
+  /// `second()` returns the sequence of the oldest event of the other lanes, or
+  /// kNone. Nothing younger than that is taken, which keeps events of different
+  /// devices in order. It must be evaluated under the lock:
+  ///
+  ///   1. device A: pushes an event into another lane; the push returns
+  ///   2. device B: pushes a younger event into this lane
+  ///   3. worker:   locks this lane and sees B's event, so it happens after 1, and
+  ///                second() sees A's event
+  ///
+  /// If second() were evaluated before the lock, 1 and 2 could both happen in
+  /// between, and B's event would be delivered before A's.
   template <typename Second>
   TapBatch Take(size_t most, bool all, Second second) {
     std::lock_guard<std::mutex> lock(mutex_);
     const int64_t bound = second();
     if (head_ == nullptr || head_->sequence >= bound) return {};
     TapBatch batch{head_, tail_};
-    // What may be dropped stays in reach of DropOldest.
+    // The whole list can go in one step only if no other lane bounds it and one
+    // device made it. Otherwise its events are looked at one by one, at most `most`
+    // of them: each is a cache line that the device's core wrote last. Droppable
+    // events are not taken all at once either: drop_oldest only reaches what is
+    // still queued.
     if (!all || bound != kNone || !one_device_ || head_->droppable) {
       TapEvent* last = head_;
       for (size_t n = 1;
@@ -139,13 +175,15 @@ class alignas(64) TapLane {
     return batch;
   }
 
-  /// Forgets events that were delivered, from `first` up to `rest`, which is next.
+  /// Forgets delivered events from `first` up to, but without, `rest`; null means
+  /// all up to the end of the batch. Their owners have been released already.
   void Finish(SlabPool& pool, TapEvent* first, TapEvent* rest) {
-    constexpr int kAtOnce = 64;  // the device does not wait for long
+    // In portions, so that a device that wants to push does not wait for long.
+    constexpr int kAtOnce = 64;
     for (TapEvent* event = first;;) {
       std::lock_guard<std::mutex> lock(mutex_);
       for (int i = 0; i < kAtOnce && event != rest; ++i) {
-        TapEvent* next = event->next;
+        TapEvent* next = event->next;  // before Forget, which may free the slab
         Forget(pool, event);
         event = next;
       }
@@ -155,7 +193,7 @@ class alignas(64) TapLane {
     }
   }
 
-  /// Puts what is left of a batch back at the head.
+  /// Puts the rest of a batch back at the head. Everything in the lane is younger.
   void GiveBack(TapBatch rest) {
     std::lock_guard<std::mutex> lock(mutex_);
     rest.last->next = head_;
@@ -164,8 +202,9 @@ class alignas(64) TapLane {
     under_way_ = kNone;
   }
 
-  /// Drops the oldest event that may be dropped, and gives its charge; 0 for none.
-  /// Looks at so many: behind a long row of others it finds none.
+  /// Drops the oldest droppable event and returns its charge, or 0 if it finds
+  /// none. Gives up after kMostLooks events, since the lock is held: behind a long
+  /// row of events that may not be dropped, it finds none.
   int64_t DropOldest(SlabPool& pool) {
     constexpr int kMostLooks = 1024;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -190,9 +229,10 @@ class alignas(64) TapLane {
     return charge;
   }
 
-  /// Drops the events before `mark`, and gives their charge and number.
+  /// Drops the queued events before `mark`. Returns their charge, and adds their
+  /// number to `*events`.
   int64_t DropBefore(SlabPool& pool, int64_t mark, int64_t* events) {
-    constexpr int kAtOnce = 64;  // the device does not wait for long
+    constexpr int kAtOnce = 64;  // in portions, as in Finish
     int64_t charge = 0;
     for (;;) {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -209,12 +249,13 @@ class alignas(64) TapLane {
     }
   }
 
-  /// Whether every event before `mark` is done.
+  /// Whether every event before `mark` has been delivered or dropped.
   bool DoneBefore(int64_t mark) {
     std::lock_guard<std::mutex> lock(mutex_);
     return under_way_ >= mark && (head_ == nullptr || head_->sequence >= mark);
   }
 
+  /// Returns the open slab when the queue is destroyed; no events are left.
   void GiveSlabTo(SlabPool& pool) {
     if (open_ != nullptr) pool.Give(open_);
     open_ = nullptr;
@@ -223,11 +264,13 @@ class alignas(64) TapLane {
  private:
   static constexpr int kNoDevice = std::numeric_limits<int>::min();
 
+  /// Writes the header of an event at the end of a slab. The lane is locked, or the
+  /// slab is the caller's alone.
   static TapEvent* Place(SlabPool::Slab* slab, const Label& label) {
     auto* event = new (slab->data() + slab->used) TapEvent;
     slab->used += label.lines * TapEvent::kLine;
-    // The worker's core has had these lines last: fetching them back takes 0.1 us,
-    // and happens while the program goes on.
+    // In a recycled slab the worker's core had the next lines last. Fetching them
+    // back takes 0.1 us, which passes here while the program goes on.
     __builtin_prefetch(slab->data() + slab->used + 4 * TapEvent::kLine, 1);
     event->next = nullptr;
     event->slab = slab;
@@ -240,9 +283,10 @@ class alignas(64) TapLane {
     return event;
   }
 
-  // The lane is locked in all below.
+  // The lane is locked in all functions below.
 
   void Link(TapEvent* event, std::atomic<int64_t>& sequence) {
+    // Drawn under the lock, so that the list is sorted by it.
     event->sequence = sequence.fetch_add(1);
     if (device_ == kNoDevice) device_ = event->device;
     if (device_ != event->device) one_device_ = false;
@@ -259,24 +303,34 @@ class alignas(64) TapLane {
     if (event == nullptr) tail_ = nullptr;
     first_.store(event == nullptr ? kNone : event->sequence);
   }
+  /// Ends the life of an event's memory; the event must not be read afterwards.
   void Forget(SlabPool& pool, TapEvent* event) {
     SlabPool::Slab* slab = event->slab;
     if (--slab->live != 0) return;
     if (slab->filling) {
-      slab->used = 0;  // empty again: filled from its start
+      slab->used =
+          0;  // the lane's open slab is empty: fill it from the start again
     } else {
       pool.Give(slab);
     }
   }
 
-  std::mutex mutex_;  // guards all below but what is atomic
-  TapEvent* head_ = nullptr;
-  TapEvent* tail_ = nullptr;
-  SlabPool::Slab* open_ = nullptr;     ///< where the next small event goes
-  int64_t under_way_ = kNone;          ///< first event that the worker has taken
-  int device_ = kNoDevice;             ///< of the events so far
-  bool one_device_ = true;             ///< they all are of that one
-  std::atomic<int64_t> first_{kNone};  ///< head's number
+  // Guards the fields below (first_ may be read without it), the links of the
+  // queued events, and the headers of this lane's slabs. Its parties are the
+  // devices of this lane, for one push at a time, and the one worker. A lane for
+  // each device is the finer scheme already. A lock-free list was declined:
+  // drop_oldest removes from the middle, and an event must not be dropped while the
+  // worker takes it.
+  std::mutex mutex_;
+  TapEvent* head_ = nullptr;        ///< oldest queued event, or null
+  TapEvent* tail_ = nullptr;        ///< youngest queued event, or null
+  SlabPool::Slab* open_ = nullptr;  ///< takes the next small event; null before one
+  int64_t under_way_ = kNone;       ///< oldest event the worker has, or kNone
+  int device_ = kNoDevice;          ///< device of the first event ever pushed here
+  bool one_device_ = true;          ///< all events so far came from device_
+  /// head_'s sequence. Sequentially consistent, for the worker's decision to sleep
+  /// (tap_queue.h): link then read rest_, against set rest_ then read first_.
+  std::atomic<int64_t> first_{kNone};
 };
 
 }  // namespace hostcall
