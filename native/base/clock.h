@@ -1,4 +1,4 @@
-// Clocks.
+// The two clocks of the engine: one that is exact, one that is cheap.
 #pragma once
 
 #include <chrono>
@@ -6,16 +6,16 @@
 
 namespace hostcall {
 
-/// Nanoseconds of a monotonic clock. Some 20 ns a reading.
+/// Nanoseconds of a monotonic clock. A reading takes about 20 ns.
 inline int64_t NowNs() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
 
-/// The processor's own counter: half of that, for what is counted at each call.
-/// It may stop or begin anew where a machine sleeps or moves, so it is for what
-/// people are told; what the engine waits for is timed by NowNs.
+/// The processor's own counter, which takes half as long to read. Used for the
+/// statistics of each call. It may stop or restart when a machine sleeps or a
+/// virtual machine moves, so nothing waits by it: timeouts and limits use NowNs.
 inline int64_t Ticks() {
 #if defined(__x86_64__)
   return static_cast<int64_t>(__builtin_ia32_rdtsc());
@@ -34,11 +34,12 @@ struct ClockPair {
   int64_t ticks = Ticks();
 };
 
-/// When the module was loaded.
+/// Both clocks when the module was loaded.
 inline const ClockPair g_loaded;
 
-/// How long a tick takes: measured once, from when the module was loaded until
-/// somebody first asks, so that what is counted never seems to go back.
+/// Nanoseconds a tick, averaged from the loading of the module to the first call of
+/// this function. Measured only once: with a new value for each reading, a time
+/// that was reported before could seem to shrink.
 inline double TickNs() {
   static const double tick_ns = [] {
     const ClockPair now;
@@ -48,7 +49,7 @@ inline double TickNs() {
   return tick_ns;
 }
 
-/// Seconds of counted ticks. A counter that went back counts as nothing.
+/// Seconds for a number of ticks; 0 if the counter went backwards in between.
 inline double TicksToSeconds(int64_t ticks) {
   return ticks > 0 ? 1e-9 * TickNs() * static_cast<double>(ticks) : 0;
 }

@@ -1,15 +1,17 @@
-// Without Python's lock: what every handler is, whoever calls it.
+// Releases the GIL around a handler, whoever calls it.
 //
-// XLA enters handlers without the GIL, but nothing keeps a caller of XLA from
-// holding it. A handler may wait (for space in a queue, for a team, for a stream),
-// and what it waits for may need the GIL. So Guarded (ffi.h) lets go of it first.
+// XLA enters handlers without the GIL, but a caller of XLA may hold it when XLA
+// runs the program on the same thread. A handler may wait (for space in a queue,
+// for a team, for a stream), and what it waits for may need the GIL. So Guarded
+// (ffi.h) releases the GIL first.
 //
-// Knows no Python: the programs of tests/native have a body of their own for it.
+// Does not depend on Python: the body is in guards.cc, and tests/native has its
+// own.
 #pragma once
 
 namespace hostcall {
 
-/// Lets go of the GIL for its life, where the calling thread holds it.
+/// Releases the GIL for the guard's life, if the calling thread holds it.
 class Detached {
  public:
   Detached();
@@ -18,7 +20,7 @@ class Detached {
   Detached& operator=(const Detached&) = delete;
 
  private:
-  void* state_;  ///< of the thread that held it; else null
+  void* state_;  ///< the PyThreadState to restore; null if the GIL was not held
 };
 
 }  // namespace hostcall

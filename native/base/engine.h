@@ -1,19 +1,22 @@
-// Whether the engine takes calls, and how many are under way.
+// Whether the engine accepts calls, and how many are in flight.
 //
-// Knows no Python (tests/native/engine_test.cc).
+// Does not depend on Python (tests/native/engine_test.cc).
 //
-// Guarantee: once Close has returned and WaitIdle has said true, no call enters
-// Python any more, so the interpreter may go.
+// Guarantee: once Close has returned and WaitIdle has returned true, no call enters
+// Python any more, so the interpreter may finalize.
 //
-//   1. handler: Enter adds one to the count, then reads closed
-//   2. exit:    Close sets closed, then WaitIdle reads the count
-// Both are sequentially consistent, so at least one sees the other: a call that
-// missed the flag is counted, and is waited for.
+//   1. handler: Enter adds one to in_flight_, then reads closed_
+//   2. exit:    Close sets closed_, then WaitIdle reads in_flight_
 //
-// Calls on daemon threads of Python's are not waited for at exit: they are left
-// behind, as Python leaves such threads. One that ends must not go back into JAX's
-// C++, which would ask for the GIL while the interpreter goes: it stays in the
-// engine (run_call.cc), and in the count.
+// All four are sequentially consistent, so at least one side sees the other: a call
+// that missed the flag is in the count, and WaitIdle waits for it. Weaker orders
+// would not do: with release and acquire, both sides may read the old value.
+//
+// Daemon threads. Python does not wait for its daemon threads at exit, so calls on
+// them are left behind too. When such a call ends, its thread must not return to
+// JAX's C++, which would ask for the GIL while the interpreter finalizes: the
+// thread stays in the engine for ever (run_call.cc), and its call stays in the
+// count.
 #pragma once
 
 #include <atomic>
@@ -23,25 +26,35 @@
 
 namespace hostcall {
 
+/// Safe to use from several threads.
 class Engine {
  public:
+  /// The engine of the process. Never destroyed: threads of XLA may still enter
+  /// while static objects are destroyed.
   static Engine& Get() {
-    static Engine* engine = new Engine;  // outlives static destruction
+    static Engine* engine = new Engine;
     return *engine;
   }
 
-  /// False: the engine is closed, and the caller must not touch Python.
+  /// Begins a call. False: the engine is closed, and the caller must not touch
+  /// Python or call Leave.
   bool Enter() {
     in_flight_.fetch_add(1);
     if (!closed_.load()) return true;
+    // A refused call is in the count for a moment, which only delays WaitIdle.
     in_flight_.fetch_sub(1);
     return false;
   }
+  /// Ends a call that Enter admitted.
   void Leave() { in_flight_.fetch_sub(1); }
 
+  /// Refuses calls from now on. Those in flight go on.
   void Close() { closed_.store(true); }
 
-  /// Waits until no call is under way, `seconds` at most. The GIL is not held.
+  /// Waits until no call is in flight, for at most `seconds`; false if some still
+  /// are. The caller does not hold the GIL, which the calls need in order to end.
+  /// It polls, since it runs only at exit: a condition variable would make each
+  /// call pay for it.
   bool WaitIdle(double seconds) const {
     const auto end =
         std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
@@ -52,38 +65,45 @@ class Engine {
     return true;
   }
 
-  /// From here on calls on threads of Python's stay in the engine when they end.
-  /// The calling thread is the one that ends the interpreter.
+  /// From now on, a thread that Python started stays in the engine when its call
+  /// ends (IsLeftBehind). The calling thread, which finalizes the interpreter, is
+  /// exempt.
   void LeaveBehind() {
     ender_ = std::this_thread::get_id();
     left_behind_.store(true);
   }
 
-  /// In a forked child: the threads whose calls were counted do not exist there,
-  /// nor do XLA's. Nothing may be called, and nobody is waited for.
+  /// Closes the engine in a forked child. The threads whose calls were counted do
+  /// not exist there, nor do XLA's, so no call can run and none will ever end.
   void CloseAfterFork() {
     forked_.store(true);
     closed_.store(true);
     in_flight_.store(0);
   }
 
+  /// Whether Close or CloseAfterFork was called.
   bool closed() const { return closed_.load(); }
+  /// Whether this process is a forked child.
   bool forked() const { return forked_.load(); }
-  /// Whether the calling thread, one of Python's, has to stay.
+  /// Whether the calling thread, which Python started, must not leave the engine.
   bool IsLeftBehind() const {
     return left_behind_.load() && std::this_thread::get_id() != ender_;
   }
+  /// Calls between Enter and Leave.
   int64_t in_flight() const { return in_flight_.load(); }
 
  private:
-  std::atomic<bool> closed_{false};
-  std::atomic<bool> forked_{false};
-  std::atomic<bool> left_behind_{false};
-  std::thread::id ender_;  ///< written before left_behind_ is
+  std::atomic<bool> closed_{false};       ///< no new calls; never reset
+  std::atomic<bool> forked_{false};       ///< this is a forked child; never reset
+  std::atomic<bool> left_behind_{false};  ///< LeaveBehind was called; never reset
+  /// The thread that finalizes the interpreter. Not atomic: it is written once,
+  /// before left_behind_ is set, and read only by threads that have seen
+  /// left_behind_ set.
+  std::thread::id ender_;
   std::atomic<int64_t> in_flight_{0};
 };
 
-/// Entry for one call, left when the guard goes.
+/// Enters the engine for the guard's life; converts to false if it was refused.
 class Entry {
  public:
   Entry() : entered_(Engine::Get().Enter()) {}

@@ -1,4 +1,9 @@
-// Guards: each does one thing, and undoes it when it goes.
+// Guards around calls into Python: each does one thing, and its destructor undoes
+// it.
+//
+// Which thread may do what: XLA's threads enter Python only through GilGuard; code
+// that holds the GIL releases it with GilRelease (or Detached, where Python is not
+// known) before it waits for anything that another thread has to do.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -17,20 +22,21 @@
 
 namespace hostcall {
 
-/// Keeps the calling thread for ever; the kernel ends it with the process.
+/// Never returns. The kernel ends the thread with the process.
 [[noreturn]] inline void StayForEver() {
   for (;;) pause();
 }
 
-/// Runs what may wait for the GIL, or run Python code. If Python ends the thread
-/// there, the thread stays in here for ever instead.
+/// Runs a function that may wait for the GIL, or run Python code. If Python ends
+/// the thread in there, the thread parks here for ever instead.
 ///
 /// While the interpreter finalizes, CPython up to 3.13 ends a daemon thread that
-/// asks for the GIL by pthread_exit, which glibc carries out as an exception
-/// through all its frames. Ours would let go of Python objects without the GIL, and
-/// XLA's and nanobind's do not expect an exception: std::terminate would end the
-/// process. So each way into Python catches it in the innermost frame of ours and
-/// never leaves the handler. CPython 3.14 does the same. Costs nothing where
+/// asks for the GIL by pthread_exit, which glibc implements as an exception through
+/// all frames of the thread. The engine's frames would release Python objects
+/// without the GIL, and those of XLA and nanobind do not expect an exception:
+/// std::terminate would end the process. So each way into Python catches the
+/// exception in the engine's innermost frame, and the thread never leaves the
+/// handler. CPython 3.14 parks such threads itself. The try block costs nothing if
 /// nothing is thrown.
 template <typename Function>
 inline auto OrPark(Function function) -> decltype(function()) {
@@ -45,20 +51,21 @@ inline auto OrPark(Function function) -> decltype(function()) {
 #endif
 }
 
-/// PyObject_Vectorcall. The GIL is held.
+/// PyObject_Vectorcall, parked as above. The GIL is held. Returns a new reference,
+/// or null with a Python error set.
 inline PyObject* CallPython(PyObject* function, PyObject* const* args, size_t n,
                             PyObject* keywords) {
   return OrPark([&] { return PyObject_Vectorcall(function, args, n, keywords); });
 }
 
-/// Owns one reference to a Python object. The GIL is held wherever one is made
-/// non-null, copied or destroyed.
+/// Owns one reference to a Python object, or is null. The GIL is held wherever a
+/// non-null Ref is made or destroyed; moving one and reading one need no GIL.
 class Ref {
  public:
   Ref() = default;
-  /// Takes over a reference that the caller owns (may be null).
+  /// Takes over a reference that the caller owns; may be null.
   static Ref Steal(PyObject* object) { return Ref(object); }
-  /// Adds a reference to a borrowed object (may be null).
+  /// Adds a reference to a borrowed object; may be null.
   static Ref Borrow(PyObject* object) {
     Py_XINCREF(object);
     return Ref(object);
@@ -70,11 +77,12 @@ class Ref {
   }
   Ref(const Ref&) = delete;
   Ref& operator=(const Ref&) = delete;
-  ~Ref() {  // what dies may run Python code
+  ~Ref() {  // the object may die, and its finalizer may run Python code
     OrPark([this] { Py_XDECREF(object_); });
   }
 
-  PyObject* get() const { return object_; }
+  PyObject* get() const { return object_; }  ///< borrowed
+  /// Gives the reference to the caller.
   PyObject* release() { return std::exchange(object_, nullptr); }
   explicit operator bool() const { return object_ != nullptr; }
 
@@ -85,40 +93,47 @@ class Ref {
 
 /// Whether the calling thread holds the GIL.
 ///
-/// PyGILState_Check answers that only while the process has never had a
-/// sub-interpreter; from then on it says yes to everybody.
+/// PyGILState_Check can't be used: once the process has had a sub-interpreter, it
+/// returns true on every thread.
 inline bool HoldsGil() {
 #if PY_VERSION_HEX >= 0x030D0000
   return PyThreadState_GetUnchecked() != nullptr;
 #elif PY_VERSION_HEX >= 0x030C0000
   return _PyThreadState_UncheckedGet() != nullptr;
-#else  // one current state for the process: nobody but its own thread sets it
+#else
+  // Before 3.12 the current state is one variable of the process. It may change
+  // while it is read, but only the calling thread can set it to the calling
+  // thread's state.
   PyThreadState* mine = PyGILState_GetThisThreadState();
   return mine != nullptr && _PyThreadState_UncheckedGet() == mine;
 #endif
 }
 
-/// Of the few thread-locals that each call reads. glibc keeps some room in its
-/// static block for libraries that are opened late, where reading one is a load,
-/// and else the call of a function.
+/// Declares one of the few thread-local variables that each call reads. In a
+/// library that is opened late, reading a thread-local is normally a function call.
+/// glibc keeps some room in its static block for such libraries, and reading one
+/// there is a plain load. The room is small, so only these variables use it.
 #if defined(__GLIBC__)
 #define HOSTCALL_HOT thread_local __attribute__((tls_model("initial-exec")))
 #else
 #define HOSTCALL_HOT thread_local
 #endif
 
-/// The state that the engine made for a thread that Python does not know, or null.
+/// The thread state that the engine made for the calling thread; null if Python
+/// knows the thread, or it has not called yet.
 extern HOSTCALL_HOT PyThreadState* t_made_state;
 
-/// Attaches the calling thread to the interpreter for the guard's life: the one way
-/// into Python from handlers.
+/// Attaches the calling thread to the interpreter for the guard's life. The only
+/// way into Python from a handler.
 ///
-/// A thread that Python does not know (one of XLA's) gets its thread state at its
-/// first call and keeps it: making one a call costs 0.2 us, keeping it 0.05. The
-/// state is never freed before the interpreter is: the thread that dies cannot free
-/// it without the GIL, for which it could wait for ever (its joiner may hold it),
-/// and from 3.12 on another thread that frees it would unbind its own. XLA's
-/// threads live as long as their client, so what is kept is bounded.
+/// A thread that Python does not know (one of XLA's) gets a thread state at its
+/// first call and keeps it: attaching then costs 0.05 us, instead of 0.2 us with a
+/// new state for each call. The state lives as long as the interpreter:
+///   * the dying thread can't free it without the GIL, and may never get the GIL:
+///     the thread that joins it may hold it;
+///   * another thread can't free it from CPython 3.12 on: it would unbind its own
+///     state.
+/// XLA's threads live as long as their client, so the number of states is bounded.
 class GilGuard {
  public:
   GilGuard() : held_before_(HoldsGil()) {
@@ -139,18 +154,18 @@ class GilGuard {
   GilGuard(const GilGuard&) = delete;
   GilGuard& operator=(const GilGuard&) = delete;
 
-  /// True on the call that gave this thread its thread state.
+  /// Whether this guard gave the thread its thread state.
   bool first_on_foreign_thread() const { return made_; }
 
  private:
-  const bool held_before_;
+  const bool held_before_;  ///< the caller held the GIL already: nothing to undo
   bool made_ = false;
 };
 
-/// Floating point as Python code knows it, for the guard's life. XLA runs programs
-/// on CPUs with the smallest numbers flushed to zero, on its threads and on the one
-/// that dispatches; a host function would give other values there than it gives
-/// alone.
+/// Restores floating point as Python code expects it, for the guard's life. XLA
+/// runs CPU programs with denormal numbers flushed to zero, on its own threads and
+/// on the dispatching one. Without this guard, a host function would return other
+/// values inside a program than outside.
 class PlainFloats {
  public:
   PlainFloats() : before_(Get()) {
@@ -165,12 +180,12 @@ class PlainFloats {
  private:
 #if defined(__x86_64__)
   using Word = uint32_t;
-  static constexpr Word kFlush = 0x8040;  // of results, and of operands
+  static constexpr Word kFlush = 0x8040;  // FTZ (results) and DAZ (operands)
   static Word Get() { return __builtin_ia32_stmxcsr(); }
   static void Set(Word word) { __builtin_ia32_ldmxcsr(word); }
 #elif defined(__aarch64__)
   using Word = uint64_t;
-  static constexpr Word kFlush = Word{1} << 24;
+  static constexpr Word kFlush = Word{1} << 24;  // FZ
   static Word Get() {
     Word word;
     asm volatile("mrs %0, fpcr" : "=r"(word));
@@ -186,8 +201,8 @@ class PlainFloats {
   const Word before_;
 };
 
-/// Lets other Python threads run for the guard's life, if this thread holds the
-/// GIL.
+/// Releases the GIL for the guard's life, if the calling thread holds it and
+/// `release` is true. No Python object may be touched meanwhile.
 class GilRelease {
  public:
   explicit GilRelease(bool release = true)
@@ -201,7 +216,7 @@ class GilRelease {
   GilRelease& operator=(const GilRelease&) = delete;
 
  private:
-  PyThreadState* state_;
+  PyThreadState* state_;  ///< what to restore; null if nothing was released
 };
 
 }  // namespace hostcall

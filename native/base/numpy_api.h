@@ -1,4 +1,5 @@
-// NumPy's C API, imported once by module.cc (HOSTCALL_IMPORT_NUMPY).
+// NumPy's C API. All files of the engine share one table of its functions, which
+// module.cc defines and fills (HOSTCALL_IMPORT_NUMPY); the others only declare it.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN

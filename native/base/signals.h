@@ -1,18 +1,21 @@
-// Signals that come while no Python code runs.
+// Signals that arrive while no Python code runs.
 //
 // Python acts on a signal on its main thread, between two instructions. A main
-// thread that waits in XLA for a program comes to none before the program ends, and
-// SIGTERM, to which Python gives no handler, ends the process where it stands, with
-// all that taps have queued. So a signal also wakes a thread of Python's
-// (_watcher.py), which does what is to be done.
+// thread that waits in XLA for a program reaches no next instruction until the
+// program ends. And Python gives SIGTERM no handler, so it ends the process at once
+// and loses all queued taps. Therefore a signal also wakes a Python thread, the
+// watcher (_runtime/watcher.py), which interrupts callbacks or delivers the taps.
 //
 // Guarantees
-//   * A handler of ours is only put where SIGINT has one (which it calls) and
-//     where SIGTERM has the default action.
-//   * It does what a signal handler may: a lock-free exchange, sem_post, and in a
-//     forked child (whose watcher does not exist) the default action.
-//   * SIGTERM is caught once: the second ends the process at once.
-//   * Wait returns everything that was posted since it returned last, once.
+//   * A handler is installed for SIGINT only if there is one already, which ours
+//     calls, and for SIGTERM only if it has the default action.
+//   * The handlers are async-signal-safe. They do a lock-free fetch_or and
+//     sem_post; the one for SIGTERM restores the default action in a forked child,
+//     where the watcher does not exist. Nothing that a handler uses is initialised
+//     in a handler.
+//   * SIGTERM is caught once: a second one ends the process at once.
+//   * Each event that is posted is returned by exactly one Wait. Events of the same
+//     kind that are posted before that Wait count as one.
 #pragma once
 
 #include <semaphore.h>
@@ -26,28 +29,39 @@
 
 namespace hostcall {
 
+/// Static: signal handlers and their state belong to the process.
 class Signals {
  public:
-  enum Event { kInterrupt = 1, kTerminate = 2, kEnding = 4, kStop = 8, kBury = 16 };
+  /// What the watcher is woken for; a bit each. watcher.py has the same numbers.
+  enum Event {
+    kInterrupt = 1,  ///< SIGINT came
+    kTerminate = 2,  ///< SIGTERM came
+    kEnding = 4,     ///< the process began to end: watch for taps that hang
+    kStop = 8,       ///< the watcher shall end
+    kBury = 16,      ///< the graveyard has something to bury (slot_table.h)
+  };
 
-  /// Watches SIGINT, where it has a handler. True: it is watched.
+  /// Watches SIGINT if it has a plain handler, such as Python's. Returns whether it
+  /// is watched.
   static bool WatchInterrupt() {
-    Posted();  // made before a handler asks for it
+    Posted();  // initialises the semaphore, which a handler must not do
     struct sigaction& before = Before();
-    if (before.sa_handler != nullptr) return true;  // by an earlier call
+    if (before.sa_handler != nullptr) return true;  // watched since an earlier call
     struct sigaction found;
     if (sigaction(SIGINT, nullptr, &found) != 0) return false;
+    // With SA_SIGINFO the handler takes three arguments, and ours could not call
+    // it.
     if ((found.sa_flags & SA_SIGINFO) != 0 || found.sa_handler == SIG_DFL ||
         found.sa_handler == SIG_IGN) {
       return false;
     }
-    before = found;
-    struct sigaction ours = found;
+    before = found;                 // before our handler can run, which calls it
+    struct sigaction ours = found;  // the same mask and flags, for Python's handler
     ours.sa_handler = &OnInterrupt;
     return sigaction(SIGINT, &ours, nullptr) == 0;
   }
 
-  /// Watches SIGTERM, where it has the default action. True: it is watched.
+  /// Watches SIGTERM if it has the default action. Returns whether it is watched.
   static bool WatchTerminate() {
     struct sigaction found;
     if (sigaction(SIGTERM, nullptr, &found) != 0) return false;
@@ -62,15 +76,17 @@ class Signals {
     return sigaction(SIGTERM, &ours, nullptr) == 0;
   }
 
+  /// Wakes the watcher for these events. Async-signal-safe. The bits are set first:
+  /// a Wait that the semaphore wakes finds them.
   static void Post(int event) {
     Pending().fetch_or(event);
     sem_post(&Posted());
   }
 
-  /// The events since the last return, none after so many seconds. The GIL is not
-  /// held. One thread waits.
+  /// Returns the events that were posted since it last returned, waiting for one
+  /// for at most `seconds`; 0 if none came. Only one thread waits, without the GIL.
   static int Wait(double seconds) {
-    timespec until;
+    timespec until;  // sem_timedwait knows only this clock, which may be set
     clock_gettime(CLOCK_REALTIME, &until);
     const auto whole = static_cast<int64_t>(seconds);
     until.tv_sec += static_cast<time_t>(whole);
@@ -82,6 +98,9 @@ class Signals {
     }
     for (;;) {
       if (const int events = Pending().exchange(0)) return events;
+      // The semaphore counts posts, of which one exchange may have taken several.
+      // What it counts too much makes this loop look once more in vain; so does
+      // EINTR.
       if (sem_timedwait(&Posted(), &until) != 0 && errno == ETIMEDOUT) {
         return Pending().exchange(0);
       }
@@ -90,7 +109,7 @@ class Signals {
 
  private:
   static void OnInterrupt(int signal) {
-    const int saved = errno;
+    const int saved = errno;  // the interrupted code may be about to read it
     Post(kInterrupt);
     errno = saved;
     Before().sa_handler(signal);
@@ -100,10 +119,14 @@ class Signals {
     if (getpid() == Watcher().load()) {
       Post(kTerminate);
     } else {
-      raise(signal);  // the action is the default again
+      // A forked child inherits the handler. SA_RESETHAND has restored the default
+      // action, which ends the child as soon as this handler returns.
+      raise(signal);
     }
     errno = saved;
   }
+  /// One post for each call of Post. Never destroyed: a signal may come at any
+  /// time.
   static sem_t& Posted() {
     static sem_t* posted = [] {
       static sem_t made;
@@ -112,14 +135,17 @@ class Signals {
     }();
     return *posted;
   }
+  /// The Event bits that Wait has not returned yet.
   static std::atomic<int>& Pending() {
     static std::atomic<int> pending{0};
     return pending;
   }
+  /// The process in which the watcher runs.
   static std::atomic<pid_t>& Watcher() {
     static std::atomic<pid_t> watcher{0};
     return watcher;
   }
+  /// SIGINT's action before ours. Written once, before our handler is installed.
   static struct sigaction& Before() {
     static struct sigaction before = {};
     return before;

@@ -1,37 +1,58 @@
-// The devices of one program, at one of its calls.
+// Makes one call of the calls of several devices.
 //
-// A program over several devices comes to each of its calls once on each device.
-// Knows no Python and no XLA (tests/native/team_test.cc).
+// A program over several devices comes to each of its calls once on each device. A
+// Team belongs to one place in such a program, and a Meeting to one of its
+// executions. Does not depend on Python or XLA (tests/native/team_test.cc).
 //
-// Two ways to make one call of several
-//   kOnce  the program is partitioned by the compiler: all devices hold the whole
-//          operands, and all come to the call, for their control flow is the same.
-//          The leader's function runs, and its results are copied to the others.
-//   kEach  the program is written per device (shard_map, pmap): each calls for its
-//          own shard, and they leave together. If one fails, all do: a shard that
-//          went on alone would wait for the failed one in the next collective
-//          until XLA ends the process.
+// Modes
+//   * kOnce: the compiler partitioned the program. All devices hold the whole
+//            operands, and all come to the call, since their control flow is the
+//            same. The leader's function runs, and its results are copied to the
+//            others.
+//   * kEach: the user partitioned the program (shard_map, pmap). Each device calls
+//            for its own shard, and they leave together. If one fails, all fail: a
+//            shard that went on alone would wait for the failed one in the next
+//            collective, until XLA ends the process.
 //
-// Each device calls on the thread that it came on, and waits there for the others,
-// as it would in a collective. Functions of one meeting may wait for each other.
+// Threads. Each device calls on the thread that it came on, and waits there for the
+// others, as it would in a collective. The functions of one meeting may wait for
+// each other, so they are never run one after another.
 //
 // Guarantees
-//   * kOnce: the leader leaves after the others have copied its results.
-//   * kEach: members wait for those that have come without limit (they are in user
-//     code), and for those that have not for kGrace, since control flow may differ
-//     between devices there. The first time somebody is missed the place is marked,
-//     and from then on nobody waits at it. One that fails there fails alone, and
-//     says so first: the others may never get out of their next collective.
+//   * kOnce: the leader leaves after all others have copied its results, so its
+//            buffers are alive while they are read.
+//   * kEach: a member waits without limit for members that have come, since they
+//            are in user code. It waits only for `grace` for members that have not
+//            come, since control flow may differ between devices. The first time
+//            that a member is missed, the team is marked as diverged, and from then
+//            on nobody waits at this place. A member that fails in a diverged team
+//            fails alone, and reports that before it leaves (FailsAlone): the
+//            others may never get out of their next collective.
+//   * Each call of Meet returns exactly one error, empty for success.
 //
-// Which meeting a member joins: the oldest open one of its run in which its device
-// is missing. One place is executed by one device in sequence, so a device's n-th
-// arrival is its n-th call.
+// Which meeting a member joins: the oldest open one of its run that lacks its
+// device. One device executes one place of one run sequentially, so a device's n-th
+// arrival in a run is its n-th call, and joins the n-th meeting of the run.
 //
-// Waiting. A thread that sleeps is woken some 10 us later, which is many times what
-// a small function takes. So a member looks for a while before it sleeps: before
-// the call, whether another member is in its own (they would meet again at the
-// GIL, where CPython sleeps at once), and after it, whether all have ended. Where
-// there are more devices than cores it gives the core away between two looks.
+// A meeting in mode kEach, of devices 0 and 1:
+//
+//   1. device 0: joins, opens the meeting; runs its function
+//   2. device 1: joins, which makes the meeting full; runs its function
+//   3. device 0: locks, counts itself as ended; waits
+//   4. device 1: locks, counts itself as ended; the count is full: closes the
+//                meeting and notifies
+//   5. both:     return the meeting's first error, which nobody changes any more
+//
+// If device 1 does not come before the grace ends, device 0 marks the team, closes
+// the meeting and returns its own error. All of that happens under the lock, so
+// device 1 either joins the meeting in time, and device 0 goes on waiting, or finds
+// the team diverged and calls alone.
+//
+// Spinning. A thread that sleeps wakes up some 10 us after it is notified, which is
+// many times what a small function takes. So a member spins for kLook before it
+// sleeps. And before its call it spins while another member is in its function: the
+// two would meet at the GIL, where CPython sleeps at once. If there are more
+// devices than cores, the spinning thread yields between two looks.
 #pragma once
 
 #include <algorithm>
@@ -49,31 +70,41 @@
 
 namespace hostcall {
 
-enum class TeamMode { kAlone, kOnce, kEach };
+enum class TeamMode {
+  kAlone,  ///< no team: the program runs on one device, or its devices do not meet
+  kOnce,   ///< one device calls for all
+  kEach,   ///< each device calls for itself
+};
 
+/// Safe to use from several threads.
 class Team {
  public:
-  /// Empty for success.
+  /// The text of an error; empty for success.
   using Error = std::string;
 
-  /// A device at a call.
+  /// A device at a call. Lives on the stack of its thread until Meet returns.
   class Member {
    public:
     explicit Member(int device) : device_(device) {}
     virtual ~Member() = default;
     int device() const { return device_; }
-    virtual Error Call() = 0;                         ///< runs the function
-    virtual void CopyFrom(const Member& leader) = 0;  ///< kOnce: its results
-    virtual void FailsAlone(const Error& error) = 0;  ///< kEach: only this one does
+    /// Runs the function. Must not throw: the others would wait for ever.
+    virtual Error Call() = 0;
+    /// kOnce: copies the leader's results. The leader stays alive meanwhile.
+    virtual void CopyFrom(const Member& leader) = 0;
+    /// kEach: reports that this member fails and the others may go on.
+    virtual void FailsAlone(const Error& error) = 0;
 
    private:
     const int device_;
   };
 
-  /// As the leader: the one that comes first, for a program that does not know its
-  /// devices.
+  /// Passed as `leader`: the first member to come leads. For a program that was
+  /// lowered without knowledge of its devices.
   static constexpr int kFirst = -1;
 
+  /// `size` is the number of devices, `leader` the ordinal of the one that calls in
+  /// mode kOnce, `grace` how long kEach waits for members that have not come.
   Team(TeamMode mode, int size, int leader,
        std::chrono::milliseconds grace = std::chrono::milliseconds(1000))
       : mode_(mode),
@@ -82,28 +113,39 @@ class Team {
         grace_(grace),
         yields_(std::thread::hardware_concurrency() < size_) {}
 
-  /// Makes the call of a member, with the others of its run, and gives the error
-  /// that it leaves with.
+  /// Makes a member's call together with the others of its run, and returns the
+  /// error that it leaves with. The calling thread does not hold the GIL.
   Error Meet(int64_t run, Member& member) {
     return mode_ == TeamMode::kOnce ? MeetOnce(run, member) : MeetEach(run, member);
   }
 
  private:
+  /// One call of all devices. Shared by its members; the team has it while it is
+  /// open. The atomics are changed under the lock, except `inside`; they are atomic
+  /// because spinning members read them without.
   struct Meeting {
-    int64_t run;
-    std::vector<int> devices;       ///< of the members
-    std::atomic<size_t> ended{0};   ///< members that have called, or copied
-    std::atomic<size_t> inside{0};  ///< kEach: members in their function
-    std::atomic<const Member*> leader{nullptr};  ///< kOnce: when it has called
-    Error error;  ///< kOnce: the leader's; kEach: the first
+    int64_t run;               ///< XLA's number of the execution
+    std::vector<int> devices;  ///< ordinals of the members that have come
+    /// kOnce: members that have copied. kEach: members whose call has ended.
+    std::atomic<size_t> ended{0};
+    /// kEach: members in their function now. A hint for spinning, nothing more.
+    std::atomic<size_t> inside{0};
+    /// kOnce: the leader once its call has ended, null before. Valid until `ended`
+    /// reaches the number of the others, for which the leader waits.
+    std::atomic<const Member*> leader{nullptr};
+    /// kOnce: the leader's error, final once `leader` is set. kEach: the first
+    /// error, final once all have ended. Read without the lock only when it is
+    /// final.
+    Error error;
+    /// Notified when the last member joins, and when a member's part ends.
     std::condition_variable changed;
   };
   using MeetingPtr = std::shared_ptr<Meeting>;
 
-  /// How long a member looks before it sleeps, or calls beside another.
+  /// How long a member spins before it sleeps, or before it calls beside another.
   static constexpr std::chrono::microseconds kLook{20};
 
-  /// The lock is held.
+  /// Adds a device to the meeting that it belongs to. The lock is held.
   MeetingPtr Join(int64_t run, int device) {
     for (const MeetingPtr& open : meetings_) {
       const std::vector<int>& here = open->devices;
@@ -122,6 +164,7 @@ class Team {
     meetings_.push_back(meeting);
     return meeting;
   }
+  /// Makes the team forget a meeting, if it has not already. The lock is held.
   void Close(const MeetingPtr& meeting) {
     for (size_t i = 0; i < meetings_.size(); ++i) {
       if (meetings_[i] != meeting) continue;
@@ -130,7 +173,7 @@ class Team {
     }
   }
 
-  /// Looks for a while whether `there` is true.
+  /// Spins until `there` is true, but no longer than kLook.
   template <typename Condition>
   void Look(const Condition& there) const {
     if (there()) return;
@@ -143,6 +186,7 @@ class Team {
       if (yields_) std::this_thread::yield();
     } while (std::chrono::steady_clock::now() < until);
   }
+  /// Tells the processor that this is a spin loop.
   static void Pause() {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -151,7 +195,7 @@ class Team {
 #endif
   }
 
-  /// Waits until `there` is true: looks for a while, then sleeps.
+  /// Waits until `there` is true: spins, then sleeps. Returns holding the lock.
   template <typename Condition>
   std::unique_lock<std::mutex> Await(Meeting& meeting, const Condition& there) {
     Look(there);
@@ -173,15 +217,18 @@ class Team {
       Error error = member.Call();
       {
         std::lock_guard<std::mutex> lock(mutex_);
+        // The error before the leader: whoever sees the leader reads the error.
         meeting->error = std::move(error);
         meeting->leader = &member;
         meeting->changed.notify_all();
       }
+      // The others read this member's buffers until they have copied.
       const auto lock =
           Await(*meeting, [&] { return meeting->ended == size_ - 1; });
       Close(meeting);
     } else {
       Await(*meeting, [&] { return meeting->leader != nullptr; });
+      // Without the lock (Await's return value is gone): members copy in parallel.
       if (meeting->error.empty()) member.CopyFrom(*meeting->leader);
       std::lock_guard<std::mutex> lock(mutex_);
       if (++meeting->ended == size_ - 1) meeting->changed.notify_all();
@@ -196,6 +243,7 @@ class Team {
       if (!diverged_) meeting = Join(run, member.device());
     }
     if (!meeting) return Alone(member, member.Call());
+    // Only worth a try: another member may enter between this look and the call.
     Look([&] { return meeting->inside == 0; });
     ++meeting->inside;
     Error error = member.Call();
@@ -209,22 +257,27 @@ class Team {
       }
     }
     const auto all = [&] { return meeting->ended == size_; };
+    // `all` is a seq_cst load of what the last member stores under the lock, after
+    // the error: once it is true, the error can be read without the lock.
     Look(all);
     if (!all() && !WaitForAll(meeting)) return Alone(member, std::move(error));
     return meeting->error;
   }
 
-  /// False: somebody is missing.
+  /// Waits until all members have ended. False: a member is missing, and nobody
+  /// waits at this place any more.
   bool WaitForAll(const MeetingPtr& meeting) {
     const auto until = std::chrono::steady_clock::now() + grace_;
     std::unique_lock<std::mutex> lock(mutex_);
     while (meeting->ended != size_) {
       if (meeting->devices.size() == size_) {
+        // All have come: they are in user code, and may take as long as they like.
         meeting->changed.wait(lock);
       } else if (diverged_ || meeting->changed.wait_until(lock, until) ==
                                   std::cv_status::timeout) {
+        // The last member may have joined just as the grace ended.
         if (meeting->devices.size() == size_) continue;
-        diverged_ = true;  // who comes later joins nobody
+        diverged_ = true;  // members that come later join no meeting
         Close(meeting);
         meeting->changed.notify_all();
         return false;
@@ -233,6 +286,8 @@ class Team {
     return true;
   }
 
+  /// The error of a member that leaves without the others; reports it if there is
+  /// one.
   static Error Alone(Member& member, Error error) {
     if (!error.empty()) member.FailsAlone(error);
     return error;
@@ -240,12 +295,16 @@ class Team {
 
   const TeamMode mode_;
   const size_t size_;
-  const int leader_;
+  const int leader_;  ///< an ordinal, or kFirst
   const std::chrono::milliseconds grace_;
-  const bool yields_;
-  std::mutex mutex_;  // guards all below, and what in meetings is not atomic
-  std::vector<MeetingPtr> meetings_;
-  bool diverged_ = false;
+  const bool yields_;  ///< more devices than cores: spinning gives the core away
+  // Guards the fields below, and the fields of meetings that are not atomic. Its
+  // parties are the devices of all runs of the program; it is never held during a
+  // call or a copy. A lock for each meeting would not help: joining searches all
+  // open meetings, and divergence has to reach them all.
+  std::mutex mutex_;
+  std::vector<MeetingPtr> meetings_;  ///< open ones, oldest first
+  bool diverged_ = false;             ///< a member was missed once; never reset
 };
 
 }  // namespace hostcall

@@ -318,7 +318,7 @@ class alignas(64) TapLane {
   // Guards the fields below (first_ may be read without it), the links of the
   // queued events, and the headers of this lane's slabs. Its parties are the
   // devices of this lane, for one push at a time, and the one worker. A lane for
-  // each device is the finer scheme already. A lock-free list was declined:
+  // each device is the finer scheme already. A lock-free list would not do:
   // drop_oldest removes from the middle, and an event must not be dropped while the
   // worker takes it.
   std::mutex mutex_;
