@@ -6,13 +6,12 @@
 //
 // Modes
 //   * kOnce: the compiler partitioned the program. All devices hold the whole
-//            operands, and all come to the call, since their control flow is the
-//            same. The leader's function runs, and its results are copied to the
-//            others.
+//     operands, and all come to the call, since their control flow is the same. The
+//     leader's function runs, and its results are copied to the others.
 //   * kEach: the user partitioned the program (shard_map, pmap). Each device calls
-//            for its own shard, and they leave together. If one fails, all fail: a
-//            shard that went on alone would wait for the failed one in the next
-//            collective, until XLA ends the process.
+//     for its own shard, and they leave together. If one fails, all fail: a shard
+//     that went on alone would wait for the failed one in the next collective,
+//     until XLA ends the process.
 //
 // Threads. Each device calls on the thread that it came on, and waits there for the
 // others, as it would in a collective. The functions of one meeting may wait for
@@ -20,14 +19,14 @@
 //
 // Guarantees
 //   * kOnce: the leader leaves after all others have copied its results, so its
-//            buffers are alive while they are read.
+//     buffers are alive while they are read.
 //   * kEach: a member waits without limit for members that have come, since they
-//            are in user code. It waits only for `grace` for members that have not
-//            come, since control flow may differ between devices. The first time
-//            that a member is missed, the team is marked as diverged, and from then
-//            on nobody waits at this place. A member that fails in a diverged team
-//            fails alone, and reports that before it leaves (FailsAlone): the
-//            others may never get out of their next collective.
+//     are in user code. It waits only for `grace` for members that have not come,
+//     since control flow may differ between devices. The first time that a member
+//     is missed, the team is marked as diverged, and from then on nobody waits at
+//     this place. A member that fails in a diverged team fails alone, and reports
+//     that before it leaves (FailsAlone): the others may never get out of their
+//     next collective.
 //   * Each call of Meet returns exactly one error, empty for success.
 //
 // Which meeting a member joins: the oldest open one of its run that lacks its

@@ -15,15 +15,17 @@ struct Lookup {
 std::string Describe(const CudaDriver& driver, int code) {
   const char* name = nullptr;
   const char* text = nullptr;
-  driver.cuGetErrorName(code, &name);  // fails for codes that are newer than it
+  // Both leave null for a code that this driver does not know.
+  driver.cuGetErrorName(code, &name);
   driver.cuGetErrorString(code, &text);
   std::string all = name != nullptr ? name : "error " + std::to_string(code);
   if (text != nullptr) all += " (" + std::string(text) + ")";
   return all;
 }
 
-/// The library stays open, also one that turns out to be of no use: others in the
-/// process may have it, and its threads may run.
+/// Opens and initialises the driver. The library stays open even if it turns out to
+/// be useless: other code in the process may use it, and it may have started
+/// threads.
 Lookup Open() {
   Lookup lookup;
   const char* path = std::getenv("HOSTCALL_CUDA_DRIVER");
@@ -51,14 +53,14 @@ Lookup Open() {
   if (!missing.empty()) {
     lookup.why = "hostcall: the CUDA driver " + std::string(path) + " lacks " +
                  missing +
-                 ". It is older than CUDA 10, or no CUDA driver: install "
+                 ". It is older than CUDA 10, or not a CUDA driver: install "
                  "one that your jaxlib supports";
     return lookup;
   }
   const int code = lookup.driver.cuInit(0);
   if (code != kCudaSuccess) {
     lookup.why = "hostcall: cuInit failed: " + Describe(lookup.driver, code) +
-                 ". The CUDA driver " + path + " is there, but can't be used";
+                 ". The CUDA driver " + path + " exists, but can't be used";
   }
   return lookup;
 }
@@ -66,7 +68,8 @@ Lookup Open() {
 }  // namespace
 
 const CudaDriver* CudaDriver::Get(std::string* why) {
-  static const Lookup* lookup = new Lookup(Open());  // outlives static destruction
+  // Never destroyed: threads of the driver may use it during static destruction.
+  static const Lookup* lookup = new Lookup(Open());
   if (lookup->why.empty()) return &lookup->driver;
   if (why != nullptr) *why = lookup->why;
   return nullptr;
@@ -90,7 +93,8 @@ ScopedContext::ScopedContext(const CudaDriver& driver, CudaContext context)
 }
 
 ScopedContext::~ScopedContext() {
-  // Can't fail but after a failure that the calls in between have reported.
+  // Its result is ignored: it fails only after an error of the driver that the
+  // calls in between have reported.
   CudaContext popped = nullptr;
   driver_.cuCtxPopCurrent_v2(&popped);
 }

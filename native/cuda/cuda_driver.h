@@ -1,16 +1,18 @@
 // The CUDA driver, opened at run time.
 //
-// hostcall is built without a CUDA toolkit and runs where there is no GPU, so it
-// links nothing of CUDA's: the library is opened when the first program with a
-// callback is compiled for a GPU, and XLA has opened the same one by then. The few
-// types, constants and signatures below are facts of the driver's public binary
-// interface; a `_v2` in a name is the version that 64-bit programs are bound to.
-// Knows no Python and no XLA (tests/native/staging_test.cc: with a fake driver).
+// hostcall is built without a CUDA toolkit and also runs without a GPU, so it links
+// nothing of CUDA. The library is opened when the first program with a callback is
+// compiled for a GPU; by then XLA has opened the same library. The few types,
+// constants and signatures below are facts of the driver's public binary interface.
+// A `_v2` in a name is the version that 64-bit programs use.
+//
+// Does not depend on Python or XLA (tests/native/staging_test.cc, with a fake
+// driver).
 //
 // Guarantees
-//   * One library, looked up once in the life of the process and never closed: its
-//     functions are called by threads that nobody joins.
-//   * Without a driver nothing breaks: Get gives null and says why.
+//   * One library, opened once in the life of the process and never closed, since
+//     threads that nobody joins call its functions.
+//   * Without a driver nothing breaks: Get returns null and says why.
 //   * Get and all members are safe to call from several threads.
 #pragma once
 
@@ -29,7 +31,7 @@ using CudaContext = CUctx_st*;
 using CudaEvent = CUevent_st*;
 using CudaStream = CUstream_st*;
 using CudaDevicePtr = unsigned long long;  // CUdeviceptr of 64-bit systems
-using CudaHostFn = void (*)(void* data);
+using CudaHostFn = void (*)(void* data);   // runs on a thread of the driver
 
 constexpr int kCudaSuccess = 0;
 constexpr int kCudaOutOfMemory = 2;
@@ -37,19 +39,19 @@ constexpr int kCudaCaptureUnsupported = 900;
 constexpr unsigned kCudaHostAllocPortable = 1;   ///< pinned for every context
 constexpr unsigned kCudaEventDisableTiming = 2;  ///< cheaper to record
 
-/// A call of the driver that failed.
+/// A call of the driver failed.
 class CudaError : public std::runtime_error {
  public:
   CudaError(const std::string& text, int code)
       : std::runtime_error(text), code_(code) {}
-  int code() const { return code_; }
+  int code() const { return code_; }  ///< the CUresult
 
  private:
   int code_;
 };
 
-/// All that is used of the driver: names as exported, parameters. Each returns a
-/// CUresult.
+/// The functions of the driver that hostcall uses: the exported name and the
+/// parameters. Each returns a CUresult.
 #define HOSTCALL_CUDA_FUNCTIONS(X)                                     \
   X(cuInit, (unsigned flags))                                          \
   X(cuMemHostAlloc, (void** data, size_t bytes, unsigned flags))       \
@@ -79,14 +81,14 @@ class CudaError : public std::runtime_error {
   X(cuGetErrorString, (int code, const char** text))
 
 struct CudaDriver {
-  /// The driver, initialised. Null where there is none, or one that lacks
-  /// something; `*why` then says which, and what to do. The library is
-  /// libcuda.so.1, or what the environment variable HOSTCALL_CUDA_DRIVER names at
-  /// the first call.
+  /// Returns the initialised driver. Returns null if there is none, or if it lacks
+  /// a function; `*why` then says what is wrong and what to do. The library is
+  /// libcuda.so.1, or the one that the environment variable HOSTCALL_CUDA_DRIVER
+  /// names at the first call.
   static const CudaDriver* Get(std::string* why = nullptr);
 
-  /// Throws CudaError where `code` is no success: "hostcall: cuMemHostAlloc failed:
-  /// CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
+  /// Throws CudaError unless `code` is success. The text reads, for example,
+  /// "hostcall: cuMemHostAlloc failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
   void Check(int code, const char* function) const {
     if (code != kCudaSuccess) Throw(code, function);
   }
@@ -101,12 +103,12 @@ struct CudaDriver {
 
 /// Makes a context current on the calling thread for the guard's life.
 ///
-/// Threads of XLA may have none, or that of another device: most calls take the
-/// current one for theirs, and an event can only be recorded on a stream of the
-/// context in which it was made.
+/// A thread of XLA may have no current context, or that of another device. But most
+/// calls of the driver act on the current context, and an event can be recorded
+/// only on a stream of the context that it was made in.
 class ScopedContext {
  public:
-  /// The stream's own. Throws CudaError.
+  /// Makes the stream's own context current. Throws CudaError.
   ScopedContext(const CudaDriver& driver, CudaStream stream);
   ScopedContext(const CudaDriver& driver, CudaContext context);
   ~ScopedContext();
@@ -117,7 +119,7 @@ class ScopedContext {
 
  private:
   const CudaDriver& driver_;
-  CudaContext context_ = nullptr;
+  CudaContext context_ = nullptr;  ///< the one made current; not owned
 };
 
 }  // namespace hostcall

@@ -6,7 +6,8 @@
 namespace hostcall {
 namespace {
 
-/// Between looks at the events of a full pool. A copy of a MiB takes about as long.
+/// Time between two polls of the events of a full pool. Copying 1 MiB takes about
+/// as long, so polling more often would find little more.
 constexpr std::chrono::microseconds kPoll{100};
 
 }  // namespace
@@ -50,9 +51,12 @@ void PinnedBlock::ReleaseAfter(CudaStream stream) {
 
 // --- Taking ---------------------------------------------------------------------
 
-/// Held by the one that may allocate, free and ask for events. Tickets make it
-/// first come, first served. False where the one before is stuck and `may_wait` is
-/// not set.
+/// The right to allocate, free and query events, for the guard's life. It is a lock
+/// with tickets rather than a second mutex: a mutex is not first come, first
+/// served, and could not be waited for together with `full_`.
+///
+/// Without `may_wait`, waits for the current holder only while that one makes
+/// progress, and converts to false if it waits for a block itself.
 class PinnedPool::Turn {
  public:
   Turn(PinnedPool& pool, Lock& lock, bool may_wait) : pool_(pool), lock_(lock) {
@@ -67,7 +71,7 @@ class PinnedPool::Turn {
   }
   ~Turn() {
     if (!mine_) return;
-    if (!lock_.owns_lock()) lock_.lock();
+    if (!lock_.owns_lock()) lock_.lock();  // Allocate throws without the lock
     ++pool_.serving_;
     pool_.changed_.notify_all();
   }
@@ -95,6 +99,7 @@ PinnedBlock PinnedPool::TryAcquire(size_t bytes) { return Take(bytes, false); }
 PinnedBlock PinnedPool::Take(size_t bytes, bool may_wait) {
   const size_t capacity = CapacityFor(bytes);
   Lock lock(mutex_);
+  // The steady state: nobody is before this request, and nothing has to be evicted.
   if (serving_ == tickets_ && Fits(capacity) && stats_.allocated_bytes <= limit_) {
     if (PinnedMemory* memory = PopIdle(capacity)) return HandOut(memory, bytes);
   }
@@ -108,61 +113,71 @@ PinnedBlock PinnedPool::Take(size_t bytes, bool may_wait) {
     while (!over && !Fits(capacity)) over = !WaitForReturn(lock);
     if (over) ++stats_.overruns;
   }
-  // From here on what is out only gets less: nobody takes before the turn ends.
+  // From here on the bytes in use only shrink: nobody takes a block before the turn
+  // ends. So Fits, once true, stays true while the lock is released below.
   PinnedMemory* memory = PopIdle(capacity);
   if (memory != nullptr) {
     PinnedBlock block = HandOut(memory, bytes);
     Evict(lock, limit_);
     return block;
   }
+  // Frees idle blocks first, so that the limit holds while the new one is
+  // allocated.
   Evict(lock, limit_ - std::min(limit_, capacity));
   return PinnedBlock(this, Allocate(lock, capacity), bytes);
 }
 
-/// Idle blocks don't count: they make room when it is needed.
+/// Whether a block of this capacity may be handed out. Idle blocks do not count:
+/// they are evicted when room is needed. The lock is held.
 bool PinnedPool::Fits(size_t capacity) const {
   const size_t out = stats_.in_use_bytes + stats_.pending_bytes;
   return out == 0 || out + capacity <= limit_;
 }
 
+/// An idle block of exactly this capacity, or null. The lock is held.
 PinnedMemory* PinnedPool::PopIdle(size_t capacity) {
   const auto found = idle_.find(capacity);
   if (found == idle_.end() || found->second == nullptr) return nullptr;
   return std::exchange(found->second, found->second->next);
 }
 
+/// Makes a recycled block the caller's. The lock is held.
 PinnedBlock PinnedPool::HandOut(PinnedMemory* memory, size_t bytes) {
   ++stats_.reuses;
   stats_.in_use_bytes += memory->capacity;
   return PinnedBlock(this, memory, bytes);
 }
 
-/// Finds the blocks whose events have ended. One that can't be asked stays: nothing
-/// says that the device has let go of it.
+/// Moves the pending blocks with ended events to the idle ones. If an event can't
+/// be queried, its block stays pending: the device may still use it.
 void PinnedPool::Collect(Lock& lock) {
   List asked = std::exchange(pending_, List());
   if (asked.first == nullptr) return;
   List ended, others;
+  // Without the lock the list `asked` is safe: only the holder of the turn
+  // collects.
   lock.unlock();
   while (PinnedMemory* memory = asked.Pop()) {
     const bool done = driver_.cuEventQuery(memory->event) == kCudaSuccess;
     (done ? ended : others).Append(memory);
   }
   lock.lock();
-  pending_.Prepend(others);  // before those that came meanwhile
+  pending_.Prepend(others);  // they are older than those that came meanwhile
   while (PinnedMemory* memory = ended.Pop()) {
     stats_.pending_bytes -= memory->capacity;
     MakeIdle(memory);
   }
 }
 
-/// False where nothing came back for the whole grace.
+/// Waits until a block comes back, or the limit changes. False if that does not
+/// happen for the whole grace.
 bool PinnedPool::WaitForReturn(Lock& lock) {
   const uint64_t before = returns_;
   const auto until = std::chrono::steady_clock::now() + grace_;
   full_ = true;
-  changed_.notify_all();  // those who don't wait learn that they have to
+  changed_.notify_all();  // a TryAcquire that waits for this turn gives up
   while (returns_ == before && std::chrono::steady_clock::now() < until) {
+    // A Release notifies; the end of an event does not, so it is polled.
     changed_.wait_for(lock, kPoll, [&] { return returns_ != before; });
     Collect(lock);
   }
@@ -170,7 +185,8 @@ bool PinnedPool::WaitForReturn(Lock& lock) {
   return returns_ != before;
 }
 
-/// Frees idle blocks, large ones first, until no more than `most` is allocated.
+/// Frees idle blocks, the largest first, until at most `most` bytes are allocated
+/// or no idle block is left.
 void PinnedPool::Evict(Lock& lock, size_t most) {
   List doomed;
   for (auto at = idle_.rbegin(); at != idle_.rend(); ++at) {
@@ -186,8 +202,9 @@ void PinnedPool::Evict(Lock& lock, size_t most) {
   lock.lock();
 }
 
+/// Allocates a block in the current context. Throws CudaError, without the lock.
 PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
-  idle_.try_emplace(capacity, nullptr);  // so that giving back needs no memory
+  idle_.try_emplace(capacity, nullptr);  // now, since MakeIdle must not allocate
   for (;;) {
     lock.unlock();
     auto memory = std::make_unique<PinnedMemory>();
@@ -205,6 +222,8 @@ PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
       stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.allocated_bytes);
       return memory.release();
     }
+    // Without memory, the idle blocks go first; if there were any, it is worth a
+    // retry.
     const size_t before = stats_.allocated_bytes;
     if (code == kCudaOutOfMemory) Evict(lock, 0);
     if (stats_.allocated_bytes != before) continue;
@@ -215,12 +234,13 @@ PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
 
 // --- Giving back ----------------------------------------------------------------
 
+/// Puts a block that nobody uses among the idle ones. The lock is held.
 void PinnedPool::MakeIdle(PinnedMemory* memory) noexcept {
   PinnedMemory*& first = idle_.find(memory->capacity)->second;
   memory->next = first;
   first = memory;
   ++returns_;
-  if (serving_ != tickets_) changed_.notify_all();
+  if (serving_ != tickets_) changed_.notify_all();  // somebody has a turn, or waits
 }
 
 void PinnedPool::Give(PinnedMemory* memory) noexcept {
@@ -237,6 +257,7 @@ void PinnedPool::GiveAfter(PinnedMemory* memory, CudaStream stream) {
     pending_.Append(memory);
     return;
   }
+  // No event could be recorded. Waiting for the stream tells the same, but slowly.
   const int code = driver_.cuStreamSynchronize(stream);
   if (code == kCudaSuccess) return Give(memory);
   {
@@ -246,8 +267,9 @@ void PinnedPool::GiveAfter(PinnedMemory* memory, CudaStream stream) {
   driver_.Check(code, "cuStreamSynchronize");
 }
 
-/// The block keeps its event, unless the next stream is of another context: there
-/// it can't be recorded.
+/// Records the block's event on the stream; false if that fails. A block keeps its
+/// event, but an event can't be recorded in another context, so there it gets a new
+/// one.
 bool PinnedPool::Record(PinnedMemory* memory, CudaStream stream) const {
   try {
     ScopedContext current(driver_, stream);
@@ -259,7 +281,7 @@ bool PinnedPool::Record(PinnedMemory* memory, CudaStream stream) const {
     }
     return driver_.cuEventRecord(memory->event, stream) == kCudaSuccess;
   } catch (const CudaError&) {
-    return false;  // who calls waits for the stream, and reports what that says
+    return false;  // the caller waits for the stream instead, and reports its error
   }
 }
 
@@ -270,7 +292,7 @@ void PinnedPool::DestroyEvent(PinnedMemory* memory) const noexcept {
   try {
     ScopedContext current(driver_, memory->event_context);
     driver_.cuEventDestroy_v2(memory->event);
-  } catch (const CudaError&) {  // the context is gone, and the event with it
+  } catch (const CudaError&) {  // the context is gone, and its events with it
   }
   memory->event = nullptr;
   memory->event_context = nullptr;
@@ -282,14 +304,14 @@ void PinnedPool::Free(PinnedMemory* memory) const noexcept {
   try {
     ScopedContext current(driver_, memory->context);
     driver_.cuMemFreeHost(memory->data);
-  } catch (const CudaError&) {  // the context is gone, and the memory with it
+  } catch (const CudaError&) {  // the context is gone, and its memory with it
   }
 }
 
 void PinnedPool::Trim() {
   Lock lock(mutex_);
   Turn turn(*this, lock, false);
-  if (!turn) return;  // the pool is full, and who waits evicts what it can
+  if (!turn) return;  // a request waits for a block, and evicts what is idle
   Collect(lock);
   Evict(lock, 0);
 }
@@ -297,6 +319,8 @@ void PinnedPool::Trim() {
 void PinnedPool::set_limit(size_t bytes) {
   Lock lock(mutex_);
   limit_ = bytes;
+  // A request that waits for a block looks again. If it has the turn it evicts,
+  // too.
   ++returns_;
   changed_.notify_all();
   Turn turn(*this, lock, false);
@@ -319,12 +343,13 @@ PinnedPool::~PinnedPool() {
     try {
       ScopedContext current(driver_, memory->event_context);
       driver_.cuEventSynchronize(memory->event);
-    } catch (const CudaError&) {  // nothing runs in a context that is gone
+    } catch (const CudaError&) {  // the context is gone, and nothing runs in it
     }
     MakeIdle(memory);
   }
   Evict(lock, 0);
-  while (PinnedMemory* memory = lost_.Pop()) delete memory;  // but not what it owns
+  // Only the headers: a device may still write to the memory of a lost block.
+  while (PinnedMemory* memory = lost_.Pop()) delete memory;
 }
 
 }  // namespace hostcall

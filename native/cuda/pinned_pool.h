@@ -1,40 +1,49 @@
-// Pinned host memory, used again: allocating a block costs milliseconds
-// and may wait for the device, so the steady state must not.
+// Pinned host memory, recycled. Allocating a pinned block takes milliseconds and
+// may wait for the device, so the steady state must not allocate.
 //
-// Knows no Python and no XLA (tests/native/staging_test.cc).
+// Does not depend on Python or XLA (tests/native/pinned_pool_test.cc).
 //
 // Guarantees
-//   * The bytes of all blocks (out, or kept for the next) stay within the limit. A
-//     request above it goes alone; and there are overruns (below).
-//   * First come, first served: who finds the pool full waits, and who comes later
-//     does not overtake, so a large request is not starved by small ones.
-//   * No use after reuse. A block is handed out again only when it was let go by
-//     its owner, who says that nobody uses it (Release), or when an event that was
-//     recorded on a stream behind all that uses it has been seen to have ended
-//     (ReleaseAfter). Where no event can be recorded the stream is waited for;
-//     where that fails too, the block is lost, never handed out: it stays counted
-//     as in use.
-//   * In the steady state Acquire takes a lock, asks at most for the events that
-//     are pending, and allocates nothing.
+//   * The bytes of all blocks, in use or kept for reuse, stay within the limit.
+//     There are two exceptions: a request above the limit is granted when no other
+//     block is in use, and overruns (below).
+//   * First come, first served. A request that finds the pool full waits, and later
+//     requests do not overtake it. So small requests can't starve a large one.
+//   * No block is reused while it is in use. A block is handed out again only after
+//     its owner has released it (Release: nobody uses it any more), or after an
+//     event that was recorded on a stream behind all its uses has been seen to have
+//     ended (ReleaseAfter). If no event can be recorded, the pool waits for the
+//     stream. If that fails too, the block is lost: it stays counted as in use, and
+//     is never handed out.
+//   * In the steady state Acquire takes one lock, at most queries the pending
+//     events, and allocates nothing.
 //
-// No call of the driver is made under the lock, and Release makes none at all. So a
-// block may be let go in a host function, where CUDA is forbidden, and:
-//   1. dispatching thread: in cuMemHostAlloc or cuMemFreeHost, waits for the device
-//   2. device: waits for a host function
-//   3. host function: lets a block go, and needs the lock
-// does not end in a ring. The one that may allocate, free and ask is the one whose
-// turn it is (the tickets below), for which no host function ever waits.
+// The lock. No call of the driver is made under it (except in the destructor, which
+// nobody races), and Release makes no call of the driver at all. Therefore a block
+// may be released in a host function, where CUDA is forbidden. The ring that this
+// breaks:
+//
+//   1. dispatching thread: is inside cuMemHostAlloc or cuMemFreeHost, which wait
+//                          for the device
+//   2. device:             waits for a host function to return
+//   3. host function:      releases a block, for which it needs the lock
+//
+// Blocks are allocated and freed, and events queried, by the thread whose turn it
+// is (Turn, by tickets), with the lock released. No host function ever waits for a
+// turn.
 //
 // No deadlock. Each call takes exactly one block for all its operands and results,
-// so the engine never holds one block and waits for another. But the users'
-// functions and the devices may wait for each other, behind our back:
-//   1. devices 0 to 2: hold all blocks, their functions wait for that of device 3
-//      (a barrier), or their streams for device 3 in a collective
-//   2. device 3: waits for a block before it gets there
-// That can't be told from a slow function. So who has waited for `grace` in which
-// not one block came back goes over the limit, which is counted (`overruns`): the
-// limit is a bound on memory, and no reason to hang. For the same reason a full
-// pool polls its events: cuEventSynchronize has no time limit.
+// so the engine never holds one block while it waits for another. But users'
+// functions and devices may wait for each other, which the engine can't see:
+//
+//   1. devices 0 to 2: hold all blocks; their functions wait for that of device 3
+//                      in a barrier, or their streams for device 3 in a collective
+//   2. device 3:       waits for a block before it gets there
+//
+// That looks like a slow function. So a request that has waited for `grace`, in
+// which not one block came back, goes over the limit, and is counted (`overruns`):
+// the limit bounds memory, and is no reason to hang. For the same reason a full
+// pool polls its events: cuEventSynchronize has no timeout.
 #pragma once
 
 #include <chrono>
@@ -52,17 +61,18 @@ namespace hostcall {
 class PinnedPool;
 
 /// One piece of pinned memory, and the event that tells when its last use has
-/// ended.
+/// ended. Owned by a PinnedBlock, or by the one list of the pool that it is in.
 struct PinnedMemory {
-  char* data = nullptr;
-  size_t capacity = 0;
-  CudaContext context = nullptr;        ///< in which it was allocated
-  CudaEvent event = nullptr;            ///< null before the first ReleaseAfter
-  CudaContext event_context = nullptr;  ///< in which the event was made
-  PinnedMemory* next = nullptr;         ///< in the list in which it is
+  char* data = nullptr;           ///< the pinned bytes; owned
+  size_t capacity = 0;            ///< bytes at `data`
+  CudaContext context = nullptr;  ///< the context it was allocated in
+  CudaEvent event = nullptr;      ///< owned; null before the first ReleaseAfter
+  CudaContext event_context = nullptr;  ///< the context the event was made in
+  PinnedMemory* next = nullptr;         ///< the next in its list
 };
 
-/// Owns a block; gives it back when it goes. The pool outlives it.
+/// Owns a block, or is empty. Its destructor releases the block. The pool outlives
+/// it.
 class PinnedBlock {
  public:
   PinnedBlock() = default;
@@ -76,15 +86,17 @@ class PinnedBlock {
   ~PinnedBlock() { Release(); }
 
   char* data() const { return memory_ != nullptr ? memory_->data : nullptr; }
-  size_t size() const { return size_; }  ///< as asked for
+  size_t size() const { return size_; }  ///< as requested
   explicit operator bool() const { return memory_ != nullptr; }
 
-  /// Back to the pool now: nobody uses the memory any more. Makes no CUDA call.
+  /// Returns the block to the pool now: nobody uses its memory any more. Makes no
+  /// CUDA call, so a host function may do it.
   void Release() noexcept;
 
-  /// Back to the pool when all that is enqueued on the stream by now has ended.
-  /// Doesn't wait, and needs no current context. Throws CudaError where the end
-  /// can't be told; the block is then lost. It is empty afterwards in any case.
+  /// Returns the block to the pool when everything that is enqueued on the stream
+  /// by now has ended. Does not wait, unless no event can be recorded. Needs no
+  /// current context. Throws CudaError if nothing can tell when the work ends; the
+  /// memory is then lost. This object is empty afterwards in any case.
   void ReleaseAfter(CudaStream stream);
 
  private:
@@ -101,54 +113,61 @@ class PinnedBlock {
   size_t size_ = 0;
 };
 
+/// Safe to use from several threads.
 class PinnedPool {
  public:
-  static constexpr size_t kLeast = size_t{4} << 10;
-  static constexpr size_t kStep = size_t{1} << 20;
+  static constexpr size_t kLeast = size_t{4} << 10;  ///< the smallest capacity
+  static constexpr size_t kStep = size_t{1} << 20;   ///< see CapacityFor
   static constexpr std::chrono::milliseconds kGrace{1000};
 
   struct Stats {
-    size_t allocated_bytes = 0;  ///< all that is pinned
+    size_t allocated_bytes = 0;  ///< all pinned memory, in use, pending or idle
     size_t in_use_bytes = 0;     ///< owned by a PinnedBlock, or lost
-    size_t pending_bytes = 0;    ///< waits for an event, as far as is known
-    size_t peak_bytes = 0;       ///< the most that was ever allocated
-    int64_t allocations = 0;
-    int64_t reuses = 0;
-    int64_t waits = 0;     ///< acquisitions that found the pool full
-    int64_t overruns = 0;  ///< of these, the ones that went over the limit
+    size_t pending_bytes = 0;    ///< behind an event that was not yet seen to end
+    size_t peak_bytes = 0;       ///< the most that allocated_bytes has been
+    int64_t allocations = 0;     ///< blocks that were allocated
+    int64_t reuses = 0;          ///< requests that got a recycled block
+    int64_t waits = 0;           ///< requests that found the pool full and waited
+    int64_t overruns = 0;  ///< requests that went over the limit after `grace`
   };
 
+  /// `driver` outlives the pool. `limit` is in bytes.
   PinnedPool(const CudaDriver& driver, size_t limit,
              std::chrono::milliseconds grace = kGrace)
       : driver_(driver), grace_(grace), limit_(limit) {}
-  /// Waits for pending events. No block is owned any more.
+  /// Waits for pending events. No PinnedBlock exists any more.
   ~PinnedPool();
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;
 
-  /// A block of at least so many bytes, whose content is undefined. Waits where the
-  /// pool is full. A context is current (ScopedContext). Throws CudaError where
-  /// there is no memory.
+  /// Returns a block of at least `bytes`, with undefined content. Waits if the pool
+  /// is full. A context must be current (ScopedContext). Throws CudaError if the
+  /// driver has no memory.
   PinnedBlock Acquire(size_t bytes);
 
-  /// The same, but empty where it would have to wait for a block or for others that
-  /// wait for one. May allocate.
+  /// As Acquire, but returns an empty block instead of waiting for a block to come
+  /// back, or for other requests that do so. May wait for an allocation that is
+  /// under way, and may allocate.
   PinnedBlock TryAcquire(size_t bytes);
 
-  /// Gives back to the system what is not in use or pending. Needs no context.
+  /// Frees the blocks that are neither in use nor pending. Needs no context. Does
+  /// nothing while a request waits for a block.
   void Trim();
+  /// Sets the limit in bytes. Frees idle blocks above a lower limit.
   void set_limit(size_t bytes);
   size_t limit() const;
   Stats stats() const;
 
-  /// What a block for so many bytes takes: a power of two, then steps of a MiB.
+  /// The capacity of a block for `bytes`: a power of two up to kStep, above it a
+  /// multiple of kStep. Few capacities mean that blocks fit again.
   static size_t CapacityFor(size_t bytes);
 
  private:
   friend class PinnedBlock;
   using Lock = std::unique_lock<std::mutex>;
 
-  /// Oldest first, linked through the memory itself: giving back can't fail.
+  /// A list, oldest first. Linked through the memory itself, so that Release can't
+  /// fail.
   struct List {
     PinnedMemory* first = nullptr;
     PinnedMemory* last = nullptr;
@@ -163,7 +182,8 @@ class PinnedPool {
   PinnedMemory* PopIdle(size_t capacity);
   PinnedBlock HandOut(PinnedMemory* memory, size_t bytes);
 
-  // The one whose turn it is. These let go of the lock meanwhile.
+  // Called by the thread whose turn it is, with the lock, which they release while
+  // they call the driver. Nobody else takes blocks out of the pool meanwhile.
   void Collect(Lock& lock);
   bool WaitForReturn(Lock& lock);
   void Evict(Lock& lock, size_t most);
@@ -178,16 +198,24 @@ class PinnedPool {
 
   const CudaDriver& driver_;
   const std::chrono::milliseconds grace_;
-  mutable std::mutex mutex_;  ///< guards all below
+  // Guards the fields below. Its parties are XLA's threads that take and release
+  // blocks, and the driver's threads that release them in host functions, where
+  // they must not wait for long: so it is held for a few list operations, and never
+  // during a call of the driver. Long work is serialised by the turns instead.
+  mutable std::mutex mutex_;
+  /// Notified when a turn ends, a block comes back, the limit or full_ changes.
   std::condition_variable changed_;
   size_t limit_;
-  std::map<size_t, PinnedMemory*> idle_;  ///< by capacity, the last one used first
-  List pending_, lost_;
+  /// Free blocks by capacity, the last used first. Every capacity that was ever
+  /// allocated keeps its entry, so that returning a block allocates nothing.
+  std::map<size_t, PinnedMemory*> idle_;
+  List pending_;  ///< behind an event, oldest first
+  List lost_;     ///< may be in use by a device for ever; only the header is freed
   Stats stats_;
-  uint64_t tickets_ = 0;  ///< turns that were asked for
-  uint64_t serving_ = 0;  ///< whose turn it is; nobody's where the two are equal
+  uint64_t tickets_ = 0;  ///< turns that were requested; the next ticket
+  uint64_t serving_ = 0;  ///< the ticket that has the turn; none if tickets_
   uint64_t returns_ = 0;  ///< blocks that came back, and changes of the limit
-  bool full_ = false;     ///< the one whose turn it is waits for a block
+  bool full_ = false;     ///< the thread whose turn it is waits for a block
 };
 
 }  // namespace hostcall

@@ -7,7 +7,7 @@
 namespace hostcall {
 namespace {
 
-/// Cache lines and vector registers; NumPy and XLA ask for no more.
+/// Enough for cache lines and vector registers; NumPy and XLA require no more.
 constexpr size_t kAlignment = 64;
 
 size_t Padded(size_t bytes) {
@@ -20,14 +20,14 @@ size_t Total(const std::vector<Span>& spans) {
   return total;
 }
 
-/// Where values of no bytes are when there are no others. NumPy takes null for
-/// "make memory of your own".
+/// The address of values without bytes, if there is no block. It is not null, since
+/// NumPy takes a null pointer as a request to allocate.
 char* Nowhere() {
   alignas(kAlignment) static char nowhere[kAlignment];
   return nowhere;
 }
 
-/// Gives each span its place from `at` on; returns the end.
+/// Appends the host address of each span, laid out from `at` on; returns the end.
 char* Place(const std::vector<Span>& spans, char* at, std::vector<void*>& places) {
   places.reserve(spans.size());
   for (const Span& span : spans) {
@@ -47,13 +47,13 @@ void RefuseCapture(const CudaDriver& driver, CudaStream stream) {
   if (status == 0) return;
   throw CudaError(
       "hostcall: the stream is being captured into a CUDA graph, in which the host "
-      "can't be called. Keep XLA from it: "
+      "can't be called. Keep XLA from capturing: set "
       "XLA_FLAGS=--xla_gpu_enable_command_buffer=",
       kCudaCaptureUnsupported);
 }
 
-/// Enqueues the copies to the host. `*enqueued` is set before the first: of one
-/// that fails nobody knows how far it got.
+/// Enqueues the copies to the host. Sets `*enqueued` before the first one, since
+/// nothing tells how far a copy that failed has got.
 void CopyToHost(const CudaDriver& driver, CudaStream stream,
                 const std::vector<Span>& spans, const std::vector<void*>& places,
                 bool* enqueued) {
@@ -66,13 +66,13 @@ void CopyToHost(const CudaDriver& driver, CudaStream stream,
   }
 }
 
-/// For ways out after a failure, which is reported by other means. An event behind
-/// the copies is as good as waiting for them here.
+/// Returns the block after a failure, which is reported by other means. If copies
+/// were enqueued, the block goes back behind them.
 void ReleaseQuietly(PinnedBlock& block, bool enqueued, CudaStream stream) noexcept {
   if (!block || !enqueued) return block.Release();
   try {
     block.ReleaseAfter(stream);
-  } catch (const CudaError&) {  // the pool keeps the block from being used again
+  } catch (const CudaError&) {  // the block is lost, and so never reused
   }
 }
 
@@ -131,16 +131,16 @@ namespace {
 
 std::atomic<int64_t> g_failed_deliveries{0};
 
-/// What a tap needs on the driver's thread. Goes from the last member to the first:
-/// what `deliver` holds is gone before the block is back.
+/// What a tap needs on the driver's thread. Members are destroyed in reverse order,
+/// so everything that `deliver` holds is gone before the block goes back.
 struct TapJob {
   PinnedBlock block;
   std::vector<void*> data;
   Deliver deliver;
 };
 
-/// Called by the driver when the copies have ended. Makes no CUDA call: the block
-/// is let go without an event, which takes the pool's lock and no more.
+/// Called by the driver when the copies have ended. Makes no CUDA call: destroying
+/// the job releases the block without an event, which takes only the pool's lock.
 void RunTap(void* adopted) {
   const std::unique_ptr<TapJob> job(static_cast<TapJob*>(adopted));
   try {
@@ -173,8 +173,7 @@ bool StageTap(const CudaDriver& driver, PinnedPool& pool, CudaStream stream,
     ReleaseQuietly(job->block, enqueued, stream);
     throw;
   }
-  // The function owns it, and may have freed it by now: only the pointer is
-  // dropped.
+  // RunTap owns the job now, and may already have freed it, so nothing may be read.
   (void)job.release();
   return true;
 }

@@ -1,31 +1,33 @@
-// Values between a device and the host: copies on XLA's stream, through
-// pinned memory, either side of the same call into Python that the CPU makes.
+// Moves values between a device and the host: copies on XLA's stream, through
+// pinned memory, before and after the same call into Python that the CPU makes.
 //
-// Knows no Python and no XLA (tests/native/staging_test.cc).
+// Does not depend on Python or XLA (tests/native/staging_test.cc).
 //
 // Guarantees
-//   * A call waits for the device exactly once, when its operands are copied, and
-//     not at all where it has no operand bytes. Its results are copied after the
-//     call has returned, and nobody waits for that.
-//   * A tap never waits for the device, but where the pool is full and it may; the
-//     device waits for a tap only as long as `deliver` takes. Taps of one stream
-//     are delivered in the order of StageTap.
-//   * One block of pinned memory for each call or tap, back in the pool when the
-//     device no longer uses it, whatever failed (pinned_pool.h says why that can't
-//     deadlock and nothing is overwritten).
-//   * No pageable memory: from that the driver would copy through a buffer of its
-//     own, and wait for the device.
-//   * No thread needs a current context.
+//   * A call waits for the device exactly once, for the copies of its operands, and
+//     not at all if its operands have no bytes. Its results are copied after the
+//     function has returned, and nobody waits for that.
+//   * A tap never waits for the device, unless the pool is full and `may_wait` is
+//     set. The device waits for a tap only as long as `deliver` runs. The taps of
+//     one stream are delivered in the order of their StageTap calls.
+//   * Each call or tap takes one block of pinned memory. Whatever fails, the block
+//     goes back to the pool once the device no longer uses it (pinned_pool.h says
+//     why that can't deadlock, and why nothing is overwritten).
+//   * No pageable memory is copied: the driver would copy it through a buffer of
+//     its own, and wait for the device.
+//   * The caller needs no current context.
 //
-// Why one wait, and none without operands. What must be over when the function runs
-// is the copy of its operands, which stands behind all work that made them. The
-// results' memory may still be in use by earlier work on the stream: by then
-// nothing writes to it but the copies of Store, which stand behind that work. (So a
-// function without operands runs when it is dispatched, maybe ahead of the device.)
+// Why one wait is enough. When the function runs, the copies of its operands must
+// have ended; on the stream they stand behind all work that made the operands.
+// Earlier work on the stream may still use the memory of the results. But only the
+// copies of Store write there, and they stand behind that work too. (It follows
+// that a function without operands runs when it is dispatched, maybe ahead of the
+// device.)
 //
-// A stream that is being captured into a CUDA graph is refused before anything is
-// enqueued: the function would run once, at capture, and not when the graph runs; a
-// tap's would run at each, on a block that is long gone.
+// CUDA graphs. A stream that is being captured is refused before anything is
+// enqueued. A call's function would run once, at capture, and not when the graph
+// runs. A tap's function would run with each run of the graph, on a block that has
+// long been reused.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +40,7 @@
 
 namespace hostcall {
 
-/// Memory of a device.
+/// A piece of a device's memory; not owned.
 struct Span {
   void* device;
   size_t bytes;
@@ -49,58 +51,61 @@ struct Span {
 ///   StagedCall call(driver, pool, stream, operands, results);
 ///   call.Fetch();
 ///   Invoke(call.operands(), call.results());
-///   call.Store();  // or, if that failed: just let it go
+///   call.Store();  // not if Invoke failed: the destructor returns the block
 ///
-/// All of it may throw CudaError, and all of it is one thread's.
+/// All members may throw CudaError. All are called on one thread.
 class StagedCall {
  public:
-  /// Takes the block; waits where the pool is full.
+  /// Takes a block for all values; waits if the pool is full.
   StagedCall(const CudaDriver& driver, PinnedPool& pool, CudaStream stream,
              std::vector<Span> operands, std::vector<Span> results);
   ~StagedCall();
   StagedCall(const StagedCall&) = delete;
   StagedCall& operator=(const StagedCall&) = delete;
 
-  /// Copies the operands to the host, and waits until they are there.
+  /// Copies the operands to the host, and waits for the copies.
   void Fetch();
 
-  /// Addresses on the host, on 64 bytes, none null; valid until Store.
+  /// Addresses on the host, aligned to 64 bytes, never null; valid until Store.
   const void* const* operands() const { return operand_data_.data(); }
   void* const* results() const { return result_data_.data(); }
 
-  /// Enqueues the copies of the results to the device, and gives the block back
-  /// when they have ended.
+  /// Enqueues the copies of the results to the device, and returns the block behind
+  /// them. Does not wait.
   void Store();
 
  private:
   const CudaDriver& driver_;
   const CudaStream stream_;
   const std::vector<Span> operands_, results_;
-  PinnedBlock block_;  ///< empty where there are no bytes, and after Store
+  PinnedBlock block_;  ///< empty if there are no bytes, and after Store
   std::vector<void*> operand_data_, result_data_;
-  bool in_flight_ = false;  ///< copies were enqueued that may not have ended
+  bool in_flight_ = false;  ///< some enqueued copies may not have ended
 };
 
-/// Gets the addresses of the values on the host, on 64 bytes, valid while it runs.
+/// Receives a tap's values: their addresses on the host, aligned to 64 bytes, valid
+/// while it runs.
 ///
-/// It runs on a thread of the driver's and must not call CUDA, nor wait for anybody
-/// who does: the stream, and maybe others' taps, go on when it returns. It should
-/// do no more than copy the values into a queue. What it throws ends here, and is
-/// counted (FailedDeliveries): above it are only the driver's frames, which an
-/// exception must not cross, and the program that sent the tap has gone on.
+/// It runs on a thread of the driver. It must not call CUDA, nor wait for a thread
+/// that does: the stream, and maybe the taps of other streams, go on only when it
+/// returns. It should do no more than copy the values into a queue. An exception
+/// from it is caught and counted (FailedDeliveries): above it are only frames of
+/// the driver, which an exception must not cross, and the program that sent the tap
+/// has gone on.
 using Deliver = std::function<void(const void* const* data)>;
 
-/// Sends values to the host, where `deliver` gets them when the device comes to
-/// this point of the stream. False, with nothing enqueued, where the pool is full
-/// and `may_wait` is not set. Throws CudaError; `deliver` is then never called.
+/// Sends values to the host, where `deliver` receives them when the device reaches
+/// this point of the stream. Returns false, with nothing enqueued, if the pool is
+/// full and `may_wait` is not set. Throws CudaError; `deliver` is then never
+/// called.
 ///
-/// After an error of the whole context the driver calls no functions any more: then
-/// the values, and the block, are lost with the context.
+/// After an error of the whole context the driver calls no host functions any more:
+/// the values and the block are then lost with the context.
 [[nodiscard]] bool StageTap(const CudaDriver& driver, PinnedPool& pool,
                             CudaStream stream, const std::vector<Span>& spans,
                             bool may_wait, Deliver deliver);
 
-/// Deliveries of this process that threw.
+/// The number of deliveries in this process that threw.
 int64_t FailedDeliveries();
 
 }  // namespace hostcall

@@ -108,9 +108,9 @@ class SlabPool {
 
   // Guards the fields below. Devices take it when a push needs a new slab, the
   // worker when it returns one. Both may hold the lock of a lane meanwhile, so
-  // nothing under this lock may lock a lane. A lock for each lane's own slabs was
-  // not worth it: one slab holds up to 4096 scalars, so thousands of pushes take
-  // this lock once.
+  // nothing under this lock may lock a lane. A lock for each lane would gain
+  // nothing: one slab holds up to 4096 scalars, so thousands of pushes take this
+  // lock once.
   std::mutex mutex_;
   std::vector<Slab*> free_;  ///< slabs ready for Take, the last returned at the end
   size_t cached_ = 0;        ///< bytes of data in free_
