@@ -3,8 +3,10 @@
 namespace hostcall {
 namespace {
 
+/// An array of the leaf's dtype and shape over `data`, or with its own memory if
+/// that is null.
 Ref NewArray(const Leaf& leaf, char* data, int flags) {
-  Py_INCREF(leaf.dtype.get());
+  Py_INCREF(leaf.dtype.get());  // PyArray_NewFromDescr steals a reference
   return Ref::Steal(PyArray_NewFromDescr(
       &PyArray_Type, leaf.descr(), static_cast<int>(leaf.dims.size()),
       leaf.dims.data(), nullptr, data, flags, nullptr));
@@ -16,7 +18,7 @@ Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
   Ref array =
       NewArray(leaf, data, writeable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);
   if (!array) return array;
-  // A base that is no array and exports no writable buffer: see the file's head.
+  // A base that is not an array and exports no writable buffer (see arrays.h).
   Py_INCREF(Py_None);
   if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()),
                             Py_None) != 0) {
@@ -26,6 +28,7 @@ Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
 }
 
 void Disown(PyObject* array, const Leaf& leaf) {
+  // NumPy has no function that replaces an array's memory, so its fields are set.
   auto* fields = reinterpret_cast<PyArrayObject_fields*>(array);
   const size_t bytes = static_cast<size_t>(std::max<int64_t>(leaf.row_bytes, 1));
   char* copy = static_cast<char*>(PyMem_Malloc(bytes));
@@ -40,10 +43,13 @@ void Disown(PyObject* array, const Leaf& leaf) {
     return;
   }
   fields->data = copy;
+  // The base was None; from now on the capsule frees the copy with the array.
   Py_XSETREF(fields->base, owner);
 }
 
 bool AsMade(PyObject* object, const Leaf& leaf) {
+  // Whatever the function can change without keeping a reference: weak references,
+  // and the shape, dtype, flags and base that NumPy lets it set in place.
   if (Py_REFCNT(object) != 1 || Py_TYPE(object) != &PyArray_Type) return false;
   auto* fields = reinterpret_cast<PyArrayObject_fields*>(object);
   constexpr int kFlags = NPY_ARRAY_CARRAY | NPY_ARRAY_OWNDATA;
@@ -57,6 +63,7 @@ Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare) {
   Ref array = spare ? std::move(spare) : NewArray(leaf, nullptr, 0);
   if (array && leaf.row_bytes != 0) {
     auto* target = reinterpret_cast<PyArrayObject*>(array.get());
+    // Safe without the GIL: nobody else has a reference to the array yet.
     GilRelease release(leaf.row_bytes >= kReleaseBytes);
     std::memcpy(PyArray_DATA(target), data, static_cast<size_t>(leaf.row_bytes));
   }
@@ -76,6 +83,7 @@ bool Loan::End() {
   const bool ok = !AnyHeld() || ReportEscapes(plan_, [this](PyObject* held) {
     for (Entry& entry : entries_) {
       if (!Held(entry)) continue;
+      // Before the error is raised, while the values are still there.
       Disown(entry.array.get(), entry.is_result ? plan_.results[entry.number]
                                                 : plan_.args[entry.number]);
       if (!AddEscape(held, entry.number, entry.is_result)) return false;
@@ -93,6 +101,8 @@ bool AddEscape(PyObject* held, size_t number, bool is_result) {
 
 bool ReportEscapes(const Plan& plan,
                    const std::function<bool(PyObject* held)>& collect) {
+  // The error is taken away while Python code runs below, which must not see it
+  // set.
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
   if (type != nullptr) PyErr_NormalizeException(&type, &value, &trace);
@@ -104,6 +114,7 @@ bool ReportEscapes(const Plan& plan,
         Ref::Steal(CallPython(plan.on_escape.get(), stack, 3, nullptr)));
   };
   Ref held = Ref::Steal(PyList_New(0));
+  // Asked with None first: on_escape clears the frames.
   bool ok = held && ask() && collect(held.get());
   if (ok && PyList_GET_SIZE(held.get()) != 0) {
     stack[1] = held.get();

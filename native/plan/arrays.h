@@ -1,17 +1,21 @@
-// NumPy arrays over a row of XLA's buffers: owned by the function, or
-// lent.
+// NumPy arrays over one row of XLA's buffers: owned by the function, or lent to it.
 //
-//   copy   Each array is NumPy's own memory, filled before the call. The function
-//          may keep it, write to it, give it to a thread. One that it has not kept
-//          (ours is the only reference, no weak one exists, and it is as it was
-//          made) is filled again for the next call: nobody can tell.
-//   lend   Each array is a view of XLA's memory, which XLA reuses when the handler
-//          returns. Hazards: a write (the flag is off, and since the base is not
-//          an array, NumPy refuses to switch it on); an escape (a derived view,
-//          memoryview, DLPack capsule or tensor holds a reference to the array, so
-//          a count above ours after the call is an escape: an error, while the
-//          memory is still whole); the frames of a traceback (cleared, since they
-//          would hold the arrays of a function that failed).
+// Owned. Each array is NumPy's own memory, filled before the call. The function may
+// keep it, write to it, or hand it to a thread. If the function has not kept an
+// array (ours is the only reference, it has no weak reference, and its fields are
+// as they were made), it is filled again for the next call: nobody can tell the
+// difference.
+//
+// Lent. Each array is a view of XLA's memory, which XLA reuses when the handler
+// returns. Hazards:
+//   * A write to an input. The writeable flag is off. NumPy refuses to switch it
+//     on: the array does not own its memory, and its base is not an array and
+//     exports no writable buffer.
+//   * An escape. A derived view, memoryview, DLPack capsule or tensor holds a
+//     reference to the array. So a reference count above ours after the call is an
+//     escape, and an error, while the memory is still whole.
+//   * The frames of a traceback. They hold the arrays of a function that failed, so
+//     they are cleared before the references are counted.
 #pragma once
 
 #include <algorithm>
@@ -24,54 +28,71 @@
 
 namespace hostcall {
 
-/// Copies larger than this let other Python threads run meanwhile.
+/// Copies of at least this many bytes release the GIL.
 constexpr int64_t kReleaseBytes = 1 << 18;
-/// Arrays larger than this are not kept for the next call.
+/// Arrays of more bytes are not kept for the next call: they would hold memory for
+/// ever.
 constexpr int64_t kSpareBytes = 1 << 23;
-/// Inputs up to this are watched, where a consumer of them might write.
+/// Inputs up to this many bytes are copied before they go to a consumer that could
+/// write to them (KeepBefore in buffer_object.h).
 constexpr int64_t kWatchedBytes = 1 << 16;
-/// Results smaller than this are zeroed before they are lent for writing.
+/// Results up to this many bytes are zeroed before they are lent for writing.
+/// Clearing larger ones would cost as much as writing them.
 constexpr int64_t kZeroBytes = 4096;
 
-/// True where nobody could tell this array from a new one.
+/// Whether nobody could tell this array from a new one.
 bool AsMade(PyObject* object, const Leaf& leaf);
 
-/// An array that the function owns, with the row at `data`. Uses up `spare`.
+/// Returns an array that the function will own, with a copy of the row at `data`.
+/// Reuses `spare` if it is not null. Null with a Python error set.
 Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare = Ref());
 
-/// An array over the row at `data`, which is XLA's.
+/// Returns an array over XLA's memory at `data`, which must outlive it, or Disown
+/// is needed. Null with a Python error set.
 Ref LentArray(const Leaf& leaf, char* data, bool writeable);
 
-/// Points a lent array that escaped at a copy of its own, so that at least the
-/// array itself stays safe to touch.
+/// Points an escaped array at its own copy of the values, so that at least the
+/// array itself stays safe to touch. Views of it still point at XLA's memory.
+/// Without memory for a copy, nothing changes.
 void Disown(PyObject* array, const Leaf& leaf);
 
-/// What is done where views may have escaped a call, with a Python error set or
-/// none: Python clears the frames of a failed call, `collect(list)` adds what is
-/// then still held (AddEscape; false with an error set), and Python raises for
-/// that. True where nothing is: the error that was set is set again.
+/// Called if views may have escaped a call, whether or not a Python error is set.
+///
+///   1. The plan's on_escape clears the frames of the failed call, if there is an
+///      error: they hold the arrays too.
+///   2. `collect(list)` appends what is still held (AddEscape); false with an error
+///      set.
+///   3. If the list is not empty, on_escape raises for it.
+///
+/// Returns true if nothing was held; the error that was set is then set again.
+/// Otherwise returns false with the new error set.
 bool ReportEscapes(const Plan& plan,
                    const std::function<bool(PyObject* held)>& collect);
+/// Appends (number, is_result) to the list. False with a Python error set.
 bool AddEscape(PyObject* held, size_t number, bool is_result);
 
-/// Marks that a function which fills its `out` overwrites.
+/// Detects whether a function wrote to an `out` array: marks it before the call,
+/// and looks for the marks afterwards.
 ///
-/// Up to 16 words across the array hold a pattern that no sane result has (as a
-/// float32 it is a NaN, as an integer of 32 bits far from 0). An element that still
-/// has it was not written. Elements of less than 4 bytes can't be told from a
-/// result one by one: there a whole word must be left, and small arrays are only
-/// zeroed.
+/// Up to 16 words of 8 bytes across the array hold a pattern that no sane result
+/// contains: as a float32 it is a NaN, as a 32-bit integer it is far from 0. An
+/// element that still has the pattern was not written. A single element of less
+/// than 4 bytes can't be told from a result, so for those a whole word must be
+/// unchanged, and small arrays are only zeroed.
 class Canaries {
  public:
   Canaries(char* data, int64_t bytes, int64_t itemsize)
       : data_(data), unit_(itemsize == 4 ? 4 : kWord) {
     if (bytes <= kZeroBytes) std::memset(data, 0, static_cast<size_t>(bytes));
     if (itemsize >= 4 || bytes > kZeroBytes) words_ = bytes / kWord;
-    static uint64_t seed = 0x9E3779B97F4A7C15ull;  // guarded by the GIL
+    // A new pattern each time, so that what an earlier call left in the memory
+    // can't pass for a mark. The GIL guards the seed.
+    static uint64_t seed = 0x9E3779B97F4A7C15ull;
     seed = seed * 6364136223846793005ull + 1442695040888963407ull;
     value_ = 0xFFE5'0000'FFE5'0000ull | ((seed >> 16) & 0xFFFF'0000'FFFFull);
     for (int i = 0; i < count(); ++i) std::memcpy(At(i), &value_, kWord);
   }
+  /// False if a mark is left, so part of the array was not written.
   bool Overwritten() const {
     const char* mark = reinterpret_cast<const char*>(&value_);
     for (int i = 0; i < count(); ++i) {
@@ -87,34 +108,40 @@ class Canaries {
  private:
   static constexpr int64_t kWord = 8;
   static constexpr int64_t kMost = 16;
+  /// The number of marks.
   int count() const { return static_cast<int>(std::min(words_, kMost)); }
+  /// The address of mark `i`. They are spread evenly, the first and the last word
+  /// included.
   char* At(int i) const {
     const int64_t last = count() - 1;
     const int64_t word = last == 0 ? 0 : (words_ - 1) * i / last;
     return data_ + word * kWord;
   }
-  char* data_;
-  int64_t unit_;
-  int64_t words_ = 0;
-  uint64_t value_;
+  char* data_;         ///< the array; not owned
+  int64_t unit_;       ///< bytes that are compared at a time
+  int64_t words_ = 0;  ///< words in the array that may hold marks
+  uint64_t value_;     ///< the pattern
 };
 
-/// The lent arrays of one call: made, watched, and found again at its end.
+/// The lent arrays of one call: makes them, and checks at the end that nobody kept
+/// one. The GIL is held throughout.
 class Loan {
  public:
   explicit Loan(const Plan& plan) : plan_(plan) {}
 
-  /// An array over the row at `data`, borrowed; a result's is writeable.
+  /// Makes an array over the row at `data`, and returns a borrowed reference; null
+  /// with a Python error set. Arrays of results are writeable.
   PyObject* Lend(size_t number, bool is_result, char* data);
 
-  /// Called when only these entries should hold the arrays. With a Python error
-  /// set it stays set, but for an escape, which sets its own.
+  /// Called after the call, when only this object should hold the arrays. Returns
+  /// whether no Python error is set. An error that is set stays set, unless an
+  /// array escaped: then the error says that.
   bool End();
 
  private:
   struct Entry {
-    size_t number;
-    bool is_result;
+    size_t number;   ///< of the leaf
+    bool is_result;  ///< in plan.results; else in plan.args
     Ref array;
   };
   static bool Held(const Entry& entry) { return Py_REFCNT(entry.array.get()) > 1; }

@@ -9,22 +9,29 @@
 namespace hostcall {
 namespace {
 
+/// The calling thread's innermost call, or null.
 HOSTCALL_HOT ActiveCall* t_current = nullptr;
 // On threads that Python did not start, the settings of the last outermost call
-// stay.
+// stay set: only calls run Python code there, and the next call mostly has the same
+// settings. These are that call's; borrowed, and only compared, or used as values
+// while they are set.
 HOSTCALL_HOT PyObject* t_device = nullptr;
-HOSTCALL_HOT PyObject* t_guard = nullptr;
-HOSTCALL_HOT PyObject* t_plain_guard = nullptr;  // without the scout's part
+HOSTCALL_HOT PyObject* t_guard = nullptr;        // the guard, or the scout
+HOSTCALL_HOT PyObject* t_plain_guard = nullptr;  // the guard, never the scout
+/// Whether Python did not start the calling thread.
 HOSTCALL_HOT bool t_foreign = false;
-// The newest run of a program that found the thread without meshes: between its
-// calls nothing else runs on the thread that could set one.
+/// The last run that found the calling thread without meshes. Between the calls of
+/// one run, nothing else runs on the thread that could set one, so it is not asked
+/// again.
 HOSTCALL_HOT int64_t t_run_without_mesh = -1;
-ActiveCall* g_calls = nullptr;  // guarded by the GIL
+/// The newest call under way, or null. Guarded by the GIL.
+ActiveCall* g_calls = nullptr;
 
+/// One of JAX's settings, as AddAmbientSetting got it.
 struct Setting {
   Ambient kind;
   PyObject* self;
-  PyObject* swap;  // methods of its class: bound ones cost a call more each
+  PyObject* swap;  // methods of the class: a bound method would cost one more call
   PyObject* set;
   PyObject* get;
   PyObject* value;
@@ -40,7 +47,9 @@ ActiveCall* CurrentCall() { return t_current; }
 ActiveCall* AllCalls() { return g_calls; }
 namespace {
 
-/// Newest first, so the first of a thread is its innermost, where Python is.
+/// Raises KeyboardInterrupt once on each thread with a wanted call, and returns
+/// their number. The list has the newest call first, so the first one of a thread
+/// is its innermost, which is where Python code runs.
 template <typename Wanted>
 int Interrupt(Wanted wanted) {
   std::vector<unsigned long> done;
@@ -97,6 +106,7 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
   call_.next = g_calls;
   if (g_calls != nullptr) g_calls->prev = &call_;
   g_calls = &call_;
+  // An outermost call on XLA's thread does not restore the settings (see t_device).
   const bool stays = t_foreign && call_.outer == nullptr;
   PyObject* guard =
       lookout == Lookout::kScout ? plan.scout.get() : plan.guard.get();
@@ -105,14 +115,15 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
     if (t_device == plan.device.get() && t_guard == guard) return;
     t_device = plan.device.get();
     if (std::exchange(t_guard, guard) != nullptr && guard == nullptr) {
-      guard = Py_False;  // what the thread has must go
+      guard = Py_False;  // removes the guard that the last call left
     }
   } else if (lookout == Lookout::kInside && guard == nullptr &&
              t_guard != nullptr) {
+    // The thread may have the scout of an enclosing call set: back to its guard.
     guard = t_plain_guard != nullptr ? t_plain_guard : Py_False;
   }
-  // Most threads have no meshes; asking is half the price of setting, and is done
-  // once a run.
+  // Most threads have no meshes. Asking costs half as much as setting, and is done
+  // once for each run.
   bool meshes = run == -1 || t_run_without_mesh != run;
   for (size_t i = 0; i < g_ambient_count; ++i) {
     const Setting& setting = g_ambient[i];
@@ -129,7 +140,7 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
       Ref now = Ref::Steal(CallPython(setting.get, stack, 1, nullptr));
       if (!now) PyErr_Clear();
       if (now.get() == setting.unset) {
-        if (setting.kind == Ambient::kFixed) {  // so neither is what goes with it
+        if (setting.kind == Ambient::kFixed) {  // then kWith is not set either
           meshes = false;
           t_run_without_mesh = run;
         }
@@ -138,13 +149,15 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
     }
     PyObject* stack[] = {setting.self, value};
     Ref before = Ref::Steal(CallPython(setting.swap, stack, 2, nullptr));
+    // The call goes on with the setting as it was: better than no call.
     if (!before) PyErr_WriteUnraisable(setting.swap);
     if (!stays) saved_[i] = std::move(before);
   }
 }
 
 CallScope::~CallScope() {
-  // A failing call leaves its error set; putting back must not disturb it.
+  // A failed call leaves its Python error set, which the calls below must not
+  // disturb.
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   const bool failed = PyErr_Occurred() != nullptr;
   if (failed) PyErr_Fetch(&type, &value, &trace);
@@ -155,7 +168,7 @@ CallScope::~CallScope() {
     if (!done) PyErr_WriteUnraisable(g_ambient[i].set);
   }
   if (failed) PyErr_Restore(type, value, trace);
-  // One that came too late must not hit the next call of this thread.
+  // An interrupt that came too late must not hit the next call of this thread.
   if (call_.interrupted) PyThreadState_SetAsyncExc(call_.thread_id, nullptr);
   t_current = call_.outer;
   if (call_.prev != nullptr) call_.prev->next = call_.next;

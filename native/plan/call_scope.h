@@ -1,4 +1,9 @@
-// A call under way: found by the thread that makes it, and by all others.
+// Calls under way, and the settings of JAX that host code runs with.
+//
+// A CallScope registers a call for its life. The thread that makes the call finds
+// it as CurrentCall (hc.current()), and other threads find it in AllCalls
+// (hc.status(), Ctrl-C, the end of the process). Everything here happens with the
+// GIL held, which guards the list and all fields.
 #pragma once
 
 #include <cstdint>
@@ -8,58 +13,65 @@
 
 namespace hostcall {
 
-/// A call under way. Lives on the stack of the thread that makes it, in a list of
-/// all and in a chain of its own thread's; both are touched with the GIL held.
+/// A call under way. Lives on the stack of the thread that makes it. It is in a
+/// list of all calls and in a chain of its thread's calls.
 struct ActiveCall {
-  const Plan* plan = nullptr;
-  const std::vector<int64_t>* row = nullptr;  ///< place in the batch, or null
-  std::vector<int64_t> failed_row;            ///< the place where it failed
-  int device_ordinal = -1;                    ///< -1 where no program runs (eager)
-  int64_t start = 0;                          ///< in ticks (clock.h)
-  unsigned long thread_id = 0;
-  int64_t run = -1;               ///< XLA's number of the execution
-  void* stream = nullptr;         ///< of a GPU, in a call on its memory
-  const TapEvent* tap = nullptr;  ///< what is delivered, or null for a call
-  bool foreign = false;           ///< Python did not start the thread
-  bool counted = false;           ///< it is one of the engine's calls in flight
+  const Plan* plan = nullptr;  ///< outlives the call; not owned
+  /// The position of the row that is called; null if rows are not called one by
+  /// one.
+  const std::vector<int64_t>* row = nullptr;
+  std::vector<int64_t> failed_row;  ///< the position of the row that failed
+  int device_ordinal = -1;          ///< -1 if no program runs (an eager call)
+  int64_t start = 0;                ///< when it began, in ticks (clock.h)
+  unsigned long thread_id = 0;      ///< Python's identifier of the thread
+  int64_t run = -1;                 ///< XLA's number of the execution; -1 if none
+  void* stream = nullptr;         ///< XLA's stream in a call on GPU memory, or null
+  const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
+  bool foreign = false;           ///< the thread is XLA's, not Python's
+  bool counted = false;           ///< included in Engine::in_flight
   bool interrupted = false;       ///< KeyboardInterrupt was sent to its thread
-  ActiveCall* outer = nullptr;  ///< the call of this thread that encloses this one
-  ActiveCall* prev = nullptr;
-  ActiveCall* next = nullptr;
+  ActiveCall* outer = nullptr;    ///< the enclosing call of this thread, or null
+  ActiveCall* prev = nullptr;     ///< the next newer call, or null
+  ActiveCall* next = nullptr;     ///< the next older call, or null
 
-  /// Whether the operands and results are a GPU's.
+  /// Whether the operands and results are in a GPU's memory.
   bool on_gpu() const { return stream != nullptr; }
 };
 
 /// The calling thread's innermost call, or null.
 ActiveCall* CurrentCall();
-/// Head of the list of all calls under way. The GIL is held.
+/// The newest of all calls under way, or null; the others follow by `next`.
 ActiveCall* AllCalls();
-/// Raises KeyboardInterrupt in the calls that run on threads that Python did not
-/// start, and says in how many. With `taps` also in the tap that is being
-/// delivered. The GIL is held.
+/// Raises KeyboardInterrupt in the calls on threads that Python did not start, and
+/// returns the number of those threads. With `taps`, also in the tap that is being
+/// delivered.
 int InterruptForeignCalls(bool taps = false);
-/// The same for the tap that is being delivered alone.
+/// Raises KeyboardInterrupt in the tap that is being delivered; returns 1 if there
+/// is one, else 0.
 int InterruptTaps();
-/// Whether every call in flight runs on one of these threads. Exact: with the GIL,
-/// which is held, no call comes to the list or leaves it, and one that is on the
-/// list is in the engine's count.
+/// Whether every call in flight runs on one of these threads. The answer is exact:
+/// with the GIL held no call enters or leaves the list, and every counted call on
+/// the list is in the engine's count.
 bool OnlyOnThreads(const std::vector<unsigned long>& threads);
-/// A forked child inherits the list but not the threads it speaks of.
+/// Empties the list in a forked child, which inherits it, but not the threads of
+/// its calls.
 void ForgetCallsAfterFork();
 
-/// What looks at the programs that a call starts.
+/// What examines the programs that host code starts during a call (see Inside in
+/// plan.h and docs/design/threads.md).
 enum class Lookout {
-  kGuard,   ///< the plan's guard, or what looked before
-  kScout,   ///< the plan's scout
-  kInside,  ///< the call runs inside a host callback: no scout, not an outer call's
+  kGuard,  ///< the plan's guard; without one, whatever the thread has set
+  kScout,  ///< the plan's scout
+  /// The plan's guard. The call runs inside a host callback, where no scout is
+  /// needed, so that of an enclosing call is removed.
+  kInside,
 };
 
-/// Registers a call for its life, and makes host code's device its default. The
-/// GIL is held when it is made and when it goes.
+/// Registers a call for the guard's life, and sets JAX's settings for host code
+/// (Ambient). The GIL is held when it is made and when it is destroyed.
 class CallScope {
  public:
-  /// `run` is XLA's number of the execution, -1 where there is none.
+  /// `run` is XLA's number of the execution; -1 if there is none.
   CallScope(const Plan& plan, int device_ordinal, int64_t run,
             Lookout lookout = Lookout::kGuard);
   ~CallScope();
@@ -69,24 +81,26 @@ class CallScope {
 
  private:
   ActiveCall call_;
-  Ref saved_[4];  ///< what each ambient setting was before
+  Ref saved_[4];  ///< the former value of each ambient setting; null: left alone
 };
 
-/// What a thread-local setting of JAX's is set to while host code runs.
+/// What a thread-local setting of JAX is set to while host code runs.
 enum class Ambient {
-  kFixed,   ///< the value that it was registered with
+  kFixed,   ///< the value that was registered
   kDevice,  ///< the plan's device
-  kGuard,   ///< the plan's guard or scout; left alone by plans without one
-  kWith,    ///< as kFixed, and only ever set by who sets the one before it too
+  kGuard,   ///< the plan's guard or scout; a plan without one leaves it alone
+  kWith,    ///< as kFixed; is unset whenever the setting registered before it is
 };
 
-/// Registers one of JAX's settings, and the methods of its class. `unset` is what
-/// `get` gives on a thread that has not set it; a fixed one is then left alone.
+/// Registers one of JAX's settings `self`, and the methods of its class. `value` is
+/// for kFixed and kWith. `unset` is what `get` returns on a thread that has not set
+/// it; a fixed setting is then left alone. Keeps a reference to each, for ever.
 void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* set,
                        PyObject* get, PyObject* value, PyObject* unset);
 
-/// Tells that XLA owns the calling thread.
+/// Marks the calling thread as one that Python did not start.
 void MarkForeignThread();
+/// Whether the calling thread was marked so.
 bool OnForeignThread();
 
 }  // namespace hostcall

@@ -1,12 +1,13 @@
 // How a call in one process went, told to all processes of its program.
 //
-// Where other processes take the results of a call, a failure is no error of the
-// call: the others wait in the reduction that brings them the results, and would
-// wait for ever. So the call gives zeros, and one more result, its outcome; the
-// reduction takes that along, and behind it each device of each process fails by
-// it.
+// If other processes take the results of a call, a failure must not fail the call
+// for XLA: the other processes wait in the reduction that brings them the results,
+// and would wait for ever. So the failed call returns zeros, and every such call
+// returns one more result, its outcome. The reduction carries the outcome along.
+// Behind the reduction, a second custom call on each device of each process reads
+// it, and fails if it says so.
 //
-// Knows no Python and no XLA.
+// Does not depend on Python or XLA (tests/native/outcome_test.cc).
 #pragma once
 
 #include <algorithm>
@@ -19,10 +20,11 @@
 
 namespace hostcall {
 
-/// One byte for whether it failed on any device, then the text of the caller's,
-/// with zeros behind it.
+/// Size of an outcome: one byte that is 1 if the call failed on any device, then
+/// the text of the caller's error, padded with zeros.
 constexpr size_t kOutcomeBytes = 1024;
 
+/// Writes the outcome of a call; an empty error is success. A long text is cut.
 inline void WriteOutcome(const std::string& error, void* outcome) {
   char* bytes = static_cast<char*>(outcome);
   std::memset(bytes, 0, kOutcomeBytes);
@@ -35,17 +37,19 @@ inline bool HasFailed(const void* outcome) {
   return *static_cast<const char*>(outcome) != 0;
 }
 
-/// As much of the caller's text as went along.
+/// The text of the error, as far as it fitted.
 inline std::string TextOfOutcome(const void* outcome) {
   const char* text = static_cast<const char*>(outcome) + 1;
   return {text, strnlen(text, kOutcomeBytes - 1)};
 }
 
-/// What calls of this process failed with, for its own devices to fail with. A run
-/// ends with its first failure, which each of its devices notes, so the newest few
-/// are enough.
+/// The full texts of failed calls in this process, so that its own devices fail
+/// with more than what fits an outcome. A run ends with its first failure, which
+/// each of its devices notes, so the newest few are enough. Safe to use from
+/// several threads.
 class Failures {
  public:
+  /// Keeps the first error of a run.
   void Note(int64_t run, const std::string& error) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& noted : noted_) {
@@ -54,7 +58,7 @@ class Failures {
     noted_.emplace_back(run, error);
     if (noted_.size() > kKept) noted_.erase(noted_.begin());
   }
-  /// Empty where there is none.
+  /// The error of a run; empty if none is kept.
   std::string Find(int64_t run) const {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [of_run, error] : noted_) {
@@ -65,8 +69,10 @@ class Failures {
 
  private:
   static constexpr size_t kKept = 64;
-  mutable std::mutex mutex_;
-  std::vector<std::pair<int64_t, std::string>> noted_;  // mostly none: no memory
+  mutable std::mutex mutex_;  ///< guards noted_; taken only when something failed
+  /// Runs and their errors, oldest first. A vector, since it is almost always
+  /// empty.
+  std::vector<std::pair<int64_t, std::string>> noted_;
 };
 
 }  // namespace hostcall

@@ -1,4 +1,7 @@
-// Bytes: where the rows of a batch lie, and sub-byte elements.
+// Conversions between XLA's memory and NumPy's: elements smaller than a byte, and
+// the rows of a batch.
+//
+// Does not depend on Python (tests/native/buffers_test.cc).
 #pragma once
 
 #include <cstdint>
@@ -7,8 +10,8 @@
 
 namespace hostcall {
 
-/// XLA packs elements of 1, 2 and 4 bits, the first in the lowest bits; NumPy
-/// (ml_dtypes) keeps one a byte.
+/// Unpacks `count` elements of 1, 2 or 4 bits into one byte each. XLA packs them,
+/// the first in the lowest bits; NumPy (ml_dtypes) keeps each in a byte.
 inline void UnpackBits(const uint8_t* packed, uint8_t* bytes, int64_t count,
                        int bits, bool is_signed) {
   const int per_byte = 8 / bits;
@@ -24,6 +27,8 @@ inline void UnpackBits(const uint8_t* packed, uint8_t* bytes, int64_t count,
   }
 }
 
+/// Packs `count` elements, the inverse of UnpackBits. High bits of the bytes are
+/// ignored, and the padding of the last packed byte is zero.
 inline void PackBits(const uint8_t* bytes, uint8_t* packed, int64_t count,
                      int bits) {
   const int per_byte = 8 / bits;
@@ -35,16 +40,17 @@ inline void PackBits(const uint8_t* bytes, uint8_t* packed, int64_t count,
   }
 }
 
-/// Walks the rows of a batch in row-major order (the last axis fastest), as the
-/// nested Python loop over the same axes would.
+/// Walks the rows of a batch in row-major order (the last axis changes fastest),
+/// like nested Python loops over the same axes. `grid` must outlive the walker.
 class RowWalker {
  public:
   explicit RowWalker(const std::vector<int64_t>& grid)
       : grid_(grid), index_(grid.size(), 0) {}
 
+  /// The position of the current row, one number for each axis.
   const std::vector<int64_t>& index() const { return index_; }
 
-  /// False after the last row.
+  /// Goes to the next row; false if there is none.
   bool Next() {
     for (size_t axis = grid_.size(); axis-- > 0;) {
       if (++index_[axis] < grid_[axis]) return true;
@@ -53,7 +59,8 @@ class RowWalker {
     return false;
   }
 
-  /// Which of its rows a leaf with these strides shows at this place.
+  /// The row that a leaf has at the current position. `strides` are in rows; a
+  /// stride of 0 means that the leaf is not batched over that axis.
   int64_t RowOf(const std::vector<int64_t>& strides) const {
     int64_t row = 0;
     for (size_t axis = 0; axis < strides.size(); ++axis) {

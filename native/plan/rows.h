@@ -1,4 +1,4 @@
-// The rows of a call: where they lie, and what walks over them.
+// The rows of a vmapped call: where they lie in memory, and how to walk over them.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,16 @@
 
 namespace hostcall {
 
-/// Where the leaf's rows lie, as the host sees them: XLA's buffer, or a scratch
-/// block with its elements unpacked.
+/// For each leaf, the address of its first row on the host: in XLA's buffer, or in
+/// a scratch block with unpacked elements.
 using Bases = std::vector<char*>;
 
-/// The arrays of one row, on the stack where they are few.
+/// The Python arguments of one row; owns a reference to each that is set. On the
+/// stack if they are few. The GIL is held at its destruction.
 class RowArrays {
  public:
   explicit RowArrays(size_t n) : n_(n) {
+    // One place before the arguments for args(), one behind them for `out=`.
     if (n + 2 > kInline) heap_.reset(new PyObject*[n + 2]);
     std::fill(all(), all() + n + 2, nullptr);
   }
@@ -27,7 +29,8 @@ class RowArrays {
   }
   RowArrays(const RowArrays&) = delete;
   RowArrays& operator=(const RowArrays&) = delete;
-  /// Room for `self` before the first, which a vectorcall may borrow.
+  /// The first argument. There is a free place before it, which a vectorcall with
+  /// PY_VECTORCALL_ARGUMENTS_OFFSET may use for `self`.
   PyObject** args() { return all() + 1; }
 
  private:
@@ -38,8 +41,9 @@ class RowArrays {
   std::unique_ptr<PyObject*[]> heap_;
 };
 
-/// The buffers as the host sees them, with packed elements unpacked. A device's
-/// memory, which the host can't read, stays as it is.
+/// The buffers of a call as the host sees them: XLA's memory, or unpacked copies of
+/// leaves with small elements. On a GPU's own memory, which the host can't read,
+/// nothing is unpacked. Needs no GIL.
 class HostView {
  public:
   HostView(const Plan& plan, const void* const* operands, void* const* results,
@@ -53,7 +57,8 @@ class HostView {
     for (size_t i = 0; i < plan.results.size(); ++i) {
       const Leaf& leaf = plan.results[i];
       char* data = static_cast<char*>(results[i]);
-      if (Packed(leaf)) {  // one that aliases an argument holds its values
+      if (Packed(leaf)) {
+        // A result that aliases an argument starts with the argument's values.
         const bool holds = plan.buffers.Aliases(i);
         data = holds ? Unpacked(leaf, data) : Scratch(leaf.count * leaf.rows);
       }
@@ -61,7 +66,7 @@ class HostView {
     }
   }
 
-  /// Packs the results that have small elements.
+  /// Packs the results with small elements into XLA's buffers.
   void Finish() {
     for (size_t i = 0; i < plan_.results.size(); ++i) {
       const Leaf& leaf = plan_.results[i];
@@ -72,10 +77,12 @@ class HostView {
     }
   }
 
-  Bases args, targets;
+  Bases args;     ///< of the arguments
+  Bases targets;  ///< of the results
 
  private:
   bool Packed(const Leaf& leaf) const { return leaf.bits != 0 && !on_gpu_; }
+  /// Zeroed memory that lives as long as this object.
   char* Scratch(int64_t bytes) {
     scratch_.emplace_back(new char[static_cast<size_t>(bytes)]());
     return scratch_.back().get();
@@ -93,6 +100,8 @@ class HostView {
   std::vector<std::unique_ptr<char[]>> scratch_;
 };
 
+/// Writes a row of a result that `where` keeps from the function: the leaf's fill
+/// value, or zeros.
 inline void FillRow(const Leaf& leaf, char* target) {
   if (leaf.fill) {
     std::memcpy(target, PyBytes_AS_STRING(leaf.fill.get()),
@@ -102,7 +111,9 @@ inline void FillRow(const Leaf& leaf, char* target) {
   }
 }
 
-/// Rows in row order, each before the next.
+/// Walks over the rows of a call in order, and points at the memory of the current
+/// one. The arrays that args() and targets() return are overwritten by their next
+/// call.
 class Rows {
  public:
   Rows(const Plan& plan, const bool* mask, HostView& view)
@@ -111,9 +122,11 @@ class Rows {
     targets_.resize(plan.results.size());
   }
   const std::vector<int64_t>& index() const { return walker_.index(); }
+  /// Whether `where` lets the current row through.
   bool wanted() const {
     return mask_ == nullptr || mask_[walker_.RowOf(plan_.mask_strides)];
   }
+  /// Goes to the next row; false if there is none.
   bool Next() { return walker_.Next(); }
   char* const* args() {
     for (size_t i = 0; i < args_.size(); ++i) {
@@ -130,6 +143,7 @@ class Rows {
     }
     return targets_.data();
   }
+  /// Fills the results of the current row in place of the function, and counts it.
   void Fill() {
     ++plan_.counters->masked;
     targets();
@@ -140,10 +154,10 @@ class Rows {
 
  private:
   const Plan& plan_;
-  const bool* mask_;
+  const bool* mask_;  ///< the values of `where`; null if there is none
   HostView& view_;
   RowWalker walker_;
-  Bases args_, targets_;
+  Bases args_, targets_;  ///< addresses of the current row
 };
 
 }  // namespace hostcall

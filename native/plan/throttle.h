@@ -1,4 +1,7 @@
-// Which executions of a tap go through: before a byte is moved.
+// Decides which executions of a tap go through, before any byte is copied: `every=`
+// and `sample=`.
+//
+// Does not depend on Python (tests/native/throttle_test.cc).
 #pragma once
 
 #include <algorithm>
@@ -16,31 +19,34 @@
 
 namespace hostcall {
 
-/// State of `every=` and `sample=` at one place of a program, for each device by
-/// itself.
+/// The state of `every=` and `sample=` at one place of a program, separate for each
+/// device. Safe to use from several threads.
 ///
-/// `every=n` has two users. One has a loop in the program, and wants steps 0, n, 2n
-/// of each run of it; the other calls a program of one step again and again, and
-/// wants one call in n. What sets them apart is whether a run comes here more than
-/// n times:
+/// `every=n` has two kinds of users. One has a loop in the program, and wants steps
+/// 0, n, 2n of each run. The other calls a program of one step again and again, and
+/// wants one call in n. What distinguishes them is whether a run executes the tap
+/// more than n times:
 ///
-///     until a run has, executions are counted together, over all runs;
-///     from then on each run is counted by itself.
+///   * until some run has, executions of all runs are counted together;
+///   * from then on, the executions of each run are counted separately.
 ///
-/// The first such run starts at 0 like all others, if it is the first of all. Where
-/// runs overlap before one of them is known to be long, those that came later may
-/// lack their step 0.
+/// The first long run lets its step 0 through, as later runs do, if it is the first
+/// run at all. If runs overlap before one of them is known to be long, the later
+/// ones may miss their step 0.
 class Throttle {
  public:
-  /// Null where all go through. `places`: of how many devices; more than that
-  /// share.
+  /// Returns null if all executions go through. One in `steps` does, of these a
+  /// `share`, and of those at most one in `ns` nanoseconds; a value of 0 (for
+  /// `share`, of 1) sets no such condition. `places` is the number of devices with
+  /// counts of their own; if there are more devices, some share counts.
   static std::unique_ptr<Throttle> For(int64_t steps, int64_t ns, double share,
                                        size_t places = 64) {
     if (steps <= 1 && ns <= 0 && share >= 1) return {};
     return std::unique_ptr<Throttle>(new Throttle(steps, ns, share, places));
   }
 
-  /// `run` is XLA's number of the run, or the same for all where there is none.
+  /// Whether this execution goes through. `run` is XLA's number of the run, or any
+  /// constant if there is none.
   bool Lets(int device, int64_t run) {
     Place& place = places_[static_cast<unsigned>(device + 1) % places_.size()];
     if (steps_ > 1 && !Counts(place, run)) return false;
@@ -49,6 +55,8 @@ class Throttle {
       const int64_t now = NowNs();
       int64_t next = place.next_ns.load(std::memory_order_relaxed);
       if (now < next) return false;
+      // Of threads that come at the same moment, one wins. Relaxed: the value is a
+      // time, and publishes no other memory.
       return place.next_ns.compare_exchange_strong(next, now + ns_,
                                                    std::memory_order_relaxed);
     }
@@ -56,30 +64,34 @@ class Throttle {
   }
 
  private:
-  /// A run that has come here, and how often.
+  /// What is known of one run.
   struct Run {
-    int64_t seen = 0;
-    int64_t last = 0;  ///< when, in executions of the place
+    int64_t seen = 0;  ///< executions of the tap in this run
+    int64_t last = 0;  ///< the last of them, counted in executions of the place
   };
-  /// Nothing tells when a run has ended. So this many are remembered at least; one
-  /// that has not been here for as many others as that begins at 0 again.
+  /// The number of runs that are remembered at least. XLA does not say when a run
+  /// has ended, so old ones are forgotten; a run that comes back after that many
+  /// others have come begins at 0 again.
   static constexpr size_t kRuns = 128;
 
   struct alignas(64) Place {
-    // Held for some nanoseconds. Only threads that run the same program on the
-    // same device share it, and most programs run on one thread at a time.
+    // Guards the fields up to `apart`, for some nanoseconds. Its parties are
+    // threads that run the same program on the same device, mostly one at a time.
+    // The counts depend on each other, so atomics would not do.
     std::mutex mutex;
-    std::unordered_map<int64_t, Run> runs;
-    int64_t newest_number = 0;
-    Run* newest = nullptr;
-    int64_t together = 0;  ///< executions of this place so far
-    bool apart = false;    ///< a run has come here more than `every` times
+    std::unordered_map<int64_t, Run> runs;  ///< by XLA's number of the run
+    int64_t newest_number = 0;              ///< the key of `newest`
+    Run* newest = nullptr;  ///< in `runs`: the run that came last; null before one
+    int64_t together = 0;   ///< executions of this place so far
+    bool apart = false;  ///< a run came here more than `every` times; never reset
+    /// From when on the next execution may go through.
     std::atomic<int64_t> next_ns{std::numeric_limits<int64_t>::min()};
-    std::atomic<uint64_t> draws{0};
+    std::atomic<uint64_t> draws{0};  ///< decisions of `sample=` so far
   };
   Throttle(int64_t steps, int64_t ns, double share, size_t places)
       : steps_(steps), ns_(ns), share_(share), places_(places) {}
 
+  /// Whether `every=` lets this execution through.
   bool Counts(Place& place, int64_t number) const {
     std::lock_guard<std::mutex> lock(place.mutex);
     Run& run = RunOf(place, number);
@@ -89,19 +101,22 @@ class Throttle {
     return (place.apart ? before : run.last) % steps_ == 0;
   }
 
+  /// The entry of a run, new if needed. The place is locked.
   static Run& RunOf(Place& place, int64_t number) {
+    // A loop comes here again and again: it needs no look-up.
     if (place.newest != nullptr && place.newest_number == number) {
       return *place.newest;
     }
     Run& run = place.runs[number];
-    run.last = place.together;
+    run.last = place.together;  // or Forget would take a new run for the oldest
     if (place.runs.size() > 2 * kRuns) Forget(place);
     place.newest_number = number;
     place.newest = &run;
     return run;
   }
 
-  /// All but those that were here last.
+  /// Forgets all but the kRuns runs that came last. Called about once in kRuns new
+  /// runs, so a run costs constant time on average. The place is locked.
   static void Forget(Place& place) {
     std::vector<int64_t> times;
     for (const auto& [number, run] : place.runs) times.push_back(run.last);
@@ -112,7 +127,8 @@ class Throttle {
     }
   }
 
-  /// splitmix64 over the number of the draw: the same choice in every run.
+  /// Whether `sample=` lets this execution through: splitmix64 of the number of the
+  /// decision, so that the choices are the same in every process.
   bool Chosen(Place& place) const {
     uint64_t z = (place.draws.fetch_add(1, std::memory_order_relaxed) + 1) *
                  0x9E3779B97F4A7C15ull;
