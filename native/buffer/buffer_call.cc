@@ -15,19 +15,24 @@
 namespace hostcall {
 namespace {
 
+/// Sets the Python error for an input that was written to. on_changed raises it, so
+/// its result is always null.
 void RaiseChanged(const Plan& plan, size_t arg) {
   Ref ignored = Ref::Steal(PyObject_CallMethod(plan.info.get(), "on_changed", "n",
                                                static_cast<Py_ssize_t>(arg)));
 }
 
 /// The context and the Buffers of one row, in the order of the function's
-/// arguments.
+/// arguments: the context, the results, the arguments. They are the plan's spares
+/// if those are free, and go back there unless somebody still holds them, so the
+/// steady state allocates no objects.
 class OpenBuffers {
  public:
   OpenBuffers(const Plan& plan, const ActiveCall& call)
       : plan_(plan), call_(call), outs_(plan.results.size()), stack_(size()) {}
 
-  /// For ways out that Close did not see.
+  /// Closes what Close has not seen, if an exception or an error came before it.
+  /// Buffers that were kept must not reach XLA's memory.
   ~OpenBuffers() {
     for (size_t i = 1; i < size(); ++i) {
       if (stack()[i] != nullptr) CloseBuffer(AsBuffer(stack()[i]));
@@ -39,9 +44,11 @@ class OpenBuffers {
   OpenBuffers(const OpenBuffers&) = delete;
   OpenBuffers& operator=(const OpenBuffers&) = delete;
 
+  /// Opens all over the memory of one row. False with a Python error set.
   bool Open(char* const* args, char* const* targets) {
     for (size_t i = 0; i < size(); ++i) {
-      // Taken, not shared: a call inside this call finds none.
+      // Taken out of the plan: a nested call of the same place finds none, and
+      // makes its own.
       PyObject* spare = plan_.spares[i].release();
       if (spare == nullptr) spare = i == 0 ? NewContext() : NewBuffer();
       stack()[i] = spare;
@@ -56,10 +63,13 @@ class OpenBuffers {
     return true;
   }
 
-  /// Takes the Buffers back. A Python error stays set; a view that was kept sets
-  /// its own.
+  /// Ends the call: checks that no view was kept and no input was written to, and
+  /// closes everything. `ok` says that no Python error is set; returns the same for
+  /// afterwards. An error that is set stays set, unless a view was kept: then the
+  /// error says that.
   bool Close(bool ok) {
     if (AnyHeld()) ok = Report() && ok;
+    // WasChanged first: it restores the values of every input, even after an error.
     for (size_t i = 1 + outs_; i < size(); ++i) {
       if (stack()[i] == nullptr || !WasChanged(AsBuffer(stack()[i])) || !ok)
         continue;
@@ -85,6 +95,7 @@ class OpenBuffers {
   const Leaf& LeafOf(size_t i) const {
     return IsOut(i) ? plan_.results[i - 1] : plan_.args[i - 1 - outs_];
   }
+  /// Returns an object to the plan for the next call.
   void Keep(size_t i) {
     plan_.spares[i] = Ref::Steal(std::exchange(stack()[i], nullptr));
   }
@@ -95,7 +106,8 @@ class OpenBuffers {
     return false;
   }
 
-  /// Raises for what is still held when the frames of a failed call are cleared.
+  /// Sets the Python error if views are still held after the frames of a failed
+  /// call were cleared. Returns whether none are.
   bool Report() {
     return ReportEscapes(plan_, [this](PyObject* held) {
       for (size_t i = 1; i < size(); ++i) {
@@ -109,38 +121,41 @@ class OpenBuffers {
 
   const Plan& plan_;
   const ActiveCall& call_;
-  size_t outs_;
+  size_t outs_;  ///< number of results
   RowArrays stack_;
 };
 
+/// Whether the function returned None; else sets a Python error, if none is set.
 bool ReturnedNothing(PyObject* value) {
   if (value == nullptr) return false;
   if (value == Py_None) return true;
   PyErr_Format(
       PyExc_ValueError,
       "buffer_callback callback must not return any values. It returned %R: "
-      "write to `out`, and end with `return None` (a lambda gives back what "
+      "write to `out`, and end with `return None` (a lambda returns what "
       "NumPy's functions return, which is their `out=`)",
       Py_TYPE(value));
   return false;
 }
 
-/// Debug mode on the host: a pattern in the outputs, and copies of the inputs.
+/// Debug mode on the host: fills the outputs with a pattern, and copies the inputs.
 ///
-/// Where a word of the pattern is left, the function has not written there: 8 bytes
-/// that no result has by chance, or 4 of floats, as which they are a NaN with a
-/// payload of its own. Outputs of less than 4 bytes are only cleared.
+/// If a word of the pattern is left, the function has not written there. A word is
+/// 8 bytes, which no result contains by chance, or 4 bytes for floats and small
+/// outputs; as a float it is a NaN with a payload of its own. Outputs of less than
+/// 4 bytes are only cleared.
 class Watch {
  public:
   Watch(const Plan& plan, char* const* args, char* const* targets)
       : plan_(plan), args_(args), targets_(targets) {
+    // A new pattern for each call. Atomic: native code runs without the GIL.
     static std::atomic<uint64_t> count{1};
     const uint64_t seed = count.fetch_add(1) * 0x9E3779B97F4A7C15ull;
     const uint64_t half = 0xFFE5'0000ull | (seed >> 48);
     mark_ = half << 32 | half;
     for (size_t i = 0; i < plan.results.size(); ++i) {
       const int64_t bytes = plan.results[i].row_bytes;
-      if (plan.buffers.Aliases(i)) continue;  // holds an argument's values
+      if (plan.buffers.Aliases(i)) continue;  // it holds an argument's values
       for (int64_t at = 0; at < bytes; at += 8) {
         const auto length = static_cast<size_t>(std::min<int64_t>(8, bytes - at));
         std::memcpy(targets[i] + at, &mark_, length);
@@ -153,7 +168,8 @@ class Watch {
     }
   }
 
-  /// What was written to an input is put right. Needs no GIL.
+  /// Looks for an input that was written to, whose values it restores, and for an
+  /// output that was not written. Needs no GIL.
   NativeStatus Look() const {
     NativeStatus found;
     for (size_t i = 0; i < before_.size(); ++i) {
@@ -174,6 +190,7 @@ class Watch {
   }
 
  private:
+  /// Whether no word of the pattern is left in the output.
   bool Written(const Leaf& leaf, const char* data) const {
     const bool floats = leaf.descr()->kind == 'f' && leaf.row_bytes % 4 == 0 &&
                         PyDataType_ELSIZE(leaf.descr()) == 4;
@@ -187,13 +204,14 @@ class Watch {
   const Plan& plan_;
   char* const* args_;
   char* const* targets_;
-  uint64_t mark_;
+  uint64_t mark_;  ///< the pattern, twice the same 4 bytes
+  /// Copies of the inputs; empty for one that shares a result's memory.
   std::vector<std::vector<char>> before_;
 };
 
-/// Gets one row's memory ready on the host. In debug mode gives what watches it;
-/// else small outputs that nobody writes are zeros, and clearing large ones would
-/// cost as much as writing them.
+/// Prepares one row's memory on the host. In debug mode, returns the object that
+/// watches it. Otherwise clears small outputs, so that one that the function does
+/// not write is zeros; clearing large ones would cost as much as writing them.
 std::unique_ptr<Watch> Prepare(const Plan& plan, char* const* args,
                                char* const* targets) {
   if (plan.buffers.debug) return std::make_unique<Watch>(plan, args, targets);
@@ -243,8 +261,9 @@ NativeStatus RunNative(const Plan& plan, const void* const* operands,
     ++calls;
     std::unique_ptr<Watch> watch;
     if (!on_gpu) watch = Prepare(plan, args, targets);
-    // Code that knows two parameters finds them where they are, and the third
-    // unread, in the C calling conventions of the machines that JAX runs on.
+    // The native code may take two or three parameters. In the C calling
+    // conventions of the machines that JAX runs on, a function that takes two
+    // ignores the third.
     if (plan.buffers.status) {
       using WithStatus = int32_t (*)(void**, void**, void*);
       status.number =
@@ -282,7 +301,7 @@ void RaiseStatus(const Plan& plan, const NativeStatus& status) {
   }
   if (!row.empty()) row += ")";
   PyErr_Format(PyExc_RuntimeError,
-               "hostcall: native code returned %d%s; 0 says that all went well",
+               "hostcall: native code returned %d%s; it must return 0 for success",
                static_cast<int>(status.number), row.c_str());
 }
 

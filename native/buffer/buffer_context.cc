@@ -1,4 +1,4 @@
-// The context of a buffer callback, and what it shares with Buffers.
+// Python's ExecutionContext, and the helpers that it shares with Buffer.
 
 #include "buffer/buffer_object.h"
 #include "buffer/buffer_types.h"
@@ -6,11 +6,13 @@
 namespace hostcall {
 namespace {
 
+// References that live as long as the process; guarded by the GIL.
 PyTypeObject* g_context_type = nullptr;
-PyObject* g_stage = nullptr;
-PyObject* g_ended_error = nullptr;
-PyObject* g_stream_error = nullptr;
+PyObject* g_stage = nullptr;         // ExecutionStage.EXECUTE
+PyObject* g_ended_error = nullptr;   // raised when something is used after its call
+PyObject* g_stream_error = nullptr;  // raised for `stream` on a CPU, as JAX does
 
+/// The call of a context; null with a Python error set if it has ended.
 const ActiveCall* CallOf(PyObject* self) {
   const ActiveCall* call = reinterpret_cast<ContextObject*>(self)->call;
   if (call == nullptr) RaiseEnded("context", "Take what you need during the call.");
@@ -46,22 +48,21 @@ void DeallocContext(PyObject* self) {
 PyGetSetDef context_attributes[] = {
     {"stage", GetStage, nullptr, "ExecutionStage.EXECUTE.", nullptr},
     {"stream", GetStream, nullptr,
-     "On a GPU the address of XLA's stream (a CUstream), on which to work. On a "
-     "CPU "
-     "raises jax.errors.JaxRuntimeError.",
+     "On a GPU the address of XLA's stream (a CUstream), on which to work. "
+     "Raises jax.errors.JaxRuntimeError on a CPU.",
      nullptr},
     {"device", GetContextDevice, nullptr, "The jax.Device that runs the program.",
      nullptr},
-    {"run", GetRun, nullptr, "XLA's number of this execution; -1 of an eager call.",
-     nullptr},
+    {"run", GetRun, nullptr,
+     "XLA's number of this execution; -1 for an eager call.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 }  // namespace
 
 PyObject* RaiseEnded(const char* what, const char* instead) {
   PyErr_Format(g_ended_error != nullptr ? g_ended_error : PyExc_RuntimeError,
-               "hostcall: this %s belongs to a call that has ended, and its memory "
-               "to XLA again. %s",
+               "hostcall: this %s belongs to a call that has ended; its memory is "
+               "XLA's again. %s",
                what, instead);
   return nullptr;
 }
@@ -81,7 +82,7 @@ bool InitContexts(PyObject* module) {
                "work; on a CPU raises\n"
                "        JaxRuntimeError (hc.current().stream is None there)\n"
                "device  the jax.Device that runs the program\n"
-               "run     XLA's number of this execution; -1 of an eager call",
+               "run     XLA's number of this execution; -1 for an eager call",
                sizeof(ContextObject),
                {{Py_tp_dealloc, Function(DeallocContext)},
                 {Py_tp_getset, context_attributes}});

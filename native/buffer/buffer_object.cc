@@ -10,8 +10,10 @@
 namespace hostcall {
 namespace {
 
+/// Set by InitBuffers; lives as long as the process.
 PyTypeObject* g_buffer_type = nullptr;
 
+/// The shape of one row; a new reference.
 PyObject* ShapeTuple(const Leaf& leaf) {
   PyObject* shape = PyTuple_New(static_cast<Py_ssize_t>(leaf.dims.size()));
   for (size_t i = 0; shape != nullptr && i < leaf.dims.size(); ++i) {
@@ -21,9 +23,9 @@ PyObject* ShapeTuple(const Leaf& leaf) {
   return shape;
 }
 
-// --- Attributes
-// --------------------------------------------------------------------
+// --- Attributes ----------------------------------------------------------------
 
+/// `get(buffer)` of an open Buffer; of a closed one null with a Python error set.
 template <typename Get>
 PyObject* IfOpen(PyObject* self, Get get) {
   BufferObject* buffer = AsBuffer(self);
@@ -51,6 +53,7 @@ PyObject* GetSize(PyObject* self, void*) {
 PyObject* GetNbytes(PyObject* self, void*) {
   return IfOpen(self, [](BufferObject* b) {
     const Leaf& leaf = *b->leaf;
+    // Small elements are packed on a GPU; the host sees an unpacked copy.
     const bool packed = b->call->on_gpu() && leaf.bits != 0;
     return PyLong_FromLongLong(packed ? (leaf.count * leaf.bits + 7) / 8
                                       : leaf.row_bytes);
@@ -73,17 +76,17 @@ PyObject* GetCudaInterface(PyObject* self, void*) {
     if (!b->call->on_gpu() || b->leaf->bits != 0) {
       PyErr_SetString(PyExc_AttributeError,
                       !b->call->on_gpu()
-                          ? "hostcall: this Buffer is the CPU's memory, and has no "
+                          ? "hostcall: this Buffer is CPU memory, which has no "
                             "__cuda_array_interface__: use numpy.asarray or DLPack"
-                          : "hostcall: __cuda_array_interface__ has no elements "
-                            "smaller than a byte");
+                          : "hostcall: __cuda_array_interface__ can't describe "
+                            "elements smaller than a byte");
       return nullptr;
     }
     Ref shape = Ref::Steal(ShapeTuple(*b->leaf));
     Ref typestr = Ref::Steal(PyObject_GetAttrString(b->leaf->dtype.get(), "str"));
     if (!shape || !typestr) return nullptr;
     b->interface_read = true;
-    // 1 is CUDA's name for the default stream; 0 is not allowed.
+    // The interface forbids 0; the legacy default stream is called 1.
     auto stream = reinterpret_cast<uintptr_t>(b->call->stream);
     return Py_BuildValue(
         "{sOsOs(NO)sOsisn}", "shape", shape.get(), "typestr", typestr.get(), "data",
@@ -93,15 +96,16 @@ PyObject* GetCudaInterface(PyObject* self, void*) {
   });
 }
 
-// --- Methods
-// -----------------------------------------------------------------------
+// --- Methods -------------------------------------------------------------------
 
+/// Whether the host can read the memory of an open Buffer; false with a Python
+/// error set.
 bool OnHost(BufferObject* b) {
   if (!CheckOpen(b)) return false;
   if (!b->call->on_gpu()) return true;
   PyErr_SetString(
       PyExc_TypeError,
-      "hostcall: this Buffer is a GPU's memory, which NumPy can't read. "
+      "hostcall: this Buffer is GPU memory, which NumPy can't read. "
       "Use __cuda_array_interface__ (cupy.asarray, numba.cuda) or DLPack "
       "(torch.from_dlpack), on ctx.stream");
   return false;
@@ -121,7 +125,8 @@ PyObject* ToArray(PyObject* self, PyObject* args, PyObject* kwargs) {
     b->array = LentArray(*b->leaf, b->data, b->writeable).release();
     if (b->array == nullptr) return nullptr;
   }
-  // A view, whose shape and flags are its reader's own, and which holds the array.
+  // A view for each reader, who may change its shape and flags. It holds a
+  // reference to the array, which is how IsHeld counts it.
   auto* whole = reinterpret_cast<PyArrayObject*>(b->array);
   Ref array = Ref::Steal(PyArray_View(whole, nullptr, nullptr));
   if (!array) return nullptr;
@@ -133,7 +138,7 @@ PyObject* ToArray(PyObject* self, PyObject* args, PyObject* kwargs) {
             wanted, PyArray_DESCR(reinterpret_cast<PyArrayObject*>(array.get())))) {
       if (copy == Py_False) {
         PyErr_SetString(PyExc_ValueError,
-                        "hostcall: another dtype needs a copy, and copy=False");
+                        "hostcall: another dtype needs a copy, but copy=False");
         return nullptr;
       }
       return PyObject_CallMethod(array.get(), "astype", "O", held.get());
@@ -167,10 +172,9 @@ PyObject* BufferRepr(PyObject* self) {
                               b->writeable ? "writeable" : "read-only");
 }
 
-// --- The buffer protocol
-// -----------------------------------------------------------
+// --- The buffer protocol -------------------------------------------------------
 
-/// The struct module's letter for elements that it knows, else null.
+/// The struct module's letter for a dtype; null if it has none.
 const char* FormatOf(PyArray_Descr* descr) {
   switch (descr->type_num) {
     case NPY_BOOL:
@@ -208,17 +212,18 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
   if (!OnHost(b)) return -1;
   const Leaf& leaf = *b->leaf;
   const char* format = FormatOf(leaf.descr());
-  if (format == nullptr) {  // NumPy then asks for __array__
-    // No formatting: NumPy comes here for each array of such a dtype.
+  if (format == nullptr) {
+    // NumPy then asks for __array__. A constant text, since NumPy comes here for
+    // every array of such a dtype, and formatting would cost.
     PyErr_SetString(PyExc_BufferError,
-                    "hostcall: the buffer protocol serves what Python's struct "
-                    "module has letters for, which this Buffer's dtype is not; use "
+                    "hostcall: Python's struct module has no letter for this "
+                    "Buffer's dtype, so the buffer protocol can't describe it; use "
                     "numpy.asarray");
     return -1;
   }
   if ((flags & PyBUF_WRITABLE) != 0 && !b->writeable) {
     PyErr_SetString(PyExc_BufferError,
-                    "hostcall: this Buffer is an input, which can't be written");
+                    "hostcall: this Buffer is an input, which can't be written to");
     return -1;
   }
   const size_t ndim = leaf.dims.size();
@@ -229,6 +234,8 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
     PyErr_SetString(PyExc_BufferError, "hostcall: this Buffer is row-major");
     return -1;
   }
+  // Exports point into the layout, so it is only made while there are none. All
+  // exports of a call have the same one.
   if (b->exports == 0) {
     try {
       if (b->layout == nullptr) b->layout = new std::vector<Py_ssize_t>();
@@ -281,7 +288,7 @@ PyGetSetDef buffer_attributes[] = {
     {"ndim", GetNdim, nullptr, "Number of dimensions.", nullptr},
     {"size", GetSize, nullptr, "Number of elements.", nullptr},
     {"nbytes", GetNbytes, nullptr, "Bytes of all elements.", nullptr},
-    {"writeable", GetWriteable, nullptr, "True of outputs.", nullptr},
+    {"writeable", GetWriteable, nullptr, "True for outputs.", nullptr},
     {"device", GetDevice, nullptr, "The jax.Device whose memory it is.", nullptr},
     {"ptr", GetPtr, nullptr, "Address of the first element, row-major.", nullptr},
     {"__cuda_array_interface__", GetCudaInterface, nullptr,
@@ -350,7 +357,7 @@ bool WasChanged(BufferObject* b) {
 bool CloseBuffer(BufferObject* b) {
   b->plan = nullptr;
   b->call = nullptr;
-  const bool alone = Py_REFCNT(b) == 1 && !IsHeld(b);
+  const bool alone = Py_REFCNT(b) == 1 && !IsHeld(b);  // before the array goes
   if (b->array != nullptr) {
     if (Py_REFCNT(b->array) > 1 && b->leaf != nullptr) Disown(b->array, *b->leaf);
     Py_CLEAR(b->array);
@@ -363,7 +370,7 @@ bool CloseBuffer(BufferObject* b) {
 bool InitBuffers(PyObject* module) {
   g_buffer_type = MakeType(
       module, "Buffer",
-      "An array of XLA's, for as long as the callback runs that got it.\n\n"
+      "An array of XLA, for as long as its callback runs.\n\n"
       "Read it with numpy.asarray, as a memoryview, with DLPack "
       "(torch.from_dlpack), on a GPU with __cuda_array_interface__; write to "
       "an output in the same ways (numpy.asarray(out)[...] = values). A view "

@@ -1,23 +1,23 @@
-// Python's `Buffer` and `ExecutionContext`: XLA's memory in a callback's
-// hands.
+// Python's `Buffer` and `ExecutionContext`: XLA's memory in the hands of a
+// callback.
 //
-// A Buffer is open as long as its call lasts. Whoever looks at the memory through
-// it is counted, by each protocol in its way, so that at the end of the call, while
-// the memory is still whole, a view that was kept is seen:
+// A Buffer is open as long as its call lasts. Python can't take a view of memory
+// back, so every view is counted, in a way that depends on its protocol. At the end
+// of the call, while the memory is still whole, a view that was kept is thereby
+// detected:
 //
 //   buffer protocol   exports that have not been released (memoryviews, and NumPy
 //                     arrays made from them)
-//   __array__         one array, made once and handed out again: somebody holds it
-//                     (as the base of a view too)
+//   __array__         references to the one array that is made once and handed out
+//                     again; views have it as their base
 //   DLPack            capsules and tensors whose deleter has not run
-//   __cuda_array_     read, and the Buffer is still held: who reads it keeps the
-//   interface__       Buffer, and nothing else
+//   __cuda_array_     it was read, and somebody still holds the Buffer: readers
+//   interface__       keep the Buffer, and nothing else
 //
-// To keep the Buffer itself is allowed: closed, it refuses everything.
+// The Buffer itself may be kept: once it is closed, it refuses everything.
 //
-// Threads. All of this happens with the GIL held, but for DLPack's deleter, which
-// may run anywhere: its count is atomic, and lives as long as the last who needs
-// it.
+// Threads. The GIL guards all fields. Only DLPack's deleter may run on any thread
+// without it, so its count is atomic, and lives as long as its last user.
 #pragma once
 
 #include <atomic>
@@ -30,27 +30,35 @@
 
 namespace hostcall {
 
+/// The Python object `Buffer`. The plan, call and leaf are not owned, and valid
+/// only while it is open.
 struct BufferObject {
   PyObject_HEAD const Plan* plan;  ///< null: closed
-  const ActiveCall* call;          ///< whose memory it is
-  const Leaf* leaf;
-  char* data;
-  bool writeable;
-  bool interface_read;                             ///< __cuda_array_interface__
-  Py_ssize_t exports;                              ///< of the buffer protocol
-  PyObject* array;                                 ///< what __array__ gave, or null
-  std::shared_ptr<std::atomic<int64_t>>* tensors;  ///< DLPack's, or null
-  std::vector<char>*
-      before;  ///< an input's values, where somebody might write to it
-  std::vector<Py_ssize_t>* layout;  ///< shape and strides of the buffer protocol
+  const ActiveCall* call;          ///< the call that lends the memory
+  const Leaf* leaf;                ///< dtype and shape
+  char* data;                      ///< the first element of the row, XLA's memory
+  bool writeable;                  ///< it is an output
+  bool interface_read;  ///< __cuda_array_interface__ was read in this call
+  Py_ssize_t exports;   ///< unreleased exports of the buffer protocol
+  PyObject* array;      ///< what __array__ returns views of; owned, or null
+  /// The number of living DLPack tensors, shared with them; null before the first.
+  std::shared_ptr<std::atomic<int64_t>>* tensors;
+  /// A copy of an input that somebody might write to; null or empty if there is
+  /// none.
+  std::vector<char>* before;
+  /// Shape and strides for the buffer protocol, which points into it; null before
+  /// use.
+  std::vector<Py_ssize_t>* layout;
 };
 
+/// The Python object `ExecutionContext`.
 struct ContextObject {
-  PyObject_HEAD const ActiveCall* call;  ///< null: ended
+  PyObject_HEAD const ActiveCall* call;  ///< not owned; null: the call has ended
 };
 
+/// Whether a Python object is a Buffer.
 bool IsBuffer(PyObject* object);
-/// New and closed.
+/// New objects, closed; null with a Python error set.
 PyObject* NewBuffer();
 PyObject* NewContext();
 
@@ -61,32 +69,36 @@ inline BufferObject* AsBuffer(PyObject* object) {
 /// Opens a Buffer over the row at `data`.
 void OpenBuffer(BufferObject* buffer, const Plan& plan, const ActiveCall& call,
                 const Leaf& leaf, char* data, bool writeable);
-/// Keeps the values of a small input that goes to a consumer of DLPack: PyTorch's
-/// tensors can all be written, whatever the protocol says.
+/// Copies the values of a small input that goes to a consumer of DLPack, since
+/// every tensor of PyTorch can be written to, whatever the protocol says. False
+/// with a Python error set.
 bool KeepBefore(BufferObject* buffer);
-/// Whether it has been written to; puts the values right. For open Buffers.
+/// Whether an open input has been written to since KeepBefore; restores its values.
 bool WasChanged(BufferObject* buffer);
 
-/// Whether somebody but the caller looks at the memory.
+/// Whether a view of the memory exists.
 bool IsHeld(const BufferObject* buffer);
-/// From now on it refuses everything. True: it can be opened again, since nobody
-/// holds it.
+/// Closes a Buffer: from now on it refuses everything. True if nobody else holds it
+/// or a view, so that it can be opened again for another call.
 bool CloseBuffer(BufferObject* buffer);
 
-/// DLPack of an open Buffer, with the arguments of `__dlpack__`.
+/// Implements `__dlpack__` of an open Buffer, with its arguments.
 PyObject* ExportTensor(BufferObject* buffer, PyObject* const* args, Py_ssize_t n,
                        PyObject* names);
 
-/// Makes the work of a consumer's stream come after what is on ours. False with a
-/// Python error set. In cuda_handlers.cc: the driver is above this layer.
+/// Makes work on the consumer's stream come after the work on ours. False with a
+/// Python error set. Defined in cuda_handlers.cc, since this folder does not know
+/// the CUDA driver.
 bool WaitForStream(void* ours, void* theirs);
 
-/// Raises for a closed Buffer; false: it did.
+/// Whether a Buffer is open; false with a Python error set if not.
 bool CheckOpen(const BufferObject* buffer);
 
-/// Gives the module its types. `names` has what they take from Python: the stage
-/// that calls run in, and the errors they raise.
+/// Adds the types to the module. False with a Python error set.
 bool InitBuffers(PyObject* module);
+
+/// Sets what the types take from Python: ExecutionStage.EXECUTE, and the errors
+/// that they raise after the end of a call and for `stream` on a CPU.
 void SetBufferNames(PyObject* stage, PyObject* ended_error, PyObject* stream_error);
 
 }  // namespace hostcall

@@ -1,4 +1,4 @@
-// DLPack of a Buffer.
+// DLPack for Buffers.
 
 #include <cstring>
 #include <memory>
@@ -12,15 +12,15 @@
 namespace hostcall {
 namespace {
 
-/// What one exported tensor needs for its life, which may be longer than the call's
-/// where somebody keeps it: then the call raises, but this stays sound.
+/// One exported tensor and what it points to. If somebody keeps the tensor, it
+/// outlives the call: the call then raises, but this object stays valid.
 template <typename Managed>
 struct Export {
   Managed managed;
-  std::vector<int64_t> layout;  // shape, then strides
-  std::vector<char> copy;       // the elements, where a copy was asked for
-  std::shared_ptr<std::atomic<int64_t>>
-      count;  // of those that look at XLA's memory
+  std::vector<int64_t> layout;  ///< shape, then strides
+  std::vector<char> copy;       ///< the elements, if a copy was requested
+  /// BufferObject::tensors, which counts this tensor; null for a copy.
+  std::shared_ptr<std::atomic<int64_t>> count;
 };
 
 struct NamedType {
@@ -28,7 +28,7 @@ struct NamedType {
   uint8_t code;
   uint8_t bits;
 };
-/// What NumPy has no letter for, by ml_dtypes' names.
+/// DLPack's codes for the dtypes of ml_dtypes, by name: NumPy has no kind for them.
 constexpr NamedType kNamed[] = {{"bfloat16", 4, 16},
                                 {"float8_e3m4", 7, 8},
                                 {"float8_e4m3", 8, 8},
@@ -44,6 +44,8 @@ constexpr NamedType kNamed[] = {{"bfloat16", 4, 16},
                                 {"int4", 0, 4},
                                 {"uint4", 1, 4}};
 
+/// DLPack's type of a leaf's elements. False with a Python error set if it has
+/// none.
 bool TypeOf(const Leaf& leaf, bool on_gpu, DLDataType* type) {
   PyArray_Descr* descr = leaf.descr();
   type->lanes = 1;
@@ -57,7 +59,7 @@ bool TypeOf(const Leaf& leaf, bool on_gpu, DLDataType* type) {
       return true;
     }
   }
-  // Some of ml_dtypes' call themselves floats ('f') too.
+  // By name, since some dtypes of ml_dtypes have the kind of NumPy's floats ('f').
   Ref name = Ref::Steal(PyObject_GetAttrString(leaf.dtype.get(), "name"));
   const char* text = name ? PyUnicode_AsUTF8(name.get()) : nullptr;
   if (text == nullptr) return false;
@@ -65,15 +67,16 @@ bool TypeOf(const Leaf& leaf, bool on_gpu, DLDataType* type) {
     if (named.name != text) continue;
     type->code = named.code;
     type->bits = named.bits;
-    // In DLPack small elements are packed. XLA has them so, the host a byte each.
+    // DLPack packs small elements, as XLA does on a GPU. The host has each in a
+    // byte.
     if (named.bits >= 8 || on_gpu) return true;
   }
   PyErr_Format(PyExc_BufferError,
-               "hostcall: DLPack can't say that these are %s; use numpy.asarray",
-               text);
+               "hostcall: DLPack has no type for %s; use numpy.asarray", text);
   return false;
 }
 
+/// The deleter of an exported tensor. May run on any thread, without the GIL.
 template <typename Managed>
 void Delete(Managed* managed) {
   auto* made = static_cast<Export<Managed>*>(managed->context);
@@ -81,10 +84,12 @@ void Delete(Managed* managed) {
   delete made;
 }
 
+/// The name of a capsule with such a tensor.
 constexpr const char* NameFor(const DLManagedTensor*) { return "dltensor"; }
 constexpr const char* NameFor(const DLManagedTensorVersioned*) {
   return "dltensor_versioned";
 }
+/// Sets the version and flags, which the old structure does not have.
 void Mark(DLManagedTensor&, uint64_t) {}
 void Mark(DLManagedTensorVersioned& managed, uint64_t flags) {
   managed.major = 1;
@@ -93,6 +98,8 @@ void Mark(DLManagedTensorVersioned& managed, uint64_t flags) {
   managed.flags = flags;
 }
 
+/// A capsule with a tensor over the Buffer's memory or a copy of it; null with a
+/// Python error set. Throws std::bad_alloc.
 template <typename Managed>
 PyObject* Capsule(BufferObject* b, DLDataType type, bool copy) {
   const Leaf& leaf = *b->leaf;
@@ -131,32 +138,34 @@ PyObject* Capsule(BufferObject* b, DLDataType type, bool copy) {
   made->managed.deleter = &Delete<Managed>;
   PyObject* capsule =
       PyCapsule_New(&made->managed, NameFor(&made->managed), [](PyObject* self) {
-        // Consumers rename what they take over.
+        // A consumer renames the capsule when it takes the tensor over; the deleter
+        // is then its business.
         const char* name = NameFor(static_cast<Managed*>(nullptr));
         if (!PyCapsule_IsValid(self, name)) return;
         auto* managed = static_cast<Managed*>(PyCapsule_GetPointer(self, name));
         managed->deleter(managed);
       });
   if (capsule == nullptr) return nullptr;
+  // Counted last: every way out above destroys `made` without the deleter.
   if (made->count) made->count->fetch_add(1);
-  made.release();
+  made.release();  // the capsule owns it
   return capsule;
 }
 
-/// The stream on which the consumer will work. On ours nothing has to wait.
+/// Orders the consumer's stream behind XLA's. `stream` is the argument of
+/// `__dlpack__`. False with a Python error set.
 bool CheckStream(const BufferObject* b, PyObject* stream) {
   void* ours = b->call->stream;
-  // None stands for the legacy default stream, on a GPU.
+  // On a GPU, None stands for the legacy default stream.
   if (stream == Py_None) return !b->call->on_gpu() || WaitForStream(ours, nullptr);
   const long long number = PyLong_AsLongLong(stream);
-  if (number == -1) return !PyErr_Occurred();
+  if (number == -1) return !PyErr_Occurred();  // the consumer wants no ordering
   if (!b->call->on_gpu()) {
-    PyErr_SetString(
-        PyExc_BufferError,
-        "hostcall: this Buffer is the CPU's memory, which has no streams");
+    PyErr_SetString(PyExc_BufferError,
+                    "hostcall: this Buffer is CPU memory, which has no streams");
     return false;
   }
-  // 1 and 2 name the default streams, which XLA never uses.
+  // 1 and 2 are the default streams. XLA never uses those, so ours is another one.
   return WaitForStream(ours,
                        number <= 2 ? nullptr : reinterpret_cast<void*>(number));
 }
@@ -165,6 +174,7 @@ bool CheckStream(const BufferObject* b, PyObject* stream) {
 
 namespace {
 
+/// ExportTensor, but throws std::bad_alloc.
 PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
                    PyObject* names) {
   PyObject *stream = Py_None, *version = Py_None, *device = Py_None,
@@ -198,8 +208,8 @@ PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
     if (!same) {
       PyErr_Format(
           PyExc_BufferError,
-          "hostcall: the memory is on DLPack's device (%d, %d), and does not "
-          "move to (%d, %d): move what you make of it",
+          "hostcall: the memory is on DLPack device (%d, %d), and can't be moved "
+          "to (%d, %d): move the array that you make of it",
           on_gpu ? 2 : 1, on_gpu ? b->call->device_ordinal : 0, type, id);
       return nullptr;
     }
@@ -207,12 +217,14 @@ PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
   if (copy == Py_True && on_gpu) {
     PyErr_SetString(
         PyExc_BufferError,
-        "hostcall: no copies of a GPU's memory: copy what you make of it");
+        "hostcall: GPU memory can't be copied here: copy the array that you make "
+        "of it");
     return nullptr;
   }
   DLDataType type;
   if (!TypeOf(*b->leaf, on_gpu, &type) || !CheckStream(b, stream)) return nullptr;
-  if (!CheckOpen(b)) return nullptr;  // while the GIL was free, by another thread
+  // WaitForStream released the GIL, and another thread may have ended the call.
+  if (!CheckOpen(b)) return nullptr;
   if (!KeepBefore(b)) return nullptr;
   int major = 0, minor = 0;
   if (version != Py_None && !PyArg_ParseTuple(version, "ii", &major, &minor)) {
@@ -228,7 +240,7 @@ PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
 
 PyObject* ExportTensor(BufferObject* b, PyObject* const* args, Py_ssize_t n,
                        PyObject* names) {
-  try {  // above are the interpreter's frames, which an exception must not cross
+  try {  // an exception must not cross the interpreter's frames above
     return Exported(b, args, n, names);
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();

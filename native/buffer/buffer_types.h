@@ -1,4 +1,5 @@
-// What the Python types of buffer callbacks share.
+// Helpers that the Python types of buffer callbacks share. The GIL is held in all
+// of them.
 #pragma once
 
 #include <cstring>
@@ -9,25 +10,30 @@
 
 namespace hostcall {
 
-/// Raises for a Buffer or context that is used after its call. Null.
+/// Sets the error for a `what` (Buffer or context) that is used after its call;
+/// `instead` says what to do. Returns null.
 PyObject* RaiseEnded(const char* what, const char* instead);
-/// The jax.Device whose program makes the call.
+/// The jax.Device that runs the program of the call; a new reference, or null with
+/// a Python error set.
 PyObject* DeviceOf(const ActiveCall& call);
 
-/// Adds the type of contexts to the module.
+/// Adds ExecutionContext to the module. False with a Python error set.
 bool InitContexts(PyObject* module);
 
+/// A function as PyType_Slot wants it.
 template <typename F>
 void* Function(F* function) {
   return reinterpret_cast<void*>(function);
 }
 
+/// Makes a type with these slots, and adds it to the module. Its instances are made
+/// by C++ only. Null with a Python error set.
 inline PyTypeObject* MakeType(PyObject* module, const char* name, const char* doc,
                               size_t size, std::vector<PyType_Slot> slots) {
   slots.push_back({Py_tp_doc, const_cast<char*>(doc)});
   slots.push_back({0, nullptr});
   const std::string full = std::string("hostcall.") + name;
-  // Python keeps the name's address before 3.12.
+  // Before 3.12 Python keeps the address of the name, so the copy is never freed.
   PyType_Spec spec = {strdup(full.c_str()), static_cast<int>(size), 0,
                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                       slots.data()};

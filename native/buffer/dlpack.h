@@ -27,13 +27,14 @@ struct DLTensor {
   uint64_t byte_offset;
 };
 
-/// Says nothing about who may write.
+/// The structure before version 1. It can't say that the memory is read-only.
 struct DLManagedTensor {
   DLTensor tensor;
   void* context;
   void (*deleter)(DLManagedTensor*);
 };
 
+/// The structure from version 1 on.
 struct DLManagedTensorVersioned {
   uint32_t major, minor;
   void* context;

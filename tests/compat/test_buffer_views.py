@@ -1,4 +1,4 @@
-"""Buffers: what looks at XLA's memory, what may write there, and what is kept."""
+"""Buffers: views of XLA's memory, writing through them, and views that are kept."""
 
 import ctypes
 import threading
@@ -102,7 +102,7 @@ READERS = {
 
 
 class Unversioned:
-    """A consumer's view of a producer from before DLPack 1.0."""
+    """A producer from before DLPack 1.0, as a consumer sees it."""
 
     def __init__(self, x):
         self.x = x
@@ -198,10 +198,10 @@ def test_dlpack_in_detail():
             assert "dltensor" in repr(x.__dlpack__(**options))
         assert x.__dlpack__(dl_device=(1, 0), max_version=(1, 0)) is not None
         copied = np.from_dlpack(x, copy=True)
-        copied[...] = 7  # its own
+        copied[...] = 7  # the copy may be written to
         for options, text in (
             ({"stream": 3}, "no streams"),
-            ({"dl_device": (2, 0)}, r"does not move to \(2, 0\)"),
+            ({"dl_device": (2, 0)}, r"can't be moved to \(2, 0\)"),
         ):
             with pytest.raises(BufferError, match=text):
                 x.__dlpack__(**options)
@@ -237,7 +237,7 @@ def test_dlpacks_name_for_every_dtype(dtype):
 
 @modes
 def test_small_inputs_that_go_out_by_dlpack_are_watched(mode):
-    """PyTorch's tensors can be written, whatever the protocol says."""
+    """PyTorch's tensors can be written to, whatever the protocol says."""
     x = jnp.arange(4.0)
     float4 = ctypes.c_float * 4
 
@@ -269,7 +269,7 @@ def test_small_inputs_that_go_out_by_dlpack_are_watched(mode):
 @modes
 def test_each_reader_has_a_shape_of_its_own(mode):
     def host(ctx, out, x):
-        first = np.asarray(x)  # bfloat16 comes by __array__
+        first = np.asarray(x)  # bfloat16 goes through __array__
         first.shape = (2, 2)
         assert np.asarray(x).shape == x.shape == (4,)
         with pytest.raises(ValueError, match="WRITEABLE"):
@@ -345,7 +345,7 @@ def test_a_cycle_that_nobody_keeps_is_no_error(mode):
 
 @modes
 def test_a_failing_callback_keeps_nothing(mode):
-    """The frames of its traceback do hold its arrays, and are cleared."""
+    """The frames of the traceback hold the arrays, so they are cleared."""
 
     def host(ctx, out, x):
         view = np.asarray(x)
@@ -368,7 +368,7 @@ def test_a_closed_buffer_refuses_everything(mode):
     def host(ctx, out, x):
         kept.extend((x, out, ctx))
 
-    run(mode, host, spec(), jnp.arange(4.0))  # to keep the Buffer is no error
+    run(mode, host, spec(), jnp.arange(4.0))  # keeping the Buffer itself is allowed
     x, out, ctx = kept
     uses = [
         np.asarray,
@@ -457,14 +457,14 @@ def test_debug_finds_writes_to_inputs(mode, debug):
 
     def host(ctx, out, x):
         writeable = np.from_dlpack(Unversioned(x))
-        # What a consumer that knows no read-only flag can do.
+        # A consumer that does not know the read-only flag can do this.
         (ctypes.c_float * 4).from_address(writeable.ctypes.data)[2] = 9
         np.asarray(out)[...] = 0
 
     text = r"`.*host` wrote to args\[0\], which is an input"
     with pytest.raises(hc.ResultError, match=text):
         run(mode, host, spec(), x)
-    np.testing.assert_array_equal(x, np.arange(4.0))  # put right
+    np.testing.assert_array_equal(x, np.arange(4.0))  # restored
 
 
 @modes
@@ -484,7 +484,7 @@ def test_debug_lets_pass_what_is_right(mode, debug):
 
 
 def test_many_threads():
-    """Programs in flight on several threads have Buffers of their own."""
+    """Programs in flight on several threads have separate Buffers."""
 
     def host(ctx, out, x):
         view = np.asarray(out)
@@ -525,4 +525,4 @@ def test_buffers_do_not_grow_memory():
     before = resident_kib()
     for _ in range(10):
         loop(x).block_until_ready()
-    assert resident_kib() - before < 4096  # 40,000 Buffers and views of each kind
+    assert resident_kib() - before < 4096  # for 40,000 Buffers and views of each kind
