@@ -1,4 +1,4 @@
-// Packed elements and rows, against the plain loops that they stand for.
+// Packed elements and rows, compared with plain loops.
 #undef NDEBUG
 #include <cassert>
 #include <cstdint>
@@ -49,7 +49,7 @@ void UnpackAgreesWithBits(int bits, bool is_signed, int64_t count, uint32_t seed
 void PackUndoesUnpack(int bits, bool is_signed, int64_t count, uint32_t seed) {
   std::mt19937 random(seed);
   std::vector<uint8_t> bytes(static_cast<size_t>(count));
-  // High bits are whatever the host left there: they must not reach neighbours.
+  // The high bits are arbitrary, and must not reach neighbouring elements.
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
   const auto size = static_cast<size_t>((count * bits + 7) / 8);
   std::vector<uint8_t> packed(size + 4, kGuard);

@@ -1,4 +1,4 @@
-// Nobody enters Python after the engine has closed and waited.
+// No call enters Python after the engine was closed and became idle.
 #undef NDEBUG
 #include "base/engine.h"
 
@@ -68,12 +68,13 @@ void AForkedChildWaitsForNobody() {
   assert(engine.in_flight() == 0);
 }
 
-/// The guarantee of the header, many times: a call that got in is waited for.
+/// The guarantee of engine.h, many times: WaitIdle waits for every call that was
+/// admitted.
 void NobodyIsInsideOnceIdle() {
   for (int round = 0; round < 200; ++round) {
     auto engine = std::make_unique<Engine>();
-    // Plain memory on purpose: where the guarantee failed, ThreadSanitizer would
-    // see a call read what the closing thread writes.
+    // Not atomic on purpose: if the guarantee failed, ThreadSanitizer would see
+    // that a call reads what the closing thread writes.
     int python = 1;
     std::atomic<int> refused{0};
     std::atomic<bool> started{false};

@@ -1,18 +1,18 @@
-// A CUDA driver without a GPU, for what opens the driver at run time: built into a
-// shared library that HOSTCALL_CUDA_DRIVER names.
+// A CUDA driver without a GPU: a shared library that HOSTCALL_CUDA_DRIVER names.
 //
-// Memory of the host stands for that of a device. A stream is a queue with a thread
-// of its own, so copies, events and host functions really happen later. It is
-// stricter than the real one, so that misuse is an error here and not a rare fault
-// there:
-//   * copies to and from the host need memory of cuMemHostAlloc, the whole range;
+// Host memory stands for a device's memory. A stream is a queue with its own
+// thread, so copies, events and host functions really happen later. The fake is
+// stricter than the real driver, so that misuse is always an error here, not a rare
+// fault there:
+//   * copies to and from the host need memory of cuMemHostAlloc for the whole
+//     range;
 //   * freeing memory that a queued copy still uses aborts;
 //   * a host function that calls CUDA gets CUDA_ERROR_NOT_PERMITTED;
-//   * what needs a current context fails without one, and an event belongs to the
-//     streams of its context;
-//   * in a stream that captures nothing runs, and waiting for it fails.
+//   * a function that needs a current context fails without one, and an event
+//     belongs to the streams of its context;
+//   * a capturing stream runs nothing, and waiting for it fails.
 //
-// Besides the driver's own it exports fake*: streams, delays, failures, counters.
+// It also exports functions for tests (fake*): streams, delays, failures, counters.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -38,8 +38,8 @@ struct CUctx_st {
 };
 struct CUevent_st {
   CUctx_st* context;
-  int recorded = 0;  // how often, and how many of these the streams have reached
-  int reached = 0;
+  int recorded = 0;  // times it was recorded
+  int reached = 0;   // how many of these its streams have reached
 };
 struct CUstream_st {
   CUctx_st* context;
@@ -70,11 +70,11 @@ using Event = std::shared_ptr<CUevent_st>;
 
 struct Pinned {
   size_t size;
-  int queued = 0;  // copies that use it and have not ended
+  int queued = 0;  // queued copies that use it
 };
 
-/// All state, under one lock, but for what streams do to memory. Never destroyed:
-/// threads of streams outlive the test.
+/// All state, guarded by one lock; streams copy memory without it. Never destroyed,
+/// since threads of streams outlive the test.
 struct World {
   std::mutex mutex;
   std::condition_variable changed;
@@ -98,7 +98,8 @@ using Lock = std::unique_lock<std::mutex>;
 thread_local std::vector<CUctx_st*> t_current;
 thread_local bool t_in_host_function = false;
 
-/// Counts the call, and says whether it goes on: 0, or what it returns.
+/// Begins each function of the driver: counts the call, and returns 0 or the code
+/// that the function shall fail with.
 int Enter(Lock&, const char* function) {
   ++W().counts[function];
   const auto failure = W().failures.extract(function);
@@ -146,7 +147,7 @@ CUstream_st* NewStream(Lock&, int device) {
   return stream;
 }
 
-/// The stream of a handle, null where there is none.
+/// The stream of a handle; null if there is none.
 CUstream_st* Find(Lock& lock, CUstream_st* stream) {
   if (reinterpret_cast<uintptr_t>(stream) <= 2) {  // the default streams' names
     if (W().null_stream == nullptr) W().null_stream = NewStream(lock, 0);
@@ -177,7 +178,7 @@ Pinned* FindPinned(Lock&, const void* data, size_t bytes) {
   return offset <= size && bytes <= size - offset ? &found->second : nullptr;
 }
 
-/// `host` is the side that has to be pinned, null where there is none.
+/// `host` is the side that has to be pinned; null for copies on the device.
 int Copy(Lock& lock, void* to, const void* from, size_t bytes, const void* host,
          CUstream_st* handle) {
   CUstream_st* stream = Find(lock, handle);
@@ -213,7 +214,7 @@ FAKE_EXPORT int cuInit(unsigned) {
 FAKE_EXPORT int cuMemHostAlloc(void** data, size_t bytes, unsigned flags) {
   FAKE_ENTER();
   if (t_current.empty()) return kInvalidContext;
-  if (bytes == 0 || (flags & 1) == 0) return kInvalidValue;  // portable, for all
+  if (bytes == 0 || (flags & 1) == 0) return kInvalidValue;  // has to be portable
   *data = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   if (*data == nullptr) return kOutOfMemory;
   std::memset(*data, 0xa5, bytes);
@@ -397,8 +398,8 @@ FAKE_EXPORT size_t fakePinnedBytes() {
   for (const auto& pinned : W().pinned) bytes += pinned.second.size;
   return bytes;
 }
-/// Ends what is queued; no delay, failure or count is left. Streams, events and
-/// memory stay.
+/// Waits for what is queued, and clears delays, failures and counts. Streams,
+/// events and memory stay.
 FAKE_EXPORT void fakeReset() {
   Lock lock(W().mutex);
   W().delay = std::chrono::microseconds(0);

@@ -1,4 +1,5 @@
-// The fake driver as tests use it (fake_cuda.cc says what it is strict about).
+// The fake driver as tests use it. fake_cuda.cc says where it is stricter than the
+// real one.
 #pragma once
 
 #undef NDEBUG
@@ -29,7 +30,7 @@ namespace hostcall {
 #define FAKE_DECLARE(type, name, parameters) inline type(*name) parameters;
 FAKE_FUNCTIONS(FAKE_DECLARE)
 
-/// Before the first use of Driver().
+/// Makes Driver() open the fake. Called before the first use of Driver().
 inline void LoadFake() {
   setenv("HOSTCALL_CUDA_DRIVER", FAKE_CUDA, 1);
   void* library = dlopen(FAKE_CUDA, RTLD_NOW);
@@ -46,7 +47,7 @@ struct Stream {
   ~Stream() { fakeStreamDestroy(stream); }
   operator CudaStream() const { return static_cast<CudaStream>(stream); }
   void Wait() const { assert(Driver().cuStreamSynchronize(*this) == 0); }
-  /// Keeps the stream from going on until the gate opens.
+  /// Stops the stream until the gate opens.
   void Block(Gate& gate) const {
     const auto wait = [](void* data) { static_cast<Gate*>(data)->Wait(); };
     assert(Driver().cuLaunchHostFunc(*this, wait, &gate) == 0);
@@ -64,12 +65,13 @@ inline Array Numbers(size_t size, int seed) {
   return array;
 }
 
-/// Calls that waited for the device.
+/// The number of calls that waited for the device.
 inline long Waits() {
   return fakeCount("cuStreamSynchronize") + fakeCount("cuEventSynchronize");
 }
 
-/// Nothing is left behind: neither in the pool, nor in the driver, nor a context.
+/// Asserts that nothing is left behind: no block, no pinned memory, no current
+/// context.
 inline void AssertClean(PinnedPool& pool) {
   fakeReset();
   pool.Trim();

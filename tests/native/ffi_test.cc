@@ -1,4 +1,4 @@
-// What handlers ask of XLA, of an XLA that has less, more, or nothing to say.
+// How handlers talk to XLA: to versions with fewer or more fields, and to errors.
 #undef NDEBUG
 #include "handlers/ffi.h"
 
@@ -25,7 +25,7 @@ Detached::~Detached() {}
 
 namespace {
 
-int g_errors = 0;  // that are alive
+int g_errors = 0;  // XLA_FFI_Errors that exist
 int g_ordinal = 3;
 int64_t g_run = 0;
 bool g_fails = false;
@@ -60,7 +60,7 @@ XLA_FFI_Error* Stream(XLA_FFI_Stream_Get_Args* args) {
 XLA_FFI_Error* Set(XLA_FFI_State_Set_Args*) { return nullptr; }
 XLA_FFI_Error* Get(XLA_FFI_State_Get_Args*) { return nullptr; }
 
-/// An XLA of the version of the headers, and a frame of it.
+/// An XLA of the headers' version, and one of its call frames.
 struct Xla {
   Xla() {
     api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
@@ -88,7 +88,7 @@ bool Has(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-/// The text of an error, which goes.
+/// Destroys an error, and returns its text.
 std::string Taken(XLA_FFI_Error* error) {
   assert(error != nullptr);
   const std::string text = error->text;
@@ -108,7 +108,7 @@ struct Question {
     extension.extension_base.struct_size = XLA_FFI_Metadata_Extension_STRUCT_SIZE;
     extension.extension_base.type = XLA_FFI_Extension_Metadata;
     extension.metadata = &metadata;
-    // As XLA asks: there is no interface yet.
+    // As XLA asks, which passes no interface then.
     frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
     frame.extension_start = &extension.extension_base;
   }
@@ -139,7 +139,7 @@ void MetadataIsFoundBehindOtherExtensions() {
     assert(!AnswerMetadata(&question.frame, {42}, 5));
   }
   Xla xla;
-  assert(!AnswerMetadata(&xla.frame, {42}, 5));  // a call
+  assert(!AnswerMetadata(&xla.frame, {42}, 5));  // a call, not a question
 }
 
 void MetadataThatIsTooSmallIsLeftAlone() {
@@ -163,7 +163,7 @@ void MetadataThatIsTooSmallIsLeftAlone() {
 
 // --- Versions -------------------------------------------------------------------
 
-void WhatHasAllIsTaken() {
+void ACompleteInterfaceIsAccepted() {
   Xla same;
   assert(InterfaceFault(&same.frame).empty());
   Xla newer;
@@ -172,14 +172,14 @@ void WhatHasAllIsTaken() {
   newer.frame.struct_size += 64;
   newer.frame.args.struct_size += 8;
   assert(InterfaceFault(&newer.frame).empty() && CanFail(&newer.frame));
-  Xla oldest;  // with the last function that is used for its last
+  Xla oldest;  // ends with the last function that is used
   oldest.api.struct_size =
       XLA_FFI_STRUCT_SIZE(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get);
   oldest.api.api_version.minor_version = kOldestMinor;
   assert(InterfaceFault(&oldest.frame).empty());
 }
 
-void WhatLacksSomethingIsNamed() {
+void WhatIsMissingIsNamed() {
   const auto fault = [](const std::function<void(Xla&)>& spoil) {
     Xla xla;
     spoil(xla);
@@ -211,7 +211,7 @@ void WhatLacksSomethingIsNamed() {
              "lacks XLA_FFI_State_Set, XLA_FFI_RunId_Get. "));
 }
 
-void WhatCanNotBeToldIsKnown() {
+void CanFailKnowsWhetherErrorsCanBeReported() {
   Xla xla;
   assert(CanFail(&xla.frame));
   xla.api.XLA_FFI_Error_Create = nullptr;
@@ -224,8 +224,7 @@ void WhatCanNotBeToldIsKnown() {
   assert(!CanFail(&xla.frame));
 }
 
-// --- What XLA says, or doesn't
-// ----------------------------------------------------
+// --- What XLA says, or doesn't -------------------------------------------------
 
 XLA_FFI_Error* AskOrdinal(XLA_FFI_CallFrame* frame) {
   return MakeError(frame->api, std::to_string(DeviceOrdinal(frame)));
@@ -239,20 +238,19 @@ void OrdinalsAndRuns() {
   g_ordinal = 0;
   g_run = 0;
   assert(Taken(Guarded(&xla.frame, AskOrdinal)) == "0");
-  assert(Taken(Guarded(&xla.frame, AskRun)) == "0");  // 0 is one like any other
+  assert(Taken(Guarded(&xla.frame, AskRun)) == "0");  // 0 is a valid run
   assert(StreamOf(&xla.frame) == &g_run);
-  g_ordinal = -1;  // it would be taken for an eager call
+  g_ordinal = -1;  // would stand for an eager call
   assert(Has(Taken(Guarded(&xla.frame, AskOrdinal)), "which device this is"));
   g_fails = true;
   assert(Taken(Guarded(&xla.frame, AskOrdinal)) == "no ordinal");
   assert(Taken(Guarded(&xla.frame, AskRun)) == "no run");
-  assert(StreamOf(&xla.frame) == nullptr);  // and its error is gone
+  assert(StreamOf(&xla.frame) == nullptr);  // and its error is destroyed
   g_fails = false;
   assert(g_errors == 0);
 }
 
-// --- What is thrown
-// ---------------------------------------------------------------
+// --- What is thrown ------------------------------------------------------------
 
 struct Own {};
 
@@ -309,9 +307,9 @@ int main() {
   using namespace hostcall;
   MetadataIsFoundBehindOtherExtensions();
   MetadataThatIsTooSmallIsLeftAlone();
-  WhatHasAllIsTaken();
-  WhatLacksSomethingIsNamed();
-  WhatCanNotBeToldIsKnown();
+  ACompleteInterfaceIsAccepted();
+  WhatIsMissingIsNamed();
+  CanFailKnowsWhetherErrorsCanBeReported();
   OrdinalsAndRuns();
   NothingThrownReachesXla();
   AThreadThatEndsItselfIsLetGo();

@@ -1,4 +1,4 @@
-// How a call went, as bytes; and what failed here, for threads that ask at once.
+// Outcomes as bytes, and the failures of this process under several threads.
 #undef NDEBUG
 #include "plan/outcome.h"
 
@@ -17,17 +17,17 @@ using hostcall::WriteOutcome;
 
 namespace {
 
-/// As memory of XLA's comes: with anything in it, and not a byte too much.
+/// Like XLA's memory: of exactly this size, with arbitrary content.
 std::vector<char> Memory() { return std::vector<char>(kOutcomeBytes, 'x'); }
 
-void NothingIsSaidOfACallThatWentWell() {
+void ASuccessIsAllZeros() {
   auto outcome = Memory();
   WriteOutcome("", outcome.data());
   assert(!HasFailed(outcome.data()) && TextOfOutcome(outcome.data()).empty());
   assert(outcome == std::vector<char>(kOutcomeBytes, 0));
 }
 
-void AsMuchOfTheTextAsThereIsRoomFor() {
+void ALongTextIsCut() {
   for (size_t size : {size_t{1}, size_t{100}, kOutcomeBytes - 2, kOutcomeBytes - 1,
                       kOutcomeBytes, 5 * kOutcomeBytes}) {
     auto outcome = Memory();
@@ -38,8 +38,8 @@ void AsMuchOfTheTextAsThereIsRoomFor() {
   }
 }
 
-/// Other devices than the caller's send the first byte only.
-void SomebodyElseFailed() {
+/// Devices that do not call send only the first byte.
+void AFailureElsewhereHasNoText() {
   std::vector<char> outcome(kOutcomeBytes, 0);
   outcome[0] = 1;
   assert(HasFailed(outcome.data()) && TextOfOutcome(outcome.data()).empty());
@@ -57,7 +57,7 @@ void TheNewestAreKept() {
   assert(failures.Find(999) == "run 999" && failures.Find(950) == "run 950");
 }
 
-/// Each device of a run asks, while calls of other runs fail.
+/// Threads note and find failures of different runs at the same time.
 void ThreadsAtOnce() {
   Failures failures;
   std::vector<std::thread> threads;
@@ -78,9 +78,9 @@ void ThreadsAtOnce() {
 }  // namespace
 
 int main() {
-  NothingIsSaidOfACallThatWentWell();
-  AsMuchOfTheTextAsThereIsRoomFor();
-  SomebodyElseFailed();
+  ASuccessIsAllZeros();
+  ALongTextIsCut();
+  AFailureElsewhereHasNoText();
   TheNewestAreKept();
   ThreadsAtOnce();
   std::puts("outcome: all held");

@@ -1,5 +1,5 @@
-// The driver opened at run time, and the pool of pinned memory, on a driver that
-// has no GPU (fake_cuda.cc).
+// The driver that is opened at run time, and the pool of pinned memory, with the
+// fake driver (fake_cuda.cc).
 #include "cuda/pinned_pool.h"
 
 #include <sys/wait.h>
@@ -20,7 +20,8 @@ namespace {
 
 // --- The driver -----------------------------------------------------------------
 
-/// Before there are threads: each case needs a process that has not looked yet.
+/// Forks, since a process looks for the driver only once. Called before there are
+/// threads.
 void WithoutADriverThereIsAReason(const char* path, const char* expected) {
   const pid_t child = fork();
   if (child == 0) {
@@ -56,7 +57,7 @@ void AnErrorNamesTheFunction() {
 
 constexpr size_t kBlock = PinnedPool::kLeast;
 
-/// Acquires on a thread of its own, as others of XLA's do.
+/// Acquires a block on a thread of its own, and holds it until Finish.
 struct Taker {
   Taker(PinnedPool& pool, CudaStream stream, size_t bytes)
       : thread([this, &pool, stream, bytes] {
@@ -101,7 +102,7 @@ void BlocksAreUsedAgain() {
     block.Release();
     block.Release();
     assert(!block && pool.stats().in_use_bytes == 0);
-    // With an event, and with one of another context, which can't be the same.
+    // With an event, and in another context, which needs another event.
     for (const Stream* on : {&stream, &stream, &other, &stream}) {
       block = pool.Acquire(3000);
       assert(block.data() == data && block.size() == 3000);
@@ -120,16 +121,16 @@ void AFullPoolWaitsInTheOrderOfArrival() {
   {
     ScopedContext current(Driver(), stream);
     PinnedBlock first = pool.Acquire(kBlock);
-    pool.Acquire(kBlock).Release();         // free for who may take it
-    Taker large(pool, stream, 3 * kBlock);  // above the limit: goes alone
+    pool.Acquire(kBlock).Release();         // idle: any request could take it
+    Taker large(pool, stream, 3 * kBlock);  // too large: waits for an empty pool
     WaitUntil([&] { return pool.stats().waits == 1; });
-    Taker small(pool, stream, kBlock);  // could have that, but comes later
+    Taker small(pool, stream, kBlock);  // would fit, but comes later
     assert(!pool.TryAcquire(kBlock));
     std::this_thread::sleep_for(milliseconds(20));
     assert(!large.got && !small.got);
     first.Release();
     WaitUntil([&] { return large.got.load(); });
-    assert(pool.stats().allocated_bytes == 4 * kBlock);  // the first was let go
+    assert(pool.stats().allocated_bytes == 4 * kBlock);  // the first was freed
     WaitUntil([&] { return pool.stats().waits == 2; });
     assert(!small.got && !pool.TryAcquire(1));
     large.Finish();
@@ -161,7 +162,8 @@ void AFullPoolWaitsForTheDevice() {
   AssertClean(pool);
 }
 
-/// Who holds a block may wait for who waits for one: nobody hangs.
+/// A thread that waits for a block held by itself, which stands for a ring of
+/// threads: it goes over the limit.
 void NobodyWaitsForEver() {
   PinnedPool pool(Driver(), kBlock, milliseconds(20));
   Stream stream;
@@ -201,7 +203,7 @@ void TheLimitMayChange() {
   AssertClean(pool);
 }
 
-void NoMemoryLetsIdleBlocksGo() {
+void WithoutMemoryIdleBlocksAreFreed() {
   PinnedPool pool(Driver(), 8 * kBlock, kForEver);
   Stream stream;
   {
@@ -214,7 +216,7 @@ void NoMemoryLetsIdleBlocksGo() {
   AssertClean(pool);
 }
 
-/// Sizes of all classes, some above the limit; each block is its owner's alone.
+/// Blocks of all capacities, some above the limit; no two owners share a block.
 void Stress() {
   constexpr size_t kLimit = 40 * kBlock, kLargest = 60 * kBlock;
   PinnedPool pool(Driver(), kLimit, kForEver);
@@ -254,8 +256,8 @@ void Stress() {
   AssertClean(pool);
 }
 
-/// Last, for the memory is never freed: the device may be writing to it.
-void ABlockWhoseEndCantBeToldIsLost() {
+/// Runs last, since the memory is never freed: the device may still write to it.
+void ABlockIsLostIfNothingTellsWhenItsWorkEnds() {
   PinnedPool pool(Driver(), 2 * kBlock, kForEver);
   Stream stream;
   ScopedContext current(Driver(), stream);
@@ -294,8 +296,8 @@ int main() {
   AFullPoolWaitsForTheDevice();
   NobodyWaitsForEver();
   TheLimitMayChange();
-  NoMemoryLetsIdleBlocksGo();
+  WithoutMemoryIdleBlocksAreFreed();
   for (int i = 0; i < 3; ++i) Stress();
-  ABlockWhoseEndCantBeToldIsLost();
+  ABlockIsLostIfNothingTellsWhenItsWorkEnds();
   std::puts("pinned_pool: ok");
 }

@@ -1,4 +1,4 @@
-// Numbers, counted pointers and the graveyard, alone and under many threads.
+// Numbers, counted pointers and the graveyard, on one thread and on many.
 #undef NDEBUG
 #include "base/slot_table.h"
 
@@ -20,7 +20,7 @@ namespace {
 std::atomic<int> g_alive{0};
 thread_local bool t_burying = false;
 
-/// May be destroyed only where somebody buries, as a plan may.
+/// Like a plan, it may be destroyed only inside Bury.
 struct Thing : Mortal {
   explicit Thing(int v) : value(v) { ++g_alive; }
   ~Thing() override {
@@ -57,12 +57,12 @@ void TheSmallestFreeNumberIsGiven() {
   assert(g_alive == 0);
 }
 
-void ALastingTableDoesNotGiveANumberAgainThatWasFound() {
+void ALastingTableNeverReusesANumberThatWasFound() {
   SlotTable<Thing> table(true);
   assert(table.Add(Make(1)) == 1 && table.Add(Make(2)) == 2);
   assert(table.Find(1)->value == 1);
   table.Remove(1);
-  table.Remove(2);  // which nobody found
+  table.Remove(2);  // it was never found, so it is free again
   assert(table.live() == 0 && !table.Find(1));
   assert(table.Add(Make(3)) == 2 && table.Add(Make(4)) == 3);
   assert(!table.Find(1));
@@ -98,7 +98,7 @@ void WhatWasFoundOutlivesItsRemoval() {
     Bury();
     assert(g_alive == 1 && found->value == 3);
   }
-  assert(g_alive == 1);  // dead, and waiting for somebody who may bury
+  assert(g_alive == 1);  // in the graveyard, not yet buried
   Bury();
   assert(g_alive == 0);
 }
@@ -132,8 +132,7 @@ void BuryingTakesAllThatArePushed() {
   Bury();
 }
 
-/// Threads lower programs, look plans up and run them, and drop them, while one
-/// buries.
+/// Threads add, find and remove entries, while one buries.
 void ManyThreads() {
   constexpr int kThreads = 8, kSteps = 3000;
   SlotTable<Thing> table;
@@ -151,7 +150,8 @@ void ManyThreads() {
         const int value = t * kSteps + i;
         mine.emplace_back(table.Add(Make(value)), value);
         shared[random() % 16] = mine.back().first;
-        // A number of somebody else's: there or gone, but never a dead object.
+        // Another thread's number: its entry may be gone, but is never a dead
+        // object.
         if (Counted<Thing> other = table.Find(shared[random() % 16])) {
           assert(other->value >= 0);
         }
@@ -176,7 +176,8 @@ void ManyThreads() {
   assert(g_alive == 0);
 }
 
-/// The race of the header: each round one thread finds while another removes.
+/// The race that slot_table.h describes: in each round, two threads find while one
+/// removes.
 void FindRacesRemove() {
   for (int round = 0; round < 500; ++round) {
     SlotTable<Thing> table;
@@ -203,7 +204,7 @@ void FindRacesRemove() {
 
 int main() {
   TheSmallestFreeNumberIsGiven();
-  ALastingTableDoesNotGiveANumberAgainThatWasFound();
+  ALastingTableNeverReusesANumberThatWasFound();
   UnknownNumbersFindNothing();
   WhatWasFoundOutlivesItsRemoval();
   CountsSurviveCopyMoveAndAssignment();

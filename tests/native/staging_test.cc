@@ -1,4 +1,4 @@
-// Calls and taps on the streams of a driver that has no GPU (fake_cuda.cc).
+// Calls and taps on streams of the fake driver (fake_cuda.cc).
 #include "cuda/staging.h"
 
 #include <cstdint>
@@ -17,8 +17,7 @@ namespace {
 
 Span SpanOf(Array& array) { return {array.data(), array.size()}; }
 
-/// The function on the host: the results are the operands, each byte with one
-/// added.
+/// The function on the host: a result is its operand with one added to each byte.
 void AddOne(const StagedCall& call, size_t index, size_t bytes) {
   const auto* from = static_cast<const char*>(call.operands()[index]);
   auto* to = static_cast<char*>(call.results()[index]);
@@ -32,7 +31,7 @@ void Call(PinnedPool& pool, CudaStream stream, Array& operand, Array& result) {
   call.Store();
 }
 
-/// Only a result: nothing makes it wait for the device.
+/// A call without operands, which does not wait for the device.
 void Produce(PinnedPool& pool, CudaStream stream, Array& result, int seed) {
   StagedCall call(Driver(), pool, stream, {}, {SpanOf(result)});
   call.Fetch();
@@ -86,7 +85,7 @@ void ACallWaitsOnce() {
     assert(Waits() == 1);
     assert(fakeCount("cuMemcpyDtoHAsync_v2") == 2);
     assert(fakeCount("cuMemcpyHtoDAsync_v2") == 2);
-    // The block and its event are used again.
+    // The block and its event are reused.
     assert(fakeCount("cuMemHostAlloc") == (i == 0) && pool.stats().reuses == i);
     assert(fakeCount("cuEventCreate") == (i == 0));
   }
@@ -97,7 +96,7 @@ void ACallWaitsOnce() {
   AssertClean(pool);
 }
 
-/// With a device that stands still until the gate opens.
+/// On a device that is stopped until the gate opens.
 void ABlockIsKeptUntilItsResultsAreCopied() {
   PinnedPool pool(Driver(), 1 << 20, kForEver);
   Stream stream;
@@ -114,7 +113,8 @@ void ABlockIsKeptUntilItsResultsAreCopied() {
   AssertClean(pool);
 }
 
-/// Streams and threads share few blocks; both kinds of call, each value checked.
+/// Streams and threads share few blocks; both kinds of call, and every value is
+/// checked.
 void ManyInFlight() {
   constexpr int kStreams = 4;
   constexpr size_t kCalls = 50;
@@ -127,7 +127,7 @@ void ManyInFlight() {
       std::vector<Array> made(kCalls, Array(8000)), kept(kCalls, Array(3000));
       for (size_t i = 0; i < kCalls; ++i) {
         Produce(pool, stream, made[i], number * 50 + static_cast<int>(i));
-        // Seldom, for it waits: between them the device is far behind.
+        // Rarely, since it waits for the device, which otherwise falls far behind.
         if (i % 5 == 0) Call(pool, stream, kept[i], kept[i]);
       }
       stream.Wait();
@@ -164,12 +164,13 @@ void ACapturingStreamIsRefused() {
   AssertClean(pool);
 }
 
-/// Whatever fails, once: the call says so, leaves nothing, and the next one works.
-/// Where an event can't be had the stream is waited for, and the call succeeds.
+/// Each function of the driver fails once: the call reports that, leaves nothing
+/// behind, and the next call works. If only an event can't be recorded, the pool
+/// waits for the stream, and the call succeeds.
 void FailuresLeaveNothing() {
   const struct {
     const char *function, *text;
-    bool call, tap;  // which of the two fails
+    bool call, tap;  // which of the two is expected to fail
   } kCases[] = {
       {"cuStreamGetCtx", "cuStreamGetCtx", true, true},
       {"cuCtxPushCurrent_v2", "cuCtxPushCurrent", true, true},
@@ -196,7 +197,7 @@ void FailuresLeaveNothing() {
       if (std::string(one.function) == "second operand")
         operands[1].device = nullptr;
       if (std::string(one.function) == "second result") results[1].device = nullptr;
-      fakeSetDelayMicroseconds(2000);  // what was enqueued is still on its way
+      fakeSetDelayMicroseconds(2000);  // so that enqueued copies are not done yet
       fakeFailNext(one.function, 2);
       std::string error;
       try {
@@ -214,7 +215,7 @@ void FailuresLeaveNothing() {
       assert(error.empty() == !(tap ? one.tap : one.call));
       const std::string text = "hostcall: " + std::string(one.text) + " failed: ";
       assert(error.empty() || error.compare(0, text.size(), text) == 0);
-      pool.Trim();  // the fake aborts where a block is let go too early
+      pool.Trim();  // the fake aborts if a block is freed too early
       AssertClean(pool);
       assert(held.use_count() == 1);
       Call(pool, stream, x, y);
@@ -223,7 +224,7 @@ void FailuresLeaveNothing() {
       AssertClean(pool);
     }
   }
-  {  // the user's function fails: no Store
+  {  // the user's function fails, so there is no Store
     StagedCall call(Driver(), pool, stream, {SpanOf(x)}, {SpanOf(y)});
     call.Fetch();
   }
@@ -233,7 +234,8 @@ void FailuresLeaveNothing() {
 
 // --- Taps -----------------------------------------------------------------------
 
-/// Each tap carries the value that its memory had at its place in the stream.
+/// Each tap delivers the value that the memory had at the tap's place in the
+/// stream.
 void TapsOfAStreamComeInOrder() {
   constexpr int kTaps = 150;
   PinnedPool pool(Driver(), 16 * 4096, kForEver);
@@ -263,12 +265,12 @@ void TapsOfAStreamComeInOrder() {
   }
   for (std::thread& thread : threads) thread.join();
   assert(pool.stats().peak_bytes <= pool.limit() && pool.stats().overruns == 0);
-  assert(fakeCount("cuEventRecord") == 0);  // back from the host function itself
+  assert(fakeCount("cuEventRecord") == 0);  // the host functions release the blocks
   AssertClean(pool);
 }
 
-/// With a device that stands still until the gate opens.
-void ATapWaitsForNobody() {
+/// On a device that is stopped until the gate opens.
+void ATapDoesNotWaitForTheDevice() {
   PinnedPool pool(Driver(), 4 * 4096, kForEver);
   Stream stream;
   Gate gate;
@@ -294,7 +296,7 @@ void ATapWaitsForNobody() {
   assert(delivered == 6);
 }
 
-void WhatADeliveryThrowsIsCounted() {
+void DeliveriesThatThrowAreCounted() {
   PinnedPool pool(Driver(), 4096, kForEver);
   Stream stream;
   Array x(10), nothing;
@@ -321,7 +323,7 @@ int main() {
   ACapturingStreamIsRefused();
   FailuresLeaveNothing();
   TapsOfAStreamComeInOrder();
-  ATapWaitsForNobody();
-  WhatADeliveryThrowsIsCounted();
+  ATapDoesNotWaitForTheDevice();
+  DeliveriesThatThrowAreCounted();
   std::puts("staging: ok");
 }

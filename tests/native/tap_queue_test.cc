@@ -1,4 +1,5 @@
-// The tap queue between threads that play devices and one that plays the worker.
+// The tap queue, between threads that act as devices and one that acts as the
+// worker.
 #undef NDEBUG
 #include "queue/tap_queue.h"
 
@@ -37,7 +38,7 @@ OwnerPtr MakeOwner() { return OwnerPtr::Adopt(new Owner); }
 
 constexpr int64_t kSmall = TapEvent::LinesFor(64) * TapEvent::kLine;
 
-/// Takes a batch, as an array.
+/// Takes a batch into an array; returns its size.
 size_t Take(TapQueue& queue, TapEvent** batch, size_t most) {
   size_t n = 0;
   for (TapEvent* e = queue.Wait(most).first; e != nullptr; e = e->next) {
@@ -46,7 +47,8 @@ size_t Take(TapQueue& queue, TapEvent** batch, size_t most) {
   return n;
 }
 
-/// What a device sends: who, its how-manieth, and bytes that follow from both.
+/// The payload of an event: the device, a count for each device, and bytes that
+/// follow from both, so that Read can check them.
 struct Value {
   int32_t device;
   int32_t number;
@@ -75,7 +77,8 @@ Value Read(TapEvent* event) {
   return value;
 }
 
-/// A worker that notes what it gets, until the queue is stopped.
+/// A worker that records what it takes until the queue is stopped. At random it
+/// finishes a part of a batch, and sometimes gives the rest back.
 class Worker {
  public:
   explicit Worker(TapQueue& queue, size_t most = 16, int slow_us = 0)
@@ -118,7 +121,8 @@ void OrderOfEachDevice(int devices, int count, size_t most = 16) {
     threads.emplace_back([&, device] {
       std::mt19937 random(static_cast<uint32_t>(device));
       for (int i = 0; i < count; ++i) {
-        // Small ones, ones that fill slabs, and ones with a block of their own.
+        // Small events, events that fill slabs, and events with a slab of their
+        // own.
         const uint32_t kind = random() % 100;
         const size_t bytes = kind < 80   ? random() % 200
                              : kind < 98 ? random() % TapLane::kOwnBlock
@@ -139,8 +143,7 @@ void OrderOfEachDevice(int devices, int count, size_t most = 16) {
   }
 }
 
-/// A device that is alone is delivered in the order of all its pushes, and devices
-/// that take turns in the order of their turns.
+/// Devices that push in turns are delivered in the order of their turns.
 void OrderBetweenDevices() {
   auto queue = std::make_unique<TapQueue>();
   OwnerPtr owner = MakeOwner();
@@ -217,14 +220,15 @@ void DropOldest() {
     assert(Send(*queue, owner, 0, i, 64, WhenFull::kDropOldest));
   }
   assert(owner->dropped() == 15);
-  // What is being delivered stays: with all of it taken, the newest goes.
+  // Events that are being delivered are not dropped: if all are, the new one is.
   TapEvent* batch[TapQueue::kMostAtOnce];
   assert(Take(*queue, batch, 8) == 5);
   assert(!Send(*queue, owner, 0, 20, 64, WhenFull::kDropOldest));
   for (int i = 0; i < 5; ++i) assert(Read(batch[i]).number == 15 + i);
   queue->Finish(batch[0], nullptr);
   assert(queue->bytes() == 0);
-  // Nor do those that are to block, another device's, or all in vain.
+  // Neither are events of the policy kBlock, of another device, or if that can't
+  // make enough room.
   for (int i = 0; i < 3; ++i) Send(*queue, owner, 1, i);
   for (int i = 3; i < 5; ++i) Send(*queue, owner, 1, i, 64, WhenFull::kDropOldest);
   assert(!Send(*queue, owner, 2, 0, 64, WhenFull::kDropOldest));
@@ -251,9 +255,8 @@ void NestedPushesAreLetIn() {
   assert(queue->bytes() == 0);
 }
 
-/// Many senders, all policies, a tight queue: in = out + dropped, and in order.
-/// Who waits for space here pushes later, at once, as a GPU's taps do: what is on
-/// its way is over the limit, and no more.
+/// Threads that await space and then push without waiting, as a GPU's taps do. The
+/// queue exceeds its limit by at most what is between the two.
 void AwaitedSpace() {
   auto queue = std::make_unique<TapQueue>();
   queue->SetLimit(10 * kSmall);
@@ -277,7 +280,7 @@ void AwaitedSpace() {
   assert(queue->Flush(queue->Mark(), 60));
   assert(worker.got.size() == 2000 && queue->dropped() == 0);
   assert(most <= queue->limit() + 4 * kSmall);
-  // Nobody is left waiting when the queue is stopped.
+  // A stopped queue lets nobody wait.
   queue->Stop();
   worker.Join();
   assert(Send(*queue, owner, 0, 0, 64, WhenFull::kBlock, true));
@@ -288,6 +291,8 @@ void AwaitedSpace() {
   assert(rest.got.size() == 1);
 }
 
+/// Many senders, all policies, a tight queue: every event is delivered or dropped,
+/// and each device's are delivered in order.
 void Stress() {
   auto queue = std::make_unique<TapQueue>();
   queue->SetLimit(20'000);
@@ -322,7 +327,7 @@ void Stress() {
   }
 }
 
-/// A worker that sleeps is woken, and a push between naps is found.
+/// A sleeping worker is woken, and an event that is pushed during a nap is found.
 void Waking() {
   auto queue = std::make_unique<TapQueue>();
   OwnerPtr owner = MakeOwner();
@@ -338,7 +343,7 @@ void Waking() {
   assert(worker.got.size() == 40);
 }
 
-void FlushIsLateWhereNobodyDelivers() {
+void FlushTimesOutIfNobodyDelivers() {
   auto queue = std::make_unique<TapQueue>();
   OwnerPtr owner = MakeOwner();
   assert(queue->Flush(queue->Mark(), 0));
@@ -350,12 +355,12 @@ void FlushIsLateWhereNobodyDelivers() {
   const int64_t mark = queue->Mark();
   Send(*queue, owner, 0, 1);
   queue->Finish(batch[0], nullptr);
-  assert(queue->Flush(mark, 0));  // what came later does not count
+  assert(queue->Flush(mark, 0));  // events after the mark do not count
   assert(Take(*queue, batch, 1) == 1);
   queue->Finish(batch[0], nullptr);
 }
 
-/// Stop lets go of who waits for space, and delivers what is queued.
+/// Stop ends the waits for space, and what is queued is still delivered.
 void StopWithAFullQueue() {
   auto queue = std::make_unique<TapQueue>();
   queue->SetLimit(200);
@@ -393,7 +398,7 @@ void DiscardDropsWhatIsQueued() {
   for (int i = 0; i < 300; ++i) Send(queue, owner, i % 3, i);
   TapBatch batch = queue.Wait(4);
   queue.Discard();
-  // What the worker has in its hands it is told to forget.
+  // The worker asks about the events that it has taken, and skips them.
   int forgotten = 0;
   for (TapEvent* event = batch.first; event != nullptr; event = event->next) {
     assert(queue.IsDiscarded(*event));
@@ -412,7 +417,7 @@ void DiscardDropsWhatIsQueued() {
   assert(queue.delivered() == 1);
 }
 
-void DiscardLetsThoseInWhoWaitForSpace() {
+void DiscardMakesSpaceForWaitingPushes() {
   TapQueue queue;
   queue.SetLimit(2 * kSmall);
   const OwnerPtr owner = MakeOwner();
@@ -475,10 +480,10 @@ int main() {
   AwaitedSpace();
   for (int i = 0; i < 3; ++i) Stress();
   Waking();
-  FlushIsLateWhereNobodyDelivers();
+  FlushTimesOutIfNobodyDelivers();
   StopWithAFullQueue();
   DiscardDropsWhatIsQueued();
-  DiscardLetsThoseInWhoWaitForSpace();
+  DiscardMakesSpaceForWaitingPushes();
   AnInterruptEndsTheWaitsUnderWay();
   AnOwnerLivesUntilItsEventsAreDelivered();
   std::puts("tap_queue: ok");

@@ -1,4 +1,4 @@
-// The devices of one program at one of its calls, played by threads.
+// The devices of a program at one of its calls; threads act as devices.
 #undef NDEBUG
 #include <algorithm>
 #include <cassert>
@@ -23,8 +23,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// --- kOnce
-// ---------------------------------------------------------------------------
+// --- kOnce ---------------------------------------------------------------------
 
 void TheLeaderCallsForAll(int leader, std::vector<int> order) {
   auto team = MakeTeam(TeamMode::kOnce, 4, leader);
@@ -81,7 +80,7 @@ void TheLeaderWaitsUntilAllHaveCopied() {
   assert(follower.value == 5);
 }
 
-void TheLeadersErrorIsEverybodys() {
+void AllReturnTheLeadersError() {
   auto team = MakeTeam(TeamMode::kOnce, 3, 1);
   Visit visits[3];
   ComeAll(team, 1, visits, 3, [](int) { return std::string("bad"); });
@@ -91,7 +90,7 @@ void TheLeadersErrorIsEverybodys() {
   }
 }
 
-/// Many programs run at once; each device comes to the place again and again.
+/// Many runs at once; each device comes to the place again and again.
 void ManyRuns(TeamMode mode) {
   constexpr int kRuns = 6, kDevices = 4, kCalls = 60;
   auto team = MakeTeam(mode, kDevices, 2);
@@ -121,8 +120,7 @@ void ManyRuns(TeamMode mode) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// --- kEach
-// ---------------------------------------------------------------------------
+// --- kEach ---------------------------------------------------------------------
 
 void EachCallsAndAllLeaveTogether() {
   auto team = MakeTeam(TeamMode::kEach, 4);
@@ -146,7 +144,7 @@ void EachCallsAndAllLeaveTogether() {
   }
 }
 
-void OneErrorIsEverybodys() {
+void OneErrorFailsAllMembers() {
   for (int failing = 0; failing < 4; ++failing) {
     auto team = MakeTeam(TeamMode::kEach, 4);
     Visit visits[4];
@@ -167,8 +165,8 @@ void OneErrorIsEverybodys() {
   }
 }
 
-/// Those that have come are waited for without limit, whatever the grace.
-void SlowFunctionsAreNoDivergence() {
+/// Members that have come are waited for without limit, however short the grace.
+void ASlowFunctionIsNotMissing() {
   auto team = MakeTeam(TeamMode::kEach, 3, 0, milliseconds(1));
   Visit visits[3];
   Barrier barrier(3);
@@ -183,7 +181,7 @@ void SlowFunctionsAreNoDivergence() {
   }
 }
 
-void AMemberThatComesLateIsWaitedFor() {
+void TheOthersWaitForALateMember() {
   auto team = MakeTeam(TeamMode::kEach, 3);
   Visit visits[3];
   ComeAll(team, 1, visits, 2, [](int) { return std::string(); });
@@ -210,11 +208,11 @@ void AMissingMemberEndsTheWaiting() {
   assert(visits[0].error == "own");
   assert(visits[1].error.empty());  // nobody knows whether all will come
   assert(visits[0].alone && !visits[1].alone);
-  // Who comes now is served alone, and so is everybody from now on.
+  // A member that comes now calls alone, and so do all from now on.
   visits[2].Come(team, 1, 2, [] { return std::string("third"); });
   visits[2].Wait();
   assert(visits[2].error == "third" && visits[2].alone);
-  // Errors are no longer shared, even where all are there.
+  // Errors are no longer shared, even if all members come.
   Visit again[3];
   Gate gate;
   ComeAll(team, 2, again, 3, [&gate](int device) {
@@ -229,7 +227,7 @@ void AMissingMemberEndsTheWaiting() {
   }
 }
 
-/// A job that is under way when the others stop waiting ends with its own error.
+/// If the others stop waiting during a job, the job ends with its own error.
 void DivergenceDuringAJob() {
   auto team = MakeTeam(TeamMode::kEach, 3, 0, milliseconds(10));
   Visit quick, slow;
@@ -246,7 +244,8 @@ void DivergenceDuringAJob() {
   assert(slow.error == "slow");
 }
 
-/// Arrivals on both sides of the grace: everybody is told once, whoever was missed.
+/// Arrivals just before and after the end of the grace: every member returns, with
+/// its own error or the shared one.
 void ArrivalsAroundTheGrace() {
   for (uint32_t seed = 0; seed < 60; ++seed) {
     auto team = MakeTeam(TeamMode::kEach, 4, 0, milliseconds(2));
@@ -284,12 +283,12 @@ int main() {
   } while (std::next_permutation(order.begin(), order.end()));
   for (int first = 0; first < 3; ++first) TheFirstLeads(first);
   TheLeaderWaitsUntilAllHaveCopied();
-  TheLeadersErrorIsEverybodys();
+  AllReturnTheLeadersError();
   ManyRuns(TeamMode::kOnce);
   EachCallsAndAllLeaveTogether();
-  OneErrorIsEverybodys();
-  SlowFunctionsAreNoDivergence();
-  AMemberThatComesLateIsWaitedFor();
+  OneErrorFailsAllMembers();
+  ASlowFunctionIsNotMissing();
+  TheOthersWaitForALateMember();
   AMissingMemberEndsTheWaiting();
   DivergenceDuringAJob();
   ManyRuns(TeamMode::kEach);

@@ -1,4 +1,5 @@
-// every= and sample=: which executions go through, of runs one by one and at once.
+// every= and sample=: which executions go through, for runs in sequence and in
+// parallel.
 #undef NDEBUG
 #include "plan/throttle.h"
 
@@ -17,7 +18,7 @@ using Steps = std::vector<int64_t>;
 
 std::unique_ptr<Throttle> Every(int64_t n) { return Throttle::For(n, 0, 1); }
 
-/// Which of `length` executions in a run go through.
+/// The steps that go through, of a run of `length` executions.
 Steps Run(Throttle& throttle, int64_t run, int64_t length, int device = 0) {
   Steps through;
   for (int64_t i = 0; i < length; ++i) {
@@ -32,13 +33,13 @@ Steps Multiples(int64_t of, int64_t length) {
   return steps;
 }
 
-void NothingToLeaveOutIsNoThrottle() {
+void WithoutConditionsThereIsNoThrottle() {
   assert(Throttle::For(0, 0, 1) == nullptr && Throttle::For(1, 0, 1) == nullptr);
   assert(Throttle::For(2, 0, 1) && Throttle::For(0, 1, 1) &&
          Throttle::For(0, 0, .5));
 }
 
-void LongRunsBeginAnew(int64_t every, int64_t length) {
+void LongRunsBeginAtStepZero(int64_t every, int64_t length) {
   auto throttle = Every(every);
   for (int64_t run = 5; run < 30; ++run) {
     assert(Run(*throttle, run, length) == Multiples(every, length));
@@ -65,10 +66,10 @@ void DevicesCountByThemselves() {
   }
 }
 
-/// Runs that take turns, as many as are kept apart.
+/// Runs that take turns, up to as many as are remembered.
 void RunsThatOverlap(int64_t runs) {
   auto throttle = Every(3);
-  Run(*throttle, -7, 5);  // the place knows that runs are long
+  Run(*throttle, -7, 5);  // from now on runs are counted separately
   for (int64_t step = 0; step < 100; ++step) {
     for (int64_t run = 0; run < runs; ++run) {
       assert(throttle->Lets(0, run) == (step % 3 == 0));
@@ -76,7 +77,7 @@ void RunsThatOverlap(int64_t runs) {
   }
 }
 
-/// A long run stays the one it is, however many come and go beside it.
+/// A long run keeps its count, however many other runs come and go.
 void AmongManyRuns() {
   auto throttle = Every(10);
   Run(*throttle, 0, 11);
@@ -128,8 +129,8 @@ void SharesAndSeconds() {
 }  // namespace
 
 int main() {
-  NothingToLeaveOutIsNoThrottle();
-  for (int64_t length : {4, 5, 8, 10, 101}) LongRunsBeginAnew(3, length);
+  WithoutConditionsThereIsNoThrottle();
+  for (int64_t length : {4, 5, 8, 10, 101}) LongRunsBeginAtStepZero(3, length);
   for (int64_t length : {1, 2, 3, 10}) ShortRunsAreCountedTogether(10, length);
   DevicesCountByThemselves();
   for (int64_t runs : {1, 2, 8, 128}) RunsThatOverlap(runs);

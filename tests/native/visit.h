@@ -1,4 +1,4 @@
-// Devices for team_test.cc: what waits, and what a device sees of one call.
+// Helpers of team_test.cc: ways to wait, and a device at one call.
 #pragma once
 
 #undef NDEBUG
@@ -19,7 +19,7 @@ namespace hostcall {
 
 constexpr std::chrono::milliseconds kForEver{600'000};
 
-/// Opens once, for all who wait.
+/// Lets all waiting threads through once it is open.
 class Gate {
  public:
   void Open() {
@@ -38,7 +38,7 @@ class Gate {
   bool open_ = false;
 };
 
-/// Lets nobody on before `size` have come.
+/// Lets threads through once `size` of them have come.
 class Barrier {
  public:
   explicit Barrier(int size) : missing_(size) {}
@@ -54,16 +54,16 @@ class Barrier {
   int missing_;
 };
 
-/// One device at one call: its buffers, and what became of it.
+/// One device at one call: its buffer, and how far it got.
 struct Visit {
-  int value = -1;  ///< the result's buffer
+  int value = -1;  ///< stands for the result's buffer
   std::atomic<bool> ran{false}, copied{false}, ended{false}, alone{false};
   std::atomic<bool> left{false};
   std::string error;
 
   ~Visit() { Wait(); }
 
-  /// Comes to the call, on a thread of its own.
+  /// Makes the device come to the call, on a thread of its own.
   void Come(std::shared_ptr<Team> team, int64_t run, int device,
             std::function<Team::Error()> job) {
     thread_ = std::thread([this, team = std::move(team), run, device, job] {
@@ -73,7 +73,7 @@ struct Visit {
     });
   }
 
-  /// Until it has left.
+  /// Waits until it has left.
   void Wait() {
     if (thread_.joinable()) thread_.join();
   }
@@ -111,7 +111,7 @@ inline std::shared_ptr<Team> MakeTeam(TeamMode mode, int size, int leader = 0,
   return std::make_shared<Team>(mode, size, leader, grace);
 }
 
-/// The first `count` devices come to the call.
+/// Makes the first `count` devices come to the call.
 template <size_t N, typename Job>
 void ComeAll(const std::shared_ptr<Team>& team, int64_t run, Visit (&visits)[N],
              int count, Job job) {
