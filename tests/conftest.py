@@ -25,13 +25,14 @@ from hostcall import _native
 from hostcall._core import failures
 from hostcall._runtime import tap_failures
 
-# Of one test, on a machine with other work beside; the slowest take 20 s alone.
+# For one test, on a busy machine; the slowest take 20 s on an idle one.
 HANG_SECONDS = 240
-# A limit for programs under test, which only catches hangs.
+# For programs that tests run; it only catches hangs.
 PROGRAM_SECONDS = 180
 
-# Programs under test begin with Python's handler: a suite that a shell started in the
-# background inherits SIGINT ignored, and hands that on.
+# Gives programs that tests run Python's handler for SIGINT: a suite that a shell
+# started
+# in the background inherits SIGINT ignored, and passes that on.
 _PRELUDE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,12 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     platforms.set_up(config.getoption("--platform"))
-    # Before output is captured: what is dumped at the end would go with the capture.
+    # Before output is captured, or the stacks of a hang would be lost with the capture.
     config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 
 
 def pytest_collection_finish() -> None:
-    # What is imported by now stays: the collections after each test pass it over.
+    # Imported modules stay for ever, so the collection after each test may skip them.
     gc.collect()
     gc.freeze()
 
@@ -85,10 +86,10 @@ def no_hang(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Every test ends with no call or tap under way, and no slot of its programs."""
+    """Checks that a test leaves no running call or tap, and no slot of its programs."""
     yield
     for record in caplog.get_records("call"):
-        # The frames of what was raised hold what the test has compiled.
+        # The frames of its exception hold the test's compiled programs.
         record.exc_info, record.args = None, ()
     jax.effects_barrier()
     assert hc.flush(30), "a tap was not delivered"
@@ -97,7 +98,7 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
     assert _native.tap_queue()["bytes"] == 0
     assert hc.status() == []
     assert _native.in_flight() == 0
-    failures._kept.clear()  # the newest 32 are kept, with all that their frames hold
+    failures._kept.clear()  # the newest 32 errors, whose frames hold programs
     jax.clear_caches()
     assert holds_in_time(lambda: _native.live_slots() == 0), (
         "a compiled program outlived its test"
@@ -105,10 +106,10 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
 
 
 def holds_in_time(condition: Callable[[], bool]) -> bool:
-    """Whether a condition comes to hold, as what is dead is collected and buried.
+    """Whether a condition becomes true while dead objects are collected and buried.
 
-    A thread of XLA's may hold a program for a moment after its results are ready, and
-    hostcall's own thread may be at the burying.
+    A thread of XLA may hold a program for a moment after its results are ready, and
+    hostcall's watcher may still be burying.
     """
     limit = time.monotonic() + HANG_SECONDS / 4
     while time.monotonic() < limit:
@@ -128,7 +129,7 @@ def in_time() -> Callable[[Callable[[], bool]], bool]:
 
 @pytest.fixture
 def x64() -> Iterator[None]:
-    """The test runs in JAX's 64-bit mode."""
+    """Runs the test in JAX's 64-bit mode."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
     yield
@@ -137,7 +138,7 @@ def x64() -> Iterator[None]:
 
 @pytest.fixture
 def compiled_during() -> Callable[[Callable[[], object]], int]:
-    """How many programs are compiled while a function runs."""
+    """Counts the programs that are compiled while a function runs."""
 
     def count(run: Callable[[], object]) -> int:
         events: list[str] = []

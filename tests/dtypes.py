@@ -14,7 +14,7 @@ DTYPES = (
 
 
 def values(dtype, shape, seed=0):
-    """All kinds of bits that an element may have."""
+    """Values that cover the bit patterns of a dtype."""
     random = np.random.default_rng(seed)
     dtype = np.dtype(getattr(jnp, dtype))
     if dtype == np.bool_:
@@ -30,7 +30,9 @@ def values(dtype, shape, seed=0):
 
 
 def same(a, b):
-    """Bit for bit, for a nan has many; of a signed small integer a byte has too many."""
+    """Compares bits, since NaN has many patterns. Small signed integers are compared as
+    int8, since their bytes have unused bits.
+    """
     a, b = np.asarray(a), np.asarray(b)
     assert (a.dtype, a.shape) == (b.dtype, b.shape)
     if a.dtype.name in ("int2", "int4"):

@@ -1,9 +1,9 @@
-"""Where the tests run: `pytest --platform cpu` (without more), `staged` or `cuda`.
+"""Where the tests run: `pytest --platform cpu` (the default), `staged` or `cuda`.
 
-staged  The handlers of CUDA serve XLA's CPU runtime, on tests/native/fake_cuda.cc: a
-        driver that takes the host's memory for a device's, with streams that are
-        threads. All values go through pinned memory, as on a GPU.
-cuda    A machine with NVIDIA GPUs. Tests that need more devices than there are skip.
+staged  The CUDA handlers serve XLA's CPU runtime, on tests/native/fake_cuda.cc: a driver
+        that uses host memory as a device's, with threads as streams. All values go
+        through pinned memory, as on a GPU.
+cuda    A machine with NVIDIA GPUs. Tests that need more devices are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fake_driver(folder: Path) -> Path:
 
 
 def set_up(platform: str) -> None:
-    """Before JAX is used."""
+    """Called before JAX is used."""
     if platform == "cuda":
         os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
     if platform != "staged":
@@ -40,10 +40,10 @@ def set_up(platform: str) -> None:
     driver = fake_driver(Path(folder.name))
     os.environ["HOSTCALL_CUDA_DRIVER"] = str(driver)
     use_fake_driver(driver)
-    folder.cleanup()  # it is loaded
+    folder.cleanup()  # the library stays loaded
 
 
-# Of these a GPU has its own (test_cuda.py, test_gpu.py), or they are about the CPU.
+# A GPU has its own such tests (test_cuda.py, test_gpu.py), or they are about the CPU.
 _CPU_ONLY = {
     "test_buffer_callback.py": "reads Buffers with NumPy",
     "test_buffer_views.py": "reads Buffers with NumPy",
@@ -55,7 +55,7 @@ _CPU_ONLY = {
     "test_buffer_callbacks": "reads Buffers with NumPy",
     "test_a_million_taps_in_a_scan": "a million copies and streams take minutes",
 }
-# What does not reach a handler, or is made of calls, which other tests have shown.
+# Tests that reach no handler, or only through calls that other tests cover.
 _ABOVE_HANDLERS = (
     *("test_host_function", "test_object", "test_check", "test_readme", "test_guide"),
     *("test_mistakes", "test_layers", "test_spec", "test_export", "test_ffi"),
@@ -64,7 +64,7 @@ _ABOVE_HANDLERS = (
 
 
 def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
-    """Why a test means nothing on another platform than the CPU; None: it does."""
+    """Why a test makes no sense on this platform; None if it does."""
     for name in (item.path.name, item.originalname):
         if name in _CPU_ONLY:
             return _CPU_ONLY[name]
@@ -90,7 +90,7 @@ def use_fake_driver(driver: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(driver))
     library.fakeStreamCreate.restype = ctypes.c_void_p
     _streams.extend(library.fakeStreamCreate() for _ in range(8))
-    assert not _native.cuda_missing()  # opens it, by the environment
+    assert not _native.cuda_missing()  # opens the driver that the environment names
     _native.set_streams_for_tests(_streams)
     targets.kind_on_cpu = "staged "
     return library

@@ -1,4 +1,4 @@
-"""hc.bridge: its names, what importing it costs, and what is said without torch."""
+"""hc.bridge: its names, the cost of importing it, and its error without torch."""
 
 
 def test_torch_is_imported_by_its_first_bridge(run_python):

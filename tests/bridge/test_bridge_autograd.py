@@ -60,7 +60,9 @@ def energy(np):
 
 @pytest.fixture(autouse=True)
 def empty_store():
-    """Rows that share a residual leave it (jax.jacrev): at most so many, and a cache."""
+    """Rows that share a residual (jax.jacrev) leave it in the store, which is a bounded
+    cache.
+    """
     store.clear()
     yield
     store.clear()
@@ -300,7 +302,7 @@ def test_pickle():
 
 @pytest.mark.parametrize("mode", ["threads", "parallel"])
 def test_threads_that_nest_traces(anp, mode):
-    """Autograd's own count of nested traces is one for the process."""
+    """Autograd counts its nested traces for the whole process, not for each thread."""
     import time
 
     import autograd

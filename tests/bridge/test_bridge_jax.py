@@ -1,4 +1,4 @@
-"""`hc.bridge.jax` against the same function without it."""
+"""`hc.bridge.jax`, compared with the same function without it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ GROUPS = [list(TRANSFORMS)[k::3] for k in range(3)]
 
 @pytest.mark.parametrize("names", GROUPS, ids=range(3))
 def test_transformations(names):
-    """Several a test: what is compiled once serves the next."""
+    """Several transformations a test, since they share compiled programs."""
     f = hc.bridge.jax(model)
     for name in names:
         got = jax.jit(lambda: TRANSFORMS[name](f))()
@@ -141,7 +141,7 @@ def test_hc_check():
     assert "passed   jvp" in str(report)
 
 
-# --- How often it runs, and compiles ---------------------------------------------------
+# --- How often it runs and compiles --------------------------------------------------
 
 
 def test_a_batch_is_one_run(runs):
@@ -160,7 +160,7 @@ def test_a_batch_is_one_run(runs):
 def test_a_gradient_in_a_program_is_one_run(runs):
     f = hc.bridge.jax(model)
     jax.jit(jax.grad(f))(W, X)
-    assert runs == ["vjp of model"]  # the value is not asked for
+    assert runs == ["vjp of model"]  # nobody asks for the value
     runs.clear()
     jax.jit(jax.jacrev(lambda x: f(W, x) * x))(X)
     assert sorted(runs) == ["model", "vjp of model"]
@@ -499,7 +499,7 @@ def test_200_programs_in_flight(device):
 
 
 def test_a_ring_of_devices_that_wait_for_each_other():
-    """With JAX alone 20 programs on each of four devices wait for ever."""
+    """With JAX alone, 20 programs on each of four devices wait for ever."""
     a, devices = np.ones((200, 200), np.float32) / 200, jax.devices()
     fs = [hc.bridge.jax(lambda a: a @ a, device=devices[(i + 1) % 4]) for i in range(4)]
     gs = [jax.jit(lambda a, f=f: f(a @ a) @ a) for f in fs]

@@ -15,7 +15,7 @@ import hostcall as hc
 
 sp = pytest.importorskip("sympy")
 special = pytest.importorskip("scipy.special")
-# SymPy's own use of newer mpmath.
+# A warning of SymPy's own, from its use of newer mpmath.
 pytestmark = pytest.mark.filterwarnings("ignore:bitcount:DeprecationWarning")
 
 n, x, y = sp.symbols("n x y")
@@ -66,7 +66,7 @@ def test_transformations():
         lambda f: f(X[:, None], X),
         lambda f: jax.jacrev(f, (0, 1))(X, X + 1),
         lambda f: jax.hessian(f, (0, 1))(1.5, 2.5),
-        lambda f: jax.vmap(f, (0, None))(X, X),  # a batch axis isn't an array's
+        lambda f: jax.vmap(f, (0, None))(X, X),  # the batch axis is outside
         lambda f: jax.vmap(jax.vmap(f, (0, None)), (None, 0))(X, X),
         lambda f: jax.vmap(jax.grad(f), (0, None))(X, 2.0),
         lambda f: jax.grad(lambda x: jax.vmap(f, (0, None))(x, 2.0).sum())(X),

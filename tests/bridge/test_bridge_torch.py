@@ -1,4 +1,4 @@
-"""hc.bridge.torch: torch functions and modules in JAX programs, against torch and JAX."""
+"""hc.bridge.torch: torch code in JAX programs, compared with torch and JAX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hostcall._host_function.residuals import store
 
 torch = pytest.importorskip("torch")
 pytestmark = [
-    # torch's own, where torch.func.jvp loads its decompositions.
+    # A warning of torch's own, when torch.func.jvp loads its decompositions.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
@@ -26,7 +26,7 @@ bridge = hc.bridge.torch
 X = np.float32([0.3, 0.6, 0.9, 1.2])
 MODES = {"eager": lambda f: f, "jit": jax.jit}
 modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-# How derivatives are found: a graph; JAX code over other functions; and in batches.
+# Ways to find derivatives: a graph, JAX code over other functions, and batches.
 WAYS = {
     "graph": {"derivatives": 1},
     "code": {"derivatives": 2},
@@ -133,7 +133,7 @@ def test_arguments_are_the_programs_memory():
     seen = []
 
     def fn(t):
-        if type(t) is torch.Tensor:  # a fake one has no place
+        if type(t) is torch.Tensor:  # a fake tensor has no memory
             seen.append(t.data_ptr())
         return t.sum()
 
@@ -330,7 +330,7 @@ def test_results_without_a_derivative(way):
 
 
 def test_no_grad_is_for_reverse_mode():
-    """As in torch: forward mode goes through it, and not through detach()."""
+    """As in torch, forward mode goes through it, but not through detach()."""
     f = bridge(torch.no_grad()(lambda t: (t**2).sum()))
     assert not jax.grad(lambda x, y: f(x) * y)(X, 2.0).any()
     _, dot = torch.func.jvp(f.fn.code.fn, (torch.tensor(X),), (torch.tensor(X),))
@@ -520,7 +520,7 @@ def test_a_module_that_cannot_be_copied():
         bridge(module)
 
 
-# --- Shapes, and what is said --------------------------------------------------------
+# --- Shapes and error texts ----------------------------------------------------------
 
 
 def test_infer_computes_nothing():
@@ -661,9 +661,9 @@ def test_other_options():
 
 @pytest.mark.parametrize("kind", ["jvp", "torch vmap", "jvp of grad"])
 def test_errors_within_torch_func_come_out_as_themselves(kind):
-    """What is lent must not seem kept by the closures of a failed call."""
+    """The closures of a failed call must not count as keeping its lent arrays."""
 
-    broken = False  # as long as shapes are found
+    broken = False  # while shapes are found
 
     def fails(x):
         if broken:

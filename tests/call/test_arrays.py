@@ -1,4 +1,4 @@
-"""Kinds of arrays: what a function may return, and what `arrays=` hands to it."""
+"""Kinds of arrays: what a function may return, and what `arrays=` passes to it."""
 
 import array
 import decimal
@@ -37,11 +37,11 @@ class HasInterface:
 
 
 class HasBuffer(array.array):
-    """Nothing but Python's buffer protocol."""
+    """An array that supports only Python's buffer protocol."""
 
 
 class HasDLPack:
-    """Nothing but DLPack, as a tensor of a library that NumPy doesn't know."""
+    """An array that supports only DLPack, like a tensor of a library unknown to NumPy."""
 
     def __init__(self, value):
         self.value = value

@@ -17,7 +17,7 @@ EAGER_AND_JIT = pytest.mark.parametrize(
 
 
 def counted(fn):
-    """`fn`, with a list `seen` that grows by (args, kwargs) a call."""
+    """Wraps `fn`; its list `seen` grows by (args, kwargs) with each call."""
 
     @functools.wraps(fn)
     def wrapper(*args, **kwargs):
@@ -87,7 +87,7 @@ def test_remat_runs_only_a_pure_call_again(order, calls):
 
     @jax.checkpoint
     def f(x):
-        # Quadratic in x, so that the backward pass wants the call's result.
+        # Quadratic in x, so that the backward pass needs the call's result.
         return (hc.call(host, ROW, lax.stop_gradient(x), order=order) * x * x).sum()
 
     value, gradient = jax.jit(jax.value_and_grad(f))(ROW)
@@ -144,7 +144,7 @@ def test_a_derivative_is_refused_with_the_remedy(derive, what):
     ids=["grad", "value_and_grad", "jvp"],
 )
 def test_effects_of_a_differentiated_scan_run_once(order, wrap, mode, transform):
-    # JAX splits the scan, and keeps effects only of types that ask for it.
+    # JAX splits the scan, and keeps only effects of registered types.
     seen = []
 
     def body(c, _):

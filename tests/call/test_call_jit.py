@@ -17,7 +17,7 @@ Point = namedtuple("Point", "x y")
 
 @jax.tree_util.register_pytree_node_class
 class Pair:
-    """A pytree node of the user's, with something in it that isn't a leaf."""
+    """A user's pytree node that also holds something that is not a leaf."""
 
     def __init__(self, left, right, label):
         self.left, self.right, self.label = left, right, label
@@ -41,7 +41,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A leaf that is no array: hashable, compared by value."""
+    """A leaf that is not an array: hashable, and compared by value."""
 
     size: int
 
@@ -54,7 +54,7 @@ class Unhashable:
 
 
 def counted(fn):
-    """`fn`, with a list `seen` that grows by (args, kwargs) a call."""
+    """Wraps `fn`; its list `seen` grows by (args, kwargs) with each call."""
 
     @functools.wraps(fn)
     def wrapper(*args, **kwargs):
@@ -114,7 +114,7 @@ def test_pytrees_go_in_and_out(tree, wrap):
 
     want = double(tree, also=tree)
     host = counted(double)
-    # Not "pure": that call would be dropped where the tree has no leaves.
+    # Not "pure": JAX would drop a pure call whose tree has no leaves.
     f = wrap(lambda t: hc.call(host, like(want), t, also=t, order="unordered"))
     assert_same(f(tree), want)
     jax.effects_barrier()

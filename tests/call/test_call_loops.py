@@ -17,8 +17,8 @@ BOOL = jax.ShapeDtypeStruct((), jnp.bool_)
 class Host:
     """A host function whose calls are logged, and the same for the oracle.
 
-    `log` has one (name, value) a call; `on_host` is what a program calls, `plain`
-    what the oracle calls.
+    `log` has one (name, value) for each call; a program calls `on_host`, the oracle
+    calls `plain`.
     """
 
     def __init__(self, order):
@@ -38,7 +38,7 @@ class Host:
 
 
 def check(order, program, *args):
-    """`program(call, lib)` under jit and eagerly, against plain Python."""
+    """Compares `program(call, lib)`, under jit and eagerly, with plain Python."""
     oracle = Host(order)
     want = program(oracle.plain, PlainLax)(*map(np.int32, args))
     assert oracle.log
@@ -51,7 +51,9 @@ def check(order, program, *args):
 
 
 class PlainLax:
-    """`jax.lax`'s loops and conditionals in Python, as their documentation has them."""
+    """The loops and conditionals of `jax.lax`, as its documentation writes them in
+    Python.
+    """
 
     @staticmethod
     def scan(f, carry, xs, length=None):
@@ -126,7 +128,7 @@ def test_scan_options(order, options):
     np.testing.assert_array_equal(ys, xs * 2)
     want = [("double", x) for x in (xs[::-1] if "reverse" in options else xs)]
     if order != "ordered" and "unroll" in options:
-        # Each turn is a jitted function of its own, and nothing orders the turns.
+        # Each iteration is a jitted function of its own, and nothing orders them.
         assert sorted(host.log) == want
     else:
         assert host.log == want

@@ -1,4 +1,4 @@
-"""Every dtype of JAX's, both ways, in every place where bytes are moved."""
+"""Every dtype of JAX, in both directions, wherever bytes are moved."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from dtypes import DTYPES, SMALL, WIDE, same, values
 
 import hostcall as hc
 
-# Named by jnp, but no arrays of them on a CPU: in all versions, or in the older ones.
+# jnp has these names, but a CPU has no such arrays in some or all versions of JAX.
 ABSENT = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}
 SHAPES = [(), (7,), (3, 5), (0,), (2, 0, 3)]
 
@@ -28,7 +28,7 @@ def spec(x):
 
 
 class Echo:
-    """Returns what it gets, and keeps it."""
+    """A function that returns its arguments and records them."""
 
     def __init__(self):
         self.seen = []
@@ -59,7 +59,7 @@ def test_scalars_vectors_and_empty_arrays(dtype, mode):
 
 @dtypes
 def test_as_rows_of_a_batch(dtype):
-    # Seven and fifteen elements end in the middle of a byte that two or four share.
+    # Rows of 7 and 15 elements end inside a byte that several small elements share.
     xs = [values(dtype, (3, *shape)) for shape in SHAPES]
     ys = [values(dtype, shape, 1) for shape in SHAPES]
     echo = Echo()
@@ -134,7 +134,7 @@ def test_several_small_dtypes_in_one_call():
 
 @dtypes
 def test_between_other_operations(dtype):
-    """The compiler slices and turns around the call what it has packed."""
+    """Around the call, the compiler slices and transposes what it has packed."""
     x = values(dtype, (5, 3))
 
     def program(x):

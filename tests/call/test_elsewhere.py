@@ -1,6 +1,6 @@
 """Platforms that the engine doesn't serve: the path through JAX's own callback.
 
-There is no such platform here, so the path is put in the CPU's place.
+No such platform is available here, so the CPU takes that path.
 """
 
 from __future__ import annotations

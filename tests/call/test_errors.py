@@ -1,4 +1,4 @@
-"""What a failing callback tells: the object itself, and the text that JAX shows."""
+"""What a failing callback raises: the exception object, and the text that JAX shows."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 class Flaky:
-    """Doubles, but raises for negative numbers; keeps what it raised."""
+    """Doubles its argument, but raises for negative numbers; records what it raised."""
 
     def __init__(self, make=lambda: LookupError("negative")):
         self.make = make
@@ -82,7 +82,7 @@ def test_reraise_waits_for_a_program_that_was_only_dispatched(flaky, order):
     step = jax.jit(lambda x: hc.call(bad.double, F32, jnp.sin(x).sum(), order=order))
     x = jax.block_until_ready(jnp.full((2_000_000,), -1.0))
     assert step(-x) > 0
-    unread = []  # a pure call may be left out where nobody keeps its result
+    unread = []  # JAX may drop a pure call with an unused result
     with pytest.raises(LookupError) as caught, hc.reraise():
         unread.append(step(x))
     assert caught.value is bad.raised[0]
@@ -123,7 +123,7 @@ def test_reraise_forgets_what_was_caught_before_it(flaky):
 
 
 class Awkward(Exception):
-    """Can't be made from its `args`, and says nothing."""
+    """Can't be constructed from its `args`, and has no text."""
 
     def __init__(self, *, code):
         self.code = code
@@ -323,7 +323,7 @@ def test_a_trace_function_of_somebody_else_stays():
 
 
 def test_a_failure_that_comes_out_later_leaves_no_trace_function():
-    """The program runs on a thread of XLA's; this one goes on meanwhile."""
+    """The program runs on one of XLA's threads, while this thread goes on."""
 
     def host(x):
         raise LookupError("late")
@@ -368,7 +368,7 @@ FORBIDDEN = {
         "nan",
         "buffer_callback of `nan_into`",
     ),
-    "another": (zero_over_zero, "nan", "div"),  # the call is not to blame
+    "another": (zero_over_zero, "nan", "div"),  # the call did not make the NaN
 }
 
 
@@ -389,7 +389,7 @@ def test_the_function_that_gave_a_nan_is_named(kind, mode, times, no_special_val
     last = jax.custom_jvp(lambda x: f(x) + 1)
     last.defjvp(lambda primals, tangents: (primals[0], tangents[0] * f(primals[0])))
     run = {"eager": f, "jit": jax.jit(last), "grad": jax.jit(jax.grad(last))}[mode]
-    for _ in range(times):  # an eager drop-in is compiled from the second time on
+    for _ in range(times):  # an eager drop-in is compiled at its second call
         with pytest.raises(FloatingPointError) as caught:
             run(jnp.float32(0))
         text = f"invalid value ({special}) encountered in {named}"

@@ -25,7 +25,9 @@ def export(f, *args):
 
 @pytest.fixture(autouse=True)
 def exported_slots():
-    """They live as long as the process, and so would this test's."""
+    """Drops the slots of exported programs, which otherwise live as long as the
+    process.
+    """
     yield
     _jax.exported.clear()
 
@@ -62,7 +64,7 @@ def test_nameless_functions_are_not_exported(kind):
     for fn in (lambda *args: args[-1], inside, functools.partial(sine)):
         with pytest.raises(hc.ExportError, match="can't be exported: a lambda") as e:
             export(lambda x, fn=fn: KINDS[kind](fn, x), 1.0)
-        assert isinstance(e.value, NotImplementedError)  # what JAX's callbacks raise
+        assert isinstance(e.value, NotImplementedError)  # as JAX's callbacks raise
         assert "called in the process that exported it" in str(e.value)
 
 

@@ -1,4 +1,4 @@
-"""Any tree of any arrays, under any vmap, against the same function without JAX."""
+"""Any tree of any arrays, under any vmap, compared with the same function without JAX."""
 
 import jax
 import ml_dtypes
@@ -16,12 +16,12 @@ DTYPES = [
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 ORDERS = st.sampled_from(["pure", "unordered", "ordered"])
 
-# The same examples on every run; each is a compilation, so a few dozen.
+# The same examples in every run, and only a few dozen, since each is compiled.
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 def numbers(shape, dtype, seed):
-    """Numbers with all bit patterns of small integers in them, NaN and infinity not."""
+    """Numbers of a dtype, without NaN and infinity."""
     draw = np.random.default_rng(seed).integers(-100, 100, shape)
     if dtype == np.bool_:
         return draw > 0
@@ -47,7 +47,7 @@ def trees(leaves):
 
 
 def change(array):
-    """Another array of this shape and dtype, whatever they are, made by the element."""
+    """Another array of the same shape and dtype, computed element by element."""
     if array.dtype == np.bool_:
         return ~array
     if array.dtype.kind in "iu":
@@ -56,7 +56,7 @@ def change(array):
 
 
 def mirrored(array):
-    """As `change`, in the opposite order of elements: not contiguous."""
+    """As `change`, but with the elements reversed in memory, so not contiguous."""
     return np.flip(change(array))
 
 
@@ -82,7 +82,7 @@ def test_trees(wrap):
 
         def host(tree, **named):
             seen.append(jax.tree.map(np.copy, (tree, named)))
-            # Results in another structure than the arguments.
+            # Results with another structure than the arguments.
             return [jax.tree.map(mirrored, named), (jax.tree.map(mirrored, tree),)]
 
         want = host(args, **kwargs)
@@ -95,7 +95,7 @@ def test_trees(wrap):
         assert_same(wrap(program)(args, kwargs), want)
         jax.effects_barrier()
         if seen or order != "pure" or any(x.size for x in jax.tree.leaves(want)):
-            [found] = seen  # a pure call whose results have no elements may be dropped
+            [found] = seen  # JAX may drop a pure call whose results have no elements
             assert_same(found, (args, kwargs))
 
     check()

@@ -25,7 +25,7 @@ class Mine(Exception):
 
 @pytest.fixture
 def no_collector():
-    """What goes, goes by itself."""
+    """Without the garbage collector: objects must die by their reference counts."""
     gc.collect()
     gc.disable()
     yield
@@ -79,7 +79,7 @@ WAYS = {
 
 
 class Local:
-    """What a frame holds."""
+    """An object that a frame holds."""
 
 
 @pytest.mark.parametrize("kind", [Mine, LookupError])
@@ -96,7 +96,7 @@ def test_only_the_newest_keeps_its_values(make, run, kind, no_collector, caplog)
     x = np.ones(1000, np.float32)
     for _ in range(40):
         run(f, x)
-        for record in caplog.records:  # the log's
+        for record in caplog.records:  # the log holds it too
             record.exc_info = None
         assert sum(ref() is not None for ref in alive) <= 1
     assert len(alive) == 40
@@ -106,7 +106,7 @@ def test_only_the_newest_keeps_its_values(make, run, kind, no_collector, caplog)
 
 
 def said(error, command):
-    """What the debugger says in the innermost frame of an exception."""
+    """What the debugger prints in the innermost frame of an exception."""
     out = io.StringIO()
     debugger = pdb.Pdb(stdin=io.StringIO(f"{command}\nq\n"), stdout=out)
     debugger.reset()
@@ -147,12 +147,12 @@ def test_a_second_look_gives_the_same_exception(kind):
         errors.append(caught.value)
         with pytest.raises(kind, match=r"2\.0"), hc.reraise():
             f(2.0)
-    if kind is Mine:  # to LookupErrors Python gives no weak references
+    if kind is Mine:  # a LookupError can't be weakly referenced
         assert errors[0] is errors[1] is errors[2]
 
 
 def test_values_of_the_exception_that_is_handled_around_a_program_stay():
-    """A callback on the thread that dispatches inherits it as its context."""
+    """A callback on the dispatching thread gets it as the context of its own exception."""
 
     def fail(x):
         raise Mine

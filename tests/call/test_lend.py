@@ -1,4 +1,4 @@
-"""lend=True: views of XLA's memory, which must be neither written to nor kept."""
+"""lend=True: views of XLA's memory, which must not be written to or kept."""
 
 import threading
 import traceback
@@ -157,7 +157,7 @@ def test_a_failing_function_keeps_its_own_error(mode, lend):
 
 @modes
 def test_an_error_in_a_function_within(mode):
-    """A frame that is cleared leaves the functions made in it, with what they share."""
+    """Clearing a frame keeps the functions made in it, and the variables they share."""
 
     def host(tree, other, out=None):
         def inner():
@@ -186,7 +186,7 @@ def test_a_failing_function_that_kept_a_view(mode, lend):
     assert "kept a view of args[0]['x'] after it raised ValueError" in str(caught.value)
     assert caught.value.__cause__ is raised
     np.testing.assert_array_equal(kept[0], ramp(7))
-    raised.__traceback__ = None  # it leads to the program, and the program to it
+    raised.__traceback__ = None  # a cycle through the program
 
 
 @modes

@@ -23,7 +23,7 @@ def refused(run, *args):
     return str(caught.value).removeprefix("hostcall: ")
 
 
-# --- Nothing needs it ------------------------------------------------------------------
+# --- Nothing needs the host function -------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -185,7 +185,7 @@ def test_rules_in_host_code():
         assert "uses `x`, a traced value" in text
         assert "Pass it as one: f(..., x)" in text
         assert "uses `x`" in refused(host.defvjp, lambda v: (v, v), lambda r, ct: (x,))
-        host.defjvp(rule, where="jax")  # there it has its value
+        host.defjvp(rule, where="jax")  # JAX code may use traced values
         return jax.grad(host)(x)
 
     assert jax.jit(f)(X) == 2
@@ -296,7 +296,7 @@ def test_what_is_known_of_a_traced_value_may_be_used(face, make):
     def f(x):
         fn = make(x)
         outs = FACES[face](lambda v: got.append(fn(v)) or np.float32(0), x)
-        hc.call(fn, F32, x)  # looks at it
+        hc.call(fn, F32, x)  # checks the function
         return outs
 
     jax.block_until_ready(jax.jit(f)(X))

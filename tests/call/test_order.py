@@ -1,4 +1,4 @@
-"""What ran, how often, and in which order."""
+"""Which calls run, how often, and in which order."""
 
 import random
 import time
@@ -17,7 +17,7 @@ EFFECTS = pytest.mark.parametrize("order", ["unordered", "ordered"])
 
 
 class Log(list):
-    """Grows by one entry a call: the argument, or what `key` makes of it."""
+    """Appends one entry for each call: the argument, or `key` of it."""
 
     def __init__(self, order, key=int, wait=None):
         super().__init__()
@@ -41,7 +41,7 @@ class Log(list):
 
 
 def upset():
-    """Up to 0.3 ms, to upset an order that nothing holds."""
+    """Sleeps up to 0.3 ms, to upset an order that nothing enforces."""
     return random.random() * 3e-4
 
 
@@ -96,7 +96,7 @@ def test_straight_line_unordered_calls_come_in_program_order(results):
     def f(x):
         outs = []
         for n in range(20):
-            block = x * n + n  # 8 KiB, and ready in no particular order
+            block = x * n + n  # 8 KiB; ready in no particular order
             if results:
                 outs.append(log(n, block, jnp.sin(block)))
             else:
@@ -223,7 +223,9 @@ def test_ordered_calls_keep_program_order_across_control_flow():
 @pytest.mark.parametrize("nested", [False, True], ids=["vmap", "vmap of vmap"])
 @pytest.mark.parametrize("tells", ["call", "tap", "tap of a constant"])
 def test_batched_conditions_with_ordered_calls(tells, nested):
-    """JAX's rule for ordered effects there lets stopped rows run on; ours is used."""
+    """JAX's rule for ordered effects would let stopped rows run on, so hostcall uses
+    its own.
+    """
     asked = []
 
     def smaller(i, n):
@@ -263,12 +265,14 @@ def test_batched_conditions_with_ordered_calls(tells, nested):
     for got, want in zip(out, stacked, strict=True):
         np.testing.assert_array_equal(got.reshape(want.shape), want)
     if tells != "call":
-        assert len(asked) == 6  # once a round for all rows, and at the end
+        assert len(asked) == 6  # once for each round of all rows, and at the end
 
 
 @pytest.mark.parametrize("start", ["varying", "the same on all devices"])
 def test_batched_conditions_inside_shard_map(start):
-    """Where stopped rows keep values that vary although the carry's types say not."""
+    """Stopped rows keep values that vary over devices although the carry's types deny
+    it.
+    """
 
     def program(order, n):
         def condition(carry):
@@ -299,7 +303,7 @@ def test_ordered_calls_keep_order_across_dispatches():
     ]
     x = jnp.eye(100)
     for n in range(0, 120, 2):
-        functions[n % 3](n, x)  # nobody waits for it
+        functions[n % 3](n, x)  # nobody waits for this call
     jax.effects_barrier()
     assert log == list(range(120))
 
@@ -336,7 +340,7 @@ def test_ordered_and_unordered_mix():
     jax.effects_barrier()
     of = {kind: [n for k, n in seen if k == kind] for kind, _ in seen}
     assert of["ordered"] == list(range(20))
-    # Nothing orders the loop against the straight line before it.
+    # Nothing orders the loop relative to the straight-line code before it.
     straight, loop = list(range(10)), list(range(10, 20))
     assert [n for n in of["unordered"] if n < 10] == straight
     assert [n for n in of["unordered"] if n >= 10] == loop

@@ -1,4 +1,4 @@
-"""Order on each device, and on each of several threads."""
+"""The order of calls on each device, and on each of several threads."""
 
 import random
 import threading
@@ -19,7 +19,7 @@ EFFECTS = pytest.mark.parametrize("order", ["unordered", "ordered"])
 
 
 class Log(list):
-    """Grows by `key(argument)` a call."""
+    """Appends `key(argument)` with each call."""
 
     def __init__(self, order, key):
         super().__init__()
@@ -36,7 +36,7 @@ class Log(list):
         self.host(*args)
 
     def host(self, number, *rest):
-        # Up to 0.3 ms, to upset an order that nothing holds.
+        # Sleeps up to 0.3 ms, to upset an order that nothing enforces.
         time.sleep(random.random() * 3e-4)
         self.append(self.key(number))
         return np.int32(number)
@@ -75,7 +75,7 @@ def test_shard_map_keeps_the_order_on_each_device(order):
     for found in lists.values():
         if order == "ordered":
             assert found == (straight + loop) * 5
-        else:  # nothing orders the loop against the straight line
+        else:  # nothing orders the loop relative to the code before it
             assert [n for n in found if n in straight] == straight * 5
             assert [n for n in found if n in loop] == loop * 5
 

@@ -1,4 +1,4 @@
-"""Whose failures `hc.reraise()` raises: its own thread's, of its own block, once."""
+"""`hc.reraise()` raises failures of its own thread and block, each once."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ orders = pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
 
 @pytest.fixture
 def ones():
-    """As an operand it makes a program one that XLA runs on a thread of its own."""
+    """An operand so large that XLA runs the program on one of its own threads."""
     return jax.block_until_ready(jnp.ones((SIDE, SIDE)))
 
 
 def late(v, ones):
-    """`v`, when a product has been computed."""
+    """Returns `v` after computing a large product."""
     return v + 0 * (ones @ ones)[0, 0]
 
 
 def check(v):
-    """Gives `v`, but raises for a negative one."""
+    """Returns `v`, but raises if it is negative."""
     if v < 0:
         raise KeyError(float(v))
     return v
@@ -50,7 +50,7 @@ def failed_with(caught):
     return caught.value.args[0]
 
 
-# --- Handled, or another's ---------------------------------------------------------
+# --- Failures that were handled, or are of another thread --------------------------
 
 
 @orders
@@ -212,7 +212,7 @@ def test_what_was_dispatched_before_the_block_is_not_waited_for(ones):
         before.block_until_ready()
 
 
-# --- Nobody's results ----------------------------------------------------------------
+# --- Results that nobody keeps -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,11 +229,11 @@ def test_a_program_whose_results_nobody_keeps(
         step(1.0, ones)
     with pytest.raises(KeyError) as caught, hc.reraise():
         step(-1.0, ones)
-        for _ in range(after):  # their tokens take the place of the first's
+        for _ in range(after):  # their tokens replace that of the first
             step(2.0, ones)
     assert failed_with(caught) == -1
     assert isinstance(caught.value.__context__, JaxRuntimeError)
-    with hc.reraise():  # told once
+    with hc.reraise():  # raised only once
         pass
     jax.effects_barrier()
 
@@ -262,7 +262,7 @@ def test_a_block_that_is_left_by_another_error_hands_its_programs_on(ones):
 
 
 def test_many_programs_behind_one_that_takes_long(ones):
-    """The block keeps no more than is not ready, and finds what failed in between."""
+    """The block keeps only results that are not ready, and finds a failure among them."""
     gate = threading.Event()
     wait = jax.jit(
         lambda v: hc.call(lambda v: (gate.wait(30), v)[1], F32, late(v, ones))
@@ -314,7 +314,7 @@ def test_results_of_any_kind(ones):
 
 
 def test_a_block_keeps_little(ones):
-    """Large results that nobody keeps are not waited for, and go."""
+    """The block neither waits for large results that nobody keeps, nor keeps them."""
     gate = threading.Event()
     wait = program(fn=lambda v: (gate.wait(30), v)[1])
     step = jax.jit(lambda x, v: jnp.full((4_000_000,), v) + x)
@@ -323,7 +323,7 @@ def test_a_block_keeps_little(ones):
         first = wait(1.0, ones)
         for _ in range(20):
             alive.append(weakref.ref(step(first, 1.0)))
-        assert sum(ref() is not None for ref in alive) <= 4  # of 16 MB
+        assert sum(ref() is not None for ref in alive) <= 4  # 16 MB each
         gate.set()
     del first
 

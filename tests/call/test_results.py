@@ -20,7 +20,7 @@ F32, I32 = spec(), spec("int32")
 
 
 def returning(value, result, order="pure"):
-    """A program whose callback, `give`, returns `value`."""
+    """A program with a callback `give` that returns `value`."""
 
     def give():
         return value
@@ -29,7 +29,7 @@ def returning(value, result, order="pure"):
 
 
 def refusal(mode, value, result):
-    """The text of the refusal, once it has been seen to be one."""
+    """Checks that the value is refused, and returns the error's text."""
     program = mode(returning(value, result, "unordered"))
     with pytest.raises(hc.ResultError) as caught, hc.reraise():
         jax.block_until_ready(program())

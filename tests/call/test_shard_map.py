@@ -1,4 +1,4 @@
-"""Calls inside shard_map and pmap: one a shard, which knows where it is."""
+"""Calls inside shard_map and pmap: one for each shard, which knows its place."""
 
 import re
 import threading
@@ -19,7 +19,7 @@ X = np.arange(32, dtype=np.float32).reshape(4, 8)
 
 
 class Host:
-    """Doubles on the host; `seen` has (device, mesh coordinates, block) a call."""
+    """Doubles on the host; `seen` has (device, mesh coordinates, block) of each call."""
 
     def __init__(self, **options):
         self.options, self.seen = options, []
@@ -47,7 +47,7 @@ BLOCKS = {
 @pytest.mark.parametrize("spec", BLOCKS, ids=str)
 def test_one_call_a_shard_with_its_block_and_place(spec, order):
     host = Host(order=order)
-    # With effects a result counts as different on each device, whatever the block.
+    # With effects, JAX takes a result as different on each device, whatever the block.
     strict = order == "pure" or spec in (P("x", "y"), P(("y", "x")))
     f = over(grid(), host, spec, check_vma=strict)
     np.testing.assert_array_equal(f(X), X * 2)
@@ -205,14 +205,15 @@ FAILING = """
 @ORDERS
 @pytest.mark.parametrize("wrap", ["shard_map", "pmap"])
 def test_one_failing_shard_before_a_collective(run_python, order, wrap):
-    # In a process of its own, which XLA aborts where the other shards wait in vain.
+    # In a separate process, since XLA aborts it if the other shards wait in vain.
     done = run_python(FAILING, order, wrap)
     assert done.stdout == "alive\n"
 
 
 def test_a_shard_that_fails_alone_says_so_at_once(caplog):
-    # Were a collective to follow, XLA would end the process after a minute, and this
-    # record would be all there is.
+    # If a collective followed, XLA would end the process after a minute, and this
+    # record
+    # would be all that the user sees.
     def host(x):
         raise KeyError("lonely")
 
@@ -236,7 +237,7 @@ def test_a_shard_that_fails_alone_says_so_at_once(caplog):
 
 @ORDERS
 def test_where_brings_all_shards_to_the_call(order):
-    # The remedy of the text above, with the collective that would hang.
+    # The remedy that the error suggests, with a collective that would otherwise hang.
     count = []
 
     def host(x):
@@ -260,7 +261,7 @@ def test_where_brings_all_shards_to_the_call(order):
 @ORDERS
 def test_a_callback_that_starts_a_program_over_its_own_mesh(order):
     other = over(line(), lambda x: lax.psum(x, "x"), P("x"), P())
-    np.testing.assert_array_equal(other(X), X.sum(0, keepdims=True))  # fast path too
+    np.testing.assert_array_equal(other(X), X.sum(0, keepdims=True))  # on the fast path
 
     def host(x):
         if x[0, 0] >= 0:
@@ -298,7 +299,7 @@ def test_sharding_is_refused_where_each_device_calls(wrap):
 
 
 def test_a_failing_shard_of_a_mesh_without_devices():
-    """Nothing names the devices when it is lowered; the others are told all the same."""
+    """No device is known at lowering, but the other shards still learn of the failure."""
 
     def host(v):
         if v[0] == 2:
@@ -321,7 +322,7 @@ def test_a_failing_shard_of_a_mesh_without_devices():
 
 
 def test_jaxs_own_callbacks_compute_on_threads_that_made_a_call():
-    """What a pure call leaves on a thread of XLA's is nothing to them."""
+    """The settings that a pure call leaves on XLA's threads don't affect them."""
     host, seen = Host(), []
 
     def row(x):

@@ -1,4 +1,4 @@
-"""Calls of jitted programs over sharded arrays: once, on the whole value."""
+"""Calls in jitted programs over sharded arrays: one call, on the whole value."""
 
 import re
 
@@ -26,7 +26,7 @@ def put(x, spec, kind=AxisType.Auto):
 
 
 class Host:
-    """Doubles on the host; `seen` has each argument, with the device that called."""
+    """Doubles on the host; `seen` has each argument and the device that called."""
 
     def __init__(self, **options):
         self.options, self.seen = options, []

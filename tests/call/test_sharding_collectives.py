@@ -1,4 +1,4 @@
-"""Calls of programs over several devices, with collectives before and after them."""
+"""Calls in programs over several devices, with collectives before and after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are written wrong: refused when they are traced, with what to do."""
+"""Calls with wrong arguments: refused when traced, with a text that says what to do."""
 
 import functools
 from concurrent.futures import ThreadPoolExecutor

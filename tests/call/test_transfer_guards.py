@@ -1,4 +1,4 @@
-"""JAX's transfer guards: what hostcall moves itself is an explicit transfer."""
+"""JAX's transfer guards: transfers that hostcall makes count as explicit."""
 
 import threading
 
@@ -58,7 +58,7 @@ def host_functions():
 FORWARD, REVERSE, DIFFERENCES = host_functions()
 COUNTER = hc.Object(Counter, methods={"add": SCALAR})
 
-# Of a float32[3], a float32[], a bool[] and a key, all of them jax.Arrays.
+# Functions of a float32[3], a float32[], a bool[] and a key, all jax.Arrays.
 EAGER = {
     "call": lambda x, y, m, k: hc.call(np.sin, SPEC, x),
     "ordered call": lambda x, y, m, k: hc.call(np.sin, SPEC, x, order="ordered"),
@@ -86,7 +86,7 @@ EAGER = {
     "differences": lambda x, y, m, k: jax.jvp(DIFFERENCES, (x,), (x,)),
     "object": lambda x, y, m, k: COUNTER.add(y),
 }
-# What a drop-in's callback gets and gives, on whatever thread it runs.
+# Arguments and results of a callback, on whatever thread it runs.
 COMPILED = {
     "pure": lambda x: hc.pure_callback(host_sine, SPEC, x),
     "unordered": lambda x: hc.io_callback(host_sine, SPEC, x),
@@ -100,12 +100,12 @@ def test_eager_calls_on_arrays_of_jax_pass_where_only_implicit_ones_do_not(
     program, which
 ):
     values = jnp.arange(3.0), jnp.float32(2), jnp.bool_(True), jax.random.key(0)
-    for _ in range(3):  # what is seen again is compiled
+    for _ in range(3):  # repeated eager calls are compiled
         with guarded(which, "disallow"):
             jax.block_until_ready(program(*values))
 
 
-# --- Drop-ins, as JAX's own ------------------------------------------------------------
+# --- Drop-ins behave as JAX's callbacks ----------------------------------------------
 
 PAIRS = {
     "pure": (hc.pure_callback, jax.pure_callback),
@@ -141,7 +141,7 @@ def test_drop_ins_refuse_what_jax_refuses(guard, drop_in, kind):
             program = jax.jit(program)
             jax.block_until_ready(program(x))
         refused = []
-        for _ in range(2):  # at once, and compiled
+        for _ in range(2):  # eagerly, then compiled
             with guarded(*guard):
                 try:
                     jax.block_until_ready(program(x))
@@ -186,7 +186,9 @@ def test_the_guard_stays_as_it_was_on_each_thread():
 
 
 def test_reading_an_array_is_an_explicit_transfer():
-    """On a CPU nothing is moved, and no guard is asked: so the flag is read here."""
+    """On a CPU nothing is transferred and no guard is asked, so this test reads the
+    flag.
+    """
     from jax._src.lib import guard_lib
 
     class Seen:

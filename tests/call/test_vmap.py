@@ -1,4 +1,4 @@
-"""vmap of a call: what the function sees, what comes back, in which order."""
+"""vmap of a call: what the function receives and returns, and in which order."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def like(shape, dtype=np.float32):
 
 
 class Host:
-    """x + y * scale on the host, and the shapes it saw."""
+    """Computes x + y * scale on the host, and records the shapes it received."""
 
     def __init__(self, method, shape=(3,), order="pure", **options):
         self.options = {"vmap_method": method, "order": order, **options}

@@ -67,7 +67,7 @@ def test_parallel_rows_run_at_the_same_time_and_know_their_row(pooled):
     meeting = threading.Barrier(4, timeout=60)
 
     def host(x):
-        meeting.wait()  # passes only with all four rows here
+        meeting.wait()  # passes only once all four rows have come
         current = hc.current()
         assert current.order == "unordered"
         return x * 10 + current.row[0]
@@ -102,7 +102,7 @@ def test_exception_of_a_row(method, wrap):
         jax.block_until_ready(f(np.arange(4, dtype=np.int32)))
     assert caught.value is hc.last_error()
     assert max(seen.values()) == 1
-    assert method == "parallel" or seen.total() == 3  # none after the failing one
+    assert method == "parallel" or seen.total() == 3  # no row after the failing one
     good = np.arange(4, dtype=np.int32) + 3
     np.testing.assert_array_equal(f(good), good)
 

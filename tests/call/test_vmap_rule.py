@@ -1,4 +1,4 @@
-"""vmap_method= as a function of the user's."""
+"""vmap_method= with a user's function."""
 
 import re
 
@@ -73,7 +73,7 @@ def test_a_rule_with_keyword_arguments_and_trees():
     tree, static, kwargs = in_batched
     assert tree == {"a": True, "b": False}
     assert kwargs == {"scale": True, "shift": False}
-    del static  # a leaf that is no array has no flag to speak of
+    del static  # a leaf that is not an array has no flag
 
 
 def test_an_unbatched_result_is_the_same_for_every_row():

@@ -1,4 +1,4 @@
-"""`where=`: rows that are False never reach the function."""
+"""`where=`: rows where it is False never reach the function."""
 
 import re
 
@@ -97,7 +97,7 @@ def test_a_scalar_for_a_batch(method, where):
     assert len(host.seen) == calls
 
 
-# --- A mask a row ------------------------------------------------------------------------
+# --- A mask for each row -------------------------------------------------------------
 
 
 @EAGER_AND_JIT
@@ -159,7 +159,7 @@ def test_only_the_mask_is_batched():
     assert len(host.seen) == 2
 
 
-NESTED = [(0, 0), (0, None), (None, 0)]  # where's axis in the outer and inner vmap
+NESTED = [(0, 0), (0, None), (None, 0)]  # axes of `where`, outer and inner vmap
 A = np.arange(1, 25, dtype=np.float32).reshape(2, 4, 3)
 
 

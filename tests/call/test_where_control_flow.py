@@ -1,4 +1,4 @@
-"""vmap of cond and of while_loop with `where=`: no call that Python would not make."""
+"""vmap of cond and while_loop with `where=`: no call that Python would not make."""
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def test_while(method, wrap, order):
     for starts in [[2, 1, 3, 0], [3, 3, 3, 3], [0, 3, 9, 1]]:
         x = np.array(starts, np.int32)
         np.testing.assert_array_equal(g(x), np.maximum(x, 3))
-        # Turn by turn, the rows that are not done yet; each as its own loop would.
+        # In each iteration, the rows that are not done yet, as in a loop for each row.
         host.check([v + t for t in range(3) for v in starts if v + t < 3])
 
 
@@ -104,7 +104,7 @@ def test_while_with_a_count_a_row(method, wrap, order):
 
     n, x = np.arange(3, dtype=np.int32), np.arange(0, 30, 10, dtype=np.int32)
     np.testing.assert_array_equal(wrap(jax.vmap(f))(n, x), x + n)
-    host.check([10, 20, 21])  # 3 calls, where every row at every turn would be 6
+    host.check([10, 20, 21])  # 3 calls; every row in every iteration would be 6
 
 
 def test_cond_in_nested_vmap_and_scan(method, wrap, order):

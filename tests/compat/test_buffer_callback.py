@@ -1,4 +1,4 @@
-"""hc.buffer_callback: in place on XLA's memory, under every transformation."""
+"""hc.buffer_callback: works in place on XLA's memory, under every transformation."""
 
 import functools
 
@@ -102,7 +102,7 @@ def test_equal_callbacks_are_compiled_once(compiled_during):
         np.asarray(out)[...] = np.asarray(x)
 
     def run():
-        # Wrapped anew each time, as where the wrapping stands inside a function.
+        # Wrapped again each time, as when a user wraps inside a function.
         return hc.buffer_callback(host, spec())(jnp.float32(1))
 
     run()
@@ -302,7 +302,7 @@ def test_an_alias_has_the_inputs_values_and_memory(mode):
 
 @modes
 def test_aliases_count_leaves(mode):
-    """Inside of tuples and dicts too."""
+    """Leaves inside tuples and dicts count too."""
     f = hc.buffer_callback(
         add_in_place,
         [spec(2), spec(3)],
@@ -378,7 +378,7 @@ def test_what_it_raises_comes_out(mode, effect):
     with pytest.raises(KeyError) as caught, hc.reraise():
         jax.block_until_ready(f())
     assert caught.value is raised[-1]
-    raised.clear()  # their tracebacks hold the program, which holds this list
+    raised.clear()  # the tracebacks and the program form a cycle
 
 
 @modes
@@ -521,7 +521,7 @@ def test_a_failure_on_several_devices():
 
 
 def test_values_of_two_meshes_of_one_device():
-    """Nothing is asked about devices while the program is lowered."""
+    """Lowering does not ask for the program's devices."""
     one = np.array(jax.devices()[:1]).reshape(1, 1)
     f = hc.buffer_callback(affine, spec(2, 2))
     x, y = (
@@ -542,9 +542,9 @@ def test_one_exported_module_for_cpu_and_cuda():
     assert exported.platforms == ("cpu", "cuda")
     module = exported.mlir_module()
     assert module.count("@hostcall_buffer") == 1
-    assert "case" not in module  # nothing to choose when it runs
+    assert "case" not in module  # no choice of platform at run time
     np.testing.assert_array_equal(exported.call(jnp.ones(3), jnp.ones(3)), [3, 3, 3])
-    _jax.exported.clear()  # which keeps it for as long as the process lives
+    _jax.exported.clear()  # it lives as long as the process otherwise
 
 
 def test_other_platforms_are_refused():
@@ -568,7 +568,7 @@ def test_a_callback_uses_jax_and_calls():
 
 
 def test_recursion():
-    """A call inside a call of the same program finds Buffers of its own."""
+    """A nested call of the same program gets its own Buffers."""
 
     def host(ctx, out, n):
         k = int(np.asarray(n))

@@ -1,4 +1,4 @@
-"""hc.native: machine code in place of a callback, without Python and its lock."""
+"""hc.native: machine code in place of a callback, without Python and the GIL."""
 
 import ctypes
 import subprocess
@@ -80,7 +80,7 @@ def test_calls(library, mode):
 
 
 def test_addresses_of_every_kind(library):
-    class Compiled:  # as numba.cfunc's
+    class Compiled:  # as numba.cfunc has it
         address = ctypes.cast(library.add, ctypes.c_void_p).value
 
     for function in (
@@ -181,7 +181,7 @@ def test_status_of_a_row(library):
 
 
 def test_it_does_not_hold_the_interpreters_lock(library):
-    """It waits for what only another Python thread gives it."""
+    """It waits for something that only another Python thread can provide."""
     arrived = ctypes.c_int.in_dll(library, "arrived")
     opened = ctypes.c_int.in_dll(library, "opened")
     arrived.value = opened.value = 0

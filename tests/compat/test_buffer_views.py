@@ -220,9 +220,7 @@ def test_dlpack_in_detail():
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in SMALL])
 def test_dlpacks_name_for_every_dtype(dtype):
-    """JAX's own consumer reads it; of what it does not know, its own producer is as
-    little use to it.
-    """
+    """JAX reads Buffers of every dtype that it can read from its own producer."""
     data = values(dtype, (5,))
     try:
         jnp.from_dlpack(jnp.asarray(data))

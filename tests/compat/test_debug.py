@@ -1,4 +1,4 @@
-"""`hc.debug` beside `jax.debug`: the same text, as often, under every transformation."""
+"""`hc.debug` and `jax.debug` print the same text, as often, under all transformations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def printed(run, capsys):
 
 
 def assert_prints_the_same(f, capsys, *args, wrap=jax.jit):
-    """`f(debug, *args)` prints with our functions what it prints with JAX's."""
+    """Checks that `f(debug, *args)` prints the same with our functions as with JAX's."""
     got, wanted = (
         printed(lambda d=d: wrap(lambda *a: f(d, *a))(*args), capsys)
         for d in (hc.debug, jax.debug)
@@ -193,7 +193,7 @@ def test_callbacks_get_trees_and_static_arguments():
 
 
 def test_keys(capsys):
-    """Typed outside of programs, also row by row; the blocks behind them inside."""
+    """Outside programs, typed keys print as such, also row by row; inside, their data."""
     key = jax.random.key(3)
 
     def f(d):
@@ -213,7 +213,7 @@ def test_lines_are_counted_together(capsys):
 
 
 def test_the_same_line_traced_again_is_the_same_program():
-    """JAX's callback is another each time."""
+    """JAX's callback differs each time."""
 
     def f(x):
         hc.debug.callback(print, "x", x)
@@ -231,7 +231,7 @@ def test_what_is_printed_is_there_when_the_program_has_ended(capsys):
 
 
 def test_refs(capsys):
-    """A mutable array is read where it stands."""
+    """A mutable array is read at the point of the call."""
 
     @jax.jit
     def f():

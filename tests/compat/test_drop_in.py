@@ -1,5 +1,5 @@
-"""The drop-ins beside JAX's own callbacks, which are the oracle: same results, same
-refusals, same arguments, in the same order.
+"""The drop-ins, compared with JAX's own callbacks: the same results, refusals
+and arguments, in the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def like(x):
 
 
 def outcome(run):
-    """What a program gives, or what it raises: kind, and the first line of its text."""
+    """What a program returns, or the type and first line of what it raises."""
     try:
         out = jax.tree.map(np.asarray, run())
         jax.effects_barrier()
@@ -112,7 +112,7 @@ def test_callbacks_get_jax_arrays_on_a_device_for_host_code():
 
     def host(x, y):
         seen.append((x, y))
-        return x @ x + y  # JAX, inside the callback
+        return x @ x + y  # JAX inside the callback
 
     x = jnp.arange(4.0).reshape(2, 2)
     out = jax.jit(lambda x: hc.pure_callback(host, like(x), x, 1.0))(x)
@@ -125,8 +125,8 @@ def test_callbacks_get_jax_arrays_on_a_device_for_host_code():
 
 
 def test_what_callbacks_get_goes_with_arrays_of_the_program(caplog):
-    """Arrays of the user's, committed or not, mix with those that come in, and nothing
-    is said of it.
+    """The user's arrays, committed or not, mix with the callback's arguments without a
+    warning.
     """
     weights = jnp.ones(3)
     committed = jax.device_put(np.ones(3, np.float32), jax.devices()[1])
@@ -138,13 +138,13 @@ def test_what_callbacks_get_goes_with_arrays_of_the_program(caplog):
     out = jax.jit(lambda x: hc.pure_callback(host, like(x), x))(x)
     np.testing.assert_array_equal(out, [3, 4, 5])
     f = jax.jit(lambda x: hc.pure_callback(lambda v: v * 2 + weights, like(x), x))
-    np.testing.assert_array_equal(f(x), [1, 3, 5])  # on host code's own device
+    np.testing.assert_array_equal(f(x), [1, 3, 5])  # on the device of host code
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_callbacks_that_use_jax_do_not_hang(kind):
-    """Sixty programs in flight, and each waits for JAX inside its callback."""
+    """Sixty programs in flight, each of which waits for JAX inside its callback."""
     square = jax.jit(lambda m: m @ m)
 
     def host(m):
@@ -237,7 +237,7 @@ METHODS = [
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_vmap_methods(method, nested, in_axes):
-    """Same values, and the function sees the same shapes, in the same order."""
+    """The values are the same, and the function receives the same shapes in order."""
 
     def run(api):
         seen = []
@@ -259,7 +259,7 @@ def test_vmap_methods(method, nested, in_axes):
             shape = (5, *n) if nested else n
             operands.append(jnp.arange(float(np.prod(shape))).reshape(shape))
         out = jax.jit(mapped)(*operands)
-        # XLA runs unrolled calls as it likes; in a loop they are in row order.
+        # XLA runs unrolled calls in any order; in a loop they run in row order.
         unrolled = method == "sequential_unrolled"
         return np.asarray(out), sorted(seen) if unrolled else seen
 
@@ -269,7 +269,7 @@ def test_vmap_methods(method, nested, in_axes):
 
 
 def test_without_a_method_rows_run_one_after_the_other():
-    """As the guide has it; JAX refuses today (tests/compat/test_patch.py)."""
+    """As JAX's guide documents; today JAX refuses (tests/compat/test_patch.py)."""
     seen = []
 
     def host(x):
@@ -316,7 +316,7 @@ def test_another_method():
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("api", ["io", "debug"])
 def test_rows_come_in_jaxs_order(api, depth):
-    """Under nested vmaps a later one's rows vary fastest."""
+    """Under nested vmaps, the rows of the later vmap vary fastest."""
     x = jnp.arange(2.0 * 3 * 4)[: 2 * 3 * 4].reshape(2, 3, 4)
 
     def run(call):
@@ -341,7 +341,7 @@ def test_rows_come_in_jaxs_order(api, depth):
     got, wanted = run(ours), run(jaxs)
     if api == "io" or depth == 1:
         assert got == wanted
-    else:  # JAX's unordered prints come as they come
+    else:  # JAX's unordered prints come in any order
         assert sorted(got) == sorted(wanted)
 
 
@@ -447,7 +447,7 @@ RETURNED = {
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("kind", ["pure", "io"])
 def test_returned(kind, wide, jit, case, request):
-    """The same is taken, and the same refused, in either mode of JAX."""
+    """The same values are accepted and refused as by JAX, with and without 64-bit mode."""
     if wide:
         request.getfixturevalue("x64")
     spec, host = RETURNED[case]
@@ -485,7 +485,7 @@ def test_texts_of_wrong_results(case):
 
 def test_integers_that_wrap_around_say_so_once(caplog):
     f = jax.jit(lambda x: hc.pure_callback(lambda v: np.int64(2**40 + 5), like(1), x))
-    assert (int(f(1)), int(f(2))) == (5, 5)  # as JAX has it
+    assert (int(f(1)), int(f(2))) == (5, 5)  # as in JAX
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "returned integers that int32 can't hold" in record.getMessage()
     assert "test_drop_in.py" in record.getMessage()
@@ -498,7 +498,7 @@ def test_an_eager_call_compiles_when_it_comes_again(compiled_during):
     x = np.arange(3, dtype=np.float32)
     spec = like(x)
 
-    def own(v):  # which no other test has called
+    def own(v):  # no other test has called it
         return np.sin(np.asarray(v))
 
     call = lambda: hc.pure_callback(own, spec, x)
@@ -518,7 +518,7 @@ def test_fresh_functions_never_compile(compiled_during):
 
 
 def test_eager_refusals_of_devices():
-    """The first call refuses what a compiled one does."""
+    """The first call refuses the same as a compiled one."""
     first, second = jax.devices()[:2]
     place = jax.sharding.SingleDeviceSharding(second)
     apart = [jax.device_put(np.float32(1), d) for d in (first, second)]

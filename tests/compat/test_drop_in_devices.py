@@ -29,7 +29,7 @@ def sharding():
 @pytest.mark.parametrize("number", [None, 0, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_once_on_the_whole_value(kind, number, sharding):
-    """From the device that was asked for, and the program's text says which."""
+    """The requested device calls, and the program's text names it."""
     seen = []
 
     def host(x):
@@ -65,7 +65,7 @@ def test_a_device_outside_of_the_program(sharding):
         lambda x: hc.pure_callback(np.sin, x, x, sharding=place),
         in_shardings=NamedSharding(mesh, P("x")),
     )
-    with pytest.raises(ValueError, match="not in"):  # JAX's text; 0.10: list.index's
+    with pytest.raises(ValueError, match="not in"):  # 0.10: the text of list.index
         f(jnp.arange(4.0))
 
 
@@ -113,7 +113,9 @@ def plane():
 
 
 def test_partly_manual_regions(plane):
-    """Callbacks with results are refused, debug callbacks run once along the rest."""
+    """Callbacks with results are refused; debug callbacks run once along the other
+    axes.
+    """
     seen = []
 
     def region(f):
@@ -278,7 +280,7 @@ PROCESS = """
 
 
 def test_several_processes(run_python):
-    """One process calls, and its results reach all."""
+    """One process calls, and its results reach all processes."""
     import concurrent.futures
     import socket
 

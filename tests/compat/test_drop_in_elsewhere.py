@@ -1,6 +1,6 @@
 """Drop-ins on platforms that the engine doesn't serve: JAX's own callback below.
 
-There is no such platform here, so the path is put in the CPU's place.
+No such platform is available here, so the CPU takes that path.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_all_of_them(capsys):
 
 
 def test_partly_manual_regions_and_parts():
-    """Debug callbacks are once along automatic axes, and see parts where asked to."""
+    """Debug callbacks run once along automatic axes, or on each part if requested."""
     plane = jax.make_mesh(
         (2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
     )

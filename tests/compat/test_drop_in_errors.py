@@ -1,4 +1,4 @@
-"""What a drop-in's callback raises: JAX's type and log, our text, the object itself."""
+"""A drop-in's callback that raises: JAX's type and log, our text, the same object."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ KINDS = {
 def error():
     error = Broken("negative")
     yield error
-    # Its frames hold the program, and the program's callback holds it.
+    # A cycle: its frames hold the program, and the program's callback holds it.
     error.__traceback__ = error.__context__ = None
 
 
 def program(kind, error):
-    """Fails where its argument is negative."""
+    """Fails if its argument is negative."""
     call, *_ = KINDS[kind]
 
     def host(x):
@@ -117,13 +117,15 @@ def test_logged_as_jax_logs(kind, caplog, error):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_eager(kind, error):
-    """As in a program; but an eager debug callback raises its own, as JAX's does."""
+    """As in a program, except that an eager debug callback raises its own exception, as
+    JAX's does.
+    """
     call, *_ = KINDS[kind]
 
     def host(x):
         raise error
 
-    for _ in range(3):  # called at once, then compiled, then found
+    for _ in range(3):  # called eagerly, then compiled, then cached
         with pytest.raises((jax.errors.JaxRuntimeError, Broken)) as caught:
             jax.block_until_ready(call(host, 1.0))
             jax.effects_barrier()
@@ -158,8 +160,8 @@ def test_ctrl_c_comes_out_as_itself(kind):
 
 
 def test_programs_of_jaxs_own_ordered_effect_go_on_after_a_failure(error):
-    """An ordered drop-in that failed does not poison the next, whatever has the
-    effect.
+    """A failed ordered drop-in does not fail the next ordered callback, whatever type has
+    the effect.
     """
     f = program("ordered", error)
     seen = []

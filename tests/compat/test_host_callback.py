@@ -33,7 +33,7 @@ def stream():
 
 @pytest.fixture
 def flags():
-    """Sets flags of old for one test."""
+    """Sets flags of the removed module for one test."""
 
     def set_flag(name, value):
         jax.config.update(name, value)
@@ -50,7 +50,7 @@ def flags():
 
 
 def tapped(f, *args):
-    """What taps of `f` saw: values and names of transformations."""
+    """What the taps of `f` received: values and names of transformations."""
     seen = []
 
     def tap(arg, transforms):
@@ -68,7 +68,7 @@ def values(f, *args):
     return [value for value, _ in seen]
 
 
-# --- Taps, in every place -----------------------------------------------------------------
+# --- Taps in every place -------------------------------------------------------------
 
 X = np.float32(3)
 
@@ -276,7 +276,7 @@ def test_a_device_that_is_not_there():
 def test_the_program_does_not_wait():
     gate = threading.Event()
     f = jax.jit(lambda x: hcb.id_tap(lambda *_: gate.wait(60), x) + 1)
-    assert f(1.0) == 2  # with the callback still under way
+    assert f(1.0) == 2  # while the callback still runs
     gate.set()
     hcb.barrier_wait()
 
@@ -414,7 +414,7 @@ def test_call_refuses_transformations():
         jax.grad(call)(1.0)
 
 
-# --- What is written wrong ------------------------------------------------------------------
+# --- Wrong arguments -----------------------------------------------------------------
 
 
 def test_refusals():
@@ -461,7 +461,7 @@ def test_a_tap_that_raises_stops_nothing(caplog):
     assert hcb.TapFunctionException is hcb.CallbackException
     assert seen == [2.0]
     assert "threw exception at 1.0" in caplog.text
-    hcb.barrier_wait()  # told once
+    hcb.barrier_wait()  # raised once
 
 
 WRONG = {

@@ -1,4 +1,4 @@
-"""`hc.patch_jax`: whoever calls JAX's callbacks, however bound, gets the engine."""
+"""`hc.patch_jax`: all calls of JAX's callbacks use the engine, however bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import debug, lax, pure_callback  # bound early, as most libraries do
+from jax import debug, lax, pure_callback  # before the patch, as most libraries
 from jax.experimental import buffer_callback as buffers
 from jax.experimental import io_callback
 
@@ -108,7 +108,7 @@ def test_all_four_on_the_engine(bound, ordered, patched, capsys):
 
 @pytest.mark.parametrize("bound", [EARLY, LATE], ids=["early", "late"])
 def test_transformed(bound, patched):
-    """Functions that were bound early batch by JAX's own rules."""
+    """Functions that were bound before the patch batch by JAX's rules."""
     x = jnp.arange(6.0).reshape(2, 3)
 
     def f(x):
@@ -217,7 +217,7 @@ def test_another_choice():
 
 
 def test_programs_that_emit_a_callback_themselves(patched):
-    """Below all primitives, as tesseract-jax and equinox do."""
+    """Called below all primitives, as in tesseract-jax and equinox."""
     from jax.extend.core import Primitive
 
     seen = []
@@ -227,7 +227,7 @@ def test_programs_that_emit_a_callback_themselves(patched):
 
     def lower(ctx, x):
         def host(v):
-            seen.append((type(v), hc.current().place.file == __file__))  # its own
+            seen.append((type(v), hc.current().place.file == __file__))  # JAX's own
             return v + 1, v * 2
 
         results, token, _ = jax.interpreters.mlir.emit_python_callback(
@@ -262,7 +262,7 @@ def test_programs_that_emit_a_callback_themselves(patched):
     ],
 )
 def test_what_an_emitted_callback_returns(host, patched):
-    """A sequence of one thing a result, as from JAX's own."""
+    """A sequence with one item for each result, as with JAX's own."""
     from jax.extend.core import Primitive
 
     def run():
@@ -340,8 +340,8 @@ def test_pallas_in_interpret_mode(patched, capsys):
 
 
 def on_two_cores(kernel, in_spec, **options):
-    """A kernel over eight blocks, interpreted. Its callbacks start threads, and rely on
-    programs that have run when they are dispatched.
+    """An interpreted kernel over eight blocks. Its callbacks start threads, which rely on
+    programs having run when their dispatch returns.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -374,7 +374,7 @@ def test_pallas_interpreted_on_two_cores(patched):
 def test_what_a_core_raises_comes_out_of_the_interpreter(patched):
     from jax.experimental import pallas as pl
 
-    def kernel(x_ref, o_ref):  # from the fifth block on it reads behind the end
+    def kernel(x_ref, o_ref):  # from the fifth block on it reads past the end
         o_ref[...] = x_ref[pl.ds(pl.program_id(0) * 6, 8), :]
 
     whole = pl.BlockSpec((32, 128), lambda i: (0, 0))
@@ -387,7 +387,7 @@ def test_what_a_core_raises_comes_out_of_the_interpreter(patched):
 
 
 def test_inside_a_pallas_kernel_prints_stay_jaxs(patched):
-    """They are device code there, with rules of their own on GPU and TPU."""
+    """On GPU and TPU they are device code, with lowering rules of their own."""
     from jax.experimental import pallas as pl
 
     bound = []
@@ -413,7 +413,7 @@ def test_inside_a_pallas_kernel_prints_stay_jaxs(patched):
 def test_names_come_and_go():
     hc.patch_jax()
     assert not set(in_place()) & set(ORIGINALS)
-    hc.patch_jax()  # again: nothing new
+    hc.patch_jax()  # again, with no effect
     hc.unpatch_jax()
     assert in_place() == ORIGINALS
     hc.unpatch_jax()
@@ -444,7 +444,7 @@ def test_patches_that_overlap():
     second = hc.patch_jax(arrays="numpy")
     with first:
         assert second.__enter__() is second
-    assert type_that_comes() is np.ndarray  # the second is still there
+    assert type_that_comes() is np.ndarray  # the second patch remains
     second.__exit__(None, None, None)
     assert in_place() == ORIGINALS
     assert repr(first) == "<hostcall.patch_jax(arrays='jax'), ended>"
@@ -542,7 +542,7 @@ def test_effects_barrier_waits_for_taps(patched):
 
 
 def test_platforms_that_the_engine_does_not_serve_keep_jaxs_path(patched):
-    """Lowered for one that is not here."""
+    """Lowered for a platform that is not available here."""
     f = jax.jit(lambda x: jax.pure_callback(np.sin, like(x), x))
     traced = f.trace(jnp.float32(1))
     with pytest.raises(NotImplementedError, match="multi-platform lowering"):
@@ -618,7 +618,7 @@ AUTOPATCH = Path(__file__).parents[2] / "src"
     ],
 )
 def test_from_the_environment(value, first, home, run_python):
-    """As an interpreter does when it starts, with the .pth file of the package."""
+    """As an interpreter does at its start with the package's .pth file."""
     done = run_python(
         f"""
         import site, sys

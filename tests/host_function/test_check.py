@@ -1,4 +1,4 @@
-"""hc.check: what is right passes, and each wrong is found by the check meant for it."""
+"""hc.check: correct rules pass, and each mistake is found by the check for it."""
 
 import threading
 import time
@@ -284,12 +284,12 @@ def test_complex_rules(fn, tangent, cotangents, result, args, wide):
         report = hc.check(ruled(fn, tangent, cotangents, result), args)
         assert report, str(report)
         assert statuses(report)["jvp"] == statuses(report)["vjp"] == "passed"
-        # The same rules are JAX's: its own derivatives obey them.
+        # JAX has the same conventions: its own derivatives pass.
         jaxs = {np.exp: jnp.exp, np.conj: jnp.conj}.get(fn)
         if jaxs is not None:
             out, pull = jax.vjp(jaxs, *args)
             np.testing.assert_allclose(pull(out)[0], cotangents(args, out)[0], 1e-5)
-        # And a wrong one is found.
+        # A wrong rule is found.
         wrong = lambda p, t: tangent(p, t) + abs(tangent(p, t)).max() / 10
         report = hc.check(ruled(fn, wrong, cotangents, result), args)
         assert "jvp" in [check.name for check in report.failed]
@@ -318,7 +318,7 @@ def test_a_complex_linear_function():
     assert {"vjp", "transpose"} <= {c.name for c in hc.check(wrong, Z).failed}
 
 
-# --- Where differences are hard --------------------------------------------------------
+# --- Functions with inaccurate differences -------------------------------------------
 
 
 def sine_with(rule, fn=np.sin):

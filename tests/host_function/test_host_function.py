@@ -163,7 +163,7 @@ def test_functions_with_effects(order):
 def test_elementwise_promotes_and_broadcasts(x64):
     f = hc.host(np.hypot, result=hc.elementwise)
     cases = [
-        ((ROW, 1.0), np.float32),  # Python's numbers are weak
+        ((ROW, 1.0), np.float32),  # Python's numbers have weak types
         ((ROW, 1), np.float32),
         ((ROW, np.float64(1)), np.float64),
         ((np.arange(3), 2), np.float64),
@@ -188,7 +188,7 @@ def test_elementwise_rows_of_unequal_ranks(method, x64):
 
     square, row = np.arange(9.0).reshape(3, 3), np.array([0.5, 1.0, 2.0])
     cases = [
-        ((0, 0), square, row),  # as many numbers as there are rows of as many
+        ((0, 0), square, row),  # row has as many numbers as square has rows
         ((None, 0), np.arange(5.0), row),
         ((0, None), row, np.arange(5.0)),
         ((1, 0), square, row),
@@ -301,7 +301,7 @@ def test_vmap_by_rule():
     out = jax.vmap(f, (0, None))(ROW, np.float32(1))
     np.testing.assert_allclose(out, np.sin(ROW) + 1, rtol=1e-6)
     assert seen == [(3, (True, False))]
-    # The derivative of a batch is that of the rule's code.
+    # The derivative of a batch comes from the rule's code.
     slope = jax.grad(lambda x: jax.vmap(f, (0, None))(x, 1.0).sum())(ROW)
     np.testing.assert_allclose(slope, np.cos(ROW), rtol=1e-6)
 

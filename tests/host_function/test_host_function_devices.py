@@ -14,7 +14,7 @@ EXPLICIT = jax.sharding.AxisType.Explicit
 
 
 def product(kind):
-    """x * w, with rules of a kind; w is one number."""
+    """x * w, with derivative rules of one kind; w is a scalar."""
     nondiff = (0,) if kind == "transpose" else ()
     f = hc.host(np.multiply, result=hc.elementwise, nondiff=nondiff)
     total = lambda x: np.sum(x, dtype=np.float32)

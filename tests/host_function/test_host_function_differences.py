@@ -1,4 +1,4 @@
-"""hc.finite_difference: derivatives of functions that have no other."""
+"""hc.finite_difference: derivatives of functions without rules."""
 
 import pickle
 
@@ -62,7 +62,7 @@ def test_elementwise(scheme, x64):
     tolerance = TOLERANCE[scheme]
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=10 * tolerance)
-    assert len(calls) <= 5  # one value, twice an argument
+    assert len(calls) <= 5  # one value for two arguments
     dot = jax.jit(jax.vmap(lambda x: jax.jvp(f, (x, y), (x, y))[1]))(X)
     np.testing.assert_allclose(dot, want[0] * X + 2 * y**2 * np.sin(X), rtol=1e-5)
     e_x, e_y = f.difference_error(X, y)
@@ -70,7 +70,7 @@ def test_elementwise(scheme, x64):
     assert max(e_x.max(), e_y.max()) < 100 * tolerance
 
 
-# --- How wrong they are ----------------------------------------------------------------
+# --- How accurate they are -----------------------------------------------------------
 
 random = np.random.default_rng(7)
 SMOOTH = random.uniform(0.1, 3, 400) * random.choice([1, 1, 100], 400)
@@ -81,7 +81,7 @@ NEAR_0 = 10 ** random.uniform(-6, 0, 400)
 
 
 def inside(dtype, fn):
-    """The function as if it computed in another precision."""
+    """Makes a function as inaccurate as if it computed in another precision."""
     return lambda x: fn(np.asarray(x, dtype)).astype(np.float64)
 
 
@@ -156,7 +156,8 @@ def test_the_error_is_at_most_twice_what_is_told(fn, slope, x, most, scheme):
         got = f.differences.diagonal(0, x)
         told = f.difference_error(x)
         wrong = abs(got - slope(x))
-        # A function that changes faster than the step has no difference: that is told.
+        # If a function changes faster than the step, differences fail, and a warning
+        # says so.
         nothing_known = (told >= abs(got)) & (got != 0)
         np.testing.assert_array_less(wrong, 2 * told + 1e-300 + 1e300 * nothing_known)
         if step is None and scheme == "central":
@@ -171,13 +172,15 @@ def test_of_a_wave_much_finer_than_the_step_nothing_is_known(w):
         hc.finite_difference(f, step=step)
         got = f.differences.diagonal(0, x)
         told = f.difference_error(x)
-        # It can hide where all the places happen to fit a slower wave.
+        # It goes unnoticed if all the points happen to fit a slower wave.
         known = (told < abs(got)) & (2 * told < abs(got - slope(x)))
         assert known.mean() < 0.01
 
 
 def test_the_error_of_a_jacobian_in_float32():
-    """Noise that no dtype tells of: the estimate was 40 times too small."""
+    """Noise that the dtype does not show: the estimate of the error used to be 40 times
+    too small.
+    """
     fn = inside(np.float32, lambda x: np.array([x[0] * x[1], np.sin(x).sum(), x[2]]))
     f = hc.finite_difference(hc.host(fn, result=hc.like(0)))
     for x in random.uniform(0.1, 3, (40, 3)):
@@ -187,7 +190,7 @@ def test_the_error_of_a_jacobian_in_float32():
         told = f.difference_error(x)
         assert (wrong <= 2 * told).all()
         assert told.max() < 2
-        assert (told[2, :2] < 1e-3).all()  # the entries that are constant
+        assert (told[2, :2] < 1e-3).all()  # entries that are constant
 
 
 ANALYTIC = {

@@ -1,4 +1,4 @@
-"""hc.host: what is said where a rule is missing, or returns something else."""
+"""hc.host: the errors for rules that are missing or return something wrong."""
 
 import re
 

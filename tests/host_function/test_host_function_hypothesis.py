@@ -1,4 +1,4 @@
-"""Compositions of transformations, on a host function and on its twin in JAX."""
+"""Compositions of transformations, of a host function and of the same in JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import hostcall as hc
 
 X = np.array([0.3, -1.2, 0.8], dtype=np.float32)
 
-# Each maps a function of one array of any shape to such a function.
+# Each maps a function of one array (of any shape) to another such function.
 STEPS = {
     "jit": jax.jit,
     "remat": jax.checkpoint,
@@ -29,7 +29,7 @@ DERIVATIVES = ("jvp", "vjp", "linearize")
 
 
 def smooth(kind):
-    """sin, with rules of a kind."""
+    """sin, with derivative rules of one kind."""
     f = hc.host(np.sin, result=hc.like(0))
     g = hc.host(np.cos, result=hc.like(0))
     if kind == "jax":

@@ -1,4 +1,4 @@
-"""What forward rules leave on the host: right wherever JAX reads it, and no leak."""
+"""Residuals on the host: right wherever JAX reads them, and never leaked."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ X = np.array([0.3, -1.2, 2.0], dtype=np.float32)
 
 
 class Residual:
-    """An object that tells when it dies."""
+    """Counts its living instances."""
 
     alive = 0
 
@@ -106,10 +106,10 @@ def test_two_programs():
     close(out, np.sin(X))
     assert len(store) == 1
     run = jax.jit(lambda pullback, ct: pullback(ct)[0])
-    for scale in (1.0, 2.0, 3.0):  # taken out, computed again, and kept
+    for scale in (1.0, 2.0, 3.0):  # evicted, computed again, and kept
         close(run(pullback, scale * np.ones_like(X)), scale * np.cos(X))
     assert (len(calls), store.missed) == (2, 1)
-    close(pullback(np.ones_like(X))[0], np.cos(X))  # eagerly: goes with its array
+    close(pullback(np.ones_like(X))[0], np.cos(X))  # eagerly, it dies with its array
     del pullback
     assert is_empty()
 
@@ -118,7 +118,7 @@ def test_a_program_whose_pullback_is_never_called(small):
     forward = jax.jit(lambda x: jax.vjp(make(), x))
     for _ in range(5):
         forward(X)[0].block_until_ready()
-    assert len(store) == Residual.alive == 2  # all that there is room for
+    assert len(store) == Residual.alive == 2  # as many as there is room for
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -135,7 +135,7 @@ def test_vmap(wrap):
 
 @pytest.mark.parametrize("method", ["expand_dims", "parallel"])
 def test_vmap_by_method(method):
-    """Objects can't have a batch axis: their rules run row by row."""
+    """Objects can't have a batch axis, so their rules run row by row."""
     f = hc.host(np.sin, result=hc.like(0), vmap_method=method)
     shapes = []
 
@@ -226,7 +226,7 @@ def test_what_runs_again_for_other_reasons_is_not_said(caplog):
     f = make()
     out, pullback = jax.vjp(jax.jit(f), X)
     pullback = jax.jit(pullback)
-    for _ in range(3):  # the second finds nothing: the first took it
+    for _ in range(3):  # the second call finds nothing: the first took the residual
         close(pullback(np.ones_like(X))[0], np.cos(X))
     assert store.missed == 1
     before = store.limit()

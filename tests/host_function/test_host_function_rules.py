@@ -1,4 +1,4 @@
-"""hc.host: derivative rules, compared with the derivatives that JAX knows."""
+"""hc.host: derivative rules, compared with JAX's own derivatives."""
 
 import functools
 
@@ -15,7 +15,7 @@ Y = np.array([1.5, 0.4, -0.7], dtype=np.float32)
 
 
 class Calls(dict):
-    """Counts by name: `calls.of(name)(fn)` is `fn`, counted."""
+    """Counts calls by name: `calls.of(name)(fn)` is `fn` with a counter."""
 
     def of(self, name):
         self[name] = 0
@@ -173,7 +173,7 @@ PROGRAMS = {
 }
 
 
-# Every kind of rules in these, and in the other programs one of each path.
+# These programs run with every kind of rules, the others with one kind for each path.
 SHORT = ("plain", "scan", "vmap")
 PATHS = ("jvp", "vjp", "arrays", "jacobian", "jaxjvp", "jvp+vjp")
 BOTH_PATHS = ("jaxjvps", "jacobian", "jvp+vjp", "pair+arrays", "jvps+jaxvjp")
@@ -280,7 +280,7 @@ def test_higher_orders(kind):
 
 @pytest.mark.parametrize("kind", FORWARD)
 def test_forward_along_tangents_of_tangents(kind):
-    """The derivative is linear: its own derivative along tangents needs no new rule."""
+    """The derivative is linear, so its derivative along tangents needs no new rule."""
     f = make(kind)
 
     def push(f):
@@ -397,7 +397,7 @@ def test_forward_mode_is_one_call():
     f = make("pair+vjp", calls)
     run(lambda x, y: jax.jvp(f, (x, y), (y, x)), X, Y)
     assert calls.take() == {"jvp": 1}
-    # Of a loop in which nobody wants the tangents, the value is what remains.
+    # If nobody needs the tangents of a loop, only the value remains.
     both = lambda c, _: (jax.jvp(f, (c, Y), (c, Y))[0], None)
     run(lambda x: jax.lax.scan(both, x, None, length=3)[0], X)
     assert calls.take() == {"value": 3}
@@ -415,7 +415,7 @@ def test_reverse_mode_does_not_run_the_function():
 def test_remat_runs_the_function_and_then_both_rules():
     calls = Calls()
     f = make("vjp", calls)
-    # The value is wanted too, else the forward pass is dead code.
+    # The value is needed too, or the forward pass would be dead code.
     run(jax.value_and_grad(total(jax.checkpoint(f))), X, Y)
     assert calls.take() == {"value": 1, "fwd": 1, "bwd": 1}
 
@@ -462,7 +462,7 @@ def test_zero_tangents_make_no_call():
     run(jax.grad(lambda z: f(X, Y).sum() * z), 1.0)
     assert calls.take() == {"value": 1}
 
-    def unused(x):  # the cotangent of what the function gives is zero
+    def unused(x):  # the cotangent of the result is zero
         f(x, Y)
         return x.sum()
 

@@ -17,7 +17,7 @@ MASK = X > 0
 
 
 class Seen:
-    """A function of the host with its rules, all of which note what they get."""
+    """A host function with rules, all of which record their arguments."""
 
     def __init__(self, kind, **options):
         self.xs = []
@@ -201,7 +201,7 @@ def test_what_is_refused():
         jax.vmap(lambda m, x: f.where(m)(x))(MASK, X)
 
 
-# --- Where the function is not called, nothing is infinite -----------------------------
+# --- Rows without a call have finite derivatives -------------------------------------
 
 
 def logarithm(kind):

@@ -1,4 +1,4 @@
-"""Objects with state, against the same objects driven by a plain Python loop."""
+"""Objects with state, compared with the same objects in a plain Python loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ EAGER_AND_JIT = pytest.mark.parametrize(
 
 
 class Walk:
-    """A place that actions and chance move; each index has its own chance."""
+    """A position that actions and random numbers move; each index has its own
+    generator.
+    """
 
     alive = 0
 
@@ -88,7 +90,7 @@ def walks(factory=walk, methods=METHODS, **options):
 
 
 def driven(index, actions):
-    """The oracle: (places, steps) of one object in a Python loop."""
+    """The oracle: (positions, steps) of one object in a Python loop."""
     host = Walk(index)
     places, steps = zip(*(host.step(a) for a in actions), strict=True)
     host.close()
@@ -203,7 +205,7 @@ def test_arguments_reach_the_method_as_they_are():
             return len(args)
 
     with hc.Object(Table, methods={"query": I32}) as table:
-        # Keywords that hc.call has too.
+        # Keywords that hc.call takes too.
         f = jax.jit(lambda x: table.query("a", {"x": x}, timeout=x, fn="f", order=None))
         assert f(2) == 2
         (((name, tree), kwargs),) = seen
@@ -411,7 +413,7 @@ def test_a_restored_rollout_goes_on_as_the_first_did(hooks, rows):
         f(half(0))
         state = pickle.loads(pickle.dumps(env.save()))
         want = f(half(1))
-        for _ in range(2):  # the snapshot is not used up
+        for _ in range(2):  # the snapshot can be used again
             env.restore(state)
             assert_same(f(half(1)), want)
         other.restore(state)
@@ -479,7 +481,7 @@ def test_save_tells_of_a_program_that_failed(caplog):
         gate = threading.Event()
         late = jax.jit(lambda m: hc.call(lambda x: (gate.wait(60), x)[1], m, m @ m))
         f = jax.jit(lambda m: env.step(m[0, 0])[0])
-        # An input that is not ready: it fails after it was dispatched.
+        # An input that is not ready, so the program fails after its dispatch.
         f(late(actions(800, 800)))
         gate.set()
         with pytest.raises(KeyError, match="broken"), hc.reraise():
@@ -492,11 +494,11 @@ def test_save_tells_of_a_program_that_failed(caplog):
     assert "renew() of `Breaks` goes on after: " in caplog.text
 
 
-# --- Ends --------------------------------------------------------------------------------------
+# --- The end of objects --------------------------------------------------------------
 
 
 class Noted:
-    """Its life, in `log`."""
+    """Records its life in `log`."""
 
     def __init__(self, log, fails=()):
         self.log, self.fails = log, fails
@@ -586,7 +588,7 @@ def test_objects_live_as_long_as_a_program_that_calls_them():
     del f
     jax.clear_caches()
     gc.collect()
-    hc.call(lambda: None, None, order="unordered")  # buries what has died
+    hc.call(lambda: None, None, order="unordered")  # destroys the dead
     gc.collect()
     assert closed(log) == [()]
 
@@ -660,7 +662,7 @@ def test_no_two_threads_are_in_an_object_at_once():
         made = 0
 
         def __init__(self):
-            time.sleep(0.02)  # the threads come to an object that is being made
+            time.sleep(0.02)  # the threads find an object that is being made
             Alone.made += 1
             self.inside = self.entered = 0
 

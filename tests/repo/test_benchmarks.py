@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def benchmarks(*args):
-    # Without the tests' four devices, which no benchmark means to measure.
+    # Without the tests' four devices, which benchmarks do not use.
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *args],
@@ -50,8 +50,8 @@ def test_a_table_comes_out(tmp_path):
     assert head in written
 
     rows = json.loads(data.read_text())["rows"]
-    # Finite, and no more: some are differences of two loops, which on a busy machine
-    # can come out below 0.
+    # Only finite: some are differences of two loops, which on a busy machine can be
+    # negative.
     figures = [figure for row in rows for figure in row["median"].values()]
     assert len(figures) >= len(rows) > 0
     assert all(

@@ -101,8 +101,8 @@ def test_the_periods_derivative_by_differences():
     hares = demo.trajectories.fn(BEST, np.linspace(1900, 1920, 20001))[:, 0]
     first, second = np.flatnonzero(np.diff(np.sign(np.diff(hares))) < 0) / 1000
     np.testing.assert_allclose(length, second - first, atol=2e-3)
-    # Twice the rates, half the period; and the unit in which lynx are counted, which
-    # is in beta too, doesn't matter.
+    # Twice the rates, half the period. The unit in which lynx are counted, which is in
+    # beta too, does not matter.
     np.testing.assert_allclose(slope[:4].sum(), -length, rtol=1e-5)
     np.testing.assert_allclose(slope[5], slope[1], rtol=1e-5)
     errors = demo.deviations(np.eye(6), np.diag([4.0, 9, 16, 25, 36, 49]))

@@ -1,4 +1,4 @@
-"""Every example runs, and so does the main job. Their asserts are in them."""
+"""Every example runs, and so does the main job. They contain their own asserts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The pages that users read: their programs, one after the other, print what they say;
-and each cell of the table in docs/external_callbacks.md holds.
+"""The pages for users: their programs, run one after the other, print what the pages
+say, and each cell of the table in docs/external_callbacks.md is true.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"external_callbacks.md": 16, "migrating/host_callback.md": 13}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pmap says that it is old
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pmap is deprecated
 @pytest.mark.parametrize("page", PAGES)
 def test_the_programs_of_the_page(page):
     pytest.importorskip("scipy")
@@ -33,7 +33,7 @@ def test_the_programs_of_the_page(page):
 
 
 def test_the_program_with_torch(run_python):
-    """In a process of its own: torch is large, and would stay in this one."""
+    """In a separate process: torch is large, and would stay in this one."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     text = (DOCS / "migrating" / "host_callback.md").read_text()
@@ -55,7 +55,9 @@ def run(page, cells, names):
 
 
 def numbers(text):
-    """The text, its numbers to five digits: the last ones differ between machines."""
+    """The text with numbers of five digits, since the last ones differ between
+    machines.
+    """
     rounded = re.sub(r"-?\d+\.\d*", lambda m: f"{float(m[0]):.5f}", text)
     return re.sub(r"\[ +", "[", re.sub(r" +", " ", rounded))
 
@@ -98,7 +100,7 @@ def while_loop(api, seen):
 
 
 def execution(api, seen):
-    """Its results unused."""
+    """The call with unused results."""
 
     @jax.jit
     def f(x):

@@ -38,7 +38,7 @@ def test_the_first_screen_has_a_program_that_ends_in_an_assert():
 
 
 def test_the_programs_with_torch(run_python):
-    """In a process of their own: torch is large, and would stay in this one."""
+    """In a separate process: torch is large, and would stay in this one."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     text = (ROOT / "docs" / "bridges.md").read_text()

@@ -1,9 +1,9 @@
 """The CUDA engine as far as it can be shown without a GPU.
 
-Each program runs on XLA's CPU runtime with the handlers of CUDA below it and a driver
-that takes the host's memory for a device's (tests/platforms.py); `pytest --platform
-staged` runs all other tests so. That the driver's rules are kept (pinned memory only, no
-call from a host function, nothing overwritten early) the fake driver checks itself.
+Each program runs on XLA's CPU runtime, with the CUDA handlers below it and a driver that
+uses host memory as a device's (tests/platforms.py); `pytest --platform staged` runs all
+other tests in this way. The fake driver itself checks that the driver's rules are kept:
+pinned memory only, no call from a host function, nothing overwritten early.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ assert fake.fakePinnedBytes() <= 1 << 20
 
 
 def test_one_device_that_can_not_get_its_operands(run):
-    """The others wait for it at the call, and are told."""
+    """The other devices wait for it at the call, and learn of the failure."""
     run("""
 from jax.sharding import PartitionSpec as P
 mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

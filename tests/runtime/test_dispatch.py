@@ -1,4 +1,4 @@
-"""Which thread runs a program: the one that dispatches it, or one of XLA's."""
+"""Which thread runs a program: the dispatching one, or one of XLA's."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCALAR = jax.ShapeDtypeStruct((), np.float32)
 
 @pytest.fixture
 def x():
-    """Ready, since a program waits on a thread of XLA's for what is not."""
+    """A ready array: programs with inputs that are not ready go to XLA's threads."""
     return jax.block_until_ready(jnp.ones((SIDE, SIDE)))
 
 
 def work(x):
-    """So much that XLA runs it on a thread of its own, if it may."""
+    """Enough work that XLA runs it on one of its own threads, if it may."""
     return (jnp.sin(x) @ x).sum()
 
 
@@ -36,7 +36,7 @@ def through_buffers(host, x, **options):
 
 
 def printed(callback):
-    """A debug callback, whose value nobody sees."""
+    """A debug callback, which returns nothing."""
 
     def bind(host, x, **options):
         callback(host, x, **options)
@@ -45,7 +45,7 @@ def printed(callback):
     return bind
 
 
-# Each binds a call of `host`, and gives what it returns.
+# Each binds a call of `host`, and returns the result.
 WHERE_DISPATCHED = {
     "unordered": lambda host, x: hc.call(host, SCALAR, x, order="unordered"),
     "ordered": lambda host, x: hc.call(host, SCALAR, x, order="ordered"),
@@ -78,7 +78,7 @@ ALL = WHERE_DISPATCHED | PATCHED
 
 @pytest.fixture
 def bind(request):
-    """One of them, under the patch where it is JAX's."""
+    """One of the functions above; with the patch if it is JAX's."""
     if request.param not in PATCHED:
         yield ALL[request.param]
         return
@@ -107,7 +107,7 @@ def test_it_has_run_when_the_dispatch_returns(bind, x):
     f = jax.jit(lambda x: bind(host, work(x)))
     for _ in range(3):  # compiled, then on JAX's fast path where it has one
         y = f(x)
-        assert ran.pop()  # maybe by a thread of XLA's that helped with the product
+        assert ran.pop()  # maybe by one of XLA's threads that helped with the product
     y = compiled(bind, host, x)(x)
     assert ran.pop()
     np.testing.assert_allclose(y, work(x), rtol=1e-5)
@@ -116,7 +116,7 @@ def test_it_has_run_when_the_dispatch_returns(bind, x):
 @each
 @pytest.mark.parametrize("n", [7, 32])
 def test_programs_whose_callbacks_wait_for_each_other(bind, n, x):
-    """As many as XLA has places for on a device, in as many threads."""
+    """Up to as many as XLA admits on a device, each on a thread of its own."""
     meet = threading.Barrier(n)
 
     def host(v):
@@ -211,7 +211,7 @@ def test_a_tap_does_not_keep_the_thread_that_dispatches(order, x):
 
 
 def python_dispatches(monkeypatch, f, x):
-    """How many of some calls of `f` JAX dispatches in Python."""
+    """The number of calls of `f` that JAX dispatches in Python, of several."""
     from jax._src.interpreters import pxla
 
     f(x), f(x)
@@ -296,7 +296,7 @@ PROGRAM = """
 
 
 def test_programs_from_the_disk_cache_run_there_too(run_python, tmp_path):
-    """JAX 0.11 and later caches them as any other, before it does not."""
+    """JAX caches them from 0.11 on."""
     import json
 
     first, kept = json.loads(run_python(PROGRAM, str(tmp_path)).stdout)

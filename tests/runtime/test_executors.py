@@ -30,7 +30,7 @@ def pid():
     return np.int32(os.getpid())
 
 
-# --- What goes: functions of this module, by their names -------------------------------
+# --- Functions of this module, which are pickled by name -----------------------------
 
 
 def sine(x):
@@ -43,7 +43,7 @@ def push(primals, tangents):
 
 
 class Residual:
-    """Any object; it says where it was made."""
+    """An object that records where it was made."""
 
     def __init__(self, x):
         self.slope, self.made_in = np.cos(x), os.getpid()
@@ -146,7 +146,7 @@ KINDS = {
     "loky": loky_pool,
     "ray": ray_pool,
 }
-KEPT_BY_OTHERS = pytest.mark.filterwarnings("default")  # theirs, as they end
+KEPT_BY_OTHERS = pytest.mark.filterwarnings("default")  # other libraries'
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -163,7 +163,7 @@ def processes():
 
 @pytest.fixture(autouse=True)
 def empty_store():
-    store.clear()  # of what other tests left
+    store.clear()  # left by other tests
     yield
     store.clear()
 
@@ -293,7 +293,9 @@ def test_the_time_limit_holds_for_derivatives():
 
 
 def test_a_row_in_another_process_of_the_same_number():
-    """What runs a row tells by a token, too, whether it is in the process that sent."""
+    """A row's runner recognises the sending process by a token too, not only by its
+    number.
+    """
     sent = pickle.dumps(
         (
             (("another machine's", os.getpid()), 0, 0, None),
@@ -311,7 +313,7 @@ def test_an_error_in_a_pool_of_threads_of_multiprocessing():
 
 def test_an_executor_that_is_shut_down_meanwhile():
     class Pool(futures.ThreadPoolExecutor):
-        """Shuts itself down once it has all rows, of which one runs."""
+        """Shuts down once it has all rows, while one of them runs."""
 
         rows = 0
 

@@ -1,4 +1,4 @@
-"""XLA's C interface, as the headers of the jaxlib that is installed have it."""
+"""XLA's C interface, as in the headers of the installed jaxlib."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ FLAGS += [f"-isystem{jax.ffi.include_dir()}"]
 
 
 def test_what_speaks_to_xla_compiles():
-    """The wheel is built with the oldest headers; a jaxlib of one's own has others."""
+    """The wheel is built with the oldest headers; the user's jaxlib may have newer
+    ones.
+    """
     handlers = "cpu_handlers", "cuda_handlers", "tap_handlers", "run_call"
     sources = [str(NATIVE / f"{name}.cc") for name in (*handlers, "host_callback")]
     python = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{np.get_include()}"]
@@ -27,7 +29,7 @@ def test_what_speaks_to_xla_compiles():
 
 
 def test_handlers_of_an_xla_that_has_less_or_more(tmp_path):
-    """tests/native/ffi_test.cc; at both ends of the range, so with both ends' headers."""
+    """Runs tests/native/ffi_test.cc with the installed headers."""
     program = tmp_path / "ffi_test"
     source = HERE / "native" / "ffi_test.cc"
     command = [COMPILER, *FLAGS, "-O1", "-pthread", str(source), "-o", str(program)]

@@ -70,7 +70,7 @@ def test_a_program_with_its_own_handler_keeps_it(run_python):
 
 
 def test_the_interrupt_does_not_hit_the_next_call(run_python):
-    """Sent to a call that ends before Python acts on it, it is taken back."""
+    """If the call ends before Python acts on the interrupt, it is withdrawn."""
     done = run_python(
         """
         import jax, jax.numpy as jnp, threading

@@ -20,7 +20,7 @@ SCALAR = jax.ShapeDtypeStruct((), np.float32)
 
 
 class Held:
-    """Something a function closes over."""
+    """An object that a function closes over."""
 
 
 def test_a_callback_dies_with_its_program(in_time):
@@ -94,11 +94,11 @@ def test_jitted_fresh_lambdas_are_let_go(in_time):
     assert in_time(lambda: _native.live_slots() == 0)
 
 
-# --- Without clearing JAX's caches, as programs of users run ------------------------
+# --- Without clearing JAX's caches, as in users' programs ---------------------------
 
 
 class Model:
-    """Something that a callback holds."""
+    """An object that a callback holds."""
 
     def double(self, x):
         return 2 * x
@@ -172,7 +172,7 @@ def test_programs_of_fresh_functions_do_not_grow():
 
 def test_failing_calls_do_not_grow():
     def failing(x):
-        block = np.ones(1 << 18, np.uint8)  # held by a frame of the traceback
+        block = np.ones(1 << 18, np.uint8)  # a frame of the traceback holds it
         raise ValueError(block[0])
 
     def run(times):
@@ -189,7 +189,9 @@ def test_failing_calls_do_not_grow():
 
 
 def test_a_program_that_is_dropped_while_it_runs_ends():
-    """A pure one: with other calls the frame that dispatches holds it until it ends."""
+    """A pure call: with other calls, the dispatching frame holds the program until it
+    ends.
+    """
     entered, go, seen = threading.Event(), threading.Event(), []
 
     def host(x):
@@ -198,7 +200,7 @@ def test_a_program_that_is_dropped_while_it_runs_ends():
         seen.append(float(x[0, 0]))
         return x
 
-    # Large enough for XLA to run it on a thread of its own.
+    # Large enough that XLA runs it on one of its own threads.
     x = jnp.ones((1000, 1000))
     program = jax.jit(lambda x: hc.call(host, x, x @ x) + 1)
     y = program(x)
@@ -238,7 +240,7 @@ run(float(sys.argv[2]) + 1)
 
 
 def test_the_disk_cache_is_hit_and_every_program_runs_its_own(run_python, tmp_path):
-    """In another process, and by another function in the same one."""
+    """It is hit in another process, and by another function in the same process."""
     first = run_python(CACHED, str(tmp_path), "1")
     second = run_python(CACHED, str(tmp_path), "100")
     assert first.stdout.splitlines() == [
@@ -253,7 +255,7 @@ def test_the_disk_cache_is_hit_and_every_program_runs_its_own(run_python, tmp_pa
 
 @pytest.mark.parametrize("mode", ["each", "once"])
 def test_functions_of_programs_over_devices_die_with_them(mode, in_time):
-    """None is kept by the threads on which devices meet."""
+    """The threads on which devices meet keep none of them."""
     mesh = jax.make_mesh((2,), ("x",))
     spec = jax.sharding.PartitionSpec("x")
     x = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, spec))
@@ -276,7 +278,9 @@ def test_functions_of_programs_over_devices_die_with_them(mode, in_time):
 
 
 def test_what_a_program_held_goes_without_further_calls():
-    """Where its last count falls on a thread without the GIL, somebody has to bury it."""
+    """If its last reference goes on a thread without the GIL, the watcher has to bury
+    it.
+    """
     entered, leave = threading.Event(), threading.Event()
     held = Held()
     gone = weakref.ref(held)
@@ -286,7 +290,7 @@ def test_what_a_program_held_goes_without_further_calls():
         leave.wait(60)
         return a
 
-    m = jnp.ones((600, 600))  # large enough for XLA to run it on a thread of its own
+    m = jnp.ones((600, 600))  # large enough that XLA runs it on one of its threads
     f = jax.jit(lambda m, host=host: hc.call(host, m, m @ m))
     y = f(m)
     assert entered.wait(60)

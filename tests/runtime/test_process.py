@@ -1,4 +1,4 @@
-"""The ends of processes: exit, fork, spawn, sub-interpreters, Ctrl-C."""
+"""How processes end: exit, fork, spawn, sub-interpreters, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def in_a_child(use):
 
 
 def test_jax_in_a_forked_child_is_refused(run_python):
-    """What needs a thread of JAX's: it would wait for that for ever."""
+    """Whatever needs one of JAX's threads would wait for ever, so it is refused."""
     done = run_python(
         HEAD
         + FORKED
@@ -228,7 +228,7 @@ needs_interpreters = pytest.mark.skipif(
 
 @needs_interpreters
 def test_calls_and_taps_go_on_beside_sub_interpreters(run_python):
-    """From the first one on CPython says that every thread holds the GIL."""
+    """After the first one, PyGILState_Check returns true on every thread."""
     done = run_python(
         HEAD
         + """
@@ -334,7 +334,7 @@ atexit.register(  # before the engine's: it runs after it
 
 
 def test_no_thread_is_left_when_the_interpreter_ends(run_python):
-    """Python ends daemon threads where they are, and one inside C++ aborts the process."""
+    """Python ends daemon threads wherever they are; ending one inside C++ would abort."""
     done = run_python(
         THREADS
         + HEAD
@@ -356,7 +356,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("order", ["pure", "ordered", "eager"])
 def test_daemon_threads_in_callbacks_are_left_behind(run_python, order):
-    """One waits for ever, one runs for ever, and one goes on while the process ends."""
+    """One thread waits for ever, one runs for ever, one goes on while the process ends."""
     done = run_python(
         """
 import atexit, threading
@@ -455,7 +455,7 @@ if __name__ == "__main__":
 
 
 def test_children_of_multiprocessing_deliver_what_is_queued(run_python, tmp_path):
-    """Those of fork and forkserver leave by os._exit: no atexit runs there."""
+    """Children of fork and forkserver leave by os._exit, which runs no atexit."""
     program = tmp_path / "program.py"
     program.write_text(CHILDREN)
     done = run_python(

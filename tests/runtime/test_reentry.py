@@ -72,7 +72,7 @@ def test_each_depth_computes_on_a_client_of_its_own():
 
 
 def in_a_thread(function):
-    """A host function that computes in a thread that it starts."""
+    """A host function that starts a thread and computes in it."""
 
     def host(a):
         out = []
@@ -94,9 +94,9 @@ def test_a_callback_that_starts_a_thread_that_computes(matmul):
 
 @pytest.mark.parametrize("order", ["unordered", "ordered"])
 def test_a_hundred_whose_callbacks_start_threads_that_compute(order, matmul):
-    """They run one by one, where they are dispatched, and hold no thread of XLA's.
+    """They run one by one on the dispatching thread, and hold none of XLA's threads.
 
-    Their input is ready: a program that waits for one runs on a thread of XLA's.
+    Their input is ready; otherwise they would run on XLA's threads.
     """
     ones = jax.block_until_ready(jnp.asarray(ONES))
     f = jax.jit(lambda x: hc.call(in_a_thread(matmul), SPEC, x, order=order))
@@ -129,7 +129,7 @@ ONE_CORE = """
 
 
 def test_committed_arrays_on_a_machine_with_one_core(run_python):
-    """The pure call holds XLA's only thread, which its program would wait for: so it is
+    """The pure call holds XLA's only thread, for which its program would wait. So it is
     made again, once, inside one of XLA's host callbacks.
     """
     done = run_python(ONE_CORE, env={"XLA_FLAGS": ""})
@@ -206,7 +206,7 @@ def test_a_mesh_is_hidden_from_each_call_of_a_run():
 @pytest.mark.parametrize("where", ["one device", "each of four"])
 @pytest.mark.parametrize("order", ["pure", "unordered"])
 def test_small_numbers_are_not_flushed_to_zero(order, where):
-    """XLA does so with those of its programs; a host function is none."""
+    """XLA flushes them in its programs, but a host function must see them."""
     smallest = np.finfo(np.float32).smallest_subnormal
     seen = []
 

@@ -1,4 +1,4 @@
-"""Parallel rows on their way: chunks, what they share, and workers that die."""
+"""Parallel rows: chunks, shared arguments, and workers that die."""
 
 import collections
 import dataclasses
@@ -34,7 +34,7 @@ def parallel(fn, executor, **options):
     return call
 
 
-# --- Of this module, for other processes -----------------------------------------------
+# --- Functions of this module, for other processes -----------------------------------
 
 
 def fails_from(x, first):
@@ -44,7 +44,7 @@ def fails_from(x, first):
 
 
 def adds_and_writes(x, table):
-    """Each row finds the table as it was sent, whatever others write to theirs."""
+    """Each row finds the table as it was sent, whatever other rows write to theirs."""
     assert table.flags.writeable
     assert type(table) is np.ndarray
     total = x + table[7] + table[-1]
@@ -82,7 +82,7 @@ def pool():
 
 
 class Counted(futures.ThreadPoolExecutor):
-    """Knows what it was given."""
+    """Counts the tasks that it receives."""
 
     tasks = 0
 
@@ -104,7 +104,7 @@ def test_rows_go_in_four_chunks_for_each_worker(rows, workers, tasks):
 
 
 def test_rows_of_an_executor_that_does_not_say_how_many_it_runs():
-    """They may wait for each other."""
+    """Each row is a task of its own, since rows may wait for each other."""
 
     class Unbounded(futures.Executor):
         def submit(self, fn, /, *args, **kwargs):
@@ -141,7 +141,7 @@ def test_each_row_of_a_chunk_knows_which_it_is(threads, order):
 
 
 def test_the_first_row_that_fails_is_raised_and_none_is_begun_after_it():
-    """In row order, though a later one fails first."""
+    """The first in row order, even if a later row fails first."""
     seen = collections.Counter()
     later = threading.Event()
 
@@ -227,7 +227,7 @@ def counts_up(x, counter):
 
 
 def test_rows_of_a_chunk_share_nothing(processes):
-    """As if each were a task of its own."""
+    """Each row behaves as a task of its own."""
 
     def call(x):
         return hc.call(
@@ -243,7 +243,7 @@ def test_rows_of_a_chunk_share_nothing(processes):
 
 
 def test_pools_inside_rows_inside_rows():
-    """More levels than the default pool has threads for."""
+    """Nested deeper than the default pool has threads."""
 
     def nested(depth):
         def host(x):
@@ -298,7 +298,7 @@ def anywhere(request):
         yield executor
 
 
-@pytest.mark.filterwarnings("default")  # of others, as they end
+@pytest.mark.filterwarnings("default")  # of other libraries, at their end
 @pytest.mark.parametrize("dtype", [np.float32, jax.numpy.bfloat16])
 def test_each_row_has_the_shared_argument_for_itself(anywhere, dtype):
     table = np.arange(50_000) % 128
@@ -311,13 +311,13 @@ def test_each_row_has_the_shared_argument_for_itself(anywhere, dtype):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where arrays are put that rows share."""
+    """The folder for arrays that rows share."""
     monkeypatch.setattr(pools, "_memory_for", lambda size: str(tmp_path))
     return tmp_path
 
 
 class Weighed(futures.ProcessPoolExecutor):
-    """Knows how much it was given, and what lay in a folder meanwhile."""
+    """Records the bytes that it receives, and the files in a folder at that time."""
 
     def submit(self, fn, /, *args, **kwargs):
         self.bytes += len(pickle.dumps(args))
@@ -390,7 +390,7 @@ def appears(path):
 
 
 def test_a_worker_that_dies_after_a_row_has_failed(pool, tmp_path, monkeypatch):
-    """What is waited for then is not waited for for ever."""
+    """The caller then does not wait for ever."""
     drop = pools.Pool.drop
 
     def told(self):
@@ -421,7 +421,7 @@ def fails_and_dies(x, folder):
 
 
 def test_workers_of_a_pool_that_end_when_they_have_done_enough(tmp_path, monkeypatch):
-    """And are looked at meanwhile."""
+    """Workers that ended by design don't count as dead, even if looked at meanwhile."""
     dead = pools.Pool.dead
 
     def asked(self, unfinished):
@@ -443,7 +443,7 @@ def waits_for(x, path):
 @pytest.mark.filterwarnings("default")  # Dask's
 @pytest.mark.parametrize("order", ["pure", "unordered"])
 def test_dask_runs_rows_with_effects_once(order, tmp_path):
-    """It sends what a dead worker had to another one."""
+    """Dask sends the rows of a dead worker to another one."""
     distributed = pytest.importorskip("distributed")
     with (
         distributed.LocalCluster(

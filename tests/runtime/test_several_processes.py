@@ -1,4 +1,4 @@
-"""Programs over several processes: which function they call, and one that fails."""
+"""Programs over several processes: which function they call, and failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ x = jax.make_array_from_callback(
 
 @pytest.fixture
 def run_both(run_python):
-    """What two processes of one job say; the second one's number is 1."""
+    """The output of two processes of one job, numbered 0 and 1."""
 
     def run(source, devices=2, staged=False):
         with socket.socket() as free:
@@ -49,15 +49,16 @@ def run_both(run_python):
                 pool.submit(run_python, HEAD + source, str(me), port, *more)
                 for me in range(2)
             ]
-            # Gloo writes to the same stream, in pieces.
+            # Gloo writes pieces of text to the same stream.
             return [re.findall("says: (.*)", p.result().stdout) for p in programs]
 
     return run
 
 
 def test_executables_that_jax_keeps_by_their_text(run_both):
-    """Three programs differ only in their function. With this flag the first process
-    of them all keeps what it has compiled, and on CPUs it alone: its keys differ.
+    """Three programs that differ only in their function. With this flag, the first
+    process of the job keeps what it has compiled. Only that process sets it here: on
+    CPUs the keys of the processes differ.
     """
     first, second = run_both(
         """
@@ -93,7 +94,7 @@ say("done")
 
 
 def test_the_callers_results_reach_all_bit_by_bit(run_both):
-    """Those of the first process, whose function alone is called."""
+    """The results of the first process, the only one that calls the function."""
     printed = run_both(
         """
 jax.config.update("jax_enable_x64", True)
@@ -140,8 +141,8 @@ for n in (1, 4, 16):
 
 @pytest.mark.parametrize("staged", [False, True], ids=["cpu", "staged"])
 def test_a_failure_of_the_caller_raises_in_all(run_both, staged):
-    """Each case is a program of its own, and each that fails is followed by one that
-    shows that no value was taken for another's.
+    """Each case is a program. Each that fails is followed by one that shows that no
+    process took one value for another.
     """
     printed = run_both(
         """
@@ -224,7 +225,7 @@ for name, (f, text) in cases.items():
 
 
 def test_a_call_that_another_process_makes(run_both):
-    """Its options are the caller's business: here nothing runs."""
+    """The options of such a call concern only the calling process: nothing runs here."""
     printed = run_both(
         """
 from concurrent import futures
@@ -272,7 +273,7 @@ for f, want in [
 
 
 def test_a_program_that_fails_at_its_first_run(run_both):
-    """JAX asks once more whether it may run when it has."""
+    """JAX asks once more whether the program may run after it has run."""
     waiting, failed = run_both(
         """
 whole = jax.device_put(np.zeros(4, np.float32), NamedSharding(mesh, P()))
@@ -289,8 +290,8 @@ except BaseException as error:
 
 
 def test_after_a_failure_a_process_takes_part_in_nothing_more(run_both):
-    """Of a call without results the other one is not told: it waits in the program that
-    failed, for a value of any step.
+    """The other process does not learn that a call without results failed: it waits in
+    the failed program's collective, where a value of any step would reach it.
     """
     waiting, failed = run_both(
         """

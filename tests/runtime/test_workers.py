@@ -1,4 +1,4 @@
-"""Rows in parallel, timeouts and masks, put together."""
+"""Parallel rows, timeouts and masks in combination."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODES = pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eag
 
 @MODES
 def test_rows_that_make_parallel_calls_of_their_own(mode):
-    """More rows than the pool has threads, each waiting for rows in turn."""
+    """More rows than the pool has threads, each of which waits for rows of its own."""
 
     def outer(v):
         inner = jax.vmap(
@@ -34,7 +34,7 @@ def test_rows_that_make_parallel_calls_of_their_own(mode):
 
 
 def test_arrays_that_come_from_another_process():
-    """Their dtypes are equal to NumPy's own, and other objects."""
+    """Their dtypes equal NumPy's own, but are other objects."""
     spec = jax.ShapeDtypeStruct((3,), np.float32)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         f = jax.jit(
@@ -131,7 +131,7 @@ def test_results_that_are_each_others_lent_memory(mode):
 
 @MODES
 def test_an_exception_that_carries_a_lent_slice(mode):
-    """Its arrays become copies; the memory they showed is XLA's again."""
+    """Its arrays become copies, since XLA reuses the memory that they pointed to."""
 
     def fail(x):
         error = ValueError(x[:4])

@@ -1,4 +1,4 @@
-"""`hc.collect`: what named taps saw, stacked."""
+"""`hc.collect`: the values of named taps, stacked."""
 
 import threading
 
@@ -18,11 +18,11 @@ X = np.arange(4, dtype=np.float32)
 
 
 def nothing(*args, **kwargs):
-    """What the tests tap with: they look at what is collected."""
+    """A tap function that does nothing: the tests look at what is collected."""
 
 
 def halving(x, **options):
-    """Taps x, x/2, x/4 as "x"."""
+    """Taps x, x/2 and x/4 under the name "x"."""
 
     def step(c, _):
         hc.tap(nothing, c, name="x", order="ordered", **options)
@@ -40,7 +40,7 @@ def test_as_a_context_manager(wrap):
     for n in range(2):
         with hc.collect() as seen:
             f(X + n)
-            assert seen == {}  # until it is left
+            assert seen == {}  # until the block is left
         assert list(seen) == ["x"]
         assert isinstance(seen["x"], np.ndarray)
         np.testing.assert_array_equal(seen["x"], [X + n, (X + n) / 2, (X + n) / 4])
@@ -203,7 +203,7 @@ def test_the_tapped_function_runs_as_ever():
 def test_taps_from_before_and_after_are_not_seen(monkeypatch):
     go = threading.Event()
     slow = jax.jit(lambda x: hc.tap(lambda _: go.wait(), x, name="x"))
-    slow(1.0)  # under way until collect waits for it
+    slow(1.0)  # still running until collect waits for it
     waiting = lambda: (go.set(), hc.barrier())
     monkeypatch.setattr(collect, "barrier", waiting)
     with hc.collect() as seen:

@@ -28,7 +28,7 @@ def printed(capsys):
 # --- What it prints ------------------------------------------------------------------
 
 TREE = {"a": X, "b": (X + 1, 2)}
-# (format, positional, keywords): printed as str.format has it.
+# (format, positional, keywords), printed as by str.format.
 FORMATS = {
     "one": ("x = {}", (X,), {}),
     "several": ("{} {:.3f} {n}", (X, 1.5), {"n": 3}),
@@ -118,11 +118,11 @@ def test_in_loops_conditions_and_vmap(capsys):
     assert printed(capsys) == "x 3.0\n"
 
 
-# --- Where to ------------------------------------------------------------------------
+# --- The stream ----------------------------------------------------------------------
 
 
 class File(io.StringIO):
-    """Notes each write and flush."""
+    """Records each write and flush."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ def test_what_only_formatting_finds_out_is_raised_by_barrier(capsys):
 
 
 class Held:
-    """Something that a callback holds."""
+    """An object that a callback holds."""
 
     def __call__(self, *_):
         pass
@@ -236,7 +236,7 @@ class Held:
 
 
 def tell(*_):
-    """What is tapped with where something else is held."""
+    """A tap function for cases in which something else is held."""
 
 
 KINDS = {

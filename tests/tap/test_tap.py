@@ -1,4 +1,4 @@
-"""hc.tap: what arrives, when, and what becomes of errors."""
+"""hc.tap: what is delivered, when, and what happens to errors."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ from hostcall._engine import throttle
 
 
 class Log:
-    """Keeps what arrives. The bound method compares equal, so programs are reused."""
+    """Records deliveries. Its bound method compares equal, so programs are reused."""
 
     def __init__(self):
         self.seen = []
@@ -182,7 +182,7 @@ def test_where(log):
 
 
 def scan_of(log, n, every):
-    """Taps 0, 1, ... n-1 at one place, in one run."""
+    """Taps 0, 1, ... n-1 at one place in one run."""
 
     def f(x):
         return lax.fori_loop(0, n, lambda i, c: (hc.tap(log, i, every=every), c)[1], x)
@@ -221,7 +221,7 @@ def test_every_in_a_loop_of_changing_length(log):
             lambda i: i < n, lambda i: (hc.tap(log, i, every=5), i + 1)[1], 0
         )
 
-    for n in (3, 3, 12, 2, 7):  # together until the third, which is longer
+    for n in (3, 3, 12, 2, 7):  # counted together until the third, which is longer
         f(n)
     assert log.values() == [0, 2, 4, 5, 10, 0, 0, 5]
 
@@ -240,7 +240,7 @@ def test_every_counts_on_each_device(log):
 
 
 def test_every_counts_runs_that_overlap(log):
-    """Each of them by itself, as if it were alone."""
+    """Each run is counted as if it were alone."""
     program = jax.jit(scan_of(log, 2000, 100))
     program(0)
     log.values()
@@ -263,7 +263,7 @@ def test_every_counts_runs_that_overlap(log):
 def test_every_and_sample_hold_outside_of_programs(log):
     for i in range(10):
         hc.tap(log, i, every=4, where=i != 2)
-        hc.tap(log, 100 + i, every=3)  # another line
+        hc.tap(log, 100 + i, every=3)  # a tap on another line
     assert log.values() == [0, 100, 103, 5, 106, 9, 109]
     log.seen.clear()
 
@@ -386,7 +386,7 @@ def test_one_error_is_the_object_itself(mode, order, caplog, log):
         hc.barrier()
     assert caught.value is error
     assert hc.last_error() is error
-    hc.barrier()  # told once
+    hc.barrier()  # raised once
     assert log.values() == [3]
     (record,) = (r for r in caplog.records if r.name == "hostcall")
     assert record.levelname == "ERROR"
@@ -469,7 +469,7 @@ def test_a_tap_may_use_jax_tap_and_call(log):
 
     jax.jit(lambda x: lax.map(lambda v: (hc.tap(outer, v), v)[1], x))(jnp.arange(5))
     hc.barrier()
-    hc.barrier()  # those that came out of the first
+    hc.barrier()  # the taps that the first ones made
     assert sorted(log.values()) == sorted(
         [v * 10 for v in range(5)] + [v * 10 + 1 for v in range(5)]
     )

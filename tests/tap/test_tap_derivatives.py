@@ -1,4 +1,4 @@
-"""`hc.tap_tangent` and `hc.tap_cotangent`: derivatives, where they pass by."""
+"""`hc.tap_tangent` and `hc.tap_cotangent`: taps of derivatives."""
 
 import inspect
 
@@ -19,7 +19,7 @@ X, DOT = np.float32(1.25), np.float32(3)
 
 
 class Taps:
-    """A tap of what passes by a value; `taken()` is what was delivered since."""
+    """Taps the derivatives of a value; `taken()` returns what was delivered since."""
 
     def __init__(self, kind, **options):
         self.kind, self.options = kind, options
@@ -48,7 +48,7 @@ def straight(tap):
 
 
 def scan(tap):
-    """x -> x^8; after turn k it is at x^(2^k)."""
+    """x -> x^8; after iteration k the value is x^(2^k)."""
     return lambda x: lax.scan(lambda c, _: (tap(c * c), None), x, None, length=3)[0]
 
 

@@ -1,4 +1,4 @@
-"""Taps over several devices: each shard its own, or one delivery of the whole value."""
+"""Taps over several devices: one delivery for each shard, or one of the whole value."""
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +38,11 @@ class Taps:
         return taken
 
     def arrays(self):
-        """The only array of each delivery."""
+        """The one array of each delivery."""
         return [array for _, (array,) in self.taken()]
 
     def by_device(self):
-        """Device number -> the only array of each of its deliveries."""
+        """Maps a device's number to the one array of each of its deliveries."""
         found = {device.id: [] for device in jax.devices()}
         for current, (array,) in self.taken():
             found[current.device.id].append(array)
@@ -199,7 +199,7 @@ def test_jit_over_sharded_arrays_in_loops_and_conditions(spec, order):
     np.testing.assert_array_equal(f(x), X + 4)
     got = taps.arrays()
     want = [X, X + 1, X + 2, -(X + 2), X + 3]
-    if order == "unordered":  # nothing orders a branch against the turn around it
+    if order == "unordered":  # nothing orders a branch relative to its iteration
         key = lambda array: array.ravel().tolist()
         got, want = sorted(got, key=key), sorted(want, key=key)
     np.testing.assert_array_equal(got, want)
@@ -225,14 +225,14 @@ def test_eager_taps_of_sharded_arrays(order):
 
 
 def test_ordered_taps_of_mixed_programs_keep_program_order():
-    # All of them tap on the first device, whose order is program order.
+    # All of them tap on the first device, in program order.
     taps = Taps("ordered")
     whole = jax.jit(lambda x, n: (taps(n), x @ x.T)[1])
     single = jax.jit(lambda n: (taps(n), taps(n + 0.25))[0])
     loop = jax.jit(lambda x, n: lax.fori_loop(0, 3, lambda i, c: (taps(n + i / 4), c)[1], x))  # fmt: skip
     sharded = jax.device_put(X, NamedSharding(grid(), P("x", "y")))
     for n in range(0, 40, 4):
-        whole(sharded, float(n))  # nobody waits for it
+        whole(sharded, float(n))  # nobody waits for this program
         single(n + 1.0)
         loop(sharded, n + 2.0)
         taps(np.float32(n + 3))

@@ -1,6 +1,6 @@
-"""Taps on platforms that the engine doesn't serve: JAX's callback brings the values.
+"""Taps on platforms that the engine doesn't serve: JAX's callback delivers the values.
 
-There is no such platform here, so the path is put in the CPU's place.
+No such platform is available here, so the CPU takes that path.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_a_loop_is_delivered_in_order(order, seen):
 
 
 def test_every_counts_all_runs_together(seen):
-    """JAX's callback tells neither the run nor the device."""
+    """JAX's callback knows neither the run nor the device."""
 
     @jax.jit
     def f(x):

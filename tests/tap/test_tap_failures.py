@@ -1,4 +1,4 @@
-"""Taps that fail and fail again: the log, the barrier, and what they hold."""
+"""Taps that fail again and again: the log, the barrier, and what they keep alive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hostcall._runtime import tap_failures
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Stands still but for the test: `clock[0]` is the time."""
+    """A clock that only the test moves: `clock[0]` is the time."""
     now = [0.0]
     monkeypatch.setattr(tap_failures, "clock", lambda: now[0])
     return now
@@ -26,7 +26,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def lines(caplog):
-    """The log's lines so far: (text, whether with a traceback)."""
+    """Lines of the log so far: (text, whether it has a traceback)."""
 
     def taken():
         records = [r for r in caplog.records if r.name == "hostcall"]
@@ -60,7 +60,7 @@ def test_50_000_failures(clock, lines):
 
     steps(fail, n)()
     group = barrier_group()
-    # The first of them, and how many there were.
+    # The group has the first failures and their total number.
     assert f"{n} taps failed; 16 are here" in group.message
     assert [str(e) for e in group.exceptions] == [f"step {i}" for i in range(16)]
 
@@ -78,7 +78,7 @@ def test_50_000_failures(clock, lines):
             f", failed {count - before} more times, {count} in all; the last:"
             f" ValueError: step {count - 1}"
         )
-    # Of all of them the newest alone holds what its frames held.
+    # Only the newest exception still has frames, and what they hold.
     del group
     gc.collect()
     assert sum(ref() is not None for ref in alive) <= 1
@@ -94,7 +94,7 @@ def test_after_a_barrier_that_raised_all_begins_again(clock, lines):
         assert len(barrier_group().exceptions) == 5
         assert [full for _, full in lines()] == [True] * 3 + [False]
     f()
-    hc.flush()  # tells, and takes nothing
+    hc.flush()  # reports failures, but does not take them
     assert [full for _, full in lines()] == [True] * 3 + [False]
     f()
     hc.flush()

@@ -1,4 +1,4 @@
-"""Taps at the ends of a process: exit, fork, Ctrl-C, the environment."""
+"""Taps when a process ends: exit, fork, Ctrl-C, the environment."""
 
 import signal
 
@@ -116,7 +116,7 @@ def test_fork_with_a_live_worker(run_python):
 
 @pytest.fixture
 def interrupted_when_ready(start_python):
-    """What a program prints after "ready", where it gets a Ctrl-C."""
+    """What a program prints if it gets a Ctrl-C after it has printed "ready"."""
 
     def run(source):
         process = start_python(source)
@@ -198,7 +198,7 @@ def test_ctrl_c_where_a_full_queue_waits_for_a_tap_that_hangs(interrupted_when_r
 
 @pytest.mark.parametrize("size", [(), (300, 300)], ids=["inline", "thread"])
 def test_ctrl_c_while_a_program_waits_for_space(interrupted_when_ready, size):
-    """Each tap ends soon, and the program would go on to the next, for minutes."""
+    """Each tap is short, but the program would go on with more taps for minutes."""
     source = f"""
     import jax, time, jax.numpy as jnp, hostcall as hc
     hc.configure(tap_queue_bytes=200)

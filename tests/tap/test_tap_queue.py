@@ -1,4 +1,4 @@
-"""The queue of taps: bounds, policies, and devices that do not wait."""
+"""The tap queue: bounds, policies, and devices that do not wait."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ def small_queue():
 
 
 class Gated:
-    """A tap that waits at its first value until `open` is set."""
+    """A tap whose first delivery waits until `open` is set."""
 
     def __init__(self):
         self.entered, self.open, self.seen = threading.Event(), threading.Event(), []
@@ -58,7 +58,7 @@ def counters(gated):
 def test_a_blocked_worker_does_not_stop_the_device():
     f, gated = loop(100)
     for _ in range(5):
-        f(KIB).block_until_ready()  # nobody has delivered anything
+        f(KIB).block_until_ready()  # nothing was delivered yet
     assert gated.seen == []
     assert hc.flush(0.01) is False
     gated.open.set()
@@ -68,7 +68,7 @@ def test_a_blocked_worker_does_not_stop_the_device():
 
 def test_block_waits_and_loses_nothing(small_queue):
     f, gated = loop(50)
-    # On a thread: XLA runs a small program on the one that dispatches it.
+    # On a thread, since XLA runs a small program on the dispatching one.
     thread = threading.Thread(target=lambda: f(KIB).block_until_ready())
     thread.start()
     assert gated.entered.wait(60)
@@ -160,8 +160,8 @@ def test_a_tap_that_taps_does_not_wait_for_itself(small_queue):
 
 
 def test_the_device_never_takes_the_gil(run_python):
-    # Threads get the lock for ten seconds at a time: a device that wanted it would
-    # take as long. The main thread gives it up itself where it waits.
+    # Threads keep the GIL for ten seconds at a time, so a device that asked for it
+    # would take as long. The main thread releases it whenever it waits.
     done = run_python(
         """
         import sys, threading, time
@@ -233,9 +233,9 @@ def test_a_barrier_with_a_limit_waits_for_programs_and_loses_no_error():
     def bad(x):
         raise LookupError("once")
 
-    m = jnp.ones((600, 600))  # large enough for XLA to run it on a thread of its own
+    m = jnp.ones((600, 600))  # large enough that XLA runs it on one of its threads
     m = jax.jit(lambda m: hc.call(late, m, m @ m))(m)
-    # With an input that is not ready it does not run where it is dispatched.
+    # With an input that is not ready, it does not run on the dispatching thread.
     jax.jit(lambda m: hc.call(bad, None, m, order="ordered"))(m)
     assert hc.barrier(timeout=0.01) is False
     gate.set()
@@ -260,7 +260,7 @@ def test_discarded_taps_are_counted_and_not_delivered(small_queue):
 
 
 def test_a_writer_of_snapshots():
-    """A slow writer, 100 steps, a queue of eight: dispatch waits for nobody."""
+    """A slow writer, 100 steps, a queue of eight: dispatch never waits."""
     hc.configure(tap_queue_bytes=200 * 1100)
     written, gate = [], threading.Event()
 
@@ -279,7 +279,7 @@ def test_a_writer_of_snapshots():
     x = KIB
     for i in range(100):
         x = step(i, x)
-    np.testing.assert_array_equal(x, np.full(256, 100))  # computed, nothing written
+    np.testing.assert_array_equal(x, np.full(256, 100))  # computed, not written
     assert written == []
     gate.set()
     with pytest.raises(OSError, match="disk full"):
@@ -315,7 +315,9 @@ def test_a_million_taps_in_a_scan():
 
 
 def test_stress(small_queue):
-    """Threads and devices, sizes and policies, some raise: all is accounted for."""
+    """Threads, devices, sizes and policies, and some taps raise: every tap is accounted
+    for.
+    """
     seen, failed = {}, itertools.count()
     devices = jax.devices()
 
@@ -343,7 +345,7 @@ def test_stress(small_queue):
 
     policies = ["block", "drop_newest", "drop_oldest"]
     programs = [program(p, size) for p in policies for size in (1, 300, 5000)]
-    for f, device in itertools.product(programs, devices):  # compiled first
+    for f, device in itertools.product(programs, devices):  # compile first
         f(-1, jax.device_put(0, device)).block_until_ready()
     hc.flush()
     with contextlib.suppress(Unlucky, ExceptionGroup):
@@ -359,7 +361,7 @@ def test_stress(small_queue):
                 device, which = choose.choice(devices), choose.randrange(len(programs))
                 start = jax.device_put(turn * 20, device)
                 programs[which](thread, start).block_until_ready()
-                if which < 3:  # of these nothing may be dropped
+                if which < 3:  # none of these may be dropped
                     steps = range(turn * 20, turn * 20 + 20)
                     blocking.append(((thread, device.id), steps))
         except BaseException as error:
@@ -383,5 +385,5 @@ def test_stress(small_queue):
     assert delivered + after.dropped - before.dropped == 8 * 40 * 20
     for key, steps in blocking:
         assert set(steps) <= set(seen[key])
-    for steps in seen.values():  # of one thread on one device: in its order
+    for steps in seen.values():  # taps of one thread on one device are in order
         assert steps == sorted(set(steps))

@@ -1,4 +1,4 @@
-"""hc.tap(sharding="shards"): each device its block, and no communication."""
+"""hc.tap(sharding="shards"): each device taps its block, without communication."""
 
 import re
 
@@ -46,7 +46,7 @@ def log():
 
 
 def blocks(x):
-    """What an oracle expects: index -> the first device that has it."""
+    """The oracle: maps each index to the first device that has it."""
     found = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         index = tuple(
@@ -187,7 +187,7 @@ def test_under_transformations(name, order, log):
 
 
 def test_blocks_of_different_sizes_are_gathered():
-    # JAX refuses such shardings where a user writes them; the compiler may choose one.
+    # JAX refuses such shardings from a user, but the compiler may choose one.
     class Uneven:
         shape = (10,)
 
@@ -215,7 +215,7 @@ def test_a_tap_without_arrays_arrives_once(log):
 
 
 def test_the_compilation_cache_is_left_alone(tmp_path, log):
-    # Its slots are taken where the compiler partitions, which a hit leaves out.
+    # Slots are taken when the compiler partitions, which a cache hit would skip.
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

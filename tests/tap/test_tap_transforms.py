@@ -1,4 +1,4 @@
-"""What a tap delivers under JAX's transformations: what plain Python would see."""
+"""Under JAX's transformations, a tap delivers what plain Python would see."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ ORDERS = pytest.mark.parametrize("order", ["unordered", "ordered"])
 
 
 class Taps:
-    """A tap of `order`; `taken()` is what was delivered since the last time."""
+    """A tap with this `order`; `taken()` returns what was delivered since the last
+    time.
+    """
 
     def __init__(self, order, **options):
         self.options = {"order": order, **options}
@@ -27,15 +29,15 @@ class Taps:
     def taken(self):
         hc.barrier()
         taken, self.seen = self.seen, []
-        # The order of the unordered ones holds within a block alone.
+        # Unordered taps are in order only within a block.
         return taken if self.options["order"] == "ordered" else sorted(taken)
 
 
-# --- Programs: they are given a tap and what stands for jax.checkpoint ---------------
+# --- Programs of a tap and a stand-in for jax.checkpoint -----------------------------
 
 
 def programs(tap, remat):
-    """Name -> a function of a scalar, which gives one."""
+    """Functions from scalar to scalar, by name."""
 
     def told(f):
         return lambda v: (tap(v), f(v))[1]
@@ -82,7 +84,7 @@ X = np.float32(1.25)
 
 
 def oracle(name, order, *xs):
-    """What plain Python sees, with one run after the other."""
+    """What plain Python sees if the rows run one after the other."""
     seen = []
     with jax.disable_jit():
         for x in xs:
@@ -119,7 +121,8 @@ def test_linearize_delivers_primals_once(name, order):
 
 @ORDERS
 def test_a_linearized_while_runs_again_for_each_tangent(order):
-    # JAX can't keep the values of a loop of unknown length: its linear program is the
+    # JAX can't keep the values of a loop of unknown length, so its linear program is
+    # the
     # whole loop. Taps (and JAX's own callbacks) run with it.
     taps = Taps(order)
     f = programs(taps, jax.checkpoint)["while"]
@@ -173,7 +176,7 @@ BATCHES = np.random.default_rng(0).integers(0, 9, (2, 2, 4, 3), np.int32)
 
 
 def in_place(batch, outer, inner):
-    """The argument of which vmap takes `batch[i, j]`; 0 for an axis that it lacks."""
+    """The argument of which vmap takes `batch[i, j]`, with index 0 for a missing axis."""
     parts = [p[0] if inner is None else np.moveaxis(p, 0, inner) for p in batch]
     return parts[0] if outer is None else np.stack(parts, outer)
 
@@ -195,7 +198,7 @@ def test_nested_vmap_and_what_current_says_of_it(wrap, rows, masked, outer, inne
 
     wrap(jax.vmap(jax.vmap(f, inner), outer))(*map(in_place, BATCHES, outer, inner))
     hc.barrier()
-    # Of each array, for each of its axes: all of it, or the one row that there is.
+    # For each array and each axis: all rows, or the only one.
     has = [(o is not None, i is not None) for o, i in zip(outer, inner)]
     views = [
         batch[tuple(slice(None) if axis else slice(1) for axis in axes)]
@@ -252,7 +255,7 @@ def test_where_keeps_out_what_vmap_makes_of_conditions(rows, order):
         return lax.while_loop(lambda v: v < 4, lambda v: (tap(v, v < 4), v + 1)[1], x)
 
     xs = np.array([0.0, 2.0, 1.0, 5.0], np.float32)
-    # Both branches, then turn by turn the rows that are not done.
+    # Both branches; then, in each iteration, the rows that are not done.
     want = [2, 5, 0, -1, 0, 3, 1, 1, 2, 2, 3, 3]
     for g in (jax.vmap(f), jax.jit(jax.vmap(f))):
         np.testing.assert_array_equal(g(xs), [4, 4, 4, 6])
@@ -269,7 +272,7 @@ def test_without_where_vmap_runs_both_branches_for_all_rows(order):
     xs = np.array([0.5, 2], np.float32)
     f = programs(taps, jax.checkpoint)["cond"]
     jax.jit(jax.vmap(f))(xs)
-    # The inner one taps x in one branch, the outer one -0.5 and 4 in both of its.
+    # The inner cond taps x in one branch, the outer one -0.5 and 4 in both branches.
     assert sorted(taps.taken()) == sorted([0.5, 2, -0.5, 4, -0.5, 4])
 
 
@@ -296,7 +299,7 @@ def test_remat_repeat_taps_again_what_the_backward_pass_computes(order, loop, wr
     values = [np.sin(X)]
     for _ in range(2 if loop else 0):
         values.append(np.sin(np.sin(values[-1])))
-    again = values[::-1]  # back from the last turn
+    again = values[::-1]  # back from the last iteration
     for f, want in ((stack, values), (jax.grad(stack), values + again)):
         wrap(f)(X)
         want = want if order == "ordered" else sorted(want)
