@@ -1,6 +1,6 @@
 // Where pushes wait for space in a full tap queue.
 //
-// Does not depend on Python (tests/native/tap_queue_test.cc).
+// Does not depend on Python (tests/native/tap_full_test.cc).
 //
 // Guarantee: a waiter misses neither Freed nor Interrupt. Freed is called for every
 // delivered batch, so it must be cheap when nobody waits: it reads one atomic and
