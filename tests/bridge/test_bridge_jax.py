@@ -214,7 +214,7 @@ def test_a_function_is_traced_once_for_its_shapes():
     assert len(f._programs) == 3
 
 
-def test_a_bridge_and_what_it_compiled_go_together(in_time):
+def test_a_bridge_and_its_programs_die_together(in_time):
     def life():
         big = np.ones(1000, np.float32)
         f = hc.bridge.jax(lambda x: x + big)
@@ -229,7 +229,7 @@ def test_a_bridge_and_what_it_compiled_go_together(in_time):
 # --- Arguments and results -------------------------------------------------------------
 
 
-def test_programs_go_with_jaxs_caches():
+def test_programs_die_with_jaxs_caches():
     f = hc.bridge.jax(lambda x: jnp.sin(x).sum())
     for _ in range(3):
         jax.jit(jax.grad(f))(jnp.ones(3))
@@ -457,7 +457,7 @@ def odd(x):
     raise Odd("seven")
 
 
-def test_errors_come_out_as_themselves():
+def test_errors_are_raised_unchanged():
     with pytest.raises(Odd, match="seven"):
         hc.bridge.jax(odd)(X)
     with pytest.raises(Odd, match="seven"):

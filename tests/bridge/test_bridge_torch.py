@@ -561,7 +561,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("fn", "options", "text"), WRONG.values(), ids=WRONG)
-def test_what_is_written_wrong(fn, options, text):
+def test_wrong_arguments(fn, options, text):
     with pytest.raises(hc.SpecError, match=text):
         bridge(fn, **options)(X)
 
@@ -660,7 +660,7 @@ def test_other_options():
 
 
 @pytest.mark.parametrize("kind", ["jvp", "torch vmap", "jvp of grad"])
-def test_errors_within_torch_func_come_out_as_themselves(kind):
+def test_errors_within_torch_func_are_raised_unchanged(kind):
     """The closures of a failed call must not count as keeping its lent arrays."""
 
     broken = False  # while shapes are found

@@ -139,7 +139,7 @@ def test_buffers_that_may_be_returned(mode):
 
 @modes
 @pytest.mark.parametrize("value", [decimal.Decimal(3), {1.0}, b"abc"], ids=str)
-def test_what_is_no_array_of_numbers_is_refused(mode, value):
+def test_results_that_are_not_arrays_of_numbers_are_refused(mode, value):
     result = jax.ShapeDtypeStruct((), np.float32)
     program = mode(lambda: hc.call(lambda: value, result))
     with pytest.raises(hc.ResultError, match="not an array of numbers"), hc.reraise():

@@ -108,7 +108,7 @@ TREES = {
 
 @EAGER_AND_JIT
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
-def test_pytrees_go_in_and_out(tree, wrap):
+def test_pytrees_as_arguments_and_results(tree, wrap):
     def double(value, *, also):
         return jax.tree.map(lambda a: a * 2, value), {"also": also}
 

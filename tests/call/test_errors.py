@@ -159,7 +159,7 @@ MAKERS = {
 
 @modes
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_any_exception_comes_out_as_the_object_it_was(flaky, mode, make):
+def test_any_exception_is_raised_as_the_same_object(flaky, mode, make):
     bad = flaky(make)
     step = mode(lambda x: hc.call(bad.double, F32, x))
     for _ in range(2):
@@ -200,7 +200,7 @@ def test_errors_raised_by_c_code(mode, fn, kind):
 @modes
 @orders
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_interrupts_come_out_as_themselves(flaky, mode, order, kind):
+def test_interrupts_are_raised_unchanged(flaky, mode, order, kind):
     bad = flaky(lambda: kind("stop"))
     step = mode(lambda x: hc.call(bad.double, F32, x, order=order))
     for _ in range(2):
@@ -284,7 +284,7 @@ def test_the_type_is_the_same_on_every_call(flaky, order, successes_before):
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("successes_before", [0, 1, 3])
-def test_what_ends_a_program_comes_out_as_itself(kind, successes_before):
+def test_exits_and_interrupts_are_raised_unchanged(kind, successes_before):
     def host(x):
         if x < 0:
             raise kind("mine")

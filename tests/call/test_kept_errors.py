@@ -202,7 +202,7 @@ def test_a_generator_that_handled_an_exception_goes_on(lend):
         assert next(numbers) == 102
 
 
-def test_told_numbers_do_not_pile_up():
+def test_numbers_of_raised_errors_do_not_pile_up():
     from hostcall._core import failures
 
     def fail(x):

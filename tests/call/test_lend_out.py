@@ -80,7 +80,7 @@ def test_a_result_that_was_not_written_is_an_error(mode, part):
 @modes
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "complex64", "int4"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9, 33, 511])
-def test_small_results_are_never_what_lay_in_memory(mode, dtype, size):
+def test_small_results_never_show_old_memory(mode, dtype, size):
     """If they are too small to tell what was written, the rest is zero, or an error is
     raised.
     """

@@ -304,7 +304,7 @@ def test_what_is_known_of_a_traced_value_may_be_used(face, make):
     hc.barrier()
 
 
-def test_looking_does_not_go_through_what_is_large_or_a_ring():
+def test_the_search_skips_large_objects_and_cycles():
     class Large(list):
         def __iter__(self):
             raise AssertionError("nobody prints it")

@@ -328,7 +328,7 @@ def test_a_block_keeps_little(ones):
     del first
 
 
-def test_the_report_comes_out_where_the_exception_is_gone(ones):
+def test_the_report_works_if_the_exception_is_gone(ones):
     step = program()
     with pytest.raises(JaxRuntimeError, match=r"KeyError: -1\.0"), hc.reraise():
         y = step(-1.0, ones)

@@ -195,7 +195,7 @@ NO_NUMBERS = {
 
 @modes
 @pytest.mark.parametrize(("value", "say"), NO_NUMBERS.values(), ids=NO_NUMBERS)
-def test_what_is_no_array_of_numbers_is_refused_with_what_to_return(mode, value, say):
+def test_refusing_results_that_are_not_numbers_says_what_to_return(mode, value, say):
     result = {"a": spec("float32", 3), "b": F32}
     text = refusal(mode, {"a": value, "b": 1.0}, result)
     assert text.startswith("hostcall: result['a'] of ")

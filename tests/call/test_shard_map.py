@@ -210,7 +210,7 @@ def test_one_failing_shard_before_a_collective(run_python, order, wrap):
     assert done.stdout == "alive\n"
 
 
-def test_a_shard_that_fails_alone_says_so_at_once(caplog):
+def test_a_shard_that_fails_alone_is_reported_at_once(caplog):
     # If a collective followed, XLA would end the process after a minute, and this
     # record
     # would be all that the user sees.

@@ -112,7 +112,7 @@ def test_the_call_in_a_rule_is_batched_by_the_vmap_outside():
     assert seen == [((1, 4, 3), (2, 1, 3))]
 
 
-def test_an_error_of_the_rule_comes_out():
+def test_an_error_of_the_rule_is_raised():
     def rule(axis_size, in_batched, x, y):
         raise KeyError("mine")
 

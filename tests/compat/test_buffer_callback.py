@@ -365,7 +365,7 @@ def test_memory_is_shared_by_two_at_most():
 
 @modes
 @effects
-def test_what_it_raises_comes_out(mode, effect):
+def test_its_exception_is_raised(mode, effect):
     raised = []
 
     def host(ctx, out):

@@ -124,7 +124,7 @@ def test_callbacks_get_jax_arrays_on_a_device_for_host_code():
     assert device.client is not jax.devices()[0].client
 
 
-def test_what_callbacks_get_goes_with_arrays_of_the_program(caplog):
+def test_arguments_of_callbacks_mix_with_the_users_arrays(caplog):
     """The user's arrays, committed or not, mix with the callback's arguments without a
     warning.
     """

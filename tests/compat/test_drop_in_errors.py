@@ -146,7 +146,7 @@ def test_an_eager_call_can_be_reraised():
 
 
 @pytest.mark.parametrize("kind", ["pure", "io", "debug"])
-def test_ctrl_c_comes_out_as_itself(kind):
+def test_ctrl_c_is_raised_as_keyboard_interrupt(kind):
     call, *_ = KINDS[kind]
 
     def host(x):

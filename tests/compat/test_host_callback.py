@@ -226,7 +226,7 @@ def test_cotangents_that_are_tapped_say_so():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_pmap_tells_the_device():
+def test_pmap_knows_the_device():
     seen = {}
 
     def tap(arg, transforms, *, device):
@@ -588,7 +588,7 @@ def test_the_log(caplog):
 # --- The process --------------------------------------------------------------------------------
 
 
-def test_what_is_pending_is_delivered_at_exit(run_python):
+def test_pending_taps_are_delivered_at_exit(run_python):
     done = run_python(
         """
         import time, jax

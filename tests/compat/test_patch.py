@@ -188,7 +188,7 @@ def test_vectorized_is_a_keyword_of_the_callback_today(patched):
 
 @pytest.mark.parametrize("arrays", ["jax", "numpy"])
 @pytest.mark.parametrize("bound", [EARLY, LATE], ids=["early", "late"])
-def test_what_callbacks_get(bound, arrays):
+def test_arguments_of_callbacks(bound, arrays):
     wanted = np.ndarray if arrays == "numpy" else jax.Array
     seen = []
 
@@ -371,7 +371,7 @@ def test_pallas_interpreted_on_two_cores(patched):
         np.testing.assert_array_equal(f(x), np.asarray(x) * 2)
 
 
-def test_what_a_core_raises_comes_out_of_the_interpreter(patched):
+def test_exceptions_of_a_core_are_raised_by_the_interpreter(patched):
     from jax.experimental import pallas as pl
 
     def kernel(x_ref, o_ref):  # from the fifth block on it reads past the end
@@ -410,7 +410,7 @@ def test_inside_a_pallas_kernel_prints_stay_jaxs(patched):
 # --- Patching and unpatching ------------------------------------------------------------------
 
 
-def test_names_come_and_go():
+def test_the_patch_replaces_and_restores_names():
     hc.patch_jax()
     assert not set(in_place()) & set(ORIGINALS)
     hc.patch_jax()  # again, with no effect
@@ -450,7 +450,7 @@ def test_patches_that_overlap():
     assert repr(first) == "<hostcall.patch_jax(arrays='jax'), ended>"
 
 
-def test_a_wrapper_of_ours_is_not_taken_for_jaxs():
+def test_our_own_wrapper_is_not_taken_for_jaxs():
     hc.patch_jax()
     ours = jax.effects_barrier
     jax.effects_barrier = wrapper = lambda: ours()
@@ -598,7 +598,7 @@ def test_run_a_module(program, run_python, monkeypatch):
     assert done.stdout.splitlines() == ["['x'] __main__ 6.0", "hostcall._compat.patch"]
 
 
-def test_run_what_is_not_there(run_python):
+def test_running_a_missing_file(run_python):
     done = run_python(MAIN, "run", "nowhere.py", check=False)
     assert done.returncode == 2
     assert "there is no file nowhere.py" in done.stderr

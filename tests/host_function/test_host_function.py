@@ -74,7 +74,7 @@ def test_a_keyword_without_a_position_is_refused():
         hc.host(plain, result=hc.like(0))(y=1)
 
 
-def test_typed_keys_go_in_and_out():
+def test_typed_keys_as_arguments_and_results():
     f = hc.host(lambda key, x: (key, x), result=lambda key, x: (key, x))
     key = jax.random.key(3)
     out, _ = jax.jit(f)(key, ROW)

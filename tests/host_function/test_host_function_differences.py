@@ -149,7 +149,7 @@ TRIED = {
 
 @pytest.mark.parametrize("scheme", ["central", "forward"])
 @pytest.mark.parametrize(("fn", "slope", "x", "most"), TRIED.values(), ids=TRIED)
-def test_the_error_is_at_most_twice_what_is_told(fn, slope, x, most, scheme):
+def test_the_error_is_at_most_twice_the_estimate(fn, slope, x, most, scheme):
     for step in (None, 1e-3, 0.1):
         f = hc.host(fn, result=hc.elementwise)
         hc.finite_difference(f, scheme=scheme, step=step)

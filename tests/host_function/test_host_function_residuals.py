@@ -206,7 +206,7 @@ def waiting(name, length=6):
     return jax.jit(jax.grad(run))
 
 
-def test_that_residuals_had_to_go_is_said_once_for_each_function(small, caplog):
+def test_evicted_residuals_are_reported_once_for_each_function(small, caplog):
     fits, one, other = (waiting(name, n) for name, n in (("a", 2), ("b", 6), ("c", 6)))
     close(fits(X), nested(X, 2))
     assert not caplog.records
@@ -222,7 +222,7 @@ def test_that_residuals_had_to_go_is_said_once_for_each_function(small, caplog):
     assert caplog.records[0].levelname == "WARNING"
 
 
-def test_what_runs_again_for_other_reasons_is_not_said(caplog):
+def test_calls_that_run_again_for_other_reasons_are_not_reported(caplog):
     f = make()
     out, pullback = jax.vjp(jax.jit(f), X)
     pullback = jax.jit(pullback)
@@ -345,7 +345,7 @@ def test_the_forward_rule_may_keep_its_arguments():
     close(g(2 * X), np.cos(2 * X))
 
 
-def test_an_exception_of_a_rule_comes_out_and_leaves_nothing():
+def test_an_exception_of_a_rule_is_raised_and_leaves_nothing():
     f = hc.host(np.sin, result=hc.like(0))
 
     def bwd(residual, ct):
@@ -371,7 +371,7 @@ def test_the_newest_are_kept():
     assert s.missed == 1
 
 
-def test_what_was_missed_once_is_kept():
+def test_a_residual_that_was_missed_once_is_kept():
     s = Store(lambda: 3)
     handle = s.put("first")
     assert s.get(handle, True) == ("first", True)

@@ -565,7 +565,7 @@ def test_renew_closes_and_makes_anew():
     assert closed(log) == [(), (0,), (1,)]
 
 
-def test_what_closing_raises_comes_out_after_all_are_closed():
+def test_errors_of_closing_are_raised_after_all_are_closed():
     xs = np.arange(3, dtype=np.int32)
     for fails, kind in (({(1,)}, ValueError), ({(0,), (2,)}, ExceptionGroup)):
         log = []
@@ -717,7 +717,7 @@ def test_close_waits_for_another_threads_method():
 # --- Errors ------------------------------------------------------------------------------------------
 
 
-def test_what_a_method_raises_comes_out_as_itself():
+def test_exceptions_of_methods_are_raised_unchanged():
     error = LookupError("no such place")
 
     class Fails:

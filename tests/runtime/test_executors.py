@@ -230,7 +230,7 @@ def test_an_error_of_a_worker_has_the_traceback_from_there(executor):
     assert f(good).tolist() == good.tolist()
 
 
-def test_decorated_functions_go_by_name(processes):
+def test_decorated_functions_are_sent_by_name(processes):
     decorated._options["executor"] = processes
     try:
         values, dots = jax.vmap(lambda x: jax.jvp(decorated, (x,), (1.0,)))(X)
@@ -241,7 +241,7 @@ def test_decorated_functions_go_by_name(processes):
 
 
 @KEPT_BY_OTHERS
-def test_functions_without_a_name_go_by_value(executor):
+def test_functions_without_a_name_are_sent_by_value(executor):
     if pools.by_name(executor):
         pytest.skip("sends functions by name")
     two = 2

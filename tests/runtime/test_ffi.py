@@ -17,7 +17,7 @@ FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}"]
 FLAGS += [f"-isystem{jax.ffi.include_dir()}"]
 
 
-def test_what_speaks_to_xla_compiles():
+def test_the_code_that_talks_to_xla_compiles():
     """The wheel is built with the oldest headers; the user's jaxlib may have newer
     ones.
     """

@@ -47,7 +47,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     "wait", ["np.asarray(y)", "y.block_until_ready()", "y.tolist()"]
 )
-def test_ctrl_c_comes_out_while_jax_waits(run_python, wait):
+def test_ctrl_c_is_raised_while_jax_waits(run_python, wait):
     done = run_python(PROGRAM.replace("WAIT", wait))
     assert done.stdout.splitlines() == ["interrupted", "2.0"]
 

@@ -106,7 +106,7 @@ class Model:
 
 @pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
 @pytest.mark.parametrize("calls", [0, 1, 3])
-def test_a_callback_goes_when_its_program_is_dropped(order, calls, in_time):
+def test_a_callback_dies_when_its_program_is_dropped(order, calls, in_time):
     model = Model()
     program = jax.jit(lambda x, fn=model.double: hc.call(fn, SCALAR, x, order=order))
     compiled = program.lower(1.0).compile()
@@ -277,7 +277,7 @@ def test_functions_of_programs_over_devices_die_with_them(mode, in_time):
     assert in_time(lambda: not any(reference() for reference in gone))
 
 
-def test_what_a_program_held_goes_without_further_calls():
+def test_what_a_program_held_dies_without_further_calls():
     """If its last reference goes on a thread without the GIL, the watcher has to bury
     it.
     """

@@ -273,7 +273,7 @@ def test_a_failing_tap_is_raised_at_the_end_with_what_was_seen():
     assert later == {}
 
 
-def test_an_error_of_the_block_comes_out_and_ends_the_collecting():
+def test_an_error_of_the_block_is_raised_and_ends_the_collecting():
     f = jax.jit(lambda x: hc.tap(nothing, x, name="x"))
     with pytest.raises(ZeroDivisionError), hc.collect() as seen:
         f(1.0)

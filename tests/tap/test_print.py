@@ -57,7 +57,7 @@ def as_it_arrives(leaf):
 
 @EAGER_AND_JIT
 @pytest.mark.parametrize("name", FORMATS)
-def test_prints_what_format_gives(name, wrap, capsys):
+def test_prints_as_str_format(name, wrap, capsys):
     fmt, args, kwargs = FORMATS[name]
     wrap(lambda: hc.print(fmt, *args, **kwargs))()
     args, kwargs = jax.tree.map(as_it_arrives, (args, kwargs))
@@ -275,7 +275,7 @@ def test_a_line_traced_by_fresh_functions_does_not_grow(kind, in_time):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [False, True], ids=["", "vmap"])
-def test_a_tap_goes_when_its_program_is_dropped(batch, kind, in_time):
+def test_a_tap_dies_when_its_program_is_dropped(batch, kind, in_time):
     held = Held()
     gone = weakref.ref(held)
     f = KINDS[kind](held)

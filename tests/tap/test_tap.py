@@ -431,7 +431,7 @@ def test_a_row_that_fails_does_not_keep_the_others(log):
     assert log.values() == [0, 1, 2, 3]
 
 
-def test_system_exit_and_keyboard_interrupt_of_a_tap_come_out_of_barrier():
+def test_barrier_raises_a_taps_system_exit_and_keyboard_interrupt():
     for error in (SystemExit(3), KeyboardInterrupt()):
         jax.jit(lambda x, e=error: hc.tap(raising(e), x))(1)
         with pytest.raises(type(error)) as caught:
@@ -589,7 +589,7 @@ def test_wrong_options(text, log):
         hc.tap(log, 1.0, **WRONG[text])
 
 
-def test_generators_coroutines_and_what_is_no_function():
+def test_generators_coroutines_and_objects_that_are_not_functions():
     def generator(x):
         yield x
 
