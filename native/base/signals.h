@@ -10,7 +10,7 @@
 //   * A handler is installed for SIGINT only if there is one already, which ours
 //     calls, and for SIGTERM only if it has the default action.
 //   * The handlers are async-signal-safe. They do a lock-free fetch_or and
-//     sem_post; the one for SIGTERM restores the default action in a forked child,
+//     sem_post; the one for SIGTERM raises the signal again in a forked child,
 //     where the watcher does not exist. Nothing that a handler uses is initialised
 //     in a handler.
 //   * SIGTERM is caught once: a second one ends the process at once.
@@ -49,8 +49,7 @@ class Signals {
     if (before.sa_handler != nullptr) return true;  // watched since an earlier call
     struct sigaction found;
     if (sigaction(SIGINT, nullptr, &found) != 0) return false;
-    // With SA_SIGINFO the handler takes three arguments, and ours could not call
-    // it.
+    // With SA_SIGINFO the handler takes three arguments: ours could not call it.
     if ((found.sa_flags & SA_SIGINFO) != 0 || found.sa_handler == SIG_DFL ||
         found.sa_handler == SIG_IGN) {
       return false;
@@ -108,12 +107,16 @@ class Signals {
   }
 
  private:
+  /// Wakes the watcher, and then runs the handler that was there before: for
+  /// Python's, that sets the flag for its main thread.
   static void OnInterrupt(int signal) {
     const int saved = errno;  // the interrupted code may be about to read it
     Post(kInterrupt);
     errno = saved;
     Before().sa_handler(signal);
   }
+  /// Wakes the watcher, which delivers the taps and then sends SIGTERM again. By
+  /// then the action is the default one, so the process ends.
   static void OnTerminate(int signal) {
     const int saved = errno;
     if (getpid() == Watcher().load()) {

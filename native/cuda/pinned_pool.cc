@@ -38,6 +38,7 @@ PinnedMemory* PinnedPool::List::Pop() {
 // --- Blocks ---------------------------------------------------------------------
 
 void PinnedBlock::Release() noexcept {
+  // Emptied first, so that a second Release does nothing.
   PinnedMemory* memory = std::exchange(memory_, nullptr);
   size_ = 0;
   if (memory != nullptr) pool_->Give(memory);
@@ -65,6 +66,7 @@ class PinnedPool::Turn {
       pool.changed_.wait(lock, [&] { return nobodys() || pool.full_; });
       if (!nobodys()) return;
     }
+    // Without may_wait this turn comes at once: the lock was held since the check.
     const uint64_t mine = pool.tickets_++;
     pool.changed_.wait(lock, [&] { return pool.serving_ == mine; });
     mine_ = true;
@@ -96,6 +98,9 @@ PinnedBlock PinnedPool::Acquire(size_t bytes) { return Take(bytes, true); }
 
 PinnedBlock PinnedPool::TryAcquire(size_t bytes) { return Take(bytes, false); }
 
+/// Acquire and TryAcquire. A request that is not served at once waits for its turn,
+/// collects what has come back, waits until it fits, and then takes or allocates a
+/// block.
 PinnedBlock PinnedPool::Take(size_t bytes, bool may_wait) {
   const size_t capacity = CapacityFor(bytes);
   Lock lock(mutex_);
@@ -118,6 +123,7 @@ PinnedBlock PinnedPool::Take(size_t bytes, bool may_wait) {
   PinnedMemory* memory = PopIdle(capacity);
   if (memory != nullptr) {
     PinnedBlock block = HandOut(memory, bytes);
+    // After an overrun, or below a new limit, more may be allocated than allowed.
     Evict(lock, limit_);
     return block;
   }
@@ -192,6 +198,7 @@ void PinnedPool::Evict(Lock& lock, size_t most) {
   for (auto at = idle_.rbegin(); at != idle_.rend(); ++at) {
     while (at->second != nullptr && stats_.allocated_bytes > most) {
       PinnedMemory* memory = std::exchange(at->second, at->second->next);
+      // Counted as freed now: only the holder of the turn, this thread, allocates.
       stats_.allocated_bytes -= memory->capacity;
       doomed.Append(memory);
     }
@@ -204,7 +211,7 @@ void PinnedPool::Evict(Lock& lock, size_t most) {
 
 /// Allocates a block in the current context. Throws CudaError, without the lock.
 PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
-  idle_.try_emplace(capacity, nullptr);  // now, since MakeIdle must not allocate
+  idle_.try_emplace(capacity, nullptr);  // here, since MakeIdle must not allocate
   for (;;) {
     lock.unlock();
     auto memory = std::make_unique<PinnedMemory>();
@@ -243,12 +250,16 @@ void PinnedPool::MakeIdle(PinnedMemory* memory) noexcept {
   if (serving_ != tickets_) changed_.notify_all();  // somebody has a turn, or waits
 }
 
+/// Takes back a block that nobody uses. Must not call the driver: host functions
+/// call this.
 void PinnedPool::Give(PinnedMemory* memory) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   stats_.in_use_bytes -= memory->capacity;
   MakeIdle(memory);
 }
 
+/// Takes back a block that work on the stream may still use. The driver is called
+/// without the lock: the block is in no list yet, so only this thread knows it.
 void PinnedPool::GiveAfter(PinnedMemory* memory, CudaStream stream) {
   if (Record(memory, stream)) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -287,6 +298,7 @@ bool PinnedPool::Record(PinnedMemory* memory, CudaStream stream) const {
 
 // --- The whole ------------------------------------------------------------------
 
+/// Destroys a block's event, in the context in which it was made.
 void PinnedPool::DestroyEvent(PinnedMemory* memory) const noexcept {
   if (memory->event == nullptr) return;
   try {
@@ -298,6 +310,7 @@ void PinnedPool::DestroyEvent(PinnedMemory* memory) const noexcept {
   memory->event_context = nullptr;
 }
 
+/// Returns a block to the system. Called without the lock.
 void PinnedPool::Free(PinnedMemory* memory) const noexcept {
   const std::unique_ptr<PinnedMemory> owned(memory);
   DestroyEvent(memory);
@@ -338,6 +351,8 @@ PinnedPool::Stats PinnedPool::stats() const {
 }
 
 PinnedPool::~PinnedPool() {
+  // The lock is held over calls of the driver here, which is safe: nobody else is
+  // left.
   Lock lock(mutex_);
   while (PinnedMemory* memory = pending_.Pop()) {
     try {

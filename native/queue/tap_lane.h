@@ -285,6 +285,7 @@ class alignas(64) TapLane {
 
   // The lane is locked in all functions below.
 
+  /// Appends an event to the list.
   void Link(TapEvent* event, std::atomic<int64_t>& sequence) {
     // Drawn under the lock, so that the list is sorted by it.
     event->sequence = sequence.fetch_add(1);
@@ -298,6 +299,7 @@ class alignas(64) TapLane {
       before->next = event;
     }
   }
+  /// Makes `event` the oldest; null empties the list.
   void SetHead(TapEvent* event) {
     head_ = event;
     if (event == nullptr) tail_ = nullptr;
@@ -308,8 +310,7 @@ class alignas(64) TapLane {
     SlabPool::Slab* slab = event->slab;
     if (--slab->live != 0) return;
     if (slab->filling) {
-      slab->used =
-          0;  // the lane's open slab is empty: fill it from the start again
+      slab->used = 0;  // the lane's open slab: its next event goes to its start
     } else {
       pool.Give(slab);
     }
@@ -328,8 +329,8 @@ class alignas(64) TapLane {
   int64_t under_way_ = kNone;       ///< oldest event the worker has, or kNone
   int device_ = kNoDevice;          ///< device of the first event ever pushed here
   bool one_device_ = true;          ///< all events so far came from device_
-  /// head_'s sequence. Sequentially consistent, for the worker's decision to sleep
-  /// (tap_queue.h): link then read rest_, against set rest_ then read first_.
+  /// head_'s sequence, or kNone. Sequentially consistent, for the race with a
+  /// worker that goes to sleep (tap_delivery.h).
   std::atomic<int64_t> first_{kNone};
 };
 
