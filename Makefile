@@ -56,6 +56,7 @@ check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 	$(BIN)/mypy
+	$(BIN)/python scripts/typed.py
 	$(BIN)/python -m pytest tests/repo/test_layers.py -q
 	$(BIN)/python $(PYTEST)
 

@@ -51,11 +51,11 @@ def beside(host: Callable[..., None]) -> Callable[[bool], dict[str, Case]]:
 def alone(quick: bool) -> dict[str, Case]:
     """Machine code: `labs` of the C library, which does not touch memory."""
     x, n = jnp.float32(1), 200 if quick else 5000
-    code = hc.native(ctypes.CDLL(None).labs)
+    code = hc.buffers.native(ctypes.CDLL(None).labs)
     native = hc.buffer_callback(code, spec(), input_output_aliases={0: 0})
     python = hc.buffer_callback(nothing, spec(), input_output_aliases={0: 0})
     return {
-        "hc.native": run_time(loop(native, n), x, per=n),
+        "hc.buffers.native": run_time(loop(native, n), x, per=n),
         "hostcall": run_time(loop(python, n), x, per=n),
     }
 
@@ -88,7 +88,9 @@ ROWS = (
         beside(copying),
     ),
     Row(
-        "buffer_callback, machine code", (at_most(0.7, "hostcall", "hc.native"),), alone
+        "buffer_callback, machine code",
+        (at_most(0.7, "hostcall", "hc.buffers.native"),),
+        alone,
     ),
     Row(
         "buffer_callback, 1 MiB changed in place",

@@ -24,7 +24,7 @@ def nothing(*_: Any) -> None:
 
 def settle() -> None:
     jax.effects_barrier()
-    hc.flush()
+    hc.barrier(programs=False)
 
 
 def looped(step: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
@@ -187,7 +187,7 @@ def delivery(quick: bool) -> dict[str, Case]:
     def run() -> float:
         begin = time.perf_counter()
         jax.block_until_ready(f(x))
-        hc.flush()
+        hc.barrier(programs=False)
         return (time.perf_counter() - begin) / n * 1e6
 
     return {"hostcall": run}

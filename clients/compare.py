@@ -56,7 +56,7 @@ def run_one(name: str, patched: bool, path: str) -> None:
         results.append(jax.tree.map(plain, result))
     engine = {}
     if patched:
-        stats = hc.stats()
+        stats = hc.monitor.stats()
         engine = {"calls": sum(s.calls for s in stats.values())}
     with open(path, "wb") as file:
         pickle.dump((results, sorted(seconds[1:])[ROUNDS // 2], engine), file)

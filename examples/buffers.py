@@ -22,7 +22,7 @@ N, K = 1000, np.float32(0.25)
 SPEC = jax.ShapeDtypeStruct((N,), jnp.float32)
 
 
-def numpy_step(ctx: Any, out: hc.Buffer, u: hc.Buffer) -> None:
+def numpy_step(ctx: Any, out: hc.buffers.Buffer, u: hc.buffers.Buffer) -> None:
     new, old = np.asarray(out), np.asarray(u)
     np.multiply(old, 1 - 2 * K, out=new)
     new[1:] += K * old[:-1]
@@ -32,7 +32,7 @@ def numpy_step(ctx: Any, out: hc.Buffer, u: hc.Buffer) -> None:
 def torch_step() -> Callable[..., None]:
     import torch
 
-    def step(ctx: Any, out: hc.Buffer, u: hc.Buffer) -> None:
+    def step(ctx: Any, out: hc.buffers.Buffer, u: hc.buffers.Buffer) -> None:
         new, old = torch.from_dlpack(out), torch.from_dlpack(u)
         torch.mul(old, 1 - 2 * float(K), out=new)
         new[1:] += float(K) * old[:-1]
@@ -56,7 +56,7 @@ def numba_step() -> Any:
             right = old[i + 1] if i < N - 1 else np.float32(0)
             new[i] = old[i] + K * (left - 2 * old[i] + right)
 
-    return hc.native(step)  # runs without Python and without the GIL
+    return hc.buffers.native(step)  # runs without Python and without the GIL
 
 
 def c_step() -> Any:
@@ -72,10 +72,10 @@ def c_step() -> Any:
         new[1:] += K * old[:-1]
         new[:-1] += K * old[1:]
 
-    return hc.native(step)
+    return hc.buffers.native(step)
 
 
-def in_place(ctx: Any, out: hc.Buffer, u: hc.Buffer) -> None:
+def in_place(ctx: Any, out: hc.buffers.Buffer, u: hc.buffers.Buffer) -> None:
     """The step for an alias: `out` has the memory and the values of `u`."""
     values = np.asarray(out)
     inner = values.copy()

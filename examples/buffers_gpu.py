@@ -21,7 +21,7 @@ SPEC = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 def cupy_version() -> Callable[..., None]:
     import cupy
 
-    def square(ctx: Any, out: hc.Buffer, x: hc.Buffer) -> None:
+    def square(ctx: Any, out: hc.buffers.Buffer, x: hc.buffers.Buffer) -> None:
         with cupy.cuda.ExternalStream(ctx.stream):
             cupy.square(cupy.asarray(x), out=cupy.asarray(out))
 
@@ -31,7 +31,7 @@ def cupy_version() -> Callable[..., None]:
 def torch_version() -> Callable[..., None]:
     import torch
 
-    def square(ctx: Any, out: hc.Buffer, x: hc.Buffer) -> None:
+    def square(ctx: Any, out: hc.buffers.Buffer, x: hc.buffers.Buffer) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(ctx.stream)):
             torch.square(torch.as_tensor(x), out=torch.as_tensor(out))
 

@@ -36,7 +36,8 @@ class Lines:
         self.text += line
 
 
-losses, printed = [], Lines()
+losses: list[float] = []
+printed = Lines()
 
 
 def log_loss(loss, transforms):

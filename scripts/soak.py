@@ -76,7 +76,7 @@ def tap(rng: random.Random) -> None:
 
     f = jax.jit(lambda c: jax.lax.fori_loop(0, n, body, c))
     f(jnp.ones(size)).block_until_ready()
-    hc.flush()
+    hc.barrier(programs=False)
     assert seen == list(range(n))
 
 

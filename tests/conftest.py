@@ -92,11 +92,11 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
         # The frames of its exception hold the test's compiled programs.
         record.exc_info, record.args = None, ()
     jax.effects_barrier()
-    assert hc.flush(30), "a tap was not delivered"
+    assert hc.barrier(30, programs=False), "a tap was not delivered"
     raised, _ = tap_failures.take()
     assert not raised, "a tap failed, and the test did not take its error"
     assert _native.tap_queue()["bytes"] == 0
-    assert hc.status() == []
+    assert hc.monitor.status() == []
     assert _native.in_flight() == 0
     failures._kept.clear()  # the newest 32 errors, whose frames hold programs
     jax.clear_caches()

@@ -237,7 +237,7 @@ inline const char* ClosedText() {
 /// Of what is being handled.
 inline std::string TextOfTheRest() {
   return "hostcall: native code threw something that is no std::exception. What it "
-         "finds should be told by its status (hc.native(..., status=True))";
+         "finds should be told by its status (hc.buffers.native(..., status=True))";
 }
 
 inline std::string TextOf(const std::exception& error) {

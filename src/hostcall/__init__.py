@@ -1,48 +1,60 @@
 """hostcall: call Python from compiled JAX programs.
 
-    call        a host function with results
-    tap         values leave, the program does not wait; tap_through gives them back,
-                tap_tangent and tap_cotangent see derivatives
-    host        makes a Python function a `HostFunction`, with rules for its result
-                (like, elementwise, same_tree), batches and derivatives
-                (finite_difference for want of a rule)
-    check       runs a HostFunction and its rules against each other (a `Report` of
-                `Check`s)
-    Object      a host object whose methods programs call: one for each row of a vmap
-    bridge      functions of torch, autograd and SymPy, and of JAX on other devices,
-                made HostFunctions
-    print       a formatted line, the same way
-    pure_callback, io_callback, debug
-                drop-ins for JAX's own; `debug` has callback and print
-    buffer_callback
-                works in place on the device's memory (`Buffer`, `ExecutionContext`,
-                `ExecutionStage`); native makes machine code its callback
-    host_callback
-                a module to import: the one of this name that JAX removed
-    patch_jax   puts them under JAX's names, for every program; unpatch_jax ends that
-    barrier     waits for programs and taps, raises what taps raised
-    flush       waits for what is queued; discard_taps drops it
-    collect     what named taps saw, as arrays
-    configure   settings of the process
-    current     inside a callback: device, mesh coordinates, row (a `Current`)
-    reraise     the callback's own exception comes out of the program
-    last_error  the exception that a callback raised last
-    status      the calls under way, with what each is doing (`ActiveCall`s)
-    stats       what calls and taps have cost (`CallStats` by function)
-    pinned_memory
-                what values on their way to and from GPUs hold (`PinnedMemory`s)
-    tap_queue   what waits to be delivered (a `TapQueue`)
+Call the host, and hand values to it:
+    call             calls a Python function and brings its results back
+    tap              hands values to a function; the program does not wait
+    tap_through      a tap tied to a value: the program keeps JAX's fast dispatch
+    print            prints a formatted line, as a tap (not part of a star import)
+    Object           a host object whose methods programs call; one a row under vmap
+    current          inside a callback: its device, mesh coordinates, row
+    Current          what `current` returns
 
-Errors: HostcallError and, below it, SpecError, BatchingError, DerivativeError,
-ResultError, EscapeError, UnwrittenError, CallTimeoutError, DeadlockError,
-ExportError.
+Functions with rules:
+    host             makes a Python function a HostFunction
+    HostFunction     what `host` returns: it has results, batching and derivatives
+    like             result=like(0): an array like argument 0
+    elementwise      result=elementwise: arguments broadcast to one floating array
+    same_tree        result=same_tree(0): a pytree like argument 0
+    finite_difference  derivatives by differences, where there is no rule
+    bridge           makes functions of PyTorch, autograd and SymPy, and of JAX on
+                     other devices, HostFunctions
 
-The map, top to bottom: `_host_function` has the rules of functions, `_object` is made
-of calls; `_call` and `_tap` check and flatten, `_primitives` has the JAX primitives
-with their rules, `_targets` builds a plan for the engine, `_native` (C++, in native/)
-runs it; `_delivery` is the worker of taps. `_jax` alone touches JAX's private parts.
+Waiting, errors, settings:
+    barrier          waits for programs and taps, and raises what taps raised
+    reraise          a block in which a program raises its callback's own exception
+    last_error       the exception that a callback raised last
+    HostcallError    the base of all errors that hostcall raises
+    configure        settings of the process
 
-The names here are stable. Modules with a leading underscore are not.
+In place of JAX's own:
+    pure_callback, io_callback, buffer_callback
+                     drop-ins with JAX's names and options
+    debug            a module with drop-ins for jax.debug.callback and jax.debug.print
+    host_callback    the module of this name that JAX removed
+    patch_jax        puts all of these under JAX's names, for every program
+    unpatch_jax      puts JAX's own back
+
+More modules:
+    errors           the tree of exceptions
+    monitor          what is running, what it has cost, what waits
+    buffers          Buffer and what else buffer_callback hands over; machine code
+    testing          checks a HostFunction's rules; collects what taps were given
+    derivatives      taps that see tangents and cotangents
+
+The map, top to bottom; each wing imports only those below it:
+    these modules    names and a docstring each
+    _compat, bridge  JAX's callbacks by JAX's rules; other libraries' functions
+    _host_function   functions with rules, and their checks
+    _api             call, tap, Object and the rest: they check and flatten
+    _primitives      the JAX primitives, with their rules and lowerings
+    _engine          what the engine is told about a call: plans, parameters, counters
+    _runtime         threads: the worker of taps, executors, rows, interrupts
+    _core            specs, errors, places in the source
+    _jax             the only wing that touches JAX's private parts
+    _native          the engine, C++ (native/)
+docs/design/house.md draws it.
+
+The names here, and those of the modules without a leading underscore, are stable.
 """
 
 import importlib
@@ -52,52 +64,30 @@ from hostcall._core import interpreter  # noqa: F401  (refuses sub-interpreters,
 
 # isort: split
 from hostcall import debug
-from hostcall._api.barrier import barrier, discard_taps, flush
+from hostcall._api.barrier import barrier
 from hostcall._api.call import call
 from hostcall._api.configure import configure
-from hostcall._api.print import print
-from hostcall._api.status import (
-    ActiveCall,
-    CallStats,
-    PinnedMemory,
-    TapQueue,
-    pinned_memory,
-    stats,
-    status,
-    tap_queue,
-)
-from hostcall._api.tap import tap, tap_cotangent, tap_tangent, tap_through
+from hostcall._api.print import print as print
+from hostcall._api.tap import tap, tap_through
 from hostcall._compat.callbacks import io_callback, pure_callback
-from hostcall._core.errors import (
-    BatchingError,
-    CallTimeoutError,
-    DeadlockError,
-    DerivativeError,
-    EscapeError,
-    ExportError,
-    HostcallError,
-    ResultError,
-    SpecError,
-    UnwrittenError,
-)
+from hostcall._core.errors import HostcallError
 from hostcall._core.failures import last_error
-from hostcall._engine.params.buffer import (
-    Buffer,
-    ExecutionContext,
-    ExecutionStage,
-    native,
-)
 from hostcall._runtime.context import Current, current
 from hostcall._runtime.reraise import reraise
 
 if TYPE_CHECKING:
-    from hostcall import bridge
-    from hostcall import host_callback as host_callback
-    from hostcall._api.collect import collect
+    from hostcall import (
+        bridge,
+        buffers,
+        derivatives,
+        errors,
+        host_callback,
+        monitor,
+        testing,
+    )
     from hostcall._api.object.handle import Object
     from hostcall._compat.buffer_callback import buffer_callback
     from hostcall._compat.patch import patch_jax, unpatch_jax
-    from hostcall._host_function.check.report import Check, Report, check
     from hostcall._host_function.differences import finite_difference
     from hostcall._host_function.function import HostFunction
     from hostcall._host_function.host import host
@@ -105,15 +95,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when they are first asked for: they cost as much as the rest.
+# Imported when first asked for: together they take as long to import as the rest.
 _LATER = {
-    "Check": "_host_function.check.report",
     "HostFunction": "_host_function.function",
     "Object": "_api.object.handle",
-    "Report": "_host_function.check.report",
     "buffer_callback": "_compat.buffer_callback",
-    "check": "_host_function.check.report",
-    "collect": "_api.collect",
     "elementwise": "_host_function.results",
     "finite_difference": "_host_function.differences",
     "host": "_host_function.host",
@@ -122,76 +108,63 @@ _LATER = {
     "same_tree": "_host_function.results",
     "unpatch_jax": "_compat.patch",
 }
-_MODULES_LATER = ("bridge", "host_callback")
+_MODULES_LATER = (
+    "bridge",
+    "buffers",
+    "derivatives",
+    "errors",
+    "host_callback",
+    "monitor",
+    "testing",
+)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES_LATER:
-        return importlib.import_module(f"hostcall.{name}")
-    if name not in _LATER:
-        raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # or a type checker would find every name here, as Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES_LATER:
+            return importlib.import_module(f"hostcall.{name}")
+        if name not in _LATER:
+            raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, *_MODULES_LATER})
+    return sorted([*__all__, "print", *(n for n in globals() if n.startswith("__"))])
 
 
+# All of the front page but `print`: a star import must not replace Python's own.
 __all__ = [
-    "ActiveCall",
-    "BatchingError",
-    "Buffer",
-    "CallStats",
-    "CallTimeoutError",
-    "Check",
     "Current",
-    "DeadlockError",
-    "DerivativeError",
-    "EscapeError",
-    "ExecutionContext",
-    "ExecutionStage",
-    "ExportError",
     "HostFunction",
     "HostcallError",
     "Object",
-    "PinnedMemory",
-    "Report",
-    "ResultError",
-    "SpecError",
-    "TapQueue",
-    "UnwrittenError",
     "barrier",
     "bridge",
     "buffer_callback",
+    "buffers",
     "call",
-    "check",
-    "collect",
     "configure",
     "current",
     "debug",
-    "discard_taps",
+    "derivatives",
     "elementwise",
+    "errors",
     "finite_difference",
-    "flush",
     "host",
+    "host_callback",
     "io_callback",
     "last_error",
     "like",
-    "native",
+    "monitor",
     "patch_jax",
-    "pinned_memory",
-    "print",
     "pure_callback",
     "reraise",
     "same_tree",
-    "stats",
-    "status",
     "tap",
-    "tap_cotangent",
-    "tap_queue",
-    "tap_tangent",
     "tap_through",
+    "testing",
     "unpatch_jax",
 ]

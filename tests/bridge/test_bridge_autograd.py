@@ -92,7 +92,7 @@ def test_check_grads(anp):
     check_grads(jax.jit(f), (Q, K), 2, rtol=3e-2, atol=3e-2)
     third = lambda f: jax.jacfwd(jax.jacrev(jax.grad(f)))(Q, K)
     compare(f, energy(jnp), [third])
-    assert hc.check(f, (Q, K))
+    assert hc.testing.check(f, (Q, K))
 
 
 def test_trees_integers_and_static_arguments(anp):
@@ -116,7 +116,7 @@ def test_trees_integers_and_static_arguments(anp):
     assert f(p, n=2, how="x")["n"] == 3
     _, tangent = jax.jvp(lambda w: f({**p, "w": w}, 2, "x"), (p["w"],), (p["w"],))
     assert tangent["n"].dtype == jax.dtypes.float0
-    assert hc.check(f, (p, 2, "x"))
+    assert hc.testing.check(f, (p, 2, "x"))
 
 
 def test_a_result_that_depends_on_nothing(anp):
@@ -151,21 +151,27 @@ def test_too_many_derivatives(anp):
         "`energy` is made with derivatives=1. Say how often it may be differentiated:"
         r" hc.bridge.autograd\(fn, derivatives=n\)"
     )
-    with pytest.raises(hc.DerivativeError, match=text):
+    with pytest.raises(hc.errors.DerivativeError, match=text):
         jax.hessian(f)(Q, K)
     twice = hc.bridge.autograd(energy(anp), name="energy", derivatives=2)
-    with pytest.raises(hc.DerivativeError, match="is made with derivatives=2"):
+    with pytest.raises(hc.errors.DerivativeError, match="is made with derivatives=2"):
         jax.jacfwd(jax.hessian(twice))(Q, K)
-    with pytest.raises(hc.DerivativeError, match="is made with derivatives=0"):
+    with pytest.raises(hc.errors.DerivativeError, match="is made with derivatives=0"):
         jax.grad(hc.bridge.autograd(energy(anp), derivatives=0))(Q, K)
 
 
 def test_refusals_of_autograd(anp, monkeypatch):
-    with pytest.raises(hc.SpecError, match="derivatives= of `e` should be how many"):
+    with pytest.raises(
+        hc.errors.SpecError, match="derivatives= of `e` should be how many"
+    ):
         hc.bridge.autograd(energy(anp), name="e", derivatives="all")
-    with pytest.raises(hc.SpecError, match="should be 'sequential' or 'parallel'"):
+    with pytest.raises(
+        hc.errors.SpecError, match="should be 'sequential' or 'parallel'"
+    ):
         hc.bridge.autograd(energy(anp), vmap_method="expand_dims")
-    with pytest.raises(hc.SpecError, match="is a bridge, whose derivatives are made"):
+    with pytest.raises(
+        hc.errors.SpecError, match="is a bridge, whose derivatives are made"
+    ):
         hc.bridge.autograd(energy(anp)).defvjp(len, len)
 
 
@@ -192,7 +198,7 @@ def test_value_and_grad_in_both_modes():
     f = hc.bridge.value_and_grad(pair)
     compare(f, energy(jnp), FIRST)
     check_grads(jax.jit(f), (Q, K), 1, rtol=1e-2, atol=1e-2)
-    assert hc.check(f, (Q, K))
+    assert hc.testing.check(f, (Q, K))
 
 
 def test_one_call_for_value_and_gradient():
@@ -262,7 +268,7 @@ def test_64_bits(x64):
 
 def wrong(answer, text, *args):
     f = hc.bridge.value_and_grad(lambda *args: answer, name="f")
-    with pytest.raises(hc.ResultError, match=text), hc.reraise():
+    with pytest.raises(hc.errors.ResultError, match=text), hc.reraise():
         jax.block_until_ready(jax.jit(jax.grad(f))(*args))
 
 
@@ -281,17 +287,23 @@ def test_wrong_answers():
 def test_refusals_of_value_and_grad():
     f = hc.bridge.value_and_grad(pair)
     text = "`pair` is differentiated twice, and gives its first derivative only"
-    with pytest.raises(hc.DerivativeError, match=text):
+    with pytest.raises(hc.errors.DerivativeError, match=text):
         jax.hessian(f)(Q, K)
-    with pytest.raises(hc.SpecError, match="complex argument, and which gradient"):
+    with pytest.raises(
+        hc.errors.SpecError, match="complex argument, and which gradient"
+    ):
         jax.grad(
             hc.bridge.value_and_grad(
                 lambda z: (1.0, z), result=jax.ShapeDtypeStruct((), Q.dtype)
             )
         )(1j)
-    with pytest.raises(hc.SpecError, match="value= of `pair` should be a function of"):
+    with pytest.raises(
+        hc.errors.SpecError, match="value= of `pair` should be a function of"
+    ):
         hc.bridge.value_and_grad(pair, value=3)
-    with pytest.raises(hc.SpecError, match=r"fn\(\*args\) -> \(value, gradient\)"):
+    with pytest.raises(
+        hc.errors.SpecError, match=r"fn\(\*args\) -> \(value, gradient\)"
+    ):
         hc.bridge.value_and_grad(3)
 
 
@@ -332,7 +344,7 @@ def test_value_and_grad_takes_keywords_and_is_named():
     f = hc.bridge.value_and_grad(scaled)
     assert f(jnp.ones(3), s=3.0) == 9
     wrong = hc.bridge.value_and_grad(lambda x: (x.sum(), x[:2]), name="wrong")
-    with pytest.raises(hc.ResultError, match="`wrong`"), hc.reraise():
+    with pytest.raises(hc.errors.ResultError, match="`wrong`"), hc.reraise():
         jax.block_until_ready(jax.jit(jax.grad(wrong))(jnp.ones(3)))
 
 

@@ -136,7 +136,7 @@ def test_check_grads():
 
 def test_hc_check():
     f = hc.bridge.jax(lambda p, n: {"y": p["a"] * 2, "n": n + 1, "c": p["b"] * 1j})
-    report = hc.check(f, ({"a": X, "b": X[0]}, 3))
+    report = hc.testing.check(f, ({"a": X, "b": X[0]}, 3))
     assert report
     assert "passed   jvp" in str(report)
 
@@ -551,16 +551,18 @@ def test_threads():
 
 def test_refusals():
     with pytest.raises(
-        hc.SpecError, match=r"device= of `model` should be a jax.Device, such as"
+        hc.errors.SpecError, match=r"device= of `model` should be a jax.Device, such as"
     ):
         hc.bridge.jax(model, device="cpu:1")
-    with pytest.raises(hc.SpecError, match=r"Write hc.bridge.jax\(fn, device=...\)"):
+    with pytest.raises(
+        hc.errors.SpecError, match=r"Write hc.bridge.jax\(fn, device=...\)"
+    ):
         hc.bridge.jax(3)
     f = hc.bridge.jax(model)
     text = r"`model` is a bridge.* it takes no defjvp. For a rule of your own make"
-    with pytest.raises(hc.SpecError, match=text):
+    with pytest.raises(hc.errors.SpecError, match=text):
         f.defjvp(lambda p, t: t)
-    with pytest.raises(hc.SpecError, match="it takes no defbatch"):
+    with pytest.raises(hc.errors.SpecError, match="it takes no defbatch"):
         f.defbatch(lambda size, flags, x: (x, True))
     with pytest.raises(TypeError, match="valid JAX type"):
         hc.bridge.jax(lambda x: "text")(X)
@@ -571,10 +573,10 @@ def test_timeout():
     f = hc.bridge.jax(
         lambda x: hc.call(lambda x: (late.wait(20), x)[1], x, x), timeout=0.5
     )
-    with pytest.raises(hc.CallTimeoutError):
+    with pytest.raises(hc.errors.CallTimeoutError):
         f(X)
     late.set()
-    wait_until(lambda: hc.status() == [])
+    wait_until(lambda: hc.monitor.status() == [])
 
 
 def wait_until(true):

@@ -203,14 +203,14 @@ def test_a_write_that_was_not_seen_is_an_error():
     f(jnp.asarray(X))
     writes.append(True)
     text = "`moody` wrote to its array argument 0 in place.*write x = x.clone()"
-    with pytest.raises(hc.ResultError, match=text), hc.reraise():
+    with pytest.raises(hc.errors.ResultError, match=text), hc.reraise():
         jax.block_until_ready(f(jnp.asarray(X)))
 
 
 def test_a_kept_tensor():
     kept = []
     keep = lambda t: (kept.append(t), t + 1)[1]
-    with pytest.raises(hc.EscapeError, match="kept a view of args"):
+    with pytest.raises(hc.errors.EscapeError, match="kept a view of args"):
         bridge(keep)(X)
     close(bridge(keep, lend=False)(X), X + 1)
     kept.clear()
@@ -505,18 +505,23 @@ def test_a_module_that_is_called_wrong():
         ((), "got nothing"),
         (({"no": x}, x), r"no parameters or buffers \['no'\]. It has \['weight', "),
     ):
-        with pytest.raises(hc.SpecError, match=text):
+        with pytest.raises(hc.errors.SpecError, match=text):
             f(*args)
     loss = lambda b: f({**f.parameters(), **b}, x).sum()
     floats = {k: v for k, v in f.buffers().items() if v.dtype == np.float32}
-    with pytest.raises(hc.DerivativeError, match="one of its buffers"), hc.reraise():
+    with (
+        pytest.raises(hc.errors.DerivativeError, match="one of its buffers"),
+        hc.reraise(),
+    ):
         jax.grad(loss)(floats)
 
 
 def test_a_module_that_cannot_be_copied():
     module = torch.nn.Linear(2, 2)
     module.lock = threading.Lock()
-    with pytest.raises(hc.SpecError, match="`Linear` can't be copied.*functional_call"):
+    with pytest.raises(
+        hc.errors.SpecError, match="`Linear` can't be copied.*functional_call"
+    ):
         bridge(module)
 
 
@@ -544,7 +549,9 @@ def test_where_values_are_asked_for():
     "fn", [lambda t: t[t > 1], lambda t: torch.from_numpy(t.numpy()[t.numpy() > 1])]
 )
 def test_shapes_that_depend_on_values(fn):
-    with pytest.raises(hc.SpecError, match="seem to depend on values.*a mask, or pad"):
+    with pytest.raises(
+        hc.errors.SpecError, match="seem to depend on values.*a mask, or pad"
+    ):
         jax.jit(bridge(fn))(X)
 
 
@@ -562,7 +569,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("fn", "options", "text"), WRONG.values(), ids=WRONG)
 def test_wrong_arguments(fn, options, text):
-    with pytest.raises(hc.SpecError, match=text):
+    with pytest.raises(hc.errors.SpecError, match=text):
         bridge(fn, **options)(X)
 
 
@@ -572,7 +579,7 @@ def test_arguments_that_torch_has_not():
         (jax.random.key(0), "a key of jax.random.*pass the numbers"),
         (jnp.ones(2, jnp.int4), r"torch has no tensors of int4.*x.astype\('int8'\)"),
     ):
-        with pytest.raises(hc.SpecError, match=text):
+        with pytest.raises(hc.errors.SpecError, match=text):
             bridge(wave)(value)
 
 
@@ -592,7 +599,7 @@ def test_results_against_their_spec():
         ),
         (lambda t: (t, t), like, "structure that differs|not an array|should be"),
     ):
-        with pytest.raises(hc.ResultError, match=text), hc.reraise():
+        with pytest.raises(hc.errors.ResultError, match=text), hc.reraise():
             jax.block_until_ready(bridge(fn, result=spec)(X))
 
 
@@ -604,7 +611,7 @@ def test_derivatives_that_are_not_there():
         (2, lambda f: jax.jacfwd(jax.hessian(f))),
     ):
         text = f"made with derivatives={order}: .* derivatives={order + 1}\\)"
-        with pytest.raises(hc.DerivativeError, match=text):
+        with pytest.raises(hc.errors.DerivativeError, match=text):
             of(bridge(square, derivatives=order))(X)
     for way in WAYS.values():
         f = bridge(lambda a, t: (a * t).sum(), nondiff=0, **way)
@@ -612,7 +619,7 @@ def test_derivatives_that_are_not_there():
         rows = lambda a, t, f=f: jax.vmap(f)(a[None], t[None]).sum()
         for g in (f, rows):
             with pytest.raises(
-                hc.DerivativeError, match="argument 0, which is in nondiff="
+                hc.errors.DerivativeError, match="argument 0, which is in nondiff="
             ):
                 jax.grad(g)(X, X)
 
@@ -637,7 +644,7 @@ def test_a_bridged_function_is_a_host_function():
     assert repr(double) == "<hostcall.HostFunction twice with defjvp, defvjp>"
     close(double(X, k=3.0), 3 * X)
     for f in (double, bridge(wave), bridge(by_view, vmap_method="torch")):
-        report = hc.check(f, X)
+        report = hc.testing.check(f, X)
         assert report, report
 
 

@@ -142,7 +142,10 @@ def test_buffers_that_may_be_returned(mode):
 def test_results_that_are_not_arrays_of_numbers_are_refused(mode, value):
     result = jax.ShapeDtypeStruct((), np.float32)
     program = mode(lambda: hc.call(lambda: value, result))
-    with pytest.raises(hc.ResultError, match="not an array of numbers"), hc.reraise():
+    with (
+        pytest.raises(hc.errors.ResultError, match="not an array of numbers"),
+        hc.reraise(),
+    ):
         jax.block_until_ready(program())
 
 

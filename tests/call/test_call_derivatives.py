@@ -126,7 +126,7 @@ def test_a_derivative_is_refused_with_the_remedy(derive, what):
 
     line = f.__code__.co_firstlineno + 1
     remedy = "linear_call" if "transposed" in what else "stop_gradient"
-    with pytest.raises(hc.DerivativeError) as caught:
+    with pytest.raises(hc.errors.DerivativeError) as caught:
         derive(f)
     text = str(caught.value)
     assert text.startswith(

@@ -62,7 +62,9 @@ def test_nameless_functions_are_not_exported(kind):
         return args[-1]
 
     for fn in (lambda *args: args[-1], inside, functools.partial(sine)):
-        with pytest.raises(hc.ExportError, match="can't be exported: a lambda") as e:
+        with pytest.raises(
+            hc.errors.ExportError, match="can't be exported: a lambda"
+        ) as e:
             export(lambda x, fn=fn: KINDS[kind](fn, x), 1.0)
         assert isinstance(e.value, NotImplementedError)  # as JAX's callbacks raise
         assert "called in the process that exported it" in str(e.value)
@@ -116,10 +118,10 @@ def test_another_process_does_not_call_its_own_function(run_python, tmp_path):
 def test_blocks_of_devices_are_not_exported():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("x")))
-    taps = lambda x: hc.tap(tapped, x, sharding="shards")
+    taps = lambda x: hc.tap(tapped, x, on="shards")
     calls = lambda x: hc.debug.callback(tapped, x, partitioned=True)
     for f in (taps, calls):
-        with pytest.raises(hc.ExportError, match="Give the whole value"):
+        with pytest.raises(hc.errors.ExportError, match="Give the whole value"):
             export(f, x)
 
 
@@ -127,15 +129,19 @@ def test_blocks_of_devices_are_not_exported():
 def test_compiled_programs_are_not_serialized(kind):
     fn = {"tap": tapped, "buffer_callback": into}.get(kind, sine)
     compiled = jax.jit(lambda x: KINDS[kind](fn, x)).lower(1.0).compile()
-    with pytest.raises(hc.ExportError, match=f"calls `{fn.__name__}` can't be serial"):
+    with pytest.raises(
+        hc.errors.ExportError, match=f"calls `{fn.__name__}` can't be serial"
+    ):
         serialize_executable.serialize(compiled)
 
 
 def test_blocks_of_devices_are_not_serialized():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("x")))
-    compiled = jax.jit(lambda x: hc.tap(tapped, x, sharding="shards")).lower(x)
-    with pytest.raises(hc.ExportError, match="calls `tapped` can't be serialized"):
+    compiled = jax.jit(lambda x: hc.tap(tapped, x, on="shards")).lower(x)
+    with pytest.raises(
+        hc.errors.ExportError, match="calls `tapped` can't be serialized"
+    ):
         serialize_executable.serialize(compiled.compile())
 
 

@@ -54,7 +54,7 @@ def barrier(f, x):
 
 def flushed(f, x):
     f(x)
-    hc.flush()
+    hc.barrier(programs=False)
 
 
 def awaited(fn):

@@ -103,7 +103,7 @@ def test_a_kept_view_is_an_error_that_names_the_argument(mode, keep, order):
 
     program = mode(lending(host, order=order))
     assert program(ramp(3), -1.0) == 3
-    with pytest.raises(hc.EscapeError) as caught, hc.reraise():
+    with pytest.raises(hc.errors.EscapeError) as caught, hc.reraise():
         jax.block_until_ready(program(ramp(4), 1.0))
     text = str(caught.value)
     assert "host` kept a view of args[0]['x'] after it returned" in text
@@ -118,7 +118,7 @@ def test_an_array_that_escaped_keeps_its_values():
     kept = []
     program = jax.jit(lending(lambda tree, other: kept.append(tree["x"]) or 0.0))
     for start in range(3):
-        with pytest.raises(hc.EscapeError), hc.reraise():
+        with pytest.raises(hc.errors.EscapeError), hc.reraise():
             jax.block_until_ready(program(ramp(start), 0.0))
     for start, array in enumerate(kept):
         np.testing.assert_array_equal(array, ramp(start))
@@ -181,7 +181,7 @@ def test_a_failing_function_that_kept_a_view(mode, lend):
         raise raised
 
     program = mode(lending(host, lend=lend))
-    with pytest.raises(hc.EscapeError) as caught, hc.reraise():
+    with pytest.raises(hc.errors.EscapeError) as caught, hc.reraise():
         jax.block_until_ready(program(ramp(7), 0.0))
     assert "kept a view of args[0]['x'] after it raised ValueError" in str(caught.value)
     assert caught.value.__cause__ is raised

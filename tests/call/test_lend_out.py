@@ -69,7 +69,7 @@ PARTS = [slice(0, 0), slice(1), slice(50_000), slice(50_000, None), slice(10, -1
 def test_a_result_that_was_not_written_is_an_error(mode, part):
     result = {"y": spec(100_000), "z": spec(3)}
     program = mode(lambda: hc.call(write(part), result, lend="out"))
-    with pytest.raises(hc.UnwrittenError) as caught, hc.reraise():
+    with pytest.raises(hc.errors.UnwrittenError) as caught, hc.reraise():
         jax.block_until_ready(program())
     assert "did not write all of out['y'] (float32[100000])" in str(caught.value)
     assert "write out[...] = value, or return the value" in str(caught.value)
@@ -95,7 +95,7 @@ def test_small_results_never_show_old_memory(mode, dtype, size):
         try:
             with hc.reraise():
                 got = program()
-        except hc.UnwrittenError:
+        except hc.errors.UnwrittenError:
             assert size > 1
             continue
         np.testing.assert_array_equal(got, want)
@@ -111,7 +111,10 @@ def test_kept_out_is_an_error_that_names_it(mode):
         kept.append(out[1])
 
     program = mode(lambda x: hc.call(host, [spec(N), spec(N)], x, lend="out"))
-    with pytest.raises(hc.EscapeError, match=r"kept a view of out\[1\] "), hc.reraise():
+    with (
+        pytest.raises(hc.errors.EscapeError, match=r"kept a view of out\[1\] "),
+        hc.reraise(),
+    ):
         jax.block_until_ready(program(ramp()))
     np.testing.assert_array_equal(kept[0], ramp())
 
@@ -135,7 +138,7 @@ def test_a_row_that_did_not_write_is_an_error(mode):
             out[...] = x
 
     call = lambda x: hc.call(host, spec(10_000), x, lend="out")
-    with pytest.raises(hc.UnwrittenError, match="of out "), hc.reraise():
+    with pytest.raises(hc.errors.UnwrittenError, match="of out "), hc.reraise():
         jax.block_until_ready(mode(jax.vmap(call))(jnp.arange(4.0)))
 
 

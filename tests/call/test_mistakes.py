@@ -18,7 +18,7 @@ X = np.float32(2)
 
 
 def refused(run, *args):
-    with pytest.raises(hc.SpecError) as caught:
+    with pytest.raises(hc.errors.SpecError) as caught:
         run(*args)
     return str(caught.value).removeprefix("hostcall: ")
 
@@ -43,7 +43,9 @@ def test_a_pure_call_without_results(mode, result):
     )
     call = mode(lambda x: hc.call(log, result, x))
     assert refused(call, X) == text.format("hc.call")
-    with pytest.raises(hc.SpecError, match="`f` returns nothing, and hc.host calls"):
+    with pytest.raises(
+        hc.errors.SpecError, match="`f` returns nothing, and hc.host calls"
+    ):
         hc.host(log, result=result, name="f")
     assert seen == []
     mode(lambda x: hc.call(lambda x: log(x) or result, result, x, order="ordered"))(X)
@@ -66,7 +68,7 @@ FACES = {
     "call": lambda fn, *args: hc.call(fn, F32, *args),
     "tap": hc.tap,
     "tap_through": hc.tap_through,
-    "tap_tangent": hc.tap_tangent,
+    "tap_tangent": hc.derivatives.tap_tangent,
     "host": lambda fn, *args: hc.host(fn, result=F32)(*args),
 }
 
@@ -379,9 +381,13 @@ WRONG = {
         lambda x: hc.tap(lambda v: None, x, ordered=True),
         'here it is order="ordered"',
     ),
+    "JAX's sharding": (
+        lambda x: hc.call(lambda v: v, F32, x, sharding=None),
+        "here it is on=device",
+    ),
     "JAX's partitioned": (
         lambda x: hc.tap(lambda v: None, x, partitioned=True),
-        'here it is sharding="shards"',
+        'here it is on="shards"',
     ),
     "of another face": (
         lambda x: hc.tap(lambda v: None, x, vmap_method="sequential"),
@@ -389,8 +395,8 @@ WRONG = {
     ),
     "like nothing": (
         lambda x: hc.tap(lambda v: None, x, zzz=1),
-        "Options of hc.tap are arrays, every, name, order, remat, rows, sample,"
-        " sharding, when_full, where",
+        "Options of hc.tap are arrays, every, on, order, remat, rows, sample, tag,"
+        " when_full, where",
     ),
     "printed": (
         lambda x: hc.print("x {}", x, evry=10),
@@ -441,8 +447,8 @@ WRONG = {
         "hc.tap_through calls `<lambda>` with 1 positional argument",
     ),
     "tangent": (
-        lambda x: hc.tap_tangent(lambda: None, x),
-        "hc.tap_tangent calls `<lambda>` with 1 positional argument",
+        lambda x: hc.derivatives.tap_tangent(lambda: None, x),
+        "hc.derivatives.tap_tangent calls `<lambda>` with 1 positional argument",
     ),
     "a host function": (
         lambda x: hc.host(lambda a, b: a, result=F32)(x),

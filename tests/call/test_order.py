@@ -255,12 +255,12 @@ def test_batched_conditions_with_ordered_calls(tells, nested):
 
     ns, ms = jnp.array([0, 2, 5]), jnp.array([1.0, 4.0])
     rows = [[program(n, m) for n in ns] for m in ms[: 1 + nested]]
-    hc.flush()
+    hc.barrier(programs=False)
     asked.clear()
     f = jax.vmap(program, (0, None))
     f = jax.vmap(f, (None, 0)) if nested else f
     out = jax.jit(f)(ns, ms if nested else ms[0])
-    hc.flush()
+    hc.barrier(programs=False)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(r for row in rows for r in row))
     for got, want in zip(out, stacked, strict=True):
         np.testing.assert_array_equal(got.reshape(want.shape), want)

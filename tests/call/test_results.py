@@ -31,7 +31,7 @@ def returning(value, result, order="pure"):
 def refusal(mode, value, result):
     """Checks that the value is refused, and returns the error's text."""
     program = mode(returning(value, result, "unordered"))
-    with pytest.raises(hc.ResultError) as caught, hc.reraise():
+    with pytest.raises(hc.errors.ResultError) as caught, hc.reraise():
         jax.block_until_ready(program())
     text = str(caught.value)
     assert text.startswith("hostcall: ")
@@ -216,10 +216,10 @@ def test_host_functions_and_their_rules_refuse_it_too():
     }
     for say, program in programs.items():
         for mode in MODES.values():
-            with pytest.raises(hc.ResultError, match=say), hc.reraise():
+            with pytest.raises(hc.errors.ResultError, match=say), hc.reraise():
                 jax.block_until_ready(mode(program)(ROW))
     i = hc.host(lambda x: x.astype(object), result="infer", name="i")
-    with pytest.raises(hc.SpecError, match="and JAX has no such arrays"):
+    with pytest.raises(hc.errors.SpecError, match="and JAX has no such arrays"):
         i(ROW)
 
 
@@ -291,7 +291,7 @@ def test_a_call_for_its_effect_returns_nothing(mode, order):
     assert mode(returning(None, None, order))() is None
     assert mode(returning([], [], order))() == []
     program = mode(returning(1.0, None, order))
-    with pytest.raises(hc.ResultError, match="result=None"), hc.reraise():
+    with pytest.raises(hc.errors.ResultError, match="result=None"), hc.reraise():
         program()
 
 
@@ -300,6 +300,6 @@ def test_a_refused_result_leaves_the_program_usable(mode):
     values = [1.0, [1.0], 2.0]
     program = mode(lambda: hc.call(lambda: values.pop(0), F32, order="unordered"))
     assert program() == 1
-    with pytest.raises(hc.ResultError, match="x.item()"), hc.reraise():
+    with pytest.raises(hc.errors.ResultError, match="x.item()"), hc.reraise():
         program()
     assert program() == 2

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.sharding import SingleDeviceSharding
 from meshes import grid, line, over
 
 import hostcall as hc
@@ -270,7 +269,10 @@ def test_a_callback_that_starts_a_program_over_its_own_mesh(order):
 
     f = over(line(), lambda x: hc.call(host, x, x, order=order), P("x"))
     for _ in range(3):
-        with pytest.raises(hc.DeadlockError, match="Compute with NumPy"), hc.reraise():
+        with (
+            pytest.raises(hc.errors.DeadlockError, match="Compute with NumPy"),
+            hc.reraise(),
+        ):
             jax.block_until_ready(f(X))
         np.testing.assert_array_equal(f(X - 100), X - 100)
         np.testing.assert_array_equal(other(X), X.sum(0, keepdims=True))
@@ -291,8 +293,8 @@ def test_partially_manual_shard_map_is_refused():
 
 
 @pytest.mark.parametrize("wrap", ["shard_map", "pmap"])
-def test_sharding_is_refused_where_each_device_calls(wrap):
-    host = Host(sharding=SingleDeviceSharding(jax.devices()[0]))
+def test_a_device_is_refused_where_each_device_calls(wrap):
+    host = Host(on=jax.devices()[0])
     f = over(line(), host, P("x")) if wrap == "shard_map" else jax.pmap(host)
     with pytest.raises(ValueError, match="inside shard_map or pmap, where each device"):
         f(X)

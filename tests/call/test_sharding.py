@@ -119,9 +119,9 @@ def test_under_vmap_with_a_mask(order):
 
 @ORDERS
 @pytest.mark.parametrize("number", range(4))
-def test_sharding_picks_the_device(number, order):
+def test_on_picks_the_device(number, order):
     device = jax.devices()[number]
-    host = Host(order=order, sharding=SingleDeviceSharding(device))
+    host = Host(order=order, on=device)
     f = jax.jit(lambda v: host(v) + v)
     for _ in range(2):
         np.testing.assert_array_equal(f(put(X, P("x", "y"))), X * 3)
@@ -129,20 +129,32 @@ def test_sharding_picks_the_device(number, order):
 
 
 def test_a_device_outside_of_the_program_is_refused():
-    host = Host(sharding=SingleDeviceSharding(jax.devices()[3]))
+    host = Host(on=jax.devices()[3])
     x = jax.device_put(X, NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P()))
-    with pytest.raises(hc.HostcallError, match="is not among those of the program"):
+    with pytest.raises(
+        hc.HostcallError, match="is not among the devices of the program"
+    ):
         jax.jit(host)(x)
 
 
-@pytest.mark.parametrize("sharding", ["first", 0, "mesh"])
-def test_another_sharding_is_refused(sharding):
-    if sharding == "mesh":
-        sharding = NamedSharding(grid(), P())
-    host = Host(sharding=sharding)
-    text = "sharding= of `Host.double` should be the sharding of one device"
-    with pytest.raises(hc.SpecError, match=re.escape(text)):
+@pytest.mark.parametrize("on", ["first", 0, "mesh", None, "sharding"])
+def test_another_place_is_refused(on):
+    if on == "mesh":
+        on = NamedSharding(grid(), P())
+    elif on == "sharding":
+        on = SingleDeviceSharding(jax.devices()[0])
+    host = Host(on=on)
+    text = "on= of `Host.double` should be 'once' or a device, such as jax.devices()[0]"
+    with pytest.raises(hc.errors.SpecError, match=re.escape(text)):
         jax.jit(host)(X)
+
+
+def test_a_call_of_each_block_is_refused():
+    text = "on='shards' of `Host.double`: a call that returns results is made once"
+    with pytest.raises(hc.errors.SpecError, match=re.escape(text)) as caught:
+        jax.jit(Host(on="shards"))(X)
+    assert "make it inside jax.shard_map" in str(caught.value)
+    assert "hc.tap(Host.double, ..., on='shards')" in str(caught.value)
 
 
 def test_a_program_on_one_other_device():

@@ -72,5 +72,5 @@ def test_a_parallel_call_refuses_a_program_over_its_own_devices(sharded):
             x * jnp.float32(1)
         )
     )
-    with pytest.raises(hc.DeadlockError), hc.reraise():
+    with pytest.raises(hc.errors.DeadlockError), hc.reraise():
         rows(sharded).block_until_ready()

@@ -149,7 +149,7 @@ WRONG = {
 @pytest.mark.parametrize(("rule", "text"), WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_answer_is_refused(rule, text):
     f = jax.vmap(lambda x: hc.call(add, ROW, x, x, vmap_method=rule))
-    with pytest.raises(hc.BatchingError, match=re.escape(text)):
+    with pytest.raises(hc.errors.BatchingError, match=re.escape(text)):
         jax.jit(f)(X)
 
 
@@ -164,7 +164,7 @@ def test_an_answer_of_another_structure_is_refused(answer):
             add, {"a": ROW}, x, x, vmap_method=lambda n, flags, x, y: answer
         )
     )
-    with pytest.raises(hc.BatchingError, match="the vmap_method of `add`"):
+    with pytest.raises(hc.errors.BatchingError, match="the vmap_method of `add`"):
         jax.jit(f)(X)
 
 
@@ -173,5 +173,7 @@ def test_a_rule_and_where_are_refused_together():
         return x, True
 
     f = jax.vmap(lambda x, w: hc.call(add, ROW, x, x, where=w, vmap_method=rule))
-    with pytest.raises(hc.BatchingError, match="where= and a vmap_method of your own"):
+    with pytest.raises(
+        hc.errors.BatchingError, match="where= and a vmap_method of your own"
+    ):
         f(X, np.ones(4, bool))

@@ -71,7 +71,9 @@ def test_nothing_wanted_enters_no_python(order, shape):
     got = jax.jit(lambda x: f(x, where))(jnp.ones(shape))
     np.testing.assert_array_equal(got, np.full(shape, 2))
     jax.effects_barrier()
-    (stats,) = (s for name, s in hc.stats().items() if "enters_no_python" in name)
+    (stats,) = (
+        s for name, s in hc.monitor.stats().items() if "enters_no_python" in name
+    )
     assert stats.calls == stats.gil_seconds == stats.python_seconds == 0
     assert stats.masked > 0
 
@@ -240,25 +242,27 @@ BAD = {
 @EAGER_AND_JIT
 @pytest.mark.parametrize(("options", "text"), BAD.values(), ids=BAD.keys())
 def test_a_wrong_mask_or_fill_is_refused(options, text, wrap):
-    with pytest.raises(hc.SpecError, match=re.escape(text)):
+    with pytest.raises(hc.errors.SpecError, match=re.escape(text)):
         wrap(lambda x: hc.call(free, ROW, x, **options))(X[0])
 
 
 def test_a_traced_mask_of_many_is_refused():
     with pytest.raises(
-        hc.SpecError, match=re.escape("got bool[3]. For one bool per row, vmap")
+        hc.errors.SpecError, match=re.escape("got bool[3]. For one bool per row, vmap")
     ):
         jax.jit(lambda x: hc.call(free, ROW, x, where=x > 0))(X[0])
 
 
 def test_a_traced_fill_is_refused():
-    with pytest.raises(hc.SpecError, match=re.escape("fill= of `free` is traced")):
+    with pytest.raises(
+        hc.errors.SpecError, match=re.escape("fill= of `free` is traced")
+    ):
         jax.jit(lambda x: hc.call(free, ROW, x, where=True, fill=x[0]))(X[0])
 
 
 def test_legacy_vectorized_refuses_a_mask_a_row():
     host = Host(vmap_method="legacy_vectorized")
     with pytest.raises(
-        hc.BatchingError, match='vmap_method="legacy_vectorized", which'
+        hc.errors.BatchingError, match='vmap_method="legacy_vectorized", which'
     ):
         jax.vmap(host)(X, np.ones(4, bool))

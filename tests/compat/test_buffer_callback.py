@@ -51,12 +51,12 @@ def test_calls(mode, effect):
 @modes
 def test_trees(mode):
     def host(ctx, out, tree, *, more):
-        assert isinstance(ctx, hc.ExecutionContext)
+        assert isinstance(ctx, hc.buffers.ExecutionContext)
         assert isinstance(out, dict)
         (a, none), (b,) = tree["a"], tree["b"]
         assert none is None
         leaves = [out["s"], *out["t"], a, b, more]
-        assert all(isinstance(leaf, hc.Buffer) for leaf in leaves)
+        assert all(isinstance(leaf, hc.buffers.Buffer) for leaf in leaves)
         np.asarray(out["s"])[...] = np.asarray(a).sum() + np.asarray(more)
         np.asarray(out["t"][0])[...] = np.asarray(b)[::-1]
 
@@ -72,7 +72,7 @@ def test_what_buffers_and_contexts_say(mode):
     seen = {}
 
     def host(ctx, out, x, y):
-        assert ctx.stage == hc.ExecutionStage.EXECUTE
+        assert ctx.stage == hc.buffers.ExecutionStage.EXECUTE
         with pytest.raises(JaxRuntimeError, match="XLA FFI GPU context is not avail"):
             _ = ctx.stream
         assert (out.shape, out.dtype, out.writeable) == ((2, 3), np.int16, True)
@@ -413,17 +413,21 @@ async def asynchronous(ctx, out):
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: hc.buffer_callback(3, spec()), hc.SpecError, r"hc.native\(address\)"),
+        (
+            lambda: hc.buffer_callback(3, spec()),
+            hc.errors.SpecError,
+            r"hc.buffers.native\(address\)",
+        ),
         (
             lambda: hc.buffer_callback(affine, spec(), order="any"),
-            hc.SpecError,
+            hc.errors.SpecError,
             "one of pure, unordered, ordered, got 'any'",
         ),
         (
             lambda: hc.buffer_callback(
                 affine, spec(), order="pure", has_side_effect=True
             ),
-            hc.SpecError,
+            hc.errors.SpecError,
             "contradict",
         ),
         (
@@ -434,12 +438,12 @@ async def asynchronous(ctx, out):
         (lambda: hc.buffer_callback(affine, spec())("a"), TypeError, "not a valid JAX"),
         (
             lambda: hc.buffer_callback(affine, {"a": 1.5}),
-            hc.SpecError,
+            hc.errors.SpecError,
             r"`affine` has the leaf 1.5, which has no shape and dtype",
         ),
         (
             lambda: hc.buffer_callback(affine, spec())(np.int64(2**40 + 5), 1),
-            hc.SpecError,
+            hc.errors.SpecError,
             "holds 1099511627781",
         ),
         *(
@@ -447,14 +451,14 @@ async def asynchronous(ctx, out):
                 lambda wrong=wrong: hc.buffer_callback(
                     affine, spec(), input_output_aliases=wrong
                 ),
-                hc.SpecError,
+                hc.errors.SpecError,
                 "should be a dict of numbers",
             )
             for wrong in ([(0, 0)], {"a": 0}, {0.5: 0})
         ),
         (
             lambda: hc.buffer_callback(asynchronous, spec()),
-            hc.SpecError,
+            hc.errors.SpecError,
             "`asynchronous` is a coroutine function",
         ),
     ],
@@ -584,6 +588,6 @@ def test_statistics():
 
     f = hc.buffer_callback(copied_once, spec(8))
     jax.jit(lambda x: f(f(x)))(jnp.ones(8)).block_until_ready()
-    (stats,) = [s for name, s in hc.stats().items() if "copied_once" in name]
+    (stats,) = [s for name, s in hc.monitor.stats().items() if "copied_once" in name]
     assert stats.calls == 2
     assert stats.bytes_in == stats.bytes_out == 64

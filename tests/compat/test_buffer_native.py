@@ -1,4 +1,4 @@
-"""hc.native: machine code in place of a callback, without Python and the GIL."""
+"""hc.buffers.native: machine code in place of a callback, without Python and the GIL."""
 
 import ctypes
 import subprocess
@@ -73,7 +73,7 @@ modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 @modes
 def test_calls(library, mode):
-    f = mode(hc.buffer_callback(hc.native(library.add), spec(4)))
+    f = mode(hc.buffer_callback(hc.buffers.native(library.add), spec(4)))
     x, y = jnp.arange(4.0), jnp.full(4, 2.0)
     for _ in range(3):
         np.testing.assert_array_equal(f(x, y), x + y)
@@ -89,27 +89,27 @@ def test_addresses_of_every_kind(library):
         np.int64(Compiled.address),
         ctypes.c_void_p(Compiled.address),
     ):
-        f = hc.buffer_callback(hc.native(function), spec(4))
+        f = hc.buffer_callback(hc.buffers.native(function), spec(4))
         np.testing.assert_array_equal(f(jnp.ones(4), jnp.ones(4)), [2] * 4)
-    made = hc.native(Compiled(), name="adder")
+    made = hc.buffers.native(Compiled(), name="adder")
     assert repr(made) == f"<native function adder at {Compiled.address:#x}>"
-    assert hc.native(made) is made
-    assert hc.native(library.add).__name__ == "add"
-    assert hc.native(library.add) == hc.native(Compiled())
+    assert hc.buffers.native(made) is made
+    assert hc.buffers.native(library.add).__name__ == "add"
+    assert hc.buffers.native(library.add) == hc.buffers.native(Compiled())
     with pytest.raises(TypeError, match="Python can't call it"):
         made()
     for wrong in ("add", None, True, lambda: 1, 1.5):
-        with pytest.raises(hc.SpecError, match="takes an address"):
-            hc.native(wrong)
+        with pytest.raises(hc.errors.SpecError, match="takes an address"):
+            hc.buffers.native(wrong)
     for wrong in (0, -5, 2**64):
-        with pytest.raises(hc.SpecError, match="where no function can be"):
-            hc.native(wrong)
+        with pytest.raises(hc.errors.SpecError, match="where no function can be"):
+            hc.buffers.native(wrong)
 
 
 @modes
 def test_small_elements_and_no_stream(library, mode):
     f = hc.buffer_callback(
-        hc.native(library.total), (spec(dtype="int32"), spec(dtype="int32"))
+        hc.buffers.native(library.total), (spec(dtype="int32"), spec(dtype="int32"))
     )
     x = jnp.array([-8, 7, -1, 3, -2], jnp.int4)
     assert mode(f)(x) == (-1, 0)
@@ -118,14 +118,16 @@ def test_small_elements_and_no_stream(library, mode):
 @modes
 def test_aliases(library, mode):
     f = hc.buffer_callback(
-        hc.native(library.twice), spec(), input_output_aliases={0: 0}
+        hc.buffers.native(library.twice), spec(), input_output_aliases={0: 0}
     )
     assert mode(lambda x: f(f(x)))(jnp.float32(3)) == 12
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0)])
 def test_rows(library, axes):
-    f = hc.buffer_callback(hc.native(library.add), spec(4), vmap_method="sequential")
+    f = hc.buffer_callback(
+        hc.buffers.native(library.add), spec(4), vmap_method="sequential"
+    )
     args = [jnp.arange(4.0) if a is None else jnp.ones((6, 4)) * 3 for a in axes]
     out = jax.jit(jax.vmap(f, axes))(*args)
     np.testing.assert_array_equal(out, np.broadcast_to(args[0] + args[1], (6, 4)))
@@ -135,36 +137,38 @@ def test_rows(library, axes):
     "method", ["expand_dims", "broadcast_all", "legacy_vectorized"]
 )
 def test_no_whole_batches(library, method):
-    with pytest.raises(hc.SpecError, match="`add` is machine code, which does not get"):
-        hc.buffer_callback(hc.native(library.add), spec(4), vmap_method=method)
+    with pytest.raises(
+        hc.errors.SpecError, match="`add` is machine code, which does not get"
+    ):
+        hc.buffer_callback(hc.buffers.native(library.add), spec(4), vmap_method=method)
 
 
 @modes
 def test_debug_mode(library, mode, monkeypatch):
     x = jnp.arange(4.0)
-    f = mode(hc.buffer_callback(hc.native(library.nothing), spec(4)))
+    f = mode(hc.buffer_callback(hc.buffers.native(library.nothing), spec(4)))
     np.testing.assert_array_equal(f(x), np.zeros(4))
     monkeypatch.setenv("HOSTCALL_DEBUG", "1")
-    f = mode(hc.buffer_callback(hc.native(library.nothing), spec(4)))
+    f = mode(hc.buffer_callback(hc.buffers.native(library.nothing), spec(4)))
     with (
-        pytest.raises(hc.UnwrittenError, match="`nothing` did not write"),
+        pytest.raises(hc.errors.UnwrittenError, match="`nothing` did not write"),
         hc.reraise(),
     ):
         jax.block_until_ready(f(x))
-    f = mode(hc.buffer_callback(hc.native(library.spoil), spec()))
+    f = mode(hc.buffer_callback(hc.buffers.native(library.spoil), spec()))
     with (
-        pytest.raises(hc.ResultError, match=r"`spoil` wrote to args\[0\]"),
+        pytest.raises(hc.errors.ResultError, match=r"`spoil` wrote to args\[0\]"),
         hc.reraise(),
     ):
         jax.block_until_ready(f(x))
     np.testing.assert_array_equal(x, np.arange(4.0))
-    f = mode(hc.buffer_callback(hc.native(library.add), spec(4)))
+    f = mode(hc.buffer_callback(hc.buffers.native(library.add), spec(4)))
     np.testing.assert_array_equal(f(x, x), x * 2)
 
 
 @modes
 def test_status(library, mode):
-    f = hc.buffer_callback(hc.native(library.root, status=True), spec())
+    f = hc.buffer_callback(hc.buffers.native(library.root, status=True), spec())
     assert mode(f)(jnp.float32(4)) == 4
     with pytest.raises(
         jax.errors.JaxRuntimeError, match=r"returned 17; 0 says.*in callback `root`"
@@ -174,7 +178,7 @@ def test_status(library, mode):
 
 def test_status_of_a_row(library):
     f = hc.buffer_callback(
-        hc.native(library.root, status=True), spec(), vmap_method="sequential"
+        hc.buffers.native(library.root, status=True), spec(), vmap_method="sequential"
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"returned 17 in row \(2\)"):
         jax.block_until_ready(jax.jit(jax.vmap(f))(jnp.array([1.0, 0.0, -1.0, 2.0])))
@@ -193,14 +197,14 @@ def test_it_does_not_hold_the_interpreters_lock(library):
 
     thread = threading.Thread(target=give)
     thread.start()
-    f = hc.buffer_callback(hc.native(library.wait), spec(dtype="int32"))
+    f = hc.buffer_callback(hc.buffers.native(library.wait), spec(dtype="int32"))
     for run in (f, jax.jit(f)):
         assert run() == 5
     thread.join()
 
 
 def test_in_loops_and_shards(library):
-    f = hc.buffer_callback(hc.native(library.add), spec(4))
+    f = hc.buffer_callback(hc.buffers.native(library.add), spec(4))
     loop = jax.jit(lambda x: lax.fori_loop(0, 10, lambda i, c: f(c, x), x))
     np.testing.assert_array_equal(loop(jnp.ones(4)), [11] * 4)
     x = jnp.arange(16.0)
@@ -213,9 +217,11 @@ def test_in_loops_and_shards(library):
 
 
 def test_statistics(library):
-    f = hc.buffer_callback(hc.native(library.add, name="added_natively"), spec(4))
+    f = hc.buffer_callback(
+        hc.buffers.native(library.add, name="added_natively"), spec(4)
+    )
     jax.jit(lambda x: f(f(x, x), x))(jnp.ones(4)).block_until_ready()
-    (stats,) = [s for name, s in hc.stats().items() if "added_natively" in name]
+    (stats,) = [s for name, s in hc.monitor.stats().items() if "added_natively" in name]
     assert stats.calls == 2
 
 
@@ -229,5 +235,5 @@ def test_where_numba_is_installed():
         out = numba.carray(inputs[0], (8,), numba.float32)
         numba.carray(outputs[0], (8,), numba.float32)[:] = out * 2
 
-    f = jax.jit(hc.buffer_callback(hc.native(double), spec(8)))
+    f = jax.jit(hc.buffer_callback(hc.buffers.native(double), spec(8)))
     np.testing.assert_array_equal(f(jnp.arange(8.0)), np.arange(8.0) * 2)

@@ -243,7 +243,7 @@ def test_small_inputs_that_go_out_by_dlpack_are_watched(mode):
         float4.from_address(np.from_dlpack(x).ctypes.data)[1] = 9
 
     text = r"`.*host` wrote to args\[0\], which is an input \(its values have been restored"
-    with pytest.raises(hc.ResultError, match=text):
+    with pytest.raises(hc.errors.ResultError, match=text):
         run(mode, host, spec(), x)
     np.testing.assert_array_equal(x, np.arange(4.0))
 
@@ -328,7 +328,7 @@ def test_what_is_kept_is_an_error(mode, escape, which):
 
     kept = []
     text = f"`.*host` kept a view of {which} after it returned".replace("[", r"\[")
-    with pytest.raises(hc.EscapeError, match=text):
+    with pytest.raises(hc.errors.EscapeError, match=text):
         run(mode, host, (spec(), spec(4)), {"a": jnp.arange(4.0)})
     kept.clear()
 
@@ -379,11 +379,15 @@ def test_a_closed_buffer_refuses_everything(mode):
     ]
     for buffer in (x, out):
         for use in uses:
-            with pytest.raises(hc.EscapeError, match="this Buffer belongs to a call"):
+            with pytest.raises(
+                hc.errors.EscapeError, match="this Buffer belongs to a call"
+            ):
                 use(buffer)
         assert repr(buffer) == "<Buffer of a call that ended>"
     for name in ("stage", "stream", "device", "run"):
-        with pytest.raises(hc.EscapeError, match="this context belongs to a call"):
+        with pytest.raises(
+            hc.errors.EscapeError, match="this context belongs to a call"
+        ):
             getattr(ctx, name)
     kept.clear()
 
@@ -403,7 +407,7 @@ def test_kept_buffers_are_not_opened_again():
 
 
 def test_no_types_to_make():
-    for kind in (hc.Buffer, hc.ExecutionContext):
+    for kind in (hc.buffers.Buffer, hc.buffers.ExecutionContext):
         with pytest.raises(TypeError, match="cannot create"):
             kind()
 
@@ -445,7 +449,7 @@ def test_debug_finds_what_was_not_written(mode, written, dtype, debug):
         UNWRITTEN[written](np.asarray(out["a"]))
 
     text = r"`.*host` did not write all of out\['a'\] \(.*HOSTCALL_DEBUG=1"
-    with pytest.raises(hc.UnwrittenError, match=text):
+    with pytest.raises(hc.errors.UnwrittenError, match=text):
         run(mode, host, {"a": spec(64, dtype=dtype)})
 
 
@@ -460,7 +464,7 @@ def test_debug_finds_writes_to_inputs(mode, debug):
         np.asarray(out)[...] = 0
 
     text = r"`.*host` wrote to args\[0\], which is an input"
-    with pytest.raises(hc.ResultError, match=text):
+    with pytest.raises(hc.errors.ResultError, match=text):
         run(mode, host, spec(), x)
     np.testing.assert_array_equal(x, np.arange(4.0))  # restored
 

@@ -173,9 +173,9 @@ def test_numpy_arrays_on_demand(kind):
 
 
 def test_another_choice_of_arrays():
-    with pytest.raises(hc.SpecError, match="'jax' or 'numpy', got 'torch'"):
+    with pytest.raises(hc.errors.SpecError, match="'jax' or 'numpy', got 'torch'"):
         hc.pure_callback(sine, like(1.0), 1.0, arrays="torch")
-    with pytest.raises(hc.SpecError, match="got 'torch'"):
+    with pytest.raises(hc.errors.SpecError, match="got 'torch'"):
         hc.debug.callback(print, 1.0, arrays="torch")
 
 

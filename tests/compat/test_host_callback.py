@@ -526,7 +526,7 @@ def test_inline(flags):
 def test_derivatives_are_tapped_on_demand(flags):
     flags("jax_host_callback_ad_transforms", True)
     f = lambda tap: lambda x: tap(x * 2) ** 2
-    with pytest.warns(FutureWarning, match="hc|hostcall.tap_tangent"):
+    with pytest.warns(FutureWarning, match="hc|hostcall.derivatives.tap_tangent"):
         out, seen = tapped(lambda tap: jax.jvp(f(tap), (3.0,), (1.0,)))
     assert [float(v) for v in out] == [36, 24]
     assert seen == [([6.0, 2.0], [("jvp", {})])]
@@ -558,7 +558,7 @@ def test_the_queues_size(flags):
     flags("jax_host_callback_max_queue_byte_size", 1_000_000)
     hcb.id_tap(lambda *_: None, 1.0)
     hcb.barrier_wait()
-    assert hc.tap_queue().limit == 1_000_000
+    assert hc.monitor.tap_queue().limit == 1_000_000
 
 
 def test_from_the_environment(run_python):

@@ -156,7 +156,7 @@ def test_buffer_callbacks(bound, effect, patched):
         np.testing.assert_array_equal(g((x,), k=3.0)["y"], x * 3)
     rows = jax.jit(jax.vmap(lambda x: f((x,), k=2.0)))(jnp.ones((3, 4)))
     np.testing.assert_array_equal(rows["y"], np.full((3, 4), 2))
-    assert set(seen) == {hc.Buffer}
+    assert set(seen) == {hc.buffers.Buffer}
     shared = function(
         lambda ctx, out, x: np.asarray(out).__iadd__(1) is None,
         like(x),
@@ -209,7 +209,7 @@ def test_arguments_of_callbacks(bound, arrays):
 
 
 def test_another_choice():
-    with pytest.raises(hc.SpecError, match="'jax' or 'numpy', got 'torch'"):
+    with pytest.raises(hc.errors.SpecError, match="'jax' or 'numpy', got 'torch'"):
         hc.patch_jax(arrays="torch")
 
 
@@ -430,6 +430,29 @@ def test_context_managers_nest():
             assert type_that_comes() is np.ndarray
         assert jax.pure_callback is inner
         assert type_that_comes() is not np.ndarray
+    assert in_place() == ORIGINALS
+
+
+def test_one_patch_may_have_several_blocks():
+    patch = hc.patch_jax(arrays="numpy")
+    with patch:
+        with patch:
+            pass
+        assert type_that_comes() is np.ndarray
+    assert in_place() == ORIGINALS
+    with patch:  # again
+        assert type_that_comes() is np.ndarray
+    assert in_place() == ORIGINALS
+
+
+def test_a_block_ends_its_own_patch_only():
+    hc.patch_jax(arrays="numpy")
+    with hc.patch_jax():
+        assert type_that_comes() is not np.ndarray
+    assert type_that_comes() is np.ndarray
+    with hc.patch_jax():
+        hc.unpatch_jax()
+        assert in_place() == ORIGINALS
     assert in_place() == ORIGINALS
 
 

@@ -1,4 +1,4 @@
-"""hc.check: correct rules pass, and each mistake is found by the check for it."""
+"""hc.testing.check: correct rules pass, and each mistake is found by the check for it."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ def statuses(report):
 
 
 def test_a_right_function():
-    report = hc.check(right(), (X, Y))
+    report = hc.testing.check(right(), (X, Y))
     assert report, str(report)
     assert statuses(report) == {
         "result": "passed",
@@ -46,14 +46,14 @@ def test_a_right_function():
         "threads": "passed",
     }
     lines = str(report).splitlines()
-    assert lines[0] == "hc.check of `right`"
+    assert lines[0] == "hc.testing.check of `right`"
     assert lines[1] == "passed   result: float32[5]"
     assert "against the forward derivative" in str(report)
 
 
 def test_several_examples_and_one_argument():
     f = hc.host(np.cumsum, result=hc.like(0))
-    report = hc.check(f, X, (X * 2,), jnp.ones(3))
+    report = hc.testing.check(f, X, (X * 2,), jnp.ones(3))
     assert report
     assert [c.name for c in report.checks][:2] == [
         "result (example 0)",
@@ -67,15 +67,15 @@ def test_a_linear_function():
     spec = jax.ShapeDtypeStruct((3,), jnp.float32)
     f = hc.host(lambda x: a @ x, result=spec)
     f.deftranspose(lambda ct: a.T @ ct)
-    report = hc.check(f, X)
+    report = hc.testing.check(f, X)
     assert report, str(report)
     assert statuses(report)["transpose"] == "passed"
     wrong = hc.host(lambda x: a @ x, result=spec)
     wrong.deftranspose(lambda ct: a.T @ ct * 2)
-    assert {c.name for c in hc.check(wrong, X).failed} >= {"transpose"}
+    assert {c.name for c in hc.testing.check(wrong, X).failed} >= {"transpose"}
     bent = hc.host(lambda x: a @ x + 1, result=spec)
     bent.deftranspose(lambda ct: a.T @ ct)
-    (found,) = [c for c in hc.check(bent, X).failed if c.name == "transpose"]
+    (found,) = [c for c in hc.testing.check(bent, X).failed if c.name == "transpose"]
     assert "not linear" in found.detail
 
 
@@ -84,7 +84,7 @@ def plain(fn, **options):
 
 
 def test_another_result():
-    report = hc.check(plain(lambda x: x[:2]), X)
+    report = hc.testing.check(plain(lambda x: x[:2]), X)
     assert statuses(report) == {"result": "failed"}
     assert "ResultError" in report.failed[0].detail
     assert not report
@@ -94,20 +94,20 @@ def test_what_it_raises():
     def fails(x):
         raise KeyError("k")
 
-    (found,) = hc.check(plain(fails), X).checks
+    (found,) = hc.testing.check(plain(fails), X).checks
     assert (found.status, found.detail) == ("failed", "KeyError: 'k'")
 
 
 def test_an_impure_function():
     count = iter(range(1000))
-    report = hc.check(plain(lambda x: x + next(count)), X)
+    report = hc.testing.check(plain(lambda x: x + next(count)), X)
     assert statuses(report)["purity"] == "failed"
     assert "a second call gives another result" in str(report)
 
 
 def test_a_wrong_batching_rule():
     f = plain(lambda x: x / np.sqrt((x**2).sum()), vmap_method="expand_dims")
-    (found,) = hc.check(f, X).failed
+    (found,) = hc.testing.check(f, X).failed
     assert found.name == "vmap"
     assert "vmap over all arguments differs from a loop" in found.detail
 
@@ -115,12 +115,12 @@ def test_a_wrong_batching_rule():
 def test_wrong_derivatives():
     f = plain(lambda x: np.sin(x))
     f.defjvp(lambda p, t: -np.cos(p[0]) * t[0])
-    (found,) = hc.check(f, X).failed
+    (found,) = hc.testing.check(f, X).failed
     assert found.name == "jvp"
     assert "differs from differences" in found.detail
     g = plain(lambda x: np.sin(x))
     g.defvjp(lambda x: (np.sin(x), x), lambda x, ct: (ct * np.sin(x),))
-    report = hc.check(g, X)
+    report = hc.testing.check(g, X)
     assert statuses(report)["jvp"] == "left out"
     (found,) = report.failed
     assert found.name == "vjp"
@@ -128,7 +128,7 @@ def test_wrong_derivatives():
 
 
 def test_no_derivatives_are_no_failure():
-    report = hc.check(plain(np.sin), X)
+    report = hc.testing.check(plain(np.sin), X)
     assert report
     assert statuses(report)["jvp"] == statuses(report)["vjp"] == "left out"
     (jvp,) = [c for c in report.checks if c.name == "jvp"]
@@ -147,7 +147,7 @@ def test_arguments_that_are_kept_or_written():
         return x
 
     for fn, text in ((keeps, "keeps a view"), (writes, "writes to its arguments")):
-        report = hc.check(plain(fn), X)
+        report = hc.testing.check(plain(fn), X)
         assert report, str(report)
         (found,) = [c for c in report.checks if c.name == "lent arguments"]
         assert text in found.detail
@@ -162,13 +162,13 @@ def test_a_function_that_threads_upset():
         time.sleep(1e-3)
         return state["x"] * 2
 
-    report = hc.check(plain(upset), X)
+    report = hc.testing.check(plain(upset), X)
     assert statuses(report)["threads"] == "failed"
     assert threading.active_count() < 20
 
 
 def test_effects_leave_most_out():
-    report = hc.check(plain(np.sin, order="ordered"), X)
+    report = hc.testing.check(plain(np.sin, order="ordered"), X)
     assert report
     left = [c for c in report.checks if c.status == "left out"]
     assert len(left) == 8
@@ -186,15 +186,15 @@ def test_integers_trees_and_static_arguments():
     }
     f = hc.host(host, result=spec)
     f.defjvp(lambda p, t: {"y": t[0]["x"] * p[1], "n": None}, where="host")
-    report = hc.check(f, ({"x": X}, np.int32(3), "a"))
+    report = hc.testing.check(f, ({"x": X}, np.int32(3), "a"))
     assert statuses(report)["vmap"] == "passed", str(report)
 
 
 def test_wide_numbers_are_compared_more_closely(x64):
     f = plain(np.sin)
     f.defjvp(lambda p, t: np.cos(p[0]) * t[0] * (1 + 1e-3))
-    assert hc.check(f, np.linspace(0, 1, 5)).failed
-    assert hc.check(f, np.linspace(0, 1, 5), rtol=1e-2)
+    assert hc.testing.check(f, np.linspace(0, 1, 5)).failed
+    assert hc.testing.check(f, np.linspace(0, 1, 5), rtol=1e-2)
 
 
 # --- Complex numbers -------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_complex_rules(fn, tangent, cotangents, result, args, wide):
     with jax.enable_x64(wide):
         if wide:
             args = tuple(x.astype(np.result_type(x, np.float64)) for x in args)
-        report = hc.check(ruled(fn, tangent, cotangents, result), args)
+        report = hc.testing.check(ruled(fn, tangent, cotangents, result), args)
         assert report, str(report)
         assert statuses(report)["jvp"] == statuses(report)["vjp"] == "passed"
         # JAX has the same conventions: its own derivatives pass.
@@ -291,31 +291,31 @@ def test_complex_rules(fn, tangent, cotangents, result, args, wide):
             np.testing.assert_allclose(pull(out)[0], cotangents(args, out)[0], 1e-5)
         # A wrong rule is found.
         wrong = lambda p, t: tangent(p, t) + abs(tangent(p, t)).max() / 10
-        report = hc.check(ruled(fn, wrong, cotangents, result), args)
+        report = hc.testing.check(ruled(fn, wrong, cotangents, result), args)
         assert "jvp" in [check.name for check in report.failed]
         wrong = lambda p, ct: tuple(1.1 * x for x in cotangents(p, ct))
-        report = hc.check(ruled(fn, tangent, wrong, result), args)
+        report = hc.testing.check(ruled(fn, tangent, wrong, result), args)
         assert [check.name for check in report.failed] == ["vjp"]
 
 
 def test_rules_that_hold_for_real_directions_alone():
     right = COMPLEX["conj"]
     f = ruled(right[0], lambda p, t: t[0], lambda p, ct: (ct,), C64)
-    assert [check.name for check in hc.check(f, Z).failed] == ["jvp"]
+    assert [check.name for check in hc.testing.check(f, Z).failed] == ["jvp"]
     g = ruled(np.exp, COMPLEX["exp"][1], lambda p, ct: (np.exp(p[0].conj()) * ct,), C64)
-    assert [check.name for check in hc.check(g, Z).failed] == ["vjp"]
+    assert [check.name for check in hc.testing.check(g, Z).failed] == ["vjp"]
 
 
 def test_a_complex_linear_function():
     spec = jax.ShapeDtypeStruct((3,), jnp.complex64)
     f = hc.host(lambda z: MATRIX @ z, result=spec)
     f.deftranspose(lambda ct: MATRIX.T @ ct)
-    report = hc.check(f, Z)
+    report = hc.testing.check(f, Z)
     assert report, str(report)
     assert statuses(report)["transpose"] == "passed"
     wrong = hc.host(lambda z: MATRIX @ z, result=spec)
     wrong.deftranspose(lambda ct: MATRIX.conj().T @ ct)
-    assert {"vjp", "transpose"} <= {c.name for c in hc.check(wrong, Z).failed}
+    assert {"vjp", "transpose"} <= {c.name for c in hc.testing.check(wrong, Z).failed}
 
 
 # --- Functions with inaccurate differences -------------------------------------------
@@ -340,11 +340,11 @@ HARD = {
 @pytest.mark.parametrize(("fn", "slope", "x"), HARD.values(), ids=HARD)
 def test_differences_fit_their_steps_to_the_function(fn, slope, x):
     with np.errstate(all="ignore"):
-        report = hc.check(sine_with(slope, fn), x)
+        report = hc.testing.check(sine_with(slope, fn), x)
         assert report, str(report)
         assert statuses(report)["jvp"] == "passed"
         wrong = sine_with(lambda x: 1.1 * slope(x), fn)
-        assert [check.name for check in hc.check(wrong, x).failed] == ["jvp"]
+        assert [check.name for check in hc.testing.check(wrong, x).failed] == ["jvp"]
 
 
 def test_a_function_that_fails_far_from_the_example():
@@ -353,22 +353,22 @@ def test_a_function_that_fails_far_from_the_example():
             raise ValueError("negative")
         return np.sqrt(x)
 
-    report = hc.check(sine_with(lambda x: 0.5 / np.sqrt(x), root), X / 1000)
+    report = hc.testing.check(sine_with(lambda x: 0.5 / np.sqrt(x), root), X / 1000)
     assert statuses(report)["jvp"] == "passed", str(report)
 
 
 def test_differences_that_tell_nothing_fail_nothing():
     shaky = lambda x: np.sin(x) + 0.1 * np.sin(1e9 * x)
-    report = hc.check(sine_with(np.cos, shaky), X)
+    report = hc.testing.check(sine_with(np.cos, shaky), X)
     assert statuses(report)["jvp"] == "left out"
     assert "too inexact to check against. Give an example where" in str(report)
 
 
 def test_bad_input():
-    with pytest.raises(hc.SpecError, match="takes what hc.host made"):
-        hc.check(np.sin, X)
-    with pytest.raises(hc.SpecError, match="needs an example"):
-        hc.check(plain(np.sin))
+    with pytest.raises(hc.errors.SpecError, match="takes what hc.host made"):
+        hc.testing.check(np.sin, X)
+    with pytest.raises(hc.errors.SpecError, match="needs an example"):
+        hc.testing.check(plain(np.sin))
 
 
 def test_integer_results_and_python_numbers():
@@ -382,6 +382,6 @@ def test_integer_results_and_python_numbers():
         vmap_method="expand_dims",
     )
     f.defjvp(lambda p, t: (jnp.cos(p[0]) * t[0], None, 1j * t[0]), where="jax")
-    report = hc.check(f, np.float32([0.5, 1.5]), 0.7)
+    report = hc.testing.check(f, np.float32([0.5, 1.5]), 0.7)
     assert report
     assert "passed   jvp (example 1)" in str(report)

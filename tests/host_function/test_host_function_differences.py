@@ -264,12 +264,12 @@ def test_it_can_be_pickled(result):
 
 def test_errors():
     f = hc.host(np.sin, result=hc.like(0), name="f")
-    with pytest.raises(hc.SpecError, match="what hc.host returns"):
+    with pytest.raises(hc.errors.SpecError, match="what hc.host returns"):
         hc.finite_difference(np.sin)
-    with pytest.raises(hc.SpecError, match="scheme= of `f`"):
+    with pytest.raises(hc.errors.SpecError, match="scheme= of `f`"):
         hc.finite_difference(f, scheme="backward")
-    with pytest.raises(hc.SpecError, match="step= of `f`"):
+    with pytest.raises(hc.errors.SpecError, match="step= of `f`"):
         hc.finite_difference(f, step=-1)
     hc.finite_difference(f)
-    with pytest.raises(hc.SpecError, match="defjacobian already"):
+    with pytest.raises(hc.errors.SpecError, match="defjacobian already"):
         hc.finite_difference(f)

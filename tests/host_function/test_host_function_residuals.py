@@ -257,12 +257,16 @@ def test_configure(small):
     pullbacks.append(jax.vjp(f, X)[1])
     assert Residual.alive == 1
     for wrong in (-1, 1.5, True, "many"):
-        with pytest.raises(hc.SpecError, match="residuals should be a number of obj"):
+        with pytest.raises(
+            hc.errors.SpecError, match="residuals should be a number of obj"
+        ):
             hc.configure(residuals=wrong, tap_queue_bytes=10)
-        with pytest.raises(hc.SpecError, match="pinned_bytes should be a number of"):
+        with pytest.raises(
+            hc.errors.SpecError, match="pinned_bytes should be a number of"
+        ):
             hc.configure(residuals=5, pinned_bytes=-1)
     assert store.limit() == 1
-    assert hc.tap_queue().limit != 10
+    assert hc.monitor.tap_queue().limit != 10
     del pullbacks
 
 

@@ -321,7 +321,7 @@ def test_the_jacobian_of_a_jacobian(x64):
     energy = lambda x: cube(x).sum()
     same(jax.jit(jax.hessian(energy))(x), np.diag(6 * x))
     same(jax.grad(lambda x: jax.jvp(energy, (x,), (x,))[1])(x), 9 * x**2)
-    with pytest.raises(hc.DerivativeError, match="itself differentiated"):
+    with pytest.raises(hc.errors.DerivativeError, match="itself differentiated"):
         jax.jacfwd(jax.hessian(energy))(x)
 
 
@@ -518,7 +518,9 @@ def test_integers_statics_and_nondiff():
     same(jax.jit(jax.grad(lambda x: f(x, 3, "up", 2.0).sum()))(X), 6 * X**2)
     n_bar = jax.grad(lambda n: f(X, n, "up", 2.0).sum(), allow_int=True)(3)
     assert n_bar.dtype == jax.dtypes.float0
-    with pytest.raises(hc.DerivativeError, match=r"argument 3, which is in nondiff"):
+    with pytest.raises(
+        hc.errors.DerivativeError, match=r"argument 3, which is in nondiff"
+    ):
         jax.grad(lambda w: f(X, 3, "up", w).sum())(2.0)
 
 

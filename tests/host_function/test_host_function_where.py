@@ -192,12 +192,12 @@ def test_functions_with_effects():
 
 def test_what_is_refused():
     f = hc.host(np.sin, result=hc.like(0))
-    with pytest.raises(hc.SpecError, match="where= of `sin` should be one bool"):
+    with pytest.raises(hc.errors.SpecError, match="where= of `sin` should be one bool"):
         f.where(X > 0)(X)
-    with pytest.raises(hc.SpecError, match="fill= of `sin` is 'x'"):
+    with pytest.raises(hc.errors.SpecError, match="fill= of `sin` is 'x'"):
         f.where(True, "x")(X)
     f.defbatch(lambda size, batched, x: (f(x), True))
-    with pytest.raises(hc.BatchingError, match="which the mask could not reach"):
+    with pytest.raises(hc.errors.BatchingError, match="which the mask could not reach"):
         jax.vmap(lambda m, x: f.where(m)(x))(MASK, X)
 
 

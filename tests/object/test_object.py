@@ -188,7 +188,7 @@ def test_remat_does_not_call_again(order):
 @pytest.mark.parametrize("derive", [jax.grad, jax.jacfwd], ids=["grad", "jvp"])
 def test_a_derivative_is_refused_with_the_remedy(derive):
     env = walks()
-    with pytest.raises(hc.DerivativeError) as caught:
+    with pytest.raises(hc.errors.DerivativeError) as caught:
         derive(lambda x: env.step(x)[0])(1.0)
     text = str(caught.value)
     assert text.startswith("hostcall: the call of `walk.step` has no derivative (")
@@ -790,57 +790,57 @@ def batch_then(then, first=lambda env: jax.vmap(env.step)(actions(3))):
 MESSAGES = {
     "no function": (
         declare(3),
-        hc.SpecError,
+        hc.errors.SpecError,
         "the first argument should be a function, got 3. Write hc.Object(factory, methods={...})",
     ),
     "a factory of two": (
         declare(lambda a, b: Walk()),
-        hc.SpecError,
+        hc.errors.SpecError,
         "the factory of `object` should need no argument, or one, the object's index; it needs a, b. Write lambda: ..., or lambda index: ...",
     ),
     "no methods": (
         declare(methods={}),
-        hc.SpecError,
+        hc.errors.SpecError,
         "methods= of `Walk` should be a dict, method -> what it returns, got {}",
     ),
     "methods in a list": (
         declare(methods=["step"]),
-        hc.SpecError,
+        hc.errors.SpecError,
         "methods= of `Walk` should be a dict, method -> what it returns, got ['step']",
     ),
     "a private method": (
         declare(methods={"_step": F32}),
-        hc.SpecError,
+        hc.errors.SpecError,
         "methods= of `Walk` has '_step', which should be the name of a public method",
     ),
     "its own name": (
         declare(methods={"save": F32}),
-        hc.SpecError,
+        hc.errors.SpecError,
         "`Walk` can't declare `save`, which is hc.Object's own (for all objects, from Python). Give the object a method of another name that calls it",
     ),
     "a result that is none": (
         declare(methods={"step": (F32, "int")}),
-        hc.SpecError,
+        hc.errors.SpecError,
         "result[1] of `Walk.step` is 'int', which has no shape and dtype.",
     ),
     "pure": (
         declare(order="pure"),
-        hc.SpecError,
+        hc.errors.SpecError,
         "order= of `Walk` should be 'ordered' or 'unordered', got 'pure'. An object has a state: its calls may not be left out or repeated",
     ),
     "the batch as a whole": (
         declare(vmap_method="expand_dims"),
-        hc.SpecError,
+        hc.errors.SpecError,
         "vmap_method= of `Walk` should be 'sequential' or 'parallel', got 'expand_dims'. Each row has an object of its own",
     ),
     "save without restore": (
         declare(save="get"),
-        hc.SpecError,
+        hc.errors.SpecError,
         "`Walk` needs both of save= and restore=",
     ),
     "a hook that is none": (
         declare(close=3),
-        hc.SpecError,
+        hc.errors.SpecError,
         "close= of `Walk` should be a method's name or a function, got 3",
     ),
     "not declared": (
@@ -855,7 +855,7 @@ MESSAGES = {
     ),
     "pickled": (
         lambda: pickle.dumps(walks(Walk)),
-        hc.SpecError,
+        hc.errors.SpecError,
         "the hc.Object `Walk` can't be pickled or copied: programs hold it. Its save() gives a snapshot that can",
     ),
     "traced after close": (
@@ -900,7 +900,7 @@ MESSAGES = {
     ),
     "restored from something else": (
         used(lambda env: env.restore([1])),
-        hc.SpecError,
+        hc.errors.SpecError,
         "restore() of `Walk` takes what save() gave, got list",
     ),
     "does not pickle": (
@@ -935,7 +935,9 @@ def test_rows_can_not_go_to_another_process():
     with (
         futures.ProcessPoolExecutor(1, context) as pool,
         walks(vmap_method="parallel", executor=pool) as env,
-        pytest.raises(hc.SpecError, match="are in this process, and its executor="),
+        pytest.raises(
+            hc.errors.SpecError, match="are in this process, and its executor="
+        ),
     ):
         jax.vmap(env.step)(actions(2))
 

@@ -70,7 +70,7 @@ def test_vmap_of_grad_and_jacfwd_against_a_solver_in_jax():
 
 def test_check_grads_of_the_solver():
     check_grads(lambda p: demo.trajectories(p, SHORT), (BEST,), 1, rtol=1e-5)
-    assert hc.check(demo.trajectories, (BEST, SHORT))
+    assert hc.testing.check(demo.trajectories, (BEST, SHORT))
 
 
 def test_a_derivative_is_one_solve(solves):

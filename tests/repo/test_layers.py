@@ -150,11 +150,65 @@ def test_a_native_folder_includes_only_folders_below_it(path):
         assert HEIGHT[there] < HEIGHT[mine], f"{path.name} includes from {there}/"
 
 
+# --- The front page -------------------------------------------------------------------
+
+# Faces of names and a docstring; host_callback also says what it has not.
+FACES = ("buffers", "debug", "derivatives", "errors", "monitor", "testing")
+
+
+def listed(page: str) -> set[str]:
+    return set(re.findall(r"\w+", page))
+
+
 def test_the_front_page_lists_every_public_name():
     import hostcall
 
-    for name in hostcall.__all__:
-        assert name in (hostcall.__doc__ or ""), f"{name} is not on the front page"
+    public = {name for name in dir(hostcall) if not name.startswith("_")}
+    assert public == {*hostcall.__all__, "print"}
+    assert public - listed(hostcall.__doc__ or "") == set()
+    for name in public:
+        getattr(hostcall, name)
+
+
+def test_the_map_names_every_wing():
+    import hostcall
+
+    wings = {wing for line in WINGS for wing in line} - {"faces", "_cli"}
+    assert wings - listed(hostcall.__doc__ or "") == set()
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_a_face_is_a_docstring_and_names(name):
+    path = PACKAGE / f"{name}.py"
+    module = ast.parse(path.read_text())
+    _, *rest, last = module.body
+    assert all(isinstance(node, ast.ImportFrom) for node in rest)
+    assert isinstance(last, ast.Assign)
+    assert ast.unparse(last.targets[0]) == "__all__"
+    names = ast.literal_eval(last.value)
+    assert names == sorted(names)
+    brought = {a.name for n in rest if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert brought == set(names)
+    assert set(names) - listed(ast.get_docstring(module) or "") == set()
+
+
+def test_what_importing_brings(run_python):
+    run_python("""
+        import sys, jax
+        before = set(sys.modules)
+        import hostcall as hc
+        brought = {m for m in set(sys.modules) - before if m.startswith("hostcall.")}
+        public = {m for m in brought if not m.split(".")[1].startswith("_")}
+        assert public == {"hostcall.debug"}, public
+        later = ("_host_function", "bridge", "_compat.patch", "_api.object")
+        for module in later:
+            assert not any(m.startswith(f"hostcall.{module}") for m in brought), module
+        for name in ("SpecError", "status", "check", "Buffer", "tap_tangent"):
+            assert not hasattr(hc, name)
+        assert hc.errors.SpecError.__mro__[1] is hc.HostcallError
+        from hostcall import *
+        assert print is not hc.print and tap is hc.tap and testing is hc.testing
+    """)
 
 
 def test_the_native_stub_matches():

@@ -141,7 +141,7 @@ def work(k):
 threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
 [t.start() for t in threads]; [t.join() for t in threads]
 assert wrong == []
-calls = hc.pinned_memory()["calls"]
+calls = hc.monitor.pinned_memory()["calls"]
 assert calls.limit == 1 << 20
 assert calls.peak <= 1 << 20 and calls.waits > 0 and calls.overruns == 0, calls
 assert fake.fakePinnedBytes() <= 1 << 20
@@ -206,7 +206,7 @@ f = jax.jit(lambda x: lax.fori_loop(
 f(jnp.zeros(1000)).block_until_ready()
 hc.barrier()
 assert seen == sorted(seen)
-(stats,) = [s for n, s in hc.stats().items() if "host" in n]
+(stats,) = [s for n, s in hc.monitor.stats().items() if "host" in n]
 assert len(seen) + stats.dropped == 100
 assert ("{when_full}" == "block") == (len(seen) == 100), len(seen)
 """)
@@ -272,7 +272,7 @@ for keep in (Tensor, lambda b: b.__dlpack__(), lambda b: b.__dlpack__(max_versio
     f = jax.jit(hc.buffer_callback(lambda ctx, out, x: kept.append(keep(x)), spec()))
     try:
         with hc.reraise(): jax.block_until_ready(f(jnp.ones(4)))
-    except hc.EscapeError as error:
+    except hc.errors.EscapeError as error:
         assert "args[0]" in str(error)
     else: raise AssertionError("kept")
     kept.clear()
@@ -302,7 +302,7 @@ def test_native_code_gets_the_stream(run):
 seen = []
 kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 code = kind(lambda outs, ins, stream: seen.append(stream))
-f = jax.jit(hc.buffer_callback(hc.native(code), spec()))
+f = jax.jit(hc.buffer_callback(hc.buffers.native(code), spec()))
 jax.block_until_ready(f(jnp.ones(4)))
 assert seen and seen[0] in platforms._streams
 """)
@@ -399,7 +399,7 @@ def test_a_call_on_the_devices_arrays(run):
         ON_DEVICE
         + """
 def host(x, name, *, y):
-    assert name == "a" and isinstance(x, hc.Buffer) and not x.writeable
+    assert name == "a" and isinstance(x, hc.buffers.Buffer) and not x.writeable
     assert hc.current().stream in platforms._streams
     return {"s": made(read(x) + read(y)), "x": x}
 f = jax.jit(lambda x, y: hc.call(host, {"s": x, "x": x}, x, "a", y=y, arrays="cuda"))
@@ -463,7 +463,7 @@ for host, text in (
         with hc.reraise():
             jax.block_until_ready(
                 jax.jit(lambda x: hc.call(host, spec(2, 3), x, arrays="cuda"))(x))
-    except hc.ResultError as error:
+    except hc.errors.ResultError as error:
         assert text in str(error) and "result of `<lambda>`" in str(error), error
     else:
         raise AssertionError(text)
@@ -483,11 +483,14 @@ for host, text in (
 )
 def test_options_for_arrays_on_the_host(options):
     (option,) = options
-    with pytest.raises(hc.SpecError, match=f"has arrays='cuda' and {option}="):
+    with pytest.raises(hc.errors.SpecError, match=f"has arrays='cuda' and {option}="):
         hc.call(np.sin, X, X, arrays="cuda", **options)
 
 
 def test_arrays_of_a_gpu_on_the_cpu():
     f = jax.jit(lambda x: hc.call(lambda x: x, X, x, arrays="cuda"))
-    with pytest.raises(hc.SpecError, match="its program runs on the CPU"), hc.reraise():
+    with (
+        pytest.raises(hc.errors.SpecError, match="its program runs on the CPU"),
+        hc.reraise(),
+    ):
         jax.block_until_ready(f(X))

@@ -254,7 +254,9 @@ def test_functions_without_a_name_are_sent_by_value(executor):
 
 def test_a_function_that_cannot_be_sent(processes):
     f = jax.vmap(host(lambda x: x, processes))
-    with pytest.raises(hc.SpecError, match="can't be sent to another process") as e:
+    with pytest.raises(
+        hc.errors.SpecError, match="can't be sent to another process"
+    ) as e:
         f(X)
     assert "define it at the top level of a module" in str(e.value)
 
@@ -288,7 +290,10 @@ def test_the_time_limit_holds_for_derivatives():
     for method in ("sequential", "parallel"):
         f = hc.host(np.sin, result=hc.like(0), vmap_method=method, timeout=0.1)
         f.defvjp(lambda x: (np.sin(x), None), slow)
-        with pytest.raises(hc.CallTimeoutError, match=r"timeout=0\.1"), hc.reraise():
+        with (
+            pytest.raises(hc.errors.CallTimeoutError, match=r"timeout=0\.1"),
+            hc.reraise(),
+        ):
             jax.block_until_ready(jax.jit(jax.vmap(jax.grad(f)))(X))
 
 

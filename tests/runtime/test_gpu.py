@@ -128,6 +128,6 @@ def test_what_is_kept_is_an_error():
     f = jax.jit(
         hc.buffer_callback(lambda ctx, out, x: kept.append(torch.as_tensor(x)), SPEC)
     )
-    with pytest.raises(hc.EscapeError, match=r"args\[0\]"), hc.reraise():
+    with pytest.raises(hc.errors.EscapeError, match=r"args\[0\]"), hc.reraise():
         jax.block_until_ready(f(jnp.ones(N)))
     kept.clear()

@@ -190,7 +190,7 @@ def test_rows_that_are_late_are_not_begun():
     with futures.ThreadPoolExecutor(2) as executor:
         f = jax.jit(jax.vmap(parallel(host, executor, timeout=0.2)))
         with (
-            pytest.raises(hc.CallTimeoutError, match="one of rows 0 to 4 of 40"),
+            pytest.raises(hc.errors.CallTimeoutError, match="one of rows 0 to 4 of 40"),
             hc.reraise(),
         ):
             jax.block_until_ready(f(X))
@@ -353,7 +353,7 @@ def test_an_argument_that_cannot_be_sent_beside_a_shared_one(processes):
         )
 
     for size in (4, 20_000):
-        with pytest.raises(hc.SpecError, match="can't be sent"), hc.reraise():
+        with pytest.raises(hc.errors.SpecError, match="can't be sent"), hc.reraise():
             jax.block_until_ready(jax.jit(jax.vmap(call, (0, None)))(X, np.ones(size)))
 
 

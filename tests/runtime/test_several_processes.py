@@ -83,7 +83,7 @@ for factor in (1, 10, 100):
     assert run(jax.shard_map(shard, mesh=mesh, in_specs=P("x"), out_specs=P("x"))) == wanted
 if me == 0:
     try:
-        jax.jit(lambda x: hc.tap(print, x, sharding="shards")).lower(x)
+        jax.jit(lambda x: hc.tap(print, x, on="shards")).lower(x)
     except hc.HostcallError as error:
         assert "jax_share_binary_between_hosts" in str(error), error
         say("refused")
@@ -148,7 +148,7 @@ def test_a_failure_of_the_caller_raises_in_all(run_both, staged):
         """
 from hostcall import _jax
 from hostcall._runtime import job
-last = SingleDeviceSharding(jax.devices()[-1])
+last = jax.devices()[-1]
 whole = jax.device_put(np.zeros((4, 3), np.float32), NamedSharding(mesh, P()))
 fails = False
 def host(v, error=None):
@@ -159,20 +159,20 @@ def host(v, error=None):
         return v[:1, :1]
     raise error
 def call(error, **options):
-    return lambda x: hc.call(host, x, x, error, sharding=last, **options)
+    return lambda x: hc.call(host, x, x, error, on=last, **options)
 def masked(x):
-    return hc.call(host, x, x, row, where=x[0, 0] == 0, sharding=last)
+    return hc.call(host, x, x, row, where=x[0, 0] == 0, on=last)
 def rows(x):
     one = jax.ShapeDtypeStruct((3,), x.dtype)
-    called = lambda v: hc.call(host, one, v, row, vmap_method="sequential", sharding=last)
+    called = lambda v: hc.call(host, one, v, row, vmap_method="sequential", on=last)
     return jax.vmap(called)(x)
 def many(x):
     two = lambda v, error: (host(v, error), np.ones(1 << 17))
-    return hc.call(two, (x, jax.ShapeDtypeStruct((1 << 17,), x.dtype)), x, row, sharding=last)[0]
+    return hc.call(two, (x, jax.ShapeDtypeStruct((1 << 17,), x.dtype)), x, row, on=last)[0]
 def dropped_in(x):
-    return hc.pure_callback(bad, x, x, sharding=last)
+    return hc.pure_callback(bad, x, x, sharding=SingleDeviceSharding(last))
 def dropped_in_order(x):
-    return hc.io_callback(bad, x, x, sharding=last, ordered=True)
+    return hc.io_callback(bad, x, x, sharding=SingleDeviceSharding(last), ordered=True)
 def in_a_loop(x):
     return jax.lax.fori_loop(0, 3, lambda i, x: call(row, order="unordered")(x), x)
 row = LookupError("no such row")
@@ -229,7 +229,7 @@ def test_a_call_that_another_process_makes(run_both):
     printed = run_both(
         """
 from concurrent import futures
-last = SingleDeviceSharding(jax.devices()[-1])
+last = jax.devices()[-1]
 whole = jax.device_put(np.arange(12, dtype=np.float32).reshape(4, 3), NamedSharding(mesh, P()))
 one = jax.ShapeDtypeStruct((3,), np.float32)
 def host(v):
@@ -237,24 +237,24 @@ def host(v):
     return v + 1
 def on_processes(x):
     return jax.vmap(lambda v: hc.call(np.cos, one, v, vmap_method="parallel",
-                                      executor=futures.ThreadPoolExecutor(1), sharding=last))(x)
+                                      executor=futures.ThreadPoolExecutor(1), on=last))(x)
 def some_rows(x):
     return jax.vmap(lambda v, w: hc.call(host, one, v, where=w, vmap_method="expand_dims",
-                                         sharding=last))(x, x[:, 0] > 2)
+                                         on=last))(x, x[:, 0] > 2)
 def late(x):
-    return hc.call(host, x, x, timeout=60, sharding=last)
+    return hc.call(host, x, x, timeout=60, on=last)
 def written(x):
     def writes(v, out):
         assert me == 1
         out[...] = v * 2
-    return hc.call(writes, x, x, lend="out", sharding=last)
+    return hc.call(writes, x, x, lend="out", on=last)
 def in_place(x):
     def fills(context, out, v):
         assert me == 0
         np.asarray(out[0])[...] = np.asarray(v) + 5
         np.asarray(out[1])[...] = 7
     a, b = hc.buffer_callback(fills, (x, one))(x)
-    return a + b + 0 * hc.call(host, x, x, sharding=last)
+    return a + b + 0 * hc.call(host, x, x, on=last)
 wanted = np.arange(12, dtype=np.float32).reshape(4, 3)
 for f, want in [
     (on_processes, np.cos(wanted)),
@@ -295,13 +295,13 @@ def test_after_a_failure_a_process_takes_part_in_nothing_more(run_both):
     """
     waiting, failed = run_both(
         """
-last = SingleDeviceSharding(jax.devices()[1])
+last = jax.devices()[1]
 fails = False
 def host(v):
     if fails:
         raise LookupError("no such row")
 def step(x, k):
-    hc.call(host, None, x, sharding=last, order="unordered")
+    hc.call(host, None, x, on=last, order="unordered")
     return x.sum() * k
 step = jax.jit(step)
 total = jax.jit(lambda x, k: (x * k).sum())

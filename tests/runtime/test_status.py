@@ -56,14 +56,14 @@ def test_status_shows_a_call_with_its_stack(mode, timeout):
     )
     thread.start()
     assert entered.wait(60)
-    (call,) = hc.status()
+    (call,) = hc.monitor.status()
     leave.set()
     thread.join()
     assert call.name.endswith("waits_here")
     assert call.seconds > 0
     assert "in waits_here" in call.stack
     assert "waits_here" in str(call)
-    assert hc.status() == []
+    assert hc.monitor.status() == []
 
 
 @MODES
@@ -74,7 +74,7 @@ def test_stats_count_what_a_function_cost(mode):
         return a[:2]
 
     def mine():
-        (found,) = [s for name, s in hc.stats().items() if "counted" in name]
+        (found,) = [s for name, s in hc.monitor.stats().items() if "counted" in name]
         return found
 
     spec = jax.ShapeDtypeStruct((2,), np.float32)
@@ -97,6 +97,57 @@ def test_stats_count_what_a_function_cost(mode):
     assert mine() == now  # whenever it is asked
 
 
+def calls_of(part):
+    return sum(s.calls for name, s in hc.monitor.stats().items() if part in name)
+
+
+def tagged(kind, fn, tag):
+    if kind == "host":
+        return hc.host(fn, result=SCALAR, tag=tag)
+    if kind == "call":
+        return lambda x: hc.call(fn, SCALAR, x, tag=tag)
+    return lambda x: (getattr(hc, kind)(fn, x, tag=tag), x)[1]
+
+
+@MODES
+@pytest.mark.parametrize("kind", ["call", "host", "tap"])
+def test_a_tag_is_the_name_in_status_and_stats(mode, kind):
+    seen = []
+
+    def untold(x):
+        seen.append([call.name for call in hc.monitor.status()])
+        return x
+
+    tag = f"mine {mode} {kind}"
+    untagged = calls_of("untold")
+    f = mode(tagged(kind, untold, tag))
+    f(jnp.float32(1)), f(jnp.float32(2))
+    hc.barrier()
+    assert seen == [[tag], [tag]]
+    assert hc.monitor.stats()[tag].calls == 2
+    assert calls_of("untold") == untagged
+    f = mode(tagged(kind, untold, None))  # equal but for the tag
+    f(jnp.float32(1))
+    hc.barrier()
+    assert "untold" in seen[2][0]
+    assert calls_of("untold") == untagged + 1
+    assert hc.monitor.stats()[tag].calls == 2
+
+
+def test_rules_count_under_their_functions_tag():
+    f = hc.host(np.sin, result=hc.like(0), tag="sine with rules")
+    f.defjvp(lambda p, t: np.cos(p[0]) * t[0])
+    jax.jvp(f, (1.0,), (1.0,))  # value and tangent in one call
+    assert hc.monitor.stats()["sine with rules"].calls == 1
+
+
+@pytest.mark.parametrize("kind", ["call", "host", "tap", "tap_through"])
+@pytest.mark.parametrize("tag", [3, ""])
+def test_other_tags_are_refused(kind, tag):
+    with pytest.raises(hc.errors.SpecError, match="tag= of `cos` should be a string"):
+        tagged(kind, np.cos, tag)(1.0)
+
+
 @MODES
 def test_a_late_function_fails_its_program_only(mode):
     late = [True]
@@ -107,7 +158,7 @@ def test_a_late_function_fails_its_program_only(mode):
         return a
 
     f = mode(lambda v: hc.call(sometimes_slow, SCALAR, v, timeout=0.2))
-    with pytest.raises(hc.CallTimeoutError) as caught, hc.reraise():
+    with pytest.raises(hc.errors.CallTimeoutError) as caught, hc.reraise():
         jax.block_until_ready(f(jnp.float32(1)))
     text = str(caught.value)
     assert "sometimes_slow`(float32[]) took longer than timeout=0.2 s" in text
@@ -130,6 +181,6 @@ def test_a_late_row_is_named(mode):
             lambda v: hc.call(host, SCALAR, v, timeout=0.3, vmap_method="parallel")
         )
     )
-    with pytest.raises(hc.CallTimeoutError, match="row 2 of 4"), hc.reraise():
+    with pytest.raises(hc.errors.CallTimeoutError, match="row 2 of 4"), hc.reraise():
         jax.block_until_ready(f(jnp.arange(4.0)))
     leave.set()

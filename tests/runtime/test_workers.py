@@ -79,7 +79,7 @@ def test_a_timeout_holds_for_a_masked_batch(mode):
             )
         )
     )
-    with pytest.raises(hc.CallTimeoutError, match=r"timeout=0\.1"), hc.reraise():
+    with pytest.raises(hc.errors.CallTimeoutError, match=r"timeout=0\.1"), hc.reraise():
         jax.block_until_ready(f(jnp.arange(3.0)))
 
 
@@ -111,7 +111,7 @@ def test_lent_results_of_a_masked_batch_are_refused():
             host, v, v, where=v > 0, lend="out", vmap_method="expand_dims"
         )
     )
-    with pytest.raises(hc.BatchingError, match=r"lend='out'.*no place"):
+    with pytest.raises(hc.errors.BatchingError, match=r"lend='out'.*no place"):
         f(jnp.arange(3.0))
 
 

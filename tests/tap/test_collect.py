@@ -1,4 +1,4 @@
-"""`hc.collect`: the values of named taps, stacked."""
+"""`hc.testing.collect`: the values of tagged taps, stacked."""
 
 import threading
 
@@ -25,7 +25,7 @@ def halving(x, **options):
     """Taps x, x/2 and x/4 under the name "x"."""
 
     def step(c, _):
-        hc.tap(nothing, c, name="x", order="ordered", **options)
+        hc.tap(nothing, c, tag="x", order="ordered", **options)
         return c / 2, None
 
     return lax.scan(step, x, None, length=3)[0]
@@ -38,7 +38,7 @@ HALVES = np.stack([X, X / 2, X / 4])
 def test_as_a_context_manager(wrap):
     f = wrap(halving)
     for n in range(2):
-        with hc.collect() as seen:
+        with hc.testing.collect() as seen:
             f(X + n)
             assert seen == {}  # until the block is left
         assert list(seen) == ["x"]
@@ -48,7 +48,7 @@ def test_as_a_context_manager(wrap):
 
 @EAGER_AND_JIT
 def test_as_a_transformation(wrap):
-    collected = hc.collect(wrap(halving))
+    collected = hc.testing.collect(wrap(halving))
     for n in range(2):
         out, seen = collected(X + n)
         np.testing.assert_array_equal(out, (X + n) / 8)
@@ -59,10 +59,10 @@ def test_as_a_transformation(wrap):
 
 def test_a_transformation_passes_all_arguments():
     def f(a, *, b):
-        hc.tap(nothing, a, b, name="both")
+        hc.tap(nothing, a, b, tag="both")
         return {"sum": a + b}
 
-    out, seen = hc.collect(jax.jit(f))(1.0, b=2.0)
+    out, seen = hc.testing.collect(jax.jit(f))(1.0, b=2.0)
     assert out == {"sum": 3}
     assert jax.tree.map(np.ndarray.tolist, seen) == {"both": ([1.0], [2.0])}
 
@@ -81,8 +81,8 @@ ARGUMENTS = {
 @pytest.mark.parametrize("times", [1, 3])
 def test_each_kind_of_arguments_is_stacked(times, arguments, wrap):
     (args, kwargs), want = ARGUMENTS[arguments]
-    run = wrap(lambda: hc.tap(nothing, *args, name="it", **kwargs))
-    with hc.collect() as seen:
+    run = wrap(lambda: hc.tap(nothing, *args, tag="it", **kwargs))
+    with hc.testing.collect() as seen:
         for _ in range(times):
             run()
 
@@ -97,13 +97,13 @@ def test_each_kind_of_arguments_is_stacked(times, arguments, wrap):
 def test_names_are_kept_apart_and_the_unnamed_left_out():
     @jax.jit
     def f(x):
-        hc.tap(nothing, x, name="a")
-        hc.tap(nothing, x + 1, name="b")
+        hc.tap(nothing, x, tag="a")
+        hc.tap(nothing, x + 1, tag="b")
         hc.tap(nothing, x + 2)
-        hc.tap(nothing, x + 3, name="a")
-        return hc.tap_through(nothing, x + 4, name="through")
+        hc.tap(nothing, x + 3, tag="a")
+        return hc.tap_through(nothing, x + 4, tag="through")
 
-    with hc.collect() as seen:
+    with hc.testing.collect() as seen:
         f(1.0)
     assert {name: value.tolist() for name, value in seen.items()} == {
         "a": [1, 4],
@@ -112,26 +112,28 @@ def test_names_are_kept_apart_and_the_unnamed_left_out():
     }
 
 
-@pytest.mark.parametrize("kind", [hc.tap_tangent, hc.tap_cotangent])
+@pytest.mark.parametrize(
+    "kind", [hc.derivatives.tap_tangent, hc.derivatives.tap_cotangent]
+)
 def test_derivatives_are_collected(kind):
-    f = lambda x: jnp.sin(kind(nothing, x * x, name="dot"))
-    with hc.collect() as seen:
-        if kind is hc.tap_tangent:
+    f = lambda x: jnp.sin(kind(nothing, x * x, tag="dot"))
+    with hc.testing.collect() as seen:
+        if kind is hc.derivatives.tap_tangent:
             jax.jit(lambda x: jax.jvp(f, (x,), (1.0,)))(2.0)
         else:
             jax.jit(jax.grad(f))(2.0)
-    want = 4 if kind is hc.tap_tangent else np.cos(4.0)
+    want = 4 if kind is hc.derivatives.tap_tangent else np.cos(4.0)
     np.testing.assert_allclose(seen["dot"], [want], rtol=1e-5)
 
 
 def test_what_does_not_fit_together_stays_a_list():
     shapes = [X, X[:2], X]
     trees = [X, {"a": X}]
-    with hc.collect() as seen:
+    with hc.testing.collect() as seen:
         for x in shapes:
-            hc.tap(nothing, x, name="shapes")
+            hc.tap(nothing, x, tag="shapes")
         for x in trees:
-            hc.tap(nothing, x, name="trees")
+            hc.tap(nothing, x, tag="trees")
     for got, want in ((seen["shapes"], shapes), (seen["trees"], trees)):
         assert isinstance(got, list)
         jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -139,20 +141,20 @@ def test_what_does_not_fit_together_stays_a_list():
 
 @EAGER_AND_JIT
 def test_under_vmap(wrap):
-    with hc.collect() as seen:
+    with hc.testing.collect() as seen:
         wrap(jax.vmap(lambda x: halving(x, rows="each")))(X)
     np.testing.assert_array_equal(seen["x"], HALVES.ravel())
-    with hc.collect() as seen:
+    with hc.testing.collect() as seen:
         wrap(jax.vmap(halving))(X)
     np.testing.assert_array_equal(seen["x"], HALVES)
 
 
 def test_where_and_grad():
     def f(x):
-        hc.tap(nothing, x, name="x", where=x > 1, rows="each")
+        hc.tap(nothing, x, tag="x", where=x > 1, rows="each")
         return x * x
 
-    out, seen = hc.collect(jax.jit(jax.vmap(jax.grad(f))))(X)
+    out, seen = hc.testing.collect(jax.jit(jax.vmap(jax.grad(f))))(X)
     np.testing.assert_array_equal(out, 2 * X)
     np.testing.assert_array_equal(seen["x"], [2, 3])
 
@@ -161,17 +163,17 @@ def test_values_are_copies():
     def spoil(x):
         x[:] = -1
 
-    with hc.collect() as seen:
-        hc.tap(spoil, X, name="x")
-        jax.jit(lambda x: hc.tap(spoil, x, name="x"))(X)
+    with hc.testing.collect() as seen:
+        hc.tap(spoil, X, tag="x")
+        jax.jit(lambda x: hc.tap(spoil, x, tag="x"))(X)
     np.testing.assert_array_equal(seen["x"], [X, X])
 
 
 @pytest.mark.parametrize("arrays", ["numpy", "jax", "dlpack"])
 @EAGER_AND_JIT
 def test_arrays_of_every_kind_become_numpy_arrays(wrap, arrays):
-    with hc.collect() as seen:
-        wrap(lambda x: hc.tap(nothing, x, name="x", arrays=arrays))(X)
+    with hc.testing.collect() as seen:
+        wrap(lambda x: hc.tap(nothing, x, tag="x", arrays=arrays))(X)
     assert isinstance(seen["x"], np.ndarray)
     np.testing.assert_array_equal(seen["x"], [X])
 
@@ -179,8 +181,8 @@ def test_arrays_of_every_kind_become_numpy_arrays(wrap, arrays):
 @EAGER_AND_JIT
 def test_keys_are_collected(wrap):
     keys = jax.random.split(jax.random.key(0), 2)
-    f = wrap(lambda key: hc.tap(nothing, key, name="key"))
-    with hc.collect() as seen:
+    f = wrap(lambda key: hc.tap(nothing, key, tag="key"))
+    with hc.testing.collect() as seen:
         for key in keys:
             f(key)
     for got, want in zip(seen["key"], keys, strict=True):
@@ -195,18 +197,18 @@ def test_keys_are_collected(wrap):
 
 def test_the_tapped_function_runs_as_ever():
     calls = []
-    with hc.collect() as seen:
-        jax.jit(lambda x: hc.tap(calls.append, x, name="x"))(X)
+    with hc.testing.collect() as seen:
+        jax.jit(lambda x: hc.tap(calls.append, x, tag="x"))(X)
     np.testing.assert_array_equal(calls, seen["x"])
 
 
 def test_taps_from_before_and_after_are_not_seen(monkeypatch):
     go = threading.Event()
-    slow = jax.jit(lambda x: hc.tap(lambda _: go.wait(), x, name="x"))
+    slow = jax.jit(lambda x: hc.tap(lambda _: go.wait(), x, tag="x"))
     slow(1.0)  # still running until collect waits for it
     waiting = lambda: (go.set(), hc.barrier())
     monkeypatch.setattr(collect, "barrier", waiting)
-    with hc.collect() as seen:
+    with hc.testing.collect() as seen:
         slow(2.0)
     slow(3.0)
     hc.barrier()
@@ -214,12 +216,12 @@ def test_taps_from_before_and_after_are_not_seen(monkeypatch):
 
 
 def test_nested_collections_see_each_their_own():
-    f = jax.jit(lambda x: hc.tap(nothing, x, name="x", order="ordered"))
-    with hc.collect() as outer:
+    f = jax.jit(lambda x: hc.tap(nothing, x, tag="x", order="ordered"))
+    with hc.testing.collect() as outer:
         f(1.0)
-        with hc.collect() as inner:
+        with hc.testing.collect() as inner:
             f(2.0)
-        _, transformed = hc.collect(f)(3.0)
+        _, transformed = hc.testing.collect(f)(3.0)
         f(4.0)
     f(5.0)
     hc.barrier()
@@ -229,8 +231,8 @@ def test_nested_collections_see_each_their_own():
 
 
 def test_taps_of_other_threads_are_seen():
-    f = jax.jit(lambda x: hc.tap(nothing, x, name="x"))
-    with hc.collect() as seen:
+    f = jax.jit(lambda x: hc.tap(nothing, x, tag="x"))
+    with hc.testing.collect() as seen:
         threads = [threading.Thread(target=f, args=(float(n),)) for n in range(4)]
         for thread in threads:
             thread.start()
@@ -245,11 +247,11 @@ def test_collecting_needs_no_new_program():
     @jax.jit
     def f(x):
         traces.append(x)
-        hc.tap(nothing, x, name="x")
+        hc.tap(nothing, x, tag="x")
 
     for n in range(3):
         f(float(n))
-        with hc.collect() as seen:
+        with hc.testing.collect() as seen:
             f(float(n))
         assert seen["x"].tolist() == [n]
     assert len(traces) == 1
@@ -263,19 +265,19 @@ def test_a_failing_tap_is_raised_at_the_end_with_what_was_seen():
         if x == 2:
             raise KeyError("two")
 
-    f = jax.jit(lambda x: hc.tap(failing, x, name="x", order="ordered"))
-    with pytest.raises(KeyError, match="two"), hc.collect() as seen:
+    f = jax.jit(lambda x: hc.tap(failing, x, tag="x", order="ordered"))
+    with pytest.raises(KeyError, match="two"), hc.testing.collect() as seen:
         for n in range(4):
             f(float(n))
     assert seen["x"].tolist() == [0, 1, 2, 3]
-    with hc.collect() as later:
+    with hc.testing.collect() as later:
         pass
     assert later == {}
 
 
 def test_an_error_of_the_block_is_raised_and_ends_the_collecting():
-    f = jax.jit(lambda x: hc.tap(nothing, x, name="x"))
-    with pytest.raises(ZeroDivisionError), hc.collect() as seen:
+    f = jax.jit(lambda x: hc.tap(nothing, x, tag="x"))
+    with pytest.raises(ZeroDivisionError), hc.testing.collect() as seen:
         f(1.0)
         1 / 0
     f(2.0)
@@ -285,11 +287,13 @@ def test_an_error_of_the_block_is_raised_and_ends_the_collecting():
 
 def test_without_a_function_it_is_no_function():
     with pytest.raises(TypeError, match="without a function is a context manager"):
-        hc.collect()(X)
+        hc.testing.collect()(X)
 
 
 def test_a_collector_of_a_collector():
-    f = hc.collect(hc.collect(jax.jit(lambda x: (hc.tap(nothing, x, name="x"), x)[1])))
+    f = hc.testing.collect(
+        hc.testing.collect(jax.jit(lambda x: (hc.tap(nothing, x, tag="x"), x)[1]))
+    )
     (out, inner), outer = f(2.0)
     assert out == 2
     np.testing.assert_array_equal(inner["x"], [2])

@@ -198,7 +198,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused_where_it_is_written(name, wrap):
     args, kwargs, text = REFUSED[name]
-    with pytest.raises(hc.SpecError, match=text):
+    with pytest.raises(hc.errors.SpecError, match=text):
         wrap(lambda: hc.print(*args, **kwargs))()
 
 
@@ -209,7 +209,9 @@ def test_f_strings_are_refused(wrap, more):
         hc.print(f"x = {x}", *([x] if more else []))
         return x
 
-    with pytest.raises(hc.SpecError, match=r"looks like an f-string.*hc\.print\('x ="):
+    with pytest.raises(
+        hc.errors.SpecError, match=r"looks like an f-string.*hc\.print\('x ="
+    ):
         wrap(f)(X if wrap is jax.vmap else 1.0)
 
 
@@ -241,12 +243,14 @@ def tell(*_):
 
 KINDS = {
     "print": lambda held: lambda x: hc.print("{}", x, file=held),
-    "tap": lambda held: lambda x: hc.tap(held, x, name="x", every=2),
+    "tap": lambda held: lambda x: hc.tap(held, x, tag="x", every=2),
     "static": lambda held: lambda x: hc.tap(tell, x, held),
     "through": lambda held: lambda x: hc.tap_through(held, x),
-    "cotangent": lambda held: jax.grad(lambda x: hc.tap_cotangent(held, x * x)),
+    "cotangent": lambda held: jax.grad(
+        lambda x: hc.derivatives.tap_cotangent(held, x * x)
+    ),
     "tangent": lambda held: (
-        lambda x: jax.jvp(lambda x: hc.tap_tangent(held, x), (x,), (x,))
+        lambda x: jax.jvp(lambda x: hc.derivatives.tap_tangent(held, x), (x,), (x,))
     ),
 }
 

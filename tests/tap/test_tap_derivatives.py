@@ -1,4 +1,4 @@
-"""`hc.tap_tangent` and `hc.tap_cotangent`: taps of derivatives."""
+"""`hc.derivatives.tap_tangent` and `hc.derivatives.tap_cotangent`: taps of derivatives."""
 
 import inspect
 
@@ -14,7 +14,9 @@ ORDERS = pytest.mark.parametrize("order", ["unordered", "ordered"])
 EAGER_AND_JIT = pytest.mark.parametrize(
     "wrap", [lambda f: f, jax.jit], ids=["eager", "jit"]
 )
-BOTH = pytest.mark.parametrize("tap", [hc.tap_tangent, hc.tap_cotangent])
+BOTH = pytest.mark.parametrize(
+    "tap", [hc.derivatives.tap_tangent, hc.derivatives.tap_cotangent]
+)
 X, DOT = np.float32(1.25), np.float32(3)
 
 
@@ -92,7 +94,7 @@ PROGRAMS = pytest.mark.parametrize("program", WANT, ids=lambda p: p.__name__)
 @EAGER_AND_JIT
 @ORDERS
 def test_jvp_taps_tangents(order, wrap, program):
-    taps = Taps(hc.tap_tangent, order=order)
+    taps = Taps(hc.derivatives.tap_tangent, order=order)
     f = program(taps)
     got = wrap(lambda x, dot: jax.jvp(f, (x,), (dot,)))(X, DOT)
     want = jax.jvp(program(lambda v: v), (X,), (DOT,))
@@ -104,7 +106,7 @@ def test_jvp_taps_tangents(order, wrap, program):
 @EAGER_AND_JIT
 @ORDERS
 def test_vjp_taps_cotangents(order, wrap, program):
-    taps = Taps(hc.tap_cotangent, order=order)
+    taps = Taps(hc.derivatives.tap_cotangent, order=order)
     f = program(taps)
     got = wrap(lambda x, ct: jax.vjp(f, x)[1](ct))(X, DOT)
     want = jax.vjp(program(lambda v: v), X)[1](DOT)
@@ -116,7 +118,7 @@ def test_vjp_taps_cotangents(order, wrap, program):
 @EAGER_AND_JIT
 @ORDERS
 def test_grad_of_tap_tangent_taps_nothing_and_is_right(order, wrap, program):
-    taps = Taps(hc.tap_tangent, order=order)
+    taps = Taps(hc.derivatives.tap_tangent, order=order)
     plain = program(lambda v: v)
     f = program(taps)
     for derivative in (jax.grad, jax.value_and_grad, jax.jacrev):
@@ -129,7 +131,7 @@ def test_grad_of_tap_tangent_taps_nothing_and_is_right(order, wrap, program):
 @EAGER_AND_JIT
 @ORDERS
 def test_jvp_of_tap_cotangent_taps_nothing_and_is_right(order, wrap, program):
-    taps = Taps(hc.tap_cotangent, order=order)
+    taps = Taps(hc.derivatives.tap_cotangent, order=order)
     f = program(taps)
     got = wrap(lambda x: jax.jvp(f, (x,), (DOT,)))(X)
     want = jax.jvp(program(lambda v: v), (X,), (DOT,))
@@ -149,7 +151,7 @@ def test_a_plain_run_taps_nothing(wrap, program, tap):
 
 
 def test_jvp_of_while_taps_tangents_of_each_turn():
-    taps = Taps(hc.tap_tangent, order="ordered")
+    taps = Taps(hc.derivatives.tap_tangent, order="ordered")
     f = lambda x: lax.while_loop(lambda c: c < 5, lambda c: taps(c * c), x)
     out, dot = jax.jit(lambda x: jax.jvp(f, (x,), (DOT,)))(X)
     np.testing.assert_allclose([out, dot], [X**8, 8 * X**7 * DOT], rtol=1e-5)
@@ -157,7 +159,7 @@ def test_jvp_of_while_taps_tangents_of_each_turn():
 
 
 def test_linearize_taps_tangents_when_they_come():
-    taps = Taps(hc.tap_tangent)
+    taps = Taps(hc.derivatives.tap_tangent)
     _, linear = jax.linearize(straight(taps), X)
     taps.check([])
     for dot in (DOT, 2 * DOT):
@@ -174,8 +176,8 @@ XS = np.array([0.5, X, 2], np.float32)
 @pytest.mark.parametrize("inside", [False, True], ids=["vmap of it", "of vmap"])
 @ORDERS
 def test_vmap(order, inside, rows):
-    tangents = Taps(hc.tap_tangent, order=order, rows=rows)
-    cotangents = Taps(hc.tap_cotangent, order=order, rows=rows)
+    tangents = Taps(hc.derivatives.tap_tangent, order=order, rows=rows)
+    cotangents = Taps(hc.derivatives.tap_cotangent, order=order, rows=rows)
 
     def both(x):
         return jnp.sin(cotangents(tangents(x * x)))
@@ -200,7 +202,7 @@ def test_vmap(order, inside, rows):
 def test_where_for_each_row(wrap, tap):
     taps = Taps(tap, rows="each")
     f = lambda x: jnp.sin(taps(x * x, where=x > 1))
-    if tap is hc.tap_tangent:
+    if tap is hc.derivatives.tap_tangent:
         want = 2 * XS
         wrap(jax.vmap(lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))))(XS)
     else:
@@ -218,7 +220,10 @@ SQUARES = np.diag(2 * XS)
 
 @EAGER_AND_JIT
 def test_jacobians_deliver_their_columns_and_rows(wrap):
-    tangents, cotangents = Taps(hc.tap_tangent), Taps(hc.tap_cotangent)
+    tangents, cotangents = (
+        Taps(hc.derivatives.tap_tangent),
+        Taps(hc.derivatives.tap_cotangent),
+    )
     np.testing.assert_allclose(wrap(jax.jacfwd(lambda x: tangents(x * x)))(XS), SQUARES)
     tangents.check([SQUARES])
     np.testing.assert_allclose(
@@ -232,8 +237,8 @@ def test_jacobians_deliver_their_columns_and_rows(wrap):
 def test_second_derivatives(order, wrap):
     plain = lambda x: jnp.sin(x) ** 3
     second = jax.grad(jax.grad(plain))(X)
-    tangents = Taps(hc.tap_tangent, order=order)
-    cotangents = Taps(hc.tap_cotangent, order=order)
+    tangents = Taps(hc.derivatives.tap_tangent, order=order)
+    cotangents = Taps(hc.derivatives.tap_cotangent, order=order)
     f = lambda x: cotangents(tangents(jnp.sin(x))) ** 3
     ct, dot = 3 * np.sin(X) ** 2, np.cos(X)
     for derivative, taps, want in (
@@ -262,7 +267,7 @@ def test_leaves_without_a_derivative_come_as_none_and_go_through(wrap, tap):
         through.append((out["name"], out["none"], out["key"].dtype))
         return (out["x"][0] * out["n"] + out["z"].real + out["x"][1]).sum()
 
-    if tap is hc.tap_tangent:
+    if tap is hc.derivatives.tap_tangent:
         _, dot = wrap(lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),)))(XS)
         np.testing.assert_allclose(dot, (2 * XS * n + 1).sum(), rtol=1e-5)
         want = {"x": (2 * XS, 0), "z": np.full(3, 1 + 2j), "unused": np.ones(1)}
@@ -279,7 +284,7 @@ def test_leaves_without_a_derivative_come_as_none_and_go_through(wrap, tap):
 @BOTH
 @pytest.mark.parametrize("wrong", [{"ordr": "ordered"}, {"order": "pure"}], ids=str)
 def test_wrong_options_are_refused_where_they_are_written(wrong, tap):
-    with pytest.raises((TypeError, hc.SpecError)):
+    with pytest.raises((TypeError, hc.errors.SpecError)):
         tap(print, X, **wrong)
 
 

@@ -155,7 +155,9 @@ def test_derivatives_inside_shard_map(order):
     taps = Taps(order)
 
     def body(x):
-        inner = lambda v: hc.tap_cotangent(taps.host, v * v, order=order).sum()
+        inner = lambda v: hc.derivatives.tap_cotangent(
+            taps.host, v * v, order=order
+        ).sum()
         taps(x)
         return jax.grad(lambda v: 3 * inner(v))(x)
 

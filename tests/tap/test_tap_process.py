@@ -98,7 +98,7 @@ def test_fork_with_a_live_worker(run_python):
         if pid == 0:
             code = 1
             try:
-                assert hc.flush(1.0)
+                assert hc.barrier(1.0, programs=False)
                 try: f(1)
                 except Exception as error: assert "forked" in str(error), error
                 else: raise AssertionError("a program tapped in the child")
@@ -128,7 +128,7 @@ def interrupted_when_ready(start_python):
     return run
 
 
-@pytest.mark.parametrize("wait", ["hc.barrier()", "hc.flush()"])
+@pytest.mark.parametrize("wait", ["hc.barrier()", "hc.barrier(programs=False)"])
 def test_ctrl_c_ends_a_wait_and_loses_nothing(wait, interrupted_when_ready):
     source = f"""
     import jax, time, threading, hostcall as hc
@@ -154,7 +154,7 @@ def test_the_environment_sets_the_limit(run_python):
         import jax, hostcall as hc
         hc.tap(lambda x: None, 1)
         hc.barrier()
-        print(hc.tap_queue().limit)
+        print(hc.monitor.tap_queue().limit)
         """,
         env={"HOSTCALL_TAP_QUEUE_BYTES": "1e6"},
     )
@@ -166,7 +166,7 @@ def test_a_process_without_taps_starts_no_worker(run_python):
         """
         import jax, threading, hostcall as hc
         jax.jit(lambda x: hc.call(lambda v: v, x, x))(1.0)
-        hc.barrier(); assert hc.flush()
+        hc.barrier(); assert hc.barrier(programs=False)
         print([t.name for t in threading.enumerate() if "taps" in t.name])
         """
     )
@@ -178,7 +178,7 @@ def test_ctrl_c_where_a_full_queue_waits_for_a_tap_that_hangs(interrupted_when_r
     import jax, time, hostcall as hc
     hc.configure(tap_queue_bytes=200)
     def forever(i):
-        while not hc.tap_queue().blocked: time.sleep(0.01)
+        while not hc.monitor.tap_queue().blocked: time.sleep(0.01)
         print("ready", flush=True)
         while True: time.sleep(0.01)
     f = jax.jit(lambda x: [hc.tap(forever, x, where=x == 0), hc.tap(print, x)])
@@ -205,7 +205,7 @@ def test_ctrl_c_while_a_program_waits_for_space(interrupted_when_ready, size):
     seen = []
     def slow(i):
         seen.append(int(i))
-        while not hc.tap_queue().blocked: time.sleep(0.001)
+        while not hc.monitor.tap_queue().blocked: time.sleep(0.001)
         if len(seen) == 1: print("ready", flush=True)
         time.sleep(0.02)
     @jax.jit
@@ -218,7 +218,7 @@ def test_ctrl_c_while_a_program_waits_for_space(interrupted_when_ready, size):
         f(jnp.ones({size})).block_until_ready()
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    hc.discard_taps()
+    hc.monitor.discard_taps()
     try: hc.barrier()
     except KeyboardInterrupt: pass  # the tap that was being delivered
     assert seen == list(range(len(seen))) and len(seen) < 10_000

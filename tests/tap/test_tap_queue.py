@@ -19,7 +19,7 @@ KIB = jnp.zeros(256)  # 1 KiB of float32
 
 @pytest.fixture
 def small_queue():
-    before = hc.tap_queue().limit
+    before = hc.monitor.tap_queue().limit
     hc.configure(tap_queue_bytes=8 * 1100)  # eight of 1 KiB
     yield
     hc.configure(tap_queue_bytes=before)
@@ -52,7 +52,7 @@ def loop(n, **options):
 
 
 def counters(gated):
-    return next(s for name, s in hc.stats().items() if "Gated" in name)
+    return next(s for name, s in hc.monitor.stats().items() if "Gated" in name)
 
 
 def test_a_blocked_worker_does_not_stop_the_device():
@@ -60,7 +60,7 @@ def test_a_blocked_worker_does_not_stop_the_device():
     for _ in range(5):
         f(KIB).block_until_ready()  # nothing was delivered yet
     assert gated.seen == []
-    assert hc.flush(0.01) is False
+    assert hc.barrier(0.01, programs=False) is False
     gated.open.set()
     hc.barrier()
     assert gated.seen == list(range(100)) * 5
@@ -72,10 +72,10 @@ def test_block_waits_and_loses_nothing(small_queue):
     thread = threading.Thread(target=lambda: f(KIB).block_until_ready())
     thread.start()
     assert gated.entered.wait(60)
-    while hc.tap_queue().blocked == 0:
+    while hc.monitor.tap_queue().blocked == 0:
         pass
     assert thread.is_alive()
-    assert 0 < hc.tap_queue().nbytes <= hc.tap_queue().limit
+    assert 0 < hc.monitor.tap_queue().nbytes <= hc.monitor.tap_queue().limit
     gated.open.set()
     thread.join()
     hc.barrier()
@@ -93,9 +93,9 @@ def test_what_a_full_queue_drops(when_full, small_queue):
     f, gated = loop(50, when_full=when_full)
     hc.tap(gated, -1)
     assert gated.entered.wait(60)
-    before = hc.tap_queue().dropped
+    before = hc.monitor.tap_queue().dropped
     f(KIB).block_until_ready()
-    dropped = hc.tap_queue().dropped - before
+    dropped = hc.monitor.tap_queue().dropped - before
     gated.open.set()
     hc.barrier()
     assert gated.seen == [-1, *KEPT[when_full](dropped)]
@@ -107,9 +107,11 @@ def test_stats_count_what_was_dropped(small_queue):
     hc.tap(gated, -1)
     assert gated.entered.wait(60)
     before = counters(gated).dropped
-    queue = hc.tap_queue().dropped
+    queue = hc.monitor.tap_queue().dropped
     f(KIB).block_until_ready()
-    assert counters(gated).dropped - before == hc.tap_queue().dropped - queue > 0
+    assert (
+        counters(gated).dropped - before == hc.monitor.tap_queue().dropped - queue > 0
+    )
     gated.open.set()
     hc.barrier()
 
@@ -172,7 +174,7 @@ def test_the_device_never_takes_the_gil(run_python):
         x = jax.block_until_ready(jnp.zeros(()))
         f(x).block_until_ready()
         hc.barrier()
-        pushed = hc.tap_queue().pushed
+        pushed = hc.monitor.tap_queue().pushed
         out = f(x)
         sys.setswitchinterval(10)
         # From here the main thread keeps the lock: the tight loop gives it to nobody.
@@ -192,7 +194,7 @@ def test_status_names_a_tap_that_hangs():
     f, gated = loop(1)
     f(KIB)
     assert gated.entered.wait(60)
-    (active,) = hc.status()
+    (active,) = hc.monitor.status()
     assert active.name == "Gated"
     assert "self.open.wait" in active.stack
     assert active.place.file == __file__
@@ -208,7 +210,7 @@ def test_flush_leaves_errors_to_the_barrier():
 
     jax.jit(lambda x: hc.tap(fail, x))(1)
     jax.effects_barrier()
-    assert hc.flush() is True
+    assert hc.barrier(programs=False) is True
     with pytest.raises(ValueError, match="later"):
         hc.barrier()
 
@@ -245,14 +247,14 @@ def test_a_barrier_with_a_limit_waits_for_programs_and_loses_no_error():
 
 def test_discarded_taps_are_counted_and_not_delivered(small_queue):
     f, gated = loop(5)
-    before = hc.tap_queue().dropped
+    before = hc.monitor.tap_queue().dropped
     f(KIB).block_until_ready()
     assert gated.entered.wait(60)
-    hc.discard_taps()
+    hc.monitor.discard_taps()
     gated.open.set()
     hc.barrier()
     assert gated.seen == [0]
-    assert hc.tap_queue().dropped - before == 4
+    assert hc.monitor.tap_queue().dropped - before == 4
     f(KIB).block_until_ready()
     hc.barrier()
     assert gated.seen == [0, 0, 1, 2, 3, 4]
@@ -292,7 +294,7 @@ def test_a_writer_of_snapshots():
 
 @pytest.mark.parametrize("size", [0, -5, 1.5, True])
 def test_configure_refuses(size):
-    with pytest.raises(hc.SpecError, match="tap_queue_bytes should be a number"):
+    with pytest.raises(hc.errors.SpecError, match="tap_queue_bytes should be a number"):
         hc.configure(tap_queue_bytes=size)
 
 
@@ -347,11 +349,11 @@ def test_stress(small_queue):
     programs = [program(p, size) for p in policies for size in (1, 300, 5000)]
     for f, device in itertools.product(programs, devices):  # compile first
         f(-1, jax.device_put(0, device)).block_until_ready()
-    hc.flush()
+    hc.barrier(programs=False)
     with contextlib.suppress(Unlucky, ExceptionGroup):
         hc.barrier()
     seen.clear()
-    before, errors_before = hc.tap_queue(), next(failed)
+    before, errors_before = hc.monitor.tap_queue(), next(failed)
     problems, blocking = [], []
 
     def run(thread):
@@ -372,14 +374,14 @@ def test_stress(small_queue):
         thread.start()
     for thread in threads:
         thread.join()
-    hc.flush()
+    hc.barrier(programs=False)
     errors = next(failed) - errors_before - 1
     assert errors > 1
     with pytest.raises(ExceptionGroup, match=f"{errors} taps failed") as caught:
         hc.barrier()
     assert caught.value.split(Unlucky)[1] is None
     assert problems == []
-    after = hc.tap_queue()
+    after = hc.monitor.tap_queue()
     delivered = sum(map(len, seen.values()))
     assert delivered == after.delivered - before.delivered
     assert delivered + after.dropped - before.dropped == 8 * 40 * 20

@@ -1,4 +1,4 @@
-"""hc.tap(sharding="shards"): each device taps its block, without communication."""
+"""hc.tap(on="shards"): each device taps its block, without communication."""
 
 import re
 
@@ -66,7 +66,7 @@ SPECS = [P("a", "b"), P(("a", "b")), P("a"), P(None, "b"), P(None, ("b", "a")), 
 @ORDERS
 def test_each_block_once_with_its_place(spec, mode, order, log):
     x = put(spec)
-    y = mode(lambda x: (hc.tap(log, x, sharding="shards", order=order), x * 2)[1])(x)
+    y = mode(lambda x: (hc.tap(log, x, on="shards", order=order), x * 2)[1])(x)
     np.testing.assert_array_equal(y, X * 2)
     seen = sorted(log.taken(), key=lambda s: s[0].id)
     assert [(device, index) for device, (index,), _ in seen] == blocks(x)
@@ -77,7 +77,7 @@ def test_each_block_once_with_its_place(spec, mode, order, log):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @ORDERS
 def test_no_communication(spec, order, log):
-    f = jax.jit(lambda x: (hc.tap(log, x, sharding="shards", order=order), x * 2)[1])
+    f = jax.jit(lambda x: (hc.tap(log, x, on="shards", order=order), x * 2)[1])
     assert not COLLECTIVE.search(f.lower(put(spec)).compile().as_text())
 
 
@@ -91,7 +91,7 @@ def test_a_computed_value_as_the_compiler_shards_it(order, log):
     @jax.jit
     def f(x):
         y = jnp.sin(x) @ x.T
-        hc.tap(log, y, sharding="shards", order=order)
+        hc.tap(log, y, on="shards", order=order)
         return y
 
     y = f(put(P("a", "b")))
@@ -108,8 +108,8 @@ def test_loops_keep_the_order_of_each_device(order, log):
     @jax.jit
     def f(x):
         def body(i, c):
-            hc.tap(log, c, i, sharding="shards", order=order)
-            hc.tap(log, c, -i - 1, sharding="shards", order=order)
+            hc.tap(log, c, i, on="shards", order=order)
+            hc.tap(log, c, -i - 1, on="shards", order=order)
             return c + 1
 
         return lax.fori_loop(0, 10, body, x)
@@ -132,7 +132,7 @@ def test_ordered_taps_of_shards_and_of_the_whole(log):
     def f(x):
         for i in range(5):
             hc.tap(log, x[0, 0] * 0 + 2 * i, order="ordered")
-            hc.tap(log, x * 0 + 2 * i + 1, order="ordered", sharding="shards")
+            hc.tap(log, x * 0 + 2 * i + 1, order="ordered", on="shards")
 
     f(put(P("a")))
     first = [int(a.ravel()[0]) for d, _, (a,) in log.taken() if d == jax.devices()[0]]
@@ -141,7 +141,7 @@ def test_ordered_taps_of_shards_and_of_the_whole(log):
 
 def test_several_arrays_of_different_shardings(log):
     x, y = put(P("a", "b")), put(P(("a", "b")), np.arange(8))
-    jax.jit(lambda x, y: hc.tap(log, x, {"y": y}, 3, sharding="shards"))(x, y)
+    jax.jit(lambda x, y: hc.tap(log, x, {"y": y}, 3, on="shards"))(x, y)
     seen = log.taken()
     assert len(seen) == 4
     for _, (ix, iy, i3), (bx, by, three) in seen:
@@ -152,7 +152,7 @@ def test_several_arrays_of_different_shardings(log):
 
 
 def test_scalars_and_replicated_values_arrive_once(log):
-    jax.jit(lambda x: hc.tap(log, x.sum(), sharding="shards"))(put(P("a", "b")))
+    jax.jit(lambda x: hc.tap(log, x.sum(), on="shards"))(put(P("a", "b")))
     ((device, index, (total,)),) = log.taken()
     assert (device, index, total) == (jax.devices()[0], ((),), X.sum())
 
@@ -174,7 +174,7 @@ TRANSFORMS = {
 @ORDERS
 def test_under_transformations(name, order, log):
     def f(x):
-        hc.tap(log, x, sharding="shards", order=order)
+        hc.tap(log, x, on="shards", order=order)
         return jnp.sin(x)
 
     jax.block_until_ready(jax.jit(TRANSFORMS[name](f))(put(P("a", "b"))))
@@ -206,7 +206,7 @@ def test_blocks_of_different_sizes_are_gathered():
 
 def test_a_tap_without_arrays_arrives_once(log):
     def f(x):
-        hc.tap(lambda word: log(word), "static", sharding="shards")
+        hc.tap(lambda word: log(word), "static", on="shards")
         return x
 
     jax.jit(f)(put(P("a", "b")))
@@ -222,7 +222,7 @@ def test_the_compilation_cache_is_left_alone(tmp_path, log):
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
     try:
         for _ in range(3):
-            jax.jit(lambda x: hc.tap(log, x, sharding="shards"))(put(P("a", "b")))
+            jax.jit(lambda x: hc.tap(log, x, on="shards"))(put(P("a", "b")))
             assert len(log.taken()) == 4
             jax.clear_caches()
     finally:
@@ -233,7 +233,7 @@ def test_the_compilation_cache_is_left_alone(tmp_path, log):
 
 
 def test_where_holds_for_all_devices(log):
-    f = jax.jit(lambda x: hc.tap(log, x, sharding="shards", where=x.sum() > 0))
+    f = jax.jit(lambda x: hc.tap(log, x, on="shards", where=x.sum() > 0))
     f(put(P("a", "b")))
     assert len(log.taken()) == 4
     f(put(P("a", "b"), -X))
@@ -241,7 +241,7 @@ def test_where_holds_for_all_devices(log):
 
 
 def test_one_device_shard_map_and_pmap(log):
-    tap = lambda x: (hc.tap(log, x, sharding="shards"), x)[1]
+    tap = lambda x: (hc.tap(log, x, on="shards"), x)[1]
     jax.jit(tap)(X)
     ((device, (index,), (block,)),) = log.taken()
     assert (device, index) == (jax.devices()[0], (slice(0, 4), slice(0, 8)))
@@ -256,7 +256,7 @@ def test_one_device_shard_map_and_pmap(log):
 @pytest.mark.parametrize("dtype", ["bool", "int4", "bfloat16", "complex64"])
 def test_dtypes(dtype, log):
     x = put(P("a", "b"), jnp.asarray(X % 2, dtype))
-    jax.jit(lambda x: hc.tap(log, x, sharding="shards"))(x)
+    jax.jit(lambda x: hc.tap(log, x, on="shards"))(x)
     for _, (index,), (block,) in log.taken():
         assert block.dtype == x.dtype
         np.testing.assert_array_equal(block, np.asarray(x)[index])
@@ -266,18 +266,18 @@ def test_errors_and_collect(log):
     def fail(x):
         raise LookupError(hc.current().device.id)
 
-    jax.jit(lambda x: hc.tap(fail, x, sharding="shards"))(put(P("a", "b")))
+    jax.jit(lambda x: hc.tap(fail, x, on="shards"))(put(P("a", "b")))
     with pytest.raises(ExceptionGroup, match="4 taps failed") as caught:
         hc.barrier()
     assert sorted(e.args[0] for e in caught.value.exceptions) == [0, 1, 2, 3]
-    with hc.collect() as seen:
-        jax.jit(lambda x: hc.tap(log, x, sharding="shards", name="x"))(put(P("a")))
+    with hc.testing.collect() as seen:
+        jax.jit(lambda x: hc.tap(log, x, on="shards", tag="x"))(put(P("a")))
     assert seen["x"].shape == (2, 2, 8)
     log.taken()
 
 
 def test_programs_and_callbacks_go(log, in_time):
-    f = jax.jit(lambda x: hc.tap(log, x, sharding="shards"))
+    f = jax.jit(lambda x: hc.tap(log, x, on="shards"))
     f(put(P("a", "b")))
     log.taken()
     assert _native.live_slots() > 0
@@ -288,11 +288,17 @@ def test_programs_and_callbacks_go(log, in_time):
 
 def test_what_is_refused(log):
     x = put(P("a", "b"))
-    rows = jax.vmap(lambda v: hc.tap(log, v, sharding="shards", rows="each"))
-    with pytest.raises(hc.SpecError, match="sharding='shards' and rows='each'"):
+    rows = jax.vmap(lambda v: hc.tap(log, v, on="shards", rows="each"))
+    with pytest.raises(hc.errors.SpecError, match="on='shards' and rows='each'"):
         jax.jit(rows)(x)
-    mask = jax.vmap(lambda v: hc.tap(log, v, sharding="shards", where=v[0] > 1))
-    with pytest.raises(hc.SpecError, match="where= that differs between rows"):
+    mask = jax.vmap(lambda v: hc.tap(log, v, on="shards", where=v[0] > 1))
+    with pytest.raises(hc.errors.SpecError, match="where= that differs between rows"):
         jax.jit(mask)(x)
-    with pytest.raises(hc.SpecError, match="sharding= of the tap"):
-        hc.tap(log, 1, sharding="some")
+    with pytest.raises(hc.errors.SpecError, match="on= of the tap"):
+        hc.tap(log, 1, on="some")
+    text = (
+        "is the device .*: which device hands out the whole value makes no difference"
+    )
+    with pytest.raises(hc.errors.SpecError, match=text) as caught:
+        hc.tap(log, 1, on=jax.devices()[1])
+    assert "Write on='once'; or, for one device's own block" in str(caught.value)

@@ -13,24 +13,7 @@ from hostcall._core import failures
 from hostcall._runtime import delivery, tap_failures
 
 
-def flush(timeout: float | None = None) -> bool:
-    """Waits until the taps that are queued now have been delivered.
-
-    Does not wait for programs that are still running: `hc.barrier` does.
-
-    Args:
-        timeout: seconds, or None for no limit.
-
-    Returns:
-        Whether all were delivered in time. What they raised stays for `hc.barrier`.
-
-    Raises:
-        HostcallError: called from inside a tap.
-    """
-    return delivery.flush(timeout, "hc.flush()")
-
-
-def barrier(timeout: float | None = None) -> bool:
+def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     """Waits for JAX, then for all taps, and raises what taps have raised meanwhile.
 
     It waits for the effects that this thread has dispatched, for every array that is
@@ -38,11 +21,13 @@ def barrier(timeout: float | None = None) -> bool:
 
     Args:
         timeout: seconds, or None for no limit.
+        programs: False waits only for the taps that are queued now, and raises nothing:
+            programs go on, and what taps raised stays for the next barrier.
 
     Returns:
         Whether everything ended in time. If not, nothing is raised, and nothing is
-        lost: the next barrier waits for the rest. `hc.status()` shows what is under
-        way, `hc.discard_taps()` drops what is queued.
+        lost: the next barrier waits for the rest. `hc.monitor.status()` shows what is
+        under way, `hc.monitor.discard_taps()` drops what is queued.
 
     Raises:
         BaseException: what a tap raised, the object itself; of several an
@@ -52,6 +37,8 @@ def barrier(timeout: float | None = None) -> bool:
         HostcallError: called from inside a tap.
     """
     delivery.refuse_inside_a_tap("hc.barrier()")
+    if not programs:
+        return delivery.flush(timeout, "hc.barrier()")
     end = None if timeout is None else time.monotonic() + timeout
     if timeout is not None and not _programs_end_in(timeout):
         return False
@@ -102,7 +89,7 @@ def discard_taps() -> None:
     """Drops the taps that are queued, but for one that is being delivered.
 
     For a program that was interrupted, and a queue that would take minutes to deliver.
-    They count as dropped in `hc.tap_queue()` and `hc.stats()`. Cost: microseconds and
-    0.1 us a tap.
+    They count as dropped in `hc.monitor.tap_queue()` and `hc.monitor.stats()`. Cost:
+    microseconds and 0.1 us a tap.
     """
     _native.discard_taps()

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+
+import jax
 
 from hostcall._core import mistakes
-from hostcall._core.arguments import check_function, check_sharding, parse_mask
+from hostcall._core.arguments import (
+    check_function,
+    check_tag,
+    parse_mask,
+    parse_on,
+)
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import (
@@ -30,11 +37,12 @@ def call(
     vmap_method: str | Callable[..., Any] | None = None,
     where: Any = None,
     fill: Any = None,
-    sharding: Any = "auto",
+    on: Literal["once"] | jax.Device = "once",
     arrays: Arrays = "numpy",
     lend: Lend = False,
     timeout: float | None = None,
     executor: Any = None,
+    tag: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Calls a Python function from a JAX program, and brings its results back.
@@ -61,14 +69,14 @@ def call(
             are `fill`. Under vmap each row has its own.
         fill: numbers for the results where `where` is False: one for all, or a pytree
             like `result` whose leaves broadcast to it. Default: zeros.
-        sharding: in a jitted program over several devices, the single-device sharding
-            of the device that calls. "auto": the program's first.
+        on: in a jitted program over several devices, "once": the program's first device
+            makes the call, with the whole value; a device: this one does.
         arrays: "numpy"; "jax" for jax.Arrays on a CPU device of hostcall's own, on
             which `fn` may compute; "dlpack" for objects that any DLPack consumer
-            takes (torch.from_dlpack), all dtypes included; "cuda" for `hc.Buffer`s of
-            the GPU's own memory (cupy.asarray, torch.as_tensor; read-only, not to be
-            kept), on `hc.current().stream`: `fn` returns arrays on the GPU, and
-            nothing goes through the host.
+            takes (torch.from_dlpack), all dtypes included; "cuda" for
+            `hc.buffers.Buffer`s of the GPU's own memory (cupy.asarray, torch.as_tensor;
+            read-only, not to be kept), on `hc.current().stream`: `fn` returns arrays on
+            the GPU, and nothing goes through the host.
         lend: False: `fn` owns its arguments. True: it gets read-only views of XLA's
             memory, without a copy, and must not keep them. "out": also a keyword
             argument `out`, arrays in the structure of `result` to write the results
@@ -79,6 +87,8 @@ def call(
             threads of this process. A `concurrent.futures.Executor` (of processes
             too), a Dask client, `multiprocessing.Pool` or Ray's pool. Rows go in
             chunks, four for each worker; an argument that all share goes once.
+        tag: the name under which `hc.monitor.stats()` and `status()` know this call.
+            Default: the function's name, for `stats()` with its source line.
         **kwargs: as `args`. What is no option above is the function's.
 
     Returns:
@@ -123,6 +133,7 @@ def call(
     """
     name = check_function(fn, "hc.call(fn, result, *args)")
     check_options(name, order, vmap_method, arrays, lend, timeout, executor)
+    check_tag(tag, name)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also)
@@ -139,6 +150,7 @@ def call(
         lend=lend,
         timeout=timeout,
         executor=None if executor is None else Static(executor),
+        tag=tag,
         place=users_place(),
     )
     leaves = make(
@@ -146,7 +158,7 @@ def call(
         operands,
         order=order,
         vmap_method=vmap_method,
-        sharding=check_sharding(sharding, name),
+        sharding=parse_on(on, name),
         mask=mask,
     )
     return as_tree(results, leaves)
@@ -160,6 +172,7 @@ _FACE = mistakes.Face(
         "ordered": 'order="ordered"',
         "vectorized": 'vmap_method="expand_dims"',
         "has_side_effect": 'order="unordered"',
+        "sharding": "on=device",
         "result_shape_dtypes": "the second argument, result",
     },
 )

@@ -1,4 +1,4 @@
-"""`hc.collect`: what named taps saw, as arrays."""
+"""`hc.testing.collect`: what tagged taps saw, as arrays."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hostcall._runtime import collectors
 
 
 class collect:
-    """Gathers what named taps are given, without touching the tapped code.
+    """Gathers what tagged taps are given, without touching the tapped code.
 
     As a context manager::
 
-        with hc.collect() as seen:
+        with hc.testing.collect() as seen:
             train(params)
         seen["loss"]              # all losses, stacked along a first axis
 
-    As a transformation of a function, `hc.collect(f)(*args)` gives
+    As a transformation of a function, `hc.testing.collect(f)(*args)` gives
     `(f(*args), seen)`.
 
     Args:
         fn: the function to transform; None for the context manager.
 
-    Of each name (`hc.tap(..., name="loss")`) the deliveries are stacked leaf by leaf,
+    For each tag (`hc.tap(..., tag="loss")`) the deliveries are stacked leaf by leaf,
     in the order of delivery: of one argument that argument's tree, of several a tuple
     of them, with keyword arguments (args, kwargs). Deliveries that do not fit together
     (another tree or shape) stay a list.
@@ -37,7 +37,7 @@ class collect:
     The taps' own functions run as ever. Seen are taps of all programs and threads that
     are delivered meanwhile; entering and leaving wait for those that were queued
     before, and raise what they raised (`hc.barrier`). `seen` is filled when the block
-    is left, and has the names that were tapped.
+    is left, and has the tags that were tapped.
 
     Cost: a copy of each value, on the worker.
     """
@@ -67,17 +67,19 @@ class collect:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         if self._fn is None:
-            raise TypeError("hc.collect() without a function is a context manager")
+            raise TypeError(
+                "hc.testing.collect() without a function is a context manager"
+            )
         with collect() as seen:
             out = self._fn(*args, **kwargs)
         return out, seen
 
-    def take(self, name: str, args: Any, kwargs: Any) -> None:
+    def take(self, tag: str, args: Any, kwargs: Any) -> None:
         if kwargs:
             value: Any = (args, kwargs)
         else:
             value = args[0] if len(args) == 1 else args
-        self._seen.setdefault(name, []).append(jax.tree.map(_of_its_own, value))
+        self._seen.setdefault(tag, []).append(jax.tree.map(_of_its_own, value))
 
 
 def _of_its_own(leaf: Any) -> Any:

@@ -82,7 +82,7 @@ _FACE = Face(
     "hc.print",
     "hc.print({args})",
     options_of(print, "fmt"),
-    {"ordered": 'order="ordered"', "partitioned": 'hc.tap with sharding="shards"'},
+    {"ordered": 'order="ordered"', "partitioned": 'hc.tap with on="shards"'},
 )
 
 

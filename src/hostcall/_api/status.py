@@ -14,10 +14,10 @@ from hostcall._runtime import workers
 
 @dataclass(frozen=True)
 class ActiveCall:
-    """A call under way, as `hc.status()` saw it.
+    """A call under way, as `hc.monitor.status()` saw it.
 
     Attributes:
-        name: the function's.
+        name: its tag, or the function's name.
         place: the user's line that wrote the call.
         seconds: since it was entered.
         row: its place in the batch, or ().
@@ -42,7 +42,7 @@ class ActiveCall:
 
 @dataclass(frozen=True)
 class CallStats:
-    """What calls of one function have cost, over all programs (`hc.stats()`).
+    """What calls of one function have cost, over all programs (`hc.monitor.stats()`).
 
     Attributes:
         calls: times the function was entered.
@@ -79,16 +79,16 @@ def status() -> list[ActiveCall]:
         thread = workers.delegates.get(thread, thread)
         frame = frames.get(thread)
         stack = "".join(traceback.format_stack(frame)) if frame else ""
-        calls.append(
-            ActiveCall(info.name, info.place, seconds, row or (), thread, stack)
-        )
+        name = info.callback.tag or info.name
+        calls.append(ActiveCall(name, info.place, seconds, row or (), thread, stack))
     return sorted(calls, key=lambda call: -call.seconds)
 
 
 def stats() -> dict[str, CallStats]:
-    """What calls have cost so far, by function: name and source line.
+    """What calls have cost so far, by `tag=` or by function (name and source line).
 
-    Closures over one `def` count together. Cost: two readings of the clock a call.
+    Calls with one tag, and closures over one `def`, count together. Cost: two readings
+    of the clock a call.
     """
     return {
         name: CallStats(
@@ -111,7 +111,7 @@ def stats() -> dict[str, CallStats]:
 
 @dataclass(frozen=True)
 class TapQueue:
-    """The queue of taps (`hc.tap_queue()`), over the life of the process.
+    """The queue of taps (`hc.monitor.tap_queue()`), over the life of the process.
 
     Attributes:
         pushed: taps that devices have queued.

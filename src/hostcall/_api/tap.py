@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hostcall import _jax
 from hostcall._core import mistakes
-from hostcall._core.arguments import check_function, parse_mask
+from hostcall._core.arguments import (
+    check_function,
+    check_on_of_tap,
+    check_tag,
+    parse_mask,
+)
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
@@ -16,14 +21,16 @@ from hostcall._core.spec import Static, flatten_arguments, parse_result
 from hostcall._engine.params.call import Arrays, Callback
 from hostcall._engine.params.tap import (
     WHEN_FULL,
+    On,
     Remat,
     Rows,
-    Sharding,
     TapParams,
     WhenFull,
 )
 from hostcall._primitives.tap import derivatives, lowering  # noqa: F401  (registers)
 from hostcall._primitives.tap.primitive import bind
+
+T = TypeVar("T")
 
 _NO_RESULT = parse_result(None, "a tap")
 
@@ -36,11 +43,11 @@ def tap(
     when_full: WhenFull = "block",
     rows: Rows = "batched",
     remat: Remat = "once",
-    sharding: Sharding = "whole",
+    on: On = "once",
     arrays: Arrays = "numpy",
     every: int | float | None = None,
     sample: float | None = None,
-    name: str | None = None,
+    tag: str | None = None,
     **kwargs: Any,
 ) -> None:
     """Hands values to a Python function, some time later. The program does not wait.
@@ -67,9 +74,9 @@ def tap(
         when_full: what the device does where the queue holds
             `configure(tap_queue_bytes=)`: "block" waits for the worker, "drop_newest"
             drops this tap, "drop_oldest" the oldest one of this device that has the
-            same policy and is not being delivered yet. `hc.stats()` counts them. A tap
-            inside a tap is let in; what a tap waits for (a thread that taps, a program
-            over the process's devices) must not block on a full queue.
+            same policy and is not being delivered yet. `hc.monitor.stats()` counts
+            them. A tap inside a tap is let in; what a tap waits for (a thread that
+            taps, a program over the process's devices) must not block on a full queue.
         rows: under vmap, "batched": one delivery with the batch axes in front,
             `hc.current().transforms` says of which arrays (where `where` differs
             between rows, those that are left lie along one axis, `hc.current().rows`
@@ -77,8 +84,8 @@ def tap(
             says which.
         remat: under jax.checkpoint, "once": values of the forward pass are tapped
             there alone; "repeat": again where the backward pass computes them again.
-        sharding: in a jitted program over several devices, "whole": one delivery of
-            the whole value, which is gathered (whatever `where` and `every` say);
+        on: in a jitted program over several devices, "once": one delivery of the
+            whole value, which is gathered (whatever `where` and `every` say);
             "shards": one of each block, from the device that has it, with no
             communication. `hc.current().device` and `.index` say which; equal blocks
             are delivered once.
@@ -92,7 +99,8 @@ def tap(
             a program (jax.jit) a place is a line of yours.
         sample: lets this share of the executions through, chosen by a fixed sequence,
             the same each time the process runs.
-        name: for `hc.collect`.
+        tag: the name under which `hc.testing.collect` gathers what this tap is given,
+            and `hc.monitor` shows it. Default: the function's, and not collected.
         **kwargs: as `args`. What is no option above is the function's.
 
     Raises:
@@ -108,18 +116,18 @@ def tap(
         vmap: see `rows`. Of cond and while_loop JAX computes all branches for all
             rows: give the condition as `where=` too. In a while_loop's condition that
             vmap batches an unordered tap comes twice a round, an ordered one once.
-        jvp, grad: primal values, where they are computed. `hc.tap_tangent` and
-            `hc.tap_cotangent` see derivatives. A linearized while_loop is run again
-            for each tangent, as JAX does it, and so are its taps.
+        jvp, grad: primal values, where they are computed. `hc.derivatives.tap_tangent`
+            and `tap_cotangent` there see derivatives. A linearized while_loop is run
+            again for each tangent, as JAX does it, and so are its taps.
         shard_map, pmap: each shard its own; a value that psum has made the same
             everywhere arrives once from each.
-        jit over sharded arrays: see `sharding`.
+        jit over sharded arrays: see `on`.
 
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes
     Python's lock, and waits only where the queue is full and `when_full` is "block". A
     program with a tap leaves JAX's fast dispatch, as with any effect (some 50 us a
     dispatch in place of 4): `hc.tap_through` does not. On a GPU or TPU JAX's own
-    callback brings the values to the queue, as slow as that; there `sharding` has no
+    callback brings the values to the queue, as slow as that; there `on` has no
     meaning, and `hc.current()` knows no device.
     """
     operands, params = prepare(
@@ -131,19 +139,19 @@ def tap(
         when_full=when_full,
         rows=rows,
         remat=remat,
-        sharding=sharding,
+        on=on,
         arrays=arrays,
         every=every,
         sample=sample,
-        name=name,
+        tag=tag,
     )
     _refuse_pure(params, "it has no result that could need it")
     bind(*operands, params=params)
 
 
 def tap_through(
-    fn: Callable[..., Any],
-    x: Any,
+    fn: Callable[[T], Any],
+    x: T,
     *,
     where: Any = None,
     when_full: WhenFull = "block",
@@ -152,8 +160,8 @@ def tap_through(
     arrays: Arrays = "numpy",
     every: int | float | None = None,
     sample: float | None = None,
-    name: str | None = None,
-) -> Any:
+    tag: str | None = None,
+) -> T:
     """Hands `x` to `fn(x)` some time later, and gives `x` back.
 
     As `hc.tap`, but tied to its result instead of an effect: the program keeps JAX's
@@ -171,7 +179,7 @@ def tap_through(
         every: lets one of so many executions through, or one in so many seconds, as in
             `hc.tap`.
         sample: lets this share of the executions through.
-        name: for `hc.collect`.
+        tag: for `hc.testing.collect` and `hc.monitor`.
 
     Returns:
         `x`, to be used in place of it.
@@ -191,13 +199,14 @@ def tap_through(
         arrays=arrays,
         every=every,
         sample=sample,
-        name=name,
+        tag=tag,
         face=_FACE_OF_ONE["tap_through"],
     )
-    return _rebuilt(params, bind(*operands, params=replace(params, through=True)))
+    out: T = _rebuilt(params, bind(*operands, params=replace(params, through=True)))
+    return out
 
 
-def tap_tangent(fn: Callable[..., Any], x: Any, **options: Any) -> Any:
+def tap_tangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
     """Gives `x` back; where it is differentiated forward, taps its tangent.
 
     Args:
@@ -211,14 +220,14 @@ def tap_tangent(fn: Callable[..., Any], x: Any, **options: Any) -> Any:
 
     Under transformations: jvp, jacfwd: taps; a linearized function taps when it is
     given a tangent. grad, jacrev: a tangent that only stands for its transpose has no
-    value, and nothing is tapped; `hc.tap_cotangent` is for those. Of nested derivatives
+    value, and nothing is tapped; `tap_cotangent` is for those. Of nested derivatives
     the innermost is seen.
     """
 
     return _seen_in_derivatives("tap_tangent", fn, x, options)
 
 
-def tap_cotangent(fn: Callable[..., Any], x: Any, **options: Any) -> Any:
+def tap_cotangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
     """Gives `x` back; where it is differentiated in reverse, taps its cotangent.
 
     Args:
@@ -247,14 +256,16 @@ _FACE = mistakes.Face(
     _OPTIONS,
     {
         "ordered": 'order="ordered"',
-        "partitioned": 'sharding="shards"',
+        "partitioned": 'on="shards"',
         "vectorized": 'rows="batched"',
         "vmap_method": 'rows="batched", or "each"',
     },
 )
 _FACE_OF_ONE = {
-    name: mistakes.Face(f"hc.{name}", f"hc.{name}({{fn}}, ({{args}}))")
-    for name in ("tap_through", "tap_tangent", "tap_cotangent")
+    name.rpartition(".")[2]: mistakes.Face(
+        f"hc.{name}", f"hc.{name}({{fn}}, ({{args}}))"
+    )
+    for name in ("tap_through", "derivatives.tap_tangent", "derivatives.tap_cotangent")
 }
 
 
@@ -264,7 +275,7 @@ _IN_DERIVATIVES = {
 }
 
 
-def _seen_in_derivatives(face: str, fn: Any, x: Any, options: Any) -> Any:
+def _seen_in_derivatives(face: str, fn: Any, x: T, options: Any) -> T:
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
         raise TypeError(
@@ -275,7 +286,8 @@ def _seen_in_derivatives(face: str, fn: Any, x: Any, options: Any) -> Any:
     operands, params = prepare(fn, (inexact,), {}, face=_FACE_OF_ONE[face], **options)
     _refuse_pure(params, "it is tied to no result")
     outs = _IN_DERIVATIVES[face].bind(*operands, params=params)
-    return derivatives.joined(_rebuilt(params, outs), rest)
+    out: T = derivatives.joined(_rebuilt(params, outs), rest)
+    return out
 
 
 def _refuse_pure(params: TapParams, why: str) -> None:
@@ -296,18 +308,18 @@ def prepare(
     when_full: Any = "block",
     rows: Any = "batched",
     remat: Any = "once",
-    sharding: Any = "whole",
+    on: Any = "once",
     arrays: Any = "numpy",
     every: Any = None,
     sample: Any = None,
-    name: Any = None,
+    tag: Any = None,
     face: mistakes.Face = _FACE,
 ) -> tuple[list[Any], TapParams]:
     """What to bind the primitive with."""
     called = check_function(fn, "hc.tap(fn, *args)")
-    _check_options(
-        called, order, when_full, rows, remat, sharding, arrays, every, sample, name
-    )
+    _check_options(called, order, when_full, rows, remat, arrays, every, sample)
+    check_tag(tag, called)
+    check_on_of_tap(on, called)
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
     if where is not None:
@@ -321,6 +333,7 @@ def prepare(
         lend=False,
         timeout=None,
         executor=None,
+        tag=tag,
         place=users_place(),
     )
     return operands, TapParams(
@@ -330,8 +343,7 @@ def prepare(
         rows=rows,
         when_full=when_full,
         remat=remat,
-        sharding=sharding,
-        name=name,
+        on=on,
         every=every,
         sample=sample,
     )
@@ -343,18 +355,15 @@ def _check_options(
     when_full: Any,
     rows: Any,
     remat: Any,
-    sharding: Any,
     arrays: Any,
     every: Any,
     sample: Any,
-    name: Any,
 ) -> None:
     choices = {
         "order": (order, ("unordered", "ordered", "pure")),
         "when_full": (when_full, WHEN_FULL),
         "rows": (rows, ("batched", "each")),
         "remat": (remat, ("once", "repeat")),
-        "sharding": (sharding, ("whole", "shards")),
         "arrays": (arrays, ("numpy", "jax", "dlpack")),
     }
     for option, (value, allowed) in choices.items():
@@ -373,10 +382,6 @@ def _check_options(
         raise SpecError(
             f"hostcall: sample= of the tap `{called}` should be a share above 0 and up"
             f" to 1.0, got {sample!r}"
-        )
-    if name is not None and not isinstance(name, str):
-        raise SpecError(
-            f"hostcall: name= of the tap `{called}` should be a string, got {name!r}"
         )
 
 

@@ -40,7 +40,9 @@ def timed(program: Callable[[], Any]) -> tuple[Any, float]:
 
 def calls(*names: str) -> int:
     """The calls so far of host functions whose names begin with one of `names`."""
-    return sum(s.calls for name, s in hc.stats().items() if name.startswith(names))
+    return sum(
+        s.calls for name, s in hc.monitor.stats().items() if name.startswith(names)
+    )
 
 
 # --- Lynx and hares -------------------------------------------------------------------

@@ -66,7 +66,7 @@ def report() -> tuple[str, str]:
     line("engine on cpu", cpu)
     gpu = engine_on_gpu(jax.devices())
     line("engine on gpu", gpu)
-    line("calls under way", len(hc.status()))
+    line("calls under way", len(hc.monitor.status()))
     return cpu, gpu
 
 

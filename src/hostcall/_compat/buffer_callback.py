@@ -35,7 +35,7 @@ def buffer_callback(
     """Makes a function whose results `callback` writes in place into XLA's memory.
 
     Nothing is copied. `callback(ctx, out, *args, **kwargs)` gets an
-    `hc.ExecutionContext`, a pytree of writeable `hc.Buffer`s like
+    `hc.buffers.ExecutionContext`, a pytree of writeable `hc.buffers.Buffer`s like
     `result_shape_dtypes`, and its arguments with a read-only Buffer for each array:
 
         def add_one(ctx, out, x):
@@ -46,7 +46,7 @@ def buffer_callback(
     Args:
         callback: returns None. A Buffer is closed when the callback returns; keeping a
             view of one is an error. On a GPU it works on `ctx.stream`. With
-            `hc.native` it is machine code, which runs without Python.
+            `hc.buffers.native` it is machine code, which runs without Python.
         result_shape_dtypes: a pytree of anything with `shape` and `dtype`.
         has_side_effect: the callback runs once each time the program comes to it, in
             the order of straight-line code (order="unordered").
@@ -101,7 +101,7 @@ def buffer_callback(
     if not callable(callback):
         raise SpecError(
             f"hostcall: the callback should be a function, got {callback!r}. Make one"
-            " from an address with hc.native(address)"
+            " from an address with hc.buffers.native(address)"
         )
     name = check_function(callback, "hc.buffer_callback(callback, result_shape_dtypes)")
     described, out_tree = jax.tree.flatten(result_shape_dtypes)

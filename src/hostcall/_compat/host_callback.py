@@ -113,7 +113,8 @@ def id_tap(
     if _jax.old_flag("jax_host_callback_ad_transforms"):
         warnings.warn(
             "The flag jax_host_callback_ad_transforms is for programs that rely on it:"
-            " hostcall.tap_tangent and hostcall.tap_cotangent do this without a flag",
+            " hostcall.derivatives.tap_tangent and tap_cotangent do this without a"
+            " flag",
             FutureWarning,
             stacklevel=2,
         )

@@ -189,11 +189,11 @@ class Patch:
 
     def __init__(self, arrays: str) -> None:
         self.arrays = arrays
-        self.entered = False
+        self.blocks = 0  # that it has been entered for, and that have not ended
 
     def __enter__(self) -> Patch:
         with _lock:
-            self.entered = True
+            self.blocks += 1
             if self not in _active:
                 _active.append(self)
             _apply()
@@ -206,7 +206,8 @@ class Patch:
         trace: TracebackType | None,
     ) -> None:
         with _lock:
-            if self in _active:
+            self.blocks -= 1
+            if self in _active and not self.blocks:
                 _active.remove(self)
             _apply()
 
@@ -237,7 +238,10 @@ def patch_jax(arrays: str = "jax") -> Patch:
             arrays, which is faster, and helps functions that fail on jax.Arrays.
 
     Returns:
-        An object that ends the patch as a context manager: `with hc.patch_jax(): ...`
+        A context manager that ends this patch, and no other, with its block:
+        `with hc.patch_jax(): ...` The newest patch that has not ended decides what
+        callbacks get; JAX is as it was when all have ended. A patch that was made
+        without a block lasts until `hc.unpatch_jax()`, which ends all of them.
 
     Raises:
         SpecError: `arrays` has another value.
@@ -245,7 +249,7 @@ def patch_jax(arrays: str = "jax") -> Patch:
     arrays_of(arrays)
     with _lock:
         while len(_active) > 1 and all(
-            not patch.entered and patch.arrays == arrays for patch in _active[-2:]
+            not patch.blocks and patch.arrays == arrays for patch in _active[-2:]
         ):
             _active.pop()  # repeated equal patches take up no room
         patch = Patch(arrays)

@@ -1,4 +1,4 @@
-"""Checks of the arguments that several faces share: the function, where=, sharding=."""
+"""Checks of the arguments that several faces share: where=, tag=, on=."""
 
 from __future__ import annotations
 
@@ -53,14 +53,43 @@ def parse_mask(where: Any, name: str) -> Any:
     return mask
 
 
-def check_sharding(sharding: Any, name: str) -> Any:
-    if sharding is None or (isinstance(sharding, str) and sharding == "auto"):
-        return None
-    devices = getattr(sharding, "device_set", None)
-    if devices is None or len(devices) != 1:
+def check_tag(tag: Any, name: str) -> None:
+    if tag is not None and not (isinstance(tag, str) and tag):
         raise SpecError(
-            f"hostcall: sharding= of `{name}` should be the sharding of one device,"
-            " such as jax.sharding.SingleDeviceSharding(device), or 'auto', got"
-            f" {sharding!r}"
+            f"hostcall: tag= of `{name}` should be a string that is not empty, got"
+            f" {tag!r}"
         )
-    return sharding
+
+
+def parse_on(on: Any, name: str) -> Any:
+    """The sharding of the device that makes a call; None for the program's first."""
+    if isinstance(on, jax.Device):
+        return jax.sharding.SingleDeviceSharding(on)
+    if isinstance(on, str) and on == "once":
+        return None
+    if isinstance(on, str) and on == "shards":
+        raise SpecError(
+            f"hostcall: on='shards' of `{name}`: a call that returns results is made"
+            " once, with the whole value. For a call by each device with its block,"
+            " make it inside jax.shard_map; to hand blocks out without results write"
+            f" hc.tap({name}, ..., on='shards')"
+        )
+    raise SpecError(
+        f"hostcall: on= of `{name}` should be 'once' or a device, such as"
+        f" jax.devices()[0], got {on!r}"
+    )
+
+
+def check_on_of_tap(on: Any, name: str) -> None:
+    if isinstance(on, jax.Device):
+        raise SpecError(
+            f"hostcall: on= of the tap `{name}` is the device {on}: which device hands"
+            " out the whole value makes no difference. Write on='once'; or, for one"
+            " device's own block, on='shards' with a function that looks at"
+            " hc.current().device"
+        )
+    if not isinstance(on, str) or on not in ("once", "shards"):
+        raise SpecError(
+            f"hostcall: on= of the tap `{name}` should be 'once' or 'shards', got"
+            f" {on!r}"
+        )

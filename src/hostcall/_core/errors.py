@@ -1,21 +1,4 @@
-"""The exceptions that hostcall raises, as a tree.
-
-    HostcallError
-    ├── SpecError(ValueError)            the call is written wrong; found at trace time
-    ├── BatchingError(ValueError)        vmap can't batch the call
-    ├── DerivativeError(ValueError)      a derivative of a call without a rule for it
-    ├── ResultError(ValueError)          the function's result differs from `result=`
-    ├── EscapeError(RuntimeError)        the function kept a view of lent memory
-    ├── UnwrittenError(RuntimeError)     the function did not write a lent result
-    ├── CallTimeoutError(TimeoutError)   the function took longer than `timeout=`
-    ├── DeadlockError(RuntimeError)      a callback would wait for its own program
-    └── ExportError(NotImplementedError) a program is exported without its functions
-
-The first three and the last are raised to the caller. The others, and any exception of
-the user's function, fail the program that made the call. XLA carries only the text of
-an error, so the text ends with a number under which the exception object is kept
-(_core/failures.py).
-"""
+"""The exceptions; `hostcall.errors` draws their tree and says who sees which."""
 
 from __future__ import annotations
 

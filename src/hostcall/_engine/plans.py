@@ -145,7 +145,7 @@ def make_plan(
         out_tree=callback.results.treedef.unflatten if lend == _OUT else None,
         info=info,
         device=device,
-        counters=counters_of(callback.function),
+        counters=counters_of(callback),
         signature=number,
         tells=tells,
         elsewhere=elsewhere,
@@ -219,8 +219,8 @@ def _function(
     whole = fn if template.is_flat else _with_trees(fn, template)
     converters = [_converter(callback.arrays, key, device) for key in template.keys]
     if isinstance(params, TapParams):
-        if params.name is not None:
-            whole = collectors.seen_by(params.name, template, whole)
+        if callback.tag is not None:
+            whole = collectors.seen_by(callback.tag, template, whole)
         if compressed:  # the mask differs between rows of a batch delivered whole
             whole = CompressedTap(params, whole, converters)
         return whole, _IGNORED

@@ -12,7 +12,7 @@ class TapInfo(CallInfo):
     """The description of one tap, with the hooks that native code calls.
 
     Attributes:
-        places: in a tap with sharding="shards", the global index of each array's block,
+        places: in a tap with on="shards", the global index of each array's block,
             by device ordinal; else None.
     """
 

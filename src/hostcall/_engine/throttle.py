@@ -33,10 +33,10 @@ class Throttle:
         )
 
     def lets(self, params: TapParams) -> bool:
-        """Whether this execution is delivered; `hc.stats()` counts it if not."""
+        """Whether this execution is delivered; if not, `hc.monitor.stats()` counts."""
         if self._native is None:
             return True
-        return self._native.lets(counters_of(params.callback.function))
+        return self._native.lets(counters_of(params.callback))
 
 
 def _leaves_out(params: TapParams) -> bool:

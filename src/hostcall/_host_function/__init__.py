@@ -16,7 +16,7 @@
     residuals         what a forward rule leaves on the host for its backward rule
     differences       derivatives by finite differences
     difference_error  how wrong those are
-    check             `hc.check`: rules against differences
+    check             `hc.testing.check`: rules against differences
     primitive         the three primitives, which know no rule
     batching          their batching rules
     derivatives       their JVP, transpose, partial evaluation and dead code

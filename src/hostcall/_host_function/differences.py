@@ -23,6 +23,7 @@ from hostcall._host_function.difference_error import (
     noise_of,
 )
 from hostcall._host_function.function import HostFunction
+from hostcall._host_function.rules import P, R
 
 Scheme = Literal["central", "forward", "complex"]
 _POWERS = {"central": 1 / 3, "forward": 1 / 2}
@@ -31,8 +32,8 @@ tree = jax.tree_util
 
 
 def finite_difference(
-    f: HostFunction, *, scheme: Scheme = "central", step: float | None = None
-) -> HostFunction:
+    f: HostFunction[P, R], *, scheme: Scheme = "central", step: float | None = None
+) -> HostFunction[P, R]:
     """Gives a host function derivatives by finite differences.
 
     `fn` is called with 64-bit arguments (complex ones for "complex"), whatever the
@@ -101,11 +102,13 @@ class Differences:
         slopes: the functions that `slope` has made, by position.
     """
 
-    function: HostFunction
+    function: HostFunction[..., Any]
     scheme: Scheme
     step: float
     elementwise: bool
-    slopes: dict[int, HostFunction] = field(default_factory=dict, compare=False)
+    slopes: dict[int, HostFunction[..., Any]] = field(
+        default_factory=dict, compare=False
+    )
 
     def jacobian(self, *args: Any) -> Any:
         """The Jacobian, in the structure that a Jacobian rule returns."""
@@ -125,7 +128,7 @@ class Differences:
         (slope,) = self._slope(wide, place, out)
         return slope
 
-    def slope(self, position: int) -> HostFunction:
+    def slope(self, position: int) -> HostFunction[..., Any]:
         """`diagonal` for programs; one object each, so that JAX's caches hit."""
         if position not in self.slopes:
             function = self.function

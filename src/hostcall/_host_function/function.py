@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic
 
 import jax
 
@@ -27,7 +28,9 @@ from hostcall._host_function.residuals import HANDLE_DTYPE, HANDLE_SHAPE
 from hostcall._host_function.rules import (
     HOST_RESIDUALS,
     Jvp,
+    P,
     Plain,
+    R,
     Rules,
     Vjp,
     Where,
@@ -41,7 +44,7 @@ from hostcall._primitives.call.make import as_tree, make_with
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
-class HostFunction:
+class HostFunction(Generic[P, R]):
     """A Python function with its rules. `hc.host` makes it, and describes its options.
 
     It is called like any function in JAX code. Its rules are given before its first
@@ -54,7 +57,7 @@ class HostFunction:
 
     _NOT_PICKLED: tuple[str, ...] = ("__wrapped__", "_inferred")
 
-    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, fn: Callable[P, R], **options: Any) -> None:
         name = options.pop("name")
         functools.update_wrapper(self, fn, updated=())
         self.__name__ = name or name_of(fn).rpartition(".")[2]
@@ -68,7 +71,7 @@ class HostFunction:
         self._vmap_method = options.pop("vmap_method")
         if callable(self._vmap_method):
             self.rules.batch, self._vmap_method = self._vmap_method, None
-        self._options = options  # arrays, timeout, executor
+        self._options = options  # arrays, timeout, executor, tag
         self._inferred: dict[Any, Any] = {}
         self.differences: Any = None  # set by hc.finite_difference
         self.advice = ""  # what errors advise if the rules are not the user's to give
@@ -89,18 +92,18 @@ class HostFunction:
             return getattr, (found, "__func__")
         state = {k: v for k, v in vars(self).items() if k not in self._NOT_PICKLED}
         state["_options"] = dict(self._options, executor=None)
-        return _new, (type(self),), state
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _inferred={}, __wrapped__=state["fn"])
 
     # --- Calling -------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function and returns its result. See `hc.host`."""
-        return self._call(args, kwargs, None, None)
+        return self._call(args, kwargs, None, None)  # type: ignore[no-any-return]
 
-    def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
+    def where(self, mask: Any, fill: Any = None) -> Callable[P, R]:
         """The function, called only if a condition holds: `f.where(x > 0)(x)`.
 
         Under `vmap` each row has its own condition. JAX runs both branches of a batched
@@ -127,10 +130,10 @@ class HostFunction:
             return self
         return Method(self, instance)
 
-    def __copy__(self) -> HostFunction:
+    def __copy__(self) -> HostFunction[P, R]:
         return self  # as copying a function does; an executor could not be copied
 
-    def __deepcopy__(self, memo: Any) -> HostFunction:
+    def __deepcopy__(self, memo: Any) -> HostFunction[P, R]:
         return self
 
     def _call(self, args: Any, kwargs: Any, mask: Any, fill: Any) -> Any:
@@ -392,7 +395,3 @@ class HostFunction:
     def residual_tree(self) -> Any:
         assert self.rules.vjp is not None
         return self.rules.vjp.residuals.treedef
-
-
-def _new(cls: type[HostFunction]) -> HostFunction:
-    return cls.__new__(cls)

@@ -4,17 +4,48 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack, overload
 
 import jax
+import numpy as np
 
-from hostcall._core.arguments import check_function
+from hostcall._core.arguments import check_function, check_tag
 from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import refuse_unneeded
 from hostcall._core.order import Order
 from hostcall._engine.params.call import Arrays, Lend
 from hostcall._host_function.function import HostFunction
+from hostcall._host_function.rules import P, R
 from hostcall._primitives.call.options import check_options
+
+
+class Options(TypedDict, total=False):
+    """The options of `host`, for type checkers."""
+
+    result: Required[Any]
+    vmap_method: str | Callable[..., Any] | None
+    order: Order
+    arrays: Arrays
+    lend: Lend
+    timeout: float | None
+    executor: Any
+    name: str | None
+    tag: str | None
+    nondiff: int | tuple[int, ...]
+
+
+@overload  # a ufunc's own overloads are for scalars first
+def host(fn: np.ufunc, **options: Unpack[Options]) -> HostFunction[..., Any]: ...
+
+
+@overload
+def host(fn: Callable[P, R], **options: Unpack[Options]) -> HostFunction[P, R]: ...
+
+
+@overload
+def host(
+    **options: Unpack[Options],
+) -> Callable[[Callable[P, R]], HostFunction[P, R]]: ...
 
 
 def host(
@@ -28,6 +59,7 @@ def host(
     timeout: float | None = None,
     executor: Any = None,
     name: str | None = None,
+    tag: str | None = None,
     nondiff: int | tuple[int, ...] = (),
 ) -> Any:
     """Makes a Python function part of JAX: its results, its batching and its
@@ -60,6 +92,7 @@ def host(
             must be picklable.
         order: as in `hc.call`. Only pure functions have derivatives.
         name: the function's name in messages and traces.
+        tag: as in `hc.call`; for rules in host code too.
         nondiff: positions of arguments without a derivative. They have no tangent,
             and differentiating with respect to them is an error.
 
@@ -98,6 +131,7 @@ def host(
         return functools.partial(host, **options)
     shown = name or check_function(fn, "hc.host(fn, result=...)")
     check_options(shown, order, vmap_method, arrays, lend, timeout, executor)
+    check_tag(tag, shown)
     positions = checked(shown, result, nondiff)
     if order == "pure" and not jax.tree.leaves(result):
         refuse_unneeded("hc.host", shown)
@@ -112,6 +146,7 @@ def host(
         arrays=arrays,
         timeout=timeout,
         executor=executor,
+        tag=tag,
     )
 
 

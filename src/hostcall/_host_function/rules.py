@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.source import name_of
@@ -12,6 +12,9 @@ from hostcall._core.source import name_of
 Where = Literal["host", "jax"]
 Function = Callable[..., Any]
 HOST_RESIDUALS = "host"
+# The parameters and the result of the function that a HostFunction is made of.
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)

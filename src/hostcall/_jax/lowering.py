@@ -183,8 +183,8 @@ def check_sharding(ctx: Any, sharding: Any, name: str) -> None:
         )
     if sharding is not None:
         raise ValueError(
-            f"hostcall: `{name}` has sharding={sharding} inside shard_map or pmap,"
-            " where each device makes its own call. Drop `sharding=`"
+            f"hostcall: `{name}` has on=device inside shard_map or pmap, where each"
+            " device makes its own call. Drop on="
         )
 
 

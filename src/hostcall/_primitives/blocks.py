@@ -131,7 +131,7 @@ def lower_blocks(
 
 def _refuse(ctx: Any, site: Site) -> None:
     """Refuses a program that would be compiled here and run in another process."""
-    whole = "Give the whole value (sharding='whole', partitioned=False)"
+    whole = "Give the whole value (on='once', partitioned=False)"
     if _jax.is_for_export(ctx):
         emit.refuse_export(
             site.params,

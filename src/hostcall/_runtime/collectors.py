@@ -1,4 +1,4 @@
-"""The collectors that see named taps when they are delivered (`hc.collect`)."""
+"""The collectors that see tagged taps as they are delivered (hc.testing.collect)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hostcall._core.spec import Template
 
 
 class Collector(Protocol):
-    def take(self, name: str, args: Any, kwargs: Any) -> None: ...
+    def take(self, tag: str, args: Any, kwargs: Any) -> None: ...
 
 
 _lock = threading.Lock()
@@ -30,7 +30,7 @@ def remove(collector: Collector) -> None:
 
 
 def seen_by(
-    name: str, template: Template, whole: Callable[..., Any]
+    tag: str, template: Template, whole: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Wraps `whole` so that the active collectors see its arguments first.
 
@@ -39,7 +39,7 @@ def seen_by(
 
     def call(*leaves: Any) -> None:
         for collector in _active:
-            collector.take(name, *template.fill(leaves))
+            collector.take(tag, *template.fill(leaves))
         whole(*leaves)
 
     return call

@@ -36,7 +36,7 @@ class Current:
             later vmap is in front. Else empty.
         rows: the indices of the delivered rows, one array for each vmap, the outermost
             first, if `where` of such a tap differs between rows; else None.
-        index: in a tap with sharding="shards", the place of each array's block in the
+        index: in a tap with on="shards", the place of each array's block in the
             whole array, as a tuple of slices; else None.
         grid: the sizes of the batch axes that `row` indexes.
         mesh_shape: the sizes of the mesh axes that `mesh_coords` indexes.

@@ -2,7 +2,7 @@
 
 The queue and the worker's loop are native (native/queue/tap_queue.h and
 native/invoke/tap_worker.h). Python makes the thread, so that it has a name in
-debuggers, `hc.status()` and tracebacks.
+debuggers, `hc.monitor.status()` and tracebacks.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from hostcall._core.errors import CallTimeoutError
 _lock = threading.Lock()
 _pool: futures.ThreadPoolExecutor | None = None
 
-# Waiting thread -> the worker that runs its function, for `hc.status()`.
+# Waiting thread -> the worker that runs its function, for `hc.monitor.status()`.
 delegates: dict[int, int] = {}
 
 # What `hc.current()` answers on a worker, as a function.

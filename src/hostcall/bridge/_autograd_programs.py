@@ -53,7 +53,7 @@ class OfFlat(Program):
     def run(self, *arrays: Any) -> list[Any]:
         return self.flat(*arrays)
 
-    def add_rules(self, host: HostFunction) -> None:
+    def add_rules(self, host: HostFunction[..., Any]) -> None:
         """For one derivative the rules are host code; for more they are programs."""
         if self.derivatives > 1:
             super().add_rules(host)

@@ -84,7 +84,7 @@ class Program(ABC):
         del size, batched
         return None
 
-    def add_rules(self, host: HostFunction) -> None:
+    def add_rules(self, host: HostFunction[..., Any]) -> None:
         """Gives `host`, the function that calls this program, its derivative rules."""
         host.defjvp(self._jvp, where="jax")
         host.defvjp(self._forward, self._backward, where="jax")
@@ -92,7 +92,7 @@ class Program(ABC):
     # --- The program as a function of JAX code --------------------------------------
 
     @cached_property
-    def host(self) -> HostFunction:
+    def host(self) -> HostFunction[..., Any]:
         """The function that JAX code calls: arrays in, a list of arrays out."""
         host = HostFunction(
             _Run(self),
@@ -168,7 +168,7 @@ def pick_moving(values: Any, avals: Any) -> list[Any]:
     return [v for v, a in zip(values, avals, strict=True) if has_tangent(a)]
 
 
-class Bridged(HostFunction):
+class Bridged(HostFunction[..., Any]):
     """A function of pytrees that finds the program for its arguments' types.
 
     The other library gives its derivatives, so it takes no rules.

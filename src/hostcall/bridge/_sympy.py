@@ -22,7 +22,7 @@ def of_sympy(
     modules: Any = ("scipy", "numpy"),
     timeout: float | None = None,
     name: str | None = None,
-) -> HostFunction:
+) -> HostFunction[..., Any]:
     """Makes a host function of a SymPy expression; SymPy gives its derivatives.
 
         n, x = sympy.symbols("n x")
@@ -97,7 +97,7 @@ def of_sympy(
     return OfSympy(found)
 
 
-class OfSympy(HostFunction):
+class OfSympy(HostFunction[..., Any]):
     """Expressions as a function. `hc.bridge.sympy` makes it."""
 
     def __init__(self, expressions: _Expressions) -> None:

@@ -218,7 +218,7 @@ class _Value:
 class _PairSpec:
     """The spec of what `_Both` returns, as `result=` of `hc.host` takes it."""
 
-    made: HostFunction
+    made: HostFunction[..., Any]
     both: _Both
 
     def __call__(self, *avals: Any) -> Any:
@@ -232,7 +232,7 @@ class _Rule:
     """rule(primals, tangents) -> (value, tangent): JAX code, which JAX transposes."""
 
     both: _Both
-    pair: HostFunction
+    pair: HostFunction[..., Any]
 
     def __call__(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
         there = self.both.floating(primals)

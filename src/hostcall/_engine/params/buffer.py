@@ -72,15 +72,15 @@ def native(function: Any, *, status: bool = False, name: str | None = None) -> A
 
     The code must not write to its inputs. Several threads may run it at the same time,
     for several devices or for several programs in flight. Python does not see it run:
-    `hc.status()` does not list it, and an exception of a Numba or ctypes function is
-    printed and lost, unless the code reports it in its status.
+    `hc.monitor.status()` does not list it, and an exception of a Numba or ctypes
+    function is printed and lost, unless the code reports it in its status.
 
     Args:
         function: an address as an int; a ctypes function; or any object with an
             `address`, such as numba.cfunc makes. It is kept alive.
         status: the code returns an int32 (`int32_t f(...)`); any value but 0 fails the
             program with that number.
-        name: the name in errors and `hc.stats()`; by default that of `function`.
+        name: the name in errors and `hc.monitor.stats()`; by default the function's.
 
     Returns:
         An object for the argument `callback` of `hc.buffer_callback`.

@@ -35,6 +35,8 @@ class Callback:
         lend: whether it gets views of XLA's memory, or Buffers of it.
         timeout: seconds, or None.
         executor: for parallel rows; see _runtime/executors.py.
+        tag: the name in statistics, `status()` and collectors; None for that of the
+            function.
         place: the user's line that wrote the call. Not compared, so that the same call
             on two lines is traced to equal programs.
     """
@@ -47,6 +49,7 @@ class Callback:
     lend: Lend = False
     timeout: float | None = None
     executor: Static | None = None
+    tag: str | None = None
     place: Place = field(compare=False)
 
     @property
@@ -71,7 +74,8 @@ class CallParams:
     Attributes:
         callback: the user's function with its trees.
         avals: the avals of the results of one row.
-        order, vmap_method, sharding: as given to `hc.call`.
+        order, vmap_method: as given to `hc.call`.
+        sharding: of the device that calls, or None for the program's first.
         masked: whether the first operand is the mask `where`.
         grid: the sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of these axes.

@@ -11,7 +11,7 @@ from hostcall._engine.params.call import Callback
 WhenFull = Literal["block", "drop_newest", "drop_oldest"]
 Rows = Literal["batched", "each"]
 Remat = Literal["once", "repeat"]
-Sharding = Literal["whole", "shards"]
+On = Literal["once", "shards"]
 WHEN_FULL: tuple[WhenFull, ...] = ("block", "drop_newest", "drop_oldest")
 
 
@@ -26,7 +26,7 @@ class TapParams:
         masked: whether the first operand is the mask `where`.
         rows: under vmap, whether the batch is one delivery ("batched") or each row is
             one ("each").
-        when_full, remat, sharding, name, every, sample: as given to `hc.tap`.
+        when_full, remat, on, every, sample: as given to `hc.tap`.
         through: whether the arguments are results too.
         leader: in a program that is partitioned over devices, the index of the device
             that taps a whole value; None for this process's first device.
@@ -44,8 +44,7 @@ class TapParams:
     rows: Rows
     when_full: WhenFull
     remat: Remat
-    sharding: Sharding
-    name: str | None
+    on: On
     every: int | float | None
     sample: float | None
     through: bool = False

@@ -1,4 +1,4 @@
-"""The checks of `hc.check`, on one example."""
+"""The checks of `hc.testing.check`, on one example."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Checks:
 
     def __init__(
         self,
-        f: HostFunction,
+        f: HostFunction[..., Any],
         args: tuple[Any, ...],
         rtol: float | None,
         random: np.random.Generator,

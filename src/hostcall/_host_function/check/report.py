@@ -1,4 +1,4 @@
-"""`hc.check`: tests a host function and its rules against each other."""
+"""`hc.testing.check`: tests a host function and its rules against each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `hc.check` found: true if nothing failed; prints one line per check."""
+    """What `hc.testing.check` found: true if nothing failed. Prints a line a check."""
 
     function: str
     checks: tuple[Check, ...]
@@ -45,13 +45,15 @@ class Report:
         return not self.failed
 
     def __str__(self) -> str:
-        return "\n".join([f"hc.check of `{self.function}`", *map(str, self.checks)])
+        return "\n".join(
+            [f"hc.testing.check of `{self.function}`", *map(str, self.checks)]
+        )
 
     __repr__ = __str__
 
 
 def check(
-    f: HostFunction,
+    f: HostFunction[..., Any],
     *examples: Any,
     rtol: float | None = None,
     seed: int = 0,
@@ -59,7 +61,7 @@ def check(
 ) -> Report:
     """Tests a host function and its rules against each other.
 
-        assert hc.check(f, (x, y), (x2, y2))      # in a test: shows the report
+        assert hc.testing.check(f, (x, y), (x2, y2))      # in a test: shows the report
 
     For each example it checks:
 
@@ -98,12 +100,12 @@ def check(
     if not isinstance(f, HostFunction):
         raise SpecError(
             f"hostcall: check() takes what hc.host made, got {f!r}. Write"
-            " hc.check(hc.host(f, result=...), example)"
+            " hc.testing.check(hc.host(f, result=...), example)"
         )
     if not examples:
         raise SpecError(
-            "hostcall: check() needs an example: hc.check(f, (x, y)), a tuple of"
-            " arguments"
+            "hostcall: check() needs an example: hc.testing.check(f, (x, y)), a tuple"
+            " of arguments"
         )
     found: list[Check] = []
     for number, example in enumerate(examples):

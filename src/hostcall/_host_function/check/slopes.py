@@ -1,4 +1,4 @@
-"""Derivatives along a direction by differences, for `hc.check`, with their error."""
+"""Derivatives along a direction by differences, with their error, for `check`."""
 
 from __future__ import annotations
 

@@ -136,8 +136,8 @@ def _team(
         leader = devices[0]
     if leader not in devices:
         raise HostcallError(
-            f"hostcall: `{info.name}` has sharding={info.params.sharding}, and its"
-            f" device {leader} is not among those of the program: {devices}"
+            f"hostcall: `{info.name}` has on={leader}, which is not among the devices"
+            f" of the program: {devices}"
         )
     source = None
     if len(local) < len(devices) and info.params.avals:

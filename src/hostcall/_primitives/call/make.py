@@ -42,9 +42,9 @@ def make(
         callback: the function, its trees and its own options.
         operands: one array for each array of `callback.template`. A typed key is
             passed as its uint32 block, here and in the results.
-        order: as in `hc.call`. The caller has checked this and the next two.
+        order: as in `hc.call`. The caller has checked this and the next one.
         vmap_method: as in `hc.call`.
-        sharding: as in `hc.call`.
+        sharding: of the device that calls, or None for the program's first.
         mask: the condition of `where=`, or None.
     """
     masked = mask is not None
@@ -121,7 +121,7 @@ def _check_on_device(
         "where=": masked,
         "timeout=": callback.timeout is not None,
         "lend=": callback.lend,
-        "sharding=": sharding is not None,
+        "on=device": sharding is not None,
         f"vmap_method={vmap_method!r}": vmap_method not in (None, *_ON_DEVICE),
     }
     for option, given in others.items():

@@ -72,7 +72,7 @@ _jax.register_lowering(block_tap_p, _lower_block)
 
 
 def lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
-    """The lowering of a tap with sharding="shards" in a partitioned program."""
+    """The lowering of a tap with on="shards" in a partitioned program."""
     _refuse(params, ctx.avals_in)
     client = _jax.lowering_client(ctx)
     targets.start_on(client)
@@ -96,9 +96,9 @@ def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
     else:
         return
     raise SpecError(
-        f"hostcall: the tap `{params.callback.name}` has sharding='shards' and {what}."
+        f"hostcall: the tap `{params.callback.name}` has on='shards' and {what}."
         " A device has some of the rows only, or parts of them: use"
-        f" {instead}, or sharding='whole'"
+        f" {instead}, or on='once'"
     )
 
 

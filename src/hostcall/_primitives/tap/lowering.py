@@ -18,7 +18,7 @@ from hostcall._runtime import delivery, host_device
 
 
 def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
-    if params.sharding == "shards" and _jax.is_partitioned(ctx):
+    if params.on == "shards" and _jax.is_partitioned(ctx):
         return blocks.lower(ctx, *operands, params=params)
     client = _jax.lowering_client(ctx)
     targets.start_on(client)
@@ -27,7 +27,7 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     devices = emit.by_ordinal(client)
     info = TapInfo(params, devices, _jax.manual_mesh(ctx))
     _jax.check_sharding(ctx, None, info.name)
-    if params.sharding == "shards" and info.mesh is None:
+    if params.on == "shards" and info.mesh is None:
         place = tuple(whole(aval.shape) for aval in arguments(ctx.avals_in, params))
         info.places = dict.fromkeys(devices, place)
     signature = emit.signature_of(ctx, params, ctx.avals_in)

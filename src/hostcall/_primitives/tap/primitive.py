@@ -77,9 +77,9 @@ def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]
     Among devices that hold identical blocks, only the first taps.
     """
     sharded = [x for x in operands if isinstance(x, jax.Array) and len(x.devices()) > 1]
-    if params.sharding == "whole" or not sharded:
+    if params.on == "once" or not sharded:
         place = None
-        if params.sharding == "shards":
+        if params.on == "shards":
             place = tuple(whole(np.shape(x)) for x in arguments(operands, params))
         return [(_home(operands), place, list(operands))]
     found: dict[str, tuple[Any, Any, list[Any]]] = {}
@@ -170,7 +170,8 @@ def _transpose(cotangents: Any, *operands: Any, params: TapParams) -> list[Any]:
     if cotangents:
         raise errors.DerivativeError(
             "hostcall: tap_through of a tangent can't be transposed; use"
-            " hc.tap_tangent, or hc.tap_cotangent for what comes back"
+            " hc.derivatives.tap_tangent, or hc.derivatives.tap_cotangent for what"
+            " comes back"
         )
     return [None] * len(operands)
 

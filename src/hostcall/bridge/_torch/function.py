@@ -62,7 +62,7 @@ def make(fn: Callable[..., Any], *, name: str | None, **options: Any) -> TorchFu
     return made(on_host, advice=advice, name=name, **options)
 
 
-class TorchFunction(HostFunction):
+class TorchFunction(HostFunction[..., Any]):
     """A torch function in JAX programs. `hc.bridge.torch` makes it.
 
     Attributes:
