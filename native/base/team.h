@@ -62,18 +62,15 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-namespace hostcall {
+#include "base/team_settings.h"
 
-enum class TeamMode {
-  kAlone,  ///< no team: the program runs on one device, or its devices do not meet
-  kOnce,   ///< one device calls for all
-  kEach,   ///< each device calls for itself
-};
+namespace hostcall {
 
 /// Safe to use from several threads.
 class Team {
@@ -98,17 +95,12 @@ class Team {
     const int device_;
   };
 
-  /// Passed as `leader`: the first member to come leads. For a program that was
-  /// lowered without knowledge of its devices.
-  static constexpr int kFirst = -1;
-
-  /// `size` is the number of devices, `leader` the ordinal of the one that calls in
-  /// mode kOnce, `grace` how long kEach waits for members that have not come.
-  Team(TeamMode mode, int size, int leader,
-       std::chrono::milliseconds grace = std::chrono::milliseconds(1000))
-      : mode_(mode),
-        size_(static_cast<size_t>(size)),
-        leader_(leader),
+  /// `grace` is how long mode kEach waits for members that have not come.
+  explicit Team(const TeamSettings& settings,
+                std::chrono::milliseconds grace = std::chrono::milliseconds(1000))
+      : mode_(settings.mode),
+        size_(static_cast<size_t>(settings.size)),
+        leader_(settings.leader),
         grace_(grace),
         yields_(std::thread::hardware_concurrency() < size_) {}
 
@@ -209,8 +201,7 @@ class Team {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       meeting = Join(run, member.device());
-      leads = leader_ == kFirst ? meeting->devices.size() == 1
-                                : member.device() == leader_;
+      leads = leader_ ? member.device() == *leader_ : meeting->devices.size() == 1;
     }
     if (leads) {
       Error error = member.Call();
@@ -294,7 +285,7 @@ class Team {
 
   const TeamMode mode_;
   const size_t size_;
-  const int leader_;  ///< an ordinal, or kFirst
+  const std::optional<int> leader_;  ///< an ordinal; none: the first to come
   const std::chrono::milliseconds grace_;
   const bool yields_;  ///< more devices than cores: spinning gives the core away
   // Guards the fields below, and the fields of meetings that are not atomic. Its

@@ -9,9 +9,12 @@
 #include <vector>
 
 #include "buffer/buffer_object.h"
+#include "cuda/streams.h"
 #include "handlers/cpu_handlers.h"
 #include "handlers/cuda_handlers.h"
 #include "handlers/host_callback.h"
+#include "handlers/plan_state.h"
+#include "handlers/tap_handlers.h"
 
 namespace nb = nanobind;
 
@@ -62,7 +65,7 @@ nb::dict Handlers() {
   return all;
 }
 
-/// What a pool of pinned memory holds; None before the first block.
+/// What a pool of pinned memory holds. None if the pool was never used.
 nb::object PinnedState(const PinnedPool* pool) {
   if (pool == nullptr) return nb::none();
   const PinnedPool::Stats stats = pool->stats();
@@ -109,6 +112,9 @@ void InitHandlers(nb::module_& m) {
   });
   m.def("limit_pinned", &LimitPinned, nb::arg("for_calls"), nb::arg("for_taps"),
         nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "set_raw_function", [](nb::object f) { SetRawFunction(f.ptr()); },
+      nb::arg("function"));
   m.def("run_pending", [](nb::args) { RunPending(); });
   m.def(
       "set_host_callback_handler",

@@ -1,44 +1,29 @@
 #include "bindings/tap_bindings.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 
+#include "bindings/keywords.h"
 #include "invoke/tap_worker.h"
-#include "plan/call_scope.h"
+#include "plan/plan.h"
 #include "plan/throttle.h"
+#include "queue/tap_queue.h"
+#include "queue/tap_thread.h"
 
 namespace nb = nanobind;
 
 namespace hostcall {
 
-TapSettings ReadTapSettings(nb::object settings) {
-  TapSettings tap;
-  if (settings.is_none()) return tap;
-  nb::tuple given = nb::cast<nb::tuple>(settings);
-  tap.on = true;
-  tap.when_full = static_cast<WhenFull>(nb::cast<int>(given[0]));
-  tap.nested = nb::cast<bool>(given[1]);
-  for (nb::handle ordinal : nb::cast<nb::tuple>(given[2])) {
-    tap.only.push_back(nb::cast<int>(ordinal));
-  }
-  tap.through = nb::cast<bool>(given[3]);
-  tap.every_steps = nb::cast<int64_t>(given[4]);
-  tap.every_ns = nb::cast<int64_t>(given[5]);
-  tap.sample = nb::cast<double>(given[6]);
-  tap.linked = nb::cast<bool>(given[7]);
-  return tap;
-}
-
 namespace {
 
-/// The counters of a place outside of any program: one device, one run.
+/// A throttle outside of any program: one device, one run.
 struct OnePlace {
-  explicit OnePlace(nb::object settings) {
-    const TapSettings tap = ReadTapSettings(std::move(settings));
-    throttle = Throttle::For(tap.every_steps, tap.every_ns, tap.sample, 1);
-  }
+  explicit OnePlace(const TapSettings& tap)
+      : throttle(Throttle::For(tap.every_steps, tap.every_ns, tap.sample, 1)) {}
   bool Lets(Counters& counters) {
     if (throttle == nullptr || throttle->Lets(0, 0)) return true;
     counters.taps.skipped.fetch_add(1, std::memory_order_relaxed);
@@ -63,9 +48,21 @@ nb::dict QueueState() {
 }  // namespace
 
 void InitTaps(nb::module_& m) {
-  m.def("interrupt_taps", &InterruptTaps);
+  nb::enum_<WhenFull>(m, "WhenFull")
+      .value("BLOCK", WhenFull::kBlock)
+      .value("DROP_NEWEST", WhenFull::kDropNewest)
+      .value("DROP_OLDEST", WhenFull::kDropOldest);
+  BindStruct(m, Keywords<TapSettings>("TapSettings")
+                    .Field<&TapSettings::when_full>("when_full")
+                    .Field<&TapSettings::nested>("nested")
+                    .Field<&TapSettings::only>("only")
+                    .Field<&TapSettings::linked>("linked")
+                    .Field<&TapSettings::through>("through")
+                    .Field<&TapSettings::every_steps>("every_steps")
+                    .Field<&TapSettings::every_ns>("every_ns")
+                    .Field<&TapSettings::sample>("sample"));
   m.def("run_tap_worker", &RunTapWorker);
-  m.def("on_tap_worker", &OnTapWorker);
+  m.def("on_tap_worker", &TapThread::IsThis);
   m.def(
       "stop_taps", [] { TapQueue::Get().Stop(); },
       nb::call_guard<nb::gil_scoped_release>());
@@ -89,7 +86,7 @@ void InitTaps(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def("tap_queue", &QueueState);
   nb::class_<OnePlace>(m, "Throttle")
-      .def(nb::init<nb::object>(), nb::arg("settings"))
+      .def(nb::init<const TapSettings&>(), nb::arg("settings"))
       .def("lets", &OnePlace::Lets, nb::arg("counters"),
            nb::call_guard<nb::gil_scoped_release>());
 }

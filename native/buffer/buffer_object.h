@@ -86,11 +86,6 @@ bool CloseBuffer(BufferObject* buffer);
 PyObject* ExportTensor(BufferObject* buffer, PyObject* const* args, Py_ssize_t n,
                        PyObject* names);
 
-/// Makes work on the consumer's stream come after the work on ours. False with a
-/// Python error set. Defined in cuda_handlers.cc, since this folder does not know
-/// the CUDA driver.
-bool WaitForStream(void* ours, void* theirs);
-
 /// Whether a Buffer is open; false with a Python error set if not.
 bool CheckOpen(const BufferObject* buffer);
 

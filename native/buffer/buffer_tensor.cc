@@ -1,12 +1,15 @@
 // DLPack for Buffers.
 
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <new>
 #include <string_view>
+#include <vector>
 
 #include "buffer/buffer_object.h"
 #include "buffer/dlpack.h"
+#include "cuda/streams.h"
 #include "plan/arrays.h"
 
 namespace hostcall {
@@ -152,12 +155,25 @@ PyObject* Capsule(BufferObject* b, DLDataType type, bool copy) {
   return capsule;
 }
 
-/// Orders the consumer's stream behind XLA's. `stream` is the argument of
-/// `__dlpack__`. False with a Python error set.
+/// Waits for the work on XLA's stream, so that the consumer's stream comes after
+/// it. On the same stream that holds anyway. False with a Python error set.
+bool FinishWorkFor(void* theirs, void* ours) {
+  if (ours == theirs) return true;
+  try {
+    GilRelease unlocked;  // the stream may wait for a callback that needs the GIL
+    WaitForStream(ours);
+    return true;
+  } catch (const std::exception& error) {  // the guard has taken the GIL again
+    PyErr_SetString(PyExc_BufferError, error.what());
+    return false;
+  }
+}
+
+/// `stream` is the one on which the consumer will work.
 bool CheckStream(const BufferObject* b, PyObject* stream) {
   void* ours = b->call->stream;
-  // On a GPU, None stands for the legacy default stream.
-  if (stream == Py_None) return !b->call->on_gpu() || WaitForStream(ours, nullptr);
+  // None stands for the legacy default stream, on a GPU.
+  if (stream == Py_None) return !b->call->on_gpu() || FinishWorkFor(nullptr, ours);
   const long long number = PyLong_AsLongLong(stream);
   if (number == -1) return !PyErr_Occurred();  // the consumer wants no ordering
   if (!b->call->on_gpu()) {
@@ -165,9 +181,9 @@ bool CheckStream(const BufferObject* b, PyObject* stream) {
                     "hostcall: this Buffer is CPU memory, which has no streams");
     return false;
   }
-  // 1 and 2 are the default streams. XLA never uses those, so ours is another one.
-  return WaitForStream(ours,
-                       number <= 2 ? nullptr : reinterpret_cast<void*>(number));
+  // 1 and 2 name the default streams, which XLA never uses.
+  return FinishWorkFor(number <= 2 ? nullptr : reinterpret_cast<void*>(number),
+                       ours);
 }
 
 }  // namespace

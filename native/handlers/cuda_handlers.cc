@@ -1,58 +1,33 @@
 // Threads. XLA enters handlers on the threads that enqueue a program's work,
-// without the GIL, and goes on with the next piece of work when they return: what
-// they put on the stream runs later, in order. The copies, their memory and their
-// failures are staging.h's business; the queue of taps is bounded here, before
+// without the GIL, and enqueues the next piece when they return. What they put on
+// the stream runs later, in order. Copies, their memory and their failures are
+// staging.h's business. Space in the queue of taps is waited for here, before
 // anything is enqueued, since the driver's thread that delivers must never wait.
 
 #include "handlers/cuda_handlers.h"
 
 #include <algorithm>
-#include <atomic>
-#include <functional>
+#include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "base/engine.h"
-#include "buffer/buffer_object.h"
 #include "cuda/staging.h"
-#include "handlers/cpu_handlers.h"
+#include "cuda/streams.h"
 #include "handlers/ffi.h"
+#include "handlers/plan_state.h"
 #include "handlers/run_call.h"
-#include "invoke/tap_worker.h"
+#include "handlers/tap_filter.h"
+#include "plan/push_tap.h"
+#include "queue/tap_queue.h"
+#include "queue/tap_thread.h"
 
 namespace hostcall {
 namespace {
 
-std::atomic<PinnedPool*> g_for_calls{nullptr}, g_for_taps{nullptr};
-std::atomic<size_t> g_call_limit{1'000'000'000}, g_tap_limit{256'000'000};
-std::mutex g_pools_mutex;
-
-const CudaDriver& Driver() {
-  std::string why;
-  const CudaDriver* driver = CudaDriver::Get(&why);
-  if (driver == nullptr) throw std::runtime_error(why);
-  return *driver;
-}
-
-/// Never destroyed: blocks come back from the driver's threads until the very end.
-PinnedPool& PoolIn(std::atomic<PinnedPool*>& place,
-                   const std::atomic<size_t>& limit) {
-  PinnedPool* pool = place.load();
-  if (pool != nullptr) return *pool;
-  std::lock_guard<std::mutex> lock(g_pools_mutex);
-  pool = place.load();
-  if (pool == nullptr) {
-    pool = new PinnedPool(Driver(), limit.load());
-    place.store(pool);
-  }
-  return *pool;
-}
-
-/// The stream's frame, its operands and results: what every handler begins with.
+/// What every handler begins with: the frame, its stream, operands and results.
 struct Work {
   Work(XLA_FFI_CallFrame* f, const PlanState& s, void* on, size_t n_results)
       : frame(f),
@@ -61,11 +36,6 @@ struct Work {
         operands(f->args, f->args.args, s.plan->operands()),
         results(f->rets, f->rets.rets, n_results) {}
   bool ok() const { return operands.ok() && results.ok(); }
-  XLA_FFI_Error* Mismatch() const {
-    return MakeError(frame->api,
-                     "hostcall: the program passes another number of buffers "
-                     "than it was lowered with");
-  }
   /// All operands, the mask first.
   std::vector<Span> OperandSpans() {
     const Plan& plan = *state.plan;
@@ -95,8 +65,9 @@ struct Work {
   Pointers operands, results;
 };
 
-/// Of a call whose values could not be brought to the host: other devices and
-/// processes wait for its outcome. Throws where the GPU takes no more work.
+/// Ends a call whose values could not be brought to the host. Other devices and
+/// processes wait for its outcome, so that says that it failed. Throws if the GPU
+/// takes no more work.
 XLA_FFI_Error* TellThatNoneWasMade(Work& work, const char* why) {
   const PlanState& state = work.state;
   state.plan->failures.Note(RunId(work.frame), why);
@@ -121,16 +92,16 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
   const PlanState* state = nullptr;
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
   Work work(frame, *state, stream, state->plan->outputs());
-  if (!work.ok()) return work.Mismatch();
+  if (!work.ok()) return BufferMismatch(frame);
   const CudaDriver& driver = Driver();
   std::optional<StagedCall> staged;
   try {
     const std::vector<Span> operands = work.OperandSpans();
-    staged.emplace(driver, PoolIn(g_for_calls, g_call_limit), work.stream, operands,
+    staged.emplace(driver, PoolForCalls(), work.stream, operands,
                    work.ResultSpans());
     staged->Fetch();
-    // Without bytes nothing was waited for. A call with an effect has a token, and
-    // comes when the device does.
+    // Without operand bytes Fetch waited for nothing. A call with an effect (it has
+    // a token, so one result more) still runs only when the device gets there.
     const bool effect =
         static_cast<size_t>(frame->rets.size) > state->plan->outputs();
     const bool waited =
@@ -143,7 +114,7 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
   } catch (const std::exception& e) {
     if (state->plan->tells) return TellThatNoneWasMade(work, e.what());
     if (!state->team) throw;
-    return FailWithTeam(frame, *state, e.what());  // others wait for it
+    return FailWithTeam(frame, *state, e.what());
   }
   XLA_FFI_Error* error =
       MakeCall(frame, *state, const_cast<void* const*>(staged->operands()),
@@ -159,8 +130,8 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* typ
   if (!operands.ok())
     return MakeError(frame->api, "hostcall: no outcome to judge by");
   const std::vector<Span> outcome{{operands.data()[0], kOutcomeBytes}};
-  StagedCall staged(Driver(), PoolIn(g_for_calls, g_call_limit),
-                    static_cast<CudaStream>(stream), outcome, {});
+  StagedCall staged(Driver(), PoolForCalls(), static_cast<CudaStream>(stream),
+                    outcome, {});
   staged.Fetch();
   return ErrorOfOutcome(frame, *state->plan, staged.operands()[0]);
 }
@@ -170,7 +141,7 @@ XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, void* stream,
   const PlanState* state = nullptr;
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
   Work work(frame, *state, stream, state->plan->results.size());
-  if (!work.ok()) return work.Mismatch();
+  if (!work.ok()) return BufferMismatch(frame);
   for (const auto* leaves : {&state->plan->args, &state->plan->results}) {
     for (const Leaf& leaf : *leaves) {
       if (leaf.bits == 0 || state->plan->grid.empty()) continue;
@@ -188,14 +159,16 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   const PlanState* state = nullptr;
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
   const Plan& plan = *state->plan;
+  if (!plan.tap) return BufferMismatch(frame);
+  const TapSettings& tap = *plan.tap;
   const size_t wanted =
-      plan.tap.through ? plan.args.size() : static_cast<size_t>(plan.tap.linked);
+      tap.through ? plan.args.size() : static_cast<size_t>(tap.linked);
   Work work(frame, *state, stream, wanted);
-  if (!work.ok()) return work.Mismatch();
+  if (!work.ok()) return BufferMismatch(frame);
   const CudaDriver& driver = Driver();
   const std::vector<Span> spans = work.OperandSpans();
   ScopedContext current(driver, work.stream);
-  for (size_t i = 0; plan.tap.through && i < plan.args.size(); ++i) {
+  for (size_t i = 0; tap.through && i < plan.args.size(); ++i) {
     const Span& in = spans[i + (plan.masked ? 1 : 0)];
     void* out = work.results.data()[i];
     if (out == in.device || in.bytes == 0) continue;
@@ -205,28 +178,30 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
                                     in.bytes, work.stream),
         "cuMemcpyDtoDAsync");
   }
-  if (plan.tap.linked) {
+  if (tap.linked) {
     driver.Check(driver.cuMemsetD8Async(
                      reinterpret_cast<CudaDevicePtr>(work.results.data()[0]), 0,
                      sizeof(int32_t), work.stream),
                  "cuMemsetD8Async");
   }
   const int device = DeviceOrdinal(frame);
-  if (!IsWanted(*state, device)) return nullptr;
-  // What `where` keeps back does not count for `every`, and is seen on the host.
+  if (!IsWanted(plan, device)) return nullptr;
+  // Executions that `where` keeps back do not count for `every`. The mask is still
+  // on the device, so a masked tap asks the throttle when its values are on the
+  // host.
   std::shared_ptr<Throttle> later = plan.masked ? state->throttle : nullptr;
   const int64_t run = RunId(frame);
   if (!later && IsSkipped(plan, state->throttle.get(), device, run)) return nullptr;
-  {
+  {  // Deliver enters for itself, later
     Entry entry;
     if (!entry) {
       return MakeError(frame->api, ClosedText(),
                        XLA_FFI_Error_Code_FAILED_PRECONDITION);
     }
   }
-  const bool nested = plan.tap.nested || OnTapWorker();
-  const bool blocks = plan.tap.when_full == WhenFull::kBlock;
-  if (blocks && !nested) TapQueue::Get().AwaitSpace(plan.tap.bytes);
+  const bool nested = tap.nested || TapThread::IsThis();
+  const bool blocks = tap.when_full == WhenFull::kBlock;
+  if (blocks && !nested) TapQueue::Get().AwaitSpace(plan.layout.bytes);
   Deliver deliver = [plan = state->plan, later, device,
                      run](const void* const* data) {
     Entry entry;
@@ -234,8 +209,8 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
     if (IsSkipped(*plan, later.get(), device, run)) return;
     PushTap(*plan, device, run, data, true);
   };
-  const bool sent = StageTap(driver, PoolIn(g_for_taps, g_tap_limit), work.stream,
-                             spans, blocks, std::move(deliver));
+  const bool sent = StageTap(driver, PoolForTaps(), work.stream, spans, blocks,
+                             std::move(deliver));
   if (!sent) {
     plan.counts->dropped.fetch_add(1, std::memory_order_relaxed);
     TapQueue::Get().CountDropped();
@@ -335,57 +310,6 @@ XLA_FFI_Error* ExecuteBuffersStaged(XLA_FFI_CallFrame* f) {
 
 void SetStreamsForTests(std::vector<void*> streams) {
   StreamsForTests() = std::move(streams);
-}
-
-PinnedPool* PinnedForCalls() { return g_for_calls.load(); }
-PinnedPool* PinnedForTaps() { return g_for_taps.load(); }
-
-void LimitPinned(size_t for_calls, size_t for_taps) {
-  std::lock_guard<std::mutex> lock(g_pools_mutex);
-  g_call_limit.store(for_calls);
-  g_tap_limit.store(for_taps);
-  if (PinnedPool* pool = g_for_calls.load()) pool->set_limit(for_calls);
-  if (PinnedPool* pool = g_for_taps.load()) pool->set_limit(for_taps);
-}
-
-void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
-                  std::optional<uintptr_t> made_on) {
-  const CudaDriver& driver = Driver();
-  const auto on = static_cast<CudaStream>(stream);
-  const bool same = made_on && *made_on == reinterpret_cast<uintptr_t>(stream);
-  ScopedContext current(driver, on);
-  if (!made_on || *made_on == 0) {  // it may have been made on any
-    driver.Check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
-  } else if (!same) {  // 1 and 2 name the default streams, to the driver too
-    const auto theirs = reinterpret_cast<CudaStream>(*made_on);
-    driver.Check(driver.cuStreamSynchronize(theirs), "cuStreamSynchronize");
-  }
-  driver.Check(
-      driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(to),
-                                  reinterpret_cast<CudaDevicePtr>(from), bytes, on),
-      "cuMemcpyDtoDAsync");
-  // Whoever made it on another stream may use its memory again at once.
-  if (!same) driver.Check(driver.cuStreamSynchronize(on), "cuStreamSynchronize");
-}
-
-std::string CudaMissing() {
-  std::string why;
-  return CudaDriver::Get(&why) != nullptr ? "" : why;
-}
-
-bool WaitForStream(void* ours, void* theirs) {
-  if (ours == theirs) return true;
-  try {
-    const CudaDriver& driver = Driver();
-    const auto stream = static_cast<CudaStream>(ours);
-    ScopedContext current(driver, stream);
-    GilRelease unlocked(true);
-    driver.Check(driver.cuStreamSynchronize(stream), "cuStreamSynchronize");
-    return true;
-  } catch (const std::exception& e) {
-    PyErr_SetString(PyExc_BufferError, e.what());
-    return false;
-  }
 }
 
 }  // namespace hostcall

@@ -40,6 +40,12 @@ inline XLA_FFI_Error* MakeError(
   return api->XLA_FFI_Error_Create(&args);
 }
 
+inline XLA_FFI_Error* BufferMismatch(const XLA_FFI_CallFrame* frame) {
+  return MakeError(frame->api,
+                   "hostcall: the program passes another number of buffers "
+                   "than it was lowered with");
+}
+
 /// True where XLA only asked what interface the handler was built for.
 inline bool AnswerMetadata(const XLA_FFI_CallFrame* frame,
                            XLA_FFI_TypeId state_type, uint32_t traits = 0) {

@@ -138,8 +138,8 @@ bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
     if (!rows.wanted()) {
       rows.Fill();
     } else if (!RunRow(plan, call, rows.args(), rows.targets())) {
-      // A tap's other rows are delivered all the same, but for Ctrl-C.
-      if (plan.tap.on && !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+      // A tap's other rows are still delivered, unless this was Ctrl-C.
+      if (plan.tap && !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
         call.failed_row = rows.index();
         TakeError(plan, call);
       } else {
@@ -164,16 +164,17 @@ Ref IndexTuple(const std::vector<int64_t>& index) {
   return tuple;
 }
 
-/// All rows at once through the plan's runner.
-/// Smaller arguments are sent with each row.
+/// Arguments smaller than this are sent with each row.
 constexpr int64_t kSharedBytes = 32 * 1024;
 
-/// Whether rows get the same array, which they then get copies of (_rows.py).
+/// Whether all rows get the same array object, so that the runner can send it to
+/// other processes once (_runtime/rows.py).
 bool IsShared(const Plan& plan, const Leaf& leaf) {
   return plan.sends && leaf.rows == 1 && leaf.row_bytes >= kSharedBytes &&
          !leaf.convert;
 }
 
+/// All rows at once through the plan's runner.
 bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
   Ref rows = Ref::Steal(PyList_New(0)), indices = Ref::Steal(PyList_New(0));
   if (!rows || !indices) return false;
@@ -235,7 +236,7 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
   Graveyard::Get().Bury();
   const bool* mask = plan.masked ? static_cast<const bool*>(operands[0]) : nullptr;
   if (plan.rows == 0) return true;
-  if (plan.elsewhere) {  // what is in the results is nobody's
+  if (plan.elsewhere) {  // another process fills the results
     return static_cast<bool>(
         Ref::Steal(CallPython(plan.function.get(), nullptr, 0, nullptr)));
   }

@@ -114,8 +114,7 @@ bool StoreResults(const Plan& plan, PyObject* value, char* const* targets) {
       break;
     case ResultForm::kIgnored:
       return true;
-    case ResultForm::kList:  // can change under us: through flatten
-    case ResultForm::kTree:
+    case ResultForm::kTree:  // a list too: other threads may change it under us
       break;
   }
   PyObject* stack[] = {value};

@@ -2,28 +2,29 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
+#include <cstdint>
 #include <exception>
 #include <thread>
+#include <vector>
 
 #include "invoke/invoke.h"
 #include "plan/call_scope.h"
+#include "queue/tap_queue.h"
+#include "queue/tap_thread.h"
 
 namespace hostcall {
 namespace {
 
-thread_local bool t_worker = false;
-
-/// The worker gives the GIL up after so long, and tells the queue how far it is. A
-/// thread that dispatches a program gives the GIL up some twenty times, and would
-/// wait for Python's 5 ms each time to have it back (20,000 lines of hc.print took
-/// 130 ms to dispatch).
+/// The worker gives the GIL up after so many nanoseconds, and tells the queue how
+/// far it is. A thread that dispatches a program gives the GIL up some twenty
+/// times. If the worker kept it, each of them would wait for Python's switch
+/// interval of 5 ms (20,000 lines of hc.print took 130 ms to dispatch).
 constexpr int64_t kHoldNs = 250'000;
-/// A function that takes as long as this leaves what it has not come to in the
-/// queue, where `when_full` can drop it.
+/// If deliveries take longer than this on average, the rest of the batch goes back
+/// into the queue, where `when_full` can drop it.
 constexpr int64_t kSlowNs = 50'000;
 
-/// Gives the time of its end.
+/// Runs the function on one event. Returns when that ended, by NowNs().
 int64_t Deliver(TapEvent& event) {
   const auto& plan = static_cast<const Plan&>(*event.owner);
   const int64_t start = Ticks();
@@ -37,20 +38,21 @@ int64_t Deliver(TapEvent& event) {
       const void* inline_operands[kInline];
       std::vector<const void*> more;
       const void** operands = inline_operands;
-      const size_t n = plan.tap.offsets.size();
+      const size_t n = plan.layout.offsets.size();
       if (n > kInline) {
         more.resize(n);
         operands = more.data();
       }
       for (size_t i = 0; i < n; ++i) {
-        operands[i] = event.payload() + plan.tap.offsets[i];
+        operands[i] = event.payload() + plan.layout.offsets[i];
       }
       ok = Invoke(plan, scope.call(), operands, nullptr);
     } catch (const std::exception&) {  // no memory
       PyErr_NoMemory();
       ok = false;
     }
-    if (!ok) TakeError(plan, scope.call());  // its hook keeps what it is told
+    // The plan's hook keeps the error for the next barrier; nobody reads the text.
+    if (!ok) TakeError(plan, scope.call());
   }
   plan.counters->python_ticks += Ticks() - start;
   return NowNs();
@@ -58,27 +60,8 @@ int64_t Deliver(TapEvent& event) {
 
 }  // namespace
 
-bool OnTapWorker() { return t_worker; }
-
-bool PushTap(const Plan& plan, int device, int64_t run, const void* const* operands,
-             bool at_once) {
-  const TapSettings& tap = plan.tap;
-  return TapQueue::Get().Push(
-      device, run, const_cast<Plan&>(plan), tap.bytes, tap.when_full,
-      at_once || tap.nested || t_worker, [&](char* to) {
-        size_t i = 0;
-        if (plan.masked) {
-          std::memcpy(to, operands[i++], static_cast<size_t>(plan.mask_rows));
-        }
-        for (const Leaf& leaf : plan.args) {
-          std::memcpy(to + tap.offsets[i], operands[i], leaf.buffer_bytes());
-          ++i;
-        }
-      });
-}
-
 void RunTapWorker() {
-  t_worker = true;
+  const TapThread mark;
   TapQueue& queue = TapQueue::Get();
   size_t want = 1;
   for (;;) {
@@ -108,8 +91,8 @@ void RunTapWorker() {
       slow = elapsed / n > kSlowNs;
       if (batch && !slow) {
         GilRelease others(true);
-        // As long as a thread needs to wake up, or it would find the GIL taken
-        // again.
+        // A thread that waits for the GIL needs about this long to wake up. Without
+        // the pause the worker would have taken it again by then.
         std::this_thread::sleep_for(std::chrono::microseconds(1));
       }
     }
@@ -117,7 +100,6 @@ void RunTapWorker() {
     want = slow ? 1 : std::min(want * 2, TapQueue::kMostAtOnce);
     Graveyard::Get().Bury();
   }
-  t_worker = false;
 }
 
 }  // namespace hostcall

@@ -2,8 +2,8 @@
 //
 // A CallScope registers a call for its life. The thread that makes the call finds
 // it as CurrentCall (hc.current()), and other threads find it in AllCalls
-// (hc.monitor.status(), Ctrl-C, the end of the process). Everything here happens with the
-// GIL held, which guards the list and all fields.
+// (hc.monitor.status(), Ctrl-C, the end of the process). Everything here happens
+// with the GIL held, which guards the list and all fields.
 #pragma once
 
 #include <cstdint>

@@ -27,11 +27,12 @@ void Plan::Seal() {
       (leaves == &args ? bytes_in : bytes_out) += leaf.row_bytes;
     }
   }
-  tap.offsets.clear();
-  tap.bytes = 0;
+  if (!tap) return;
+  layout = {};
   const auto place = [this](size_t bytes) {
-    tap.offsets.push_back(tap.bytes);
-    tap.bytes += (bytes + 15) / 16 * 16;
+    layout.offsets.push_back(layout.bytes);
+    // Each operand begins where any element type may lie, complex128 included.
+    layout.bytes += (bytes + 15) / 16 * 16;
   };
   if (masked) place(static_cast<size_t>(mask_rows));
   for (const Leaf& leaf : args) place(leaf.buffer_bytes());

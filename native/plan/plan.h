@@ -4,13 +4,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/guards.h"
 #include "base/numpy_api.h"
 #include "base/slot_table.h"
-#include "base/team.h"
+#include "base/team_settings.h"
 #include "plan/outcome.h"
 #include "queue/tap_queue.h"
 
@@ -44,14 +45,14 @@ struct Leaf {
 enum class ResultForm {
   kLeaf,     ///< the value is the one leaf
   kTuple,    ///< a tuple of leaves
-  kList,     ///< a list of leaves
   kNothing,  ///< None
   kTree,     ///< anything else: Python's flatten takes it apart
   kIgnored,  ///< a tap's: whatever it is
 };
 
-/// Which calls run inside a host callback (host_callback.h).
+/// Which calls run inside one of XLA's host callbacks (handlers/host_callback.h).
 enum class Inside {
+  kNever,        ///< none
   kAsked,        ///< on XLA's threads, those of a plan whose scout asked for it
   kXlasThreads,  ///< those on XLA's threads
   kEverywhere,   ///< all
@@ -65,8 +66,8 @@ enum class Lend {
   kBuffers,  ///< Buffers over both, the results' first (buffer_call.h)
 };
 
-/// What it cost, per callback, over all its programs. Written with the GIL held
-/// where nothing else is said.
+/// What calls of one function cost, over all its programs. Written with the GIL
+/// held, unless a member says otherwise.
 struct Counters {
   int64_t calls = 0;         ///< times the function was entered
   int64_t errors = 0;        ///< programs that it failed
@@ -74,19 +75,19 @@ struct Counters {
   int64_t bytes_out = 0;     ///< taken from it
   int64_t python_ticks = 0;  ///< attached, in the function and in conversions
   int64_t gil_ticks = 0;     ///< waiting to attach
-  // Without the GIL:
+  // Written without the GIL, hence atomic:
   std::atomic<int64_t> masked{0};  ///< rows that `where` kept from the function
-  std::atomic<int64_t> native_calls{0};  ///< of native code
+  std::atomic<int64_t> native_calls{0};  ///< calls of native code
   TapCounts taps;                        ///< written by devices
 };
 
 /// What a plan knows of a call that works in place on buffers.
 struct BufferSettings {
-  std::vector<int>
-      aliases;            ///< for each result the argument whose memory it has, -1
-  bool debug = false;     ///< poisons outputs, and looks whether inputs changed
+  /// For each result the argument whose memory it shares, or -1.
+  std::vector<int> aliases;
+  bool debug = false;     ///< poisons outputs, and checks whether inputs changed
   uintptr_t address = 0;  ///< of native code that runs instead of a function
-  bool status = false;    ///< the native code says with a number how it went
+  bool status = false;  ///< the native code returns a number that says how it went
 
   bool Aliases(size_t result) const {
     return result < aliases.size() && aliases[result] >= 0;
@@ -100,17 +101,20 @@ struct BufferSettings {
 
 /// What makes a plan a tap's: its operands are queued, and the function runs later.
 struct TapSettings {
-  bool on = false;
   WhenFull when_full = WhenFull::kBlock;
-  bool nested = false;  ///< of a program that host code runs: never waits
-  /// Ordinals of the devices that tap, where others have the same; empty: all do.
+  bool nested = false;  ///< its program is run by host code: never waits for space
+  /// Ordinals of the devices that tap, if several hold the same values; empty: all.
   std::vector<int> only;
-  bool linked = false;          ///< has a result that only says that it ran
-  bool through = false;         ///< the arguments come out again as results
-  int64_t every_steps = 0;      ///< lets one of so many through; 0: all
-  int64_t every_ns = 0;         ///< lets one through in so long; 0: all
-  double sample = 1;            ///< lets this share through
-  std::vector<size_t> offsets;  ///< of the operands in an event
+  bool linked = false;      ///< has one result, which only says that the tap ran
+  bool through = false;     ///< the arguments are results too
+  int64_t every_steps = 0;  ///< lets one of so many through; 0: all
+  int64_t every_ns = 0;     ///< lets one through in so many nanoseconds; 0: all
+  double sample = 1;        ///< lets this share through
+};
+
+/// Where a tap's operands lie in an event of the queue.
+struct TapLayout {
+  std::vector<size_t> offsets;  ///< of each operand, the mask first
   size_t bytes = 0;             ///< of all operands
 };
 
@@ -147,13 +151,12 @@ class Plan : public TapOwner {
   ResultForm form = ResultForm::kTree;
   bool literals = true;  ///< Python's numbers may stand for arrays of 32 bits
   Lend lend = Lend::kCopy;
-  TapSettings tap;
-  BufferSettings buffers;
-  bool packed = false;  ///< some leaf's elements are smaller than a byte
-  TeamMode team_mode = TeamMode::kAlone;
-  int team_size = 1;
-  int team_leader = 0;
-  Inside inside = Inside::kAsked;
+  std::optional<TapSettings> tap;  ///< null: a call
+  TapLayout layout;                ///< of a tap
+  BufferSettings buffers;          ///< all defaults unless `lend` is kBuffers
+  bool packed = false;             ///< some leaf's elements are smaller than a byte
+  std::optional<TeamSettings> team;  ///< null: each device calls alone
+  Inside inside = Inside::kNever;
   bool elsewhere = false;   ///< another process calls: only asks whether it may run
   bool sends = false;       ///< the runner sends rows to other processes
   bool keeps_mesh = false;  ///< the dispatching thread's meshes are not hidden

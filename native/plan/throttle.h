@@ -35,10 +35,8 @@ namespace hostcall {
 /// ones may miss their step 0.
 class Throttle {
  public:
-  /// Returns null if all executions go through. One in `steps` does, of these a
-  /// `share`, and of those at most one in `ns` nanoseconds; a value of 0 (for
-  /// `share`, of 1) sets no such condition. `places` is the number of devices with
-  /// counts of their own; if there are more devices, some share counts.
+  /// Null if every execution goes through. `places` is a number of devices; more
+  /// devices than that share places.
   static std::unique_ptr<Throttle> For(int64_t steps, int64_t ns, double share,
                                        size_t places = 64) {
     if (steps <= 1 && ns <= 0 && share >= 1) return {};

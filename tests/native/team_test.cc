@@ -44,7 +44,7 @@ void TheLeaderCallsForAll(int leader, std::vector<int> order) {
 }
 
 void TheFirstLeads(int first) {
-  auto team = MakeTeam(TeamMode::kOnce, 3, Team::kFirst);
+  auto team = MakeTeam(TeamMode::kOnce, 3, std::nullopt);
   for (int run = 0; run < 3; ++run) {
     Visit visits[3];
     for (int i = 0; i < 3; ++i) {

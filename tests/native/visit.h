@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -106,9 +107,10 @@ struct Visit {
   std::thread thread_;
 };
 
-inline std::shared_ptr<Team> MakeTeam(TeamMode mode, int size, int leader = 0,
+inline std::shared_ptr<Team> MakeTeam(TeamMode mode, int size,
+                                      std::optional<int> leader = 0,
                                       std::chrono::milliseconds grace = kForEver) {
-  return std::make_shared<Team>(mode, size, leader, grace);
+  return std::make_shared<Team>(TeamSettings{mode, size, leader}, grace);
 }
 
 /// Makes the first `count` devices come to the call.

@@ -19,21 +19,18 @@ from hostcall._engine.masks import CompressedCall, CompressedTap
 from hostcall._engine.params.buffer import BufferParams
 from hostcall._engine.params.call import CallParams, executor_of
 from hostcall._engine.params.tap import TapParams
+from hostcall._native import Inside, Lend, ResultForm
 from hostcall._runtime import collectors, context, deadlocks, executors, job, workers
 from hostcall._runtime.rows import run_rows
 
 logger = logging.getLogger("hostcall")
 
-_LEAF, _TUPLE, _LIST, _NOTHING, _TREE, _IGNORED = range(6)
-_COPY, _ARGS, _OUT, _BUFFERS = range(4)
-
-# How the devices of a program make a call (native/base/team.h).
-ALONE = (0, 1, 0)
-ONCE, EACH = 1, 2
-FIRST = -1  # as the leader: whichever comes first
-
-# Which calls run inside one of XLA's host callbacks (native/handlers/host_callback.h).
-ASKED, ON_XLAS_THREADS, EVERYWHERE = range(3)
+_LENDS = {
+    False: Lend.COPY,
+    True: Lend.ARGS,
+    "out": Lend.OUT,
+    "buffers": Lend.BUFFERS,
+}
 
 # --- Plans -------------------------------------------------------------------------
 
@@ -71,12 +68,12 @@ def make_plan(
     *,
     packed: bool,
     number: int,
-    team: tuple[int, int, int] = ALONE,
-    inside: int | None = None,
-    tap: tuple[Any, ...] | None = None,
+    team: _native.TeamSettings | None = None,
+    inside: Inside = Inside.NEVER,
+    tap: _native.TapSettings | None = None,
     tells: bool = False,
     elsewhere: bool = False,
-) -> Any:
+) -> _native.Plan:
     """A native plan.
 
     Args:
@@ -86,8 +83,8 @@ def make_plan(
         device: where JAX code inside the callback runs.
         packed: whether small elements are packed, as XLA has them and NumPy hasn't.
         number: the call's `signature`; 0 for an eager call, which nobody looks up.
-        team: (mode, size, leader's ordinal) of the devices that make the call.
-        inside: which of its calls run inside one of XLA's host callbacks; None: none.
+        team: how the devices of a program make the call together; None for alone.
+        inside: which of its calls run inside one of XLA's host callbacks.
         tap: what makes it a tap (`TapParams.settings`).
         tells: one more result tells all processes how the call went
             (native/plan/outcome.h).
@@ -113,36 +110,35 @@ def make_plan(
         flags = list(arg_flags[i]) if grid else []
         dtype = np.dtype(operand.dtype)
         shape = operand.shape[sum(flags) :]
-        args.append((dtype, shape, *_bits(dtype, packed), flags, converters[i]))
+        args.append(_leaf(dtype, shape, packed, flags, convert=converters[i]))
     results = []
     for aval, fill in zip(params.avals, callback.fills, strict=True):
         dtype = np.dtype(aval.dtype)
         every = [True] * len(grid)
         row_fill = _tile(fill, aval, params.levels)
-        results.append((dtype, aval.shape, *_bits(dtype, packed), every, row_fill))
-    together = None if team == ALONE else frozenset(info.devices.values())
+        results.append(_leaf(dtype, aval.shape, packed, every, fill=row_fill))
+    together = None if team is None else frozenset(info.devices.values())
     if together is not None:
         info.guard = deadlocks.of_several(together)
     if elsewhere:
-        function, form, runner = _nothing, _NOTHING, None
+        function, form, runner = _nothing, ResultForm.NOTHING, None
     else:
         function, form = _function(params, info, device, compressed)
         runner = _runner(params, info, device)
     if info.across:
         function = job.until_failure(function)
         runner = runner and job.until_failure(runner)
-    lend = {False: _COPY, True: _ARGS, "out": _OUT, "buffers": _BUFFERS}[callback.lend]
-    return _native.make_plan(
+    lend = _LENDS[callback.lend]
+    return _native.Plan(
         function=function,
         args=args,
         results=results,
-        grid=list(grid),
+        grid=grid,
         mask=mask_flags,
         form=form,
         lend=lend,
         runner=runner,
-        hooks=info,
-        out_tree=callback.results.treedef.unflatten if lend == _OUT else None,
+        out_tree=callback.results.treedef.unflatten if lend is Lend.OUT else None,
         info=info,
         device=device,
         counters=counters_of(callback),
@@ -150,12 +146,10 @@ def make_plan(
         tells=tells,
         elsewhere=elsewhere,
         sends=runner is not None and executors.sends(executor_of(callback)),
-        team_mode=team[0],
-        team_size=team[1],
-        team_leader=team[2],
+        team=team,
         guard=info.guard,
-        scout=deadlocks.scout(together) if inside == ASKED else None,
-        inside=inside or ASKED,
+        scout=deadlocks.scout(together) if inside is Inside.ASKED else None,
+        inside=inside,
         keeps_mesh=params.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         literals=getattr(params, "literals", True),
         tap=tap,
@@ -168,8 +162,24 @@ def compresses(params: CallParams | TapParams, operands: Sequence[Any]) -> bool:
     return params.masked and params.levels > 0 and operands[0].ndim > len(params.grid)
 
 
-def _bits(dtype: np.dtype, packed: bool) -> tuple[int, bool]:
-    return packed_bits(dtype) if packed else (0, False)
+def _leaf(
+    dtype: np.dtype,
+    shape: Sequence[int],
+    packed: bool,
+    batched: Sequence[bool],
+    convert: Callable[[Any], Any] | None = None,
+    fill: bytes | None = None,
+) -> _native.Leaf:
+    bits, is_signed = packed_bits(dtype) if packed else (0, False)
+    return _native.Leaf(
+        dtype=dtype,
+        shape=shape,
+        bits=bits,
+        is_signed=is_signed,
+        batched=batched,
+        convert=convert,
+        fill=fill,
+    )
 
 
 def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:
@@ -193,27 +203,27 @@ def _nothing() -> None:
     """In the place of the function, where another process calls it."""
 
 
-def _result_form(params: CallParams) -> int:
+def _result_form(params: CallParams) -> ResultForm:
     treedef = params.callback.results.treedef
     n = treedef.num_leaves
     if params.results_as == "nothing":
-        return _IGNORED
+        return ResultForm.IGNORED
     if params.results_as == "leaves":
-        return _LEAF if n == 1 else _TREE
+        return ResultForm.LEAF if n == 1 else ResultForm.TREE
     structure = jax.tree_util.tree_structure
     if treedef == structure(0):
-        return _LEAF
+        return ResultForm.LEAF
     if treedef == structure(None):
-        return _NOTHING
+        return ResultForm.NOTHING
     if n and treedef == structure((0,) * n):
-        return _TUPLE
-    return _TREE
+        return ResultForm.TUPLE
+    return ResultForm.TREE
 
 
 def _function(
     params: CallParams | TapParams, info: CallInfo, device: Any, compressed: bool
-) -> tuple[Callable[..., Any], int]:
-    """What the engine calls with one array a leaf, and what it gives back."""
+) -> tuple[Callable[..., Any], ResultForm]:
+    """The function that the engine calls with one array a leaf, and what it returns."""
     callback = params.callback
     fn, template = callback.function, callback.template
     whole = fn if template.is_flat else _with_trees(fn, template)
@@ -223,9 +233,9 @@ def _function(
             whole = collectors.seen_by(callback.tag, template, whole)
         if compressed:  # the mask differs between rows of a batch delivered whole
             whole = CompressedTap(params, whole, converters)
-        return whole, _IGNORED
+        return whole, ResultForm.IGNORED
     if isinstance(params, BufferParams):
-        return params.function(), _IGNORED
+        return params.function(), ResultForm.IGNORED
     form = _result_form(params)
     if callback.timeout is not None:
         whole = _with_limit(whole, callback.timeout, info, device)
@@ -233,7 +243,7 @@ def _function(
         whole = _with_own_results(whole)
     if not compressed:
         return whole, form
-    return CompressedCall(params, info, whole, converters), _TUPLE
+    return CompressedCall(params, info, whole, converters), ResultForm.TUPLE
 
 
 def _with_trees(fn: Callable[..., Any], template: Template) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ def start() -> None:
             _has_host_callbacks = True
         jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
         for setting in _jax.ambient_settings():
-            _native.add_ambient_setting(*setting, _jax.UNSET)
+            _native.add_ambient_setting(**setting._asdict(), unset=_jax.UNSET)
         _native.set_report_converter(failures.in_place_of)
         lifecycle.begin()
         _started = True  # last: the check above takes no lock

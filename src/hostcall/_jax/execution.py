@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import callback as _callback
@@ -19,11 +19,21 @@ from jax._src import mesh as _mesh
 from jax._src.interpreters import mlir as _mlir
 
 from hostcall._jax.devices import default_device
+from hostcall._native import Ambient
 
-FIXED, DEVICE, GUARD, WITH = range(4)
+
+class AmbientSetting(NamedTuple):
+    """A thread-local setting of JAX's, with the methods of its class."""
+
+    kind: Ambient
+    setting: Any
+    swap: Callable[..., Any]
+    set: Callable[..., Any]
+    get: Callable[..., Any]
+    value: Any | None
 
 
-def ambient_settings() -> list[tuple[int, Any, Any, Any, Any, Any]]:
+def ambient_settings() -> list[AmbientSetting]:
     """The settings that a callback gets values of its own for.
 
     A callback may run on the thread that dispatched the program, inside that
@@ -36,17 +46,19 @@ def ambient_settings() -> list[tuple[int, Any, Any, Any, Any, Any]]:
     home = _config if hasattr(_config, "device_context") else _mesh
     abstract, concrete = home.abstract_mesh_context_manager, home.device_context
 
-    def entry(kind: int, setting: Any, value: Any) -> Any:
+    def entry(kind: Ambient, setting: Any, value: Any = None) -> AmbientSetting:
         of = type(setting)
-        return kind, setting, of.swap_local, of.set_local, of.get_local, value
+        return AmbientSetting(
+            kind, setting, of.swap_local, of.set_local, of.get_local, value
+        )
 
     return [
-        entry(DEVICE, default_device, None),
-        entry(FIXED, abstract, _mesh.empty_abstract_mesh),
+        entry(Ambient.DEVICE, default_device),
+        entry(Ambient.FIXED, abstract, _mesh.empty_abstract_mesh),
         # JAX sets this one only together with the one before it, so the engine skips
         # it where that one is not set (native/plan/call_scope.cc).
-        entry(WITH, concrete, _mesh.empty_concrete_mesh),
-        entry(GUARD, _config.no_execution, None),
+        entry(Ambient.WITH, concrete, _mesh.empty_concrete_mesh),
+        entry(Ambient.GUARD, _config.no_execution),
     ]
 
 

@@ -44,18 +44,15 @@ def local_devices(ctx: Any, client: Any | None) -> list[Any] | None:
     return [d for d in devices if d.process_index == client.process_index()]
 
 
-def inside(ctx: Any, params: Any) -> int | None:
-    """Which calls of an equation run inside one of XLA's host callbacks.
-
-    Returns one of the constants of `plans`; None if no call does.
-    """
+def inside(ctx: Any, params: Any) -> _native.Inside:
+    """Which calls of an equation run inside one of XLA's host callbacks."""
     if not _jax.is_for_cpu(ctx) or not targets.has_host_callbacks():
-        return None
+        return _native.Inside.NEVER
     if not params.runs_where_dispatched:
-        return plans.ASKED
+        return _native.Inside.ASKED
     if params.is_jaxs_own or params.callback.arrays == "free":
-        return plans.EVERYWHERE
-    return plans.ON_XLAS_THREADS
+        return _native.Inside.EVERYWHERE
+    return _native.Inside.XLAS_THREADS
 
 
 def host_device_of(client: Any | None, params: Any) -> Any:

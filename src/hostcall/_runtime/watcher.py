@@ -44,12 +44,10 @@ import time
 
 from hostcall import _native
 from hostcall._core import config, failures
+from hostcall._native import Signal
 from hostcall._runtime import delivery
 
 logger = logging.getLogger("hostcall")
-
-# As `Signals::Event` in native/base/signals.h.
-_INTERRUPT, _TERMINATE, _ENDING, _STOP, _BURY = 1, 2, 4, 8, 16
 
 # Seconds that the main thread has to act by itself, and seconds to look for callbacks.
 _PATIENCE = 0.05
@@ -74,7 +72,7 @@ def start() -> None:
 
 def watch_the_end() -> None:
     """From now on, names and interrupts a tap that hangs."""
-    _native.post_signal(_ENDING)
+    _native.post_signal(Signal.ENDING)
 
 
 def watch_calls_too() -> None:
@@ -86,7 +84,7 @@ def stop() -> None:
     """Ends the thread. A signal that comes later wakes nobody, and does no harm."""
     if _thread is None:
         return
-    _native.post_signal(_STOP)
+    _native.post_signal(Signal.STOP)
     _thread.join()
 
 
@@ -100,15 +98,15 @@ def _watch() -> None:
     end: _End | None = None
     while True:
         events = _native.wait_signal(3600.0 if end is None else _PATIENCE)
-        if events & _INTERRUPT:
+        if events & Signal.INTERRUPT:
             events |= _after_interrupt()
-        if events & _STOP:
+        if events & Signal.STOP:
             return
-        if events & _BURY:
+        if events & Signal.BURY:
             _native.bury()
-        if events & _TERMINATE:
+        if events & Signal.TERMINATE:
             _after_terminate()
-        if events & _ENDING:
+        if events & Signal.ENDING:
             end = _End()
         if end is not None:
             end.look()
@@ -117,13 +115,13 @@ def _watch() -> None:
 # --- Ctrl-C --------------------------------------------------------------------------
 
 
-def _after_interrupt() -> int:
+def _after_interrupt() -> Signal:
     """Handles a Ctrl-C; returns the other events that came meanwhile."""
     before = _where_main_is()
     until = time.monotonic() + _SEARCH
     events = _native.wait_signal(_PATIENCE)
     while _where_main_is() == before and time.monotonic() < until:
-        if events & _STOP:
+        if events & Signal.STOP:
             break
         # If a program waits for space in the queue, the tap that is being delivered
         # blocks it, so that tap is interrupted too.
@@ -133,7 +131,7 @@ def _after_interrupt() -> int:
         if _native.interrupt_calls(taps=full) or full:
             break
         events |= _native.wait_signal(_PATIENCE)
-    return events & ~_INTERRUPT
+    return events & ~Signal.INTERRUPT
 
 
 def _text_of_interrupt() -> str:

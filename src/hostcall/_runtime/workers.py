@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
-from hostcall import _jax
+from hostcall import _jax, _native
 from hostcall._core import config
 from hostcall._core.errors import CallTimeoutError
 
@@ -81,10 +81,12 @@ class as_host_code:
 
     def __enter__(self) -> None:
         device, guard = self._ambient
-        for kind, setting, swap, put_back, _, value in _jax.ambient_settings():
-            value = {_jax.DEVICE: device, _jax.GUARD: guard}.get(kind, value)
+        given = {_native.Ambient.DEVICE: device, _native.Ambient.GUARD: guard}
+        for each in _jax.ambient_settings():
+            value = given.get(each.kind, each.value)
             if value is not None:
-                self._saved.append((put_back, setting, swap(setting, value)))
+                before = each.swap(each.setting, value)
+                self._saved.append((each.set, each.setting, before))
         self._before = getattr(_stand_in, "current", None)
         _stand_in.current = self._current
 

@@ -145,16 +145,16 @@ class BufferParams(CallParams):
 
         return whole
 
-    def settings(self) -> tuple[list[int], bool, int, bool]:
-        """The buffer part of the native plan (native/bindings/module.cc)."""
+    def settings(self) -> _native.BufferSettings:
+        """What makes a native plan work in place (native/plan/plan.h)."""
         shared = {output: number for number, output in self.aliases}
         fn = self.callback.function
         code = fn if isinstance(fn, NativeFunction) else None
-        return (
-            [shared.get(i, -1) for i in range(len(self.avals))],
-            config.debug(),
-            0 if code is None else code.address,
-            code is not None and code.status,
+        return _native.BufferSettings(
+            aliases=[shared.get(i, -1) for i in range(len(self.avals))],
+            debug=config.debug(),
+            address=0 if code is None else code.address,
+            status=code is not None and code.status,
         )
 
 

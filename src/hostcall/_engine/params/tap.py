@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hostcall import _native
 from hostcall._core.order import Order
 from hostcall._engine.params.call import Callback
 
@@ -74,8 +75,8 @@ class TapParams:
 
     def settings(
         self, only: tuple[int, ...] = (), nested: bool = False, linked: bool = False
-    ) -> tuple[Any, ...]:
-        """The tap's part of the native plan (native/bindings/tap_bindings.cc).
+    ) -> _native.TapSettings:
+        """What makes a native plan a tap's (native/plan/plan.h).
 
         Args:
             only: the ordinals of the devices that tap; empty for all.
@@ -87,15 +88,15 @@ class TapParams:
             steps = self.every
         elif self.every is not None:
             seconds = self.every
-        return (
-            WHEN_FULL.index(self.when_full),
-            nested,
-            only,
-            self.through,
-            steps,
-            int(seconds * 1e9),
-            1.0 if self.sample is None else self.sample,
-            linked,
+        return _native.TapSettings(
+            when_full=_native.WhenFull[self.when_full.upper()],
+            nested=nested,
+            only=only,
+            linked=linked,
+            through=self.through,
+            every_steps=steps,
+            every_ns=int(seconds * 1e9),
+            sample=1.0 if self.sample is None else self.sample,
         )
 
     def __repr__(self) -> str:

@@ -110,13 +110,13 @@ def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
 
 def _team(
     ctx: Any, client: Any, info: CallInfo, leader: Any | None
-) -> tuple[tuple[int, int, int], Source | None, bool]:
+) -> tuple[_native.TeamSettings | None, Source | None, bool]:
     """How the devices of the program make the call together.
 
-    Returns ((mode, number of this process's devices that come to the call, ordinal of
-    the leader), the device whose results all processes take or None, whether that
-    device belongs to another process).
+    Returns (settings of this process's team or None, the device whose results all
+    processes take or None, whether that device belongs to another process).
     """
+    settings, mode = _native.TeamSettings, _native.TeamMode
     local = emit.local_devices(ctx, client)
     if local is None:
         # A lowering that does not know the program's devices (an export, or a jit
@@ -124,12 +124,12 @@ def _team(
         # several processes, nothing says how many of the devices are in this one.
         n = _jax.number_of_devices(ctx) if info.mesh is None else info.mesh.size
         if n <= 1 or jax.process_count() > 1:
-            return plans.ALONE, None, False
+            return None, None, False
         if info.mesh is not None:  # a mesh without devices: an abstract one
-            return (plans.EACH, n, 0), None, False
-        return (plans.ONCE, n, plans.FIRST), None, False
+            return settings(mode=mode.EACH, size=n, leader=None), None, False
+        return settings(mode=mode.ONCE, size=n, leader=None), None, False
     if info.mesh is not None:
-        return (plans.EACH, len(local), 0), None, False
+        return settings(mode=mode.EACH, size=len(local), leader=None), None, False
     devices = _jax.program_devices(ctx)
     assert devices is not None
     if leader is None:
@@ -148,7 +148,8 @@ def _team(
         info.caller = leader.process_index
     elsewhere = leader not in local
     caller = emit.ordinal(local[0] if elsewhere else leader)
-    return (plans.ONCE, len(local), caller), source, elsewhere
+    team = settings(mode=mode.ONCE, size=len(local), leader=caller)
+    return team, source, elsewhere
 
 
 # --- Platforms that the engine does not serve -----------------------------------------

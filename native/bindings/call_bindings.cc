@@ -1,0 +1,90 @@
+#include "bindings/call_bindings.h"
+
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/call_scope.h"
+
+namespace nb = nanobind;
+
+namespace hostcall {
+namespace {
+
+nb::tuple IndexOf(const std::vector<int64_t>& row) {
+  nb::list index;
+  for (int64_t i : row) index.append(i);
+  return nb::tuple(index);
+}
+
+nb::object Current() {
+  const ActiveCall* call = CurrentCall();
+  if (call == nullptr) return nb::none();
+  nb::object row = nb::none();
+  if (call->row != nullptr) row = IndexOf(*call->row);
+  nb::object run = nb::none(), step = nb::none();
+  if (call->plan->lend == Lend::kBuffers) run = nb::int_(call->run);
+  if (call->tap != nullptr) {
+    run = nb::int_(call->tap->run);
+    step = nb::int_(call->tap->sequence);
+  }
+  nb::object stream = nb::none();
+  if (call->on_gpu()) stream = nb::int_(reinterpret_cast<uintptr_t>(call->stream));
+  return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
+                        row, run, step, stream);
+}
+
+nb::list Active() {
+  // Making a Python object may run the collector, which may let another thread run,
+  // which may end a call. So what Python gets is copied before the first is made.
+  struct Seen {
+    nb::object info;
+    unsigned long thread;
+    int64_t start;
+    bool batched;
+    std::vector<int64_t> row;
+  };
+  std::vector<Seen> seen;
+  for (const ActiveCall* call = AllCalls(); call != nullptr; call = call->next) {
+    const bool batched = call->row != nullptr;
+    seen.push_back({nb::borrow(call->plan->info.get()), call->thread_id,
+                    call->start, batched,
+                    batched ? *call->row : std::vector<int64_t>()});
+  }
+  nb::list calls;
+  const int64_t now = Ticks();
+  for (const Seen& call : seen) {
+    nb::object row = nb::none();
+    if (call.batched) row = IndexOf(call.row);
+    calls.append(nb::make_tuple(call.info, call.thread,
+                                TicksToSeconds(now - call.start), row));
+  }
+  return calls;
+}
+
+void AddSetting(Ambient kind, nb::object setting, nb::object swap, nb::object set,
+                nb::object get, nb::object value, nb::object unset) {
+  AddAmbientSetting(kind, setting.ptr(), swap.ptr(), set.ptr(), get.ptr(),
+                    value.is_none() ? nullptr : value.ptr(), unset.ptr());
+}
+
+}  // namespace
+
+void InitCalls(nb::module_& m) {
+  m.def("current", &Current);
+  m.def("active", &Active);
+  m.def("only_on_threads", &OnlyOnThreads, nb::arg("threads"));
+  m.def("interrupt_calls", &InterruptForeignCalls, nb::arg("taps") = false);
+  m.def("interrupt_taps", &InterruptTaps);
+  nb::enum_<Ambient>(m, "Ambient")
+      .value("FIXED", Ambient::kFixed)
+      .value("DEVICE", Ambient::kDevice)
+      .value("GUARD", Ambient::kGuard)
+      .value("WITH", Ambient::kWith);
+  m.def("add_ambient_setting", &AddSetting, nb::kw_only(), nb::arg("kind"),
+        nb::arg("setting"), nb::arg("swap"), nb::arg("set"), nb::arg("get"),
+        nb::arg("value").none(), nb::arg("unset"));
+}
+
+}  // namespace hostcall

@@ -1,0 +1,377 @@
+#include "bindings/plan_bindings.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "base/engine.h"
+#include "bindings/keywords.h"
+#include "buffer/buffer_call.h"
+#include "handlers/plan_state.h"
+#include "invoke/invoke.h"
+#include "plan/push_tap.h"
+
+namespace nb = nanobind;
+
+namespace hostcall {
+namespace {
+
+// --- What Python tells of a plan
+// ----------------------------------------------------
+
+bool IsDtype(PyObject* object) { return PyArray_DescrCheck(object); }
+bool IsCounters(PyObject* object) { return nb::isinstance<Counters>(object); }
+
+struct Dtype : nb::object {
+  NB_OBJECT_DEFAULT(Dtype, nb::object, "numpy.dtype", IsDtype)
+};
+struct CountersObject : nb::object {
+  NB_OBJECT_DEFAULT(CountersObject, nb::object, "Counters", IsCounters)
+};
+using Callable = std::optional<nb::callable>;
+
+/// A Leaf before its plan's grid is known.
+struct LeafSpec {
+  Dtype dtype;
+  std::vector<int64_t> shape;
+  int bits = 0;
+  bool is_signed = false;
+  std::vector<bool> batched;
+  Callable convert;
+  std::optional<nb::bytes> fill;
+};
+
+/// The fields of Plan that Python knows (plan/plan.h says what they mean).
+struct PlanSpec {
+  nb::callable function;
+  std::vector<LeafSpec> args, results;
+  std::vector<int64_t> grid;
+  std::optional<std::vector<bool>> mask;
+  ResultForm form = ResultForm::kTree;
+  Lend lend = Lend::kCopy;
+  Callable runner, out_tree;
+  nb::object info, device;
+  CountersObject counters;
+  uint64_t signature = 0;
+  bool tells = false, elsewhere = false, sends = false;
+  std::optional<TeamSettings> team;
+  nb::object guard, scout;
+  Inside inside = Inside::kNever;
+  bool keeps_mesh = false, literals = true;
+  std::optional<TapSettings> tap;
+  std::optional<BufferSettings> buffers;
+};
+
+Ref Own(nb::handle object) { return Ref::Borrow(object.ptr()); }
+Ref OwnUnlessNone(nb::handle object) {
+  return object.is_none() ? Ref() : Ref::Borrow(object.ptr());
+}
+template <typename T>
+Ref Own(const std::optional<T>& object) {
+  return object ? Ref::Borrow(object->ptr()) : Ref();
+}
+
+/// For a buffer that has only the flagged batch axes: how many of its rows one step
+/// along each axis takes.
+std::vector<int64_t> GridStrides(const std::vector<int64_t>& grid,
+                                 const std::vector<bool>& batched) {
+  if (batched.size() != grid.size()) {
+    throw nb::value_error("a leaf needs one flag a batch axis");
+  }
+  std::vector<int64_t> strides(grid.size(), 0);
+  int64_t step = 1;
+  for (size_t axis = grid.size(); axis-- > 0;) {
+    if (!batched[axis]) continue;
+    strides[axis] = step;
+    step *= grid[axis];
+  }
+  return strides;
+}
+
+Leaf MakeLeaf(const std::vector<int64_t>& grid, const LeafSpec& spec) {
+  Leaf leaf;
+  leaf.dtype = Own(spec.dtype);
+  leaf.dims.assign(spec.shape.begin(), spec.shape.end());
+  leaf.bits = spec.bits;
+  leaf.is_signed = spec.is_signed;
+  leaf.grid_strides = GridStrides(grid, spec.batched);
+  leaf.convert = Own(spec.convert);
+  leaf.fill = Own(spec.fill);
+  return leaf;
+}
+
+Counted<Plan> MakePlan(PlanSpec spec) {
+  auto* plan = new Plan;
+  // From here on it is released, not deleted: a plan that fails below goes to the
+  // graveyard like all others.
+  Counted<Plan> counted = Counted<Plan>::Adopt(plan);
+  plan->function = Own(spec.function);
+  plan->grid = std::move(spec.grid);
+  for (const LeafSpec& leaf : spec.args) {
+    plan->args.push_back(MakeLeaf(plan->grid, leaf));
+  }
+  for (const LeafSpec& leaf : spec.results) {
+    plan->results.push_back(MakeLeaf(plan->grid, leaf));
+  }
+  plan->masked = spec.mask.has_value();
+  if (plan->masked) plan->mask_strides = GridStrides(plan->grid, *spec.mask);
+  plan->form = spec.form;
+  plan->lend = spec.lend;
+  plan->runner = Own(spec.runner);
+  plan->out_tree = Own(spec.out_tree);
+  plan->info = Own(spec.info);
+  // Bound once: looking a method up takes longer than many a call.
+  plan->flatten = Own(spec.info.attr("flatten"));
+  plan->coerce = Own(spec.info.attr("coerce"));
+  plan->on_error = Own(spec.info.attr("on_error"));
+  plan->on_escape = Own(spec.info.attr("on_escape"));
+  plan->on_unwritten = Own(spec.info.attr("on_unwritten"));
+  plan->on_lone_failure = Own(spec.info.attr("on_lone_failure"));
+  plan->on_failure_elsewhere = Own(spec.info.attr("on_failure_elsewhere"));
+  plan->device = Own(spec.device);
+  plan->counters_owner = Own(spec.counters);
+  plan->counters = nb::cast<Counters*>(spec.counters);
+  plan->counts = &plan->counters->taps;
+  plan->signature = spec.signature;
+  plan->tells = spec.tells;
+  plan->elsewhere = spec.elsewhere;
+  plan->sends = spec.sends;
+  plan->team = spec.team;
+  plan->guard = OwnUnlessNone(spec.guard);
+  plan->scout = OwnUnlessNone(spec.scout);
+  plan->inside = spec.inside;
+  plan->keeps_mesh = spec.keeps_mesh;
+  plan->literals = spec.literals;
+  plan->tap = std::move(spec.tap);
+  if (spec.buffers) plan->buffers = std::move(*spec.buffers);
+  plan->Seal();
+  return counted;
+}
+
+/// A plan as Python holds it.
+struct PlanHandle {
+  Counted<Plan> plan;
+};
+
+/// Keeps a plan under its number for as long as it lives. An executable holds it.
+struct Slot {
+  Slot(const PlanHandle& handle, bool across)
+      : number(Slots(across).Add(handle.plan) + (across ? kAcross : 0)) {}
+  ~Slot() {
+    // In a forked child the table may be locked by a thread that isn't there.
+    if (Engine::Get().forked()) return;
+    Slots(number >= kAcross).Remove(number % kAcross);
+  }
+  Slot(const Slot&) = delete;
+  Slot& operator=(const Slot&) = delete;
+  uint64_t number;
+};
+
+// --- Plans without a program
+// --------------------------------------------------------
+
+std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
+  if (operands.size() != plan.operands()) {
+    throw nb::value_error("another number of operands than the plan has");
+  }
+  std::vector<const void*> in;
+  const size_t first = plan.masked ? 1 : 0;
+  for (nb::handle operand : operands) {
+    auto* array = reinterpret_cast<PyArrayObject*>(operand.ptr());
+    if (!PyArray_Check(operand.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
+      throw nb::type_error("operands are row-major arrays");
+    }
+    const size_t bytes = in.size() < first
+                             ? static_cast<size_t>(plan.mask_rows)
+                             : plan.args[in.size() - first].buffer_bytes();
+    if (static_cast<size_t>(PyArray_NBYTES(array)) != bytes) {
+      throw nb::value_error("an operand of another size than the plan's");
+    }
+    in.push_back(PyArray_DATA(array));
+  }
+  return in;
+}
+
+/// Queues a tap of arrays on the host. False: it was dropped.
+bool PushEagerly(const PlanHandle& handle, nb::list operands) {
+  const Plan& plan = *handle.plan;
+  if (!plan.tap) throw nb::type_error("not a plan of a tap");
+  const std::vector<const void*> in = Buffers(plan, operands);
+  Entry entry;
+  if (!entry) throw std::runtime_error("hostcall: the engine is closed");
+  for (;;) {
+    try {
+      GilRelease unlocked;  // it may wait for the worker, which needs the GIL
+      return PushTap(plan, -1, -1, in.data());
+    } catch (const PushInterrupted&) {
+      // The interrupt is meant for the main thread, where Python's own handler
+      // raises it. Other threads go on waiting.
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+  }
+}
+
+/// Runs a plan on arrays of the host, without a compiled program.
+nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
+  const Plan& plan = *handle.plan;
+  std::vector<const void*> in = Buffers(plan, operands);
+  nb::list out;
+  std::vector<void*> targets;
+  for (const Leaf& leaf : plan.results) {
+    std::vector<npy_intp> dims(plan.grid.begin(), plan.grid.end());
+    dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
+    Py_INCREF(leaf.dtype.get());  // PyArray_Empty takes it over
+    PyObject* array =
+        PyArray_Empty(static_cast<int>(dims.size()), dims.data(), leaf.descr(), 0);
+    if (array == nullptr) throw nb::python_error();
+    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
+    if (plan.buffers.Aliases(targets.size())) {
+      const int arg = plan.buffers.aliases[targets.size()];
+      std::memcpy(data, in[arg], plan.args[arg].buffer_bytes());
+      in[arg] = data;
+    }
+    targets.push_back(data);
+    out.append(nb::steal(array));
+  }
+  if (plan.buffers.address != 0) {
+    NativeStatus status;
+    {
+      nb::gil_scoped_release unlocked;
+      status = RunNative(plan, in.data(), targets.data(), nullptr);
+    }
+    if (status.ok()) return out;
+    RaiseStatus(plan, status);
+    throw nb::python_error();
+  }
+  if (FilledForMask(plan, in.data(), targets.data())) return out;
+  const int64_t start = Ticks();
+  bool ok;
+  {
+    CallScope scope(plan, -1, -1);
+    scope.call().start = start;
+    ok = Invoke(plan, scope.call(), in.data(), targets.data());
+    if (!ok) ++plan.counters->errors;
+    if (Engine::Get().IsLeftBehind()) {
+      // The interpreter is ending, and this thread would go on into JAX's C++,
+      // which asks for the GIL: it stays here (base/engine.h).
+      GilRelease unlocked;
+      StayForEver();
+    }
+  }
+  plan.counters->python_ticks += Ticks() - start;
+  if (!ok) throw nb::python_error();
+  return out;
+}
+
+const Keywords<PlanSpec>& PlanFields() {
+  static const auto* fields =
+      new auto(Keywords<PlanSpec>("Plan")
+                   .Field<&PlanSpec::function>("function")
+                   .Field<&PlanSpec::args>("args")
+                   .Field<&PlanSpec::results>("results")
+                   .Field<&PlanSpec::grid>("grid")
+                   .Field<&PlanSpec::mask>("mask")
+                   .Field<&PlanSpec::form>("form")
+                   .Field<&PlanSpec::lend>("lend")
+                   .Field<&PlanSpec::runner>("runner")
+                   .Field<&PlanSpec::out_tree>("out_tree")
+                   .Field<&PlanSpec::info>("info")
+                   .Field<&PlanSpec::device>("device")
+                   .Field<&PlanSpec::counters>("counters")
+                   .Field<&PlanSpec::signature>("signature")
+                   .Field<&PlanSpec::tells>("tells")
+                   .Field<&PlanSpec::elsewhere>("elsewhere")
+                   .Field<&PlanSpec::sends>("sends")
+                   .Field<&PlanSpec::team>("team")
+                   .Field<&PlanSpec::guard>("guard")
+                   .Field<&PlanSpec::scout>("scout")
+                   .Field<&PlanSpec::inside>("inside")
+                   .Field<&PlanSpec::keeps_mesh>("keeps_mesh")
+                   .Field<&PlanSpec::literals>("literals")
+                   .Field<&PlanSpec::tap>("tap")
+                   .Field<&PlanSpec::buffers>("buffers"));
+  return *fields;
+}
+
+void InitEnums(nb::module_& m) {
+  nb::enum_<Lend>(m, "Lend")
+      .value("COPY", Lend::kCopy)
+      .value("ARGS", Lend::kArgs)
+      .value("OUT", Lend::kOut)
+      .value("BUFFERS", Lend::kBuffers);
+  nb::enum_<ResultForm>(m, "ResultForm")
+      .value("LEAF", ResultForm::kLeaf)
+      .value("TUPLE", ResultForm::kTuple)
+      .value("NOTHING", ResultForm::kNothing)
+      .value("TREE", ResultForm::kTree)
+      .value("IGNORED", ResultForm::kIgnored);
+  nb::enum_<Inside>(m, "Inside")
+      .value("NEVER", Inside::kNever)
+      .value("ASKED", Inside::kAsked)
+      .value("XLAS_THREADS", Inside::kXlasThreads)
+      .value("EVERYWHERE", Inside::kEverywhere);
+  nb::enum_<TeamMode>(m, "TeamMode")
+      .value("ONCE", TeamMode::kOnce)
+      .value("EACH", TeamMode::kEach);
+}
+
+}  // namespace
+
+void InitPlans(nb::module_& m) {
+  nb::class_<Counters>(m, "Counters")
+      .def(nb::init<>())
+      .def_prop_ro(
+          "calls",
+          [](const Counters& c) { return c.calls + c.native_calls.load(); })
+      .def_prop_ro("masked",
+                   [](const Counters& c) { return c.masked + c.taps.masked; })
+      .def_prop_ro("dropped",
+                   [](const Counters& c) { return c.taps.dropped.load(); })
+      .def_prop_ro("skipped",
+                   [](const Counters& c) { return c.taps.skipped.load(); })
+      .def_ro("errors", &Counters::errors)
+      .def_ro("bytes_in", &Counters::bytes_in)
+      .def_ro("bytes_out", &Counters::bytes_out)
+      .def_prop_ro("python_seconds",
+                   [](const Counters& c) { return TicksToSeconds(c.python_ticks); })
+      .def_prop_ro("gil_seconds",
+                   [](const Counters& c) { return TicksToSeconds(c.gil_ticks); });
+
+  InitEnums(m);
+  BindStruct(m, Keywords<LeafSpec>("Leaf")
+                    .Field<&LeafSpec::dtype>("dtype")
+                    .Field<&LeafSpec::shape>("shape")
+                    .Field<&LeafSpec::bits>("bits")
+                    .Field<&LeafSpec::is_signed>("is_signed")
+                    .Field<&LeafSpec::batched>("batched")
+                    .Field<&LeafSpec::convert>("convert")
+                    .Field<&LeafSpec::fill>("fill"));
+  BindStruct(m, Keywords<TeamSettings>("TeamSettings")
+                    .Field<&TeamSettings::mode>("mode")
+                    .Field<&TeamSettings::size>("size")
+                    .Field<&TeamSettings::leader>("leader"));
+  BindStruct(m, Keywords<BufferSettings>("BufferSettings")
+                    .Field<&BufferSettings::aliases>("aliases")
+                    .Field<&BufferSettings::debug>("debug")
+                    .Field<&BufferSettings::address>("address")
+                    .Field<&BufferSettings::status>("status"));
+
+  nb::class_<PlanHandle>(m, "Plan")
+      .def("__init__",
+           [](PlanHandle* self, nb::kwargs given) {
+             new (self) PlanHandle{MakePlan(PlanFields().Read(given))};
+           })
+      .def("invoke", &InvokeEagerly, nb::arg("operands"))
+      .def("push", &PushEagerly, nb::arg("operands"));
+  nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
+      .def(nb::init<const PlanHandle&, bool>(), nb::arg("plan"), nb::arg("across"))
+      .def_ro("number", &Slot::number);
+  m.def("live_slots", [] { return Slots(false).live() + Slots(true).live(); });
+}
+
+}  // namespace hostcall

@@ -1,0 +1,112 @@
+#include "handlers/plan_state.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <utility>
+
+#include "handlers/ffi.h"
+
+namespace hostcall {
+namespace {
+
+XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+XLA_FFI_TypeId g_cuda_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+
+XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
+  if (!CanFail(frame)) {
+    std::fputs("hostcall: XLA's FFI interface has no way to report errors\n",
+               stderr);
+    std::abort();
+  }
+  if (const std::string fault = InterfaceFault(frame); !fault.empty()) {
+    return MakeError(frame->api, fault, XLA_FFI_Error_Code_FAILED_PRECONDITION);
+  }
+  const uint64_t number = Attribute(frame, "slot");
+  Counted<Plan> plan = Slots(number >= kAcross).Find(number % kAcross);
+  // The program may come from another process or from JAX's disk cache. There the
+  // number named another function, which the signature tells.
+  if (!plan || plan->signature != Attribute(frame, "signature")) {
+    return MakeError(
+        frame->api,
+        "hostcall: this program calls host function number " +
+            std::to_string(number) +
+            ", which this process doesn't have. It was exported or compiled in "
+            "another process, or its function is gone: trace, compile and export "
+            "it here",
+        XLA_FFI_Error_Code_FAILED_PRECONDITION);
+  }
+  auto state = std::make_unique<PlanState>();
+  if (plan->team) state->team = std::make_unique<Team>(*plan->team);
+  if (plan->tap) {
+    state->throttle = Throttle::For(plan->tap->every_steps, plan->tap->every_ns,
+                                    plan->tap->sample);
+  }
+  state->plan = std::move(plan);
+  XLA_FFI_State_Set_Args args;
+  args.struct_size = XLA_FFI_State_Set_Args_STRUCT_SIZE;
+  args.extension_start = nullptr;
+  args.ctx = frame->ctx;
+  args.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
+  args.type_id = type;
+  args.state = state.get();
+  XLA_FFI_Error* error = frame->api->XLA_FFI_State_Set(&args);
+  if (error == nullptr) (void)state.release();  // XLA owns it now
+  return error;
+}
+
+}  // namespace
+
+SlotTable<Plan>& Slots(bool across) {
+  static auto* local = new SlotTable<Plan>;  // both outlive static destruction
+  static auto* lasting = new SlotTable<Plan>(true);
+  return across ? *lasting : *local;
+}
+
+XLA_FFI_TypeId* PlanTypeId() { return &g_type_id; }
+XLA_FFI_TypeId* CudaPlanTypeId() { return &g_cuda_type_id; }
+
+const XLA_FFI_TypeInfo* PlanTypeInfo() {
+  static const XLA_FFI_TypeInfo info = [] {
+    XLA_FFI_TypeInfo made;
+    made.struct_size = XLA_FFI_TypeInfo_STRUCT_SIZE;
+    made.extension_start = nullptr;
+    made.deleter = [](void* state) { delete static_cast<PlanState*>(state); };
+    return made;
+  }();
+  return &info;
+}
+
+XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
+                       XLA_FFI_TypeId* type) {
+  XLA_FFI_State_Get_Args get;
+  get.struct_size = XLA_FFI_State_Get_Args_STRUCT_SIZE;
+  get.extension_start = nullptr;
+  get.ctx = frame->ctx;
+  get.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
+  get.type_id = type;
+  get.state = nullptr;
+  if (XLA_FFI_Error* error = frame->api->XLA_FFI_State_Get(&get)) return error;
+  *state = static_cast<const PlanState*>(get.state);
+  return nullptr;
+}
+
+XLA_FFI_Error* InstantiateCall(XLA_FFI_CallFrame* frame) {
+  return Guarded(
+      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_type_id); },
+      g_type_id);
+}
+
+XLA_FFI_Error* InstantiateOnCuda(XLA_FFI_CallFrame* frame) {
+  return Guarded(
+      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_cuda_type_id); },
+      g_cuda_type_id);
+}
+
+XLA_FFI_Error* InstantiateInGraph(XLA_FFI_CallFrame* frame) {
+  return Guarded(
+      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_cuda_type_id); },
+      g_cuda_type_id, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
+}
+
+}  // namespace hostcall
