@@ -58,7 +58,9 @@ class Engine {
   bool WaitIdle(double seconds) const {
     const auto end =
         std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-    while (in_flight_.load() != 0) {
+    // Below zero: a callback forked, and has left the engine in the child, whose
+    // count began at zero.
+    while (in_flight_.load() > 0) {
       if (std::chrono::steady_clock::now() > end) return false;
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }

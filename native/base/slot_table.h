@@ -68,9 +68,8 @@ class Graveyard {
     return *graveyard;
   }
   /// Sets a function that gets somebody to bury. Push calls it on any thread, when
-  /// nobody has been asked since the last Bury that found something; it must not
-  /// wait. Without it, the dead wait for the next thread that calls Bury for
-  /// reasons of its own.
+  /// nobody has been asked since the last Bury; it must not wait. Without it, the
+  /// dead wait for the next thread that calls Bury for reasons of its own.
   void AskBy(void (*ask)()) { ask_.store(ask); }
   /// Takes an object whose count is zero.
   void Push(Mortal* dead) {
@@ -85,7 +84,14 @@ class Graveyard {
   }
   /// Destroys what has been pushed. The caller holds the GIL if there may be plans.
   void Bury() {
-    if (head_.load(std::memory_order_relaxed) == nullptr) return;
+    // An empty stack does not suffice for an early return. asked_ would stay true,
+    // and later pushes would ask nobody:
+    //   1. pusher: pushes
+    //   2. another burier: resets asked_, takes the stack
+    //   3. pusher: sets asked_, and asks this burier
+    //   4. this burier: finds the stack empty
+    const bool asked = asked_.load(std::memory_order_relaxed);
+    if (!asked && head_.load(std::memory_order_relaxed) == nullptr) return;
     // Before the stack is taken. In the other order a push could be forgotten:
     //   1. burier: takes the stack
     //   2. pusher: pushes, finds asked_ still true, and asks nobody

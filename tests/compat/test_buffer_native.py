@@ -171,7 +171,8 @@ def test_status(library, mode):
     f = hc.buffer_callback(hc.buffers.native(library.root, status=True), spec())
     assert mode(f)(jnp.float32(4)) == 4
     with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"returned 17; 0 says.*in callback `root`"
+        jax.errors.JaxRuntimeError,
+        match=r"returned 17; it must return 0.*in callback `root`",
     ):
         jax.block_until_ready(mode(f)(jnp.float32(-4)))
 

@@ -269,7 +269,7 @@ PROCESS = """
     assert run(lambda x: hc.io_callback(host, x, x, ordered=True)) == mine
     jax.effects_barrier()
     calls = len(seen)
-    assert run(lambda x: hc.call(host, x, x, sharding=last)) == mine
+    assert run(lambda x: hc.call(host, x, x, on=jax.devices()[-1])) == mine
     spec = [jnp.zeros(8, bool), jnp.zeros(8, "complex64"), jnp.zeros((2, 4))]
     total = lambda a, b, c: a + b.real + c.reshape(8)
     run(lambda x: total(*hc.call(tree, spec, x, order="ordered")))

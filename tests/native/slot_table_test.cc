@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cassert>
+#include <chrono>
 #include <cstdio>
 #include <random>
 #include <thread>
@@ -132,6 +133,48 @@ void BuryingTakesAllThatArePushed() {
   Bury();
 }
 
+/// One thread buries whenever Push asks it to, another one sometimes, unasked. What
+/// is pushed while nobody else buries must reach the thread that is asked.
+void EveryPushIsBuriedOnRequest() {
+  static std::atomic<bool> asked{false};
+  Graveyard::Get().AskBy([] { asked = true; });
+  std::atomic<bool> stop{false};
+  std::atomic<int> round{0};
+  std::thread on_request([&] {
+    while (!stop) {
+      if (asked.exchange(false)) Bury();
+      std::this_thread::yield();
+    }
+  });
+  std::thread unasked([&] {
+    for (int seen = 0; !stop;) {
+      if (round != seen) {
+        seen = round;
+        Bury();
+      }
+      std::this_thread::yield();
+    }
+  });
+  const auto gone = [] {
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (g_alive != 0) {
+      assert(std::chrono::steady_clock::now() < limit);
+      std::this_thread::yield();
+    }
+  };
+  for (int i = 0; i < 5000; ++i) {
+    ++round;
+    Make(i);
+    gone();
+    Make(i);
+    gone();
+  }
+  stop = true;
+  on_request.join();
+  unasked.join();
+  Graveyard::Get().AskBy(nullptr);
+}
+
 /// Threads add, find and remove entries, while one buries.
 void ManyThreads() {
   constexpr int kThreads = 8, kSteps = 3000;
@@ -209,6 +252,7 @@ int main() {
   WhatWasFoundOutlivesItsRemoval();
   CountsSurviveCopyMoveAndAssignment();
   BuryingTakesAllThatArePushed();
+  EveryPushIsBuriedOnRequest();
   ManyThreads();
   FindRacesRemove();
   std::puts("slot_table: ok");

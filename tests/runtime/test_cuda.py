@@ -478,7 +478,7 @@ for host, text in (
         {"timeout": 1},
         {"lend": True},
         {"vmap_method": "parallel"},
-        {"sharding": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
+        {"on": jax.devices()[0]},
     ],
 )
 def test_options_for_arrays_on_the_host(options):

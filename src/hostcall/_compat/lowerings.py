@@ -33,7 +33,9 @@ from hostcall._primitives.buffer import lowering as buffer_lowering
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.drop_in import lowering
 
-_arrays = "jax"  # what callbacks get; `hand_out` sets it
+# What callbacks get, as the newest patch says; None if JAX is not patched. The patch
+# writes it under its lock. Lowerings read it once each, without a lock.
+chosen: str | None = None
 
 
 # --- Primitives -----------------------------------------------------------------------
@@ -64,7 +66,7 @@ def _params(kind: Kind, ctx: Any, fn: Any, template: Template, **more: Any) -> A
         fn,
         template,
         _results(_jax.physical_avals(ctx.avals_out)),
-        arrays=arrays_of(_arrays),
+        arrays=arrays_of(chosen or "jax"),
         place=_place(ctx, fn),
         **more,
     )
@@ -268,13 +270,6 @@ def _emit_of(module: str) -> Any:
 
 def _set_emit(module: str, function: Any) -> None:
     setattr(importlib.import_module(module), "emit_python_callback", function)  # noqa: B010
-
-
-def hand_out(arrays: str) -> None:
-    """Sets what callbacks of JAX's primitives get from now on."""
-    global _arrays
-    arrays_of(arrays)
-    _arrays = arrays
 
 
 def forget_programs() -> None:

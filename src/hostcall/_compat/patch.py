@@ -174,11 +174,10 @@ _lock = threading.RLock()  # guards the names below, and what stands under JAX's
 _active: list[Patch] = []  # the last one counts; empty if JAX is not patched
 _replaced: dict[str, Any] = {}  # what stood under JAX's names before the patch
 _hooks_held: lowerings.Hooks | None = None
-_choice: str | None = None  # what callbacks get; None if JAX is not patched
 
 
 def _arrays() -> str:
-    return _choice or "jax"
+    return lowerings.chosen or "jax"
 
 
 class Patch:
@@ -267,13 +266,12 @@ def unpatch_jax() -> None:
 
 def _apply() -> None:
     """Makes JAX as the last active patch says. The caller holds the lock."""
-    global _choice, _hooks_held
-    choice = _active[-1].arrays if _active else None
-    if choice == _choice:
+    global _hooks_held
+    before, choice = lowerings.chosen, _active[-1].arrays if _active else None
+    if choice == before:
         return
-    if choice is not None:
-        lowerings.hand_out(choice)
-    if _choice is None:
+    lowerings.chosen = choice
+    if before is None:
         _hooks_held = lowerings.Hooks()
         _revive(True)
         for name, function in _REPLACEMENTS.items():
@@ -286,7 +284,6 @@ def _apply() -> None:
         assert _hooks_held is not None
         _hooks_held.release()
         _hooks_held = None
-    _choice = choice
     lowerings.forget_programs()
 
 

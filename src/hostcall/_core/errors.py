@@ -55,3 +55,6 @@ __all__ = [
     "SpecError",
     "UnwrittenError",
 ]
+
+for _name in __all__:  # where users import them from, and what tracebacks show
+    globals()[_name].__module__ = "hostcall.errors"
