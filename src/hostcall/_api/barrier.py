@@ -14,27 +14,30 @@ from hostcall._runtime import delivery, tap_failures
 
 
 def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
-    """Waits for JAX, then for all taps, and raises what taps have raised meanwhile.
+    """Waits for programs and taps to finish, and raises what taps have raised.
 
-    It waits for the effects that this thread has dispatched, for every array that is
-    alive, and for the queue. Ctrl-C ends the wait, and loses no tap and no error.
+    The barrier waits for the effects that this thread has dispatched, for every live
+    array, and for the tap queue. Ctrl-C interrupts the wait without losing a tap or an
+    error.
 
     Args:
-        timeout: seconds, or None for no limit.
+        timeout: the limit in seconds; None for no limit.
         programs: False waits only for the taps that are queued now, and raises nothing:
-            programs go on, and what taps raised stays for the next barrier.
+            programs keep running, and the next barrier raises what taps raised.
 
     Returns:
-        Whether everything ended in time. If not, nothing is raised, and nothing is
-        lost: the next barrier waits for the rest. `hc.monitor.status()` shows what is
-        under way, `hc.monitor.discard_taps()` drops what is queued.
+        True if everything finished in time. If not, nothing is raised or lost, and the
+        next barrier waits for the rest. `hc.monitor.status()` shows what is running;
+        `hc.monitor.discard_taps()` empties the queue.
 
     Raises:
-        BaseException: what a tap raised, the object itself; of several an
-            ExceptionGroup, which has the first of them and says how many there were.
-        jax.errors.JaxRuntimeError: a program whose callback failed, before that; what
-            taps raised then stays for the next barrier.
-        HostcallError: called from inside a tap.
+        BaseException: the exception object that a tap raised. If several taps failed,
+            an ExceptionGroup of the first exceptions; its message gives the total.
+        jax.errors.JaxRuntimeError: a program whose callback failed. It takes precedence
+            over taps: the next barrier raises what they raised.
+        HostcallError: the barrier was called from inside a tap.
+
+    Cost: the wait itself, and one look at each live array.
     """
     delivery.refuse_inside_a_tap("hc.barrier()")
     if not programs:
@@ -42,16 +45,16 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     end = None if timeout is None else time.monotonic() + timeout
     if timeout is not None and not _programs_end_in(timeout):
         return False
-    failed = delivery.reports  # kept where Ctrl-C or the limit ends the wait
+    failed = delivery.reports  # outlives this wait if Ctrl-C or the limit ends it
     failed += failures.failures_of_effects()
     for error in failures.failures_of_arrays():
-        # Its reader will see it too; only what hostcall knows is told here.
+        # Reading an array raises its error too. Only failed host calls are raised here.
         if failures.number_in(error):
             failed.append(error)
     left = None if end is None else max(0.0, end - time.monotonic())
     if not delivery.flush(left, "hc.barrier()"):
         return False
-    if failed:  # what taps raised stays for the next barrier
+    if failed:  # the next barrier raises what taps raised
         first = failed[0]
         failed.clear()
         failures.tell(failures.number_in(first))
@@ -60,23 +63,23 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     try:
         if raised is not None:
             raise raised
-    finally:  # a cycle through this frame would keep what the exception holds
+    finally:  # the traceback refers to this frame: break the cycle
         del raised
     return True
 
 
 def _programs_end_in(seconds: float) -> bool:
-    """Whether what this thread has dispatched, and every live array, is ready in time.
+    """Whether this thread's effects and all live arrays are ready in time.
 
-    Tokens can't be asked whether they are, only waited for: by a thread, which waits
-    on if this one does not.
+    The tokens of unordered effects can be waited for, but not polled. So a thread waits
+    for everything, and keeps waiting after this function has given up.
     """
     waiting = [*_jax.tokens(), *jax.live_arrays()]
 
     def wait() -> None:
         with failures.looking():
             for thing in waiting:
-                with contextlib.suppress(BaseException):  # its own reader is told
+                with contextlib.suppress(BaseException):  # its reader sees the error
                     thing.block_until_ready()
 
     thread = threading.Thread(target=wait, daemon=True, name="hostcall-barrier")
@@ -86,10 +89,11 @@ def _programs_end_in(seconds: float) -> bool:
 
 
 def discard_taps() -> None:
-    """Drops the taps that are queued, but for one that is being delivered.
+    """Drops all queued taps, except one that is being delivered.
 
-    For a program that was interrupted, and a queue that would take minutes to deliver.
-    They count as dropped in `hc.monitor.tap_queue()` and `hc.monitor.stats()`. Cost:
-    microseconds and 0.1 us a tap.
+    Use it after interrupting a program, if delivering the queue would take minutes.
+    `hc.monitor.tap_queue()` and `hc.monitor.stats()` count the taps as dropped.
+
+    Cost: some microseconds, and 0.1 us for each tap.
     """
     _native.discard_taps()

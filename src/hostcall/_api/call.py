@@ -45,91 +45,97 @@ def call(
     tag: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Calls a Python function from a JAX program, and brings its results back.
+    """Calls a Python function from a JAX program, and returns its results to it.
 
-    `fn(*args, **kwargs)` runs on the host each time the program comes to this place,
-    with NumPy arrays for the arrays.
+    `fn(*args, **kwargs)` runs on the host each time the program reaches this call. It
+    gets NumPy arrays in place of JAX's.
 
     Args:
-        fn: any callable but a generator or coroutine function. It may use JAX, start
-            threads, and be part of programs that call it again.
-        result: a pytree of anything with `shape` and `dtype`, in the structure that
-            `fn` returns; None where it returns nothing, which needs another `order`
-            than "pure". A Python number is a scalar of the dtype that it has as an
-            argument under jit. 64-bit dtypes need x64 mode.
-        *args: pytrees. Arrays and numbers are handed over as arrays, typed PRNG keys
-            as such; all other leaves (strings, objects) reach `fn` as they are.
-        order: what JAX may do with the call. "pure": run it as often as the results
-            need, or not at all. "unordered": exactly once, in program order within
-            straight-line code. "ordered": exactly once, after the ordered call
-            before it, across loops, conditionals, jitted functions and dispatches,
-            on each device.
+        fn: any callable except a generator or coroutine function. It may use JAX, start
+            threads, and run programs that call it again.
+        result: describes what `fn` returns: a pytree of the same structure, whose
+            leaves have `shape` and `dtype`. A Python number stands for a scalar of the
+            dtype that jit would give it. None if `fn` returns nothing, which needs an
+            `order` other than "pure". 64-bit dtypes need x64 mode.
+        *args: pytrees. Arrays and numbers reach `fn` as arrays, and typed PRNG keys as
+            keys. All other leaves (strings, objects) reach it unchanged.
+        order: what JAX may do with the call. "pure": run it as often as the results are
+            needed, or not at all. "unordered": run it exactly once, in program order
+            within straight-line code. "ordered": run it exactly once, after the
+            previous ordered call on the same device, across loops, conditionals, jitted
+            functions and dispatches.
         vmap_method: see *Under transformations*.
-        where: a bool scalar. Where it is False `fn` is not called, and the results
-            are `fill`. Under vmap each row has its own.
-        fill: numbers for the results where `where` is False: one for all, or a pytree
+        where: a bool scalar. If it is False, `fn` is not called, and the results are
+            `fill`. Under vmap each row has its own.
+        fill: the results if `where` is False: one number for all of them, or a pytree
             like `result` whose leaves broadcast to it. Default: zeros.
-        on: in a jitted program over several devices, "once": the program's first device
-            makes the call, with the whole value; a device: this one does.
-        arrays: "numpy"; "jax" for jax.Arrays on a CPU device of hostcall's own, on
-            which `fn` may compute; "dlpack" for objects that any DLPack consumer
-            takes (torch.from_dlpack), all dtypes included; "cuda" for
-            `hc.buffers.Buffer`s of the GPU's own memory (cupy.asarray, torch.as_tensor;
-            read-only, not to be kept), on `hc.current().stream`: `fn` returns arrays on
-            the GPU, and nothing goes through the host.
-        lend: False: `fn` owns its arguments. True: it gets read-only views of XLA's
-            memory, without a copy, and must not keep them. "out": also a keyword
-            argument `out`, arrays in the structure of `result` to write the results
-            into; then `fn` returns None.
-        timeout: seconds. `fn` runs on a thread of its own; when it is late the
-            program fails, and the thread is left to its end.
-        executor: for vmap_method="parallel": where rows run, by default a pool of
-            threads of this process. A `concurrent.futures.Executor` (of processes
-            too), a Dask client, `multiprocessing.Pool` or Ray's pool. Rows go in
-            chunks, four for each worker; an argument that all share goes once.
-        tag: the name under which `hc.monitor.stats()` and `status()` know this call.
-            Default: the function's name, for `stats()` with its source line.
-        **kwargs: as `args`. What is no option above is the function's.
+        on: which device makes the call, with the whole value, in a jitted program over
+            several devices: "once", the program's first device; or the given device.
+        arrays: the kind of array that `fn` gets. "numpy". "jax": jax.Arrays on a CPU
+            device of hostcall's own, on which `fn` may compute. "dlpack": objects of
+            any dtype that every DLPack consumer accepts (torch.from_dlpack). "cuda":
+            read-only `hc.buffers.Buffer`s of GPU memory (cupy.asarray,
+            torch.as_tensor), on `hc.current().stream`; `fn` must not keep them, and
+            returns arrays on the GPU. Nothing is copied through the host.
+        lend: False: `fn` owns its arguments. True: `fn` gets read-only views of XLA's
+            memory, without a copy, and must not keep them. "out": like True, but `fn`
+            also gets a keyword argument `out`, arrays in the structure of `result`. It
+            writes the results into them and returns None.
+        timeout: a limit in seconds. `fn` then runs on a separate thread. If it takes
+            longer, the program fails, and the thread runs on until `fn` returns.
+        executor: where the rows of vmap_method="parallel" run: a
+            `concurrent.futures.Executor` (also of processes), a Dask client,
+            `multiprocessing.Pool` or Ray's pool. Default: threads of this process. Rows
+            are sent in chunks, four for each worker. An argument that all rows share is
+            sent once.
+        tag: the name of this call in `hc.monitor.stats()` and `status()`. Default: the
+            function's name, in `stats()` with its source line.
+        **kwargs: arguments for `fn`, like `args`: all keywords that are not options.
 
     Returns:
-        A pytree of arrays as `result` describes.
+        A pytree of arrays as described by `result`.
 
     Raises:
-        SpecError: the call is written wrong; `fn` can't take the arguments, or uses a
-            traced value that it is not given (a variable of the functions around it).
-        jax.errors.JaxRuntimeError: when the program runs and `fn` fails. Its text
-            has the type and message, the function's name, and this line of yours;
-            `hostcall.reraise()` and `hostcall.last_error()` give the exception
-            itself. An eager call raises it directly. Also for a result of another
-            structure, shape or dtype, or with masked elements (`ResultError`), a kept
-            view (`EscapeError`), a late function (`CallTimeoutError`).
+        SpecError: an option or argument is invalid, `fn` can't take the arguments, or
+            `fn` uses a traced value of an enclosing function without taking it as an
+            argument.
+        jax.errors.JaxRuntimeError: `fn` failed while the program ran. The text has the
+            type and message of its exception, the function's name, and the line of this
+            call. `hostcall.reraise()` and `hostcall.last_error()` give the exception
+            itself; an eager call raises it directly. The same holds if a result has the
+            wrong structure, shape or dtype or has masked elements (`ResultError`), if
+            `fn` kept a lent view (`EscapeError`) or exceeded `timeout`
+            (`CallTimeoutError`).
 
     Under transformations:
-        jit, scan, while_loop, cond, map: once for each time the place is reached.
-        vmap: "sequential" (the default), "sequential_unrolled": once a row, in row
-            order, looped by the engine. "parallel": once a row, all at once on
-            `executor`. "expand_dims", "broadcast_all", "legacy_vectorized": once for
-            the batch, whose axis is in front; an argument without it gets an axis of
-            size 1, is repeated, or is left alone. A function
-            `rule(axis_size, in_batched, *args, **kwargs) -> (result, batched)` of JAX
-            code replaces the call, as in `jax.custom_batching.custom_vmap`; with
-            keyword arguments their flags are the last entry of `in_batched`.
-        vmap of cond, of while_loop: JAX computes every branch for every row. Give
-            the condition as `where=` too, and only rows that are meant to, call.
-        jvp, grad, transposition: refused; put jax.custom_jvp or custom_vjp around.
-        remat: a pure call runs again in the backward pass, others do not.
-        shard_map, pmap: once a shard; `hostcall.current()` tells which.
-        jit over sharded arrays: once, on the whole value.
-        jax.export: for this process; others refuse the program. With a lambda, a
-            partial or a function inside another refused at once (`ExportError`).
+        jit, scan, while_loop, cond, map: `fn` runs each time the call is reached.
+        vmap: depends on `vmap_method`. "sequential" (the default),
+            "sequential_unrolled": `fn` runs once per row, in row order, in the engine's
+            loop. "parallel": once per row, all rows at once on `executor`.
+            "expand_dims", "broadcast_all", "legacy_vectorized": once for the batch,
+            with the batch axis in front; an argument without that axis gets one of size
+            1, is repeated, or is passed as it is. A function `rule(axis_size,
+            in_batched, *args, **kwargs) -> (result, batched)` of JAX code replaces the
+            call, as in `jax.custom_batching.custom_vmap`; with keyword arguments, their
+            flags are the last entry of `in_batched`.
+        vmap of cond, of while_loop: JAX computes every branch for every row. Pass the
+            condition as `where=` too; then `fn` runs only for the rows that need it.
+        jvp, grad, transposition: refused. Put jax.custom_jvp or custom_vjp around it.
+        remat: a pure call runs again in the backward pass; other calls do not.
+        shard_map, pmap: `fn` runs once per shard; `hostcall.current()` says for which.
+        jit over sharded arrays: `fn` runs once, on the whole value.
+        jax.export: the program runs only in this process; other processes refuse it.
+            Exporting a call of a lambda, a partial or a nested function fails at once
+            (`ExportError`).
 
-    Cost: on a CPU 0.4 us for a scalar in a compiled loop, two copies of each array
-    (none with `lend`); a pure call keeps JAX's fast dispatch, any other does not. A
-    program with one that is not pure runs on the thread that dispatches it, as programs
-    with JAX's callbacks do; with pure ones alone XLA may run it on a thread of its own.
+    Cost: on a CPU 0.4 us for a scalar in a compiled loop, and two copies of each array
+    (none with `lend`). A pure call keeps JAX's fast dispatch; any other call loses it.
+    A program with a call that is not pure runs on the thread that dispatches it, like
+    programs with JAX's callbacks. If all calls are pure, XLA may run the program on a
+    thread of its own.
 
-    Source: the guide "External callbacks" of JAX, whose three kinds of callback this
-    one function covers.
+    Source: JAX's guide "External callbacks", whose three kinds of callback this
+    function combines.
     """
     name = check_function(fn, "hc.call(fn, result, *args)")
     check_options(name, order, vmap_method, arrays, lend, timeout, executor)

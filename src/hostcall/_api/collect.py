@@ -15,7 +15,7 @@ from hostcall._runtime import collectors
 
 
 class collect:
-    """Gathers what tagged taps are given, without touching the tapped code.
+    """Gathers the values of tagged taps, without a change to the tapped code.
 
     As a context manager::
 
@@ -23,23 +23,30 @@ class collect:
             train(params)
         seen["loss"]              # all losses, stacked along a first axis
 
-    As a transformation of a function, `hc.testing.collect(f)(*args)` gives
+    As a transformation of a function, `hc.testing.collect(f)(*args)` returns
     `(f(*args), seen)`.
 
     Args:
         fn: the function to transform; None for the context manager.
 
-    For each tag (`hc.tap(..., tag="loss")`) the deliveries are stacked leaf by leaf,
-    in the order of delivery: of one argument that argument's tree, of several a tuple
-    of them, with keyword arguments (args, kwargs). Deliveries that do not fit together
-    (another tree or shape) stay a list.
+    Returns:
+        A dict from each tag (`hc.tap(..., tag="loss")`) that was tapped to the values
+        that were delivered under it, in the order of delivery. A delivery is the tap's
+        argument, a tuple if there are several, and (args, kwargs) if there are keyword
+        arguments. Deliveries are stacked leaf by leaf. If they differ in structure or
+        shape, they stay a list. The context manager fills the dict at its end.
 
-    The taps' own functions run as ever. Seen are taps of all programs and threads that
-    are delivered meanwhile; entering and leaving wait for those that were queued
-    before, and raise what they raised (`hc.barrier`). `seen` is filled when the block
-    is left, and has the tags that were tapped.
+    Raises:
+        BaseException: what `hc.barrier()` raises, which runs at the start and at the
+            end, so that earlier taps are left out and none of the block's is missed.
 
-    Cost: a copy of each value, on the worker.
+    The taps' own functions still run. A collector gathers from all programs and
+    threads: every tagged tap that is delivered while it is active.
+
+    Under transformations: as for `hc.tap`. Under vmap the tap's `rows=` decides whether
+    a delivery is a batch or a row.
+
+    Cost: one copy of each value, made by the thread that delivers taps.
     """
 
     def __init__(self, fn: Callable[..., Any] | None = None) -> None:
@@ -60,7 +67,7 @@ class collect:
             barrier()
         finally:
             collectors.remove(self)
-            # Copies: after Ctrl-C the worker may still be at it.
+            # Copied: if Ctrl-C ended the barrier, the worker may still add values.
             self._out.update(
                 {k: _stacked(list(v)) for k, v in dict(self._seen).items()}
             )
@@ -83,7 +90,7 @@ class collect:
 
 
 def _of_its_own(leaf: Any) -> Any:
-    """A NumPy array that nobody else has; keys and static leaves as they are."""
+    """Copies an array to a NumPy array. Keys and static leaves stay as they are."""
     if isinstance(leaf, DLPackArray):
         return leaf.to_numpy()
     if isinstance(leaf, np.ndarray) or (

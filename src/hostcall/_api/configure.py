@@ -15,22 +15,23 @@ def configure(
     pinned_bytes: int | None = None,
     residuals: int | None = None,
 ) -> None:
-    """Changes settings of the process.
+    """Changes settings of this process. Settings that are None stay as they are.
 
     Args:
-        tap_queue_bytes: how much taps may hold before they are delivered. Default
-            256e6, or the environment variable HOSTCALL_TAP_QUEUE_BYTES. One value above
-            it goes through alone. On GPUs as much again of pinned memory.
-        pinned_bytes: how much pinned memory calls on GPUs may hold. Default 1e9, or
-            the environment variable HOSTCALL_PINNED_BYTES.
-        residuals: how many Python objects that forward rules of `defvjp` left may wait
-            for their backward rules. For those that had to go, the forward rule runs
-            again; the log says so once for each function. 0: none are kept. Default
-            1024, or the environment variable HOSTCALL_RESIDUALS. Fewer than before: the
-            oldest go when the next one comes.
+        tap_queue_bytes: how many bytes queued taps may hold until they are delivered. A
+            single value above the limit is queued when the queue is empty. On GPUs,
+            taps may hold as many bytes of pinned memory in addition. Default: 256e6, or
+            the environment variable HOSTCALL_TAP_QUEUE_BYTES.
+        pinned_bytes: how many bytes of pinned memory calls on GPUs may hold. Default:
+            1e9, or the environment variable HOSTCALL_PINNED_BYTES.
+        residuals: how many residuals that are Python objects, returned by the forward
+            rules of `defvjp`, are kept for their backward rules. The oldest are dropped
+            first, when the next one is added. If its residual was dropped, a backward
+            rule runs the forward rule again, which is logged once per function. 0 keeps
+            none. Default: 1024, or the environment variable HOSTCALL_RESIDUALS.
 
     Raises:
-        SpecError: for what is no such number. Then nothing is changed.
+        SpecError: a value is not such a number. No setting has changed then.
     """
     if residuals is not None and not _is_count(residuals):
         raise SpecError(

@@ -1,4 +1,4 @@
-"""`hc.print`: a line of text from a compiled program, formatted by the worker."""
+"""`hc.print`: prints a line from a compiled program; the tap worker formats it."""
 
 from __future__ import annotations
 
@@ -32,31 +32,34 @@ def print(
     end: str = "\n",
     **kwargs: Any,
 ) -> None:
-    """Prints `fmt.format(*args, **kwargs)` from a program, which does not wait.
+    """Prints `fmt.format(*args, **kwargs)` from a program, which does not wait for it.
 
     Args:
-        fmt: a format string with braces, not an f-string: the values do not exist yet
+        fmt: a format string with braces. Not an f-string: the values do not exist yet
             when the program is traced.
-        *args: pytrees; arrays arrive as NumPy arrays, other leaves as they are. Each
-            must have its place in `fmt`.
+        *args: pytrees. Arrays are formatted as NumPy arrays, other leaves as they are.
+            `fmt` must use each of them.
         order: as in `hc.tap`.
-        where: a bool scalar: no line where it is False.
-        rows: under vmap, "batched": one line for the batch; "each": one a row, as
-            `jax.debug.print` has it.
-        when_full: what happens where the queue is full.
-        every: one line in so many executions, or in so many seconds: as in `hc.tap`.
-        file: where to; None for `sys.stdout` as it is at the time of printing, so a
-            notebook or a test that captures output gets it.
-        flush: flushes the file after this line.
-        end: what follows the text.
-        **kwargs: as `args`, by name.
+        where: a bool scalar. If it is False, nothing is printed.
+        rows: under vmap, "batched" prints one line for the batch, "each" prints one
+            line per row, like `jax.debug.print`.
+        when_full: what happens if the tap queue is full, as in `hc.tap`.
+        every: prints one line in so many executions (an int), or in so many seconds (a
+            float), as in `hc.tap`.
+        file: where to print. Default: what `sys.stdout` is when the line is printed, so
+            that notebooks and tests that capture output get it.
+        flush: whether to flush the file after the line.
+        end: the text after the line.
+        **kwargs: like `args`, for the named fields of `fmt`.
 
     Raises:
-        SpecError: `fmt` and the arguments do not fit.
+        SpecError: `fmt` is no format string, or the arguments do not fit it.
 
-    NumPy's print options count as they are when the program is traced.
+    NumPy's print options apply as they are when the program is traced.
 
-    Cost: that of `hc.tap`; formatting happens on the worker.
+    Under transformations: as for `hc.tap` with on="once".
+
+    Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
     _check_format(fmt, len(args), kwargs)
     printer = Printer(
@@ -66,7 +69,7 @@ def print(
         end=end,
         options=_print_options(),
     )
-    tap(  # as two trees: a keyword may have the name of one of tap's options
+    tap(  # as two trees, since a field of `fmt` may be named like an option of tap
         printer,
         args,
         kwargs,
@@ -88,7 +91,10 @@ _FACE = Face(
 
 @dataclass(frozen=True)
 class Printer:
-    """Equal for equal lines, so that tracing again finds what was compiled."""
+    """The function of a tap that prints.
+
+    Printers of equal lines are equal, so tracing a line again hits JAX's caches.
+    """
 
     fmt: str
     file: Static | None
@@ -106,14 +112,14 @@ class Printer:
                 *map(_printable, args), **{k: _printable(v) for k, v in kwargs.items()}
             )
         file = sys.stdout if self.file is None else self.file.value
-        # One write: lines of other threads do not come between.
+        # One write, so that other threads can't print between text and end.
         file.write(text + self.end)
         if self.flush:
             file.flush()
 
 
 def _printable(value: Any) -> Any:
-    """Scalars of the small types take no format of their own."""
+    """Converts scalars of small types to Python's: they support no format specs."""
     if not isinstance(value, np.ndarray) or value.ndim or value.dtype.kind != "V":
         return value
     number = int if "int" in value.dtype.name else float
@@ -121,7 +127,7 @@ def _printable(value: Any) -> Any:
 
 
 def _print_options() -> tuple[tuple[str, Any], ...]:
-    """Those that differ from NumPy's own, hashable."""
+    """NumPy's print options that differ from its defaults, in hashable form."""
     options: dict[str, Any] = dict(np.get_printoptions())
     return tuple(
         (name, options[name])
@@ -183,7 +189,7 @@ def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
 
 
 def _fields(fmt: str) -> list[int | str]:
-    """The arguments that a format names, those in nested specs too."""
+    """The fields that a format uses, also in nested specs ("{:{width}}")."""
     found: list[int | str] = []
     automatic, numbered = 0, False
     todo = [fmt]

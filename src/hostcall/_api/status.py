@@ -1,4 +1,4 @@
-"""What is under way, and what it has cost."""
+"""Which calls are running, what calls have cost, and how full the queue is."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hostcall._runtime import workers
 
 @dataclass(frozen=True)
 class ActiveCall:
-    """A call under way, as `hc.monitor.status()` saw it.
+    """A running call, as `hc.monitor.status()` found it.
 
     Attributes:
-        name: its tag, or the function's name.
+        name: the call's tag, or the function's name.
         place: the user's line that wrote the call.
-        seconds: since it was entered.
-        row: its place in the batch, or ().
-        thread: `threading.get_ident()` of the thread that runs it.
-        stack: what that thread is doing, as `traceback.format_stack` writes it.
+        seconds: the time since the function was entered.
+        row: the index of this row along each batch axis, or ().
+        thread: `threading.get_ident()` of the thread that runs the call.
+        stack: the stack of that thread, formatted as by `traceback.format_stack`.
     """
 
     name: str
@@ -42,18 +42,19 @@ class ActiveCall:
 
 @dataclass(frozen=True)
 class CallStats:
-    """What calls of one function have cost, over all programs (`hc.monitor.stats()`).
+    """The cost of one function's calls, over all programs (`hc.monitor.stats()`).
 
     Attributes:
-        calls: times the function was entered.
-        masked: rows, and taps, that `where` kept from it.
-        dropped: taps that found the queue full.
+        calls: how often the function was entered.
+        masked: rows and taps that `where` left out.
+        dropped: taps that were dropped because the queue was full.
         skipped: taps that `every=` or `sample=` left out.
-        errors: programs (or eager calls) that it failed, or taps that failed.
-        bytes_in: handed to it.
-        bytes_out: taken from it.
-        python_seconds: in the function and in conversions, waiting for nobody.
-        gil_seconds: waiting to enter Python.
+        errors: programs and eager calls that the function failed, or taps that failed.
+        bytes_in: bytes of the arguments.
+        bytes_out: bytes of the results.
+        python_seconds: time in the function and in conversions, without waits for the
+            GIL or for other devices.
+        gil_seconds: time spent waiting for the GIL before the function was entered.
     """
 
     calls: int
@@ -68,10 +69,12 @@ class CallStats:
 
 
 def status() -> list[ActiveCall]:
-    """The calls, and the tap, under way, oldest first, with what each is doing.
+    """The running calls and the running tap, oldest first, each with its stack.
 
-    For a program that hangs: call it from another thread, or from a signal handler.
-    Cost: none until asked; nothing is recorded but a pointer a call.
+    If a program hangs, call this function from another thread or from a signal handler.
+
+    Cost: nothing until it is called, except one stored pointer per call; then the time
+    to format the stacks.
     """
     frames = sys._current_frames()
     calls = []
@@ -85,10 +88,12 @@ def status() -> list[ActiveCall]:
 
 
 def stats() -> dict[str, CallStats]:
-    """What calls have cost so far, by `tag=` or by function (name and source line).
+    """What calls and taps have cost so far, keyed by `tag=`.
 
-    Calls with one tag, and closures over one `def`, count together. Cost: two readings
-    of the clock a call.
+    Without a tag, the key is the function's name and source line. Calls with one tag
+    are counted together, and so are closures made by one `def`.
+
+    Cost: two readings of the clock for each call.
     """
     return {
         name: CallStats(
@@ -116,10 +121,11 @@ class TapQueue:
     Attributes:
         pushed: taps that devices have queued.
         delivered: of those, taps whose function has run.
-        dropped: taps that found the queue full, those dropped for newer ones included.
-        nbytes: held by what is queued and being delivered.
-        limit: of `nbytes`.
-        blocked: devices that wait for space at this moment.
+        dropped: taps that were dropped because the queue was full (the new tap or an
+            older one), or by `hc.monitor.discard_taps()`.
+        nbytes: bytes of the taps that are queued or being delivered.
+        limit: the limit of `nbytes` (`hc.configure(tap_queue_bytes=)`).
+        blocked: devices that are waiting for space right now.
     """
 
     pushed: int
@@ -131,7 +137,7 @@ class TapQueue:
 
 
 def tap_queue() -> TapQueue:
-    """What the queue of taps holds, and what became of the rest. Cost: microseconds."""
+    """What the queue of taps holds, and how many it has handled. Cost: microseconds."""
     state = _native.tap_queue()
     return TapQueue(
         state["pushed"],
@@ -148,16 +154,19 @@ def tap_queue() -> TapQueue:
 
 @dataclass(frozen=True)
 class PinnedMemory:
-    """A pool of pinned memory, through which values go to and from GPUs.
+    """A pool of pinned memory, through which values are copied to and from GPUs.
 
     Attributes:
-        limit: bytes that it may have.
-        allocated, in_use, peak: bytes now, of those in calls or taps, the most so far.
+        limit: how many bytes the pool may allocate.
+        allocated: bytes that it has allocated now.
+        in_use: bytes that calls or taps use now.
         pending: bytes that copies to a GPU are still reading.
-        allocations, reuses: blocks taken from the driver, and given out again.
-        waits: calls or taps that found it full.
-        overruns: of those, how many went over the limit after a second in which
-            nothing came back.
+        peak: the highest `allocated` so far.
+        allocations: blocks allocated from the driver.
+        reuses: requests served with a recycled block.
+        waits: requests that found the pool full and waited.
+        overruns: requests that exceeded the limit, after a second in which no block was
+            returned.
     """
 
     limit: int
@@ -172,6 +181,6 @@ class PinnedMemory:
 
 
 def pinned_memory() -> dict[str, PinnedMemory]:
-    """The pools of "calls" and "taps", where GPUs have used them."""
+    """The pools of "calls" and "taps", as far as GPUs have used them."""
     pools = zip(("calls", "taps"), _native.pinned_pools(), strict=True)
     return {name: PinnedMemory(**state) for name, state in pools if state is not None}

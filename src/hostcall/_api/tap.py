@@ -1,4 +1,4 @@
-"""`hc.tap` and its relatives: values leave a program, which does not wait."""
+"""`hc.tap` and its relatives: a program hands values to Python without waiting."""
 
 from __future__ import annotations
 
@@ -50,85 +50,83 @@ def tap(
     tag: str | None = None,
     **kwargs: Any,
 ) -> None:
-    """Hands values to a Python function, some time later. The program does not wait.
+    """Hands values to a Python function, which runs later. The program does not wait.
 
-    The device copies the values into a queue and goes on. One worker thread calls
-    `fn(*args, **kwargs)` with NumPy arrays that `fn` owns, one call at a time, some
-    milliseconds later: a slow function delays all taps, not the program.
-    `hc.barrier()` waits until everything has been delivered, and raises what taps
-    raised (`jax.effects_barrier()` waits for programs only). What is queued when the
-    process ends is delivered first. Outside of a compiled program a tap waits for its
-    arrays.
+    The device copies the values into a queue and goes on. One worker thread takes them,
+    some milliseconds later, and calls `fn(*args, **kwargs)` with NumPy arrays that `fn`
+    owns. It makes one call at a time, so a slow function delays all taps, but not the
+    program. `hc.barrier()` waits until all taps are delivered, and raises what they
+    raised; `jax.effects_barrier()` waits for programs only. A process ends after it has
+    delivered its taps. Outside compiled programs a tap waits for its arrays.
 
     Args:
-        fn: any callable but a generator or coroutine function; what it returns is
+        fn: any callable except a generator or coroutine function. Its return value is
             ignored. It may use JAX, and may tap and call again.
-        *args: pytrees. Arrays and numbers arrive as arrays, typed PRNG keys as such;
-            all other leaves (strings, objects) reach `fn` as they are.
-        order: "unordered": taps of one device are delivered in the order in which it
-            came to them, which is program order within straight-line code. "ordered":
-            program order, across loops, conditionals and programs, on each device.
-        where: a bool scalar. Where it is False nothing leaves the device. Under vmap
-            each row has its own. In shard_map it can pick a shard:
+        *args: pytrees. Arrays and numbers reach `fn` as arrays, typed PRNG keys as
+            keys, and all other leaves (strings, objects) unchanged.
+        order: "unordered": the taps of one device are delivered in the order in which
+            it reached them: program order within straight-line code. "ordered": in
+            program order on each device, across loops, conditionals and programs.
+        where: a bool scalar. If it is False, nothing leaves the device. Under vmap each
+            row has its own. In shard_map it can pick a shard, as in
             where=jax.lax.axis_index("x") == 0.
-        when_full: what the device does where the queue holds
-            `configure(tap_queue_bytes=)`: "block" waits for the worker, "drop_newest"
-            drops this tap, "drop_oldest" the oldest one of this device that has the
-            same policy and is not being delivered yet. `hc.monitor.stats()` counts
-            them. A tap inside a tap is let in; what a tap waits for (a thread that
-            taps, a program over the process's devices) must not block on a full queue.
-        rows: under vmap, "batched": one delivery with the batch axes in front,
-            `hc.current().transforms` says of which arrays (where `where` differs
-            between rows, those that are left lie along one axis, `hc.current().rows`
-            says which they are); "each": one a row, in row order, `hc.current().row`
-            says which.
-        remat: under jax.checkpoint, "once": values of the forward pass are tapped
-            there alone; "repeat": again where the backward pass computes them again.
-        on: in a jitted program over several devices, "once": one delivery of the
-            whole value, which is gathered (whatever `where` and `every` say);
-            "shards": one of each block, from the device that has it, with no
-            communication. `hc.current().device` and `.index` say which; equal blocks
-            are delivered once.
-        arrays: as in `hc.call`.
-        every: an int: lets one of so many executions through, the first of them. A run
-            of the program that comes here more often than that is counted by itself:
-            with every=100 a scan of 1000 steps taps steps 0, 100, ... 900 each time it
-            runs. Other runs are counted together: of calls of a jitted step, one in 100
-            taps. A float: one in so many seconds, over all runs. Each place of a
-            program counts by itself, on each device, where `where` is True. Outside of
-            a program (jax.jit) a place is a line of yours.
-        sample: lets this share of the executions through, chosen by a fixed sequence,
-            the same each time the process runs.
-        tag: the name under which `hc.testing.collect` gathers what this tap is given,
-            and `hc.monitor` shows it. Default: the function's, and not collected.
-        **kwargs: as `args`. What is no option above is the function's.
+        when_full: what the device does if the queue holds
+            `configure(tap_queue_bytes=)`. "block": it waits for the worker.
+            "drop_newest": it drops this tap. "drop_oldest": it drops its oldest tap
+            with this policy that is not being delivered. `hc.monitor.stats()` counts
+            dropped taps. A tap inside a tap never blocks. If `fn` waits for a thread or
+            program that taps, use a policy that drops there: a blocked tap would wait
+            for the worker, which is busy with `fn`.
+        rows: under vmap, "batched": one delivery with the batch axes in front, for the
+            arrays that `hc.current().transforms` names. If `where` differs between
+            rows, the remaining rows lie along one axis, and `hc.current().rows` has
+            their indices. "each": one per row, in order; see `hc.current().row`.
+        remat: under jax.checkpoint, "once": only the forward pass taps. "repeat": the
+            backward pass taps again when it recomputes the values.
+        on: in a jitted program over several devices, "once": one delivery of the whole
+            value, which is gathered even if `where` or `every` drops the tap. "shards":
+            each device delivers its block, without communication; equal blocks are
+            delivered once. See `hc.current().device` and `.index`.
+        arrays: as in `hc.call`, except "cuda".
+        every: an int n lets the first of every n executions tap. A run of a program
+            with more than n executions is counted separately: with every=100, a scan of
+            1000 steps taps at steps 0, 100, ... 900 of each run. Other runs are counted
+            together: a jitted step with one tap taps in 1 of 100 calls. A float is an
+            interval in seconds, over all runs. Each place in a program is counted
+            separately on each device, if `where` is True there. Outside of jax.jit, a
+            place is a source line.
+        sample: the share of executions that tap. A fixed sequence picks them, the same
+            in each process.
+        tag: the tap's name in `hc.monitor` (default: the function's) and in
+            `hc.testing.collect` (default: not collected).
+        **kwargs: arguments for `fn`, like `args`: all keywords that are not options.
 
     Raises:
-        SpecError: the tap is written wrong; `fn` can't take the arguments, or uses a
-            traced value that it is not given (a variable of the functions around it).
-            What `fn` raises does not stop the program: the log has its traceback (of
-            one that fails often the first three, then counts), and the next
-            `hc.barrier()` raises it.
+        SpecError: an option or argument is invalid, `fn` can't take the arguments, or
+            `fn` uses a traced value of an enclosing function without taking it as an
+            argument.
+
+    If `fn` raises, the program goes on. The exception is logged (the first three with
+    tracebacks, further ones as counts), and the next `hc.barrier()` raises it.
 
     Under transformations:
-        jit, scan, while_loop (its condition too), cond, map: once for each time the
-            place is reached; never removed as unused.
-        vmap: see `rows`. Of cond and while_loop JAX computes all branches for all
-            rows: give the condition as `where=` too. In a while_loop's condition that
-            vmap batches an unordered tap comes twice a round, an ordered one once.
-        jvp, grad: primal values, where they are computed. `hc.derivatives.tap_tangent`
-            and `tap_cotangent` there see derivatives. A linearized while_loop is run
-            again for each tangent, as JAX does it, and so are its taps.
-        shard_map, pmap: each shard its own; a value that psum has made the same
-            everywhere arrives once from each.
+        jit, scan, while_loop (also its condition), cond, map: taps each time the tap is
+            reached. It is never removed as unused.
+        vmap: see `rows`. For cond and while_loop, JAX computes all branches for all
+            rows: pass the condition as `where=` too. In the condition of a batched
+            while_loop, an unordered tap runs twice per iteration, an ordered one once.
+        jvp, grad: taps primal values where they are computed; for derivatives, see
+            `hc.derivatives`. JAX runs a linearized while_loop, with its taps, again for
+            each tangent.
+        shard_map, pmap: each shard taps its own value, even if psum made all equal.
         jit over sharded arrays: see `on`.
 
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes
-    Python's lock, and waits only where the queue is full and `when_full` is "block". A
-    program with a tap leaves JAX's fast dispatch, as with any effect (some 50 us a
-    dispatch in place of 4): `hc.tap_through` does not. On a GPU or TPU JAX's own
-    callback brings the values to the queue, as slow as that; there `on` has no
-    meaning, and `hc.current()` knows no device.
+    the GIL, and waits only if the queue is full and `when_full="block"`. Like any
+    effect, a tap costs the program JAX's fast dispatch (about 50 us a dispatch instead
+    of 4); `hc.tap_through` keeps it. On a GPU or TPU, JAX's own callback brings the
+    values to the queue at its own speed, `on` has no effect, and `hc.current()` knows
+    no device.
     """
     operands, params = prepare(
         fn,
@@ -162,30 +160,29 @@ def tap_through(
     sample: float | None = None,
     tag: str | None = None,
 ) -> T:
-    """Hands `x` to `fn(x)` some time later, and gives `x` back.
+    """Hands `x` to `fn(x)`, which runs later, and returns `x`.
 
-    As `hc.tap`, but tied to its result instead of an effect: the program keeps JAX's
-    fast dispatch (4 us in place of some 50), and **runs the tap only if something uses
-    the result**. JAX may drop, merge or repeat it as it may any computation.
+    Like `hc.tap`, but the result ties the tap to the program, instead of an effect. The
+    program keeps JAX's fast dispatch (4 us instead of about 50), and **the tap runs
+    only if the result is used**. JAX may drop, merge or repeat it like any computation.
 
     Args:
         fn: as in `hc.tap`.
         x: a pytree of arrays and numbers.
-        where: as in `hc.tap`, as all that follow.
-        when_full: what happens where the queue is full.
-        rows: under vmap, one delivery of the batch or one a row.
+        where: as in `hc.tap`, like all options below.
+        when_full: what happens if the queue is full.
+        rows: under vmap, one delivery for the batch or one per row.
         remat: under jax.checkpoint, "once" keeps the value for the backward pass.
-        arrays: what `fn` gets for an array.
-        every: lets one of so many executions through, or one in so many seconds, as in
-            `hc.tap`.
-        sample: lets this share of the executions through.
-        tag: for `hc.testing.collect` and `hc.monitor`.
+        arrays: the kind of array that `fn` gets.
+        every: taps one in so many executions, or one in so many seconds.
+        sample: the share of executions that tap.
+        tag: the tap's name in `hc.testing.collect` and `hc.monitor`.
 
     Returns:
-        `x`, to be used in place of it.
+        `x`. Use it in place of the argument.
 
-    Cost: that of `hc.tap`, and a copy of `x` where XLA can't give its memory on. In a
-    jitted program over sharded arrays `x` is gathered, and the result replicated.
+    Cost: that of `hc.tap`, and a copy of `x` unless XLA can reuse its memory. In a
+    jitted program over sharded arrays, `x` is gathered and the result is replicated.
     """
     operands, params = prepare(
         fn,
@@ -207,41 +204,41 @@ def tap_through(
 
 
 def tap_tangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
-    """Gives `x` back; where it is differentiated forward, taps its tangent.
+    """Returns `x`, and taps its tangent in forward-mode derivatives.
 
     Args:
-        fn: called with the tangent, a pytree like `x`; None for what has no tangent
-            (integers, strings).
+        fn: called with the tangent, a pytree like `x`, with None for leaves that have
+            no tangent (integers, strings).
         x: a pytree.
-        **options: those of `hc.tap`.
+        **options: the options of `hc.tap`.
 
     Returns:
-        `x`, to be used in place of it.
+        `x`. Use it in place of the argument.
 
     Under transformations: jvp, jacfwd: taps; a linearized function taps when it is
-    given a tangent. grad, jacrev: a tangent that only stands for its transpose has no
-    value, and nothing is tapped; `tap_cotangent` is for those. Of nested derivatives
-    the innermost is seen.
+    called with a tangent. grad, jacrev: does not tap, since the tangent is only
+    transposed and has no value; use `tap_cotangent`. Nested derivatives: taps in the
+    innermost.
     """
-
     return _seen_in_derivatives("tap_tangent", fn, x, options)
 
 
 def tap_cotangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
-    """Gives `x` back; where it is differentiated in reverse, taps its cotangent.
+    """Returns `x`, and taps its cotangent in reverse-mode derivatives.
 
     Args:
-        fn: called with the cotangent, a pytree like `x`; None for what has none
-            (integers, strings).
+        fn: called with the cotangent, a pytree like `x`, with None for leaves that have
+            no cotangent (integers, strings).
         x: a pytree.
-        **options: those of `hc.tap`.
+        **options: the options of `hc.tap`.
 
     Returns:
-        `x`, to be used in place of it.
+        `x`. Use it in place of the argument.
 
-    Under transformations: grad, vjp, jacrev: taps in the backward pass, once for each
-    time it comes through. jvp: nothing is tapped. Of nested derivatives the innermost
-    is seen; the others are as right as without.
+    Under transformations: grad, vjp, jacrev: taps each time the backward pass reaches
+    it.
+    jvp: does not tap. Nested derivatives: taps in the innermost; the others stay
+    correct.
     """
     return _seen_in_derivatives("tap_cotangent", fn, x, options)
 
@@ -315,7 +312,7 @@ def prepare(
     tag: Any = None,
     face: mistakes.Face = _FACE,
 ) -> tuple[list[Any], TapParams]:
-    """What to bind the primitive with."""
+    """Checks a tap's arguments. Returns the operands and parameters of its equation."""
     called = check_function(fn, "hc.tap(fn, *args)")
     _check_options(called, order, when_full, rows, remat, arrays, every, sample)
     check_tag(tag, called)
@@ -386,7 +383,7 @@ def _check_options(
 
 
 def _rebuilt(params: TapParams, arrays: list[Any]) -> Any:
-    """The one argument of a tap, from its arrays."""
+    """Rebuilds the one argument of a tap from its arrays."""
     template = params.callback.template
     keys = template.keys
     leaves = [

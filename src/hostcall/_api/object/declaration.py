@@ -1,4 +1,4 @@
-"""What declares an `hc.Object`: checked, and read."""
+"""Checks and reads the arguments that declare an `hc.Object`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import parse_result
 
-# What the attributes of an Object mean that are not declared.
+# The methods of hc.Object itself, which a declaration can't use as names.
 OWN = ("close", "renew", "restore", "save")
 
 
@@ -46,10 +46,10 @@ def check(name: str, methods: Any, order: Any, vmap_method: Any) -> None:
 
 
 def maker(factory: Callable[..., Any], name: str) -> Callable[[Any], Any]:
-    """From an object's index to the object."""
+    """A function from an object's index to a new object, for every kind of factory."""
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # of C: nothing is known
+    except (TypeError, ValueError):  # written in C, with an unknown signature
         return lambda index: factory()
     needed = [
         p
@@ -70,7 +70,10 @@ def maker(factory: Callable[..., Any], name: str) -> Callable[[Any], Any]:
 def hook(
     name: str, option: str, given: Any, optional: bool = False
 ) -> Callable[..., Any] | None:
-    """A function of the object, from one or from a method's name."""
+    """The function of an object that an option gives, directly or as a method's name.
+
+    If `optional`, a method that the object lacks is not called.
+    """
     if given is None or callable(given):
         return given  # type: ignore[no-any-return]
     if not isinstance(given, str):

@@ -1,8 +1,8 @@
 """The host objects of one `hc.Object`: made, entered, saved and closed.
 
-There is one for each place of a batch, and each has a lock: no two threads are ever in
-the same object. Programs hold the group by the functions that they call, so objects
-live as long as anything can call them.
+Each place of a batch has one object. Each object has a lock, so two threads are never
+in it at once. Programs hold the functions that they call, and these hold the group, so
+objects live as long as anything can call them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hostcall._core.errors import HostcallError
 
 logger = logging.getLogger("hostcall")
 
-# (batch, index in it), as `_context.place_in_batch` has them.
+# (batch, index in it), as _runtime/context.py's `place_in_batch` returns them.
 Place = tuple[tuple[Any, ...], tuple[int, ...]]
 
-# Why nothing can be called any more.
+# The reasons why a group's objects can't be called any more.
 CLOSED = (
     "is used after close(). Make another hc.Object, or write renew() in place of"
     " close()"
@@ -38,20 +38,20 @@ _UNMADE = object()
 
 
 class Member:
-    """One object. Its lock lets one thread in, and that thread again."""
+    """One object. Its lock is reentrant: a method may call the object again."""
 
     def __init__(self, value: Any = _UNMADE) -> None:
         self.lock = threading.RLock()
         self.value = value
-        self.gone = False  # out of its group: who has waited looks again
+        self.gone = False  # left its group: a thread that got the lock looks again
 
 
 class Group:
-    """The objects of one `Object`, by place: all of one batch.
+    """The objects of one `hc.Object`, by place. All places belong to one batch.
 
-    `lock` is for `members` and `ended`. A member's lock may be held when it is taken,
-    never the other way round. Looking a member up takes none: one that has just left is
-    `gone`.
+    `lock` guards `members` and `ended`. A thread that holds a member's lock may take
+    it; the other order would deadlock. `enter` looks up a member without `lock`, so the
+    member may have left the group meanwhile: it is `gone` then.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Group:
         self.name, self.make, self.methods, self.end = name, make, methods, end
         self.lock = threading.Lock()
         self.members: dict[Place, Member] = {}
-        self.ended = ""  # else what `check_open` says
+        self.ended = ""  # or the reason that `check_open` gives
         _living.add(self)
 
     def check_open(self, who: str) -> None:
@@ -79,9 +79,10 @@ class Group:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """`method(object)(*args, **kwargs)`, with the lock of the object of a place.
+        """Calls `method(object)(*args, **kwargs)`, holding the lock of the object of a
+        place.
 
-        Makes it where it is missing.
+        Makes the object if it does not exist yet.
         """
         while True:
             member = self.members.get(place) or self._join(place, who)
@@ -115,7 +116,7 @@ class Group:
         member.value = value
 
     def snapshot(self, save: Callable[..., Any] | None) -> dict[str, Any]:
-        """Each object, or what `save` makes of it, pickled."""
+        """Pickles each object, or what `save` returns for it."""
         with self.lock:
             members = sorted(self.members.items(), key=lambda item: item[0][1])
         objects = {}
@@ -134,12 +135,12 @@ class Group:
         return {"batch": batch, "objects": objects}
 
     def put(self, values: Mapping[Place, Any]) -> None:
-        """These objects, into an empty group."""
+        """Puts objects into an empty group."""
         with self.lock:
             self.members.update({p: Member(value) for p, value in values.items()})
 
     def drop(self, keep: Collection[Place] = (), ended: str = "") -> list[Exception]:
-        """Closes objects, each when nobody is in it; gives what that raised."""
+        """Closes objects as soon as no thread is in them. Returns what that raised."""
         with self.lock:
             self.ended = self.ended or ended
             places = [place for place in self.members if place not in keep]
@@ -157,7 +158,7 @@ class Group:
         return failures
 
     def finish(self) -> None:
-        """Nobody is left who could be told of an error."""
+        """Closes all objects, and logs failures: no caller is left to raise them to."""
         for error in self.drop(ended=ENDING):
             logger.error("closing an object of `%s` failed", self.name, exc_info=error)
 
@@ -167,7 +168,7 @@ class Group:
 
 
 _living: weakref.WeakSet[Group] = weakref.WeakSet()
-_parents: list[Any] = []  # objects of the process that this one was forked from
+_parents: list[Any] = []  # in a forked child, the objects of the parent
 
 
 def _at_exit() -> None:
@@ -176,7 +177,7 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """The objects are the parent's: kept, so that nothing of them ends here."""
+    """Keeps the parent's objects alive, so that the child never finalizes them."""
     for group in list(_living):
         group.lock = threading.Lock()
         if group.members:
@@ -185,8 +186,9 @@ def _after_fork() -> None:
             group.ended = FORKED
 
 
-# On import, and so before the engine's hook (`_handlers`): the last registered runs
-# first, and when this one runs programs have ended.
+# Exit hooks run in reverse order of registration. So this one runs after the engine's
+# hook (_runtime/lifecycle.py), which waits for programs, if this module is imported
+# before the first program with a call is lowered.
 atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_after_fork)
 

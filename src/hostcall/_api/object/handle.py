@@ -1,7 +1,7 @@
 """`hc.Object`: a host object whose methods compiled programs call.
 
-`Object` is what the user holds: the checks, and a function for each method. The objects
-are in a `Group` (`_object_group`), which programs hold too.
+`Object` is what the user holds: it checks the declaration, and has a function for each
+method. The host objects are in a `Group` (group.py), which programs hold too.
 """
 
 from __future__ import annotations
@@ -38,56 +38,58 @@ class Object:
         env = hc.Object(Walk, methods={"reset": obs, "step": (obs, reward)})
         place, reward = env.step(action)     # anywhere in JAX code: Walk().step(action)
 
-    The object is made on the host at the first call, not before. Under vmap each row
-    has an object of its own, in each call and each program the same.
+    The first call makes the object on the host. Under vmap each row has its own object,
+    which is the same one in each call and each program.
 
     Args:
-        factory: makes an object. One with a required argument gets the object's index,
-            a tuple: of its row along each batch axis, the outermost vmap first; inside
-            shard_map and pmap the device's mesh coordinates come before. Without them
-            it is (). Any other factory is called without arguments.
-        methods: name -> what the method returns, as `result=` of `hc.call`. Each is an
-            attribute, a function `(*args, where=None, fill=None, **kwargs)`. The
-            object's method gets the arguments as `hc.call` hands them over: NumPy
-            arrays, of shape () for numbers; everything else as it is.
-        order: "ordered": each call exactly once, after the ordered call before it.
+        factory: makes an object. If it has a required argument, it gets the object's
+            index, a tuple: the row along each batch axis, the outermost vmap first.
+            Inside shard_map and pmap the device's mesh coordinates come first. Without
+            any of these, the index is ().
+        methods: maps the name of each method to what it returns, described like
+            `result` of `hc.call`. Each method becomes an attribute: a function `(*args,
+            where=None, fill=None, **kwargs)`. Its arguments reach the object's method
+            as in `hc.call`: arrays and numbers as NumPy arrays, all else unchanged.
+        order: "ordered": each call runs exactly once, after the previous ordered call.
             "unordered": exactly once, in program order within straight-line code.
-        name: for messages; default the factory's.
-        vmap_method: "sequential": rows in row order. "parallel": all at once.
+        name: the name in messages. Default: the factory's.
+        vmap_method: "sequential": the rows run in row order. "parallel": all at once.
         executor: a pool of threads for "parallel", as in `hc.call`.
-        close: ends an object: the name of its method, called where it has one, or a
-            function of it; None for nothing.
-        save: gives an object's state: a method's name, or a function of it. Default:
-            the object itself, pickled.
+        close: ends an object: a method's name, which objects may lack, or a function of
+            the object. None: objects are just dropped.
+        save: returns an object's state: a method's name, or a function of the object.
+            Default: the object itself is the state. States are pickled.
         restore: puts such a state into an object: a method's name, or a function
             `restore(object, state)`.
 
-    A thread that calls an object waits while another is in it. Objects are closed by
-    `close()`, on leaving `with env:`, at the end of the process, and some time after
-    this `Object` and every program that calls it are gone. A forked child has no
-    objects: a call there is an error, and those of its parent are left alone.
+    Only one thread at a time can be in an object; other threads wait. Objects are
+    closed by `close()`, at the end of `with env:`, at the end of the process, and some
+    time after this `Object` and every program that calls it are gone. A forked child
+    has no
+    objects: calls there fail, and the parent's objects are not touched.
 
     Raises:
-        SpecError: the object is declared wrong.
-        AttributeError: a method that is not declared.
-        HostcallError: a call after `close()`; where a program calls, one with another
-            batch than before, or of an object that lacks a declared method.
-        jax.errors.JaxRuntimeError: when the program runs and a method, or the factory,
-            fails; `hostcall.reraise()` gives its exception. An eager call raises it
-            directly. Rows after the failing one are not called; objects keep the state
-            they have. A factory that failed is asked again by the next call.
+        SpecError: the declaration is invalid.
+        AttributeError: a method was not declared.
+        HostcallError: a call after `close()`. When a program runs: the batch differs
+            from that of earlier calls, or the object lacks a declared method.
+        jax.errors.JaxRuntimeError: a method or the factory failed while the program
+        ran;
+            `hostcall.reraise()` gives its exception. An eager call raises it directly.
+            The rows after a failed one are not called, and objects keep their states.
+            After a failure of the factory, the next call tries it again.
 
     Under transformations:
-        jit, scan, while_loop, cond, map: one object, entered each time the place is
-            reached. remat: not again in the backward pass.
-        vmap: an object for each row; nested, for each tuple of indices. The first call
-            says how many there are, until `renew()`. A call of which no argument
-            depends on the row is made once, of another batch: give it one that does.
-        vmap of cond, of while_loop: JAX computes every branch for every row. Give the
+        jit, scan, while_loop, cond, map: one object, called each time the call is
+            reached. remat: the backward pass does not call it again.
+        vmap: one object per row; for nested vmaps, one per tuple of indices. The first
+            call fixes the batch until `renew()`. A call runs once if none of its
+            arguments depends on the row, which is another batch: pass one that does.
+        vmap of cond, of while_loop: JAX computes every branch for every row. Pass the
             condition as `where=` too.
         jvp, grad, transposition: refused, as by `hc.call`.
-        shard_map, pmap: an object for each device of the mesh, and each row there.
-        jit over sharded arrays: as without: one call, on the whole value.
+        shard_map, pmap: one object for each device of the mesh, or for each row there.
+        jit over sharded arrays: one call, on the whole value, as without sharding.
 
     Cost: that of an ordered `hc.call`, and about 1 us to find and lock the object.
     """
@@ -125,7 +127,7 @@ class Object:
                 self._group, method, result, how, pool, kind
             )
 
-    def __getattr__(self, name: str) -> Any:  # what is declared is found before
+    def __getattr__(self, name: str) -> Any:  # not called for declared methods
         group = self.__dict__.get("_group")
         if group is None or name.startswith("_"):
             raise AttributeError(name)
@@ -147,7 +149,7 @@ class Object:
         )
 
     def __del__(self) -> None:
-        _native.bury()  # calls that have ended, which hold the group
+        _native.bury()  # frees calls that have ended, which still hold the group
 
     def __enter__(self) -> Object:
         self._group.check_open("`with`")
@@ -157,14 +159,14 @@ class Object:
         self.close()
 
     def close(self) -> None:
-        """Closes all objects, for good; after the first time it does nothing.
+        """Closes all objects for good. Further calls do nothing.
 
-        Waits for what this thread has dispatched, and for methods under way. A program
-        that failed meanwhile is logged.
+        Waits for the programs that this thread has dispatched, and for methods that are
+        running. If one of these programs fails, that is logged.
 
         Raises:
-            Exception: what closing an object raised, after all were closed; of several
-                an ExceptionGroup.
+            Exception: what closing an object raised, after all objects were closed; an
+                ExceptionGroup if there are several.
             HostcallError: called from inside a callback.
         """
         if not self._group.ended:
@@ -172,24 +174,26 @@ class Object:
             _raise(self._group.drop(ended=CLOSED))
 
     def renew(self) -> None:
-        """Closes all objects, as `close` does; the next call makes them anew.
+        """Closes all objects, like `close`; the next call makes new ones.
 
-        They may be of another batch then.
+        The new objects may have another batch.
         """
         self._wait("renew")
         _raise(self._group.drop())
 
     def save(self) -> dict[str, Any]:
-        """A snapshot of all objects, which pickle can write: for a checkpoint.
+        """Returns a snapshot of all objects, which can be pickled, for a checkpoint.
 
-        Waits for what this thread has dispatched; programs of other threads are between
-        two methods of an object. Each object is pickled by itself (by `save=`, its
-        state): what two of them share is there twice.
+        Waits for the programs that this thread has dispatched. An object that programs
+        of other threads use is saved between two of their calls. Each object (or with
+        `save=` its state) is pickled separately, so what two objects share is stored
+        twice.
 
         Raises:
-            jax.errors.JaxRuntimeError: a program failed, and nobody was told.
-            HostcallError: an object does not pickle; called from inside a callback, or
-                after close().
+            jax.errors.JaxRuntimeError: a program failed, and no one has seen its error
+            yet.
+            HostcallError: an object can't be pickled, or `save` was called from inside
+                a callback or after close().
         """
         failures = self._wait("save", log=False)
         if failures:
@@ -197,17 +201,18 @@ class Object:
         return self._group.snapshot(self._save)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes back to a snapshot that `save` gave, in this process or another.
+        """Goes back to a snapshot that `save` returned, in this process or another.
 
-        The objects are those of the snapshot, however many there were. With `restore=`
-        its states are put into the objects that there are, and into new ones where one
-        is missing; without, objects are replaced. Those without a place are closed.
+        The objects become those of the snapshot, with its batch. With `restore=`, their
+        states are put into the existing objects, and into new ones where one is
+        missing. Without it, the snapshot's objects replace the existing ones. Objects
+        that are not in the snapshot are closed.
 
-        The snapshot is unpickled: take none from strangers.
+        The snapshot is unpickled, so it must come from a trusted source.
 
         Raises:
-            SpecError: `state` is something else.
-            Exception: what `restore=` or closing an object raised.
+            SpecError: `state` is not a snapshot.
+            Exception: what `restore=` raised, or closing an object.
         """
         if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
             raise SpecError(
@@ -224,13 +229,13 @@ class Object:
         if put is None:
             group.put(states)
         else:
-            into = functools.partial(functools.partial, put)  # as if it were a method
+            into = functools.partial(functools.partial, put)  # object -> bound method
             for place, value in states.items():
                 group.enter(place, "restore()", into, (value,), {})
         _raise(failures)
 
     def _wait(self, what: str, log: bool = True) -> list[BaseException]:
-        """For programs of this thread; gives what they failed with."""
+        """Waits for this thread's programs. Returns their failures."""
         name = self._group.name
         if context.current() is not None:
             raise HostcallError(
@@ -255,7 +260,10 @@ def _raise(failures: Sequence[BaseException]) -> None:
 
 
 class _Entry:
-    """What a program calls: one method, of the object that the call's place means."""
+    """The function that programs call for one method.
+
+    It calls the method of the object that belongs to the calling row and device.
+    """
 
     def __init__(self, group: Group, method: str, named: bool) -> None:
         self.group, self.named = group, named
@@ -297,7 +305,7 @@ def _method(
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
     )
-    called = getattr(kind, name, None)  # what a factory makes is not known
+    called = getattr(kind, name, None)  # known only if the factory is a class
     bound = isinstance(called, types.FunctionType) and types.MethodType(called, kind)
 
     def method(*args: Any, where: Any = None, fill: Any = None, **kwargs: Any) -> Any:
