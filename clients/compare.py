@@ -2,9 +2,9 @@
 
     python clients/compare.py [part of a name ...]
 
-Every run is a process of its own. The results must be equal. The table tells what a
-run takes: of the compiled function where the program gives it, else of the whole with
-what it compiles each time. Ends with 1 where something differs.
+Every run is a separate process. The results must be equal. The table has the time of a
+run: of the compiled function if the program returns one, else of the whole program,
+including what it compiles each time. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDS, REPEATS = 3, 20
 
 
 def run_one(name: str, patched: bool, path: str) -> None:
-    """In a process of its own: the results of one program, and its time."""
+    """Runs one program in this process. Writes its results and its time to `path`."""
     import programs
 
     program, arrays = programs.PROGRAMS[name]
@@ -63,7 +63,7 @@ def run_one(name: str, patched: bool, path: str) -> None:
 
 
 def run(name: str, patched: bool) -> Any:
-    """(results, seconds, engine), or the text of what went wrong."""
+    """Returns (results, seconds, engine), or the text of the error."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "result")
         env = dict(

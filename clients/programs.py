@@ -1,8 +1,8 @@
 """Small programs of libraries that call Python from JAX, one function each.
 
-Each gives a tree of arrays and texts that must come out the same with and without
-`hostcall.patch_jax()` (clients/compare.py). What a library writes to the terminal is
-part of it where it is the same from run to run.
+Each returns a tree of arrays and texts, which must be the same with and without
+`hostcall.patch_jax()` (clients/compare.py). The tree includes what a library writes to
+the terminal, if that is the same in every run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy as np
 
 
 class Compiled(NamedTuple):
-    """A program's results, and what runs again what it compiled, to be timed."""
+    """A program's results, and a function that repeats its compiled part, to time it."""
 
     results: Any
     again: Callable[[], Any]
 
 
-# name -> (program, what `patch_jax(arrays=)` it wants)
+# name -> (program, the `arrays` that it needs in `patch_jax(arrays=)`)
 PROGRAMS: dict[str, tuple[Callable[[], Any], str]] = {}
 
 
@@ -45,7 +45,7 @@ def program(
 
 @contextlib.contextmanager
 def captured() -> Any:
-    """Gathers what is written to stdout and stderr."""
+    """Captures stdout and stderr, and waits for callbacks that still write to them."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         yield out
@@ -53,7 +53,7 @@ def captured() -> Any:
 
 
 def without_times(text: str) -> str:
-    """The last state of each progress bar, without clock and speed."""
+    """The last state of each progress bar, without times and speeds."""
     lines = re.split(r"[\r\n]+", text)
     lines = [re.sub(r"\[.*?\]|\d+:\d\d|[\d.?]+(it/s|s/it)", "", line) for line in lines]
     return "\n".join(line.rstrip() for line in lines[-2:])
@@ -404,7 +404,7 @@ def netket_constraint() -> Any:
     return space.n_states, space.random_state(jax.random.key(0), 8)
 
 
-# --- Solvers that talk ---------------------------------------------------------------
+# --- Solvers that report progress ----------------------------------------------------
 
 
 @program("ott-jax: Sinkhorn with progress_fn")

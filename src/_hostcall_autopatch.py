@@ -1,8 +1,9 @@
 """HOSTCALL_PATCH=1: `hostcall.patch_jax()` for programs that can't be changed.
 
-hostcall_autopatch.pth imports this file when an interpreter starts with that variable.
-Nothing is imported then: what is set up here waits until the program imports JAX.
-HOSTCALL_PATCH=numpy is `patch_jax(arrays="numpy")`.
+hostcall_autopatch.pth imports this file if the variable is set when an interpreter
+starts. This file then imports neither JAX nor hostcall. It installs an import hook,
+which patches JAX as soon as the program imports it. HOSTCALL_PATCH=numpy means
+`patch_jax(arrays="numpy")`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ _OFF = ("", "0", "off", "no", "false")
 
 
 class _After(importlib.abc.MetaPathFinder):
-    """Tells when jax, and then hostcall, have been imported."""
+    """Imports hostcall right after jax, and patches jax right after hostcall.
+
+    Other finders look for both modules. This one only wraps `exec_module` of the loader
+    that they find.
+    """
 
     def __init__(self, arrays: str) -> None:
         self._arrays = arrays
@@ -56,7 +61,7 @@ def install() -> None:
     if wanted in _OFF:
         return
     arrays = "numpy" if wanted == "numpy" else "jax"
-    if hasattr(sys.modules.get("jax"), "jit"):  # somebody was here before
+    if hasattr(sys.modules.get("jax"), "jit"):  # JAX is imported already
         importlib.import_module("hostcall").patch_jax(arrays=arrays)
     else:
         sys.meta_path.insert(0, _After(arrays))

@@ -1,4 +1,4 @@
-"""Strictness for every test: four devices, no leftovers, no silent hang."""
+"""Rules for every test: it has four devices, leaves nothing behind, and may not hang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-# Before JAX is imported: four CPU devices, so that sharding is real.
+# Set before JAX is imported. With four CPU devices, sharding is real.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax
@@ -25,14 +25,13 @@ from hostcall import _native
 from hostcall._core import failures
 from hostcall._runtime import tap_failures
 
-# For one test, on a busy machine; the slowest take 20 s on an idle one.
+# The limit for one test on a busy machine. On an idle one, the slowest take 20 s.
 HANG_SECONDS = 240
-# For programs that tests run; it only catches hangs.
+# The limit for programs that tests run. It only has to catch hangs.
 PROGRAM_SECONDS = 180
 
-# Gives programs that tests run Python's handler for SIGINT: a suite that a shell
-# started
-# in the background inherits SIGINT ignored, and passes that on.
+# Installs Python's handler for SIGINT in programs that tests run. If a shell started the
+# suite in the background, the suite and its child processes inherit an ignored SIGINT.
 _PRELUDE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,12 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     platforms.set_up(config.getoption("--platform"))
-    # Before output is captured, or the stacks of a hang would be lost with the capture.
+    # A copy from before pytest captures output, so that a hang's stacks are not lost.
     config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 
 
 def pytest_collection_finish() -> None:
-    # Imported modules stay for ever, so the collection after each test may skip them.
+    # Imported modules are never freed, so collections after tests may skip them.
     gc.collect()
     gc.freeze()
 
@@ -76,7 +75,7 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture(autouse=True)
 def no_hang(pytestconfig: pytest.Config) -> Iterator[None]:
-    """A test that hangs dumps all stacks and ends the run."""
+    """If a test hangs, dumps all stacks and ends the run."""
     faulthandler.dump_traceback_later(
         HANG_SECONDS, exit=True, file=pytestconfig.stash[STDERR]
     )
@@ -86,10 +85,10 @@ def no_hang(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Checks that a test leaves no running call or tap, and no slot of its programs."""
+    """Checks that the test left no running call, no queued tap, and no live slot."""
     yield
     for record in caplog.get_records("call"):
-        # The frames of its exception hold the test's compiled programs.
+        # A logged exception keeps frames alive, which hold the test's programs.
         record.exc_info, record.args = None, ()
     jax.effects_barrier()
     assert hc.barrier(30, programs=False), "a tap was not delivered"
@@ -98,7 +97,7 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
     assert _native.tap_queue()["bytes"] == 0
     assert hc.monitor.status() == []
     assert _native.in_flight() == 0
-    failures._kept.clear()  # the newest 32 errors, whose frames hold programs
+    failures._kept.clear()  # the frames of the last 32 errors hold programs too
     jax.clear_caches()
     assert holds_in_time(lambda: _native.live_slots() == 0), (
         "a compiled program outlived its test"
@@ -106,10 +105,10 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
 
 
 def holds_in_time(condition: Callable[[], bool]) -> bool:
-    """Whether a condition becomes true while dead objects are collected and buried.
+    """Whether a condition becomes true while garbage is collected again and again.
 
-    A thread of XLA may hold a program for a moment after its results are ready, and
-    hostcall's watcher may still be burying.
+    After a program's results are ready, a thread of XLA may hold it for a moment, and
+    hostcall's watcher may still be freeing what it held.
     """
     limit = time.monotonic() + HANG_SECONDS / 4
     while time.monotonic() < limit:
@@ -123,7 +122,7 @@ def holds_in_time(condition: Callable[[], bool]) -> bool:
 
 @pytest.fixture
 def in_time() -> Callable[[Callable[[], bool]], bool]:
-    """See `holds_in_time`."""
+    """The function `holds_in_time`."""
     return holds_in_time
 
 
@@ -163,7 +162,7 @@ def _command(source: str, args: tuple[str, ...]) -> list[str]:
 
 @pytest.fixture
 def run_python() -> Run:
-    """Runs a program in a fresh interpreter, with this one's environment and paths."""
+    """Runs a program in a new interpreter, with the environment of this one."""
 
     def run(
         source: str,
@@ -187,7 +186,7 @@ def run_python() -> Run:
 
 @pytest.fixture
 def start_python() -> Iterator[Start]:
-    """Starts such a program, for a test that sends it signals once it says "ready"."""
+    """Starts a program and waits until it prints "ready", so that a test can signal it."""
     started: list[subprocess.Popen[str]] = []
 
     def start(

@@ -1,4 +1,4 @@
-"""The dtypes of JAX's arrays, values of each, and when two arrays have the same bits."""
+"""JAX's dtypes, values of each, and a comparison of arrays by their bits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,8 +30,10 @@ def values(dtype, shape, seed=0):
 
 
 def same(a, b):
-    """Compares bits, since NaN has many patterns. Small signed integers are compared as
-    int8, since their bytes have unused bits.
+    """Asserts that two arrays have the same dtype, shape and bits.
+
+    Compares bits, so that NaNs compare equal. Small signed integers are compared as
+    int8, since the unused bits of their bytes may differ.
     """
     a, b = np.asarray(a), np.asarray(b)
     assert (a.dtype, a.shape) == (b.dtype, b.shape)

@@ -1,4 +1,4 @@
-"""The four devices as meshes, and functions over them."""
+"""Meshes of the four devices, and a function that runs others over a mesh."""
 
 from __future__ import annotations
 

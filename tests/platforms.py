@@ -1,9 +1,10 @@
 """Where the tests run: `pytest --platform cpu` (the default), `staged` or `cuda`.
 
-staged  The CUDA handlers serve XLA's CPU runtime, on tests/native/fake_cuda.cc: a driver
-        that uses host memory as a device's, with threads as streams. All values go
-        through pinned memory, as on a GPU.
-cuda    A machine with NVIDIA GPUs. Tests that need more devices are skipped.
+cpu     Programs run on XLA's CPU runtime, with the handlers for CPUs.
+staged  Programs run on XLA's CPU runtime, with the handlers for CUDA on a fake driver
+        (tests/native/fake_cuda.cc): its device memory is host memory, its streams are
+        threads. All values go through pinned memory, as on a GPU.
+cuda    Programs run on NVIDIA GPUs. Tests that need more devices are skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _streams: list[int] = []
 
 
 def fake_driver(folder: Path) -> Path:
-    """Builds the fake driver."""
+    """Compiles the fake driver into a folder. Returns the path of the library."""
     built = folder / "fake_cuda.so"
     source = Path(__file__).parent / "native" / "fake_cuda.cc"
     flags = ["-std=c++17", "-O1", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden"]
@@ -31,7 +32,7 @@ def fake_driver(folder: Path) -> Path:
 
 
 def set_up(platform: str) -> None:
-    """Called before JAX is used."""
+    """Prepares this process for a platform. Must run before JAX is used."""
     if platform == "cuda":
         os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
     if platform != "staged":
@@ -43,7 +44,7 @@ def set_up(platform: str) -> None:
     folder.cleanup()  # the library stays loaded
 
 
-# A GPU has its own such tests (test_cuda.py, test_gpu.py), or they are about the CPU.
+# Tests for CPUs only: GPUs have their own (test_cuda.py, test_gpu.py) or need none.
 _CPU_ONLY = {
     "test_buffer_callback.py": "reads Buffers with NumPy",
     "test_buffer_views.py": "reads Buffers with NumPy",
@@ -55,7 +56,7 @@ _CPU_ONLY = {
     "test_buffer_callbacks": "reads Buffers with NumPy",
     "test_a_million_taps_in_a_scan": "a million copies and streams take minutes",
 }
-# Tests that reach no handler, or only through calls that other tests cover.
+# Tests that reach no handler, or only by calls that other tests cover.
 _ABOVE_HANDLERS = (
     *("test_host_function", "test_object", "test_check", "test_readme", "test_guide"),
     *("test_mistakes", "test_layers", "test_spec", "test_export", "test_ffi"),
@@ -64,7 +65,7 @@ _ABOVE_HANDLERS = (
 
 
 def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
-    """Why a test makes no sense on this platform; None if it does."""
+    """The reason to skip a test on this platform; None to run it."""
     for name in (item.path.name, item.originalname):
         if name in _CPU_ONLY:
             return _CPU_ONLY[name]

@@ -2,57 +2,57 @@
 
 Call the host, and hand values to it:
     call             calls a Python function and brings its results back
-    tap              hands values to a function; the program does not wait
-    tap_through      a tap tied to a value: the program keeps JAX's fast dispatch
-    print            prints a formatted line, as a tap (not part of a star import)
-    Object           a host object whose methods programs call; one a row under vmap
-    current          inside a callback: its device, mesh coordinates, row
+    tap              hands values to a function, while the program goes on
+    tap_through      a tap tied to a value, which keeps JAX's fast dispatch
+    print            prints a formatted line, as a tap (not in a star import)
+    Object           a host object whose methods programs call; under vmap one per row
+    current          tells a callback its device, mesh coordinates and row
     Current          what `current` returns
 
 Functions with rules:
-    host             makes a Python function a HostFunction
-    HostFunction     what `host` returns: it has results, batching and derivatives
-    like             result=like(0): an array like argument 0
+    host             turns a Python function into a HostFunction
+    HostFunction     what `host` returns: a function with batching and derivatives
+    like             result=like(0): the result is an array like argument 0
     elementwise      result=elementwise: arguments broadcast to one floating array
-    same_tree        result=same_tree(0): a pytree like argument 0
-    finite_difference  derivatives by differences, where there is no rule
-    bridge           makes functions of PyTorch, autograd and SymPy, and of JAX on
-                     other devices, HostFunctions
+    same_tree        result=same_tree(0): the result is a pytree like argument 0
+    finite_difference  approximates derivatives that have no rule
+    bridge           HostFunctions from PyTorch, autograd and SymPy, and from JAX
+                     functions for other devices
 
 Waiting, errors, settings:
     barrier          waits for programs and taps, and raises what taps raised
     reraise          a block in which a program raises its callback's own exception
-    last_error       the exception that a callback raised last
+    last_error       returns the exception that a callback raised last
     HostcallError    the base of all errors that hostcall raises
-    configure        settings of the process
+    configure        changes settings of the process
 
 In place of JAX's own:
     pure_callback, io_callback, buffer_callback
                      drop-ins with JAX's names and options
     debug            a module with drop-ins for jax.debug.callback and jax.debug.print
-    host_callback    the module of this name that JAX removed
-    patch_jax        puts all of these under JAX's names, for every program
-    unpatch_jax      puts JAX's own back
+    host_callback    a module that replaces the one which JAX removed
+    patch_jax        installs all of these under JAX's names, for every program
+    unpatch_jax      restores JAX's functions
 
 More modules:
     errors           the tree of exceptions
-    monitor          what is running, what it has cost, what waits
-    buffers          Buffer and what else buffer_callback hands over; machine code
-    testing          checks a HostFunction's rules; collects what taps were given
+    monitor          shows what is running, what it has cost, and what is queued
+    buffers          types of buffer_callback's arguments; machine code as a callback
+    testing          checks a HostFunction's rules; collects the values of taps
     derivatives      taps that see tangents and cotangents
 
-The map, top to bottom; each wing imports only those below it:
-    these modules    names and a docstring each
+The map, top to bottom. Each wing imports only those below it:
+    these modules    a docstring and names, imported from the wings
     _compat, bridge  JAX's callbacks by JAX's rules; other libraries' functions
     _host_function   functions with rules, and their checks
-    _api             call, tap, Object and the rest: they check and flatten
+    _api             call, tap, Object and the rest: check and flatten arguments
     _primitives      the JAX primitives, with their rules and lowerings
-    _engine          what the engine is told about a call: plans, parameters, counters
-    _runtime         threads: the worker of taps, executors, rows, interrupts
+    _engine          describes calls to the engine: plans, parameters, counters
+    _runtime         threads: the tap worker, executors, rows, interrupts
     _core            specs, errors, places in the source
     _jax             the only wing that touches JAX's private parts
-    _native          the engine, C++ (native/)
-docs/design/house.md draws it.
+    _native          the engine, in C++ (native/)
+docs/design/house.md has a diagram.
 
 The names here, and those of the modules without a leading underscore, are stable.
 """
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when first asked for: together they take as long to import as the rest.
+# Imported lazily: together they take as long to import as everything else.
 _LATER = {
     "HostFunction": "_host_function.function",
     "Object": "_api.object.handle",
@@ -119,7 +119,7 @@ _MODULES_LATER = (
 )
 
 
-if not TYPE_CHECKING:  # or a type checker would find every name here, as Any
+if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES_LATER:
@@ -135,7 +135,7 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "print", *(n for n in globals() if n.startswith("__"))])
 
 
-# All of the front page but `print`: a star import must not replace Python's own.
+# The front page without `print`: a star import must not replace the builtin.
 __all__ = [
     "Current",
     "HostFunction",

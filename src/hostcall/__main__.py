@@ -1,4 +1,4 @@
-"""python -m hostcall: what works here, a real job, and what a call costs."""
+"""python -m hostcall: reports what works here, runs a real job, and times calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> int:
         run.main(sys.argv[2:])
         return 0
     options = parsed()
-    # SciPy computes in double precision, and so does what it is compared with.
+    # SciPy computes in double precision, so the JAX programs must too.
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
     cpu, gpu = report()

@@ -1,4 +1,4 @@
-"""The engine (native/bindings/module.cc). Not for users: `hostcall` is."""
+"""The engine (native/bindings/module.cc). It is private; users import `hostcall`."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 class Counters:
-    """What calls of one function have cost (native/plan/plan.h)."""
+    """The calls of one function and their cost (native/plan/plan.h)."""
 
     def __init__(self) -> None: ...
     @property
@@ -30,7 +30,7 @@ class Counters:
     def gil_seconds(self) -> float: ...
 
 class Buffer:
-    """An array of XLA's in a callback's hands (native/buffer/buffer_object.h)."""
+    """XLA's memory as an array, during a callback (native/buffer/buffer_object.h)."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -63,7 +63,7 @@ class Buffer:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class ExecutionContext:
-    """What a buffer callback can ask about the call it is in."""
+    """What a buffer callback can ask about its call."""
 
     @property
     def stage(self) -> Any: ...
@@ -75,7 +75,7 @@ class ExecutionContext:
     def run(self) -> int: ...
 
 class Lend(enum.Enum):
-    """How arguments reach the function."""
+    """Whether the function gets copies, lent views or Buffers (native/plan/plan.h)."""
 
     COPY = ...
     ARGS = ...
@@ -83,7 +83,7 @@ class Lend(enum.Enum):
     BUFFERS = ...
 
 class ResultForm(enum.Enum):
-    """How the function's return value falls apart into result leaves."""
+    """How the engine splits the function's return value into result leaves."""
 
     LEAF = ...
     TUPLE = ...
@@ -106,7 +106,7 @@ class TeamMode(enum.Enum):
     EACH = ...
 
 class Leaf:
-    """One operand or result of a plan. `fill` is a result's, `convert` an operand's."""
+    """One operand or result. Operands may have `convert`, results `fill`."""
 
     def __init__(
         self,
@@ -121,19 +121,19 @@ class Leaf:
     ) -> None: ...
 
 class TeamSettings:
-    """How many devices make a call, and how. No leader: whichever comes first."""
+    """How several devices make a call. Without a leader, the first to arrive leads."""
 
     def __init__(self, *, mode: TeamMode, size: int, leader: int | None) -> None: ...
 
 class BufferSettings:
-    """What a plan knows of a call that works in place on buffers."""
+    """The part of a plan that describes work on buffers in place."""
 
     def __init__(
         self, *, aliases: Sequence[int], debug: bool, address: int, status: bool
     ) -> None: ...
 
 class Plan:
-    """What one compiled program knows of one call (native/plan/plan.h)."""
+    """Describes one call in one compiled program (native/plan/plan.h)."""
 
     def __init__(
         self,
@@ -167,9 +167,9 @@ class Plan:
     def push(self, operands: list[np.ndarray]) -> bool: ...
 
 class Slot:
-    """Keeps a plan under its number for as long as it lives.
+    """Keeps a plan in the engine's table, under a number, while this object lives.
 
-    `across`: of a program over several processes.
+    `across` says that the program runs over several processes.
     """
 
     def __init__(self, plan: Plan, across: bool) -> None: ...
@@ -184,7 +184,7 @@ class WhenFull(enum.Enum):
     DROP_OLDEST = ...
 
 class TapSettings:
-    """What makes a plan a tap's (native/plan/plan.h)."""
+    """The part of a plan that describes a tap (native/plan/plan.h)."""
 
     def __init__(
         self,
@@ -200,13 +200,13 @@ class TapSettings:
     ) -> None: ...
 
 class Throttle:
-    """`every=` and `sample=` outside of any program (native/plan/throttle.h)."""
+    """Applies `every=` and `sample=` to eager taps (native/plan/throttle.h)."""
 
     def __init__(self, settings: TapSettings) -> None: ...
     def lets(self, counters: Counters) -> bool: ...
 
 class Ambient(enum.Enum):
-    """What one of JAX's settings is set to while host code runs."""
+    """The kinds of values that JAX's settings get while host code runs."""
 
     FIXED = ...
     DEVICE = ...
@@ -214,7 +214,7 @@ class Ambient(enum.Enum):
     WITH = ...
 
 class Signal(enum.Flag):
-    """What wakes the watcher (native/base/signals.h)."""
+    """The events that wake the watcher thread (native/base/signals.h)."""
 
     INTERRUPT = ...
     TERMINATE = ...

@@ -1,9 +1,9 @@
-"""`hostcall.buffers`: what `hostcall.buffer_callback` hands to a callback.
+"""`hostcall.buffers`: types that `hostcall.buffer_callback` passes to a callback.
 
-Buffer            an array in the device's memory, which the callback works on
+Buffer            an array in the device's memory, which the callback reads or writes
 ExecutionContext  the stage and, on a GPU, the stream of this execution
-ExecutionStage    the stages, as JAX names them
-native            makes machine code a callback: no Python and no GIL
+ExecutionStage    the stages of an execution, from JAX
+native            wraps machine code as a callback, which runs without the GIL
 """
 
 from hostcall._engine.params.buffer import (

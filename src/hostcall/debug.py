@@ -1,8 +1,7 @@
 """`hostcall.debug`: drop-ins for `jax.debug.callback` and `jax.debug.print`.
 
-Like JAX's they are delivered before the program goes on, in its order, and a callback
-that raises fails the program. `hostcall.tap` and `hostcall.print` do not make the
-program wait.
+Like JAX's, they run in program order, and the program waits for them. A callback that
+raises fails the program. `hostcall.tap` and `hostcall.print` do not make it wait.
 """
 
 from hostcall._compat.debug import callback, print

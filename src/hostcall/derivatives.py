@@ -1,7 +1,7 @@
 """`hostcall.derivatives`: taps that see derivatives.
 
-    tap_tangent    taps the tangent of a value where it is differentiated forward
-    tap_cotangent  taps its cotangent where it is differentiated in reverse
+    tap_tangent    taps the tangent of a value in forward-mode derivatives
+    tap_cotangent  taps its cotangent in reverse-mode derivatives
 
 Rules for the derivatives of a host function belong to `hostcall.HostFunction`.
 """

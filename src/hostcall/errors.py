@@ -1,21 +1,21 @@
 """`hostcall.errors`: the exceptions that hostcall raises.
 
     HostcallError
-    ├── SpecError(ValueError)          the call is written wrong: found at trace time
-    ├── BatchingError(ValueError)      vmap was not told how
+    ├── SpecError(ValueError)          the arguments of a call or tap are invalid
+    ├── BatchingError(ValueError)      vmap has no rule or method for the call
     ├── DerivativeError(ValueError)    no rule gives this derivative
-    ├── ExportError(NotImplementedError)  the host functions can't go with the program
+    ├── ExportError(NotImplementedError)  the program's host functions can't be exported
     │
-    ├── ResultError(ValueError)        the function returned something else
-    ├── EscapeError(RuntimeError)      the function kept a lent view
-    ├── UnwrittenError(RuntimeError)   the function did not write its lent `out`
+    ├── ResultError(ValueError)        the function's result does not fit `result`
+    ├── EscapeError(RuntimeError)      the function kept a view of lent memory
+    ├── UnwrittenError(RuntimeError)   the function did not write all of its `out`
     ├── CallTimeoutError(TimeoutError) the function took longer than `timeout=`
     └── DeadlockError(RuntimeError)    a callback would wait for its own program
 
-The first four are raised where the call is written or traced. The others fail the
-program that is running, as whatever the function raises does: JAX raises a
-JaxRuntimeError with their text, `hostcall.reraise()` and `hostcall.last_error()` give
-the exception itself.
+The first four are raised when a call is written or traced. The others fail the program
+that is running, like any exception of the function: JAX raises a JaxRuntimeError with
+their text, and `hostcall.reraise()` and `hostcall.last_error()` give the exception
+itself.
 """
 
 from hostcall._core.errors import (

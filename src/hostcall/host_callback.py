@@ -2,14 +2,14 @@
 
     import hostcall.host_callback as hcb
 
-is all that a program of the old days changes; with `hostcall.patch_jax()` it need not
-change that. docs/migrating/host_callback.md goes through the module by example.
+is the only line that an old program has to change; with `hostcall.patch_jax()` it runs
+unchanged. docs/migrating/host_callback.md shows the module by example.
 
-    id_tap, id_print   values leave; the program gets them back, and goes on
-    call               a host function with results
+    id_tap, id_print   hand values to the host and return them; the program goes on
+    call               calls a host function with results
     barrier_wait       waits for programs and callbacks, raises CallbackException
 
-The flags of old are settings of JAX's still (`jax.config.update(name, value)`, or the
+The module's flags are still settings of JAX (`jax.config.update(name, value)`, or the
 environment): jax_host_callback_inline, jax_host_callback_max_queue_byte_size,
 jax_host_callback_ad_transforms, jax_host_callback_outfeed.
 """

@@ -1,13 +1,14 @@
-"""`hostcall.monitor`: what is running, what it has cost, and what waits.
+"""`hostcall.monitor`: what is running, what it has cost, and what is queued.
 
-    status         the calls and the tap that run now, each with its thread's stack
-    stats          what calls and taps have cost, by function
-    tap_queue      what waits to be delivered, and what became of the rest
-    pinned_memory  what values on their way to and from GPUs hold
-    discard_taps   drops the taps that are queued
+    status         the running calls and the running tap, with their threads' stacks
+    stats          what calls and taps have cost, by tag or function
+    tap_queue      how full the queue of taps is, and how many taps it has handled
+    pinned_memory  the pinned memory for copies to and from GPUs
+    discard_taps   drops the queued taps
 
-They return an `ActiveCall` for each call, a `CallStats` for each function, a
-`TapQueue`, and a `PinnedMemory` for each pool. Reading them starts nothing.
+`status` returns an `ActiveCall` for each call, `stats` a `CallStats` for each tag or
+function, `tap_queue` a `TapQueue`, and `pinned_memory` a `PinnedMemory` for each pool.
+None of them starts a thread or a program.
 """
 
 from hostcall._api.barrier import discard_taps

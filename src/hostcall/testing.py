@@ -1,9 +1,9 @@
-"""`hostcall.testing`: for the tests of programs that call the host.
+"""`hostcall.testing`: helpers for tests of programs that call the host.
 
-check    runs a HostFunction and its rules against each other
-Report   what `check` found: true where nothing failed
+check    tests whether a HostFunction and its rules agree
+Report   what `check` found; it is true if no check failed
 Check    one line of a report
-collect  gathers what tagged taps are given, as arrays
+collect  gathers the values of tagged taps, as arrays
 """
 
 from hostcall._api.collect import collect

@@ -1,4 +1,4 @@
-"""From a call's parameters to the engine: handlers registered, plans built."""
+"""Builds native plans, which tell the engine about calls, from their parameters."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ _LENDS = {
 
 
 def signature(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
-    """A number of the avals and the function's name, equal in all processes.
+    """A number computed from the avals and the function's name, equal in all processes.
 
-    A program that was compiled elsewhere names a slot of this process; if another
-    function sits there, the numbers differ and the program is refused. Where the
-    program runs is part of it: JAX 0.10 reads from its disk cache what was written
-    without host callbacks, and that would run on a thread of XLA's.
+    A program that was compiled in another process looks up its calls in this process's
+    slots. If a slot holds another function, the numbers differ, and the program is
+    refused. The number also depends on where the program runs: JAX 0.10's disk cache
+    may return a program that was compiled without host callbacks for one that has them,
+    and XLA would run that on a thread of its own.
     """
     text = repr(
         (
@@ -74,21 +75,23 @@ def make_plan(
     tells: bool = False,
     elsewhere: bool = False,
 ) -> _native.Plan:
-    """A native plan.
+    """Builds the native plan of a call or tap.
 
     Args:
-        params: of the equation.
-        operands: their avals, the mask first where there is one.
-        info: gets the engine's questions.
+        params: the parameters of the equation.
+        operands: the avals of its operands; the mask first if there is one.
+        info: answers the engine's questions about the call.
         device: where JAX code inside the callback runs.
-        packed: whether small elements are packed, as XLA has them and NumPy hasn't.
-        number: the call's `signature`; 0 for an eager call, which nobody looks up.
-        team: how the devices of a program make the call together; None for alone.
-        inside: which of its calls run inside one of XLA's host callbacks.
-        tap: what makes it a tap (`TapParams.settings`).
-        tells: one more result tells all processes how the call went
+        packed: whether elements smaller than a byte are packed, as in XLA's buffers but
+            not in NumPy's arrays.
+        number: the call's `signature`; 0 for an eager call, which is never looked up.
+        team: how the devices of a program make the call together; None if each device
+            makes its own.
+        inside: which of the calls run inside one of XLA's host callbacks.
+        tap: the settings of a tap (`TapParams.settings`); None for a call.
+        tells: whether one more result tells all processes whether the call failed
             (native/plan/outcome.h).
-        elsewhere: another process makes the call, and all take its results.
+        elsewhere: whether another process makes the call; all take its results.
     """
     callback = params.callback
     grid = params.grid
@@ -158,7 +161,7 @@ def make_plan(
 
 
 def compresses(params: CallParams | TapParams, operands: Sequence[Any]) -> bool:
-    """Whether the function sees a batch from which `where` removes rows."""
+    """Whether the function gets a batch without the rows that `where` leaves out."""
     return params.masked and params.levels > 0 and operands[0].ndim > len(params.grid)
 
 
@@ -183,7 +186,7 @@ def _leaf(
 
 
 def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:
-    """The fill of one row, repeated for the batch axes the function itself sees."""
+    """The fill of one row, repeated for the batch axes that the function sees."""
     if fill is None:
         return None
     batch = int(np.prod(aval.shape[:levels], dtype=np.int64))
@@ -200,7 +203,7 @@ def _converter(arrays: str, key: Any, device: Any) -> Callable[[Any], Any] | Non
 
 
 def _nothing() -> None:
-    """In the place of the function, where another process calls it."""
+    """Stands for the function if another process calls it."""
 
 
 def _result_form(params: CallParams) -> ResultForm:
@@ -223,7 +226,7 @@ def _result_form(params: CallParams) -> ResultForm:
 def _function(
     params: CallParams | TapParams, info: CallInfo, device: Any, compressed: bool
 ) -> tuple[Callable[..., Any], ResultForm]:
-    """The function that the engine calls with one array a leaf, and what it returns."""
+    """The function that the engine calls with one array per leaf, and its form."""
     callback = params.callback
     fn, template = callback.function, callback.template
     whole = fn if template.is_flat else _with_trees(fn, template)
@@ -231,7 +234,7 @@ def _function(
     if isinstance(params, TapParams):
         if callback.tag is not None:
             whole = collectors.seen_by(callback.tag, template, whole)
-        if compressed:  # the mask differs between rows of a batch delivered whole
+        if compressed:  # one delivery for the batch, but `where` differs between rows
             whole = CompressedTap(params, whole, converters)
         return whole, ResultForm.IGNORED
     if isinstance(params, BufferParams):
@@ -270,8 +273,9 @@ def _with_limit(
 
 
 def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """With `out=`, results that are returned all the same may be views of it, and
-    storing one could overwrite the next: they are copied first.
+    """Copies the results that a function with `out=` returns anyway.
+
+    They may be views of `out`, and then storing one could overwrite another.
     """
 
     def call(*leaves: Any, out: Any) -> Any:
@@ -296,7 +300,7 @@ def _late(info: CallInfo, leaves: Sequence[Any], seconds: float, stuck: str) -> 
 def _runner(
     params: CallParams | TapParams, info: CallInfo, device: Any
 ) -> Callable[[list[Any], list[Any]], list[Any]] | None:
-    """Runs all rows of a "parallel" call at once; None for the other methods."""
+    """A function that runs all rows of a "parallel" call at once; else None."""
     if params.vmap_method != "parallel" or not params.grid:
         return None
     callback = params.callback

@@ -57,40 +57,42 @@ class NativeFunction:
 
 
 def native(function: Any, *, status: bool = False, name: str | None = None) -> Any:
-    """Makes machine code a callback for `hc.buffer_callback`; it runs without the GIL.
+    """Wraps machine code as a callback for `hc.buffer_callback`. It runs without the
+    GIL.
 
     The code has the C signature
 
         void f(void **outputs, void **inputs, void *stream)
 
     `outputs` and `inputs` hold the addresses of the results and of the arguments, in
-    the order of jax.tree.leaves(result_shape_dtypes) and of jax.tree.leaves((args,
-    kwargs)) (keyword arguments by name). The arrays are row-major; the code must know
-    their shapes and dtypes, which are those at tracing. `stream` is XLA's stream on a
-    GPU, and NULL on a CPU; code for CPUs only may omit the parameter. Elements smaller
-    than a byte take the low bits of one byte each on a CPU, and are packed on a GPU.
+    the order of jax.tree.leaves(result_shape_dtypes) and jax.tree.leaves((args,
+    kwargs)), where keyword arguments are sorted by name. The arrays are row-major. The
+    code gets no shapes or dtypes; they are those of the traced arrays. `stream` is
+    XLA's stream on a GPU, and NULL on a CPU; code for CPUs only may omit the parameter.
+    Elements smaller than a byte are packed on a GPU. On a CPU, each takes the low bits
+    of one byte.
 
     The code must not write to its inputs. Several threads may run it at the same time,
     for several devices or for several programs in flight. Python does not see it run:
-    `hc.monitor.status()` does not list it, and an exception of a Numba or ctypes
-    function is printed and lost, unless the code reports it in its status.
+    `hc.monitor.status()` does not list it. An exception in a Numba or ctypes function
+    is printed and lost, unless the function returns a status.
 
     Args:
-        function: an address as an int; a ctypes function; or any object with an
-            `address`, such as numba.cfunc makes. It is kept alive.
-        status: the code returns an int32 (`int32_t f(...)`); any value but 0 fails the
-            program with that number.
-        name: the name in errors and `hc.monitor.stats()`; by default the function's.
+        function: the address as an int, a ctypes function, or an object with an
+            `address`, such as the result of numba.cfunc. The object is kept alive.
+        status: whether the code returns an int32 (`int32_t f(...)`). A value other than
+            0 then fails the program, and the error shows it.
+        name: the name in errors and `hc.monitor.stats()`. Default: the function's.
 
     Returns:
-        An object for the argument `callback` of `hc.buffer_callback`.
+        An object to pass as `callback` to `hc.buffer_callback`.
 
     Raises:
         SpecError: `function` has no valid address.
 
-    Under transformations: vmap runs the rows natively with vmap_method="sequential". A
-    whole batch is refused, since the code gets no shapes. Other transformations are as
-    for `hc.buffer_callback`.
+    Under transformations: with vmap_method="sequential", vmap runs the rows natively.
+    Other methods are refused, since the code could not tell the size of the batch.
+    Other transformations are as for `hc.buffer_callback`.
 
     Cost: 0.15 us for each call in a compiled loop.
     """
@@ -115,7 +117,7 @@ def native(function: Any, *, status: bool = False, name: str | None = None) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class BufferParams(CallParams):
-    """The parameters of one equation.
+    """The parameters of one equation of the buffer callback's primitive.
 
     Attributes:
         aliases: (input, output) pairs of leaf numbers that share memory.
@@ -146,7 +148,7 @@ class BufferParams(CallParams):
         return whole
 
     def settings(self) -> _native.BufferSettings:
-        """What makes a native plan work in place (native/plan/plan.h)."""
+        """The part of a native plan that describes work on buffers in place."""
         shared = {output: number for number, output in self.aliases}
         fn = self.callback.function
         code = fn if isinstance(fn, NativeFunction) else None

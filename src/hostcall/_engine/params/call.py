@@ -1,7 +1,8 @@
-"""The parameters of a call's equation: the user's function with its trees, hashable.
+"""The parameters of a call's equation. They hold the user's function and its trees.
 
-Equal callbacks trace to equal programs, so JAX's caches hit. What belongs to one place
-of one compiled program is in `CallInfo` (_engine/info.py) instead.
+All of them are hashable. Equal callbacks trace to equal programs, so JAX's caches hit.
+Whatever belongs to one call site of one compiled program is in `CallInfo`
+(_engine/info.py) instead.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hostcall._core.spec import Results, Static, Template
 
 logger = logging.getLogger("hostcall")
 
-# "free": jax.Arrays that are not committed to a device, which drop-ins pass.
+# "free" is for drop-ins: jax.Arrays that are not committed to a device.
 Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
 Lend = Literal[False, True, "out", "buffers"]
 
@@ -29,16 +30,16 @@ class Callback:
     Attributes:
         fn: the function, compared as `Static` compares.
         template: how to rebuild (args, kwargs) from arrays.
-        results: what it returns.
-        fills: the bytes of each result of a masked row, or None for zeros.
+        results: the structure, shapes and dtypes of what it returns.
+        fills: for each result, the bytes that a masked row gets, or None for zeros.
         arrays: the kind of array that the function gets.
         lend: whether it gets views of XLA's memory, or Buffers of it.
-        timeout: seconds, or None.
-        executor: for parallel rows; see _runtime/executors.py.
-        tag: the name in statistics, `status()` and collectors; None for that of the
-            function.
-        place: the user's line that wrote the call. Not compared, so that the same call
-            on two lines is traced to equal programs.
+        timeout: the limit in seconds, or None.
+        executor: runs the rows of a parallel call; see _runtime/executors.py.
+        tag: the name in statistics, `status()` and collectors; None for the function's
+            name.
+        place: the user's line that wrote the call. It is not compared, so equal calls
+            on two lines trace to equal programs.
     """
 
     fn: Static
@@ -73,17 +74,18 @@ class CallParams:
 
     Attributes:
         callback: the user's function with its trees.
-        avals: the avals of the results of one row.
+        avals: the avals of one row's results.
         order, vmap_method: as given to `hc.call`.
-        sharding: of the device that calls, or None for the program's first.
+        sharding: a sharding on the device that makes the call; None for the program's
+            first device.
         masked: whether the first operand is the mask `where`.
         grid: the sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of these axes.
-        levels: how many batch axes, in front, the function itself sees.
+        levels: the number of leading batch axes that the function itself sees.
         results_as: "tree": the function returns the structure of `result`. "leaves": it
-            returns the same leaves in any containers. "nothing": what it returns is
+            returns the same leaves in any containers. "nothing": its return value is
             ignored.
-        literals: whether Python's numbers may stand for 32-bit arrays.
+        literals: whether the function may return Python numbers for 32-bit arrays.
     """
 
     callback: Callback

@@ -1,4 +1,4 @@
-"""JAX's callbacks as hostcall's calls: how each kind differs from a plain call.
+"""Drop-ins run JAX's callbacks as calls; this file has what differs from plain calls.
 
 | kind | JAX's name | results | effect | refuses |
 |---|---|---|---|---|
@@ -6,9 +6,9 @@
 | io | `jax.experimental.io_callback` | yes | IO | derivatives; vmap when ordered |
 | debug | `jax.debug.callback`, `jax.debug.print` | no | Debug | |
 
-A drop-in behaves like its original, messages included. Its effects are JAX's own, since
-JAX's rules for control flow look for those. It checks of results what JAX checks: how
-many there are (in any container), then shape and dtype.
+A drop-in behaves like its original and has the same messages. It uses JAX's effects,
+because JAX's rules for control flow look for these. It checks results as JAX does:
+first their number (in any container), then shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from hostcall._engine.params.call import Callback, CallParams
 logger = logging.getLogger("hostcall")
 
 Kind = Literal["pure", "io", "debug"]
-PRINT = "debug.print"  # the source of every print, so that statistics count them as one
+PRINT = (
+    "debug.print"  # the source of all prints, so that statistics count them together
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,11 @@ class Flavour:
     """One kind of callback.
 
     Attributes:
-        api: its name, as JAX writes it in the log.
-        jax_logger: the logger to which JAX reports its failures.
-        unordered, ordered: its effects.
-        does: how its messages about unsupported transformations begin.
-        hint: how these messages continue, with "jvp" or "vjp" to fill in.
+        api: its name in JAX's log.
+        jax_logger: the logger to which JAX reports failures of such callbacks.
+        unordered, ordered: the effects of calls of either order.
+        does: the beginning of JAX's messages about unsupported transformations.
+        hint: the rest of these messages, with a field for "jvp" or "vjp".
     """
 
     api: str
@@ -99,7 +101,7 @@ class DropInParams(CallParams):
 
     @property
     def primitive(self) -> str:
-        """The name of its primitive, which is the name of JAX's primitive too."""
+        """The name of the drop-in's primitive, which JAX's primitive has too."""
         is_print = getattr(self.callback.function, "hostcall_source", None) == PRINT
         return "debug_print" if is_print else f"{self.kind}_callback"
 
@@ -109,7 +111,7 @@ class DropInParams(CallParams):
 
     @property
     def is_jaxs_own(self) -> bool:
-        # In a debug callback JAX wraps the user's function in a function of its own.
+        # JAX wraps the user's function of a debug callback in a function of its own.
         return self.kind != "debug" and is_jaxs(self.callback.function)
 
     @property
@@ -118,7 +120,7 @@ class DropInParams(CallParams):
             return set()
         if self.order == "unordered":
             return {self.flavour.unordered}
-        # hostcall's unordered effect too, for the reason in order.effects_of.
+        # The reason for UNORDERED is in `effects_of` (_core/order.py).
         return {self.flavour.ordered, UNORDERED}
 
 
@@ -134,7 +136,7 @@ _NARROW = {
 
 
 class DropInInfo(CallInfo):
-    """The description of a drop-in's call, with JAX's checks and JAX's log."""
+    """Describes a drop-in's call to the engine; checks and logs like JAX."""
 
     params: DropInParams
     _narrowed = False
@@ -152,7 +154,7 @@ class DropInInfo(CallInfo):
         aval = self.params.avals[number]
         plain = isinstance(value, (np.ndarray, np.generic, jax.Array))
         if len(self.params.avals) == 1 and not plain:
-            (value,) = self.flatten(value)  # it may be in a list or a dict
+            (value,) = self.flatten(value)  # the result may be in a list or a dict
         array = np.asarray(value)
         if self.params.literals and array.dtype in _NARROW:
             array = self._narrow(array)
@@ -220,7 +222,7 @@ def make_params(
     arrays: Literal["numpy", "free"] = "free",
     place: Place | None = None,
 ) -> DropInParams:
-    """The parameters of a drop-in that calls `fn`."""
+    """Builds the parameters of a drop-in that calls `fn`."""
     callback = Callback(
         fn=Static(fn),
         template=template,
@@ -248,7 +250,7 @@ def make_params(
 
 
 def arrays_of(choice: str) -> Literal["numpy", "free"]:
-    """The engine's name for a drop-in's `arrays=`."""
+    """Translates the option `arrays=` of a drop-in to the engine's name."""
     if choice not in ("jax", "numpy"):
         raise errors.SpecError(
             "hostcall: arrays= of a drop-in should be 'jax' or 'numpy', got"

@@ -22,21 +22,20 @@ class TapParams:
 
     Attributes:
         callback: the function with its trees; it has no results.
-        order: "unordered" or "ordered"; "pure" if the tap's value is threaded
-            through it (`hc.tap_through`).
+        order: "unordered" or "ordered"; "pure" if the value passes through the tap
+            (`hc.tap_through`).
         masked: whether the first operand is the mask `where`.
-        rows: under vmap, whether the batch is one delivery ("batched") or each row is
-            one ("each").
+        rows: under vmap, "batched" delivers the batch at once, "each" row by row.
         when_full, remat, on, every, sample: as given to `hc.tap`.
-        through: whether the arguments are results too.
-        leader: in a program that is partitioned over devices, the index of the device
-            that taps a whole value; None for this process's first device.
+        through: whether the equation returns its arguments.
+        leader: the index of the device that taps a whole value, in a program that is
+            partitioned over devices; None for this process's first device.
         grid: the sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of these axes.
-        flags: with rows="batched", for each vmap in the order of application (the inner
-            first), whether each operand has its axis. The axis of a later vmap is in
-            front.
-        sizes: the sizes of the axes of `flags`.
+        flags: with rows="batched", for each vmap in the order of application (the
+            innermost first), whether each operand has its axis. The axis of a later
+            vmap comes first in the operands.
+        sizes: the size of each vmap in `flags`.
     """
 
     callback: Callback
@@ -55,7 +54,7 @@ class TapParams:
     flags: tuple[tuple[bool, ...], ...] = ()
     sizes: tuple[int, ...] = ()
 
-    # Attributes of CallParams that make_plan (_engine/plans.py) reads of every call.
+    # `make_plan` (_engine/plans.py) reads these attributes of calls and taps alike.
     avals = ()
     vmap_method = "sequential"
     runs_where_dispatched = is_jaxs_own = False
@@ -76,7 +75,7 @@ class TapParams:
     def settings(
         self, only: tuple[int, ...] = (), nested: bool = False, linked: bool = False
     ) -> _native.TapSettings:
-        """What makes a native plan a tap's (native/plan/plan.h).
+        """The part of a native plan that describes a tap (native/plan/plan.h).
 
         Args:
             only: the ordinals of the devices that tap; empty for all.
