@@ -23,7 +23,7 @@ import numpy as np
 
 
 class Compiled(NamedTuple):
-    """A program's results, and a function that repeats its compiled part, to time it."""
+    """A program's results, and a function to time that repeats its compiled part."""
 
     results: Any
     again: Callable[[], Any]

@@ -1,4 +1,4 @@
-"""Waiting for programs and taps."""
+"""`hc.barrier` and `hc.monitor.discard_taps`: wait for taps, or drop them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     Raises:
         BaseException: the exception object that a tap raised. If several taps failed,
             an ExceptionGroup of the first exceptions; its message gives the total.
-        jax.errors.JaxRuntimeError: a program whose callback failed. It takes precedence
-            over taps: the next barrier raises what they raised.
+        jax.errors.JaxRuntimeError: the callback of a program failed. This error comes
+            first: the next barrier raises what taps raised.
         HostcallError: the barrier was called from inside a tap.
 
     Cost: the wait itself, and one look at each live array.

@@ -1,4 +1,4 @@
-"""Settings of the process."""
+"""`hc.configure`: settings of the process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def configure(
             the environment variable HOSTCALL_TAP_QUEUE_BYTES.
         pinned_bytes: how many bytes of pinned memory calls on GPUs may hold. Default:
             1e9, or the environment variable HOSTCALL_PINNED_BYTES.
-        residuals: how many residuals that are Python objects, returned by the forward
-            rules of `defvjp`, are kept for their backward rules. The oldest are dropped
-            first, when the next one is added. If its residual was dropped, a backward
-            rule runs the forward rule again, which is logged once per function. 0 keeps
-            none. Default: 1024, or the environment variable HOSTCALL_RESIDUALS.
+        residuals: how many Python objects, returned as residuals by the forward rules
+            of `defvjp`, are kept for their backward rules. When one more is added, the
+            oldest are dropped. If a backward rule finds its residuals dropped, the
+            forward rule runs again, which is logged once per function. 0 keeps none.
+            Default: 1024, or the environment variable HOSTCALL_RESIDUALS.
 
     Raises:
-        SpecError: a value is not such a number. No setting has changed then.
+        SpecError: a value is not a valid number. No setting has changed then.
     """
     if residuals is not None and not _is_count(residuals):
         raise SpecError(

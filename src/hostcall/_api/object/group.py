@@ -51,7 +51,7 @@ class Group:
 
     `lock` guards `members` and `ended`. A thread that holds a member's lock may take
     it; the other order would deadlock. `enter` looks up a member without `lock`, so the
-    member may have left the group meanwhile: it is `gone` then.
+    member may have left the group by then: `gone` says so.
     """
 
     def __init__(
@@ -79,10 +79,9 @@ class Group:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls `method(object)(*args, **kwargs)`, holding the lock of the object of a
-        place.
+        """Calls `method(object)(*args, **kwargs)` for the object at a place.
 
-        Makes the object if it does not exist yet.
+        Holds the object's lock meanwhile, and makes the object if there is none yet.
         """
         while True:
             member = self.members.get(place) or self._join(place, who)

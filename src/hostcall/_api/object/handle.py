@@ -64,31 +64,29 @@ class Object:
 
     Only one thread at a time can be in an object; other threads wait. Objects are
     closed by `close()`, at the end of `with env:`, at the end of the process, and some
-    time after this `Object` and every program that calls it are gone. A forked child
-    has no
-    objects: calls there fail, and the parent's objects are not touched.
+    time after this `Object` and all programs that call it have been freed. A forked
+    child has no objects: calls there fail, and the parent's objects are not touched.
 
     Raises:
         SpecError: the declaration is invalid.
         AttributeError: a method was not declared.
         HostcallError: a call after `close()`. When a program runs: the batch differs
             from that of earlier calls, or the object lacks a declared method.
-        jax.errors.JaxRuntimeError: a method or the factory failed while the program
-        ran;
-            `hostcall.reraise()` gives its exception. An eager call raises it directly.
+        jax.errors.JaxRuntimeError: a method or the factory failed while a program ran.
+            `hostcall.reraise()` gives its exception; an eager call raises it directly.
             The rows after a failed one are not called, and objects keep their states.
-            After a failure of the factory, the next call tries it again.
+            If the factory failed, the next call tries it again.
 
     Under transformations:
         jit, scan, while_loop, cond, map: one object, called each time the call is
             reached. remat: the backward pass does not call it again.
         vmap: one object per row; for nested vmaps, one per tuple of indices. The first
-            call fixes the batch until `renew()`. A call runs once if none of its
-            arguments depends on the row, which is another batch: pass one that does.
+            call fixes the batch until `renew()`. If no argument depends on the row, JAX
+            calls without the batch, which is then refused: pass one that does.
         vmap of cond, of while_loop: JAX computes every branch for every row. Pass the
             condition as `where=` too.
         jvp, grad, transposition: refused, as by `hc.call`.
-        shard_map, pmap: one object for each device of the mesh, or for each row there.
+        shard_map, pmap: one object for each device of the mesh, and each row there.
         jit over sharded arrays: one call, on the whole value, as without sharding.
 
     Cost: that of an ordered `hc.call`, and about 1 us to find and lock the object.
@@ -190,8 +188,7 @@ class Object:
         twice.
 
         Raises:
-            jax.errors.JaxRuntimeError: a program failed, and no one has seen its error
-            yet.
+            jax.errors.JaxRuntimeError: a program failed, and nothing raised that yet.
             HostcallError: an object can't be pickled, or `save` was called from inside
                 a callback or after close().
         """
@@ -204,9 +201,9 @@ class Object:
         """Goes back to a snapshot that `save` returned, in this process or another.
 
         The objects become those of the snapshot, with its batch. With `restore=`, their
-        states are put into the existing objects, and into new ones where one is
-        missing. Without it, the snapshot's objects replace the existing ones. Objects
-        that are not in the snapshot are closed.
+        states are put into the existing objects, and into new ones for missing rows.
+        Without it, the snapshot's objects replace the existing ones. Objects that are
+        replaced or not in the snapshot are closed.
 
         The snapshot is unpickled, so it must come from a trusted source.
 
