@@ -37,8 +37,8 @@ class collect:
         shape, they stay a list. The context manager fills the dict at its end.
 
     Raises:
-        BaseException: an error that `hc.barrier()` raises. A barrier at the start leaves
-            out earlier taps, and one at the end waits for the last ones.
+        BaseException: an error that `hc.barrier()` raises. It runs at the start, to
+            leave out earlier taps, and at the end, to wait for the last ones.
 
     The taps' own functions still run. A collector gathers from all programs and
     threads: every tagged tap that is delivered while it is active.

@@ -57,8 +57,7 @@ class NativeFunction:
 
 
 def native(function: Any, *, status: bool = False, name: str | None = None) -> Any:
-    """Wraps machine code as a callback for `hc.buffer_callback`. It runs without the
-    GIL.
+    """Wraps machine code, which runs without the GIL, for `hc.buffer_callback`.
 
     The code has the C signature
 

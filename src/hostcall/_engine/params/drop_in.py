@@ -32,9 +32,7 @@ from hostcall._engine.params.call import Callback, CallParams
 logger = logging.getLogger("hostcall")
 
 Kind = Literal["pure", "io", "debug"]
-PRINT = (
-    "debug.print"  # the source of all prints, so that statistics count them together
-)
+PRINT = "debug.print"  # the source of every print: statistics count them together
 
 
 @dataclass(frozen=True)
