@@ -2,7 +2,7 @@
 
     HostcallError
     ├── SpecError(ValueError)          the arguments of a call or tap are invalid
-    ├── BatchingError(ValueError)      vmap has no rule or method for the call
+    ├── BatchingError(ValueError)      vmap can't batch the call as it is written
     ├── DerivativeError(ValueError)    no rule gives this derivative
     ├── ExportError(NotImplementedError)  the program's host functions can't be exported
     │

@@ -97,7 +97,7 @@ def call(
 
     Raises:
         SpecError: an option or argument is invalid, `fn` can't take the arguments, or
-            `fn` uses a traced value of an enclosing function without taking it as an
+            `fn` uses a traced value of an enclosing function instead of taking it as an
             argument.
         jax.errors.JaxRuntimeError: `fn` failed while the program ran. The text has the
             type and message of its exception, the function's name, and the line of this

@@ -103,7 +103,7 @@ def tap(
 
     Raises:
         SpecError: an option or argument is invalid, `fn` can't take the arguments, or
-            `fn` uses a traced value of an enclosing function without taking it as an
+            `fn` uses a traced value of an enclosing function instead of taking it as an
             argument.
 
     If `fn` raises, the program goes on. The exception is logged (the first three with

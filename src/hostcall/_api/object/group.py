@@ -1,4 +1,4 @@
-"""The host objects of one `hc.Object`: made, entered, saved and closed.
+"""The host objects of one `hc.Object`: makes, locks, saves and closes them.
 
 Each place of a batch has one object. Each object has a lock, so two threads are never
 in it at once. Programs hold the functions that they call, and these hold the group, so

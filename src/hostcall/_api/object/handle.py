@@ -82,7 +82,7 @@ class Object:
             reached. remat: the backward pass does not call it again.
         vmap: one object per row; for nested vmaps, one per tuple of indices. The first
             call fixes the batch until `renew()`. If no argument depends on the row, JAX
-            calls without the batch, which is then refused: pass one that does.
+            makes one call for all rows, which is refused: pass one that does.
         vmap of cond, of while_loop: JAX computes every branch for every row. Pass the
             condition as `where=` too.
         jvp, grad, transposition: refused, as by `hc.call`.
