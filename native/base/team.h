@@ -1,37 +1,37 @@
-// Makes one call of the calls of several devices.
+// Joins the calls that several devices make at one place of a program into one.
 //
-// A program over several devices comes to each of its calls once on each device. A
-// Team belongs to one place in such a program, and a Meeting to one of its
-// executions. Does not depend on Python or XLA (tests/native/team_test.cc).
+// A program over several devices executes each of its calls once on every device. A
+// Team belongs to one place in such a program, and a Meeting to one execution of
+// that place. Does not depend on Python or XLA (tests/native/team_test.cc).
 //
 // Modes
 //   * kOnce: the compiler partitioned the program. All devices hold the whole
-//     operands, and all come to the call, since their control flow is the same. The
-//     leader's function runs, and its results are copied to the others.
-//   * kEach: the user partitioned the program (shard_map, pmap). Each device calls
-//     for its own shard, and they leave together. If one fails, all fail: a shard
-//     that went on alone would wait for the failed one in the next collective,
-//     until XLA ends the process.
+//     operands, and all reach the call, since their control flow is the same. Only
+//     the leader runs the function, and the others copy its results.
+//   * kEach: the user partitioned the program (shard_map, pmap). Each device runs
+//     the function on its own shard, and all leave together. If one fails, all
+//     fail: a shard that went on alone would wait for the failed one in the next
+//     collective, until XLA ends the process.
 //
-// Threads. Each device calls on the thread that it came on, and waits there for the
-// others, as it would in a collective. The functions of one meeting may wait for
-// each other, so they are never run one after another.
+// Threads. Each device calls on the thread that XLA runs it on, and waits there for
+// the others, as it would in a collective. The functions of one meeting may wait
+// for each other, so nothing here runs them one after another.
 //
 // Guarantees
 //   * kOnce: the leader leaves after all others have copied its results, so its
 //     buffers are alive while they are read.
 //   * kEach: a member waits without limit for members that have come, since they
-//     are in user code. It waits only for `grace` for members that have not come,
-//     since control flow may differ between devices. The first time that a member
-//     is missed, the team is marked as diverged, and from then on nobody waits at
-//     this place. A member that fails in a diverged team fails alone, and reports
-//     that before it leaves (FailsAlone): the others may never get out of their
-//     next collective.
+//     are in user code. It waits at most `grace` for members that have not come,
+//     since control flow may differ between devices. When a member fails to come in
+//     time, the team is marked as diverged, and from then on nobody waits at this
+//     place for members that have not come. A member that fails in a diverged team
+//     fails alone, and reports that before it leaves (FailsAlone): the others may
+//     never get out of their next collective.
 //   * Each call of Meet returns exactly one error, empty for success.
 //
 // Which meeting a member joins: the oldest open one of its run that lacks its
-// device. One device executes one place of one run sequentially, so a device's n-th
-// arrival in a run is its n-th call, and joins the n-th meeting of the run.
+// device. A device executes the place sequentially within a run, so its n-th
+// arrival joins the n-th meeting of the run.
 //
 // A meeting in mode kEach, of devices 0 and 1:
 //
@@ -78,17 +78,18 @@ class Team {
   /// The text of an error; empty for success.
   using Error = std::string;
 
-  /// A device at a call. Lives on the stack of its thread until Meet returns.
+  /// One device's part of a call. Lives on the stack of its thread until Meet
+  /// returns, so others may read it only while its thread waits in Meet.
   class Member {
    public:
     explicit Member(int device) : device_(device) {}
     virtual ~Member() = default;
     int device() const { return device_; }
-    /// Runs the function. Must not throw: the others would wait for ever.
+    /// Runs the function. Must not throw, or the others would wait for ever.
     virtual Error Call() = 0;
-    /// kOnce: copies the leader's results. The leader stays alive meanwhile.
+    /// kOnce: copies the leader's results. The leader waits until it returns.
     virtual void CopyFrom(const Member& leader) = 0;
-    /// kEach: reports that this member fails and the others may go on.
+    /// kEach: reports that this member fails while the others may go on.
     virtual void FailsAlone(const Error& error) = 0;
 
    private:
@@ -111,15 +112,15 @@ class Team {
   }
 
  private:
-  /// One call of all devices. Shared by its members; the team has it while it is
-  /// open. The atomics are changed under the lock, except `inside`; they are atomic
-  /// because spinning members read them without.
+  /// One call of all devices. Its members share it, and the team keeps it while it
+  /// is open. The atomics are changed under the lock, except `inside`. They are
+  /// atomic because spinning members read them without the lock.
   struct Meeting {
     int64_t run;               ///< XLA's number of the execution
     std::vector<int> devices;  ///< ordinals of the members that have come
     /// kOnce: members that have copied. kEach: members whose call has ended.
     std::atomic<size_t> ended{0};
-    /// kEach: members in their function now. A hint for spinning, nothing more.
+    /// kEach: members in their function now. Only a hint for spinning.
     std::atomic<size_t> inside{0};
     /// kOnce: the leader once its call has ended, null before. Valid until `ended`
     /// reaches the number of the others, for which the leader waits.
@@ -133,10 +134,11 @@ class Team {
   };
   using MeetingPtr = std::shared_ptr<Meeting>;
 
-  /// How long a member spins before it sleeps, or before it calls beside another.
+  /// How long a member spins before it sleeps, or before it enters its function
+  /// although another member is in its own.
   static constexpr std::chrono::microseconds kLook{20};
 
-  /// Adds a device to the meeting that it belongs to. The lock is held.
+  /// Adds a device to its meeting, opening one if needed. The lock is held.
   MeetingPtr Join(int64_t run, int device) {
     for (const MeetingPtr& open : meetings_) {
       const std::vector<int>& here = open->devices;
@@ -145,6 +147,7 @@ class Team {
         continue;
       }
       open->devices.push_back(device);
+      // Members in WaitForAll may now wait without limit.
       if (here.size() == size_) open->changed.notify_all();
       return open;
     }
@@ -207,23 +210,25 @@ class Team {
       Error error = member.Call();
       {
         std::lock_guard<std::mutex> lock(mutex_);
-        // The error before the leader: whoever sees the leader reads the error.
+        // The error first: a spinning member that sees the leader set reads the
+        // error without the lock.
         meeting->error = std::move(error);
         meeting->leader = &member;
         meeting->changed.notify_all();
       }
-      // The others read this member's buffers until they have copied.
+      // The others read this member's results, so it can't leave before they have
+      // copied them.
       const auto lock =
           Await(*meeting, [&] { return meeting->ended == size_ - 1; });
       Close(meeting);
     } else {
       Await(*meeting, [&] { return meeting->leader != nullptr; });
-      // Without the lock (Await's return value is gone): members copy in parallel.
+      // Await's lock is dropped at once, so that the members copy in parallel.
       if (meeting->error.empty()) member.CopyFrom(*meeting->leader);
       std::lock_guard<std::mutex> lock(mutex_);
       if (++meeting->ended == size_ - 1) meeting->changed.notify_all();
     }
-    return meeting->error;
+    return meeting->error;  // final, so read without the lock
   }
 
   Error MeetEach(int64_t run, Member& member) {
@@ -233,7 +238,7 @@ class Team {
       if (!diverged_) meeting = Join(run, member.device());
     }
     if (!meeting) return Alone(member, member.Call());
-    // Only worth a try: another member may enter between this look and the call.
+    // Best effort: another member may enter between this look and the call.
     Look([&] { return meeting->inside == 0; });
     ++meeting->inside;
     Error error = member.Call();
@@ -247,15 +252,16 @@ class Team {
       }
     }
     const auto all = [&] { return meeting->ended == size_; };
-    // `all` is a seq_cst load of what the last member stores under the lock, after
-    // the error: once it is true, the error can be read without the lock.
+    // The last member increments `ended` after all errors were written, and `all`
+    // loads it (seq_cst): once `all` is true, the error can be read without the
+    // lock.
     Look(all);
     if (!all() && !WaitForAll(meeting)) return Alone(member, std::move(error));
     return meeting->error;
   }
 
-  /// Waits until all members have ended. False: a member is missing, and nobody
-  /// waits at this place any more.
+  /// Waits until all members have ended. Returns false if some member has not come
+  /// in time; the team is then marked as diverged.
   bool WaitForAll(const MeetingPtr& meeting) {
     const auto until = std::chrono::steady_clock::now() + grace_;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -276,8 +282,8 @@ class Team {
     return true;
   }
 
-  /// The error of a member that leaves without the others; reports it if there is
-  /// one.
+  /// Reports the error of a member that leaves without the others, if there is one,
+  /// and returns it.
   static Error Alone(Member& member, Error error) {
     if (!error.empty()) member.FailsAlone(error);
     return error;
@@ -285,9 +291,10 @@ class Team {
 
   const TeamMode mode_;
   const size_t size_;
-  const std::optional<int> leader_;  ///< an ordinal; none: the first to come
+  const std::optional<int>
+      leader_;  ///< its ordinal; null: the first member to come
   const std::chrono::milliseconds grace_;
-  const bool yields_;  ///< more devices than cores: spinning gives the core away
+  const bool yields_;  ///< whether spinning yields, as there are too few cores
   // Guards the fields below, and the fields of meetings that are not atomic. Its
   // parties are the devices of all runs of the program; it is never held during a
   // call or a copy. A lock for each meeting would not help: joining searches all

@@ -7,22 +7,24 @@
 namespace hostcall {
 namespace {
 
-/// One of the two pools.
+/// One of the two pools, and its limit before it is made.
 struct Place {
   explicit Place(size_t bytes) : limit(bytes) {}
-  std::atomic<PinnedPool*> pool{nullptr};
-  size_t limit;  ///< guarded by g_mutex
+  std::atomic<PinnedPool*> pool{nullptr};  ///< null until first used; never freed
+  size_t limit;                            ///< in bytes; guarded by g_mutex
 };
 
 Place g_for_calls{1'000'000'000}, g_for_taps{256'000'000};
-// Between a thread that makes a pool with the limit of that moment and one that
-// changes the limit: neither may miss the other. Finding a pool takes no lock.
+// Guards the limits, and the making of the pools. Without it, a thread could make a
+// pool with the old limit while another thread sets a new one and sees no pool to
+// apply it to. Finding a pool that exists takes no lock.
 std::mutex g_mutex;
 
-/// Never destroyed: the driver's threads give blocks back until the process ends.
+/// Returns the pool, made at first use. It is never destroyed, since the driver's
+/// threads return blocks until the process ends.
 PinnedPool& PoolAt(Place& place) {
   if (PinnedPool* pool = place.pool.load()) return *pool;
-  const CudaDriver& driver = Driver();
+  const CudaDriver& driver = Driver();  // may throw
   std::lock_guard<std::mutex> lock(g_mutex);
   PinnedPool* pool = place.pool.load();
   if (pool == nullptr) {
@@ -65,9 +67,11 @@ void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
   const auto on = static_cast<CudaStream>(stream);
   const bool same = made_on && *made_on == reinterpret_cast<uintptr_t>(stream);
   ScopedContext current(driver, on);
-  if (!made_on || *made_on == 0) {  // it may have been made on any stream
+  if (!made_on || *made_on == 0) {  // any stream may still be writing the source
     driver.Check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
-  } else if (!same) {  // 1 and 2 name the default streams, to the driver too
+  } else if (!same) {
+    // 1 and 2 stand for the default streams, and are valid handles for the driver:
+    // CU_STREAM_LEGACY and CU_STREAM_PER_THREAD.
     const auto theirs = reinterpret_cast<CudaStream>(*made_on);
     driver.Check(driver.cuStreamSynchronize(theirs), "cuStreamSynchronize");
   }
@@ -75,7 +79,9 @@ void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
       driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(to),
                                   reinterpret_cast<CudaDevicePtr>(from), bytes, on),
       "cuMemcpyDtoDAsync");
-  // Whoever made the source on another stream may reuse its memory at once.
+  // The source's owner orders its reuse on its own stream, not on this one, and may
+  // free it as soon as this returns. On the same stream the reuse comes after the
+  // copy anyway.
   if (!same) driver.Check(driver.cuStreamSynchronize(on), "cuStreamSynchronize");
 }
 

@@ -1,7 +1,7 @@
-// The process's CUDA driver, its two pools of pinned memory, and work on a stream
-// that needs no values on the host.
+// The process's CUDA driver, its two pools of pinned memory, and the operations on
+// a stream that need no staging through pinned memory.
 //
-// Knows no Python and no XLA.
+// Does not depend on Python or XLA.
 #pragma once
 
 #include <cstddef>
@@ -14,25 +14,27 @@
 
 namespace hostcall {
 
-/// The driver. Throws std::runtime_error if there is none.
+/// The driver; lives as long as the process. Throws std::runtime_error if there is
+/// none.
 const CudaDriver& Driver();
-/// Why there is no driver; empty if there is one.
+/// The reason why there is no driver; empty if there is one.
 std::string CudaMissing();
 
-/// The pinned memory of calls and of taps, made at first use. There are two because
-/// a tap holds its block until its device comes to it, and no call may wait for
-/// that. Throws if there is no driver.
+/// The pinned memory of calls and of taps, made at first use. There are two pools
+/// because a tap holds its block until its device has reached it, and a call must
+/// not wait for that. Throws std::runtime_error if there is no driver.
 PinnedPool& PoolForCalls();
 PinnedPool& PoolForTaps();
-/// The same, or null if it was never used.
+/// The same pools, or null before their first use.
 PinnedPool* PinnedForCalls();
 PinnedPool* PinnedForTaps();
-/// Bounds of both, also for a pool that is made later.
+/// Sets the limits of both pools in bytes, also of a pool that is made later.
 void LimitPinned(size_t for_calls, size_t for_taps);
 
-/// Copies inside a GPU's memory, on `stream`. If the source was made on another
-/// stream, waits for that stream and for the copy. If the stream is unknown (none,
-/// or 0, which names none), waits for all that the device has to do. Throws
+/// Copies inside a GPU's memory, on `stream`. `made_on` is the stream on which the
+/// source was made. If it is another one, this waits for that stream before the
+/// copy, and for the copy. If it is unknown (null, or 0, which is ambiguous), this
+/// waits for all work of the current context instead, and for the copy. Throws
 /// CudaError.
 void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
                   std::optional<uintptr_t> made_on);

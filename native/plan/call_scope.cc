@@ -12,32 +12,40 @@ namespace {
 /// The calling thread's innermost call, or null.
 HOSTCALL_HOT ActiveCall* t_current = nullptr;
 // On threads that Python did not start, the settings of the last outermost call
-// stay set: only calls run Python code there, and the next call mostly has the same
-// settings. These are that call's; borrowed, and only compared, or used as values
-// while they are set.
+// stay set: only callbacks run Python code there, and the next call mostly needs
+// the same settings. The three pointers below remember them, so that such a call
+// makes no call into JAX. They are borrowed:
+//   * t_device and t_guard: JAX's thread-local setting holds a reference for as
+//   long
+//     as it has this value, so the address can't name another object meanwhile.
+//   * t_plain_guard: nothing holds it after its call. It is read only in calls
+//   nested
+//     in the outermost call that set it, whose plan owns it.
 HOSTCALL_HOT PyObject* t_device = nullptr;
-HOSTCALL_HOT PyObject* t_guard = nullptr;        // the guard, or the scout
-HOSTCALL_HOT PyObject* t_plain_guard = nullptr;  // the guard, never the scout
-/// Whether Python did not start the calling thread.
+HOSTCALL_HOT PyObject* t_guard = nullptr;        ///< the guard, or the scout
+HOSTCALL_HOT PyObject* t_plain_guard = nullptr;  ///< the guard, never the scout
+/// Whether the calling thread was not started by Python.
 HOSTCALL_HOT bool t_foreign = false;
 /// The last run that found the calling thread without meshes. Between the calls of
-/// one run, nothing else runs on the thread that could set one, so it is not asked
-/// again.
+/// one run, nothing else on the thread could set one, so later calls do not ask.
 HOSTCALL_HOT int64_t t_run_without_mesh = -1;
 /// The newest call under way, or null. Guarded by the GIL.
 ActiveCall* g_calls = nullptr;
 
-/// One of JAX's settings, as AddAmbientSetting got it.
+/// The arguments of AddAmbientSetting. Owns a reference to each object, for ever.
 struct Setting {
   Ambient kind;
   PyObject* self;
-  PyObject* swap;  // methods of the class: a bound method would cost one more call
-  PyObject* set;
-  PyObject* get;
-  PyObject* value;
-  PyObject* unset;
+  // Methods of the class, called with `self`: bound methods would cost one call
+  // more.
+  PyObject* swap;   ///< (self, value) -> the former value
+  PyObject* set;    ///< (self, value)
+  PyObject* get;    ///< (self) -> the value of the calling thread
+  PyObject* value;  ///< what host code gets; null if it comes from the plan
+  PyObject* unset;  ///< what `get` returns on a thread that has set nothing
 };
-constexpr size_t kMaxAmbient = 4;
+constexpr size_t kMaxAmbient = 4;  // CallScope::saved_ has as many places
+// Guarded by the GIL. Settings are added once, when the engine starts.
 Setting g_ambient[kMaxAmbient];
 size_t g_ambient_count = 0;
 
@@ -57,6 +65,8 @@ int Interrupt(Wanted wanted) {
     if (!wanted(*call)) continue;
     if (std::find(done.begin(), done.end(), call->thread_id) != done.end())
       continue;
+    // CPython raises it when the thread next runs bytecode. If the call ends before
+    // that, ~CallScope takes it back.
     PyThreadState_SetAsyncExc(call->thread_id, PyExc_KeyboardInterrupt);
     call->interrupted = true;
     done.push_back(call->thread_id);
@@ -84,7 +94,7 @@ bool OnlyOnThreads(const std::vector<unsigned long>& threads) {
 }
 void ForgetCallsAfterFork() {
   g_calls = nullptr;
-  t_current = nullptr;
+  t_current = nullptr;  // the calling thread is the only one in the child
 }
 
 void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* set,
@@ -106,7 +116,7 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
   call_.next = g_calls;
   if (g_calls != nullptr) g_calls->prev = &call_;
   g_calls = &call_;
-  // An outermost call on XLA's thread does not restore the settings (see t_device).
+  // Whether the settings stay set after the call (see t_device).
   const bool stays = t_foreign && call_.outer == nullptr;
   PyObject* guard =
       lookout == Lookout::kScout ? plan.scout.get() : plan.guard.get();
@@ -119,11 +129,12 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
     }
   } else if (lookout == Lookout::kInside && guard == nullptr &&
              t_guard != nullptr) {
-    // The thread may have the scout of an enclosing call set: back to its guard.
+    // The enclosing call may have set its scout, which would end this call with an
+    // exception that nobody expects. So its guard is set in place of the scout.
     guard = t_plain_guard != nullptr ? t_plain_guard : Py_False;
   }
-  // Most threads have no meshes. Asking costs half as much as setting, and is done
-  // once for each run.
+  // Most threads have no meshes to hide. Asking costs half as much as setting, so
+  // it is asked first, and only once for each run.
   bool meshes = run == -1 || t_run_without_mesh != run;
   for (size_t i = 0; i < g_ambient_count; ++i) {
     const Setting& setting = g_ambient[i];
@@ -140,7 +151,7 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
       Ref now = Ref::Steal(CallPython(setting.get, stack, 1, nullptr));
       if (!now) PyErr_Clear();
       if (now.get() == setting.unset) {
-        if (setting.kind == Ambient::kFixed) {  // then kWith is not set either
+        if (setting.kind == Ambient::kFixed) {  // then kWith is unset too
           meshes = false;
           t_run_without_mesh = run;
         }
@@ -149,26 +160,28 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
     }
     PyObject* stack[] = {setting.self, value};
     Ref before = Ref::Steal(CallPython(setting.swap, stack, 2, nullptr));
-    // The call goes on with the setting as it was: better than no call.
+    // If it fails, the call goes on with the setting as it was, which is better
+    // than no call.
     if (!before) PyErr_WriteUnraisable(setting.swap);
     if (!stays) saved_[i] = std::move(before);
   }
 }
 
 CallScope::~CallScope() {
-  // A failed call leaves its Python error set, which the calls below must not
-  // disturb.
+  // If the call failed, its Python error is set. Python code may not run with an
+  // error set, so it is put aside meanwhile.
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   const bool failed = PyErr_Occurred() != nullptr;
   if (failed) PyErr_Fetch(&type, &value, &trace);
   for (size_t i = g_ambient_count; i-- > 0;) {
-    if (!saved_[i]) continue;
+    if (!saved_[i]) continue;  // was left alone, or stays set
     PyObject* stack[] = {g_ambient[i].self, saved_[i].get()};
     Ref done = Ref::Steal(CallPython(g_ambient[i].set, stack, 2, nullptr));
     if (!done) PyErr_WriteUnraisable(g_ambient[i].set);
   }
   if (failed) PyErr_Restore(type, value, trace);
-  // An interrupt that came too late must not hit the next call of this thread.
+  // An interrupt that the function was too fast for must not hit the thread's next
+  // Python code.
   if (call_.interrupted) PyThreadState_SetAsyncExc(call_.thread_id, nullptr);
   t_current = call_.outer;
   if (call_.prev != nullptr) call_.prev->next = call_.next;

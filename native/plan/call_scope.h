@@ -17,14 +17,15 @@ namespace hostcall {
 /// list of all calls and in a chain of its thread's calls.
 struct ActiveCall {
   const Plan* plan = nullptr;  ///< outlives the call; not owned
-  /// The position of the row that is called; null if rows are not called one by
-  /// one.
+  /// The position of the row that the function runs on now; null if rows are not
+  /// called one by one. Points into the walk over the rows, on the same stack.
   const std::vector<int64_t>* row = nullptr;
-  std::vector<int64_t> failed_row;  ///< the position of the row that failed
-  int device_ordinal = -1;          ///< -1 if no program runs (an eager call)
-  int64_t start = 0;                ///< when it began, in ticks (clock.h)
-  unsigned long thread_id = 0;      ///< Python's identifier of the thread
-  int64_t run = -1;                 ///< XLA's number of the execution; -1 if none
+  std::vector<int64_t>
+      failed_row;                 ///< the position of the row that failed, or empty
+  int device_ordinal = -1;        ///< -1 if no program runs (an eager call)
+  int64_t start = 0;              ///< when it began, in ticks (clock.h)
+  unsigned long thread_id = 0;    ///< Python's identifier of the thread
+  int64_t run = -1;               ///< XLA's number of the execution; -1 if none
   void* stream = nullptr;         ///< XLA's stream in a call on GPU memory, or null
   const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
   bool foreign = false;           ///< the thread is XLA's, not Python's
@@ -62,8 +63,8 @@ void ForgetCallsAfterFork();
 enum class Lookout {
   kGuard,  ///< the plan's guard; without one, whatever the thread has set
   kScout,  ///< the plan's scout
-  /// The plan's guard. The call runs inside a host callback, where no scout is
-  /// needed, so that of an enclosing call is removed.
+  /// The plan's guard. The call runs inside a host callback, where programs can't
+  /// deadlock, so the scout of an enclosing call is removed.
   kInside,
 };
 
@@ -81,7 +82,9 @@ class CallScope {
 
  private:
   ActiveCall call_;
-  Ref saved_[4];  ///< the former value of each ambient setting; null: left alone
+  /// The former value of each ambient setting; null if the destructor leaves it
+  /// alone.
+  Ref saved_[4];
 };
 
 /// What a thread-local setting of JAX is set to while host code runs.
@@ -89,12 +92,13 @@ enum class Ambient {
   kFixed,   ///< the value that was registered
   kDevice,  ///< the plan's device
   kGuard,   ///< the plan's guard or scout; a plan without one leaves it alone
-  kWith,    ///< as kFixed; is unset whenever the setting registered before it is
+  kWith,  ///< as kFixed, for a setting that is unset if the preceding kFixed one is
 };
 
-/// Registers one of JAX's settings `self`, and the methods of its class. `value` is
-/// for kFixed and kWith. `unset` is what `get` returns on a thread that has not set
-/// it; a fixed setting is then left alone. Keeps a reference to each, for ever.
+/// Registers `self`, one of JAX's thread-local settings, with the methods of its
+/// class. `value` is for kFixed and kWith, else null. `unset` is what `get` returns
+/// on a thread that has set nothing; there, a fixed setting is left alone. Keeps a
+/// reference to each object, for ever. At most four settings; the GIL is held.
 void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* set,
                        PyObject* get, PyObject* value, PyObject* unset);
 

@@ -31,7 +31,7 @@ void Plan::Seal() {
   layout = {};
   const auto place = [this](size_t bytes) {
     layout.offsets.push_back(layout.bytes);
-    // Each operand begins where any element type may lie, complex128 included.
+    // A multiple of 16 suits the alignment of every element type, up to complex128.
     layout.bytes += (bytes + 15) / 16 * 16;
   };
   if (masked) place(static_cast<size_t>(mask_rows));

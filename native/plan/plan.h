@@ -1,4 +1,10 @@
-// What one compiled program knows of one call, made when it is lowered.
+// What a compiled program knows about one of its calls. Python makes a Plan when
+// the program is lowered; after Seal it changes only in the members marked
+// `mutable`.
+//
+// Threads. Handlers read a plan on any thread, without the GIL, but they touch its
+// Python objects only with the GIL held. The one exception is Leaf::fill, whose
+// bytes never change. A plan is destroyed with the GIL held (base/slot_table.h).
 #pragma once
 
 #include <algorithm>
@@ -19,18 +25,20 @@ namespace hostcall {
 
 /// One operand or result, as one row of the batch sees it.
 struct Leaf {
-  Ref dtype;                          ///< PyArray_Descr of the host's elements
-  std::vector<npy_intp> dims;         ///< shape of one row
-  int64_t count = 1;                  ///< elements of one row
-  int64_t row_bytes = 0;              ///< host bytes of one row
-  int bits = 0;                       ///< 1, 2, 4 where XLA packs elements, else 0
-  bool is_signed = false;             ///< for packed elements
-  int64_t rows = 1;                   ///< rows that lie in the buffer
-  std::vector<int64_t> grid_strides;  ///< rows to step an axis; 0: not batched
-  Ref convert;                        ///< array -> what the function gets; or null
-  Ref fill;                           ///< bytes of a masked row (results); or null
+  Ref dtype;                   ///< the PyArray_Descr of the elements on the host
+  std::vector<npy_intp> dims;  ///< shape of one row
+  int64_t count = 1;           ///< elements in one row; set by Seal
+  int64_t row_bytes = 0;       ///< bytes of one row on the host; set by Seal
+  int bits = 0;            ///< 1, 2 or 4 if XLA packs elements into bytes; else 0
+  bool is_signed = false;  ///< whether packed elements are signed
+  int64_t rows = 1;        ///< rows in the buffer; set by Seal
+  /// For each batch axis, how many rows of the buffer one step along it takes; 0 if
+  /// the buffer lacks the axis.
+  std::vector<int64_t> grid_strides;
+  Ref convert;  ///< makes the function's argument from the array; null: the array
+  Ref fill;     ///< the bytes of a result's masked row; null: zeros
 
-  /// Bytes of the whole buffer as XLA has it.
+  /// Bytes of the whole buffer in XLA's layout.
   size_t buffer_bytes() const {
     const int64_t elements = count * rows;
     return static_cast<size_t>(bits == 0 ? row_bytes * rows
@@ -41,20 +49,21 @@ struct Leaf {
   }
 };
 
-/// How the function's return value falls apart into result leaves.
+/// How the function's return value is taken apart into result leaves.
 enum class ResultForm {
   kLeaf,     ///< the value is the one leaf
   kTuple,    ///< a tuple of leaves
   kNothing,  ///< None
-  kTree,     ///< anything else: Python's flatten takes it apart
-  kIgnored,  ///< a tap's: whatever it is
+  kTree,     ///< any other tree: Plan::flatten takes it apart
+  kIgnored,  ///< a tap's return value, which nobody reads
 };
 
-/// Which calls run inside one of XLA's host callbacks (handlers/host_callback.h).
+/// Which calls of a plan run inside one of XLA's host callbacks
+/// (handlers/host_callback.h says why that avoids deadlocks).
 enum class Inside {
   kNever,        ///< none
-  kAsked,        ///< on XLA's threads, those of a plan whose scout asked for it
-  kXlasThreads,  ///< those on XLA's threads
+  kAsked,        ///< calls on XLA's threads, once the plan's scout has asked for it
+  kXlasThreads,  ///< calls on XLA's threads
   kEverywhere,   ///< all
 };
 
@@ -62,116 +71,125 @@ enum class Inside {
 enum class Lend {
   kCopy,     ///< arrays that the function owns
   kArgs,     ///< read-only views of XLA's memory
-  kOut,      ///< the same, and `out=` views of the results' memory
-  kBuffers,  ///< Buffers over both, the results' first (buffer_call.h)
+  kOut,      ///< as kArgs, and writable views of the results' memory as `out=`
+  kBuffers,  ///< Buffers over the results, then over the arguments (buffer_call.h)
 };
 
-/// What calls of one function cost, over all its programs. Written with the GIL
-/// held, unless a member says otherwise.
+/// What the calls of one function have cost, in all its programs. The GIL guards
+/// the plain members; devices write the atomic ones without it.
 struct Counters {
-  int64_t calls = 0;         ///< times the function was entered
-  int64_t errors = 0;        ///< programs that it failed
-  int64_t bytes_in = 0;      ///< handed to the function
-  int64_t bytes_out = 0;     ///< taken from it
-  int64_t python_ticks = 0;  ///< attached, in the function and in conversions
-  int64_t gil_ticks = 0;     ///< waiting to attach
-  // Written without the GIL, hence atomic:
+  int64_t calls = 0;         ///< rows for which the Python function was called
+  int64_t errors = 0;        ///< calls that failed
+  int64_t bytes_in = 0;      ///< bytes handed to the function
+  int64_t bytes_out = 0;     ///< bytes taken from its return values
+  int64_t python_ticks = 0;  ///< time in the function and in conversions (clock.h)
+  int64_t gil_ticks = 0;     ///< time from a call's start until it holds the GIL
   std::atomic<int64_t> masked{0};  ///< rows that `where` kept from the function
-  std::atomic<int64_t> native_calls{0};  ///< calls of native code
-  TapCounts taps;                        ///< written by devices
+  std::atomic<int64_t> native_calls{0};  ///< rows for which native code was called
+  TapCounts taps;  ///< taps that were masked, skipped, dropped
 };
 
-/// What a plan knows of a call that works in place on buffers.
+/// The settings of a call that works in place on buffers.
 struct BufferSettings {
-  /// For each result the argument whose memory it shares, or -1.
+  /// For each result, the number of the argument whose memory it shares, or -1.
   std::vector<int> aliases;
   bool debug = false;     ///< poisons outputs, and checks whether inputs changed
-  uintptr_t address = 0;  ///< of native code that runs instead of a function
-  bool status = false;  ///< the native code returns a number that says how it went
+  uintptr_t address = 0;  ///< native code to run instead of the function; 0: none
+  bool status = false;    ///< whether the native code returns an error number
 
   bool Aliases(size_t result) const {
     return result < aliases.size() && aliases[result] >= 0;
   }
-  /// Whether an argument's memory is a result's too.
+  /// Whether some result shares this argument's memory.
   bool Shares(size_t arg) const {
     const auto number = static_cast<int>(arg);
     return std::find(aliases.begin(), aliases.end(), number) != aliases.end();
   }
 };
 
-/// What makes a plan a tap's: its operands are queued, and the function runs later.
+/// The settings of a tap: its operands are queued, and the function runs later.
 struct TapSettings {
   WhenFull when_full = WhenFull::kBlock;
-  bool nested = false;  ///< its program is run by host code: never waits for space
-  /// Ordinals of the devices that tap, if several hold the same values; empty: all.
+  bool nested = false;  ///< host code runs its program, so it never waits for space
+  /// Ordinals of the devices that tap; empty: all.
   std::vector<int> only;
-  bool linked = false;      ///< has one result, which only says that the tap ran
-  bool through = false;     ///< the arguments are results too
-  int64_t every_steps = 0;  ///< lets one of so many through; 0: all
-  int64_t every_ns = 0;     ///< lets one through in so many nanoseconds; 0: all
-  double sample = 1;        ///< lets this share through
+  bool linked = false;      ///< has one result, a number that says that the tap ran
+  bool through = false;     ///< returns its arguments as results
+  int64_t every_steps = 0;  ///< one in this many executions goes through; 0: all
+  int64_t every_ns = 0;     ///< at most one in this many nanoseconds; 0: no bound
+  double sample = 1;        ///< the share of executions that go through
 };
 
 /// Where a tap's operands lie in an event of the queue.
 struct TapLayout {
-  std::vector<size_t> offsets;  ///< of each operand, the mask first
-  size_t bytes = 0;             ///< of all operands
+  std::vector<size_t> offsets;  ///< where each operand begins, the mask first
+  size_t bytes = 0;             ///< the payload of an event, with padding
 };
 
+/// A plan owns its Python objects. Signatures of the functions among them are
+/// written (arguments) -> result.
 class Plan : public TapOwner {
  public:
-  Ref function;   ///< called with one argument a leaf
-  Ref runner;     ///< null, or runs all rows: runner(rows, indices) -> results
-  Ref flatten;    ///< value -> list of leaves, or raises (wrong structure)
+  Ref function;  ///< one argument for each leaf -> the value
+  Ref runner;  ///< (rows, indices) -> list of values, for all rows at once; or null
+  Ref flatten;    ///< (value) -> list of leaves; raises for a wrong structure
   Ref coerce;     ///< (leaf number, value) -> array of the leaf's dtype and shape
-  Ref on_error;   ///< (exception, info, row) -> text of the error XLA gets
-  Ref on_escape;  ///< (info, leaf numbers) -> raises: lent views are still held
-  Ref on_unwritten;     ///< (info, leaf number) -> raises: `out` was not written
+  Ref on_error;   ///< (exception, info, row) -> text of XLA's error
+  Ref on_escape;  ///< (info, leaf numbers, exception): raises if views are still
+                  ///< held
+  Ref on_unwritten;  ///< (info, leaf number): raises, since `out` was not written
   Ref on_lone_failure;  ///< (ordinal, text): one device failed, the others go on
-  Ref on_failure_elsewhere;  ///< (text) -> text of the error: another process
-                             ///< failed
-  Ref out_tree;        ///< list of result arrays -> the `out` argument; or null
-  Ref info;            ///< the Python side's description, for errors and status
+  Ref on_failure_elsewhere;  ///< (another process's text) -> text of XLA's error
+  Ref out_tree;        ///< (list of result arrays) -> the `out` argument; or null
+  Ref info;            ///< Python's description of the call, for errors and status
   Ref device;          ///< the device that host code finds as its default
   Ref guard;           ///< refuses programs that would wait for this one; or null
-  Ref scout;           ///< in its place on XLA's threads, until `asked`; or null
-  Ref counters_owner;  ///< Python object that holds *counters
-  Counters* counters = nullptr;
+  Ref scout;           ///< replaces `guard` on XLA's threads until `asked`; or null
+  Ref counters_owner;  ///< the Python object that `counters` points into
+  Counters* counters = nullptr;  ///< alive as long as `counters_owner`
 
   std::vector<Leaf> args;
   std::vector<Leaf> results;
-  /// For each argument an array of an earlier call that nobody kept, or null. Of
-  /// kBuffers the context, and a Buffer for each result and argument.
+  /// For each argument, an array of an earlier call that nobody kept, or null. With
+  /// kBuffers, the context and a Buffer for each result and argument instead. The
+  /// GIL guards them; a call takes them out, so that a nested call can't use them
+  /// too.
   mutable std::vector<Ref> spares;
-  std::vector<int64_t> grid;          ///< batch axes, outermost first
-  int64_t rows = 1;                   ///< product of grid
-  bool masked = false;                ///< the first operand is the mask
-  std::vector<int64_t> mask_strides;  ///< as Leaf::grid_strides
-  int64_t mask_rows = 1;              ///< bools in the mask's buffer
+  std::vector<int64_t> grid;          ///< sizes of the batch axes, outermost first
+  int64_t rows = 1;                   ///< product of grid; set by Seal
+  bool masked = false;                ///< whether the first operand is the mask
+  std::vector<int64_t> mask_strides;  ///< the mask's Leaf::grid_strides
+  int64_t mask_rows = 1;              ///< bools in the mask's buffer; set by Seal
   ResultForm form = ResultForm::kTree;
-  bool literals = true;  ///< Python's numbers may stand for arrays of 32 bits
+  bool literals = true;  ///< stores Python's numbers as scalars; else `coerce` does
   Lend lend = Lend::kCopy;
-  std::optional<TapSettings> tap;  ///< null: a call
-  TapLayout layout;                ///< of a tap
+  std::optional<TapSettings> tap;  ///< null: the plan is a call's
+  TapLayout layout;                ///< set by Seal for a tap, else empty
   BufferSettings buffers;          ///< all defaults unless `lend` is kBuffers
-  bool packed = false;             ///< some leaf's elements are smaller than a byte
+  bool packed = false;  ///< whether XLA packs some leaf's elements; set by Seal
   std::optional<TeamSettings> team;  ///< null: each device calls alone
   Inside inside = Inside::kNever;
-  bool elsewhere = false;   ///< another process calls: only asks whether it may run
-  bool sends = false;       ///< the runner sends rows to other processes
-  bool keeps_mesh = false;  ///< the dispatching thread's meshes are not hidden
-  mutable bool asked = false;  ///< the scout asked; guarded by the GIL
-  bool tells = false;          ///< one more result says all processes how it went
-  mutable Failures failures;   ///< of a plan that tells
-  uint64_t signature = 0;      ///< of the avals, checked against the program's
-  int64_t bytes_in = 0, bytes_out = 0;  ///< of one row
+  /// Another process makes the call. Here `function` takes no arguments, and only
+  /// raises if the program may not go on.
+  bool elsewhere = false;
+  bool sends = false;          ///< whether the runner sends rows to other processes
+  bool keeps_mesh = false;     ///< host code sees the dispatching thread's meshes
+  mutable bool asked = false;  ///< whether the scout has asked; guarded by the GIL
+  /// One more result, the outcome, tells all processes whether the call failed.
+  bool tells = false;
+  mutable Failures failures;  ///< errors of recent runs; used only if `tells`
+  /// Identifies the avals and the function. A program whose text has another one is
+  /// refused.
+  uint64_t signature = 0;
+  int64_t bytes_in = 0, bytes_out = 0;  ///< host bytes of one row; set by Seal
 
-  /// Operands that XLA passes: the mask, if any, and the arguments.
+  /// Operands with data that XLA passes: the mask, if any, and the arguments.
   size_t operands() const { return args.size() + (masked ? 1 : 0); }
-  /// Results that XLA wants: the function's, and the outcome, if any.
+  /// Results of a call that XLA expects: the function's, and the outcome, if any.
   size_t outputs() const { return results.size() + (tells ? 1 : 0); }
 
-  /// Finishes what the fields above imply. Called once, after they are set.
+  /// Computes the fields that follow from the others. Called once, when those are
+  /// set.
   void Seal();
 };
 

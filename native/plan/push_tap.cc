@@ -10,11 +10,15 @@ namespace hostcall {
 bool PushTap(const Plan& plan, int device, int64_t run, const void* const* operands,
              bool at_once) {
   const TapLayout& layout = plan.layout;
+  // A tap from inside a delivery would wait for space that only its own thread can
+  // make; a nested one, for a worker that may wait for the program that taps.
   const bool never_waits = at_once || plan.tap->nested || TapThread::IsThis();
-  // Not const for the queue, which counts its references to the plan.
+  // The const_cast is for the reference count: the queue retains the plan until the
+  // worker has delivered the event.
   return TapQueue::Get().Push(
       device, run, const_cast<Plan&>(plan), layout.bytes, plan.tap->when_full,
       never_waits, [&](char* to) {
+        // Only copies, since this may run under a lock of the queue.
         size_t i = 0;
         if (plan.masked) {
           std::memcpy(to, operands[i++], static_cast<size_t>(plan.mask_rows));

@@ -1,4 +1,4 @@
-// A tap's operands, from a device into the queue.
+// Copies a tap's operands into the queue.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,11 @@
 
 namespace hostcall {
 
-/// Queues a tap of these operands. Calls no Python, and needs no GIL. False: it was
-/// dropped. With `at_once` it never waits: if the tap would have to, it goes in
-/// above the limit.
+/// Queues a tap of these operands, which are copied before this returns. Returns
+/// false if the tap was dropped. Calls no Python. May wait for the worker, which
+/// needs the GIL, so the caller does not hold it. With `at_once` it never waits: a
+/// tap that would have to is let in above the queue's limit. Throws std::bad_alloc
+/// or PushInterrupted.
 bool PushTap(const Plan& plan, int device, int64_t run, const void* const* operands,
              bool at_once = false);
 

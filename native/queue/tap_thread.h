@@ -1,13 +1,13 @@
-// Which thread delivers taps.
+// Tells whether the calling thread is the one that delivers taps.
 //
-// Knows no Python.
+// Does not depend on Python.
 #pragma once
 
 namespace hostcall {
 
-/// Marks the calling thread as the one that delivers, for the guard's life. A tap
-/// that such a thread pushes must never wait for space: only its own thread makes
-/// space.
+/// Marks the calling thread as the one that delivers taps, for the guard's life. A
+/// tap that this thread pushes (from inside a delivery) must never wait for space,
+/// since only this thread makes space.
 class TapThread {
  public:
   TapThread() { Mark() = true; }
@@ -15,7 +15,7 @@ class TapThread {
   TapThread(const TapThread&) = delete;
   TapThread& operator=(const TapThread&) = delete;
 
-  /// Whether the calling thread is the one that delivers.
+  /// Whether the calling thread is marked.
   static bool IsThis() { return Mark(); }
 
  private:
