@@ -1,9 +1,9 @@
-// Written on XLA's C interface rather than its C++ templates: a handler has few
-// parts, and pays for no others.
+// The handlers use XLA's C interface, not its C++ templates, which would do work at
+// each call that these handlers do not need.
 //
-// Threads. XLA enters handlers on any thread, without the GIL; but whoever calls
-// XLA may hold it, so Guarded releases it first. XLA is built without exceptions,
-// so none may leave a handler.
+// Threads. XLA enters handlers on any thread, normally without the GIL. If the
+// caller of XLA holds it, Guarded releases it first. XLA is built without
+// exceptions, so no exception may leave a handler.
 
 #include "handlers/cpu_handlers.h"
 
@@ -36,7 +36,8 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame) {
   return ErrorOfOutcome(frame, *state->plan, operands.data()[0]);
 }
 
-PyObject* g_raw = nullptr;  // guarded by the GIL
+/// The benchmark's function, owned; null until it is set. Guarded by the GIL.
+PyObject* g_raw = nullptr;
 
 }  // namespace
 
@@ -55,6 +56,8 @@ void SetRawFunction(PyObject* function) {
 
 XLA_FFI_Error* ExecuteRaw(XLA_FFI_CallFrame* frame) {
   return Guarded(frame, [](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
+    // Without an Entry, exit does not wait for this call: a benchmark has to wait
+    // for its programs itself.
     GilGuard gil;
     Ref value = Ref::Steal(PyObject_CallNoArgs(g_raw));
     if (!value) {

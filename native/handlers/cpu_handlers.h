@@ -1,5 +1,5 @@
-// Calls, as XLA's CPU runtime makes them. Each handler runs once for each execution
-// of its place in a program.
+// The handlers of calls for XLA's CPU runtime, which runs a handler once for each
+// execution of its place in a program.
 #pragma once
 
 #include "base/guards.h"
@@ -7,13 +7,16 @@
 
 namespace hostcall {
 
+/// Makes a call of a function on the host.
 XLA_FFI_Error* ExecuteCall(XLA_FFI_CallFrame* frame);
-/// Behind the reduction that brings all processes a call's results: fails if the
-/// call did. The operands are the outcome and the results. The results of the
-/// verdict share the memory of the latter.
+/// Fails the program if a call failed in any process (plan/outcome.h). It runs
+/// behind the reduction that brings the call's results to all processes. Its
+/// operands are the call's outcome and results, and its own results share the
+/// memory of the call's.
 XLA_FFI_Error* ExecuteVerdict(XLA_FFI_CallFrame* frame);
-/// The floor that benchmarks compare with: enters Python, and nothing else.
+/// Only calls a Python function without arguments: the floor for benchmarks.
 XLA_FFI_Error* ExecuteRaw(XLA_FFI_CallFrame* frame);
+/// Sets that function. The GIL is held.
 void SetRawFunction(PyObject* function);
 
 }  // namespace hostcall

@@ -1,8 +1,10 @@
 // Threads. XLA enters handlers on the threads that enqueue a program's work,
-// without the GIL, and enqueues the next piece when they return. What they put on
-// the stream runs later, in order. Copies, their memory and their failures are
-// staging.h's business. Space in the queue of taps is waited for here, before
-// anything is enqueued, since the driver's thread that delivers must never wait.
+// without the GIL, and enqueues the next piece when they return. The work that a
+// handler puts on the stream runs later, in order. staging.h does the copies, and
+// says what holds their memory and what happens if one fails.
+//
+// A blocking tap waits for space in the tap queue here, before its copies are
+// enqueued. The driver's thread, which pushes the tap later, must never wait.
 
 #include "handlers/cuda_handlers.h"
 
@@ -27,7 +29,8 @@
 namespace hostcall {
 namespace {
 
-/// What every handler begins with: the frame, its stream, operands and results.
+/// What most handlers start from: the frame, its stream, operands and results.
+/// Lives on the handler's stack.
 struct Work {
   Work(XLA_FFI_CallFrame* f, const PlanState& s, void* on, size_t n_results)
       : frame(f),
@@ -36,7 +39,7 @@ struct Work {
         operands(f->args, f->args.args, s.plan->operands()),
         results(f->rets, f->rets.rets, n_results) {}
   bool ok() const { return operands.ok() && results.ok(); }
-  /// All operands, the mask first.
+  /// All operands on the device, the mask first.
   std::vector<Span> OperandSpans() {
     const Plan& plan = *state.plan;
     std::vector<Span> spans;
@@ -48,6 +51,7 @@ struct Work {
     }
     return spans;
   }
+  /// All results on the device, the outcome last.
   std::vector<Span> ResultSpans() {
     std::vector<Span> spans;
     for (const Leaf& leaf : state.plan->results) {
@@ -66,12 +70,14 @@ struct Work {
 };
 
 /// Ends a call whose values could not be brought to the host. Other devices and
-/// processes wait for its outcome, so that says that it failed. Throws if the GPU
-/// takes no more work.
+/// processes wait for its outcome, so the program goes on with zeros and an outcome
+/// that says that the call failed, without a text. Throws if the GPU takes no more
+/// work.
 XLA_FFI_Error* TellThatNoneWasMade(Work& work, const char* why) {
   const PlanState& state = work.state;
   state.plan->failures.Note(RunId(work.frame), why);
   if (state.team) {
+    // The team's other devices get the error there; the outcome tells this one's.
     Drop(work.frame->api, FailWithTeam(work.frame, state, why));
   }
   ScopedContext current(Driver(), work.stream);
@@ -82,6 +88,7 @@ XLA_FFI_Error* TellThatNoneWasMade(Work& work, const char* why) {
     Driver().Check(Driver().cuMemsetD8Async(address, 0, span.bytes, work.stream),
                    "cuMemsetD8Async");
   }
+  // The first byte of an outcome is 1 if the call failed.
   const auto outcome = reinterpret_cast<CudaDevicePtr>(results.back().device);
   Driver().Check(Driver().cuMemsetD8Async(outcome, 1, 1, work.stream),
                  "cuMemsetD8Async");
@@ -100,8 +107,9 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
     staged.emplace(driver, PoolForCalls(), work.stream, operands,
                    work.ResultSpans());
     staged->Fetch();
-    // Without operand bytes Fetch waited for nothing. A call with an effect (it has
-    // a token, so one result more) still runs only when the device gets there.
+    // Without operand bytes Fetch has waited for nothing. A call with an effect
+    // must still not run before the device reaches it, so it waits here. Such a
+    // call has a token, which is one more result.
     const bool effect =
         static_cast<size_t>(frame->rets.size) > state->plan->outputs();
     const bool waited =
@@ -114,6 +122,7 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
   } catch (const std::exception& e) {
     if (state->plan->tells) return TellThatNoneWasMade(work, e.what());
     if (!state->team) throw;
+    // The team's other devices would wait for this one.
     return FailWithTeam(frame, *state, e.what());
   }
   XLA_FFI_Error* error =
@@ -187,12 +196,14 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   const int device = DeviceOrdinal(frame);
   if (!IsWanted(plan, device)) return nullptr;
   // Executions that `where` keeps back do not count for `every`. The mask is still
-  // on the device, so a masked tap asks the throttle when its values are on the
-  // host.
+  // on the device here, so a masked tap asks the throttle later, when its values
+  // are on the host.
   std::shared_ptr<Throttle> later = plan.masked ? state->throttle : nullptr;
   const int64_t run = RunId(frame);
   if (!later && IsSkipped(plan, state->throttle.get(), device, run)) return nullptr;
-  {  // Deliver enters for itself, later
+  // Only refuses programs of a closed engine. Deliver, which runs after this
+  // returns, enters the engine itself.
+  {
     Entry entry;
     if (!entry) {
       return MakeError(frame->api, ClosedText(),
@@ -202,6 +213,9 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   const bool nested = tap.nested || TapThread::IsThis();
   const bool blocks = tap.when_full == WhenFull::kBlock;
   if (blocks && !nested) TapQueue::Get().AwaitSpace(plan.layout.bytes);
+  // Holds references to the plan and the throttle, since XLA may destroy the state
+  // before the driver's thread runs this. If it drops the plan's last reference,
+  // the plan goes to the graveyard: the driver's thread must not wait for the GIL.
   Deliver deliver = [plan = state->plan, later, device,
                      run](const void* const* data) {
     Entry entry;
@@ -234,9 +248,12 @@ XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId*) {
   return nullptr;
 }
 
+/// A handler's work on a stream. `type` is the type of the states in the registry
+/// of the runtime that runs it.
 using Body = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*, void* stream,
                                 XLA_FFI_TypeId* type);
 
+/// Runs a body on the stream that XLA gives.
 XLA_FFI_Error* OnXlasStream(XLA_FFI_CallFrame* frame, Body body,
                             uint32_t traits = 0) {
   return Guarded(
@@ -251,11 +268,14 @@ XLA_FFI_Error* OnXlasStream(XLA_FFI_CallFrame* frame, Body body,
       XLA_FFI_UNKNOWN_TYPE_ID, traits);
 }
 
+/// No lock guards them: tests set them only while no program runs.
 std::vector<void*>& StreamsForTests() {
   static auto* streams = new std::vector<void*>();
   return *streams;
 }
 
+/// Runs a body in XLA's CPU runtime on the device's test stream, and waits for the
+/// stream: that runtime would use the results at once.
 XLA_FFI_Error* OnAStreamOfTests(XLA_FFI_CallFrame* frame, Body body) {
   return Guarded(frame, [body](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
     const std::vector<void*>& streams = StreamsForTests();

@@ -1,13 +1,13 @@
-// What every handler needs of XLA's C interface.
+// The parts of XLA's C interface that every handler needs.
 //
-// Versions. XLA's structs say how large they are, so that a newer XLA may have more
-// members and an older one fewer; XLA asks each handler for the version of its
-// headers when it is registered, and answers for that. What a handler uses of XLA
-// beyond the version's word is looked at when a place of a program is instantiated
-// (InterfaceFault): the structs that are passed there are those of every call, so
-// no call looks again.
+// Versions. XLA's structs hold their own size, since a newer XLA may have more
+// members and an older one fewer. When a handler is registered, XLA asks for the
+// version of the headers that it was built with, and refuses it if that is
+// incompatible. The members that handlers use are checked as well, once, when a
+// place of a program is instantiated (InterfaceFault). Calls get the same structs,
+// so no call checks again.
 //
-// Knows no Python (tests/native/ffi_test.cc: with an XLA of its own).
+// Does not depend on Python (tests/native/ffi_test.cc has its own XLA).
 #pragma once
 
 #include <cstddef>
@@ -29,6 +29,7 @@
 
 namespace hostcall {
 
+/// Makes an error that XLA owns once a handler returns it. XLA copies the text.
 inline XLA_FFI_Error* MakeError(
     const XLA_FFI_Api* api, const std::string& text,
     XLA_FFI_Error_Code code = XLA_FFI_Error_Code_INTERNAL) {
@@ -46,15 +47,16 @@ inline XLA_FFI_Error* BufferMismatch(const XLA_FFI_CallFrame* frame) {
                    "than it was lowered with");
 }
 
-/// True where XLA only asked what interface the handler was built for.
+/// Answers XLA's question at registration, which interface the handler was built
+/// for. Returns false if the frame is not that question but a call.
 inline bool AnswerMetadata(const XLA_FFI_CallFrame* frame,
                            XLA_FFI_TypeId state_type, uint32_t traits = 0) {
   using Base = std::remove_pointer_t<decltype(frame->extension_start)>;
   for (Base* base = frame->extension_start; base != nullptr; base = base->next) {
     if (base->type != XLA_FFI_Extension_Metadata) continue;
     auto* extension = reinterpret_cast<XLA_FFI_Metadata_Extension*>(base);
-    // There is no interface to make an error with. Who gets no version refuses the
-    // handler itself.
+    // No error can be returned, since the frame has no interface yet. An XLA that
+    // finds no version in the answer refuses the handler.
     if (base->struct_size < XLA_FFI_Metadata_Extension_STRUCT_SIZE) return true;
     XLA_FFI_Metadata* metadata = extension->metadata;
     if (metadata->struct_size < XLA_FFI_Metadata_STRUCT_SIZE) return true;
@@ -67,10 +69,10 @@ inline bool AnswerMetadata(const XLA_FFI_CallFrame* frame,
   return false;
 }
 
-/// The version that brought the last of what handlers use (jaxlib 0.10.2).
+/// The first version that has everything that handlers use (jaxlib 0.10.2).
 constexpr int kOldestMajor = 0, kOldestMinor = 3;
 
-/// Whether XLA can be told of an error at all.
+/// Whether handlers can return an error to this XLA.
 inline bool CanFail(const XLA_FFI_CallFrame* frame) {
   if (frame->struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_CallFrame, api)) {
     return false;
@@ -82,7 +84,8 @@ inline bool CanFail(const XLA_FFI_CallFrame* frame) {
          api->XLA_FFI_Error_Create != nullptr;
 }
 
-/// What handlers use that this XLA lacks; empty for nothing. `CanFail` holds.
+/// The text of an error that says what this XLA lacks; empty if it has all that
+/// handlers use. Called only if CanFail is true.
 inline std::string InterfaceFault(const XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Api* api = frame->api;
   const XLA_FFI_Api_Version& has = api->api_version;
@@ -121,11 +124,12 @@ inline std::string InterfaceFault(const XLA_FFI_CallFrame* frame) {
          " or later: install a jaxlib from 0.10.2 on, or build hostcall with yours";
 }
 
-/// An error that XLA made, on its way back to XLA.
+/// Thrown to return an error that XLA made from a handler (Guarded catches it).
 struct XlaError {
   XLA_FFI_Error* error;
 };
 
+/// The attribute of that name; 0 if the call has none or it is not a uint64.
 inline uint64_t Attribute(const XLA_FFI_CallFrame* frame, std::string_view name) {
   const XLA_FFI_Attrs& attrs = frame->attrs;
   for (int64_t i = 0; i < attrs.size; ++i) {
@@ -142,7 +146,7 @@ inline uint64_t Attribute(const XLA_FFI_CallFrame* frame, std::string_view name)
   return 0;
 }
 
-/// Lets go of an error that changes nothing.
+/// Destroys an error that is not to be reported. Returns whether there was one.
 inline bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   if (error == nullptr) return false;
   XLA_FFI_Error_Destroy_Args args;
@@ -153,8 +157,8 @@ inline bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   return true;
 }
 
-/// The device that a program runs on; never -1, which stands for no program.
-/// Throws.
+/// The ordinal of the device that the program runs on. Never -1, which the engine
+/// uses for eager calls. Throws.
 inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
   XLA_FFI_DeviceOrdinal_Get_Args args;
   args.struct_size = XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE;
@@ -169,8 +173,9 @@ inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
   return args.device_ordinal;
 }
 
-/// Data pointers of buffers, on the stack where they are few. An ordered call has
-/// a token before its operands and results; it has no data, and is skipped.
+/// The data pointers of a call's buffers, on the stack if they are few. An ordered
+/// call has a token before its operands and results. A token has no data, and is
+/// skipped.
 class Pointers {
  public:
   template <typename List>
@@ -184,6 +189,7 @@ class Pointers {
       data()[i] = static_cast<const XLA_FFI_Buffer*>(items[first + i])->data;
     }
   }
+  /// False if XLA passes another number of buffers; `data` is then not set.
   bool ok() const { return ok_; }
   void** data() { return heap_ ? heap_.get() : inline_; }
 
@@ -206,7 +212,7 @@ inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
   return args.run_id;
 }
 
-/// XLA's stream on a GPU; null where there is none.
+/// XLA's stream on a GPU; null if the platform has none.
 inline void* StreamOf(const XLA_FFI_CallFrame* frame) {
   XLA_FFI_Stream_Get_Args args;
   args.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
@@ -217,6 +223,7 @@ inline void* StreamOf(const XLA_FFI_CallFrame* frame) {
   return args.stream;
 }
 
+/// Why the engine refuses a call.
 inline const char* ClosedText() {
   return Engine::Get().forked()
              ? "hostcall: this process was forked from one that had started "
@@ -227,9 +234,10 @@ inline const char* ClosedText() {
                "(jax.block_until_ready) before the script ends";
 }
 
-/// The end of a list of handlers, for what is no std::exception: code of users may
-/// throw anything. A thread that is ended from inside (pthread_exit,
-/// pthread_cancel) is unwound by an exception too, which glibc lets nobody keep.
+/// The last `catch` of a list, for everything that is not a std::exception: native
+/// code of users may throw anything. glibc ends a thread (pthread_exit,
+/// pthread_cancel) by an exception as well. That one must be thrown on: glibc
+/// aborts the process if a handler keeps it.
 #if defined(__GLIBCXX__)
 #define HOSTCALL_CATCH_THE_REST         \
   catch (const abi::__forced_unwind&) { \
@@ -240,19 +248,21 @@ inline const char* ClosedText() {
 #define HOSTCALL_CATCH_THE_REST catch (...)
 #endif
 
-/// Of what is being handled.
+/// The text for an exception that HOSTCALL_CATCH_THE_REST caught.
 inline std::string TextOfTheRest() {
   return "hostcall: native code threw something that is no std::exception. What it "
          "finds should be told by its status (hc.buffers.native(..., status=True))";
 }
 
+/// The exception's text, marked as hostcall's.
 inline std::string TextOf(const std::exception& error) {
   const std::string text = error.what();
   return text.rfind("hostcall: ", 0) == 0 ? text : "hostcall: " + text;
 }
 
-/// What every handler does its work in. No exception gets out, but that which ends
-/// the thread.
+/// Runs the body of a handler: answers XLA's question for the version, releases the
+/// GIL, and turns exceptions into errors for XLA. The only exception that leaves it
+/// is the one with which glibc ends the thread.
 template <typename Body>
 XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, Body body,
                        XLA_FFI_TypeId state_type = XLA_FFI_UNKNOWN_TYPE_ID,

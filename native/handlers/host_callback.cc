@@ -9,27 +9,34 @@
 namespace hostcall {
 namespace {
 
-constexpr size_t kWords = 16;  // more than the answer has, in any version so far
-constexpr size_t kLargest = 4096;  // bytes of a frame, and of the interface
-constexpr size_t kMore = 128;      // bytes after a frame: members it does not have
+constexpr size_t kWords = 16;  // XLA's answer is smaller in every version so far
+constexpr size_t kLargest =
+    4096;                      // bound on the bytes of a frame and the interface
+constexpr size_t kMore = 128;  // zeros behind a frame, for members of newer XLAs
 
 // All guarded by the GIL.
-XLA_FFI_Handler* g_handler = nullptr;
-void* g_callbacks[kWords];
-void* g_answer[kWords];
-const XLA_FFI_Api* g_api_of = nullptr;
+XLA_FFI_Handler* g_handler = nullptr;   ///< JAX's handler; null until it is set
+void* g_callbacks[kWords];              ///< the list of callbacks: RunPending
+void* g_answer[kWords];                 ///< what GetterOf's function answers
+const XLA_FFI_Api* g_api_of = nullptr;  ///< the interface that g_api is a copy of
+/// The copy. A handler may still use it while its body has released the GIL, so it
+/// is written again only for another interface. Only programs for the CPU come
+/// here, and they all have the interface of jaxlib.
 alignas(std::max_align_t) unsigned char g_api[kLargest];
 
+/// A call on its way through JAX's handler. Lives on the stack of
+/// RunInsideHostCallback.
 struct Pending {
   const std::function<void()>& body;
-  std::exception_ptr error;
+  std::exception_ptr error;  ///< what the body threw, or null
 };
-thread_local Pending* t_pending = nullptr;
-HOSTCALL_HOT int t_depth = 0;
+thread_local Pending* t_pending = nullptr;  ///< null once RunPending has taken it
+HOSTCALL_HOT int t_depth = 0;               ///< calls of RunPending on this thread
 thread_local Scout t_scout = Scout::kNone;
 
-/// Where the interface is asked for the host callbacks of a program: the same place
-/// under two names, the second in newer headers.
+/// The member that gives the host callbacks of a program. It is the same member
+/// under two names; newer headers have the second. The int argument prefers the
+/// first.
 template <typename Api>
 auto GetterOf(Api* api, int) -> decltype(&api->XLA_FFI_ExecutionContext_Get) {
   return &api->XLA_FFI_ExecutionContext_Get;
@@ -39,8 +46,8 @@ auto GetterOf(Api* api, long) -> decltype(&api->XLA_FFI_InvokeContext_Get) {
   return &api->XLA_FFI_InvokeContext_Get;
 }
 
-/// A copy of XLA's interface that answers with our callbacks. Null if it is larger
-/// than expected.
+/// A copy of XLA's interface that answers with g_answer. Null if the interface is
+/// larger than expected. The GIL is held.
 const XLA_FFI_Api* Interface(const XLA_FFI_Api* api) {
   if (api->struct_size > kLargest) return nullptr;
   auto* copy = reinterpret_cast<XLA_FFI_Api*>(g_api);
@@ -58,7 +65,7 @@ const XLA_FFI_Api* Interface(const XLA_FFI_Api* api) {
 }  // namespace
 
 void SetHostCallbackHandler(PyObject* handler, PyObject* run_pending) {
-  Py_INCREF(run_pending);  // for good
+  Py_INCREF(run_pending);  // kept for ever: g_callbacks points to it
   std::fill(g_callbacks, g_callbacks + kWords, run_pending);
   std::fill(g_answer, g_answer + kWords, static_cast<void*>(g_callbacks));
   g_handler = reinterpret_cast<XLA_FFI_Handler*>(
@@ -72,9 +79,9 @@ void RunPending() {
   try {
     pending->body();
   }
-  HOSTCALL_CATCH_THE_REST {  // not through JAX's frames
-    pending->error = std::current_exception();
-  }
+  // An exception must not cross the frames of JAX's handler, so it is kept, and
+  // RunInsideHostCallback throws it on.
+  HOSTCALL_CATCH_THE_REST { pending->error = std::current_exception(); }
   --t_depth;
 }
 
@@ -92,8 +99,9 @@ void RunInsideHostCallback(const XLA_FFI_CallFrame* frame,
                            const std::function<void()>& body) {
   const XLA_FFI_Api* api = Interface(frame->api);
   const size_t size = frame->struct_size;
-  // JAX's handler enters Python by PyGILState_Ensure, which knows no other state of
-  // this thread than the first that was made for it.
+  // JAX's handler enters Python by PyGILState_Ensure, which knows only the first
+  // thread state that was made for this thread. If another one is current, it would
+  // wait for the GIL that its own thread holds.
   const bool known = PyGILState_GetThisThreadState() == PyThreadState_Get();
   if (g_handler == nullptr || api == nullptr || size > kLargest - kMore || !known) {
     body();
@@ -101,7 +109,7 @@ void RunInsideHostCallback(const XLA_FFI_CallFrame* frame,
   }
   alignas(std::max_align_t) unsigned char storage[kLargest];
   std::memcpy(storage, frame, size);
-  // `future` and its like, which XLA leaves out of a frame's `struct_size`.
+  // XLA does not count the last members, such as `future`, in `struct_size`.
   std::memset(storage + size, 0, kMore);
   auto* inner = reinterpret_cast<XLA_FFI_CallFrame*>(storage);
   XLA_FFI_AttrType type = XLA_FFI_AttrType_SCALAR;
@@ -110,6 +118,8 @@ void RunInsideHostCallback(const XLA_FFI_CallFrame* frame,
   uint64_t index = 0;
   XLA_FFI_Scalar scalar{XLA_FFI_DataType_U64, &index};
   void* attribute = &scalar;
+  // JAX's handler reads the attribute `index`, the callback's place in the list.
+  // The buffers stay behind: the body has its own pointers to them.
   inner->api = api;
   inner->args.size = 0;
   inner->rets.size = 0;
@@ -121,8 +131,10 @@ void RunInsideHostCallback(const XLA_FFI_CallFrame* frame,
 
   Pending pending{body, nullptr};
   Pending* outer = std::exchange(t_pending, &pending);
+  // Its error is dropped: the body keeps its own, and an error from before the body
+  // shows in `ran`.
   Drop(frame->api, g_handler(inner));
-  const bool ran = t_pending != &pending;
+  const bool ran = t_pending != &pending;  // RunPending has taken it
   t_pending = outer;
   if (pending.error) std::rethrow_exception(pending.error);
   if (!ran) body();

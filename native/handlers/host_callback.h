@@ -1,28 +1,37 @@
-// Calls inside of what XLA's CPU runtime takes for one of its host
-// callbacks.
+// Makes XLA's CPU runtime treat a call as one of its host callbacks.
 //
-// On a thread that is inside a host callback the runtime runs every program where
-// it is dispatched, whichever client it is for: it waits for none of the client's
-// threads, nor (where XLA is new enough) for one of the 32 places of a device.
-// Without that, a callback that computes on the client that waits for it may wait
-// for itself.
+// On a thread that is inside a host callback, the runtime runs every program on
+// that thread, whichever client the program is for. It waits neither for the
+// client's threads nor (if XLA is new enough) for one of the 32 places of a device.
+// Without that, a callback may deadlock:
 //
-// XLA keeps it as a depth for each thread, and exports nothing that changes it.
-// JAX's handler of buffer callbacks does, around a Python function that it takes
-// from the host callbacks of the running program. So a call goes through that
-// handler:
+//   1. XLA's thread: runs a program, whose callback takes the pool's last thread
+//   2. callback:     starts a program on the same client, and waits for its result
+//   3. that program: waits for a thread of the pool
 //
-//   Run ── frame, without buffers ──> JAX's handler: depth + 1 ──> RunPending: the
-//   call
-//                                                    depth - 1 <──
+// XLA keeps a depth of host callbacks for each thread, and exports no function that
+// changes it. JAX's handler of buffer callbacks changes it, around a Python
+// function that it takes from the host callbacks of the running program. So a call
+// goes through that handler:
 //
-// Hazards. The frame is copied from that of the running handler, with zeros
-// behind it, so a newer XLA finds all it knows. The program may have no host
-// callbacks; the frame's interface is therefore a copy that answers that one
-// question (ExecutionContext_Get, now InvokeContext_Get) itself: with a block of
-// words that all point to a block of words that all point to `RunPending`, whatever
-// the answer's layout. A handler that does not like the frame returns an error, and
-// the call runs as without it.
+//   1. Run:           makes a frame without buffers, and calls JAX's handler
+//   2. JAX's handler: adds 1 to the depth, and calls RunPending as a Python
+//   function
+//   3. RunPending:    makes the call
+//   4. JAX's handler: subtracts 1 from the depth
+//
+// Hazards
+//   * A newer XLA may read more members of the frame. The frame is a copy of the
+//     running handler's, with zeros behind it.
+//   * The program may have no host callbacks. So the frame's interface is a copy
+//   whose
+//     function for them (ExecutionContext_Get, now InvokeContext_Get) is ours.
+//   * The layout of that function's answer may change. Ours answers with a block of
+//     words that all point to a block of words that all point to the Python
+//     function, which suits any layout that leads to a list of callbacks.
+//   * JAX's handler may refuse the frame with an error. The call is then made
+//   without
+//     it.
 #pragma once
 
 #include <functional>
@@ -32,28 +41,32 @@
 
 namespace hostcall {
 
-/// JAX's handler, and the Python function that calls RunPending.
+/// Sets JAX's handler (a capsule of an XLA_FFI_Handler) and the Python function
+/// that calls RunPending. The GIL is held.
 void SetHostCallbackHandler(PyObject* handler, PyObject* run_pending);
 
-/// Makes the call that the calling thread has ready.
+/// Makes the call that the calling thread has sent through JAX's handler, if it has
+/// not been made. Throws nothing. The GIL is held.
 void RunPending();
 
 /// Whether a call of this thread runs inside a host callback.
 bool InsideHostCallback();
 
-/// How far the scout of the calling thread's call (plan.h) is.
+/// What the scout of the calling thread's call has found (deadlocks.py says why).
 enum class Scout {
-  kNone,   ///< none looks: what is left on a thread of XLA's is not asked
-  kLooks,  ///< at the call under way
-  kAsked,  ///< that the call be made inside
+  kNone,   ///< no call has a scout, though its guard may still be set on the thread
+  kLooks,  ///< the call under way has a scout, which has found nothing
+  kAsked,  ///< the scout has asked for the call to be made inside
 };
+/// The calling thread's state. MakeInside sets it around a call with a scout.
 Scout& ScoutNow();
 
-/// The scout asks that the call be made inside. False: none looks.
+/// Asks for the call under way to be repeated inside a host callback. Returns false
+/// if it has no scout.
 bool AskInside();
 
-/// Calls `body` once, inside a host callback if it can be. `frame` is that of the
-/// handler that makes the call. The GIL is held.
+/// Calls `body` exactly once, inside a host callback if possible. `frame` is that
+/// of the handler that makes the call. The GIL is held. Throws what `body` throws.
 void RunInsideHostCallback(const XLA_FFI_CallFrame* frame,
                            const std::function<void()>& body);
 

@@ -10,11 +10,14 @@
 namespace hostcall {
 namespace {
 
+// XLA writes the ids when Python registers the types.
 XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 XLA_FFI_TypeId g_cuda_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 
+/// Finds the plan of a place, and gives XLA a state for it.
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   if (!CanFail(frame)) {
+    // Going on would call a function that this XLA may not have.
     std::fputs("hostcall: XLA's FFI interface has no way to report errors\n",
                stderr);
     std::abort();
@@ -24,8 +27,8 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   }
   const uint64_t number = Attribute(frame, "slot");
   Counted<Plan> plan = Slots(number >= kAcross).Find(number % kAcross);
-  // The program may come from another process or from JAX's disk cache. There the
-  // number named another function, which the signature tells.
+  // If the program comes from another process or from JAX's disk cache, the number
+  // may have named another function there. The signatures then differ.
   if (!plan || plan->signature != Attribute(frame, "signature")) {
     return MakeError(
         frame->api,
@@ -58,7 +61,8 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
 }  // namespace
 
 SlotTable<Plan>& Slots(bool across) {
-  static auto* local = new SlotTable<Plan>;  // both outlive static destruction
+  // Never destroyed: XLA may instantiate programs during static destruction.
+  static auto* local = new SlotTable<Plan>;
   static auto* lasting = new SlotTable<Plan>(true);
   return across ? *lasting : *local;
 }
@@ -71,6 +75,8 @@ const XLA_FFI_TypeInfo* PlanTypeInfo() {
     XLA_FFI_TypeInfo made;
     made.struct_size = XLA_FFI_TypeInfo_STRUCT_SIZE;
     made.extension_start = nullptr;
+    // XLA calls it on any thread, maybe without the GIL. The plan's last reference
+    // then leads to the graveyard.
     made.deleter = [](void* state) { delete static_cast<PlanState*>(state); };
     return made;
   }();

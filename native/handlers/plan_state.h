@@ -1,11 +1,15 @@
-// What XLA keeps for one place of a program: the plan that it calls by, found by
-// the number in the program's text.
+// The state that XLA keeps for each place of a program: above all the plan, which
+// is found by the number in the program's text.
 //
-// Lifetime. A plan is held by the Python object that the executable keeps alive, by
-// the slot table for as long as that object lives, and by the state of every place
-// that was instantiated, which XLA destroys with its executable. A run uses the
-// last of these: if one thread drops the executable while another runs it, XLA
-// destroys the state after the run, whatever Python has released by then.
+// Lifetime. Three owners hold a plan: the Python object that the executable keeps
+// alive, the slot table for as long as that object lives, and the state of every
+// place that was instantiated, which XLA destroys with its executable. A run uses
+// only the state:
+//
+//   1. thread A: runs the executable; its handler reads the state
+//   2. thread B: drops the executable; Python releases its references to the plan
+//   3. thread A: goes on using the plan through the state
+//   4. XLA:      destroys the executable, and the state with it, after the run
 #pragma once
 
 #include <cstdint>
@@ -20,27 +24,30 @@
 namespace hostcall {
 
 /// The plans by their numbers. Programs that span several processes have a table of
-/// their own (`across`), so that each process gives the same numbers whatever other
-/// programs it has. Numbers of that table are never given twice: JAX may share such
-/// executables between processes by their text (`jax_share_binary_between_hosts`).
+/// their own (`across`), so that all processes give them the same numbers, whatever
+/// other programs they have. A number of that table that was used is not given
+/// again: JAX may share such executables between processes by their text
+/// (`jax_share_binary_between_hosts`).
 SlotTable<Plan>& Slots(bool across);
-/// Added to the numbers of that table in a program's text.
+/// In a program's text, added to the numbers of the `across` table.
 constexpr uint64_t kAcross = uint64_t{1} << 32;
 
+/// Read by all threads that execute the place; not changed after it was made.
 struct PlanState {
   Counted<Plan> plan;
   std::unique_ptr<Team> team;          ///< null: each device calls alone
   std::shared_ptr<Throttle> throttle;  ///< null: every tap goes through
 };
 
-/// The ids that XLA gave the type of these states: one in its CPU runtime, one in a
-/// CUDA plugin, which has a registry of its own.
+/// The ids of PlanState in XLA's registries of types. XLA's CPU runtime has one
+/// registry, a CUDA plugin another. XLA fills them when the type is registered.
 XLA_FFI_TypeId* PlanTypeId();
 XLA_FFI_TypeId* CudaPlanTypeId();
 const XLA_FFI_TypeInfo* PlanTypeInfo();
 
-/// The state that was made when the place was instantiated, in the registry of this
-/// type.
+/// Finds the state that was made when the place was instantiated. `type` is its id
+/// in the registry of the runtime that runs the handler. Returns XLA's error or
+/// null.
 XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
                        XLA_FFI_TypeId* type = PlanTypeId());
 

@@ -17,14 +17,15 @@ namespace {
 
 /// Where a call comes from.
 struct CallSite {
-  const XLA_FFI_CallFrame* frame;  ///< the handler's, which returns after the call
-  int ordinal;
-  int64_t run;
-  void* stream;  ///< of a GPU, in whose memory operands and results are; or null
+  const XLA_FFI_CallFrame* frame;  ///< the handler's; outlives the call
+  int ordinal;                     ///< the device
+  int64_t run;                     ///< XLA's number of the execution
+  void* stream;  ///< XLA's stream if operands and results are on a GPU, else null
 };
 
-/// Calls `call`, inside a host callback where the plan says so. One that its scout
-/// found computing on the client that waits for it is pure, and so made again.
+/// Calls `call`, inside a host callback if the plan says so. If a scout finds that
+/// the function computes on the client that waits for it, the call is made a second
+/// time, inside. Only pure calls have a scout, so repeating one is allowed.
 template <typename Call>
 void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
   const auto inside = [&] {
@@ -40,15 +41,16 @@ void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
     const Scout outer = std::exchange(ScoutNow(), Scout::kLooks);
     call(Lookout::kScout);
     if (std::exchange(ScoutNow(), outer) != Scout::kAsked) return;
-    plan.asked = true;
+    plan.asked = true;  // later calls start inside
     inside();
   } else {
     call(Lookout::kGuard);
   }
 }
 
-/// Attaches, runs all rows, and gives the text of what failed, empty for nothing.
-/// Native code runs without that.
+/// Attaches to Python and runs all rows; native code runs without Python, unless it
+/// fails. Returns the text of the error, empty for success. The caller has entered
+/// the engine, and does not hold the GIL.
 std::string Run(const Plan& plan, const CallSite& site, const void* const* operands,
                 void* const* results) {
   NativeStatus native;
@@ -75,19 +77,21 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     }
     if (!ok) {
       if (lookout == Lookout::kScout && ScoutNow() == Scout::kAsked) {
-        PyErr_Clear();
+        PyErr_Clear();  // the scout's exception; MakeInside repeats the call
       } else {
         text = TakeError(plan, scope.call());
       }
     }
+    // The interpreter finalizes, and this daemon thread would return into JAX's
+    // C++, which asks for the GIL (base/engine.h).
     if (!OnForeignThread() && Engine::Get().IsLeftBehind()) {
       GilRelease unlocked;
       StayForEver();
     }
   };
   MakeInside(plan, site, call);
-  // Where this thread goes back to Python: its own, or a callback's around this
-  // call.
+  // Only if this thread returns to Python code, where JAX raises the error: it is
+  // one of Python's threads, or one of XLA's with a callback around this call.
   if (!text.empty() && (!OnForeignThread() || CurrentCall() != nullptr)) {
     WatchForReport();
   }
@@ -96,8 +100,8 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   return text;
 }
 
-/// The same for a thread that has not entered the engine. Throws nothing: others
-/// may wait for what it gives.
+/// Enters the engine and calls Run. Throws nothing, since other devices may wait
+/// for this call to end.
 std::string TextOfRun(const Plan& plan, const CallSite& site,
                       const void* const* operands, void* const* results) {
   Entry entry;
@@ -110,7 +114,7 @@ std::string TextOfRun(const Plan& plan, const CallSite& site,
   HOSTCALL_CATCH_THE_REST { return TextOfTheRest(); }
 }
 
-/// A device at a call that several make.
+/// A device's part of a call that several devices make.
 class Visit final : public Team::Member {
  public:
   Visit(const Plan& plan, const CallSite& site, void* const* operands,
@@ -126,6 +130,8 @@ class Visit final : public Team::Member {
     return TextOfRun(plan_, site_, operands_, results_);
   }
   void CopyFrom(const Member& leader) override {
+    // The leader is a Visit: a FailedVisit that leads has an error, and then nobody
+    // copies.
     void* const* from = static_cast<const Visit&>(leader).results_;
     for (size_t i = 0; i < plan_.results.size(); ++i) {
       std::memcpy(results_[i], from[i], plan_.results[i].buffer_bytes());
@@ -145,20 +151,21 @@ class Visit final : public Team::Member {
   void* const* results_;
 };
 
-/// A device that can't make its call.
+/// The part of a device that can't make its call.
 class FailedVisit final : public Team::Member {
  public:
   FailedVisit(int device, const Team::Error& error)
       : Member(device), error_(error) {}
   Team::Error Call() override { return error_; }
   void CopyFrom(const Member&) override {}
-  void FailsAlone(const Team::Error&) override {}  // its own error says it
+  void FailsAlone(const Team::Error&) override {}  // its program gets the error
 
  private:
   const Team::Error& error_;
 };
 
-/// Ends a call that tells its outcome, which has not failed for XLA.
+/// Ends a call that tells its outcome. XLA gets no error, even if the call failed
+/// (plan/outcome.h).
 XLA_FFI_Error* Told(const Plan& plan, int64_t run, const std::string& error,
                     void* const* results) {
   if (!error.empty()) {
@@ -171,8 +178,8 @@ XLA_FFI_Error* Told(const Plan& plan, int64_t run, const std::string& error,
   return nullptr;
 }
 
-/// The error here for a failure in another process, which said this. The GIL is
-/// held.
+/// The text with which a program fails here if the call failed in another process
+/// with the text `said`. The GIL is held.
 std::string TextOfFailureElsewhere(const Plan& plan, const std::string& said) {
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       said.data(), static_cast<Py_ssize_t>(said.size()), "ignore"));
@@ -182,7 +189,7 @@ std::string TextOfFailureElsewhere(const Plan& plan, const std::string& said) {
                    : Ref();
   const char* utf8 = error ? PyUnicode_AsUTF8(error.get()) : nullptr;
   if (utf8 != nullptr) return utf8;
-  PyErr_WriteUnraisable(plan.on_failure_elsewhere.get());
+  PyErr_WriteUnraisable(plan.on_failure_elsewhere.get());  // the caller can't raise
   return said;
 }
 
@@ -203,6 +210,7 @@ XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
   } else if (error.empty()) {
     error = ClosedText();
   }
+  // The run's other devices then fail with the same text, without asking Python.
   if (!is_ours) plan.failures.Note(run, error);
   return MakeError(frame->api, error);
 }
@@ -217,7 +225,8 @@ XLA_FFI_Error* FailWithTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
 XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
                         void* const* operands, void* const* results, void* stream) {
   const Plan& plan = *state.plan;
-  // On a GPU's own memory each device calls: there is no copying from the leader's.
+  // On a GPU's own memory each device makes its call: the host can't copy the
+  // leader's results.
   const bool together = state.team && stream == nullptr;
   if (!together && FilledForMask(plan, operands, results)) {
     return plan.tells ? Told(plan, -1, "", results) : nullptr;

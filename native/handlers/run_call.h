@@ -1,5 +1,5 @@
-// A call from a handler: into Python or native code, alone or with the program's
-// other devices.
+// Makes a handler's call of Python or native code, alone or together with the
+// program's other devices.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,20 @@
 
 namespace hostcall {
 
-/// Makes the call of a place. Null, or the error for XLA. A `stream` says that the
-/// operands and results lie in a GPU's memory.
+/// Makes the call of a place. Returns the error for XLA, or null. If `stream` is
+/// not null, the operands and results are in a GPU's memory, and it is XLA's
+/// stream. The caller does not hold the GIL.
 XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
                         void* const* operands, void* const* results,
                         void* stream = nullptr);
 
-/// What a program fails with behind a call that told its outcome. Null if the call
-/// did not fail.
+/// The error with which a program fails behind a call that told its outcome; null
+/// if the call did not fail. `outcome` is on the host.
 XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
                               const void* outcome);
 
-/// Fails this device's call and wakes the devices that wait for it. The state has a
-/// team.
+/// Fails this device's call with `text`, and lets the other devices of its team go
+/// on. Returns the error for XLA. The state has a team.
 XLA_FFI_Error* FailWithTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
                             const std::string& text);
 

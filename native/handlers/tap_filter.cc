@@ -11,7 +11,7 @@ bool IsWanted(const Plan& plan, int device) {
 }
 
 bool IsMasked(const Plan& plan, const void* const* operands) {
-  // A mask with several rows goes along with the values: the worker looks at it.
+  // A mask with several rows is queued with the values, and the worker applies it.
   if (!plan.masked || plan.mask_rows != 1) return false;
   if (*static_cast<const bool*>(operands[0])) return false;
   plan.counts->masked.fetch_add(1, std::memory_order_relaxed);

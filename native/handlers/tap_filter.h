@@ -1,4 +1,5 @@
-// Which executions of a tap go through, on any platform: asked before a byte moves.
+// Decides which executions of a tap go through, on the CPU and on GPUs. Needs no
+// GIL.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +8,13 @@
 
 namespace hostcall {
 
-/// Whether this device is one of those that tap.
+/// Whether this device taps.
 bool IsWanted(const Plan& plan, int device);
-/// Whether a `where` of one value is False. Counted.
+/// Whether the tap has a `where` of one value, which is False; counts it then. The
+/// operands are on the host.
 bool IsMasked(const Plan& plan, const void* const* operands);
-/// Whether `every` or `sample` leaves this execution out. Counted. A null throttle
-/// leaves out none.
+/// Whether `every` or `sample` leaves this execution out; counts it then. A null
+/// throttle leaves none out.
 bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run);
 
 }  // namespace hostcall

@@ -1,6 +1,6 @@
-// The operands are copied into the queue, and XLA goes on. Nothing here knows the
-// GIL: the thread waits for Python only if the queue is full and the tap is to
-// block.
+// A tap copies its operands into the queue, and XLA goes on. Nothing here takes the
+// GIL. The thread waits for Python only if the queue is full and
+// `when_full="block"`.
 
 #include "handlers/tap_handlers.h"
 
@@ -22,8 +22,8 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
   const Plan& plan = *state->plan;
   if (!plan.tap) return BufferMismatch(frame);
   const TapSettings& tap = *plan.tap;
-  // A linked tap has a number in front of its operands. It is no data, and Pointers
-  // skips it.
+  // A linked tap has a number before its operands, which only orders it. Pointers
+  // skips it as it skips a token.
   Pointers operands(frame->args, frame->args.args, plan.operands());
   const size_t wanted =
       tap.through ? plan.args.size() : static_cast<size_t>(tap.linked);
@@ -34,12 +34,14 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
     for (size_t i = 0; i < plan.args.size(); ++i) {
       void* out = results.data()[i];
       const void* in = operands.data()[first + i];
-      // XLA mostly gives a result its operand's memory (the aliases of the call).
+      // XLA mostly gives a result the memory of its operand, since the custom call
+      // declares them as aliases.
       if (out != in) std::memcpy(out, in, plan.args[i].buffer_bytes());
     }
   }
   if (tap.linked) std::memset(results.data()[0], 0, sizeof(int32_t));
-  // If all devices tap, a masked execution need not ask XLA which device this is.
+  // If all devices tap, a masked execution does not ask XLA for its device.
+  // Otherwise the mask comes second, so that only devices that tap count it.
   if (tap.only.empty() && IsMasked(plan, operands.data())) return nullptr;
   const int device = DeviceOrdinal(frame);
   if (!IsWanted(plan, device) || IsMasked(plan, operands.data())) return nullptr;

@@ -1,12 +1,14 @@
-// Taps, as XLA's CPU runtime makes them.
+// The handlers of taps for XLA's CPU runtime.
 #pragma once
 
 #include "xla/ffi/api/c_api.h"
 
 namespace hostcall {
 
+/// Queues a tap (plan/push_tap.h).
 XLA_FFI_Error* ExecuteTap(XLA_FFI_CallFrame* frame);
-/// Returns the number it is given: a place in the order of effects, as a value.
+/// Copies its operand, a number, to its result. It turns the order of effects into
+/// a data dependency (_primitives/blocks.py).
 XLA_FFI_Error* ExecuteLink(XLA_FFI_CallFrame* frame);
 
 }  // namespace hostcall
