@@ -13,6 +13,7 @@
 namespace hostcall {
 namespace {
 
+/// The names of a vectorcall's keywords: ("out",). Borrowed; kept for ever.
 PyObject* OutKeyword() {
   static PyObject* names = [] {
     PyObject* name = PyUnicode_InternFromString("out");
@@ -23,6 +24,8 @@ PyObject* OutKeyword() {
   return names;
 }
 
+/// Replaces an array by what the function gets for it. On an error `*array` is
+/// null, which its owner may still release.
 bool Convert(const Leaf& leaf, PyObject** array) {
   if (!leaf.convert) return true;
   PyObject* stack[] = {*array};
@@ -32,17 +35,20 @@ bool Convert(const Leaf& leaf, PyObject** array) {
   return converted != nullptr;
 }
 
-/// One row whose arguments the function owns.
+/// Runs one row with arguments that the function owns (Lend::kCopy).
 bool RunCopied(const Plan& plan, char* const* args, char* const* targets) {
   const size_t n = plan.args.size();
   RowArrays row(n);
   for (size_t i = 0; i < n; ++i) {
-    // Taken, not shared: a call inside this call finds none.
+    // The spare is taken out of the plan, so that a nested call of the same place,
+    // or one on another thread, makes its own.
     row.args()[i] =
         OwnedArray(plan.args[i], args[i], std::move(plan.spares[i])).release();
     if (row.args()[i] == nullptr) return false;
     if (!Convert(plan.args[i], &row.args()[i])) return false;
   }
+  // In a block of its own: the value may hold the arguments, which AsMade below
+  // would then see as kept.
   {
     Ref value = Ref::Steal(CallPython(plan.function.get(), row.args(),
                                       n | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
@@ -56,6 +62,9 @@ bool RunCopied(const Plan& plan, char* const* args, char* const* targets) {
   return true;
 }
 
+/// Runs one row on the arrays of a loan, which the caller ends. The return value
+/// and all references of its own are dropped before it returns, or the loan would
+/// take them for escapes.
 bool CallLent(const Plan& plan, Loan& loan, char* const* args,
               char* const* targets) {
   const size_t n = plan.args.size();
@@ -67,7 +76,7 @@ bool CallLent(const Plan& plan, Loan& loan, char* const* args,
     row.args()[i] = array;
     if (!Convert(plan.args[i], &row.args()[i])) return false;
   }
-  std::vector<Canaries> canaries;
+  std::vector<Canaries> canaries;  // marks in the `out` arrays (plan/arrays.h)
   Ref outs;
   if (plan.lend == Lend::kOut) {
     outs = Ref::Steal(PyList_New(static_cast<Py_ssize_t>(plan.results.size())));
@@ -94,6 +103,7 @@ bool CallLent(const Plan& plan, Loan& loan, char* const* args,
       if (canaries[i].Overwritten()) continue;
       Ref number = Ref::Steal(PyLong_FromSize_t(i));
       PyObject* stack[] = {plan.info.get(), number.get()};
+      // It raises, so its result is null.
       Ref ignored =
           Ref::Steal(CallPython(plan.on_unwritten.get(), stack, 2, nullptr));
       return false;
@@ -103,12 +113,14 @@ bool CallLent(const Plan& plan, Loan& loan, char* const* args,
   return StoreResults(plan, value.get(), targets);
 }
 
+/// Runs one row with lent arguments (Lend::kArgs and kOut).
 bool RunLent(const Plan& plan, char* const* args, char* const* targets) {
   Loan loan(plan);
   const bool ok = CallLent(plan, loan, args, targets);
-  return loan.End() && ok;
+  return loan.End() && ok;  // End runs in any case: it looks for escaped views
 }
 
+/// Runs the function on one row. False with a Python error set.
 bool RunRow(const Plan& plan, const ActiveCall& call, char* const* args,
             char* const* targets) {
   Counters& counters = *plan.counters;
@@ -129,6 +141,8 @@ bool RunRow(const Plan& plan, const ActiveCall& call, char* const* args,
   return ok;
 }
 
+/// Runs the function on one row after another. The first that fails ends the call,
+/// except for a tap. False with a Python error set.
 bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
                 HostView& view) {
   Rows rows(plan, mask, view);
@@ -138,14 +152,15 @@ bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
     if (!rows.wanted()) {
       rows.Fill();
     } else if (!RunRow(plan, call, rows.args(), rows.targets())) {
-      // A tap's other rows are still delivered, unless this was Ctrl-C.
+      // A row of a tap that fails does not stop the rows after it, since no program
+      // fails. Ctrl-C stops them.
       if (plan.tap && !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
         call.failed_row = rows.index();
         TakeError(plan, call);
       } else {
         ok = false;
       }
-    } else if (PyErr_CheckSignals() != 0) {  // Ctrl-C between rows
+    } else if (PyErr_CheckSignals() != 0) {  // Ctrl-C during this row
       ok = false;
     }
   } while (ok && rows.Next());
@@ -154,6 +169,7 @@ bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
   return ok;
 }
 
+/// A position as a Python tuple. Null with a Python error set.
 Ref IndexTuple(const std::vector<int64_t>& index) {
   Ref tuple = Ref::Steal(PyTuple_New(static_cast<Py_ssize_t>(index.size())));
   for (size_t i = 0; tuple && i < index.size(); ++i) {
@@ -164,21 +180,22 @@ Ref IndexTuple(const std::vector<int64_t>& index) {
   return tuple;
 }
 
-/// Arguments smaller than this are sent with each row.
+/// Arguments of fewer bytes than this are sent with each row.
 constexpr int64_t kSharedBytes = 32 * 1024;
 
-/// Whether all rows get the same array object, so that the runner can send it to
-/// other processes once (_runtime/rows.py).
+/// Whether all rows get the same array object, which the runner then sends to other
+/// processes only once (_runtime/rows.py). Nobody writes to it here, since the
+/// function runs there.
 bool IsShared(const Plan& plan, const Leaf& leaf) {
   return plan.sends && leaf.rows == 1 && leaf.row_bytes >= kSharedBytes &&
          !leaf.convert;
 }
 
-/// All rows at once through the plan's runner.
+/// Hands all rows to the plan's runner at once. False with a Python error set.
 bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
   Ref rows = Ref::Steal(PyList_New(0)), indices = Ref::Steal(PyList_New(0));
   if (!rows || !indices) return false;
-  std::vector<Bases> targets;
+  std::vector<Bases> targets;  // for each wanted row, where its results go
   std::vector<Ref> shared(plan.args.size());
   Rows walk(plan, mask, view);
   do {
@@ -233,7 +250,7 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
 
 bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
             void* const* results) {
-  Graveyard::Get().Bury();
+  Graveyard::Get().Bury();  // the GIL is held, as destroying plans requires
   const bool* mask = plan.masked ? static_cast<const bool*>(operands[0]) : nullptr;
   if (plan.rows == 0) return true;
   if (plan.elsewhere) {  // another process fills the results
@@ -242,7 +259,8 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
   }
   // The common case: one row, nothing packed, nothing masked.
   if (plan.grid.empty() && !plan.packed && !plan.runner) {
-    // Only lent arrays alias the operands, and those are read-only.
+    // The const_cast is safe: of the arrays that the function gets, only lent ones
+    // lie in the operands, and those are read-only.
     auto* args = const_cast<char* const*>(
         reinterpret_cast<const char* const*>(operands) + (mask ? 1 : 0));
     return RunRow(plan, call, args, reinterpret_cast<char* const*>(results));
@@ -257,6 +275,8 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
 bool FilledForMask(const Plan& plan, const void* const* operands,
                    void* const* results) {
   if (!plan.masked || plan.packed) return false;
+  // A fill is the memory of a bytes object, which never changes, so it is read
+  // without the GIL.
   const bool* mask = static_cast<const bool*>(operands[0]);
   if (std::find(mask, mask + plan.mask_rows, true) != mask + plan.mask_rows) {
     return false;

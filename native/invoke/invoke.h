@@ -1,4 +1,4 @@
-// The only way into the user's Python function.
+// The engine calls users' Python functions only through here.
 #pragma once
 
 #include <string>
@@ -8,22 +8,24 @@
 
 namespace hostcall {
 
-/// Runs all rows of a call that FilledForMask has not ended. `operands` and
-/// `results` point to row-major buffers. The GIL is held. False with a Python error
-/// set.
+/// Runs all rows of a call. `operands` and `results` are addresses of row-major
+/// buffers, on the host unless the plan works on Buffers. The GIL is held, and may
+/// be released meanwhile. Returns false with a Python error set.
 bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
             void* const* results);
 
-/// Where the mask keeps all rows from the function, fills the results. Needs
-/// neither Python nor the GIL. False: some row is wanted, or elements are packed.
+/// Fills the results, and returns true, if the mask keeps all rows from the
+/// function. Returns false if Invoke is needed: some row is wanted, or elements are
+/// packed. Needs neither Python nor the GIL.
 bool FilledForMask(const Plan& plan, const void* const* operands,
                    void* const* results);
 
-/// Takes the Python error that is set, hands it to the plan's on_error, and
-/// returns the text for XLA.
+/// Takes the Python error that is set, hands it to the plan's on_error, and returns
+/// the text for XLA. The GIL is held. No Python error is set afterwards.
 std::string TakeError(const Plan& plan, const ActiveCall& call);
 
-/// Says in the log that one device of several fails with `error`, and only it.
+/// Reports that one device of several fails with `error` while the others go on.
+/// The GIL is held.
 void WarnOfLoneFailure(const Plan& plan, int ordinal, const std::string& error);
 
 }  // namespace hostcall

@@ -8,19 +8,20 @@
 namespace hostcall {
 namespace {
 
-/// Whether arrays of these types hold the same. What comes by pickle has a type of
-/// its own.
+/// Whether arrays of these types have equal bytes. Comparing the pointers is not
+/// enough: an array that was unpickled may have its own descriptor object.
 bool IsSame(const PyArray_Descr* type, const PyArray_Descr* want) {
   return type == want ||
          (type->type_num == want->type_num && PyDataType_ISNOTSWAPPED(type) &&
           (PyTypeNum_ISNUMBER(type->type_num) || type->type_num == NPY_BOOL));
 }
 
-/// Stores a value that is already what the leaf wants; false: it is not.
+/// Stores a value that needs no conversion. Returns false, without a Python error,
+/// if it needs one.
 bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
   PyArray_Descr* want = leaf.descr();
-  // A subclass may say with more than its data what it holds, as a mask does:
-  // Python's `coerce` knows which of them are plain arrays.
+  // The values of a subclass may be more than its data, as in a masked array.
+  // Python's `coerce` knows which subclasses are plain arrays.
   if (PyArray_CheckExact(value)) {
     auto* array = reinterpret_cast<PyArrayObject*>(value);
     if (!IsSame(PyArray_DESCR(array), want) || !PyArray_IS_C_CONTIGUOUS(array) ||
@@ -29,7 +30,10 @@ bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
       return false;
     }
     const char* source = PyArray_BYTES(array);
+    // Source and target are the same if the function returns its `out` array.
     if (source != target && leaf.row_bytes != 0) {
+      // The caller owns a reference to the array, so its memory stays without the
+      // GIL.
       GilRelease release(leaf.row_bytes >= kReleaseBytes);
       std::memcpy(target, source, static_cast<size_t>(leaf.row_bytes));
     }
@@ -38,7 +42,7 @@ bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
   if (!leaf.dims.empty() || !literals) return false;
   switch (want->type_num) {
     case NPY_DOUBLE: {
-      if (!PyFloat_Check(value)) return false;  // np.float64 is a float
+      if (!PyFloat_Check(value)) return false;  // true for np.float64, a subclass
       const double x = PyFloat_AS_DOUBLE(value);
       std::memcpy(target, &x, sizeof x);
       return true;
@@ -79,6 +83,7 @@ bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
   }
 }
 
+/// Stores a leaf, after `coerce` if needed. False with a Python error set.
 bool StoreLeaf(const Plan& plan, size_t number, PyObject* value, char* target) {
   const Leaf& leaf = plan.results[number];
   if (StoreFast(leaf, plan.literals, value, target)) return true;
@@ -114,7 +119,9 @@ bool StoreResults(const Plan& plan, PyObject* value, char* const* targets) {
       break;
     case ResultForm::kIgnored:
       return true;
-    case ResultForm::kTree:  // a list too: other threads may change it under us
+    // A list has no case of its own: other threads could change it while its items
+    // are stored. flatten returns a new list.
+    case ResultForm::kTree:
       break;
   }
   PyObject* stack[] = {value};

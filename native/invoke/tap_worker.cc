@@ -15,16 +15,18 @@
 namespace hostcall {
 namespace {
 
-/// The worker gives the GIL up after so many nanoseconds, and tells the queue how
-/// far it is. A thread that dispatches a program gives the GIL up some twenty
-/// times. If the worker kept it, each of them would wait for Python's switch
-/// interval of 5 ms (20,000 lines of hc.print took 130 ms to dispatch).
+/// After this many nanoseconds the worker releases the GIL for a moment, and
+/// finishes the events that it has delivered. A thread that dispatches a program
+/// releases the GIL some twenty times. If the worker kept the GIL, the thread would
+/// wait each time for Python's switch interval of 5 ms (20,000 lines of hc.print
+/// took 130 ms to dispatch).
 constexpr int64_t kHoldNs = 250'000;
 /// If deliveries take longer than this on average, the rest of the batch goes back
 /// into the queue, where `when_full` can drop it.
 constexpr int64_t kSlowNs = 50'000;
 
-/// Runs the function on one event. Returns when that ended, by NowNs().
+/// Runs the function on one event. Returns the time when it ended (NowNs). The GIL
+/// is held.
 int64_t Deliver(TapEvent& event) {
   const auto& plan = static_cast<const Plan&>(*event.owner);
   const int64_t start = Ticks();
@@ -46,12 +48,14 @@ int64_t Deliver(TapEvent& event) {
       for (size_t i = 0; i < n; ++i) {
         operands[i] = event.payload() + plan.layout.offsets[i];
       }
+      // The plan has no result leaves: nobody takes a tap's return value.
       ok = Invoke(plan, scope.call(), operands, nullptr);
-    } catch (const std::exception&) {  // no memory
+    } catch (const std::exception&) {  // std::bad_alloc
       PyErr_NoMemory();
       ok = false;
     }
-    // The plan's hook keeps the error for the next barrier; nobody reads the text.
+    // The plan's on_error keeps the error for the next barrier. The text is not
+    // needed, since no program fails.
     if (!ok) TakeError(plan, scope.call());
   }
   plan.counters->python_ticks += Ticks() - start;
@@ -67,6 +71,7 @@ void RunTapWorker() {
   for (;;) {
     TapBatch batch;
     {
+      // Python code has to go on while the worker waits for events.
       GilRelease unlocked(true);
       batch = queue.Wait(want);
     }
@@ -83,7 +88,7 @@ void RunTapWorker() {
         } else {
           elapsed = Deliver(*event) - start;
         }
-        event = event->next;
+        event = event->next;  // before Finish, which frees the event
         ++n;
       }
       queue.Finish(batch.first, event);
@@ -91,14 +96,14 @@ void RunTapWorker() {
       slow = elapsed / n > kSlowNs;
       if (batch && !slow) {
         GilRelease others(true);
-        // A thread that waits for the GIL needs about this long to wake up. Without
-        // the pause the worker would have taken it again by then.
+        // A thread that waits for the GIL needs some time to wake up. Without the
+        // pause, the worker would have taken the GIL again by then.
         std::this_thread::sleep_for(std::chrono::microseconds(1));
       }
     }
     if (batch) queue.GiveBack(batch);
     want = slow ? 1 : std::min(want * 2, TapQueue::kMostAtOnce);
-    Graveyard::Get().Bury();
+    Graveyard::Get().Bury();  // Finish may have released the last use of a plan
   }
 }
 

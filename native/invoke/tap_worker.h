@@ -1,10 +1,11 @@
-// Taps out of the queue, into Python.
+// Delivers the taps of the queue to their Python functions.
 #pragma once
 
 namespace hostcall {
 
-/// Delivers until the queue is stopped and empty. Called on the worker's thread,
-/// with the GIL, which it gives up between batches and while it waits.
+/// Delivers taps until the queue is stopped and empty. Called on the worker's
+/// thread with the GIL held. Releases the GIL while it waits, and for a moment each
+/// time that deliveries have taken long.
 void RunTapWorker();
 
 }  // namespace hostcall
