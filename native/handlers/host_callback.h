@@ -15,23 +15,21 @@
 // goes through that handler:
 //
 //   1. Run:           makes a frame without buffers, and calls JAX's handler
-//   2. JAX's handler: adds 1 to the depth, and calls RunPending as a Python
-//   function
+//   2. JAX's handler: adds 1 to the depth, and calls the Python function RunPending
 //   3. RunPending:    makes the call
 //   4. JAX's handler: subtracts 1 from the depth
 //
 // Hazards
 //   * A newer XLA may read more members of the frame. The frame is a copy of the
 //     running handler's, with zeros behind it.
-//   * The program may have no host callbacks. So the frame's interface is a copy
-//   whose
-//     function for them (ExecutionContext_Get, now InvokeContext_Get) is ours.
+//   * The program may have no host callbacks. So the frame has a copy of the
+//     interface, in which the function that gives them (ExecutionContext_Get, now
+//     InvokeContext_Get) is ours.
 //   * The layout of that function's answer may change. Ours answers with a block of
 //     words that all point to a block of words that all point to the Python
 //     function, which suits any layout that leads to a list of callbacks.
-//   * JAX's handler may refuse the frame with an error. The call is then made
-//   without
-//     it.
+//   * JAX's handler may refuse the frame with an error. Then the call is made
+//     without the handler.
 #pragma once
 
 #include <functional>
@@ -46,7 +44,8 @@ namespace hostcall {
 void SetHostCallbackHandler(PyObject* handler, PyObject* run_pending);
 
 /// Makes the call that the calling thread has sent through JAX's handler, if it has
-/// not been made. Throws nothing. The GIL is held.
+/// not been made. What it throws is kept for RunInsideHostCallback. The GIL is
+/// held.
 void RunPending();
 
 /// Whether a call of this thread runs inside a host callback.
