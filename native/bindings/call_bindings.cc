@@ -12,12 +12,15 @@ namespace nb = nanobind;
 namespace hostcall {
 namespace {
 
+/// A row's position as a Python tuple.
 nb::tuple IndexOf(const std::vector<int64_t>& row) {
   nb::list index;
   for (int64_t i : row) index.append(i);
   return nb::tuple(index);
 }
 
+/// The calling thread's innermost call: (info, ordinal, row, run, step, stream), or
+/// None. It can't end meanwhile, since this thread runs its function.
 nb::object Current() {
   const ActiveCall* call = CurrentCall();
   if (call == nullptr) return nb::none();
@@ -35,9 +38,14 @@ nb::object Current() {
                         row, run, step, stream);
 }
 
+/// All calls under way: a list of (info, thread, seconds, row).
 nb::list Active() {
-  // Making a Python object may run the collector, which may let another thread run,
-  // which may end a call. So what Python gets is copied before the first is made.
+  // The list of calls is guarded by the GIL. So everything is copied from it before
+  // the first Python object is made:
+  //
+  //   1. this thread: makes a Python object, which may start the garbage collector
+  //   2. collector:   runs a finalizer, which may release the GIL
+  //   3. other thread: ends its call, whose ActiveCall was on its stack
   struct Seen {
     nb::object info;
     unsigned long thread;

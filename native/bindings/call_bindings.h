@@ -1,4 +1,4 @@
-// The calls under way, and what surrounds them, as Python sees it.
+// Binds the calls under way, and JAX's settings around them, to Python.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -26,6 +26,9 @@ nb::capsule FunctionCapsule(F* function) {
   return nb::capsule(reinterpret_cast<void*>(function));
 }
 
+/// The handlers by name, each as the dict of stages that JAX registers. "type" and
+/// "cuda type" are the types of their states. The names begin with the platform:
+/// none for the CPU, "cuda", and "staged" for tests without a GPU.
 nb::dict Handlers() {
   using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
   const auto handler = [](Handler* execute, Handler* instantiate) {
@@ -65,7 +68,7 @@ nb::dict Handlers() {
   return all;
 }
 
-/// What a pool of pinned memory holds. None if the pool was never used.
+/// The limit and statistics of a pool of pinned memory; None if it was never used.
 nb::object PinnedState(const PinnedPool* pool) {
   if (pool == nullptr) return nb::none();
   const PinnedPool::Stats stats = pool->stats();
@@ -100,7 +103,9 @@ void InitHandlers(nb::module_& m) {
         }
         const void* from = reinterpret_cast<const void*>(address);
         if (bytes != 0) {
-          GilRelease unlocked;  // it may wait for streams
+          // The copy may wait for streams, and what these wait for may need the
+          // GIL.
+          GilRelease unlocked;
           CopyOnStream(to->call->stream, to->data, from, bytes, stream);
         }
       },
@@ -110,11 +115,13 @@ void InitHandlers(nb::module_& m) {
     return nb::make_tuple(PinnedState(PinnedForCalls()),
                           PinnedState(PinnedForTaps()));
   });
+  // Without the GIL: a lower limit frees pinned memory, and the driver may be slow.
   m.def("limit_pinned", &LimitPinned, nb::arg("for_calls"), nb::arg("for_taps"),
         nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_raw_function", [](nb::object f) { SetRawFunction(f.ptr()); },
       nb::arg("function"));
+  // JAX's handler calls it with the callback's arguments, which are not used.
   m.def("run_pending", [](nb::args) { RunPending(); });
   m.def(
       "set_host_callback_handler",

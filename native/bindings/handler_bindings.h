@@ -1,4 +1,4 @@
-// XLA's handlers as Python registers them, host callbacks, and the CUDA side.
+// Binds the handlers, host callbacks, and the CUDA side of the engine to Python.
 #pragma once
 
 #include <nanobind/nanobind.h>

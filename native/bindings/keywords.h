@@ -1,9 +1,9 @@
 // Structs that Python makes by keyword: `_native.Leaf(dtype=..., shape=..., ...)`.
 //
-// Each struct has one table of its fields. All must be given, by these names and
-// with values of their types; else a TypeError names the field. nanobind's own
-// keyword arguments would answer a wrong field with all signatures and all types,
-// in which a reader has to find it among 25.
+// Each struct has one table of its fields. Python must give all fields, by these
+// names and with values of their types; otherwise a TypeError names the wrong
+// field. For a wrong field nanobind's own keyword arguments would print the whole
+// signature, in which a reader has to find one field among 25.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,21 +14,26 @@
 
 namespace hostcall {
 
+/// The table of the fields of T. Used with the GIL held.
 template <typename T>
 class Keywords {
  public:
-  /// `type` is the name that errors have, a literal.
+  /// `type` is Python's name of the struct, which errors begin with; not owned.
   explicit Keywords(const char* type) : type_(type) {}
 
+  /// Adds a field.
   template <auto kMember>
   Keywords& Field(const char* name) {
-    // Interned, as the names in calls are: the look-up compares addresses.
+    // Interned, as the names in calls are, so that looking a field up only compares
+    // addresses.
     fields_.push_back({PyUnicode_InternFromString(name), &Set<kMember>});
     return *this;
   }
 
   const char* type() const { return type_; }
 
+  /// Makes the struct from keyword arguments. Throws python_error (a TypeError) if
+  /// a field is missing, unknown or of a wrong type.
   T Read(const nanobind::kwargs& given) const {
     T made;
     for (const Entry& field : fields_) {
@@ -42,14 +47,15 @@ class Keywords {
 
  private:
   struct Entry {
-    PyObject* name;  // kept for good, as tables are
+    PyObject* name;  ///< owned, and never released, since tables live for ever
+    /// Converts the value into its member; false if it has a wrong type.
     bool (*set)(T& to, nanobind::handle value);
   };
 
   template <auto kMember>
   static bool Set(T& to, nanobind::handle value) {
     using Member = std::remove_reference_t<decltype(to.*kMember)>;
-    // Converting, nanobind would take a bare number for an enum.
+    // An enum is not converted: nanobind would accept a bare number for it.
     constexpr bool kConvert = !std::is_enum_v<Member>;
     return nanobind::try_cast(value, to.*kMember, kConvert);
   }
@@ -59,7 +65,7 @@ class Keywords {
     throw nanobind::python_error();
   }
   [[noreturn]] void RefuseValue(PyObject* name, PyObject* value) const {
-    PyErr_Clear();  // a conversion may have set another
+    PyErr_Clear();  // the failed conversion may have left an error set
     PyErr_Format(PyExc_TypeError, "%s(): the field '%S' can't be %R, of type %s",
                  type_, name, value, Py_TYPE(value)->tp_name);
     throw nanobind::python_error();
@@ -72,17 +78,19 @@ class Keywords {
       }
       if (!known) Refuse("has no field", name.ptr());
     }
-    Py_UNREACHABLE();  // there are more names than fields, and each is there once
+    // Read has found each field, and there are more names than fields.
+    Py_UNREACHABLE();
   }
 
   const char* type_;
   std::vector<Entry> fields_;
 };
 
-/// Adds the struct to the module, made by its keywords.
+/// Adds the struct to the module, as a class whose constructor takes the fields.
 template <typename T>
 nanobind::class_<T> BindStruct(nanobind::module_& m, Keywords<T> fields) {
-  const auto* kept = new Keywords<T>(std::move(fields));  // as long as the module
+  const auto* kept =
+      new Keywords<T>(std::move(fields));  // the class uses it for ever
   return nanobind::class_<T>(m, kept->type())
       .def("__init__", [kept](T* self, nanobind::kwargs given) {
         new (self) T(kept->Read(given));

@@ -1,4 +1,4 @@
-// The only NB_MODULE: what Python sees of the engine.
+// The extension module _native: everything of the engine that Python sees.
 
 #define HOSTCALL_IMPORT_NUMPY
 #include <nanobind/nanobind.h>
@@ -20,11 +20,13 @@ namespace nb = nanobind;
 namespace hostcall {
 namespace {
 
+/// False with a Python error set. The macro returns its argument on failure.
 bool ImportNumpy() {
   import_array1(false);
   return true;
 }
 
+/// Binds the signals that wake the watcher (base/signals.h).
 void InitSignals(nb::module_& m) {
   nb::enum_<Signals::Event>(m, "Signal", nb::is_flag())
       .value("INTERRUPT", Signals::kInterrupt)
@@ -37,7 +39,7 @@ void InitSignals(nb::module_& m) {
   m.def(
       "wait_signal",
       [](double seconds) {
-        GilRelease unlocked;
+        GilRelease unlocked;  // Python goes on while the watcher waits
         return static_cast<Signals::Event>(Signals::Wait(seconds));
       },
       nb::arg("seconds"));
@@ -46,11 +48,13 @@ void InitSignals(nb::module_& m) {
       nb::arg("event"));
 }
 
+/// Binds the engine's life: closing, waiting, forks.
 void InitEngine(nb::module_& m) {
   m.def("bury", [] { Graveyard::Get().Bury(); });
   m.def("in_flight", [] { return Engine::Get().in_flight(); });
   m.def("closed", [] { return Engine::Get().closed(); });
   m.def("close", [] { Engine::Get().Close(); });
+  // Without the GIL, which the calls in flight need in order to end.
   m.def(
       "wait_idle", [](double seconds) { return Engine::Get().WaitIdle(seconds); },
       nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
@@ -63,6 +67,7 @@ void InitEngine(nb::module_& m) {
   m.def(
       "set_report_converter", [](nb::object f) { SetReportConverter(f.ptr()); },
       nb::arg("convert"));
+  // Leaks a reference, so that the object is never destroyed.
   m.def(
       "keep_for_ever", [](nb::object thing) { thing.release(); }, nb::arg("thing"));
 }
@@ -72,10 +77,11 @@ void InitEngine(nb::module_& m) {
 NB_MODULE(_native, m) {
   if (!ImportNumpy()) throw nb::python_error();
   m.attr("__doc__") = "The engine of hostcall (see native/ in its repository).";
-  // What a program held is released when the program dies, by the watcher's thread,
-  // and does not wait for somebody's next call.
+  // When a program dies, the watcher's thread releases the program's Python objects
+  // at once. Otherwise they would stay until the next call or tap.
   Graveyard::Get().AskBy([] { Signals::Post(Signals::kBury); });
-  // Plans live as long as programs do, and programs can outlive the module.
+  // Programs can outlive the module, and their plans with them. nanobind would
+  // report these as leaks at exit.
   nb::set_leak_warnings(false);
 
   InitPlans(m);

@@ -21,9 +21,9 @@ namespace nb = nanobind;
 namespace hostcall {
 namespace {
 
-// --- What Python tells of a plan
-// ----------------------------------------------------
+// --- Plans from Python's fields
 
+// Typed objects, so that a field of another type is an error when a struct is made.
 bool IsDtype(PyObject* object) { return PyArray_DescrCheck(object); }
 bool IsCounters(PyObject* object) { return nb::isinstance<Counters>(object); }
 
@@ -35,23 +35,23 @@ struct CountersObject : nb::object {
 };
 using Callable = std::optional<nb::callable>;
 
-/// A Leaf before its plan's grid is known.
+/// The fields of a Leaf that Python gives. Its strides depend on the plan's grid.
 struct LeafSpec {
   Dtype dtype;
   std::vector<int64_t> shape;
   int bits = 0;
   bool is_signed = false;
-  std::vector<bool> batched;
+  std::vector<bool> batched;  ///< one flag for each batch axis: the buffer has it
   Callable convert;
   std::optional<nb::bytes> fill;
 };
 
-/// The fields of Plan that Python knows (plan/plan.h says what they mean).
+/// The fields of a Plan that Python gives (plan/plan.h says what they mean).
 struct PlanSpec {
   nb::callable function;
   std::vector<LeafSpec> args, results;
   std::vector<int64_t> grid;
-  std::optional<std::vector<bool>> mask;
+  std::optional<std::vector<bool>> mask;  ///< its `batched`; null: no mask
   ResultForm form = ResultForm::kTree;
   Lend lend = Lend::kCopy;
   Callable runner, out_tree;
@@ -76,8 +76,8 @@ Ref Own(const std::optional<T>& object) {
   return object ? Ref::Borrow(object->ptr()) : Ref();
 }
 
-/// For a buffer that has only the flagged batch axes: how many of its rows one step
-/// along each axis takes.
+/// For a buffer that has only the flagged batch axes, returns how many of its rows
+/// one step along each axis of the grid takes (Leaf::grid_strides).
 std::vector<int64_t> GridStrides(const std::vector<int64_t>& grid,
                                  const std::vector<bool>& batched) {
   if (batched.size() != grid.size()) {
@@ -107,8 +107,8 @@ Leaf MakeLeaf(const std::vector<int64_t>& grid, const LeafSpec& spec) {
 
 Counted<Plan> MakePlan(PlanSpec spec) {
   auto* plan = new Plan;
-  // From here on it is released, not deleted: a plan that fails below goes to the
-  // graveyard like all others.
+  // Counted from here on, so a plan that fails below is released like all others,
+  // and goes to the graveyard.
   Counted<Plan> counted = Counted<Plan>::Adopt(plan);
   plan->function = Own(spec.function);
   plan->grid = std::move(spec.grid);
@@ -125,7 +125,7 @@ Counted<Plan> MakePlan(PlanSpec spec) {
   plan->runner = Own(spec.runner);
   plan->out_tree = Own(spec.out_tree);
   plan->info = Own(spec.info);
-  // Bound once: looking a method up takes longer than many a call.
+  // Looked up once: looking up a method takes longer than a small call.
   plan->flatten = Own(spec.info.attr("flatten"));
   plan->coerce = Own(spec.info.attr("coerce"));
   plan->on_error = Own(spec.info.attr("on_error"));
@@ -153,17 +153,19 @@ Counted<Plan> MakePlan(PlanSpec spec) {
   return counted;
 }
 
-/// A plan as Python holds it.
+/// Python's reference to a plan.
 struct PlanHandle {
   Counted<Plan> plan;
 };
 
-/// Keeps a plan under its number for as long as it lives. An executable holds it.
+/// Keeps a plan in the table of slots under a number, for as long as this object
+/// lives. The executable holds it.
 struct Slot {
   Slot(const PlanHandle& handle, bool across)
       : number(Slots(across).Add(handle.plan) + (across ? kAcross : 0)) {}
   ~Slot() {
-    // In a forked child the table may be locked by a thread that isn't there.
+    // In a forked child, a thread of the parent may have locked the table, and
+    // would never unlock it.
     if (Engine::Get().forked()) return;
     Slots(number >= kAcross).Remove(number % kAcross);
   }
@@ -172,9 +174,10 @@ struct Slot {
   uint64_t number;
 };
 
-// --- Plans without a program
-// --------------------------------------------------------
+// --- Plans run without a program
 
+/// The addresses of the operands' memory, which the caller's list keeps alive.
+/// Throws if they don't fit the plan.
 std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
   if (operands.size() != plan.operands()) {
     throw nb::value_error("another number of operands than the plan has");
@@ -197,7 +200,7 @@ std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
   return in;
 }
 
-/// Queues a tap of arrays on the host. False: it was dropped.
+/// Queues a tap of arrays on the host. Returns false if it was dropped.
 bool PushEagerly(const PlanHandle& handle, nb::list operands) {
   const Plan& plan = *handle.plan;
   if (!plan.tap) throw nb::type_error("not a plan of a tap");
@@ -209,14 +212,16 @@ bool PushEagerly(const PlanHandle& handle, nb::list operands) {
       GilRelease unlocked;  // it may wait for the worker, which needs the GIL
       return PushTap(plan, -1, -1, in.data());
     } catch (const PushInterrupted&) {
-      // The interrupt is meant for the main thread, where Python's own handler
-      // raises it. Other threads go on waiting.
+      // GilRelease has ended with its block, so the GIL is held here. Python's
+      // handler raises the interrupt on the main thread; other threads go on
+      // waiting.
       if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }
   }
 }
 
-/// Runs a plan on arrays of the host, without a compiled program.
+/// Runs a plan on arrays of the host, without a compiled program. Returns a list of
+/// new arrays.
 nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   const Plan& plan = *handle.plan;
   std::vector<const void*> in = Buffers(plan, operands);
@@ -225,11 +230,12 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   for (const Leaf& leaf : plan.results) {
     std::vector<npy_intp> dims(plan.grid.begin(), plan.grid.end());
     dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
-    Py_INCREF(leaf.dtype.get());  // PyArray_Empty takes it over
+    Py_INCREF(leaf.dtype.get());  // PyArray_Empty steals a reference
     PyObject* array =
         PyArray_Empty(static_cast<int>(dims.size()), dims.data(), leaf.descr(), 0);
     if (array == nullptr) throw nb::python_error();
     void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
+    // The result takes the place of the argument's memory, which stays unchanged.
     if (plan.buffers.Aliases(targets.size())) {
       const int arg = plan.buffers.aliases[targets.size()];
       std::memcpy(data, in[arg], plan.args[arg].buffer_bytes());
@@ -257,8 +263,8 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     ok = Invoke(plan, scope.call(), in.data(), targets.data());
     if (!ok) ++plan.counters->errors;
     if (Engine::Get().IsLeftBehind()) {
-      // The interpreter is ending, and this thread would go on into JAX's C++,
-      // which asks for the GIL: it stays here (base/engine.h).
+      // The interpreter finalizes, and this daemon thread would return into JAX's
+      // C++, which asks for the GIL. So it stays here (base/engine.h).
       GilRelease unlocked;
       StayForEver();
     }

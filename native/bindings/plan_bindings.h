@@ -1,4 +1,4 @@
-// Plans, as Python makes them and runs them without a program.
+// Binds plans to Python, which makes them and may run them without a program.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -20,18 +20,20 @@ namespace hostcall {
 
 namespace {
 
-/// A throttle outside of any program: one device, one run.
+/// The throttle of a tap outside of any program: it counts one device and one run.
 struct OnePlace {
   explicit OnePlace(const TapSettings& tap)
       : throttle(Throttle::For(tap.every_steps, tap.every_ns, tap.sample, 1)) {}
+  /// Whether this execution goes through; counts it if not. Needs no GIL.
   bool Lets(Counters& counters) {
     if (throttle == nullptr || throttle->Lets(0, 0)) return true;
     counters.taps.skipped.fetch_add(1, std::memory_order_relaxed);
     return false;
   }
-  std::unique_ptr<Throttle> throttle;
+  std::unique_ptr<Throttle> throttle;  ///< null: every tap goes through
 };
 
+/// The statistics of the tap queue.
 nb::dict QueueState() {
   const TapQueue& queue = TapQueue::Get();
   nb::dict state;
@@ -63,6 +65,9 @@ void InitTaps(nb::module_& m) {
                     .Field<&TapSettings::sample>("sample"));
   m.def("run_tap_worker", &RunTapWorker);
   m.def("on_tap_worker", &TapThread::IsThis);
+  // The functions that lock the queue release the GIL, so that Python goes on if
+  // they have to wait. flush_taps must release it: it waits for the worker, which
+  // needs it.
   m.def(
       "stop_taps", [] { TapQueue::Get().Stop(); },
       nb::call_guard<nb::gil_scoped_release>());

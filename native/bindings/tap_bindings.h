@@ -1,4 +1,4 @@
-// Taps and their queue, as Python sees them.
+// Binds taps and their queue to Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
