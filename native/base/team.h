@@ -291,8 +291,7 @@ class Team {
 
   const TeamMode mode_;
   const size_t size_;
-  const std::optional<int>
-      leader_;  ///< its ordinal; null: the first member to come
+  const std::optional<int> leader_;  ///< an ordinal; null: the first to come
   const std::chrono::milliseconds grace_;
   const bool yields_;  ///< whether spinning yields, as there are too few cores
   // Guards the fields below, and the fields of meetings that are not atomic. Its

@@ -43,8 +43,8 @@ nb::list Active() {
   // The list of calls is guarded by the GIL. So everything is copied from it before
   // the first Python object is made:
   //
-  //   1. this thread: makes a Python object, which may start the garbage collector
-  //   2. collector:   runs a finalizer, which may release the GIL
+  //   1. this thread:  makes a Python object, which starts the garbage collector
+  //   2. collector:    runs a finalizer, which releases the GIL
   //   3. other thread: ends its call, whose ActiveCall was on its stack
   struct Seen {
     nb::object info;

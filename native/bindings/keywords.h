@@ -89,8 +89,8 @@ class Keywords {
 /// Adds the struct to the module, as a class whose constructor takes the fields.
 template <typename T>
 nanobind::class_<T> BindStruct(nanobind::module_& m, Keywords<T> fields) {
-  const auto* kept =
-      new Keywords<T>(std::move(fields));  // the class uses it for ever
+  // Never deleted: the class lives as long as the interpreter.
+  const auto* kept = new Keywords<T>(std::move(fields));
   return nanobind::class_<T>(m, kept->type())
       .def("__init__", [kept](T* self, nanobind::kwargs given) {
         new (self) T(kept->Read(given));

@@ -10,8 +10,7 @@ namespace hostcall {
 namespace {
 
 constexpr size_t kWords = 16;  // XLA's answer is smaller in every version so far
-constexpr size_t kLargest =
-    4096;                      // bound on the bytes of a frame and the interface
+constexpr size_t kLargest = 4096;  // bound on a frame's and the interface's bytes
 constexpr size_t kMore = 128;  // zeros behind a frame, for members of newer XLAs
 
 // All guarded by the GIL.

@@ -15,12 +15,10 @@ HOSTCALL_HOT ActiveCall* t_current = nullptr;
 // stay set: only callbacks run Python code there, and the next call mostly needs
 // the same settings. The three pointers below remember them, so that such a call
 // makes no call into JAX. They are borrowed:
-//   * t_device and t_guard: JAX's thread-local setting holds a reference for as
-//   long
-//     as it has this value, so the address can't name another object meanwhile.
+//   * t_device and t_guard: JAX's thread-local setting holds a reference while it
+//     has this value, so the address can't come to name another object.
 //   * t_plain_guard: nothing holds it after its call. It is read only in calls
-//   nested
-//     in the outermost call that set it, whose plan owns it.
+//     inside the outermost call that set it, whose plan owns it.
 HOSTCALL_HOT PyObject* t_device = nullptr;
 HOSTCALL_HOT PyObject* t_guard = nullptr;        ///< the guard, or the scout
 HOSTCALL_HOT PyObject* t_plain_guard = nullptr;  ///< the guard, never the scout
@@ -129,8 +127,8 @@ CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
     }
   } else if (lookout == Lookout::kInside && guard == nullptr &&
              t_guard != nullptr) {
-    // The enclosing call may have set its scout, which would end this call with an
-    // exception that nobody expects. So its guard is set in place of the scout.
+    // The enclosing call may have set its scout, whose exception would end this
+    // call, which is inside already. So the guard is set in place of the scout.
     guard = t_plain_guard != nullptr ? t_plain_guard : Py_False;
   }
   // Most threads have no meshes to hide. Asking costs half as much as setting, so

@@ -20,12 +20,11 @@ struct ActiveCall {
   /// The position of the row that the function runs on now; null if rows are not
   /// called one by one. Points into the walk over the rows, on the same stack.
   const std::vector<int64_t>* row = nullptr;
-  std::vector<int64_t>
-      failed_row;                 ///< the position of the row that failed, or empty
-  int device_ordinal = -1;        ///< -1 if no program runs (an eager call)
-  int64_t start = 0;              ///< when it began, in ticks (clock.h)
-  unsigned long thread_id = 0;    ///< Python's identifier of the thread
-  int64_t run = -1;               ///< XLA's number of the execution; -1 if none
+  std::vector<int64_t> failed_row;  ///< the position of the row that failed
+  int device_ordinal = -1;          ///< -1 if no program runs (an eager call)
+  int64_t start = 0;                ///< when it began, in ticks (clock.h)
+  unsigned long thread_id = 0;      ///< Python's identifier of the thread
+  int64_t run = -1;                 ///< XLA's number of the execution; -1 if none
   void* stream = nullptr;         ///< XLA's stream in a call on GPU memory, or null
   const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
   bool foreign = false;           ///< the thread is XLA's, not Python's
@@ -98,7 +97,8 @@ enum class Ambient {
 /// Registers `self`, one of JAX's thread-local settings, with the methods of its
 /// class. `value` is for kFixed and kWith, else null. `unset` is what `get` returns
 /// on a thread that has set nothing; there, a fixed setting is left alone. Keeps a
-/// reference to each object, for ever. At most four settings; the GIL is held.
+/// reference to each object, for ever. The GIL is held. Settings after the
+/// fourth are ignored.
 void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* set,
                        PyObject* get, PyObject* value, PyObject* unset);
 
