@@ -124,7 +124,7 @@ inline std::string InterfaceFault(const XLA_FFI_CallFrame* frame) {
          " or later: install a jaxlib from 0.10.2 on, or build hostcall with yours";
 }
 
-/// Thrown to return an error that XLA made from a handler (Guarded catches it).
+/// Thrown in a handler to return an error that XLA made (Guarded catches it).
 struct XlaError {
   XLA_FFI_Error* error;
 };
