@@ -32,7 +32,8 @@ namespace hostcall {
 /// Static: signal handlers and their state belong to the process.
 class Signals {
  public:
-  /// What the watcher is woken for; a bit each. watcher.py has the same numbers.
+  /// What the watcher is woken for; a bit each. Python sees them as
+  /// `_native.Signal`.
   enum Event {
     kInterrupt = 1,  ///< SIGINT came
     kTerminate = 2,  ///< SIGTERM came

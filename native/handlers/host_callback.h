@@ -33,6 +33,7 @@
 #pragma once
 
 #include <functional>
+#include <utility>
 
 #include "base/guards.h"
 #include "handlers/ffi.h"
@@ -59,6 +60,20 @@ enum class Scout {
 };
 /// The calling thread's state. MakeInside sets it around a call with a scout.
 Scout& ScoutNow();
+
+/// Around a call with a scout. What the thread had before is put back even if the
+/// call throws: it would answer for other callbacks on this thread.
+class ScoutLooks {
+ public:
+  ScoutLooks() : outer_(std::exchange(ScoutNow(), Scout::kLooks)) {}
+  ~ScoutLooks() { ScoutNow() = outer_; }
+  ScoutLooks(const ScoutLooks&) = delete;
+  ScoutLooks& operator=(const ScoutLooks&) = delete;
+  bool asked() const { return ScoutNow() == Scout::kAsked; }
+
+ private:
+  const Scout outer_;
+};
 
 /// Asks for the call under way to be repeated inside a host callback. Returns false
 /// if it has no scout.

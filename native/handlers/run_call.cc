@@ -38,9 +38,11 @@ void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
              (xlas && (plan.inside == Inside::kXlasThreads || plan.asked))) {
     inside();
   } else if (xlas && plan.scout) {
-    const Scout outer = std::exchange(ScoutNow(), Scout::kLooks);
-    call(Lookout::kScout);
-    if (std::exchange(ScoutNow(), outer) != Scout::kAsked) return;
+    {
+      const ScoutLooks looks;
+      call(Lookout::kScout);
+      if (!looks.asked()) return;
+    }
     plan.asked = true;  // later calls start inside
     inside();
   } else {
