@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import enum
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -285,6 +286,8 @@ def _signatures() -> dict[str, tuple[ast.FunctionDef, ast.FunctionDef]]:
         for each in members:
             if not isinstance(each, ast.FunctionDef):
                 continue
+            if each.name == "__buffer__" and sys.version_info < (3, 12):
+                continue  # Python code can't see that protocol
             real = whole if each is node else whole.__dict__[each.name]
             real = getattr(real, "fget", real)
             for text, *_ in getattr(real, "__nb_signature__", ()):
