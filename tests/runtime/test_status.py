@@ -74,7 +74,11 @@ def test_stats_count_what_a_function_cost(mode):
         return a[:2]
 
     def mine():
-        (found,) = [s for name, s in hc.monitor.stats().items() if "counted" in name]
+        (found,) = [
+            s
+            for name, s in hc.monitor.stats().items()
+            if "cost.<locals>.counted" in name
+        ]
         return found
 
     spec = jax.ShapeDtypeStruct((2,), np.float32)

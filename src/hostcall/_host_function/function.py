@@ -40,6 +40,7 @@ from hostcall._host_function.rules import (
 )
 from hostcall._host_function.trees import Trees
 from hostcall._primitives.call.make import as_tree, make_with
+from hostcall._primitives.call.options import check_options
 
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
@@ -62,13 +63,15 @@ class HostFunction(Generic[P, R]):
         functools.update_wrapper(self, fn, updated=())
         self.__name__ = name or name_of(fn).rpartition(".")[2]
         self.__qualname__ = name or name_of(fn)
-        self.fn = fn
-        self.rules = Rules()
-        self.result = options.pop("result")
-        self.nondiff: tuple[int, ...] = options.pop("nondiff")
+        self.fn, self.rules = fn, Rules()
+        self.result, self.nondiff = options.pop("result"), options.pop("nondiff")
         self.order: Order = options.pop("order")
         self.lend: Lend = options.pop("lend")
         self._vmap_method = options.pop("vmap_method")
+        more = {key: options[key] for key in ("arrays", "timeout", "executor")}
+        check_options(
+            self.__qualname__, self.order, self._vmap_method, lend=self.lend, **more
+        )
         if callable(self._vmap_method):
             self.rules.batch, self._vmap_method = self._vmap_method, None
         self._options = options  # arrays, timeout, executor, tag

@@ -16,7 +16,6 @@ from hostcall._core.order import Order
 from hostcall._engine.params.call import Arrays, Lend
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R
-from hostcall._primitives.call.options import check_options
 
 
 class Options(TypedDict, total=False):
@@ -130,7 +129,6 @@ def host(
         options = {k: v for k, v in locals().items() if k != "fn"}
         return functools.partial(host, **options)
     shown = name or check_function(fn, "hc.host(fn, result=...)")
-    check_options(shown, order, vmap_method, arrays, lend, timeout, executor)
     check_tag(tag, shown)
     positions = checked(shown, result, nondiff)
     if order == "pure" and not jax.tree.leaves(result):
