@@ -40,7 +40,7 @@ def taps(x: jax.Array) -> None:
 
 
 def names() -> None:
-    hc.errors.SpecError  # type: ignore[attr-defined]
+    hc.SpecError  # type: ignore[attr-defined]
     assert issubclass(hc.errors.SpecError, hc.HostcallError)
     assert_type(hc.monitor.stats(), dict[str, hc.monitor.CallStats])
     assert_type(hc.barrier(1.0, programs=False), bool)
