@@ -53,8 +53,8 @@ class Throttle {
       const int64_t now = NowNs();
       int64_t next = place.next_ns.load(std::memory_order_relaxed);
       if (now < next) return false;
-      // Of threads that come at the same moment, one wins. Relaxed: the value is a
-      // time, and publishes no other memory.
+      // If several threads come at the same moment, one wins. Relaxed: the value is
+      // a time, and publishes no other memory.
       return place.next_ns.compare_exchange_strong(next, now + ns_,
                                                    std::memory_order_relaxed);
     }

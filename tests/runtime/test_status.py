@@ -129,7 +129,7 @@ def test_a_tag_is_the_name_in_status_and_stats(mode, kind):
     assert seen == [[tag], [tag]]
     assert hc.monitor.stats()[tag].calls == 2
     assert calls_of("untold") == untagged
-    f = mode(tagged(kind, untold, None))  # equal but for the tag
+    f = mode(tagged(kind, untold, None))  # the same function without a tag
     f(jnp.float32(1))
     hc.barrier()
     assert "untold" in seen[2][0]

@@ -25,7 +25,7 @@ from hostcall._core.spec import (
 from hostcall._engine.params.call import Arrays, Callback, Lend
 from hostcall._primitives.buffer import lowering as _  # noqa: F401  (it registers)
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
-from hostcall._primitives.call.make import as_tree, make
+from hostcall._primitives.call.make import make
 from hostcall._primitives.call.options import check_options
 
 
@@ -167,7 +167,7 @@ def call(
         sharding=parse_on(on, name),
         mask=mask,
     )
-    return as_tree(results, leaves)
+    return results.fill(leaves)
 
 
 _FACE = mistakes.Face(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hostcall import _jax
 from hostcall._core import mistakes
 from hostcall._core.arguments import (
     check_function,
@@ -17,7 +16,7 @@ from hostcall._core.arguments import (
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
-from hostcall._core.spec import Static, flatten_arguments, parse_result
+from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
 from hostcall._engine.params.call import Arrays, Callback
 from hostcall._engine.params.tap import (
     WHEN_FULL,
@@ -385,10 +384,5 @@ def _check_options(
 def _rebuilt(params: TapParams, arrays: list[Any]) -> Any:
     """Rebuilds the one argument of a tap from its arrays."""
     template = params.callback.template
-    keys = template.keys
-    leaves = [
-        array if key is None else _jax.wrap_key(array, key)
-        for array, key in zip(arrays, keys, strict=True)
-    ]
-    (x,), _ = template.fill(leaves)
+    (x,), _ = template.fill(wrap_keys(arrays, template.keys))
     return x

@@ -49,11 +49,6 @@ def _flat(n: int) -> Template:
     return Template.flat(*(None,) * n)
 
 
-def _results(avals: Sequence[Any]) -> Results:
-    n = len(avals)
-    return Results(jax.tree.structure((0,) * n), tuple(avals), (None,) * n)
-
-
 def _place(ctx: Any, fn: Callable[..., Any]) -> Place:
     """The line that called; if JAX does not know it, the line of the function."""
     line = _jax.line_of(ctx)
@@ -65,7 +60,7 @@ def _params(kind: Kind, ctx: Any, fn: Any, template: Template, **more: Any) -> A
         kind,
         fn,
         template,
-        _results(_jax.physical_avals(ctx.avals_out)),
+        Results.flat(_jax.physical_avals(ctx.avals_out)),
         arrays=arrays_of(chosen or "jax"),
         place=_place(ctx, fn),
         **more,
@@ -194,7 +189,7 @@ def emit_python_callback(
         "io" if has_side_effect else "pure",
         _Sequence(callback, len(avals)),
         _flat(len(operands)),
-        _results(avals),
+        Results.flat(avals),
         arrays="numpy",
         place=_place(ctx, callback),
     )

@@ -22,9 +22,9 @@ from hostcall import _jax
 from hostcall._api.tap import prepare
 from hostcall._core.order import effects_of
 from hostcall._core.source import users_place
-from hostcall._core.spec import Static, flatten_arguments
+from hostcall._core.spec import Results, Static, flatten_arguments
 from hostcall._engine.params.call import Callback
-from hostcall._primitives.call.make import make, results_of
+from hostcall._primitives.call.make import make
 from hostcall._primitives.drop_in.primitive import seen_before
 from hostcall._primitives.tap.primitive import bind as bind_tap
 from hostcall._runtime import context
@@ -188,7 +188,7 @@ def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
         callback = Callback(
             fn=Static(host),
             template=template,
-            results=results_of(params.avals),
+            results=Results.flat(params.avals),
             fills=(None,) * len(params.avals),
             place=users_place(),
         )

@@ -155,8 +155,7 @@ _REPLACEMENTS: dict[str, Any] = {
     f"{_BUFFERS}.Buffer": buffer.Buffer,
     f"{_BUFFERS}.ExecutionContext": buffer.ExecutionContext,
 }
-# The original JAX functions, saved once at import, so that a wrapper of ours never
-# wraps another.
+# JAX's own functions, saved once at import, so that no replacement wraps another one.
 _ORIGINALS = {
     "jax.debug.callback": jax.debug.callback,
     "jax.debug.print": jax.debug.print,

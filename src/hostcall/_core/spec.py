@@ -111,6 +111,14 @@ class Template:
         ]
 
 
+def wrap_keys(arrays: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
+    """Typed PRNG keys in place of the uint32 blocks that primitives take and give."""
+    return [
+        x if key is None else _jax.wrap_key(x, key)
+        for x, key in zip(arrays, keys, strict=True)
+    ]
+
+
 def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
     """The arrays among the leaves, ready to bind, and the template to rebuild all."""
     leaves, treedef = tree.tree_flatten((args, kwargs))
@@ -202,6 +210,16 @@ class Results:
     treedef: Any
     avals: tuple[Any, ...]
     keys: tuple[Any, ...]
+
+    @classmethod
+    def flat(cls, avals: Sequence[Any], keys: Sequence[Any] | None = None) -> Results:
+        """A tuple of arrays; `keys` as above, or None if no leaf is a key."""
+        structure = tree.tree_structure((0,) * len(avals))
+        return cls(structure, tuple(avals), tuple(keys or (None,) * len(avals)))
+
+    def fill(self, leaves: Sequence[Any]) -> Any:
+        """The result with these leaves; a key is given as its uint32 block."""
+        return self.treedef.unflatten(wrap_keys(leaves, self.keys))
 
     def paths(self) -> list[str]:
         """How a reader would write each leaf: `result[0]['x']`."""

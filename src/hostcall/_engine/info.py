@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from hostcall._core import coerce, errors, failures, frames
-from hostcall._runtime import job
+from hostcall._runtime import job, tap_failures
 
 logger = logging.getLogger("hostcall")
 
@@ -133,6 +133,25 @@ class CallInfo:
             f" ({aval.dtype}{list(aval.shape)}). With lend='out' write"
             " out[...] = value, or return the value"
         )
+
+
+class TapInfo(CallInfo):
+    """The description of one tap, with the hooks that native code calls.
+
+    Attributes:
+        places: in a tap with on="shards", the global index of each array's block,
+            by device ordinal; else None.
+    """
+
+    places: dict[int, tuple[Any, ...]] | None = None
+
+    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
+        """Logs the failure and keeps it for the next barrier(); the program goes on."""
+        tap_failures.failed(self.name, self.place, error, row)
+        return ""
+
+    def __repr__(self) -> str:
+        return f"<tap of {self.name} at {self.place}>"
 
 
 def _let_go(error: BaseException) -> None:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._core.errors import BatchingError
 from hostcall._core.source import Place
-from hostcall._core.spec import flatten_arguments
+from hostcall._core.spec import flatten_arguments, wrap_keys
 from hostcall._host_function import (  # they register
     batching,  # noqa: F401
     derivatives,  # noqa: F401
@@ -40,7 +40,7 @@ from hostcall._host_function.primitive import (
 )
 from hostcall._host_function.residuals import store
 from hostcall._host_function.rules import forward_pair
-from hostcall._host_function.trees import Trees, is_pair, pick, spread, wrap_keys
+from hostcall._host_function.trees import Trees, is_pair, pick, spread
 from hostcall._primitives.call.batching import batched_results
 
 

@@ -39,7 +39,7 @@ from hostcall._host_function.rules import (
     check_where,
 )
 from hostcall._host_function.trees import Trees
-from hostcall._primitives.call.make import as_tree, make_with
+from hostcall._primitives.call.make import make_with
 from hostcall._primitives.call.options import check_options
 
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
@@ -181,7 +181,7 @@ class HostFunction(Generic[P, R]):
         leaves = make_with(
             options, self.fn, template, results, fills, place, operands, mask
         )
-        return as_tree(results, leaves)
+        return results.fill(leaves)
 
     def nondiff_of(self, n: int) -> tuple[int, ...]:
         """The positions in `nondiff`, among n arguments."""
@@ -193,7 +193,7 @@ class HostFunction(Generic[P, R]):
     def _spec(self, args: Any, template: Any) -> Any:
         avals = shorthands.avals_of(args)
         if not isinstance(self.result, str) or self.result != "infer":
-            return self._infer(avals)
+            return shorthands.spec_of(self.result, self.fn, avals, self.__name__)
         leaves = jax.tree_util.tree_leaves(avals)
         shapes = tuple((x.shape, x.dtype) for x in leaves if hasattr(x, "shape"))
         key = (template, shapes, bool(jax.config.jax_enable_x64))

@@ -22,7 +22,7 @@ from hostcall._host_function.results import elementwise
 from hostcall._host_function.steps import Part, code_of
 from hostcall._host_function.trees import Trees, pick
 from hostcall._primitives.call.batching import WHOLE
-from hostcall._primitives.call.make import make_with, results_of
+from hostcall._primitives.call.make import make_with
 
 # value: the function itself.
 # jvp: the tangents of the results. both: the results and their tangents.
@@ -121,7 +121,7 @@ class HostCode(OfFunction):
         keys = (*keys, *(None for _ in self.avals[len(keys) :]))
         marks = trees.template.keys if self.takes_arguments else ()
         template = Template.flat(*marks, *(None for _ in range(n - len(marks))))
-        return template, results_of(self.avals, keys)
+        return template, Results.flat(self.avals, keys)
 
     def _fills(self) -> tuple[bytes | None, ...]:
         fills: tuple[bytes | None, ...] = ()

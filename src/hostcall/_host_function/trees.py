@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall import _jax
 from hostcall._core.errors import DerivativeError
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import Results, Static, Template, wrap_keys
 from hostcall._host_function.primitive import Arrays, Tangents
 
 tree = jax.tree_util
@@ -97,7 +96,7 @@ class Trees:
         return self.template.fill(wrap_keys(arrays[: len(keys)], keys))[0]
 
     def result(self, leaves: Arrays) -> Any:
-        return self.results.treedef.unflatten(wrap_keys(leaves, self.results.keys))
+        return self.results.fill(leaves)
 
     @cached_property
     def result_of_zeros(self) -> Any:
@@ -339,14 +338,6 @@ def spread(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
     """`values` where the flags are True, None elsewhere."""
     rest = iter(values)
     return [next(rest) if flag else None for flag in flags]
-
-
-def wrap_keys(arrays: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
-    """Typed PRNG keys in place of the uint32 blocks that the operands are."""
-    return [
-        x if key is None else _jax.wrap_key(x, key)
-        for x, key in zip(arrays, keys, strict=True)
-    ]
 
 
 def spread_known(known: Sequence[Any], linear: Sequence[bool]) -> list[Any]:

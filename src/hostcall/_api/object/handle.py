@@ -21,9 +21,8 @@ from hostcall._core import failures, mistakes
 from hostcall._core.arguments import check_function, parse_mask
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import users_place
-from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
-from hostcall._engine.params.call import Callback
-from hostcall._primitives.call.make import as_tree, make
+from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
+from hostcall._primitives.call.make import make_with
 from hostcall._primitives.call.options import check_options
 from hostcall._runtime import context
 
@@ -117,13 +116,10 @@ class Object:
         self._group = Group(name, make, tuple(methods), end)
         self._save = hook(name, "save", save)
         self._restore = hook(name, "restore", restore)
-        how = {"order": order, "vmap_method": vmap_method}
-        pool = None if executor is None else Static(executor)
+        options = {"order": order, "vmap_method": vmap_method, "executor": executor}
         kind = factory if isinstance(factory, type) else None
         for method, result in methods.items():
-            self.__dict__[method] = _method(
-                self._group, method, result, how, pool, kind
-            )
+            self.__dict__[method] = _method(self._group, method, result, options, kind)
 
     def __getattr__(self, name: str) -> Any:  # not called for declared methods
         group = self.__dict__.get("_group")
@@ -293,8 +289,7 @@ def _method(
     group: Group,
     name: str,
     result: Any,
-    how: dict[str, Any],
-    executor: Static | None,
+    options: dict[str, Any],
     kind: type | None,
 ) -> Callable[..., Any]:
     positional, named = _Entry(group, name, False), _Entry(group, name, True)
@@ -312,16 +307,12 @@ def _method(
         operands, template = flatten_arguments((args, kwargs) if kwargs else args, {})
         entry = named if kwargs else positional
         results = parse_result(result, entry.__qualname__)
-        callback = Callback(
-            fn=Static(entry),
-            template=template,
-            results=results,
-            fills=parse_fill(fill, results, entry.__qualname__),
-            place=users_place(),
-            executor=executor,
-        )
+        fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
-        return as_tree(results, make(callback, operands, mask=mask, **how))
+        place = users_place()
+        return results.fill(
+            make_with(options, entry, template, results, fills, place, operands, mask)
+        )
 
     method.__name__, method.__qualname__ = name, f"{group.name}.{name}"
     return method

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.errors import BatchingError
+from hostcall._core.spec import wrap_keys
 from hostcall._engine.params.call import CallParams
 from hostcall._primitives.call.primitive import call_p
 
@@ -150,12 +151,8 @@ def _batch_by_rule(
         x if d is None else _jax.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
     ]
-    template, keys = callback.template, callback.template.keys
-    leaves = [
-        x if key is None else _jax.wrap_key(x, key)
-        for x, key in zip(moved, keys, strict=True)
-    ]
-    args, kwargs = template.fill(leaves)
+    template = callback.template
+    args, kwargs = template.fill(wrap_keys(moved, template.keys))
     in_args, in_kwargs = template.fill([d is not None for d in dims])
     in_batched: Any = (*in_args, in_kwargs) if kwargs else tuple(in_args)
     answer = params.vmap_method(size, in_batched, *args, **kwargs)

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
-
-from hostcall import _jax
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import Place
@@ -97,21 +94,6 @@ def make_with(
         **options,
     )
     return make(callback, operands, mask=mask, **how)
-
-
-def as_tree(results: Results, leaves: Sequence[Any]) -> Any:
-    """The leaves in the tree that the user's `result=` describes, with typed keys."""
-    typed = [
-        leaf if key is None else _jax.wrap_key(leaf, key)
-        for leaf, key in zip(leaves, results.keys, strict=True)
-    ]
-    return results.treedef.unflatten(typed)
-
-
-def results_of(avals: Sequence[Any], keys: Sequence[Any] | None = None) -> Results:
-    """The `Results` of a tuple of arrays; `keys` as in `Results`."""
-    structure = jax.tree.structure((0,) * len(avals))
-    return Results(structure, tuple(avals), tuple(keys or (None,) * len(avals)))
 
 
 def _check_on_device(

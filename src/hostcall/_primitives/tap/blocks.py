@@ -9,8 +9,8 @@ from typing import Any
 from hostcall import _jax, _native
 from hostcall._core.errors import SpecError
 from hostcall._engine import plans, targets
+from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._engine.tap_info import TapInfo
 from hostcall._primitives import emit
 from hostcall._primitives.blocks import NUMBER, Site, emit_block, lower_blocks
 from hostcall._primitives.tap.primitive import arguments, block_index

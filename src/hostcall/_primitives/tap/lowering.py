@@ -8,8 +8,8 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._engine import plans, targets, throttle
+from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._engine.tap_info import TapInfo
 from hostcall._primitives import emit
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.tap import blocks

@@ -6,6 +6,8 @@ returns its arguments (`through`) has no effect: the use of its results keeps it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,10 +17,9 @@ from hostcall import _jax
 from hostcall._core import errors, failures
 from hostcall._core.order import effects_of
 from hostcall._engine import plans, targets, throttle
+from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._engine.tap_info import TapInfo
 from hostcall._primitives.eager import row_major
-from hostcall._primitives.tap.axes import with_axis
 from hostcall._runtime import delivery, fork, host_device
 
 tap_p = _jax.Primitive("host_tap")
@@ -139,7 +140,18 @@ def batched(
         for x, d in zip(operands, dims, strict=True)
     ]
     axes = tuple(0 if flag else None for flag in arguments(flags, params))
-    return moved, with_axis(params, flags, size), axes
+    return moved, _with_axis(params, flags, size), axes
+
+
+def _with_axis(params: TapParams, flags: Sequence[bool], size: int) -> TapParams:
+    """The parameters under one more vmap; its axis is first in the flagged operands."""
+    if params.rows == "each":
+        before = params.batched or ((),) * len(flags)
+        batched = tuple((f, *b) for f, b in zip(flags, before, strict=True))
+        return replace(params, grid=(size, *params.grid), batched=batched)
+    return replace(
+        params, flags=(*params.flags, tuple(flags)), sizes=(*params.sizes, size)
+    )
 
 
 def _batch(
