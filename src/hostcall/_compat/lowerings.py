@@ -28,10 +28,10 @@ from hostcall._engine.params.drop_in import (
     arrays_of,
     make_params,
 )
-from hostcall._primitives import emit
 from hostcall._primitives.buffer import lowering as buffer_lowering
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.drop_in import lowering
+from hostcall._primitives.emit import emit_with_token
 
 # What callbacks get, as the newest patch says; None if JAX is not patched. The patch
 # writes it under its lock. Lowerings read it once each, without a lock.
@@ -193,18 +193,17 @@ def emit_python_callback(
         arrays="numpy",
         place=_place(ctx, callback),
     )
-    inner = ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
-    client = _jax.lowering_client(inner)
-    info = DropInInfo(params, emit.by_ordinal(client), _jax.manual_mesh(inner))
-    attributes, source = call_lowering.prepare(
-        inner,
-        client,
-        info,
-        _jax.physical_avals(operand_avals),
-        _jax.device_of(inner, sharding),
+    program = _jax.program_of(
+        ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
     )
-    results, token_out = _jax.emit_custom_call(
-        inner,
+    attributes, source = call_lowering.prepare(
+        program,
+        DropInInfo(params, program.by_ordinal, program.mesh),
+        _jax.physical_avals(operand_avals),
+        _jax.device_of(program, sharding),
+    )
+    results, token_out = emit_with_token(
+        program,
         targets.TARGET,
         operands,
         token=token,

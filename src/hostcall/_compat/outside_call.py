@@ -307,7 +307,8 @@ def _remat(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
 
 
 def _lower(ctx: Any, *operands: Any, params: Outside) -> list[Any]:
-    devices = None if _jax.manual_mesh(ctx) else _jax.program_devices(ctx)
+    program = _jax.program_of(ctx)
+    devices = program.devices if program.is_partitioned else None
 
     def emit(*values: Any) -> list[Any]:
         return _emit(params, devices, values)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from hostcall import _jax
 from hostcall._core import failures
+from hostcall._core.while_loops import lower_batched_conditions
 
 logger = logging.getLogger("hostcall")
 
@@ -82,7 +83,7 @@ ORDERED = OrderedCallEffect()
 
 _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
-_jax.lower_batched_conditions(OrderedCallEffect)
+lower_batched_conditions(OrderedCallEffect)
 
 
 def _heal(effect: Any) -> None:

@@ -7,8 +7,9 @@ versions differ, the code tests whether a name exists, and never compares versio
 
     tracing       primitives, their rules, and values while a program is traced
     dtypes        typed keys, float0, the x64 setting; conversion of arrays to NumPy
-    lowering      what JAX knows while it lowers a program, and how to add rules to it
-    custom_call   emits XLA custom calls, for one device or for many
+    lowering      how to add lowering rules, and what a rule asks of JAX
+    program       what JAX knows about the program of an equation that it lowers
+    custom_call   the operations that hostcall emits into such a program
     effects       effects, and the tokens that stand for them
     dispatch      reports the programs that a thread dispatches
     execution     settings that JAX reads before it runs a program
@@ -27,5 +28,6 @@ from hostcall._jax.dtypes import *  # noqa: F403
 from hostcall._jax.effects import *  # noqa: F403
 from hostcall._jax.execution import *  # noqa: F403
 from hostcall._jax.lowering import *  # noqa: F403
+from hostcall._jax.program import *  # noqa: F403
 from hostcall._jax.reports import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403

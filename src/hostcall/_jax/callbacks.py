@@ -14,7 +14,7 @@ from jax._src import debugging as _debugging
 from jax._src import tree_util as _tree_util
 from jax._src.interpreters import mlir as _mlir
 
-from hostcall._jax.lowering import SERVED, is_served
+from hostcall._jax.program import SERVED, is_served
 
 # Saved at import, before `patch_jax` can replace it, so that `emit_jax_callback` never
 # calls hostcall's replacement.

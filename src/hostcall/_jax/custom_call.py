@@ -1,9 +1,9 @@
-"""Emits XLA custom calls into a program, for one device or for many."""
+"""The operations that hostcall emits into a program that JAX lowers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jax._src import callback as _callback
@@ -15,88 +15,11 @@ from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax._src.lib.mlir.dialects import sdy as _sdy
 
-from hostcall._jax.dtypes import physical_avals
-from hostcall._jax.lowering import manual_mesh, number_of_devices, program_devices
-
-
-class Source(Protocol):
-    """Shares one device's results with all devices of a program over several processes.
-
-    Attributes:
-        more_avals: avals of the results that the custom call has after the function's.
-    """
-
-    @property
-    def more_avals(self) -> list[Any]: ...
-    def share(
-        self,
-        ctx: Any,
-        token: Any | None,
-        results: Sequence[Any],
-        avals: Sequence[Any],
-        has_side_effect: bool,
-    ) -> tuple[list[Any], Any | None]: ...
-
-
-def emit_custom_call(
-    ctx: Any,
-    target: str,
-    operands: Sequence[Any],
-    *,
-    token: Any | None,
-    returns_token: bool,
-    has_side_effect: bool,
-    attributes: dict[str, np.uint64],
-    aliases: dict[int, int] | None = None,
-    source: Source | None = None,
-) -> tuple[list[Any], Any | None]:
-    """Emits the custom call and returns (results, token).
-
-    Buffers are row-major. In a program that the compiler partitions over several
-    devices, every device makes the call on whole values; inside shard_map or pmap,
-    every device makes it on its own block.
-
-    Args:
-        ctx: the lowering context of the equation.
-        target: the name under which the handler is registered.
-        operands: the values of the equation.
-        token: the call's first operand, if not None.
-        returns_token: the call's first result is a token.
-        has_side_effect: XLA may neither drop nor merge the call.
-        attributes: the numbers that the handler decodes.
-        aliases: operand number -> number of the result that may take its memory.
-        source: if not None, the device whose results all devices take.
-    """
-
-    def emit(token: Any | None, operands: Sequence[Any], more: Sequence[Any]) -> Any:
-        return custom_call(
-            ctx,
-            target,
-            token,
-            operands,
-            ctx.avals_in,
-            [*ctx.avals_out, *more],
-            returns_token=returns_token,
-            has_side_effect=has_side_effect,
-            attributes=attributes,
-            aliases=aliases,
-        )
-
-    if manual_mesh(ctx) is not None or number_of_devices(ctx) == 1:
-        return emit(token, operands, ())  # type: ignore[no-any-return]
-
-    def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
-        if source is None:
-            return emit(token, operands, ())
-        results, token = emit(token, operands, source.more_avals)
-        avals = physical_avals(ctx.avals_out)
-        return source.share(ctx, token, results, avals, has_side_effect)
-
-    return _emit_on_each_device(ctx, in_region, token, operands, returns_token)
+from hostcall._jax.program import Program
 
 
 def custom_call(
-    ctx: Any,
+    program: Program,
     target: str,
     token: Any | None,
     operands: Sequence[Any],
@@ -106,10 +29,26 @@ def custom_call(
     returns_token: bool,
     has_side_effect: bool,
     attributes: dict[str, np.uint64],
-    aliases: dict[int, int] | None,
+    aliases: dict[int, int] | None = None,
 ) -> tuple[list[Any], Any | None]:
-    """Emits the operation itself, on whole values; returns (results, token)."""
-    abstract_token = _core.abstract_token
+    """Emits one XLA custom call on row-major buffers; returns (results, token).
+
+    In a program over several devices, each of them makes the call on whole values, or
+    inside a manual region on its own block.
+
+    Args:
+        program: the program.
+        target: the name under which the handler is registered.
+        token: the call's first operand, if not None.
+        operands: its other operands.
+        avals_in: the avals of `operands`.
+        avals_out: the avals of its results.
+        returns_token: the call's first result is a token.
+        has_side_effect: XLA may neither drop nor merge the call.
+        attributes: the numbers that the handler decodes.
+        aliases: operand number -> number of the result that may take its memory.
+    """
+    ctx, abstract_token = program.ctx, _core.abstract_token
     if aliases:
         # XLA counts tokens among the operands and results.
         first = int(token is not None)
@@ -121,7 +60,7 @@ def custom_call(
     op = _ffi.build_ffi_lowering_function(
         target, has_side_effect=has_side_effect, operand_output_aliases=aliases
     )(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **attributes)
-    if number_of_devices(ctx) > 1 or manual_mesh(ctx) is not None:
+    if program.size > 1 or program.mesh is not None:
         _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
     results = list(op.results)
     return (results[1:], results[0]) if returns_token else (results, None)
@@ -142,21 +81,25 @@ def _closed(mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Any]) -> An
     )
 
 
-def _emit_on_each_device(
-    ctx: Any,
+def on_each_device(
+    program: Program,
     emit: Callable[[Any | None, Sequence[Any]], tuple[list[Any], Any | None]],
     token: Any | None,
     operands: Sequence[Any],
     returns_token: bool,
 ) -> tuple[list[Any], Any | None]:
-    """Emits the call inside a region that is manual over all devices, on whole values.
+    """Emits the equation inside a region that is manual over all devices of a
+    partitioned program, on whole values; returns (results, token).
+
+    `emit` gets the region's own token and operands, and returns (results, token).
 
     The simpler way would be to place the call on one device by a maximal sharding. The
     partitioner allows that only for the targets of JAX's own callbacks: it drops the
     sharding from any other custom call, and then refuses those with a side effect.
     """
+    ctx = program.ctx
     cache = ctx.module_context.sharding_attr_cache
-    mesh_shape = (("hostcall", number_of_devices(ctx)),)
+    mesh_shape = (("hostcall", program.size),)
     takes_token = token is not None
     values = [token, *operands] if takes_token else list(operands)
     avals_in = [_core.abstract_token] * takes_token + list(ctx.avals_in)
@@ -222,17 +165,16 @@ def mark_place(ctx: Any, place: Any) -> None:
     """Notes in the program's text which device makes the next call.
 
     The note is the sharding of a constant that nothing uses. The call itself can't
-    carry it (see `_emit_on_each_device`), and readers of StableHLO look for it.
+    carry it (see `on_each_device`), and readers of StableHLO look for it.
     """
     constant = _hlo.ConstantOp(_ir.DenseElementsAttr.get(np.zeros((), np.int32)))
     first = _sharding_impls.SdyArrayList((place.shardings[0],))
     _mlir.set_sharding(ctx.module_context, constant, first)
 
 
-def device_of(ctx: Any, annotation: Any) -> Any | None:
+def device_of(program: Program, annotation: Any) -> Any | None:
     """The device on which JAX's annotation places a callback, or None."""
-    devices = program_devices(ctx)
     entries = getattr(annotation, "shardings", None)
-    if devices is None or not entries or not entries[0].logical_device_ids:
+    if program.devices is None or not entries or not entries[0].logical_device_ids:
         return None
-    return devices[entries[0].logical_device_ids[0]]
+    return program.devices[entries[0].logical_device_ids[0]]

@@ -31,22 +31,28 @@ def register_effect(effect_type: type, ordered: bool) -> None:
         _effects.shardable_ordered_effects.add_type(effect_type)
 
 
-def lower_batched_conditions(effect_type: type) -> None:
-    """Replaces JAX's lowering of `while_loop` for batched conditions with this effect.
+def lower_while_loops_by(
+    chosen: Callable[[Any], bool], loop: Callable[..., Callable[..., Any]]
+) -> None:
+    """Replaces JAX's lowering of some `while_loop`s, by that of a JAX function.
 
-    Under vmap, rows of a loop stop one by one. JAX's lowering of a condition with an
-    ordered effect (0.10.2, 0.12.0.1) ignores that, and lets every row run on until the
-    last one stops. All other loops keep JAX's lowering.
+    Args:
+        chosen: whether to replace the lowering of a loop with this condition (a jaxpr).
+        loop: (condition, body, number of the condition's constants, number of the
+            body's) -> the function of the loop's operands that is lowered instead.
     """
     table = _mlir._lowerings
     entry = table[jax.lax.while_p]
 
     def rule(ctx: Any, *operands: Any, cond_jaxpr: Any, **params: Any) -> Any:
-        batched = bool(cond_jaxpr.out_avals[0].shape)
-        ours = any(isinstance(effect, effect_type) for effect in cond_jaxpr.effects)
-        if not (batched and ours):
+        if not chosen(cond_jaxpr):
             return entry.rule(ctx, *operands, cond_jaxpr=cond_jaxpr, **params)
-        loop = _batched_while(cond_jaxpr=cond_jaxpr, **params)
+        function = loop(
+            _core.jaxpr_as_fun(cond_jaxpr),
+            _core.jaxpr_as_fun(params["body_jaxpr"]),
+            params["cond_nconsts"],
+            params["body_nconsts"],
+        )
         # Inside shard_map, a carry in which some rows have stopped varies over the mesh
         # axes of the condition, and the carry's type may not say so. Lower with the
         # varying-axes check off: JAX checked the program when it was traced.
@@ -57,45 +63,11 @@ def lower_batched_conditions(effect_type: type) -> None:
         ]
         inner = ctx.replace(avals_in=plain)
         with _config._check_vma(False):
-            outs = lower_by(inner, loop, *operands)
+            outs = lower_by(inner, function, *operands)
         ctx.set_tokens_out(inner.tokens_out)
         return outs
 
     table[jax.lax.while_p] = type(entry)(rule, entry.inline)
-
-
-def _batched_while(
-    *, cond_jaxpr: Any, body_jaxpr: Any, cond_nconsts: int, body_nconsts: int
-) -> Callable[..., list[Any]]:
-    """The same loop with the condition computed in the body, so that rows can stop.
-
-    The carry gets one more value: for each row, whether it goes on.
-    """
-    condition, body = _core.jaxpr_as_fun(cond_jaxpr), _core.jaxpr_as_fun(body_jaxpr)
-
-    def chosen(goes_on: Any, new: Any, old: Any) -> Any:
-        rows = jax.lax.broadcast_in_dim(goes_on, new.shape, range(goes_on.ndim))
-        return jax.lax.select(rows, new, old)
-
-    def loop(*operands: Any) -> list[Any]:
-        cond_consts = operands[:cond_nconsts]
-        body_consts = operands[cond_nconsts : cond_nconsts + body_nconsts]
-        start = operands[cond_nconsts + body_nconsts :]
-
-        def again(state: Any) -> Any:
-            goes_on, carry = state
-            new = body(*body_consts, *carry)
-            carry = [chosen(goes_on, n, c) for n, c in zip(new, carry, strict=True)]
-            (still,) = condition(*cond_consts, *carry)
-            return goes_on & still, carry
-
-        (first,) = condition(*cond_consts, *start)
-        _, carry = jax.lax.while_loop(
-            lambda state: state[0].any(), again, (first, list(start))
-        )
-        return list(carry)
-
-    return loop
 
 
 def tokens() -> list[Any]:

@@ -66,7 +66,7 @@ class Source:
 
     def share(
         self,
-        ctx: Any,
+        program: _jax.Program,
         token: Any | None,
         results: Sequence[Any],
         avals: Sequence[Any],
@@ -102,17 +102,17 @@ class Source:
             device = jax.ShapeDtypeStruct((), np.uint32)
             shapes = jax.eval_shape(masked, device, *given)
             parts = _jax.lower_traced(
-                ctx, masked, (device, *given), (_jax.partition_id(), *results)
+                program.ctx, masked, (device, *given), (_jax.partition_id(), *results)
             )
             parts = [
-                _jax.max_over_devices(ctx, part, shape, self.devices)
+                _jax.max_over_devices(program.ctx, part, shape, self.devices)
                 for part, shape in zip(parts, shapes, strict=True)
             ]
-            values = _jax.lower_traced(ctx, back, shapes, parts)
+            values = _jax.lower_traced(program.ctx, back, shapes, parts)
         if not self.tells:
             return values, token
         return _jax.custom_call(
-            ctx,
+            program,
             targets.VERDICT_TARGET,
             token,
             [values[-1], *values[:-1]],

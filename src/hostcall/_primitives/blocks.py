@@ -22,11 +22,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall import _jax
+from hostcall import _jax, _native
 from hostcall._core.errors import HostcallError
 from hostcall._core.order import Order, effects_of
 from hostcall._engine import targets
-from hostcall._primitives import emit
+from hostcall._engine.info import CallInfo
+from hostcall._primitives import slots
+from hostcall._primitives.emit import emit
 
 NUMBER = _jax.ShapedArray((), np.dtype(np.int32))
 
@@ -43,8 +45,8 @@ def _link_abstract_eval(
 
 
 def _lower_link(ctx: Any, number: Any, *, order: Order, mark: int) -> list[Any]:
-    return emit.emit(
-        ctx,
+    return emit(
+        _jax.program_of(ctx),
         targets.LINK_TARGET,
         [number],
         {"mark": np.uint64(mark)},
@@ -60,35 +62,38 @@ _jax.register_lowering(link_p, _lower_link)
 # --- The part of one device -----------------------------------------------------------
 
 
-class Site:
+class Equation:
     """What the parts of one equation share.
 
     It is a parameter of their equations, and is compared by identity.
     """
 
-    def __init__(self, ctx: Any, params: Any, client: Any) -> None:
+    def __init__(self, program: _jax.Program, params: Any) -> None:
         self.params = params
-        self.client = client
-        self.across = _jax.spans_processes(ctx)
-        self.slots: list[Any] = []  # the executable keeps the site, and so these
+        self.client = program.client
+        self.by_ordinal = program.by_ordinal
+        self.across = program.across
+        self.slots: list[Any] = []  # the executable keeps the equation, and so these
 
 
 def emit_block(
     ctx: Any,
     target: str,
     operands: Sequence[Any],
-    site: Site,
-    plan: Any,
-    signature: int,
+    equation: Equation,
+    info: CallInfo,
+    avals: Sequence[Any],
+    tap: _native.TapSettings | None = None,
 ) -> list[Any]:
     """Emits the custom call of one device.
 
-    It is "pure", since the links carry its order; the site keeps its slot alive.
+    It is "pure", since the links carry its order; the equation keeps its slot alive.
     """
-    slot, attributes = emit.take_slot(plan, signature)
-    site.slots.append(slot)
-    return emit.emit(
-        ctx, target, operands, attributes, order="pure", has_side_effect=True
+    program = _jax.program_of(ctx)
+    slot, attributes = slots.take(program, equation.client, info, avals, tap=tap)
+    equation.slots.append(slot)
+    return emit(
+        program, target, operands, attributes, order="pure", has_side_effect=True
     )
 
 
@@ -96,25 +101,25 @@ def emit_block(
 
 
 def lower_blocks(
-    ctx: Any,
+    program: _jax.Program,
     operands: Sequence[Any],
-    site: Site,
+    equation: Equation,
     block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
     unpartitioned: Callable[..., Any],
 ) -> list[Any]:
     """Lowers an equation without results to its three parts.
 
     Args:
-        ctx: the lowering context of the equation.
+        program: the program.
         operands: the values.
-        site: the equation's site; its order is "unordered" or "ordered".
+        equation: what they share; its order is "unordered" or "ordered".
         block: (replicated sharding, the sharding of each operand, the shape of each) ->
             the function of one device, (number, *blocks) -> number.
         unpartitioned: the function that stands in the program until it is partitioned.
     """
-    _refuse(ctx, site)
-    emit.keep(ctx, site, site.params.callback.name)
-    order = site.params.order
+    _refuse(program, equation)
+    slots.keep(program, equation, equation.params.callback.name)
+    order = equation.params.order
     # A random number in the program's text, so that JAX's compilation cache never finds
     # the program: its slots are taken while it is partitioned, and a program from the
     # cache would skip that.
@@ -126,20 +131,20 @@ def lower_blocks(
         link_p.bind(ran, order=order, mark=0)
         return []
 
-    return _jax.lower_by(ctx, parts, *operands)
+    return _jax.lower_by(program.ctx, parts, *operands)
 
 
-def _refuse(ctx: Any, site: Site) -> None:
+def _refuse(program: _jax.Program, equation: Equation) -> None:
     """Refuses a program that would be compiled here and run in another process."""
     whole = "Give the whole value (on='once', partitioned=False)"
-    if _jax.is_for_export(ctx):
-        emit.refuse_export(
-            site.params,
+    if program.is_exported:
+        slots.refuse_export(
+            equation.params.callback,
             "each device calls it for its own block, and this process chooses the"
             f" blocks when it compiles the program. {whole}",
         )
-    if _jax.executables_are_shared() and site.across:
-        callback = site.params.callback
+    if _jax.executables_are_shared() and equation.across:
+        callback = equation.params.callback
         raise HostcallError(
             f"hostcall: each device calls `{callback.name}` (at {callback.place})"
             " for its own block, but one process compiles this program for all"

@@ -1,150 +1,22 @@
-"""What the lowerings of all primitives share: tokens, slots, and JAX's own callback."""
+"""What the lowerings of all primitives emit: a custom call, or JAX's own callback."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-import jax
 import numpy as np
 
-from hostcall import _jax, _native
-from hostcall._core.errors import ExportError, HostcallError
+from hostcall import _jax
+from hostcall._core.errors import HostcallError
 from hostcall._core.order import ORDERED, Order
-from hostcall._core.source import is_anonymous
-from hostcall._engine import plans, targets
 from hostcall._primitives.across import Source
-from hostcall._runtime import host_device
-
-
-def ordinal(device: Any) -> int:
-    """The number that XLA gives a handler for this device.
-
-    On CPUs it is the device's id, and ids count on from process to process.
-    """
-    return int(device.id if device.platform == "cpu" else device.local_hardware_id)
-
-
-def by_ordinal(client: Any | None) -> dict[int, Any]:
-    """Ordinal -> device, for the client's devices; empty in a cross-lowering."""
-    if client is None:
-        return {}
-    return {ordinal(device): device for device in client.local_devices()}
-
-
-def local_devices(ctx: Any, client: Any | None) -> list[Any] | None:
-    """The devices of this process in a program over several devices.
-
-    None for a program on one device, or if the lowering does not know the devices.
-    """
-    devices = _jax.program_devices(ctx)
-    if devices is None or client is None:
-        return None
-    return [d for d in devices if d.process_index == client.process_index()]
-
-
-def inside(ctx: Any, params: Any) -> _native.Inside:
-    """Which calls of an equation run inside one of XLA's host callbacks."""
-    if not _jax.is_for_cpu(ctx) or not targets.has_host_callbacks():
-        return _native.Inside.NEVER
-    if not params.runs_where_dispatched:
-        return _native.Inside.ASKED
-    if params.is_jaxs_own or params.callback.arrays == "free":
-        return _native.Inside.EVERYWHERE
-    return _native.Inside.XLAS_THREADS
-
-
-def host_device_of(client: Any | None, params: Any) -> Any:
-    """The device on which JAX code in callbacks of a program on `client` computes.
-
-    JAX's own host functions (Pallas' interpreter) must find the device that JAX would
-    give them. They hand their arrays to threads that run programs on the process's own
-    client, and they rely on each program having run when its dispatch returns, as a
-    program does whose arrays are on that client.
-    """
-    if params.is_jaxs_own:
-        return jax.local_devices(backend="cpu")[0]
-    return host_device.above(client)
-
-
-# --- Slots ----------------------------------------------------------------------------
-
-# A number of this process, mixed into the signatures of exported programs. Another
-# process that loads such a program has another number, and so refuses it. Programs that
-# are not exported do not have it, so that JAX's compilation cache finds them again.
-_PROCESS = int.from_bytes(os.urandom(7), "little")
-
-
-def signature_of(ctx: Any, params: Any, operands: Sequence[Any]) -> int:
-    """A number that both the program's text and its plan hold.
-
-    The engine compares the two, so that a loaded program does not call another's
-    function. Raises ExportError for an export of a function that can't be identified.
-    """
-    number = plans.signature(params, operands)
-    if not _jax.is_for_export(ctx):
-        return number
-    if is_anonymous(params.callback.function):
-        refuse_export(
-            params,
-            "a lambda, a partial or a function inside another shares its name with"
-            " others, and where the program is loaded nothing would tell them apart."
-            " Define it with `def` at the top of a module (such a program can be"
-            " called in the process that exported it; others still refuse it)",
-        )
-    return number ^ _PROCESS
-
-
-def refuse_export(params: Any, reason: str) -> NoReturn:
-    raise ExportError(
-        f"hostcall: a program that calls `{params.callback.name}` (at"
-        f" {params.callback.place}) can't be exported: {reason}"
-    )
-
-
-def take_slot(
-    plan: Any, signature: int, across: bool = False
-) -> tuple[Any, dict[str, np.uint64]]:
-    """Returns (slot, attributes by which the program finds it).
-
-    The slot must be kept alive as long as the program. `across` says that the program
-    spans several processes.
-    """
-    slot = _native.Slot(plan, across)
-    return slot, {
-        "slot": np.uint64(slot.number),
-        "signature": np.uint64(signature),
-    }
-
-
-class Kept:
-    """Something that an executable keeps alive, and that can't leave the process."""
-
-    def __init__(self, thing: Any, name: str) -> None:
-        self.thing = thing
-        self.name = name
-
-    def __reduce__(self) -> NoReturn:
-        raise ExportError(
-            f"hostcall: a compiled program that calls `{self.name}` can't be"
-            " serialized: the function stays in this process, and another process would"
-            " call a function of its own instead. Compile the program where it runs;"
-            " with JAX's compilation cache (jax_compilation_cache_dir) that costs"
-            " little"
-        )
-
-
-def keep(ctx: Any, thing: Any, name: str) -> None:
-    """Ties a slot, or what holds slots, to the executable of this lowering."""
-    _jax.keep_alive(ctx, Kept(thing, name))
-
 
 # --- The custom call ------------------------------------------------------------------
 
 
 def emit(
-    ctx: Any,
+    program: _jax.Program,
     target: str,
     operands: Sequence[Any],
     attributes: dict[str, np.uint64],
@@ -160,13 +32,13 @@ def emit(
     `ordered` is the effect whose token an ordered call takes and returns. `source` is
     the device whose results all devices take.
     """
-    token, store = None, None
+    ctx, token, store = program.ctx, None, None
     if order == "ordered":
         token = _jax.ordered_token(ctx, ordered)
     elif order == "unordered":
         token, store = _jax.chain(ctx)
-    results, token_out = _jax.emit_custom_call(
-        ctx,
+    results, token_out = emit_with_token(
+        program,
         target,
         operands,
         token=token,
@@ -181,6 +53,65 @@ def emit(
     elif store is not None:
         store(token_out)
     return results
+
+
+def emit_with_token(
+    program: _jax.Program,
+    target: str,
+    operands: Sequence[Any],
+    *,
+    token: Any | None,
+    returns_token: bool,
+    source: Source | None,
+    **how: Any,
+) -> tuple[list[Any], Any | None]:
+    """Emits the custom call and returns (results, token).
+
+    In a program that the compiler partitions over several devices, every device makes
+    the call on whole values; inside shard_map or pmap, every device makes it on its own
+    block. `how` are the other parameters of `_jax.custom_call`.
+    """
+    ctx = program.ctx
+
+    def one(token: Any | None, operands: Sequence[Any], more: Sequence[Any]) -> Any:
+        avals_out = [*ctx.avals_out, *more]
+        return _jax.custom_call(
+            program,
+            target,
+            token,
+            operands,
+            ctx.avals_in,
+            avals_out,
+            returns_token=returns_token,
+            **how,
+        )
+
+    if program.mesh is not None or program.size == 1:
+        return one(token, operands, ())  # type: ignore[no-any-return]
+
+    def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
+        if source is None:
+            return one(token, operands, ())
+        results, token = one(token, operands, source.more_avals)
+        avals = _jax.physical_avals(ctx.avals_out)
+        return source.share(program, token, results, avals, how["has_side_effect"])
+
+    return _jax.on_each_device(program, in_region, token, operands, returns_token)
+
+
+def check_place(program: _jax.Program, sharding: Any, name: str) -> None:
+    """Refuses a shard_map, or an `on=device` in one, that the call can't work with."""
+    if program.automatic:
+        axes = sorted(map(str, program.automatic))
+        raise NotImplementedError(
+            f"hostcall: `{name}` is called inside a shard_map that is manual over some"
+            f" mesh axes only. Make it manual over {axes} too"
+        )
+    if program.mesh is not None and sharding is not None:
+        raise ValueError(
+            f"hostcall: `{name}` has on=device inside shard_map or pmap, where each"
+            " device makes its own call. Drop on="
+        )
 
 
 # --- Platforms that the engine does not serve -----------------------------------------

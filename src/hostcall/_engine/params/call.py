@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from hostcall._core.order import Order
@@ -53,11 +54,11 @@ class Callback:
     tag: str | None = None
     place: Place = field(compare=False)
 
-    @property
+    @cached_property
     def function(self) -> Callable[..., Any]:
         return self.fn.value  # type: ignore[no-any-return]
 
-    @property
+    @cached_property
     def name(self) -> str:
         return name_of(self.function)
 
@@ -104,12 +105,12 @@ class CallParams:
     def out_avals(self) -> list[Any]:
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
-    @property
+    @cached_property
     def runs_where_dispatched(self) -> bool:
         """Whether a program with this call runs on the thread that dispatches it."""
         return self.order != "pure"
 
-    @property
+    @cached_property
     def is_jaxs_own(self) -> bool:
         """Whether the function is one that JAX itself calls back."""
         return False

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -103,11 +104,11 @@ class DropInParams(CallParams):
         is_print = getattr(self.callback.function, "hostcall_source", None) == PRINT
         return "debug_print" if is_print else f"{self.kind}_callback"
 
-    @property
+    @cached_property
     def runs_where_dispatched(self) -> bool:
         return True  # as for JAX's own callbacks, pure ones included
 
-    @property
+    @cached_property
     def is_jaxs_own(self) -> bool:
         # JAX wraps the user's function of a debug callback in a function of its own.
         return self.kind != "debug" and is_jaxs(self.callback.function)

@@ -13,22 +13,23 @@ from hostcall._engine import targets
 from hostcall._engine.params.buffer import BufferInfo, BufferParams
 from hostcall._primitives.buffer.primitive import buffer_p
 from hostcall._primitives.call import lowering as call_lowering
+from hostcall._primitives.emit import check_place
 
 
 def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
     """The lowering of our primitive, and of JAX's (_compat/lowerings.py)."""
-    platforms = _jax.platforms(ctx)
-    for platform in platforms:
+    program = _jax.program_of(ctx)
+    for platform in program.platforms:
         if platform not in _jax.SERVED:
             raise ValueError(
                 f"`buffer_callback` not supported on {platform} backend."
                 " (hostcall serves cpu and cuda.)"
             )
     if params.order != "pure":
-        _jax.check_sharding(ctx, None, params.callback.name)
+        check_place(program, None, params.callback.name)
     graph = params.command_buffer
     return call_lowering.lower(
-        ctx,
+        program,
         operands,
         _jax.physical_avals(ctx.avals_in),
         params,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._core.order import effects_of
 from hostcall._engine.params.buffer import BufferInfo, BufferParams
+from hostcall._primitives.axes import size_of
 from hostcall._primitives.call.batching import batch
 from hostcall._primitives.drop_in.primitive import (
     is_guarded,
@@ -81,7 +82,7 @@ def _batch(
 ) -> Any:
     if params.vmap_method is None:
         _jax.refuse_vmap(buffer_p, operands, dims)
-    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    size = size_of(operands, dims)
     operands, dims = list(operands), list(dims)
     # An operand whose memory becomes a batched result's must have the batch's size.
     for number, _ in params.aliases:

@@ -26,6 +26,7 @@ from hostcall import _jax
 from hostcall._core.errors import BatchingError
 from hostcall._core.spec import wrap_keys
 from hostcall._engine.params.call import CallParams
+from hostcall._primitives.axes import in_front, size_of
 from hostcall._primitives.call.primitive import call_p
 
 WHOLE = ("expand_dims", "broadcast_all", "legacy_vectorized")
@@ -46,16 +47,12 @@ def batch(
     callbacks run in that order, since JAX batches them by a loop or by copies.
     """
     bind = primitive.bind
-    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    size = size_of(operands, dims)
     if callable(params.vmap_method):
         return _batch_by_rule(operands, dims, size, params)
     flags = [d is not None for d in dims]
     if params.vmap_method in WHOLE:
-        moved = [
-            x if d is None else _jax.moveaxis(x, d, 0)
-            for x, d in zip(operands, dims, strict=True)
-        ]
-        return _batch_whole(bind, moved, flags, size, params)
+        return _batch_whole(bind, in_front(operands, dims), flags, size, params)
     return _batch_rows(bind, operands, dims, size, params, innermost)
 
 
@@ -147,12 +144,9 @@ def _batch_by_rule(
             " The mask could not reach your rule: give the rule to a call without"
             ' where=, or use one of the named methods ("sequential", "expand_dims")'
         )
-    moved = [
-        x if d is None else _jax.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-    ]
     template = callback.template
-    args, kwargs = template.fill(wrap_keys(moved, template.keys))
+    leaves = wrap_keys(in_front(operands, dims), template.keys)
+    args, kwargs = template.fill(leaves)
     in_args, in_kwargs = template.fill([d is not None for d in dims])
     in_batched: Any = (*in_args, in_kwargs) if kwargs else tuple(in_args)
     answer = params.vmap_method(size, in_batched, *args, **kwargs)

@@ -1,9 +1,4 @@
-"""The lowering of a call: one custom call, and a slot that lives as long as it.
-
-The program's text can't hold a Python function. It holds the number of a slot instead,
-and the engine keeps the call's plan (function, dtypes, shapes) in that slot. The slot
-is tied to the executable, and is freed with it.
-"""
+"""The lowering of a call: one custom call, and a slot for its plan."""
 
 from __future__ import annotations
 
@@ -19,15 +14,21 @@ from hostcall._core.order import ORDERED
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
-from hostcall._primitives import emit
+from hostcall._primitives import slots
 from hostcall._primitives.across import Source
 from hostcall._primitives.call.primitive import call_p
 from hostcall._primitives.eager import row_major
+from hostcall._primitives.emit import (
+    check_place,
+    check_platform,
+    emit,
+    emit_through_jax,
+)
 from hostcall._runtime import host_device
 
 
 def lower(
-    ctx: Any,
+    program: _jax.Program,
     operands: Sequence[Any],
     avals: Sequence[Any],
     params: CallParams,
@@ -39,7 +40,7 @@ def lower(
     """Emits the call.
 
     Args:
-        ctx: the lowering context of the equation.
+        program: the program.
         operands: the values.
         avals: their avals; for a typed key, the aval of its uint32 block.
         params: the parameters of the call.
@@ -48,14 +49,13 @@ def lower(
         target: the name under which the call's handlers are registered.
         aliases: operand number -> number of the result that may take its memory.
     """
-    client = _jax.lowering_client(ctx)
-    info = info_type(params, emit.by_ordinal(client), _jax.manual_mesh(ctx))
+    info = info_type(params, program.by_ordinal, program.mesh)
     leader = None
-    if params.sharding is not None and _jax.is_partitioned(ctx):
+    if params.sharding is not None and program.is_partitioned:
         (leader,) = params.sharding.device_set
-    attributes, source = prepare(ctx, client, info, avals, leader)
-    return emit.emit(
-        ctx,
+    attributes, source = prepare(program, info, avals, leader)
+    return emit(
+        program,
         target,
         operands,
         attributes,
@@ -68,7 +68,7 @@ def lower(
 
 
 def prepare(
-    ctx: Any, client: Any, info: CallInfo, avals: Sequence[Any], leader: Any | None
+    program: _jax.Program, info: CallInfo, avals: Sequence[Any], leader: Any | None
 ) -> tuple[dict[str, np.uint64], Source | None]:
     """Puts the call's plan into a slot that lives as long as the program.
 
@@ -76,40 +76,33 @@ def prepare(
     results all processes take, or None if the call's own process has all its devices.
     `leader` is the device that calls; None stands for the program's first.
     """
-    targets.start_on(client)
+    targets.start_on(program.client)
     _native.bury()  # frees the slots of programs that died since the last lowering
-    params = info.params
-    info.across = _jax.spans_processes(ctx)
-    team, source, elsewhere = _team(ctx, client, info, leader)
-    signature = emit.signature_of(ctx, params, avals)
-    plan = plans.make_plan(
-        params,
-        avals,
+    info.across = program.across
+    team, source, elsewhere = _team(program, info, leader)
+    attributes = slots.put(
+        program,
         info,
-        emit.host_device_of(client, params),
-        packed=True,
-        number=signature,
+        avals,
         team=team,
-        inside=emit.inside(ctx, params),
         tells=source is not None and source.tells,
         elsewhere=elsewhere,
     )
-    slot, attributes = emit.take_slot(plan, signature, info.across)
-    emit.keep(ctx, slot, info.name)
     if source is not None:
         source.attributes = attributes
-    if params.runs_where_dispatched:
-        _jax.run_where_dispatched(ctx)
+    if info.params.runs_where_dispatched:
+        _jax.run_where_dispatched(program)
     return attributes, source
 
 
 def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
-    _jax.check_sharding(ctx, params.sharding, params.callback.name)
-    return lower(ctx, operands, ctx.avals_in, params)
+    program = _jax.program_of(ctx)
+    check_place(program, params.sharding, params.callback.name)
+    return lower(program, operands, ctx.avals_in, params)
 
 
 def _team(
-    ctx: Any, client: Any, info: CallInfo, leader: Any | None
+    program: _jax.Program, info: CallInfo, leader: Any | None
 ) -> tuple[_native.TeamSettings | None, Source | None, bool]:
     """How the devices of the program make the call together.
 
@@ -117,20 +110,20 @@ def _team(
     processes take or None, whether that device belongs to another process).
     """
     settings, mode = _native.TeamSettings, _native.TeamMode
-    local = emit.local_devices(ctx, client)
+    local, mesh = program.local, program.mesh
     if local is None:
         # A lowering that does not know the program's devices (an export, or a jit
         # with an abstract mesh): the first device that arrives makes the call. With
         # several processes, nothing says how many of the devices are in this one.
-        n = _jax.number_of_devices(ctx) if info.mesh is None else info.mesh.size
+        n = program.size if mesh is None else mesh.size
         if n <= 1 or jax.process_count() > 1:
             return None, None, False
-        if info.mesh is not None:  # a mesh without devices: an abstract one
+        if mesh is not None:  # a mesh without devices: an abstract one
             return settings(mode=mode.EACH, size=n, leader=None), None, False
         return settings(mode=mode.ONCE, size=n, leader=None), None, False
-    if info.mesh is not None:
+    if mesh is not None:
         return settings(mode=mode.EACH, size=len(local), leader=None), None, False
-    devices = _jax.program_devices(ctx)
+    devices = program.devices
     assert devices is not None
     if leader is None:
         leader = devices[0]
@@ -143,11 +136,11 @@ def _team(
     if len(local) < len(devices) and info.params.avals:
         # A call that works in place in GPU memory has no host memory to write the
         # outcome to.
-        tells = _jax.is_for_cpu(ctx) or info.callback.lend != "buffers"
-        source = Source(devices.index(leader), len(devices), tells)
+        on_host = program.platforms == ("cpu",) or info.callback.lend != "buffers"
+        source = Source(devices.index(leader), len(devices), tells=on_host)
         info.caller = leader.process_index
     elsewhere = leader not in local
-    caller = emit.ordinal(local[0] if elsewhere else leader)
+    caller = _jax.ordinal(local[0] if elsewhere else leader)
     team = settings(mode=mode.ONCE, size=len(local), leader=caller)
     return team, source, elsewhere
 
@@ -161,7 +154,7 @@ def _lower_elsewhere(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
     JAX brings the arrays to the host, and the engine runs on them, so rows, masks,
     dtypes and errors are the same. Where JAX has no callback, the call is refused.
     """
-    emit.check_platform(ctx, f"`{params.callback.name}`")
+    check_platform(ctx, f"`{params.callback.name}`")
     return lower_through_jax(ctx, *operands, params=params)
 
 
@@ -175,8 +168,9 @@ def lower_through_jax(
 ) -> list[Any]:
     """`_lower_elsewhere` without its check, on any platform with a JAX callback."""
     targets.start()
-    info = info_type(params, {}, _jax.manual_mesh(ctx))
-    info.across = _jax.spans_processes(ctx)
+    program = _jax.program_of(ctx)
+    info = info_type(params, {}, program.mesh)
+    info.across = program.across
     avals = _jax.physical_avals(ctx.avals_in)
     device = host_device.above(None)
     made: dict[Any, Any] = {}  # by operand shapes, which differ between blocks
@@ -199,7 +193,7 @@ def lower_through_jax(
             raise HostcallError(info.on_error(error, None, ())) from error
         return results
 
-    return emit.emit_through_jax(
+    return emit_through_jax(
         ctx,
         run,
         operands,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,36 +12,24 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core.spec import Results, Static, Template
-from hostcall._engine import plans, targets
+from hostcall._engine import targets
 from hostcall._engine.params.drop_in import DropInInfo, DropInParams
-from hostcall._primitives import emit
-from hostcall._primitives.blocks import NUMBER, Site, emit_block, lower_blocks
+from hostcall._primitives.blocks import NUMBER, Equation, emit_block, lower_blocks
 
 block_call_p = _jax.Primitive("host_block_call")
 
 
-def _abstract_eval(number: Any, *operands: Any, site: Site) -> Any:
-    del number, operands, site
+def _abstract_eval(number: Any, *operands: Any, equation: Equation) -> Any:
+    del number, operands, equation
     return NUMBER
 
 
-def _lower(ctx: Any, number: Any, *operands: Any, site: Site) -> Any:
+def _lower(ctx: Any, number: Any, *operands: Any, equation: Equation) -> Any:
     """The call of one device on its own, which takes and returns the number."""
-    params = _with_number(site.params)
+    info = DropInInfo(_with_number(equation.params), equation.by_ordinal, None)
+    info.across = equation.across
     avals = _jax.physical_avals(ctx.avals_in)
-    info = DropInInfo(params, emit.by_ordinal(site.client), None)
-    info.across = site.across
-    signature = plans.signature(params, avals)
-    plan = plans.make_plan(
-        params,
-        avals,
-        info,
-        emit.host_device_of(site.client, params),
-        packed=True,
-        number=signature,
-        inside=emit.inside(ctx, params),
-    )
-    return emit_block(ctx, targets.TARGET, [number, *operands], site, plan, signature)
+    return emit_block(ctx, targets.TARGET, [number, *operands], equation, info, avals)
 
 
 block_call_p.def_abstract_eval(_abstract_eval)
@@ -72,18 +61,19 @@ def _with_number(params: DropInParams) -> DropInParams:
     )
 
 
-def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
+def lower(
+    program: _jax.Program, operands: Sequence[Any], params: DropInParams
+) -> list[Any]:
     """The lowering in a partitioned program."""
-    client = _jax.lowering_client(ctx)
-    targets.start_on(client)
+    targets.start_on(program.client)
     _native.bury()
-    site = Site(ctx, params, client)
-    _jax.run_where_dispatched(ctx)
-    call = partial(_call_block, site=site)
+    equation = Equation(program, params)
+    _jax.run_where_dispatched(program)
+    call = partial(_call_block, equation=equation)
     return lower_blocks(
-        ctx, operands, site, lambda *shardings: call, unpartitioned=call
+        program, operands, equation, lambda *shardings: call, unpartitioned=call
     )
 
 
-def _call_block(number: Any, *blocks: Any, site: Site) -> Any:
-    return block_call_p.bind(number, *blocks, site=site)
+def _call_block(number: Any, *blocks: Any, equation: Equation) -> Any:
+    return block_call_p.bind(number, *blocks, equation=equation)

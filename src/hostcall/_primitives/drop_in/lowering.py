@@ -13,19 +13,20 @@ from hostcall._primitives.drop_in.primitive import PRIMITIVES, bind
 
 def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     """The lowering of our primitives, and on CPUs of JAX's (_compat/lowerings.py)."""
-    automatic = _jax.automatic_axes(ctx)
-    if params.kind == "debug" and automatic:
-        return _lower_once_along(ctx, operands, sorted(automatic, key=str), params)
+    program = _jax.program_of(ctx)
+    if params.kind == "debug" and program.automatic:
+        axes = sorted(program.automatic, key=str)
+        return _lower_once_along(ctx, operands, axes, params)
     if not _jax.is_served(ctx):
         return lower_elsewhere(ctx, *operands, params=params)
-    if params.partitioned and _jax.is_partitioned(ctx):
-        return blocks.lower(ctx, *operands, params=params)
+    if params.partitioned and program.is_partitioned:
+        return blocks.lower(program, operands, params)
     place = _jax.place_of_callback(ctx, params.sharding)
-    if _jax.is_partitioned(ctx):
+    if program.is_partitioned:
         _jax.mark_place(ctx, place)
     avals = _jax.physical_avals(ctx.avals_in)
     ordered = params.flavour.ordered
-    return call_lowering.lower(ctx, operands, avals, params, DropInInfo, ordered)
+    return call_lowering.lower(program, operands, avals, params, DropInInfo, ordered)
 
 
 def _lower_once_along(

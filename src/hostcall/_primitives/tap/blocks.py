@@ -8,11 +8,10 @@ from typing import Any
 
 from hostcall import _jax, _native
 from hostcall._core.errors import SpecError
-from hostcall._engine import plans, targets
+from hostcall._engine import targets
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._primitives import emit
-from hostcall._primitives.blocks import NUMBER, Site, emit_block, lower_blocks
+from hostcall._primitives.blocks import NUMBER, Equation, emit_block, lower_blocks
 from hostcall._primitives.tap.primitive import arguments, block_index
 from hostcall._runtime import delivery, host_device
 
@@ -33,34 +32,24 @@ class Places:
 block_tap_p = _jax.Primitive("host_block_tap")
 
 
-def _block_abstract_eval(*operands: Any, site: Site, places: Any) -> Any:
-    del operands, site, places
+def _block_abstract_eval(*operands: Any, equation: Equation, places: Any) -> Any:
+    del operands, equation, places
     return NUMBER
 
 
 def _lower_block(
-    ctx: Any, number: Any, *operands: Any, site: Site, places: Places
+    ctx: Any, number: Any, *operands: Any, equation: Equation, places: Places
 ) -> Any:
-    params = site.params
-    info = TapInfo(params, emit.by_ordinal(site.client), None)
+    info = TapInfo(equation.params, equation.by_ordinal, None)
     info.places = places.by_ordinal
-    avals = ctx.avals_in[1:]
-    signature = plans.signature(params, avals)
-    plan = plans.make_plan(
-        params,
-        avals,
-        info,
-        host_device.above(site.client),
-        packed=True,
-        number=signature,
-        tap=params.settings(
-            tuple(places.by_ordinal),
-            nested=host_device.is_host(site.client),
-            linked=True,
-        ),
+    tap = equation.params.settings(
+        tuple(places.by_ordinal),
+        nested=host_device.is_host(equation.client),
+        linked=True,
     )
+    avals = ctx.avals_in[1:]
     return emit_block(
-        ctx, targets.TAP_TARGET, [number, *operands], site, plan, signature
+        ctx, targets.TAP_TARGET, [number, *operands], equation, info, avals, tap
     )
 
 
@@ -71,21 +60,22 @@ _jax.register_lowering(block_tap_p, _lower_block)
 # --- The whole tap --------------------------------------------------------------------
 
 
-def lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
+def lower(
+    program: _jax.Program, operands: Sequence[Any], params: TapParams
+) -> list[Any]:
     """The lowering of a tap with on="shards" in a partitioned program."""
-    _refuse(params, ctx.avals_in)
-    client = _jax.lowering_client(ctx)
-    targets.start_on(client)
+    _refuse(params, program.ctx.avals_in)
+    targets.start_on(program.client)
     delivery.start()
     _native.bury()
-    site = Site(ctx, params, client)
+    equation = Equation(program, params)
 
     def block(everywhere: Any, shardings: Any, shapes: Any) -> Any:
-        places = _places(site, everywhere, shardings, shapes)
-        return partial(_tap_block, site=site, places=places)
+        places = _places(equation, everywhere, shardings, shapes)
+        return partial(_tap_block, equation=equation, places=places)
 
-    nowhere = partial(_tap_block, site=site, places=Places({}))
-    return lower_blocks(ctx, operands, site, block, nowhere)
+    nowhere = partial(_tap_block, equation=equation, places=Places({}))
+    return lower_blocks(program, operands, equation, block, nowhere)
 
 
 def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
@@ -102,12 +92,12 @@ def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
     )
 
 
-def _tap_block(number: Any, *blocks: Any, site: Site, places: Places) -> Any:
-    return block_tap_p.bind(number, *blocks, site=site, places=places)
+def _tap_block(number: Any, *blocks: Any, equation: Equation, places: Places) -> Any:
+    return block_tap_p.bind(number, *blocks, equation=equation, places=places)
 
 
 def _places(
-    site: Site, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
+    equation: Equation, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
 ) -> Places:
     """The devices that tap, and their blocks.
 
@@ -117,7 +107,7 @@ def _places(
         dict(sharding.devices_indices_map(shape))
         for sharding, shape in zip(shardings, shapes, strict=True)
     ]
-    local = {d.id: emit.ordinal(d) for d in site.client.local_devices()}
+    local = {d.id: n for n, d in equation.by_ordinal.items()}
     found: dict[str, tuple[int, Any]] = {}
     for device in sorted(everywhere.device_set, key=lambda d: d.id):
         if device.id not in local:
@@ -126,6 +116,6 @@ def _places(
             block_index(of[device], shape)
             for of, shape in zip(maps, shapes, strict=True)
         ]
-        place = tuple(arguments(indices, site.params))
+        place = tuple(arguments(indices, equation.params))
         found.setdefault(str(place), (local[device.id], place))
     return Places(dict(found.values()))

@@ -10,44 +10,37 @@ from hostcall import _jax, _native
 from hostcall._engine import plans, targets, throttle
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._primitives import emit
+from hostcall._primitives import slots
 from hostcall._primitives.eager import row_major
+from hostcall._primitives.emit import (
+    check_place,
+    check_platform,
+    emit,
+    emit_through_jax,
+)
 from hostcall._primitives.tap import blocks
 from hostcall._primitives.tap.primitive import arguments, tap_p, whole
 from hostcall._runtime import delivery, host_device
 
 
 def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
-    if params.on == "shards" and _jax.is_partitioned(ctx):
-        return blocks.lower(ctx, *operands, params=params)
-    client = _jax.lowering_client(ctx)
-    targets.start_on(client)
+    program = _jax.program_of(ctx)
+    if params.on == "shards" and program.is_partitioned:
+        return blocks.lower(program, operands, params)
+    targets.start_on(program.client)
     delivery.start()
     _native.bury()  # frees the slots of programs that died since the last lowering
-    devices = emit.by_ordinal(client)
-    info = TapInfo(params, devices, _jax.manual_mesh(ctx))
-    _jax.check_sharding(ctx, None, info.name)
+    info = TapInfo(params, program.by_ordinal, program.mesh)
+    check_place(program, None, info.name)
     if params.on == "shards" and info.mesh is None:
         place = tuple(whole(aval.shape) for aval in arguments(ctx.avals_in, params))
-        info.places = dict.fromkeys(devices, place)
-    signature = emit.signature_of(ctx, params, ctx.avals_in)
-    plan = plans.make_plan(
-        params,
-        ctx.avals_in,
-        info,
-        host_device.above(client),
-        packed=True,
-        number=signature,
-        tap=params.settings(
-            _leader(ctx, client, info, params.leader),
-            nested=host_device.is_host(client),
-        ),
-    )
-    slot, attributes = emit.take_slot(plan, signature, _jax.spans_processes(ctx))
-    emit.keep(ctx, slot, info.name)
+        info.places = dict.fromkeys(info.devices, place)
+    nested = host_device.is_host(program.client)
+    tap = params.settings(_leader(program, params.leader), nested)
+    attributes = slots.put(program, info, ctx.avals_in, tap=tap)
     first = 1 if params.masked else 0
-    return emit.emit(
-        ctx,
+    return emit(
+        program,
         targets.TAP_TARGET,
         operands,
         attributes,
@@ -60,30 +53,26 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
 _NONE_HERE = (-1,)  # no device has this ordinal
 
 
-def _leader(
-    ctx: Any, client: Any, info: TapInfo, leader: int | None
-) -> tuple[int, ...]:
+def _leader(program: _jax.Program, leader: int | None) -> tuple[int, ...]:
     """Ordinals of the devices that tap; empty if all do.
 
     If all devices of the program hold the same values, one of them taps: number
     `leader` of the program, or this process's first.
     """
-    local = emit.local_devices(ctx, client)
-    if local is None or info.mesh is not None:
+    local, devices = program.local, program.devices
+    if local is None or devices is None or program.mesh is not None:
         return ()
     if leader is None:
-        return (emit.ordinal(local[0]),)
-    devices = _jax.program_devices(ctx)
-    assert devices is not None
+        return (_jax.ordinal(local[0]),)
     device = devices[leader]
-    return (emit.ordinal(device),) if device in local else _NONE_HERE
+    return (_jax.ordinal(device),) if device in local else _NONE_HERE
 
 
 # --- Platforms that the engine does not serve -----------------------------------------
 
 
 def _lower_elsewhere(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
-    emit.check_platform(ctx, f"the tap `{params.callback.name}`")
+    check_platform(ctx, f"the tap `{params.callback.name}`")
     return lower_through_jax(ctx, *operands, params=params)
 
 
@@ -94,7 +83,7 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     """
     targets.start()
     delivery.start()
-    info = TapInfo(params, {-1: None}, _jax.manual_mesh(ctx))
+    info = TapInfo(params, {-1: None}, _jax.program_of(ctx).mesh)
     plan = plans.make_plan(
         params,
         ctx.avals_in,
@@ -115,7 +104,7 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
             plan.push(hosts)
         return list(arguments(hosts, params)) if params.through else []
 
-    return emit.emit_through_jax(
+    return emit_through_jax(
         ctx, run, operands, order=params.order, has_side_effect=True, sharding=None
     )
 

@@ -19,6 +19,7 @@ from hostcall._core.order import effects_of
 from hostcall._engine import plans, targets, throttle
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
+from hostcall._primitives.axes import in_front, size_of
 from hostcall._primitives.eager import row_major
 from hostcall._runtime import delivery, fork, host_device
 
@@ -133,14 +134,10 @@ def batched(
     operands: Any, dims: Any, params: TapParams
 ) -> tuple[list[Any], TapParams, tuple[int | None, ...]]:
     """The operands, the parameters and the arguments' axes under one more vmap."""
-    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     flags = [d is not None for d in dims]
-    moved = [
-        x if d is None else _jax.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-    ]
     axes = tuple(0 if flag else None for flag in arguments(flags, params))
-    return moved, _with_axis(params, flags, size), axes
+    params = _with_axis(params, flags, size_of(operands, dims))
+    return in_front(operands, dims), params, axes
 
 
 def _with_axis(params: TapParams, flags: Sequence[bool], size: int) -> TapParams:

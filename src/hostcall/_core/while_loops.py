@@ -1,0 +1,61 @@
+"""A `while_loop` whose batched condition has an ordered effect.
+
+Under vmap, rows of a loop stop one by one. JAX's lowering of a condition with an
+ordered effect (0.10.2, 0.12.0.1) ignores that, and lets every row run on until the last
+one stops. All other loops keep JAX's lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from hostcall import _jax
+
+
+def lower_batched_conditions(effect_type: type) -> None:
+    """Lowers loops whose batched conditions have this effect as `_loop`."""
+
+    def chosen(condition: Any) -> bool:
+        batched = bool(condition.out_avals[0].shape)
+        return batched and any(isinstance(e, effect_type) for e in condition.effects)
+
+    _jax.lower_while_loops_by(chosen, _loop)
+
+
+def _loop(
+    condition: Callable[..., Any],
+    body: Callable[..., Any],
+    cond_nconsts: int,
+    body_nconsts: int,
+) -> Callable[..., list[Any]]:
+    """The same loop with the condition computed in the body, so that rows can stop.
+
+    The carry gets one more value: for each row, whether it goes on.
+    """
+
+    def chosen(goes_on: Any, new: Any, old: Any) -> Any:
+        rows = jax.lax.broadcast_in_dim(goes_on, new.shape, range(goes_on.ndim))
+        return jax.lax.select(rows, new, old)
+
+    def loop(*operands: Any) -> list[Any]:
+        cond_consts = operands[:cond_nconsts]
+        body_consts = operands[cond_nconsts : cond_nconsts + body_nconsts]
+        start = operands[cond_nconsts + body_nconsts :]
+
+        def again(state: Any) -> Any:
+            goes_on, carry = state
+            new = body(*body_consts, *carry)
+            carry = [chosen(goes_on, n, c) for n, c in zip(new, carry, strict=True)]
+            (still,) = condition(*cond_consts, *carry)
+            return goes_on & still, carry
+
+        (first,) = condition(*cond_consts, *start)
+        _, carry = jax.lax.while_loop(
+            lambda state: state[0].any(), again, (first, list(start))
+        )
+        return list(carry)
+
+    return loop

@@ -1,0 +1,164 @@
+"""What JAX knows, while it lowers an equation, about the program around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import sharding_impls as _sharding_impls
+
+SERVED = ("cpu", "cuda")  # where the engine has handlers
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One look at the program whose equation is being lowered.
+
+    Attributes:
+        ctx: JAX's lowering context of the equation.
+        platforms: the platforms that it is lowered for.
+        client: the client for which it is lowered; None if its platform has none here,
+            as when a program is exported for another platform.
+        mesh: the mesh of the enclosing shard_map or pmap, if any.
+        automatic: the axes of that mesh over which the shard_map is not manual.
+        devices: its devices, in its order; None if there is one, or if a nested manual
+            region hides them.
+        size: how many devices it has. Outside manual regions this is known even if the
+            devices themselves are not.
+        local: those of its devices that belong to this process; None if `devices` or
+            `client` is None.
+        by_ordinal: this process's devices, by `ordinal`; empty in a cross-lowering.
+        is_partitioned: whether the compiler splits it over several devices.
+        is_exported: whether it is lowered for export, so that it may run at any later
+            time and in any process.
+        across: whether other processes run it too. Where the devices are not known,
+            any program over several devices in a job of several processes counts.
+    """
+
+    ctx: Any
+    platforms: tuple[str, ...]
+    client: Any | None
+    mesh: Any | None
+    automatic: frozenset[Any]
+    devices: list[Any] | None
+    size: int
+    local: list[Any] | None
+    by_ordinal: dict[int, Any]
+    is_partitioned: bool
+    is_exported: bool
+    across: bool
+
+
+def program_of(ctx: Any) -> Program:
+    context = ctx.module_context.axis_context
+    client = _client(ctx)
+    mesh, automatic = None, frozenset[Any]()
+    if isinstance(context, _sharding_impls.SPMDAxisContext):
+        mesh = context.mesh
+        automatic = frozenset(mesh.axis_names) - context.manual_axes
+    devices = _devices(context)
+    if isinstance(context, _sharding_impls.ShardingContext):
+        size = int(context.num_devices)
+    else:
+        size = len(devices or (None,))
+    if devices is not None:
+        across = len({device.process_index for device in devices}) > 1
+    else:
+        n = size if mesh is None else mesh.size
+        across = n > 1 and jax.process_count() > 1
+    local, by_ordinal = None, {}
+    if client is not None:
+        by_ordinal = {ordinal(device): device for device in client.local_devices()}
+        if devices is not None:
+            here = client.process_index()
+            local = [d for d in devices if d.process_index == here]
+    return Program(
+        ctx=ctx,
+        platforms=platforms(ctx),
+        client=client,
+        mesh=mesh,
+        automatic=automatic,
+        devices=devices,
+        size=size,
+        local=local,
+        by_ordinal=by_ordinal,
+        is_partitioned=devices is not None and mesh is None,
+        is_exported=bool(ctx.module_context.lowering_parameters.for_export),
+        across=across,
+    )
+
+
+def ordinal(device: Any) -> int:
+    """The number that XLA gives a handler for this device.
+
+    On CPUs it is the device's id, and ids count on from process to process.
+    """
+    return int(device.id if device.platform == "cpu" else device.local_hardware_id)
+
+
+def platforms(ctx: Any) -> tuple[str, ...]:
+    return tuple(ctx.module_context.platforms)
+
+
+def is_served(ctx: Any) -> bool:
+    """Whether the program is for one platform that the engine serves."""
+    of = platforms(ctx)
+    return len(of) == 1 and of[0] in SERVED
+
+
+def _client(ctx: Any) -> Any | None:
+    try:
+        return ctx.module_context.get_backend()
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _devices(context: Any) -> list[Any] | None:
+    if isinstance(context, _sharding_impls.SPMDAxisContext):
+        if isinstance(context.mesh, jax.sharding.AbstractMesh):
+            return None
+        devices = list(context.mesh.devices.flat)
+    elif isinstance(context, _sharding_impls.ShardingContext):
+        devices = list(context.device_assignment or ())
+    else:
+        return None
+    return devices if len(devices) > 1 else None
+
+
+def keep_alive(program: Program, thing: Any) -> None:
+    """Keeps `thing` alive as long as the executable of this program.
+
+    A module that is lowered for export has no executable here and may be called at any
+    later time, so it keeps `thing` until the process ends.
+    """
+    if program.is_exported:
+        exported.append(thing)
+    else:
+        program.ctx.module_context.add_keepalive(thing)
+
+
+exported: list[Any] = []
+
+
+def run_where_dispatched(program: Program) -> None:
+    """Makes a CPU program run on the thread that dispatches it.
+
+    XLA's CPU runtime does that with every program that was compiled with host
+    callbacks, so programs with JAX's own callbacks run there. The list may hold any
+    callable, since only JAX's own custom calls use it. An exported program must not
+    have host callbacks.
+    """
+    module = program.ctx.module_context
+    if program.is_exported or program.platforms != ("cpu",):
+        return
+    if _not_called not in module.host_callbacks:
+        module.add_host_callback(_not_called)
+
+
+def _not_called(*args: Any) -> Any:
+    """The entry in the list of host callbacks.
+
+    All programs share it: the list is part of the keys of JAX's caches of executables.
+    """
+    raise AssertionError("hostcall: a host callback that stands for none was called")

@@ -1,0 +1,24 @@
+"""The batch axis of the operands of a batching rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hostcall import _jax
+
+Dims = Sequence[int | None]  # for each operand the index of its batch axis, if any
+
+
+def size_of(operands: Sequence[Any], dims: Dims) -> int:
+    """The number of rows."""
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    return int(size)
+
+
+def in_front(operands: Sequence[Any], dims: Dims) -> list[Any]:
+    """The operands with their batch axes moved to the front."""
+    return [
+        x if d is None else _jax.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]

@@ -1,0 +1,163 @@
+"""Slots: where the engine keeps the plan of a compiled call or tap.
+
+The program's text can't hold a Python function. It holds the number of a slot instead,
+and the engine keeps the plan (function, dtypes, shapes) in that slot. The slot is tied
+to the executable, and is freed with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from hostcall import _jax, _native
+from hostcall._core.errors import ExportError
+from hostcall._core.source import is_anonymous
+from hostcall._engine import plans, targets
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.call import Callback
+from hostcall._runtime import host_device
+
+# A number of this process, mixed into the signatures of exported programs. Another
+# process that loads such a program has another number, and so refuses it. Programs that
+# are not exported do not have it, so that JAX's compilation cache finds them again.
+_PROCESS = int.from_bytes(os.urandom(7), "little")
+
+
+def take(
+    program: _jax.Program,
+    client: Any | None,
+    info: CallInfo,
+    avals: Sequence[Any],
+    *,
+    across: bool = False,
+    tap: _native.TapSettings | None = None,
+    team: _native.TeamSettings | None = None,
+    tells: bool = False,
+    elsewhere: bool = False,
+) -> tuple[Any, dict[str, np.uint64]]:
+    """Makes a plan and takes a slot for it.
+
+    Args:
+        program: the program whose text will hold the slot's number.
+        client: the client that runs it, which the program of one block does not know.
+        info: the call or tap.
+        avals: the avals of its operands; for a typed key, the aval of its uint32 block.
+        across: whether the program spans several processes.
+        tap: the settings of a tap, or None.
+        team: how the devices of the program make the call together, or None.
+        tells: whether the call has its outcome as one more result.
+        elsewhere: whether another process makes the call.
+
+    Returns:
+        (slot, attributes by which the program finds it). The slot must be kept alive as
+        long as the program.
+    """
+    params = info.params
+    signature = _signature(program, info, avals)
+    plan = plans.make_plan(
+        params,
+        avals,
+        info,
+        _host_device(client, params),
+        packed=True,
+        number=signature,
+        team=team,
+        inside=_inside(program, params) if tap is None else _native.Inside.NEVER,
+        tap=tap,
+        tells=tells,
+        elsewhere=elsewhere,
+    )
+    slot = _native.Slot(plan, across)
+    return slot, {
+        "slot": np.uint64(slot.number),
+        "signature": np.uint64(signature),
+    }
+
+
+def put(
+    program: _jax.Program, info: CallInfo, avals: Sequence[Any], **more: Any
+) -> dict[str, np.uint64]:
+    """`take`, for a slot that lives as long as the program; returns the attributes."""
+    slot, attributes = take(
+        program, program.client, info, avals, across=program.across, **more
+    )
+    keep(program, slot, info.name)
+    return attributes
+
+
+def _signature(program: _jax.Program, info: CallInfo, avals: Sequence[Any]) -> int:
+    """A number that both the program's text and its plan hold.
+
+    The engine compares the two, so that a loaded program does not call another's
+    function. Raises ExportError for an export of a function that can't be identified.
+    """
+    number = plans.signature(info.params, avals)
+    if not program.is_exported:
+        return number
+    if is_anonymous(info.callback.function):
+        refuse_export(
+            info.callback,
+            "a lambda, a partial or a function inside another shares its name with"
+            " others, and where the program is loaded nothing would tell them apart."
+            " Define it with `def` at the top of a module (such a program can be"
+            " called in the process that exported it; others still refuse it)",
+        )
+    return number ^ _PROCESS
+
+
+def _inside(program: _jax.Program, params: Any) -> _native.Inside:
+    """Which calls of an equation run inside one of XLA's host callbacks."""
+    if program.platforms != ("cpu",) or not targets.has_host_callbacks():
+        return _native.Inside.NEVER
+    if not params.runs_where_dispatched:
+        return _native.Inside.ASKED
+    if params.is_jaxs_own or params.callback.arrays == "free":
+        return _native.Inside.EVERYWHERE
+    return _native.Inside.XLAS_THREADS
+
+
+def _host_device(client: Any | None, params: Any) -> Any:
+    """The device on which JAX code in callbacks of a program on `client` computes.
+
+    JAX's own host functions (Pallas' interpreter) must find the device that JAX would
+    give them. They hand their arrays to threads that run programs on the process's own
+    client, and they rely on each program having run when its dispatch returns, as a
+    program does whose arrays are on that client.
+    """
+    if params.is_jaxs_own:
+        return jax.local_devices(backend="cpu")[0]
+    return host_device.above(client)
+
+
+def refuse_export(callback: Callback, reason: str) -> NoReturn:
+    raise ExportError(
+        f"hostcall: a program that calls `{callback.name}` (at {callback.place}) can't"
+        f" be exported: {reason}"
+    )
+
+
+class Kept:
+    """Something that an executable keeps alive, and that can't leave the process."""
+
+    def __init__(self, thing: Any, name: str) -> None:
+        self.thing = thing
+        self.name = name
+
+    def __reduce__(self) -> NoReturn:
+        raise ExportError(
+            f"hostcall: a compiled program that calls `{self.name}` can't be"
+            " serialized: the function stays in this process, and another process would"
+            " call a function of its own instead. Compile the program where it runs;"
+            " with JAX's compilation cache (jax_compilation_cache_dir) that costs"
+            " little"
+        )
+
+
+def keep(program: _jax.Program, thing: Any, name: str) -> None:
+    """Ties a slot, or what holds slots, to the executable of this program."""
+    _jax.keep_alive(program, Kept(thing, name))
