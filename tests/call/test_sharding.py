@@ -150,10 +150,10 @@ def test_another_place_is_refused(on):
 
 
 def test_a_call_of_each_block_is_refused():
-    text = "on='shards' of `Host.double`: a call that returns results is made once"
+    text = "`Host.double` can't be called with on='shards'"
     with pytest.raises(hc.errors.SpecError, match=re.escape(text)) as caught:
         jax.jit(Host(on="shards"))(X)
-    assert "make it inside jax.shard_map" in str(caught.value)
+    assert "make the call inside jax.shard_map" in str(caught.value)
     assert "hc.tap(Host.double, ..., on='shards')" in str(caught.value)
 
 

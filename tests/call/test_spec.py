@@ -71,17 +71,17 @@ RESULTS = {
     "in a tree": ({"a": [F32, "x"]}, "result['a'][1] of `host` is 'x'"),
     "int64": (
         jax.ShapeDtypeStruct((), np.int64),
-        "result of `host` is int64, and JAX is in its 32-bit mode. Ask for int32",
+        "result of `host` is int64, but JAX is in 32-bit mode. Declare int32",
     ),
     "float64": ([np.zeros(3)], "result[0] of `host` is float64"),
-    "complex128": (np.zeros(2, np.complex128), "Ask for complex64, or enable"),
-    "objects": ([np.zeros(3, object)], "result[0] of `host` is object, and JAX"),
+    "complex128": (np.zeros(2, np.complex128), "Declare complex64, or enable"),
+    "objects": ([np.zeros(3, object)], "result[0] of `host` is object, which JAX"),
     "fields": (
         jax.ShapeDtypeStruct((3,), np.dtype([("a", "f4")])),
-        "is [('a', '<f4')], and JAX has no such arrays. Ask for a dtype of numbers",
+        "is [('a', '<f4')], which JAX arrays can't have. Declare a numeric dtype",
     ),
-    "dates": (np.zeros(3, "M8[s]"), "is datetime64[s], and JAX has no such arrays"),
-    "long double": (np.zeros(3, np.longdouble), "and JAX has no such arrays"),
+    "dates": (np.zeros(3, "M8[s]"), "is datetime64[s], which JAX arrays can't have"),
+    "long double": (np.zeros(3, np.longdouble), "which JAX arrays can't have"),
     "unknown size": (
         type("Spec", (), {"shape": (None, 2), "dtype": np.float32}),
         "has the shape (None, 2). Sizes must be integers",
@@ -207,7 +207,7 @@ OPTIONS = {
     ),
     "fill of another shape": (
         {"where": True, "fill": np.zeros(3)},
-        "for result, which should be float32[]",
+        "for result, which can't be converted to float32[]",
     ),
     "fill of text": ({"where": True, "fill": "x"}, "fill= of `host` is 'x' for result"),
     "on": ({"on": "gpu"}, "should be 'once' or a device"),

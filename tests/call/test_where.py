@@ -232,7 +232,7 @@ BAD = {
     "array": ({"where": np.ones(3, bool)}, "should be one bool, got bool[3]"),
     "fill shape": (
         {"where": True, "fill": np.zeros(4)},
-        "for result, which should be float32[3]",
+        "for result, which can't be converted to float32[3]",
     ),
     "fill object": ({"where": True, "fill": "zero"}, "fill= of `free` is 'zero'"),
     "fill tree": ({"where": True, "fill": {"a": 0}}, "fill= of `free` is {'a': 0}"),

@@ -491,7 +491,7 @@ def test_save_tells_of_a_program_that_failed(caplog):
         f(late(actions(800, 800)))
         gate.set()
         env.renew()
-    assert "renew() of `Breaks` goes on after: " in caplog.text
+    assert "renew() of `Breaks` continues after a failed program: " in caplog.text
 
 
 # --- The end of objects --------------------------------------------------------------
@@ -796,27 +796,27 @@ MESSAGES = {
     "a factory of two": (
         declare(lambda a, b: Walk()),
         hc.errors.SpecError,
-        "the factory of `object` should need no argument, or one, the object's index; it needs a, b. Write lambda: ..., or lambda index: ...",
+        "the factory of `object` should require no argument, or only the object's index, but it requires a, b. Write lambda: ... or lambda index: ...",
     ),
     "no methods": (
         declare(methods={}),
         hc.errors.SpecError,
-        "methods= of `Walk` should be a dict, method -> what it returns, got {}",
+        "methods= of `Walk` should be a dict from method names to result specs, got {}",
     ),
     "methods in a list": (
         declare(methods=["step"]),
         hc.errors.SpecError,
-        "methods= of `Walk` should be a dict, method -> what it returns, got ['step']",
+        "methods= of `Walk` should be a dict from method names to result specs, got ['step']",
     ),
     "a private method": (
         declare(methods={"_step": F32}),
         hc.errors.SpecError,
-        "methods= of `Walk` has '_step', which should be the name of a public method",
+        "methods= of `Walk` has the key '_step', which is not the name of a public method",
     ),
     "its own name": (
         declare(methods={"save": F32}),
         hc.errors.SpecError,
-        "`Walk` can't declare `save`, which is hc.Object's own (for all objects, from Python). Give the object a method of another name that calls it",
+        "`Walk` can't declare `save`, since hc.Object has its own method of that name. Add a method with another name that calls it, and declare that one",
     ),
     "a result that is none": (
         declare(methods={"step": (F32, "int")}),
@@ -826,17 +826,17 @@ MESSAGES = {
     "pure": (
         declare(order="pure"),
         hc.errors.SpecError,
-        "order= of `Walk` should be 'ordered' or 'unordered', got 'pure'. An object has a state: its calls may not be left out or repeated",
+        "order= of `Walk` should be 'ordered' or 'unordered', got 'pure'. An object has state, so its calls can't be dropped or repeated",
     ),
     "the batch as a whole": (
         declare(vmap_method="expand_dims"),
         hc.errors.SpecError,
-        "vmap_method= of `Walk` should be 'sequential' or 'parallel', got 'expand_dims'. Each row has an object of its own",
+        "vmap_method= of `Walk` should be 'sequential' or 'parallel', got 'expand_dims'. Each row has its own object",
     ),
     "save without restore": (
         declare(save="get"),
         hc.errors.SpecError,
-        "`Walk` needs both of save= and restore=",
+        "`Walk` has only one of save= and restore=. Pass both, or neither",
     ),
     "a hook that is none": (
         declare(close=3),
@@ -846,47 +846,47 @@ MESSAGES = {
     "not declared": (
         lambda: walks(Walk).render,
         AttributeError,
-        "`Walk` has no declared method `render`. Declared are reset, step; for another write hc.Object(..., methods={'render': result})",
+        "`Walk` has no declared method `render`. Its declared methods are reset, step. To add one, write hc.Object(..., methods={'render': result})",
     ),
     "not there": (
         used(lambda env: jax.jit(env.step)(1.0), Fly),
         hc.HostcallError,
-        "methods= of `Fly` has 'reset', and what its factory made, a Fly, has no such method. It has: fly, land",
+        "methods= of `Fly` declares 'reset', but its factory returned a Fly, which has no such method. Its methods are: fly, land",
     ),
     "pickled": (
         lambda: pickle.dumps(walks(Walk)),
         hc.errors.SpecError,
-        "the hc.Object `Walk` can't be pickled or copied: programs hold it. Its save() gives a snapshot that can",
+        "the hc.Object `Walk` can't be pickled or copied, since programs refer to it. Pickle what its save() returns",
     ),
     "traced after close": (
         used(lambda env: (env.close(), env.step(1.0))),
         hc.HostcallError,
-        "`Walk` is used after close(). Make another hc.Object, or write renew() in place of close() (by step())",
+        "step() of `Walk` was called after close(). Make another hc.Object, or call renew() instead of close()",
     ),
     "run after close": (
         used(after_close),
         hc.HostcallError,
-        "`Walk` is used after close(). Make another hc.Object, or write renew() in place of close() (by step())",
+        "step() of `Walk` was called after close(). Make another hc.Object, or call renew() instead of close()",
     ),
     "saved after close": (
         used(lambda env: (env.close(), env.save())),
         hc.HostcallError,
-        "`Walk` is used after close(). Make another hc.Object, or write renew() in place of close() (by save())",
+        "save() of `Walk` was called after close(). Make another hc.Object, or call renew() instead of close()",
     ),
     "entered after close": (
         used(lambda env: (env.close(), env.__enter__())),
         hc.HostcallError,
-        "`Walk` is used after close(). Make another hc.Object, or write renew() in place of close() (by `with`)",
+        "__enter__() of `Walk` was called after close(). Make another hc.Object, or call renew() instead of close()",
     ),
     "another batch": (
         batch_then(lambda env: jax.jit(jax.vmap(env.step))(actions(4))),
         hc.HostcallError,
-        "step() of `Walk` is called for 4 rows, and its objects are of calls for 3 rows: an object belongs to its row. For another batch make another hc.Object, or begin anew with renew()",
+        "step() of `Walk` was called for 4 rows, but its objects were made for 3 rows. Each object belongs to one row, so the batch can't change: make another hc.Object, or start again with renew()",
     ),
     "nothing depends on the row": (
         batch_then(lambda env: jax.jit(jax.vmap(lambda a: env.step(1.0)))(actions(3))),
         hc.HostcallError,
-        "step() of `Walk` is called without vmap, and its objects are of calls for 3 rows: an object belongs to its row. For another batch make another hc.Object, or begin anew with renew(). Inside vmap, a call of which no argument depends on the row is made once for all rows: give it one that does (where=mask will do)",
+        "step() of `Walk` was called without vmap, but its objects were made for 3 rows. Each object belongs to one row, so the batch can't change: make another hc.Object, or start again with renew(). Under vmap, JAX makes a call only once for all rows if no argument depends on the row: pass one that does (where=mask is enough)",
     ),
     "another mesh": (
         batch_then(
@@ -896,12 +896,12 @@ MESSAGES = {
             )(actions(4)),
         ),
         hc.HostcallError,
-        "step() of `Walk` is called for 2 x 3 rows, and its objects are of calls for 1 rows on each device of a mesh x=4: an object",
+        "step() of `Walk` was called for 2 x 3 rows, but its objects were made for 1 rows on each device of a mesh x=4. Each object",
     ),
     "restored from something else": (
         used(lambda env: env.restore([1])),
         hc.errors.SpecError,
-        "restore() of `Walk` takes what save() gave, got list",
+        "restore() of `Walk` takes what save() returned, got list",
     ),
     "does not pickle": (
         used(
@@ -909,17 +909,17 @@ MESSAGES = {
             lambda: type("Local", (Walk,), {})(),
         ),
         hc.HostcallError,
-        "object (0,) of `object` can't be saved: it does not pickle (PicklingError:",
+        "object (0,) of `object` can't be saved, since it can't be pickled (PicklingError:",
     ),
     "saved inside": (
         used(lambda env: hc.call(lambda: env.save(), None, order="ordered")),
         hc.HostcallError,
-        "save() of `Walk` inside a callback would wait for the program that calls. Use it where the program is called",
+        "save() of `Walk` inside a callback would wait for the program that made the call. Call it where the program is called",
     ),
     "closed inside": (
         used(lambda env: hc.call(env.close, None, order="ordered")),
         hc.HostcallError,
-        "close() of `Walk` inside a callback would wait for the program that calls. Use it where the program is called",
+        "close() of `Walk` inside a callback would wait for the program that made the call. Call it where the program is called",
     ),
 }
 
@@ -936,7 +936,7 @@ def test_rows_can_not_go_to_another_process():
         futures.ProcessPoolExecutor(1, context) as pool,
         walks(vmap_method="parallel", executor=pool) as env,
         pytest.raises(
-            hc.errors.SpecError, match="are in this process, and its executor="
+            hc.errors.SpecError, match="are in this process, but its executor="
         ),
     ):
         jax.vmap(env.step)(actions(2))

@@ -581,7 +581,7 @@ WRONG = {
     "should be a number of executions": {"every": True},
     "sample= of the tap": {"sample": 1.5},
     "tag= of": {"tag": 3},
-    "tag= of .*not empty": {"tag": ""},
+    "tag= of .*non-empty": {"tag": ""},
     "where= of": {"where": 1},
 }
 

@@ -296,9 +296,9 @@ def test_what_is_refused(log):
         jax.jit(mask)(x)
     with pytest.raises(hc.errors.SpecError, match="on= of the tap"):
         hc.tap(log, 1, on="some")
-    text = (
-        "is the device .*: which device hands out the whole value makes no difference"
-    )
+    text = "got the device .* the same whole value from any device"
     with pytest.raises(hc.errors.SpecError, match=text) as caught:
         hc.tap(log, 1, on=jax.devices()[1])
-    assert "Write on='once'; or, for one device's own block" in str(caught.value)
+    assert "write on='once'. For one device's block, write on='shards'" in str(
+        caught.value
+    )

@@ -75,7 +75,8 @@ class collect:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         if self._fn is None:
             raise TypeError(
-                "hc.testing.collect() without a function is a context manager"
+                "hostcall: hc.testing.collect() without a function is a context"
+                " manager. Write `with hc.testing.collect() as seen:`"
             )
         with collect() as seen:
             out = self._fn(*args, **kwargs)

@@ -161,20 +161,22 @@ def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
         used = list(_fields(fmt))
     except ValueError as error:
         raise SpecError(
-            f"hostcall: hc.print can't read the format {fmt!r}: {error}. Braces that"
-            " are meant as such are doubled: {{ }}"
+            f"hostcall: hc.print can't read the format {fmt!r}: {error}. Write literal"
+            " braces twice: {{ }}"
         ) from None
     if has_tracers_text(fmt):
         raise SpecError(
-            f"hostcall: the format of hc.print holds a tracer's text: {fmt!r}. It looks"
-            " like an f-string, which is formatted while the program is traced, before"
-            " its values exist. Write hc.print('x = {}', x)"
+            f"hostcall: the format of hc.print contains the text of a tracer: {fmt!r}."
+            " It looks like an f-string, which is formatted while the program is"
+            " traced, before its values exist. Write hc.print('x = {}', x)"
         )
     missing = [f for f in used if _is_missing(f, positional, keywords)]
     if missing:
+        s = "" if positional == 1 else "s"
         raise SpecError(
-            f"hostcall: hc.print({fmt!r}) wants {_listed(missing)}, and was given"
-            f" {positional} positional arguments and {_listed(list(keywords))}"
+            f"hostcall: hc.print({fmt!r}) has no argument for its fields"
+            f" {_listed(missing)}. It got {positional} positional argument{s}, and the"
+            f" keywords {_listed(list(keywords))}"
         )
     unused = [i for i in range(positional) if i not in used]
     names = [name for name in keywords if name not in used]
@@ -182,8 +184,8 @@ def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
         hints = "".join(f". {_FACE.hint(name)}" for name in names if _FACE.hint(name))
         raise SpecError(
             f"hostcall: hc.print({fmt!r}) does not use"
-            f" {_listed([f'argument {i}' for i in unused] + names)}. Each needs its"
-            " place in the format; an f-string has lost its own: write"
+            f" {_listed([f'argument {i}' for i in unused] + names)}. Each argument"
+            " needs a field in the format, and an f-string has none left. Write"
             f" hc.print('x = {{}}', x){hints}"
         )
 
@@ -209,7 +211,7 @@ def _fields(fmt: str) -> list[int | str]:
             else:
                 found.append(name)
             if automatic and numbered:
-                raise ValueError("it has numbered fields and others without a number")
+                raise ValueError("it mixes numbered and unnumbered fields")
             if spec:
                 todo.append(spec)
     return found

@@ -142,7 +142,7 @@ def tap(
         sample=sample,
         tag=tag,
     )
-    _refuse_pure(params, "it has no result that could need it")
+    _refuse_pure(params, "hc.tap returns nothing that the program could need")
     bind(*operands, params=params)
 
 
@@ -275,12 +275,12 @@ def _seen_in_derivatives(face: str, fn: Any, x: T, options: Any) -> T:
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
         raise TypeError(
-            f"hostcall: {', '.join(unknown)} is no option of hc.tap; they are"
+            f"hostcall: hc.tap has no option {', '.join(unknown)}. Its options are"
             f" {', '.join(sorted(_OPTIONS))}"
         )
     inexact, rest = derivatives.split(x)
     operands, params = prepare(fn, (inexact,), {}, face=_FACE_OF_ONE[face], **options)
-    _refuse_pure(params, "it is tied to no result")
+    _refuse_pure(params, "no result depends on it")
     outs = _IN_DERIVATIVES[face].bind(*operands, params=params)
     out: T = derivatives.joined(_rebuilt(params, outs), rest)
     return out
@@ -290,7 +290,7 @@ def _refuse_pure(params: TapParams, why: str) -> None:
     if params.order == "pure":
         raise SpecError(
             f"hostcall: order='pure' would drop the tap `{params.callback.name}`:"
-            f" {why}. Leave order= out, or use hc.tap_through, whose result is used"
+            f" {why}. Leave out order=, or use hc.tap_through and its result"
         )
 
 
@@ -376,8 +376,8 @@ def _check_options(
         )
     if sample is not None and not (isinstance(sample, float) and 0 < sample <= 1):
         raise SpecError(
-            f"hostcall: sample= of the tap `{called}` should be a share above 0 and up"
-            f" to 1.0, got {sample!r}"
+            f"hostcall: sample= of the tap `{called}` should be a float above 0 and up"
+            f" to 1.0, the share of executions that tap, got {sample!r}"
         )
 
 

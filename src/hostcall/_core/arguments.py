@@ -1,4 +1,4 @@
-"""Checks of the arguments that several faces share: where=, tag=, on=."""
+"""Checks the arguments that several public functions share: fn, where=, tag=, on=."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hostcall._core.source import name_of
 
 
 def check_function(fn: Any, usage: str) -> str:
-    """Returns the function's name; refuses what is not a plain function.
+    """Returns the function's name; refuses anything that is not a plain function.
 
     Calling a coroutine or generator function runs none of its code.
     """
@@ -29,14 +29,14 @@ def check_function(fn: Any, usage: str) -> str:
     if inspect.iscoroutinefunction(body):
         raise SpecError(
             f"hostcall: `{name}` is a coroutine function: calling it only makes a"
-            " coroutine. Give a function that runs it:"
+            " coroutine. Pass a function that runs it:"
             f" lambda *args: asyncio.run({name}(*args))"
         )
     if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
         raise SpecError(
             f"hostcall: `{name}` is a generator function: calling it only makes a"
-            " generator. Make the generator outside, and give a function that takes"
-            " its next value: lambda: next(generator), with"
+            " generator. Make the generator outside the program, and pass a function"
+            " that takes its next value: lambda: next(generator), with"
             ' order="ordered"'
         )
     return name
@@ -56,23 +56,22 @@ def parse_mask(where: Any, name: str) -> Any:
 def check_tag(tag: Any, name: str) -> None:
     if tag is not None and not (isinstance(tag, str) and tag):
         raise SpecError(
-            f"hostcall: tag= of `{name}` should be a string that is not empty, got"
-            f" {tag!r}"
+            f"hostcall: tag= of `{name}` should be a non-empty string, got {tag!r}"
         )
 
 
 def parse_on(on: Any, name: str) -> Any:
-    """The sharding of the device that makes a call; None for the program's first."""
+    """The sharding of the calling device; None for the program's first device."""
     if isinstance(on, jax.Device):
         return jax.sharding.SingleDeviceSharding(on)
     if isinstance(on, str) and on == "once":
         return None
     if isinstance(on, str) and on == "shards":
         raise SpecError(
-            f"hostcall: on='shards' of `{name}`: a call that returns results is made"
-            " once, with the whole value. For a call by each device with its block,"
-            " make it inside jax.shard_map; to hand blocks out without results write"
-            f" hc.tap({name}, ..., on='shards')"
+            f"hostcall: `{name}` can't be called with on='shards', since a call with"
+            " results is made once, with the whole value. To call it on each device"
+            " with its block, make the call inside jax.shard_map. To send out blocks"
+            f" without results, write hc.tap({name}, ..., on='shards')"
         )
     raise SpecError(
         f"hostcall: on= of `{name}` should be 'once' or a device, such as"
@@ -83,10 +82,10 @@ def parse_on(on: Any, name: str) -> Any:
 def check_on_of_tap(on: Any, name: str) -> None:
     if isinstance(on, jax.Device):
         raise SpecError(
-            f"hostcall: on= of the tap `{name}` is the device {on}: which device hands"
-            " out the whole value makes no difference. Write on='once'; or, for one"
-            " device's own block, on='shards' with a function that looks at"
-            " hc.current().device"
+            f"hostcall: on= of the tap `{name}` should be 'once' or 'shards', got the"
+            f" device {on}. A tap gets the same whole value from any device: write"
+            " on='once'. For one device's block, write on='shards' and check"
+            " hc.current().device in the function"
         )
     if not isinstance(on, str) or on not in ("once", "shards"):
         raise SpecError(

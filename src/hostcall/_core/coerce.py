@@ -26,7 +26,7 @@ def take_apart(value: Any, treedef: Any, name: str) -> list[Any]:
         elif value is None:
             hint = "Does the function lack a `return`?"
         else:
-            hint = "Return what result= describes, or describe what is returned"
+            hint = "Change what the function returns, or what result= declares"
         raise ResultError(
             f"hostcall: `{name}` returned a structure that differs from its result=."
             f" Expected {_words(treedef)}, got {_words(got)}. {hint}"

@@ -45,7 +45,7 @@ class Face:
         `others` are further names that it may be a misspelling of.
         """
         if keyword in self.jaxs:
-            return f"That is JAX's; here it is {self.jaxs[keyword]}"
+            return f"In {self.name}, JAX's {keyword}= is {self.jaxs[keyword]}"
         near = get_close_matches(keyword, [*self.options, *others], n=1)
         return f"Did you mean {near[0]}=?" if near else ""
 
@@ -107,9 +107,9 @@ def refuse_traced(face: Face, fn: Any) -> None:
         name = name_of(fn)
         raise SpecError(
             f"hostcall: `{name}` {found.how}, a traced value ({found.aval}) of the"
-            f" program around it. It has no value while the program is traced, and"
-            f" when `{name}` runs, only its arguments have values. Pass it as one:"
-            f" {face.with_argument(name, found.name)}, with a parameter for it"
+            f" program around it. It has no value when `{name}` runs on the host. Pass"
+            f" it as an argument: {face.with_argument(name, found.name)}, with a"
+            " parameter for it"
         )
 
 
@@ -194,7 +194,7 @@ _of_objects = weakref.WeakKeyDictionary()
 
 
 def _known_signature(fn: Any) -> inspect.Signature | None:
-    """A cached `_signature` (which takes 20 to 100 us) of a callable not in Python.
+    """A cached `_signature` (which takes 20 to 100 us) of a callable written in C.
 
     A bound C method (`list.append`) is a new object each time, and would keep its list
     alive in a cache. So these are cached by the text of their parameters.
@@ -240,7 +240,7 @@ def _refuse_arguments(face: Face, fn: Any, n: int, names: Sequence[str]) -> None
         said = f"{begin}the keyword {k}=, which it does not take."
         hint = face.hint(k, [] if signature is None else signature.parameters)
         if not hint and face.options:
-            hint = f"Options of {face.name} are {', '.join(sorted(face.options))}"
+            hint = f"The options of {face.name} are {', '.join(sorted(face.options))}"
         raise SpecError(f"{said}{takes} {hint}".rstrip())
     given = f"{n} positional argument{'' if n == 1 else 's'}"
     if names:

@@ -90,7 +90,7 @@ def _heal(effect: Any) -> None:
     with failures.looking():
         failure = _jax.drop_failed_token(effect)
     if failure is not None:
-        logger.error("ordered calls go on after a program that failed: %s", failure)
+        logger.error("ordered calls continue after a failed program: %s", failure)
 
 
 def effects_of(order: Order) -> set[_jax.Effect]:

@@ -166,7 +166,7 @@ def canonical(leaf: Any) -> Any:
         raise SpecError(
             "hostcall: an argument is a masked array with"
             f" {np.ma.count_masked(leaf)} of {leaf.size} elements masked, and JAX's"
-            " arrays have no masks. Pass np.ma.filled(x, number), or the mask too"
+            " arrays have no masks. Pass np.ma.filled(x, number), or also pass the mask"
             " (np.ma.getmaskarray(x))"
         )
     if isinstance(leaf, int) and not isinstance(leaf, bool):
@@ -191,9 +191,9 @@ def canonical(leaf: Any) -> Any:
 def _too_wide(value: str, have: str, want: Any) -> str:
     return (
         f"hostcall: an argument holds {value} ({have}), which {want} can't hold, and"
-        " JAX is in its 32-bit mode. Enable the wide types with"
-        ' jax.config.update("jax_enable_x64", True), or pass the value as a static'
-        " object (in a class of yours that isn't a pytree)"
+        " JAX is in 32-bit mode. Enable 64-bit types with"
+        ' jax.config.update("jax_enable_x64", True), or wrap the value in an object of'
+        " your own class, which the function gets unchanged"
     )
 
 
@@ -263,14 +263,15 @@ def parse_result(result: Any, name: str) -> Results:
         dtype = np.dtype(leaf.dtype)
         if not is_numeric(dtype) or dtype.type in (np.longdouble, np.clongdouble):
             raise SpecError(
-                f"hostcall: {where} of `{name}` is {dtype}, and JAX has no such arrays."
-                " Ask for a dtype of numbers. For Python objects there is hc.Object"
+                f"hostcall: {where} of `{name}` is {dtype}, which JAX arrays can't"
+                " have. Declare a numeric dtype, or keep Python objects on the host"
+                " with hc.Object"
             )
         if _jax.canonical_dtype(dtype) != dtype:
             raise SpecError(
-                f"hostcall: {where} of `{name}` is {dtype}, and JAX is in its 32-bit"
-                f" mode. Ask for {_jax.canonical_dtype(dtype)}, or enable the wide"
-                ' types with jax.config.update("jax_enable_x64", True)'
+                f"hostcall: {where} of `{name}` is {dtype}, but JAX is in 32-bit mode."
+                f" Declare {_jax.canonical_dtype(dtype)}, or enable 64-bit types with"
+                ' jax.config.update("jax_enable_x64", True)'
             )
         keys.append(None)
         avals.append(_jax.ShapedArray(shape, dtype))
@@ -293,16 +294,16 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
     for leaf, aval, path in zip(leaves, results.avals, results.paths(), strict=True):
         if isinstance(leaf, jax.core.Tracer):
             raise SpecError(
-                f"hostcall: fill= of `{name}` is traced. It is written into the"
-                " program: give numbers, or choose with jnp.where after the call"
+                f"hostcall: fill= of `{name}` is traced, but it must be a constant of"
+                " the program. Pass numbers, or choose with jnp.where after the call"
             )
         try:
             value = np.asarray(leaf)
             array = np.broadcast_to(value.astype(aval.dtype), aval.shape)
         except (TypeError, ValueError) as error:
             raise SpecError(
-                f"hostcall: fill= of `{name}` is {leaf!r} for {path}, which should be"
-                f" {aval.dtype}{list(aval.shape)}: {error}"
+                f"hostcall: fill= of `{name}` is {leaf!r} for {path}, which can't be"
+                f" converted to {aval.dtype}{list(aval.shape)}: {error}"
             ) from None
         out.append(array.tobytes())
     return tuple(out)

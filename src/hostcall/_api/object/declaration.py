@@ -16,32 +16,32 @@ OWN = ("close", "renew", "restore", "save")
 def check(name: str, methods: Any, order: Any, vmap_method: Any) -> None:
     if not isinstance(methods, Mapping) or not methods:
         raise SpecError(
-            f"hostcall: methods= of `{name}` should be a dict, method -> what it"
-            f" returns, got {methods!r}"
+            f"hostcall: methods= of `{name}` should be a dict from method names to"
+            f" result specs, got {methods!r}"
         )
     for method, result in methods.items():
         if not isinstance(method, str) or not method.isidentifier() or method[0] == "_":
             raise SpecError(
-                f"hostcall: methods= of `{name}` has {method!r}, which should be the"
-                " name of a public method"
+                f"hostcall: methods= of `{name}` has the key {method!r}, which is not"
+                " the name of a public method"
             )
         if method in OWN:
             raise SpecError(
-                f"hostcall: `{name}` can't declare `{method}`, which is hc.Object's own"
-                " (for all objects, from Python). Give the object a method of another"
-                " name that calls it"
+                f"hostcall: `{name}` can't declare `{method}`, since hc.Object has its"
+                " own method of that name. Add a method with another name that calls"
+                " it, and declare that one"
             )
         parse_result(result, f"{name}.{method}")
     if order not in ("ordered", "unordered"):
         raise SpecError(
             f"hostcall: order= of `{name}` should be 'ordered' or 'unordered', got"
-            f" {order!r}. An object has a state: its calls may not be left out or"
+            f" {order!r}. An object has state, so its calls can't be dropped or"
             " repeated"
         )
     if vmap_method not in ("sequential", "parallel"):
         raise SpecError(
             f"hostcall: vmap_method= of `{name}` should be 'sequential' or 'parallel',"
-            f" got {vmap_method!r}. Each row has an object of its own"
+            f" got {vmap_method!r}. Each row has its own object"
         )
 
 
@@ -60,9 +60,9 @@ def maker(factory: Callable[..., Any], name: str) -> Callable[[Any], Any]:
         return lambda index: factory()
     if len(needed) > 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
         raise SpecError(
-            f"hostcall: the factory of `{name}` should need no argument, or one, the"
-            f" object's index; it needs {', '.join(p.name for p in needed)}. Write"
-            " lambda: ..., or lambda index: ..."
+            f"hostcall: the factory of `{name}` should require no argument, or only the"
+            f" object's index, but it requires {', '.join(p.name for p in needed)}."
+            " Write lambda: ... or lambda index: ..."
         )
     return factory
 

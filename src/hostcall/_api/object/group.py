@@ -23,15 +23,13 @@ logger = logging.getLogger("hostcall")
 # (batch, index in it), as _runtime/context.py's `place_in_batch` returns them.
 Place = tuple[tuple[Any, ...], tuple[int, ...]]
 
-# The reasons why a group's objects can't be called any more.
-CLOSED = (
-    "is used after close(). Make another hc.Object, or write renew() in place of"
-    " close()"
-)
-ENDING = "is used while the process ends"
+# The reasons why a group's objects can't be called any more. Each completes a sentence
+# that ends in "was called".
+CLOSED = "after close(). Make another hc.Object, or call renew() instead of close()"
+ENDING = "while the process was ending"
 FORKED = (
-    "is used in a process that was forked from the one that has its objects. Start"
-    " workers with multiprocessing's 'spawn' or 'forkserver' method"
+    "in a process that was forked from the one that has its objects. Start workers with"
+    " multiprocessing's 'spawn' or 'forkserver' method"
 )
 
 _UNMADE = object()
@@ -69,7 +67,9 @@ class Group:
 
     def check_open(self, who: str) -> None:
         if self.ended:
-            raise HostcallError(f"hostcall: `{self.name}` {self.ended} (by {who})")
+            raise HostcallError(
+                f"hostcall: {who} of `{self.name}` was called {self.ended}"
+            )
 
     def enter(
         self,
@@ -197,14 +197,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _other_batch(who: str, name: str, before: Any, now: Any) -> str:
     text = (
-        f"hostcall: {who} of `{name}` is called {_said(now)}, and its objects are of"
-        f" calls {_said(before)}: an object belongs to its row. For another batch make"
-        " another hc.Object, or begin anew with renew()"
+        f"hostcall: {who} of `{name}` was called {_said(now)}, but its objects were"
+        f" made {_said(before)}. Each object belongs to one row, so the batch can't"
+        " change: make another hc.Object, or start again with renew()"
     )
     if len(before) != len(now):
         text += (
-            ". Inside vmap, a call of which no argument depends on the row is made once"
-            " for all rows: give it one that does (where=mask will do)"
+            ". Under vmap, JAX makes a call only once for all rows if no argument"
+            " depends on the row: pass one that does (where=mask is enough)"
         )
     return text
 
@@ -223,15 +223,15 @@ def _lacks(name: str, method: str, value: Any) -> str:
         if attribute[0] != "_" and callable(getattr(value, attribute, None))
     ]
     return (
-        f"hostcall: methods= of `{name}` has {method!r}, and what its factory made, a"
-        f" {type(value).__name__}, has no such method. It has:"
+        f"hostcall: methods= of `{name}` declares {method!r}, but its factory returned"
+        f" a {type(value).__name__}, which has no such method. Its methods are:"
         f" {', '.join(has) or 'none'}"
     )
 
 
 def _unpicklable(name: str, index: tuple[int, ...], error: Exception) -> str:
     return (
-        f"hostcall: object {index} of `{name}` can't be saved: it does not pickle"
-        f" ({type(error).__name__}: {error}). Say what its state is by save= and"
-        " restore=: methods' names, or functions save(object), restore(object, state)"
+        f"hostcall: object {index} of `{name}` can't be saved, since it can't be"
+        f" pickled ({type(error).__name__}: {error}). Define its state with save= and"
+        " restore=: method names, or functions save(object) and restore(object, state)"
     )

@@ -110,7 +110,10 @@ class Object:
         check(name, methods, order, vmap_method)
         check_options(name, order, vmap_method, "numpy", False, None, executor)
         if (save is None) != (restore is None):
-            raise SpecError(f"hostcall: `{name}` needs both of save= and restore=")
+            raise SpecError(
+                f"hostcall: `{name}` has only one of save= and restore=. Pass both, or"
+                " neither"
+            )
         make = maker(factory, name)
         end = hook(name, "close", close, optional=True)
         self._group = Group(name, make, tuple(methods), end)
@@ -126,8 +129,8 @@ class Object:
         if group is None or name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"hostcall: `{group.name}` has no declared method `{name}`. Declared are"
-            f" {', '.join(group.methods)}; for another write"
+            f"hostcall: `{group.name}` has no declared method `{name}`. Its declared"
+            f" methods are {', '.join(group.methods)}. To add one, write"
             f" hc.Object(..., methods={{{name!r}: result}})"
         )
 
@@ -138,15 +141,15 @@ class Object:
 
     def __reduce__(self) -> NoReturn:
         raise SpecError(
-            f"hostcall: the hc.Object `{self._group.name}` can't be pickled or copied:"
-            " programs hold it. Its save() gives a snapshot that can"
+            f"hostcall: the hc.Object `{self._group.name}` can't be pickled or copied,"
+            " since programs refer to it. Pickle what its save() returns"
         )
 
     def __del__(self) -> None:
         _native.bury()  # frees calls that have ended, which still hold the group
 
     def __enter__(self) -> Object:
-        self._group.check_open("`with`")
+        self._group.check_open("__enter__()")
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -209,8 +212,8 @@ class Object:
         """
         if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
             raise SpecError(
-                f"hostcall: restore() of `{self._group.name}` takes what save() gave,"
-                f" got {type(state).__name__}"
+                f"hostcall: restore() of `{self._group.name}` takes what save()"
+                f" returned, got {type(state).__name__}"
             )
         self._wait("restore")
         states = {
@@ -233,12 +236,15 @@ class Object:
         if context.current() is not None:
             raise HostcallError(
                 f"hostcall: {what}() of `{name}` inside a callback would wait for the"
-                " program that calls. Use it where the program is called"
+                " program that made the call. Call it where the program is called"
             )
         self._group.check_open(f"{what}()")
         ended = failures.failures_of_effects() if log else _jax.wait_for_effects()
         for failure in ended if log else ():
-            logger.error("%s() of `%s` goes on after: %s", what, name, failure)
+            logger.error(
+                "%s() of `%s` continues after a failed program: %s",
+                *(what, name, failure),
+            )
         return ended
 
 
@@ -276,13 +282,13 @@ class _Entry:
 
     def __reduce__(self) -> NoReturn:
         raise SpecError(
-            f"hostcall: the objects of `{self.group.name}` are in this process, and its"
-            " executor= would call them in another. Give it a pool of threads"
+            f"hostcall: the objects of `{self.group.name}` are in this process, but its"
+            " executor= runs rows in other processes. Pass a pool of threads"
         )
 
 
 _OPTIONS = frozenset({"where", "fill"})
-_JAXS = {"ordered": 'order="ordered" of hc.Object, as it is by default'}
+_JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 
 
 def _method(
