@@ -276,7 +276,7 @@ def test_a_worker_that_dies(processes):
     with pytest.raises(futures.BrokenExecutor) as caught, hc.reraise():
         jax.block_until_ready(f(X))
     (note,) = caught.value.__notes__
-    assert "of `dies`: a worker of executor= has died" in note
+    assert "of `dies` failed because a worker of executor= has died" in note
     assert "make a new one" in note
 
 

@@ -61,7 +61,7 @@ def test_50_000_failures(clock, lines):
     steps(fail, n)()
     group = barrier_group()
     # The group has the first failures and their total number.
-    assert f"{n} taps failed; 16 are here" in group.message
+    assert f"{n} taps failed; 16 of the errors are here" in group.message
     assert [str(e) for e in group.exceptions] == [f"step {i}" for i in range(16)]
 
     got = lines()
@@ -75,7 +75,7 @@ def test_50_000_failures(clock, lines):
             f"tap `test_50_000_failures.<locals>.fail`, written at {__file__}"
         )
         assert text.endswith(
-            f", failed {count - before} more times, {count} in all; the last:"
+            f", failed {count - before} more times ({count} in all). Last error:"
             f" ValueError: step {count - 1}"
         )
     # Only the newest exception still has frames, and what they hold.
@@ -100,7 +100,7 @@ def test_after_a_barrier_that_raised_all_begins_again(clock, lines):
     hc.barrier(programs=False)
     ((text, full),) = lines()
     assert not full
-    assert "failed 5 more times, 10 in all" in text
+    assert "failed 5 more times (10 in all)" in text
     assert "10 taps failed" in str(barrier_group())
     assert lines() == []
 
@@ -124,7 +124,7 @@ def test_places_are_counted_apart(clock, lines):
 
     f()
     group = barrier_group()
-    assert "101 taps failed; 17 are here" in group.message
+    assert "101 taps failed; 17 of the errors are here" in group.message
     assert [e.args[0] for e in group.exceptions] == [*range(16), 99]
     texts = [text.split("`")[1].rsplit(".")[-1] for text, _ in lines()]
     assert sorted(texts) == ["often"] * 4 + ["once"]
@@ -166,5 +166,5 @@ def test_at_exit_the_rest_is_counted(run_python):
         """
     )
     assert done.stderr.count("Traceback") == 3
-    assert "500 in all; the last: KeyError: 499" in done.stderr
+    assert "(500 in all). Last error: KeyError: 499" in done.stderr
     assert "500 taps failed, and no barrier() raised their errors" in done.stderr

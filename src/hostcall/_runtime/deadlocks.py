@@ -49,9 +49,9 @@ def _would_wait() -> Exception:
     return DeadlockError(
         "hostcall: a callback of a program over several devices started another"
         " program over some of them. It would wait forever: those devices are busy"
-        " until the callback returns. Compute with NumPy, or on one device (JAX inside"
-        " a callback has one of its own by default: jnp.asarray(np.asarray(x))), or"
-        " move that part into the calling program"
+        " until the callback returns. Compute with NumPy, or on one device (inside a"
+        " callback, JAX's default device is a separate one:"
+        " jnp.asarray(np.asarray(x))), or move that part into the calling program"
     )
 
 

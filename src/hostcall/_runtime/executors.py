@@ -1,4 +1,4 @@
-"""The kinds of `executor=`, and what to say when their workers fail.
+"""The kinds of `executor=`, and the messages for failures of their workers.
 
 _runtime/pools.py has the executors with workers on this machine. This file has those
 whose workers may be on other machines (Dask, Ray). Dask runs a task again if its worker
@@ -104,7 +104,7 @@ class _Dask(Workers):
             claim = f"hostcall-{uuid.uuid4().hex}"
             self._claims.append(claim)
             fn, args = _claimed, (claim, fn, *args)
-        # Dask takes tasks with equal arguments for one, unless it is told otherwise.
+        # With pure=True, Dask would run tasks with equal arguments only once.
         return self._given.submit(fn, *args, pure=False)
 
     def wait(self, tasks: Collection[Any], seconds: float) -> Collection[Any]:
@@ -152,7 +152,9 @@ def _failure(task: Any) -> BaseException:
     if task.status == "error":
         error: BaseException = task.exception().with_traceback(task.traceback())
         return error
-    return futures.CancelledError(f"Dask: the task is {task.status}")
+    return futures.CancelledError(
+        f"hostcall: the Dask task ended with status {task.status}"
+    )
 
 
 def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -174,7 +176,7 @@ def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
-# --- What to say when workers fail ---------------------------------------------------
+# --- Messages for failures of workers ------------------------------------------------
 
 
 def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) -> None:
@@ -191,10 +193,10 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
     """
     if isinstance(error, futures.BrokenExecutor):
         error.add_note(
-            f"hostcall: {which} of `{name}`: a worker of executor= has died (killed,"
-            " out of memory, a crash; or it could not import the main module: with"
-            ' "spawn" a script needs `if __name__ == "__main__":`). This executor is'
-            " broken: make a new one"
+            f"hostcall: {which} of `{name}` failed because a worker of executor= has"
+            " died. It may have crashed, run out of memory, been killed, or failed to"
+            ' import the main module (with "spawn", a script needs'
+            ' `if __name__ == "__main__":`). Make a new executor: this one is broken'
         )
     elif by_name(given) and _may_be_of_pickle(error):
         try:
@@ -202,15 +204,15 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
         except Exception as reason:
             raise SpecError(
                 f"hostcall: `{name}` or its arguments can't be sent to another process:"
-                f" {reason}. This executor sends functions by name: define it at the"
-                " top level of a module, or give an executor that sends functions by"
-                " value (Dask, loky), or one of threads"
+                f" {reason}. This executor sends functions by name: define `{name}` at"
+                " the top level of a module, or pass an executor that sends functions"
+                " by value (Dask, loky) or uses threads"
             ) from error
         if "pickle" in str(error):
             error.add_note(
-                f"hostcall: {which}: what `{name}` returns is pickled on its way back."
-                " In a forward rule that includes the residuals: keep objects that can"
-                " be pickled, or arrays (residuals=)"
+                f"hostcall: {which} failed. This executor pickles what `{name}`"
+                " returns, and the residuals of a forward rule. Return objects that can"
+                " be pickled, or declare array residuals with residuals="
             )
 
 

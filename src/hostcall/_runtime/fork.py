@@ -12,9 +12,9 @@ from hostcall._core.errors import HostcallError
 
 def refusal(what: str) -> HostcallError:
     return HostcallError(
-        f"hostcall: {what} in a process that was forked"
-        " from one that had started JAX. JAX's threads do not exist here. Start"
-        " workers with multiprocessing's 'spawn' or 'forkserver' method"
+        f"hostcall: {what} in a process that was forked from one that had started JAX."
+        " JAX's threads do not exist here. Start workers with multiprocessing's 'spawn'"
+        " or 'forkserver' method"
     )
 
 
@@ -28,4 +28,4 @@ def after_fork() -> None:
     if not _jax.back_ends_started():
         return
     _native.after_fork()
-    _jax.refuse_programs(lambda: refusal("a program of JAX is compiled or run"))
+    _jax.refuse_programs(lambda: refusal("a JAX program is compiled or run"))

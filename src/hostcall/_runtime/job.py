@@ -52,10 +52,10 @@ def until_failure(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refusal() -> Exception:
     return HostcallError(
-        "hostcall: a program over several processes failed in this process, so it may"
-        " not run another one. Other processes may still wait for it inside the"
-        " program that failed, and would mix the values of the two programs. End"
-        " all processes of the job, and start them again from the last checkpoint."
-        " Programs over this process's own devices still run. The first failure was:"
+        "hostcall: a program over several processes failed in this process, which"
+        " therefore refuses further ones. Other processes may still be waiting inside"
+        " the failed program, and the values of the two programs would mix. End all"
+        " processes of the job, and restart them from the last checkpoint. Programs"
+        " over this process's own devices still run. The first failure was:"
         f" {_first}"
     )

@@ -1,4 +1,4 @@
-"""What rows need of an executor whose workers are on this machine.
+"""What rows need from an executor whose workers are on this machine.
 
 A `concurrent.futures.Executor` can run tasks. To run the rows of a call on it, hostcall
 must also know how many workers there are, send a value only once that all rows share,
@@ -9,8 +9,8 @@ So each run on processes has a file, its leash:
 
   1. Before a worker begins a chunk, it appends the chunk's first row and its own
      process id to the file.
-  2. Before each row, it looks whether the file still exists, and stops if not.
-  3. This process deletes the file when no more rows shall begin.
+  2. Before each row, it checks that the file still exists, and stops if it does not.
+  3. This process deletes the file when no more rows may begin.
   4. If a worker dies, the file says which chunk it had.
 """
 
@@ -278,5 +278,6 @@ def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
     try:
         return fn(*args)
     except Exception as error:
-        error.add_note("hostcall: in a worker:\n" + traceback.format_exc().rstrip())
+        trace = traceback.format_exc().rstrip()
+        error.add_note(f"hostcall: the traceback in the worker:\n{trace}")
         raise

@@ -94,7 +94,9 @@ def run_chunk(
 
 
 def _dropped() -> Exception:
-    return futures.CancelledError("another row has failed, or the call is late")
+    return futures.CancelledError(
+        "hostcall: this row did not begin: another row failed, or the call is late"
+    )
 
 
 def _run_each(

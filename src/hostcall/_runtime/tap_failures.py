@@ -94,7 +94,7 @@ def _tell_in_full(
         name,
         f", row {row[0] if len(row) == 1 else row}" if row else "",
         place,
-        " (if it fails again, that is only counted here)" if count == IN_FULL else "",
+        " (its further failures are only counted here)" if count == IN_FULL else "",
         exc_info=error,
     )
 
@@ -105,7 +105,7 @@ def _tell_count(name: str, place: Any, at: _Place) -> None:
         at.logged, at.until = count, clock() + SECONDS
     if more:
         logger.error(
-            "tap `%s`, written at %s, failed %d more times, %d in all; the last: %s",
+            "tap `%s`, written at %s, failed %d more times (%d in all). Last error: %s",
             name,
             place,
             more,
@@ -142,7 +142,7 @@ def take_as_one() -> BaseException | None:
         return errors[0] if errors else None
     text = f"{len(errors) + more} taps failed"
     if more:
-        text += f"; {len(errors)} are here, the log has counted the others"
+        text += f"; {len(errors)} of the errors are here, and the log counts the rest"
     return BaseExceptionGroup(text, errors)
 
 

@@ -162,8 +162,8 @@ def _after_terminate() -> None:
     """
     if not delivery.flush(config.EXIT_TIMEOUT, "SIGTERM"):
         logger.warning(
-            "SIGTERM ends the process, and %d taps are lost: what is being delivered"
-            " has taken %g s",
+            "SIGTERM ends the process, and %d taps are lost: they were not delivered"
+            " within %g s",
             delivery.pending(),
             config.EXIT_TIMEOUT,
         )
