@@ -39,6 +39,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(
-        f"hostcall.host_callback has no {name!r}. It has what was documented of"
+        f"hostcall.host_callback has no {name!r}. It has the documented names of"
         f" jax.experimental.host_callback: {', '.join(__all__)}"
     )

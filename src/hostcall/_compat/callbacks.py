@@ -47,19 +47,19 @@ def pure_callback(
         *args: pytrees of arrays and numbers.
         sharding: in a jitted program over several devices, the single-device sharding
             of the device that calls.
-        vmap_method: "sequential", "sequential_unrolled", "expand_dims",
-            "broadcast_all", "legacy_vectorized"; without one, "sequential".
+        vmap_method: "sequential" (the default), "sequential_unrolled", "expand_dims",
+            "broadcast_all" or "legacy_vectorized".
         vectorized: the older form of `vmap_method`: True for "legacy_vectorized",
             False for "sequential".
         arrays: what `callback` gets: "jax" for jax.Arrays on hostcall's own CPU device,
             on which it may compute; "numpy" for NumPy arrays, ten times faster.
-        **kwargs: as `args`.
+        **kwargs: like `args`.
 
     Returns:
         jax.Arrays in the structure of `result_shape_dtypes`.
 
     Raises:
-        ValueError: 64-bit types outside of the 64-bit mode; another `vmap_method`;
+        ValueError: 64-bit types outside of 64-bit mode; an unknown `vmap_method`;
             under jvp, grad and transposition.
         jax.errors.JaxRuntimeError: when the program runs and `callback` fails, or
             returns another number of leaves, shape or dtype. `hostcall.reraise()` and
@@ -103,24 +103,24 @@ def io_callback(
 ) -> Any:
     """`jax.experimental.io_callback` on hostcall's engine.
 
-    If nothing comes back, prefer `hc.tap`, for which the program does not wait.
+    If the callback returns nothing, prefer `hc.tap`, for which programs do not wait.
     `hc.call` with an `order` has none of the restrictions below.
 
     Args:
-        callback: any function; it runs once each time the program comes to it.
+        callback: any function; it runs once each time the program reaches it.
         result_shape_dtypes: as in `hc.pure_callback`; None for no results.
         *args: pytrees of arrays and numbers.
         sharding: as in `hc.pure_callback`.
-        ordered: runs it after the ordered callback before it, across programs.
+        ordered: runs it after the previous ordered callback, across programs.
         arrays: as in `hc.pure_callback`.
-        **kwargs: as `args`.
+        **kwargs: like `args`.
 
     Returns:
         jax.Arrays in the structure of `result_shape_dtypes`.
 
     Raises:
-        ValueError: 64-bit types outside of the 64-bit mode; under jvp and
-            transposition; under vmap when ordered.
+        ValueError: 64-bit types outside of 64-bit mode; under jvp and transposition;
+            under vmap if ordered.
         NotImplementedError: under vmap of cond and of while_loop, and under remat.
         jax.errors.JaxRuntimeError: as from `hc.pure_callback`.
 
@@ -184,7 +184,7 @@ def call_back(
 
 
 def raw_keys(leaf: Any) -> Any:
-    """The leaf; for a typed PRNG key its block, which is what JAX's callbacks get."""
+    """Replaces a typed PRNG key by its block, which is what JAX's callbacks get."""
     if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
         return jax.random.key_data(leaf)
     return leaf

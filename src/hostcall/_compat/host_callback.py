@@ -47,15 +47,15 @@ _jax.define_old_flags(
         ),
         "jax_host_callback_outfeed": (
             False,
-            "Accepted, but without effect: there is one implementation, which has what"
-            " only the outfeed had (device_index, errors at barrier_wait).",
+            "Accepted, but has no effect: the only implementation supports what the"
+            " outfeed did (device_index, errors at barrier_wait).",
         ),
     }
 )
 
 
 class CallbackException(Exception):
-    """Raised by `barrier_wait` if callbacks have raised; the last one is its cause."""
+    """Raised by `barrier_wait` if callbacks raised; its cause is the last exception."""
 
 
 TapFunctionException = CallbackException
@@ -73,7 +73,7 @@ def id_tap(
     """Returns its argument, and calls `tap_func(arg, transforms)` on the host.
 
     The program does not wait for `tap_func`. On each device, taps are delivered in the
-    order in which the program comes to them.
+    order in which the program reaches them.
 
     Args:
         tap_func: gets `arg` with NumPy arrays, and the transformations that the tap
@@ -90,14 +90,14 @@ def id_tap(
 
     Raises:
         TypeError: other keywords are given, `tap_func` is not callable, or JAX does
-            not take a leaf. An exception of `tap_func` is logged, and raised by the
+            not accept a leaf. An exception of `tap_func` is logged, and raised by the
             next `barrier_wait`.
 
     Under transformations:
         vmap: one tap of the batch. jvp, grad: the primal values; if tangents are tapped
         (in a custom_jvp) and then transposed, the cotangents, with ("transpose", {}).
         With the flag jax_host_callback_ad_transforms, pairs of primals and tangents,
-        with ("jvp", {}). remat: again where the value is computed again. pmap,
+        with ("jvp", {}). remat: taps again where the value is recomputed. pmap,
         shard_map: each device taps its own values. jit over sharded arrays: once.
 
     Cost: that of `hostcall.tap`.
@@ -112,9 +112,8 @@ def id_tap(
         )
     if _jax.old_flag("jax_host_callback_ad_transforms"):
         warnings.warn(
-            "The flag jax_host_callback_ad_transforms is for programs that rely on it:"
-            " hostcall.derivatives.tap_tangent and tap_cotangent do this without a"
-            " flag",
+            "The flag jax_host_callback_ad_transforms exists for old programs. Use"
+            " hostcall.derivatives.tap_tangent and tap_cotangent, which need no flag",
             FutureWarning,
             stacklevel=2,
         )
@@ -147,8 +146,8 @@ def id_print(
 ) -> Any:
     r"""`id_tap` with a function that prints.
 
-    It prints a line of the keywords, sorted, with `transforms` and `device` among them;
-    then `arg`, with arrays as `numpy.array2string` writes them.
+    It prints one line with the sorted keywords, including `transforms` and `device`,
+    and then `arg`, with arrays formatted by `numpy.array2string`.
 
     Args:
         arg: as in `id_tap`.
@@ -255,7 +254,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
         logging_name: a name for the log.
 
     Raises:
-        CallbackException: callbacks have raised since the last time. Its text has the
+        CallbackException: callbacks have raised since the last call. Its text has the
             traceback of the last exception, which is its `__cause__`.
     """
     name = logging_name or ""
@@ -286,7 +285,7 @@ _followed: int | None = None
 
 
 def _follow_queue_flag() -> None:
-    """Bounds the queue of all taps by the old flag, once that has been set."""
+    """Sets the limit of the tap queue from the old flag, once that has been set."""
     global _followed
     size = _jax.old_flag("jax_host_callback_max_queue_byte_size")
     if size == _followed:
@@ -329,7 +328,7 @@ def _print_tap_func(
 
 
 def _document(value: Any, threshold: int | None) -> Any:
-    """A pytree as JAX's pretty printer lays it out: on one line if it fits."""
+    """Formats a pytree with JAX's pretty printer: on one line if it fits."""
     pp = _jax.pretty_printer
 
     def group(opening: str, parts: list[Any], closing: str) -> Any:

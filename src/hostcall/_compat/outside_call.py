@@ -2,8 +2,8 @@
 
 One primitive serves taps, which return their arguments, and calls. Instead of being
 transformed, it records each transformation: a batched tap is one tap of the whole
-batch, and its function is told that it was batched. When it is lowered, it becomes a
-tap or a call of this library.
+batch, and its function gets the list of transformations. When it is lowered, it becomes
+a tap or a call of this library.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Outside:
         with_device: whether the function takes the device as a keyword.
         arg_tree: the treedef of its argument.
         result_tree, avals: the treedef and the avals of a call's result.
-        device_index: in a program over several devices, which of them calls.
-        transforms: (name, ...) of each transformation, the first one first.
+        device_index: in a multi-device program, the index of the device that calls.
+        transforms: (name, ...) of each transformation, in the order of application.
     """
 
     fn: Static
@@ -72,14 +72,13 @@ class Outside:
 
 # --- On the host ---------------------------------------------------------------------
 
-_lock = (
-    threading.Lock()
-)  # guards `_last`: callbacks of several threads may fail at once
+# Guards `_last`: callbacks of several threads may fail at once.
+_lock = threading.Lock()
 _last: tuple[Exception, str] | None = None
 
 
 def take_last_exception() -> tuple[Exception, str] | None:
-    """The last exception of a callback and its traceback's text, which it forgets."""
+    """Returns and forgets the last exception of a callback, with its traceback text."""
     global _last
     with _lock:
         taken, _last = _last, None
@@ -134,7 +133,7 @@ def run(params: Outside, arrays: Any, device: Any) -> Any:
 
 
 def check_result(params: Outside, value: Any) -> tuple[np.ndarray, ...]:
-    """The leaves of a call's result, checked."""
+    """Checks a call's result and returns its leaves."""
     fn = params.fn.value
     leaves, tree = jax.tree.flatten(value)
     if tree != params.result_tree:
@@ -173,7 +172,7 @@ def inline() -> bool:
 
 
 def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
-    """Emits the tap or the call; `devices` are those of a program over several."""
+    """Emits the tap or call. `devices` is None except in a multi-device program."""
     if devices is not None and params.device_index >= len(devices):
         raise ValueError(
             f"hostcall: device_index={params.device_index}, but the program runs on"
@@ -294,7 +293,7 @@ def _transpose(cotangents: Any, *operands: Any, params: Outside) -> list[Any]:
 
 
 def _remat(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
-    """Taps in the forward pass, and again where its values are computed again."""
+    """Taps in the forward pass, and again where its values are recomputed."""
     del saveable
     n = len(eqn.outvars)
     residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
