@@ -32,7 +32,7 @@ def main() -> int:
     missing = missing_packages()
     if missing:
         print(
-            f"\nThe main job needs {' and '.join(missing)}. To install:"
+            f"\nThe demonstration needs {' and '.join(missing)}. Install with:"
             '\n  pip install "hostcall[demo]"',
             file=sys.stderr,
         )
@@ -49,29 +49,29 @@ def main() -> int:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m hostcall",
-        description="Says what works here, fits models to the record of lynx and hares"
-        " and to that of sunspots in JAX programs that call SciPy, checks the results"
-        " against plain SciPy, and times calls. `python -m hostcall run script.py` runs"
-        " a program with its callbacks on the engine.",
+        description="Reports what works on this machine, fits models to the records of"
+        " lynx and hares and of sunspots in JAX programs that call SciPy, checks the"
+        " results against plain SciPy, and times calls. `python -m hostcall run"
+        " script.py` runs a program with its callbacks on the engine.",
     )
     parser.add_argument(
         "--quick", action="store_true", help="fewer starts and steps, coarser times"
     )
-    parser.add_argument("--report", action="store_true", help="the report only")
+    parser.add_argument("--report", action="store_true", help="print only the report")
     parser.add_argument(
         "--plot",
         type=Path,
         default=Path("lynx_hare.png"),
         metavar="PATH",
-        help="where the plot of lynx and hares goes, a PNG (default: %(default)s here)",
+        help="the PNG file for the plot of lynx and hares (default: %(default)s)",
     )
     options = parser.parse_args()
     folder = options.plot.parent
     possible = folder.is_dir() and os.access(folder, os.W_OK)
     if not options.report and (options.plot.is_dir() or not possible):
         parser.error(
-            f"the plot can't be written to {options.plot}: that is a folder, or is in"
-            " none that may be written to. Say which file: --plot lynx_hare.png"
+            f"the plot can't be written to {options.plot}: it is a folder, or is not in"
+            " a folder that you can write to. Name a file: --plot lynx_hare.png"
         )
     return options
 

@@ -53,7 +53,7 @@ def test_the_main_job(run_python, tmp_path):
         assert f"\n{heading}" in out
     drawn = importlib.util.find_spec("matplotlib") is not None
     assert path.exists() == drawn
-    assert (str(path) if drawn else "left out without matplotlib") in out
+    assert (str(path) if drawn else "not drawn without matplotlib") in out
     assert out.endswith("All results agree with plain SciPy.\n")
 
 
@@ -75,5 +75,5 @@ def test_the_main_job_says_what_it_needs(run_python):
     """
     done = run_python(without_scipy, check=False)
     assert done.returncode == 1
-    assert "The main job needs scipy." in done.stderr
+    assert "The demonstration needs scipy." in done.stderr
     assert 'pip install "hostcall[demo]"' in done.stderr

@@ -18,7 +18,7 @@ from hostcall._cli.text import heading, line
 
 def costs(quick: bool) -> None:
     """Prints microseconds per call beside jax.pure_callback, measured in turns."""
-    heading("Microseconds a call, in compiled programs")
+    heading("Microseconds per call, in compiled programs")
     n, rounds = (100, 3) if quick else (1000, 7)
     print(f"  {'':<36} {'hostcall':>9} {'JAX':>9} {'ratio':>8}")
     for name, (call, x, times) in programs(n).items():
@@ -33,7 +33,7 @@ def costs(quick: bool) -> None:
 
 def logging(quick: bool) -> None:
     """Prints microseconds per step of one compiled loop in which each step logs."""
-    heading("Microseconds a step, in a compiled training loop that logs each")
+    heading("Microseconds per step, in a compiled training loop that logs each step")
     steps, rounds = (500, 2) if quick else (5000, 5)
     key = jax.random.key(0)
     inputs = jax.random.normal(key, (32, 8), jnp.float32)
@@ -106,10 +106,10 @@ def programs(n: int) -> dict[str, tuple[Program, Any, int]]:
     one, mib = jnp.float32(1), jnp.ones(1 << 18, jnp.float32)
     return {
         "scalar, in a loop": (loop, one, n),
-        "scalar, a row of a vmap": (rows, jnp.ones(n, jnp.float32), n),
+        "scalar, per row of a vmap": (rows, jnp.ones(n, jnp.float32), n),
         "a tree of 20 scalars, in a loop": (loop, (one,) * 20, n),
-        "scalar, a dispatched program each": (once, one, 1),
-        "1 MiB, a dispatched program each": (once, mib, 1),
+        "scalar, one program per call": (once, one, 1),
+        "1 MiB, one program per call": (once, mib, 1),
     }
 
 

@@ -29,7 +29,7 @@ def run(quick: bool, plot: Path) -> None:
     fit_lynx(quick, plot)
     check_bessel()
     fit_sunspots(quick)
-    print(f"\n  {calls('') - before} calls of SciPy, every one from a JAX program.")
+    print(f"\n  {calls('') - before} calls of SciPy, all from JAX programs.")
 
 
 def timed(program: Callable[[], Any]) -> tuple[Any, float]:
@@ -48,10 +48,10 @@ def calls(*names: str) -> int:
 # --- Lynx and hares -------------------------------------------------------------------
 
 RATES = {
-    "alpha, a year": "{:.3f}",
-    "beta, a year and thousand lynx": "{:.4f}",
-    "gamma, a year": "{:.3f}",
-    "delta, a year and thousand hares": "{:.4f}",
+    "alpha, per year": "{:.3f}",
+    "beta, per year and thousand lynx": "{:.4f}",
+    "gamma, per year": "{:.3f}",
+    "delta, per year and thousand hares": "{:.4f}",
 }
 
 
@@ -73,7 +73,7 @@ def fit_lynx(quick: bool, path: Path) -> None:
         "\n  Standard errors (+-) come from its Jacobian, by jacfwd."
     )
     fitted(best, spread, cost)
-    line("starts that end there", f"{np.sum(costs < cost * 1.001)} of {count}")
+    line("starts that reach this fit", f"{np.sum(costs < cost * 1.001)} of {count}")
     line("solves, each with all derivatives", number)
     line("time, with compilation", f"{seconds:.2f} s")
     lynx_checks(first, winner, best, cost)
@@ -127,7 +127,7 @@ def lynx_checks(first: np.ndarray, winner: int, best: np.ndarray, cost: float) -
 def plotted(path: Path, best: np.ndarray, spread: np.ndarray) -> str:
     """Draws the plot if matplotlib is there; returns what to print about it."""
     if importlib.util.find_spec("matplotlib") is None:
-        return 'left out without matplotlib: pip install "hostcall[demo]"'
+        return 'not drawn without matplotlib: pip install "hostcall[demo]"'
     lynx.plot(path, best, spread)
     return str(path)
 

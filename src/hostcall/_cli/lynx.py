@@ -93,7 +93,7 @@ def integrate(slope: Slope, first: np.ndarray, years: np.ndarray) -> np.ndarray:
         slope, span, first, "LSODA", t_eval=years, rtol=1e-10, atol=1e-10
     )
     if not found.success:
-        raise RuntimeError(f"LSODA gave up: {found.message}")
+        raise RuntimeError(f"LSODA failed: {found.message}")
     return found.y.T  # type: ignore[no-any-return]
 
 

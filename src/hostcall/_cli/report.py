@@ -18,7 +18,7 @@ from hostcall._cli.text import heading, line
 
 
 def engine_answers(device: jax.Device) -> str:
-    """Tries the engine on a device with a callback in a compiled loop that counts."""
+    """Tries the engine on a device: a compiled loop counts with a callback."""
     seen = []
     result = jax.ShapeDtypeStruct((), np.float32)
 
@@ -33,9 +33,9 @@ def engine_answers(device: jax.Device) -> str:
     x = jax.device_put(np.float32(0), device)
     total = float(program(x))
     if total != 3.0 or seen != [0.0, 1.0, 2.0]:
-        return f"BROKEN: calls gave {total}, and got {seen}"
+        return f"BROKEN: the program returned {total}, and its calls got {seen}"
     if "hostcall_call" not in program.lower(x).as_text():
-        return "not used: calls work, through JAX's own callback"
+        return "not used: calls run through JAX's own callback"
     return "works (tried: ordered calls in a compiled loop)"
 
 
@@ -66,7 +66,7 @@ def report() -> tuple[str, str]:
     line("engine on cpu", cpu)
     gpu = engine_on_gpu(jax.devices())
     line("engine on gpu", gpu)
-    line("calls under way", len(hc.monitor.status()))
+    line("running calls", len(hc.monitor.status()))
     return cpu, gpu
 
 

@@ -32,13 +32,15 @@ def main(arguments: Sequence[str]) -> None:
         "--arrays",
         choices=["jax", "numpy"],
         default="jax",
-        help="what callbacks get (default: jax)",
+        help="the arrays that callbacks get (default: jax)",
     )
     parser.add_argument(
-        "-m", dest="module", action="store_true", help="PROGRAM is a module's name"
+        "-m", dest="module", action="store_true", help="program is a module's name"
     )
     parser.add_argument("program", help="a script, or a module with -m")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="the program's own")
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, help="the program's own arguments"
+    )
     options = parser.parse_args(arguments)
     home = os.getcwd()
     if not options.module:

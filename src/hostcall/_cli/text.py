@@ -20,5 +20,6 @@ def line(name: str, value: object) -> None:
 def close(ours: Array, plain: Array, tolerance: float) -> float:
     """Asserts that the largest difference is within the tolerance, and returns it."""
     difference = float(np.max(np.abs(np.asarray(ours) - np.asarray(plain))))
-    assert difference <= tolerance, f"differs by {difference}, allowed is {tolerance}"
+    said = f"the results differ by {difference}, which is more than {tolerance}"
+    assert difference <= tolerance, said
     return difference
