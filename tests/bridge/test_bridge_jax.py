@@ -559,7 +559,7 @@ def test_refusals():
     ):
         hc.bridge.jax(3)
     f = hc.bridge.jax(model)
-    text = r"`model` is a bridge.* it takes no defjvp. For a rule of your own make"
+    text = r"`model` is a bridge.* it takes no defjvp. To give a rule yourself, make"
     with pytest.raises(hc.errors.SpecError, match=text):
         f.defjvp(lambda p, t: t)
     with pytest.raises(hc.errors.SpecError, match="it takes no defbatch"):

@@ -501,7 +501,7 @@ def test_a_module_that_is_called_wrong():
     f = bridge(torch.nn.BatchNorm1d(4))
     x = np.ones((2, 4), np.float32)
     for args, text in (
-        ((x,), r"with a dict of its parameters first, got ndarray. Write f\(f.param"),
+        ((x,), r"should be a dict of its parameters, got ndarray. Write f\(f.param"),
         ((), "got nothing"),
         (({"no": x}, x), r"no parameters or buffers \['no'\]. It has \['weight', "),
     ):
@@ -559,7 +559,11 @@ WRONG = {
     "no tensor": (lambda t: (t, "no"), {}, "builtins.str, which is neither a tensor"),
     "a named tuple": (lambda t: t.max(0), {}, r"return_types.max.*tuple\(x.max\(0\)\)"),
     "fails": (lambda t: t @ torch.ones(3), {}, "failed on zeros: RuntimeError"),
-    "derivatives=": (wave, {"derivatives": -1}, "highest order, 0 for none, got -1"),
+    "derivatives=": (
+        wave,
+        {"derivatives": -1},
+        "order of derivatives, 0 for none, got -1",
+    ),
     "lend=": (wave, {"lend": "out"}, "lend= of `wave` should be True or False"),
     "result=": (wave, {"result": "guess"}, "The only string it takes is 'infer'"),
     "vmap_method=": (wave, {"vmap_method": "x"}, "should be one of 'sequential'"),
@@ -576,7 +580,7 @@ def test_wrong_arguments(fn, options, text):
 def test_arguments_that_torch_has_not():
     for value, text in (
         (torch.ones(2), r"called with a torch.Tensor. .* pass jnp.asarray\(tensor"),
-        (jax.random.key(0), "a key of jax.random.*pass the numbers"),
+        (jax.random.key(0), "a jax.random key.*Draw the numbers in JAX"),
         (jnp.ones(2, jnp.int4), r"torch has no tensors of int4.*x.astype\('int8'\)"),
     ):
         with pytest.raises(hc.errors.SpecError, match=text):
@@ -610,7 +614,7 @@ def test_derivatives_that_are_not_there():
         (1, jax.hessian),
         (2, lambda f: jax.jacfwd(jax.hessian(f))),
     ):
-        text = f"made with derivatives={order}: .* derivatives={order + 1}\\)"
+        text = f"made with derivatives={order}. .* derivatives={order + 1}\\)"
         with pytest.raises(hc.errors.DerivativeError, match=text):
             of(bridge(square, derivatives=order))(X)
     for way in WAYS.values():

@@ -28,8 +28,9 @@ def of_autograd(
     executor: Any = None,
     name: str | None = None,
 ) -> Any:
-    """Makes a host function of one written with HIPS autograd's NumPy; autograd gives
-    its derivatives.
+    """Makes a host function from one written with HIPS autograd's NumPy.
+
+    Autograd gives its derivatives.
 
         import autograd.numpy as anp
 
@@ -45,8 +46,8 @@ def of_autograd(
             it, `autograd` returns a decorator.
         result: as in `hc.host`; by default "infer", from a run on zeros for each new
             set of shapes.
-        derivatives: how many times it may be differentiated. Autograd differentiates
-            its own derivatives, so any number will do. With 1, the graph of the forward
+        derivatives: how many times it can be differentiated. Autograd differentiates
+            its own derivatives, so any number works. With 1, the graph of the forward
             pass waits on the host for the backward pass; with more, the backward pass
             makes it again.
         vmap_method: "sequential" (default) or "parallel": autograd has no batches.
@@ -86,8 +87,8 @@ def of_autograd(
     make_thread_safe()
     if not isinstance(derivatives, int) or derivatives < 0:
         raise SpecError(
-            f"hostcall: derivatives= of `{shown}` should be how many times it may be"
-            f" differentiated, 0 or more, got {derivatives!r}"
+            f"hostcall: derivatives= of `{shown}` should be the number of times that it"
+            f" can be differentiated, 0 or more, got {derivatives!r}"
         )
     if vmap_method not in (None, "sequential", "sequential_unrolled", "parallel"):
         raise SpecError(

@@ -17,8 +17,8 @@ from hostcall.bridge._programs import Program, Struct, has_tangent, pick_moving
 def make_thread_safe() -> None:
     """Gives each thread its own count of nested traces.
 
-    Autograd has one count for the process. If two threads trace at once, one takes an
-    inner variable for an outer one, and its derivative is silently wrong.
+    Autograd has one count for the process. If two threads trace at once, one confuses
+    an inner variable with an outer one, and its derivative is silently wrong.
     """
     from autograd import tracer
 
@@ -46,8 +46,8 @@ class OfFlat(Program):
         self.in_avals, self.out_avals = in_avals, out_avals
         self.derivatives = derivatives
         self.advice = advice or (
-            f"`{name}` is made with derivatives={derivatives}. Say how often it may be"
-            " differentiated: hc.bridge.autograd(fn, derivatives=n)"
+            f"`{name}` was made with derivatives={derivatives}. To differentiate it"
+            " more often, write hc.bridge.autograd(fn, derivatives=n)"
         )
 
     def run(self, *arrays: Any) -> list[Any]:
@@ -105,7 +105,7 @@ class OfFlat(Program):
         back = iter(pullback(pick_moving(cotangents, self.out_avals)))
         return tuple(next(back) if has_tangent(a) else None for a in self.in_avals)
 
-    # --- By autograd ----------------------------------------------------------------
+    # --- Derivatives by autograd ----------------------------------------------------
 
     def _jvp_at(self, args: Sequence[Any], tangents: Sequence[Any]) -> Any:
         from autograd import make_jvp

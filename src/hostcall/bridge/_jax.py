@@ -39,15 +39,15 @@ def on_device(
             that it closes over are constants. Without it, `jax` returns a decorator.
         device: a `jax.Device` of this process; None for hostcall's own CPU device for
             host code. If the calling program is on a CPU, a CPU device of the process
-            stands for hostcall's own one too: a CPU client runs a few dozen programs at
-            a time, and if all of them wait for another on the same client, they wait
-            for ever. A CPU client that you made yourself is used as it is.
+            also stands for hostcall's own one: a CPU client runs a few dozen programs
+            at a time, and if all of them wait for another on the same client, they wait
+            forever. A CPU client that you made yourself is used as it is.
         timeout: as in `hc.call`: seconds for one run, compilation included.
         name: the function's name in messages.
 
     Returns:
-        A `HostFunction`, called as `fn`, with keyword arguments too. Its results are
-        those of `fn`; weakly typed numbers come back strongly typed.
+        A `HostFunction`, called like `fn`, also with keyword arguments. Its results are
+        those of `fn`, but weakly typed numbers become strongly typed.
 
     Raises:
         SpecError: `device` is not a device of this process.
@@ -84,9 +84,9 @@ def on_device(
         )
     if device is not None and device.process_index != jax.process_index():
         raise SpecError(
-            f"hostcall: device= of `{shown}` is {device}, of process"
-            f" {device.process_index}; this is process {jax.process_index()}. Give one"
-            " of jax.local_devices()"
+            f"hostcall: device= of `{shown}` is {device}, which belongs to process"
+            f" {device.process_index}, but this is process {jax.process_index()}. Pass"
+            " one of jax.local_devices()"
         )
     return OnDevice(fn, device=device, name=name, timeout=timeout)
 

@@ -112,7 +112,7 @@ class Place:
 
     A CPU client runs only a limited number of programs at a time on a device, and each
     of them may be one that waits for this one. With 20 programs in flight on each of
-    four devices, each waiting for one on the next device, all would wait for ever. So a
+    four devices, each waiting for one on the next device, all would wait forever. So a
     program that a CPU calls never runs on the process's own CPU client.
     """
 

@@ -200,8 +200,8 @@ class Bridged(HostFunction[..., Any]):
     def _add(self, kind: str, rule: Any) -> NoReturn:
         del rule
         raise SpecError(
-            f"hostcall: `{self.__name__}` is a bridge, and the other library gives its"
-            f" derivatives: it takes no def{kind}. For a rule of your own make a"
+            f"hostcall: `{self.__name__}` is a bridge, whose rules come from the other"
+            f" library, so it takes no def{kind}. To give a rule yourself, make the"
             " function with hc.host"
         )
 

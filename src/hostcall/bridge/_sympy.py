@@ -23,7 +23,7 @@ def of_sympy(
     timeout: float | None = None,
     name: str | None = None,
 ) -> HostFunction[..., Any]:
-    """Makes a host function of a SymPy expression; SymPy gives its derivatives.
+    """Makes a host function from a SymPy expression; SymPy gives its derivatives.
 
         n, x = sympy.symbols("n x")
         f = hc.bridge.sympy(sympy.besselj(n, x) / x, (n, x))
@@ -33,7 +33,7 @@ def of_sympy(
 
     Args:
         expr: an expression, a list or tuple of them, or a Matrix. Integrals, sums and
-            derivatives in it must have been carried out: `expr.doit()`.
+            derivatives in it must have been evaluated: `expr.doit()`.
         symbols: a Symbol, or a list of the symbols in `expr`: the arguments, in order.
         modules: as in `sympy.lambdify`: the modules that evaluate the functions in
             `expr`.
@@ -75,13 +75,13 @@ def of_sympy(
     names = (symbols,) if isinstance(symbols, sympy.Symbol) else tuple(symbols)
     if not names or not all(isinstance(s, sympy.Symbol) for s in names):
         raise SpecError(
-            f"hostcall: the second argument of hc.bridge.sympy should be a Symbol, or"
-            f" a list of those that are its arguments, got {symbols!r}"
+            f"hostcall: the second argument of hc.bridge.sympy should be a Symbol, or a"
+            f" list of the Symbols that are its arguments, got {symbols!r}"
         )
     if len(set(names)) != len(names):
         raise SpecError(
             f"hostcall: the second argument of hc.bridge.sympy names a symbol twice:"
-            f" {names}. Each is one argument"
+            f" {names}. Each symbol is one argument"
         )
     outs, form = _parts(expr)
     shown = name or _short(expr)
@@ -90,8 +90,8 @@ def of_sympy(
         given = ", ".join(sorted(map(str, others)))
         raise SpecError(
             f"hostcall: `{shown}` has the symbols {given}, which are not among its"
-            f" arguments {names}. Name them in the second argument of hc.bridge.sympy,"
-            " or put numbers in: expr.subs(...)"
+            f" arguments {names}. Add them to the second argument of hc.bridge.sympy,"
+            " or replace them by numbers with expr.subs(...)"
         )
     found = _Expressions(shown, tuple(outs), form, names, modules, timeout)
     return OfSympy(found)
@@ -128,7 +128,7 @@ class OfSympy(HostFunction[..., Any]):
 
 
 def _is_of_step(part: Any) -> bool:
-    """Whether SymPy left this derivative undone because it is zero but at a step."""
+    """Whether this is a derivative of a step, which SymPy leaves unevaluated."""
     import sympy
 
     return isinstance(part, sympy.Derivative) and isinstance(
@@ -184,7 +184,7 @@ class _Expressions:
         if sorted(kwargs) != sorted(left):
             raise SpecError(
                 f"hostcall: `{self.name}` takes an array for each of {self.symbols},"
-                f" got {len(args)} and the keywords {sorted(kwargs)}"
+                f" got {len(args)} by position and the keywords {sorted(kwargs)}"
             )
         return (*args, *(kwargs[name] for name in left))
 
@@ -203,7 +203,8 @@ class _Expressions:
             if symbol.is_extended_real and jnp.iscomplexobj(arg):
                 raise SpecError(
                     f"hostcall: `{self.name}` got a complex array for {symbol}, which"
-                    f" is declared real. Drop real=: sympy.Symbol({str(symbol)!r})"
+                    " is declared real. Declare it as"
+                    f" sympy.Symbol({str(symbol)!r})"
                 )
         rank = max(np.ndim(arg) for arg in args)
         return [
@@ -237,15 +238,15 @@ class _Expressions:
                 back[to[symbol]] = symbol
         by = self.symbols[number]
         found = [e.xreplace(to).diff(to.get(by, by)).doit() for e in self.outs]
-        # The derivative of a step is zero everywhere but at the step.
+        # The derivative of a step is zero except at the step itself.
         found = [e.replace(sympy.DiracDelta, lambda *_: sympy.S.Zero) for e in found]
         found = [e.replace(_is_of_step, lambda _: sympy.S.Zero).doit() for e in found]
         for out, slope in zip(self.outs, found, strict=True):
             if slope.has(sympy.Derivative, sympy.Subs):
                 raise DerivativeError(
-                    f"hostcall: SymPy has no derivative of {out} by {by}: it gives"
-                    f" {slope.xreplace(back)}. Write it with functions that SymPy can"
-                    " differentiate; or keep this derivative out with"
+                    f"hostcall: SymPy can't differentiate {out} with respect to {by}:"
+                    f" it returns {slope.xreplace(back)}. Use functions that SymPy can"
+                    " differentiate, or keep this derivative out with"
                     " jax.lax.stop_gradient"
                 )
         at = [k for k, slope in enumerate(found) if slope != 0]

@@ -20,8 +20,8 @@ def code_of(
     for out in outs:
         for part in out.atoms(*undone):
             raise SpecError(
-                f"hostcall: `{name}` has {part}, which SymPy has not carried out:"
-                " arrays can't be put into it. Try expr.doit()"
+                f"hostcall: `{name}` contains {part}, which SymPy has not evaluated, so"
+                " it can't be computed from arrays. Try expr.doit()"
             )
     # SciPy's factorial is zero for negative numbers; the gamma function is right there.
     outs = tuple(o.replace(sympy.factorial, lambda n: sympy.gamma(n + 1)) for o in outs)
@@ -30,14 +30,14 @@ def code_of(
         code = sympy.lambdify(symbols, outs, modules=given, cse=True)
     except NotImplementedError as error:
         raise SpecError(
-            f"hostcall: SymPy can't write `{name}` as code: {error}"
+            f"hostcall: SymPy can't generate code for `{name}`: {error}"
         ) from error
     names = code.__code__.co_names
     lost = [n for n in names if n not in code.__globals__ and n not in vars(builtins)]
     if lost:
         raise SpecError(
-            f"hostcall: `{name}` has {', '.join(lost)}, which {modules}"
-            " don't have. Give a function that computes it on NumPy arrays:"
+            f"hostcall: `{name}` uses {', '.join(lost)}, which {modules}"
+            " don't have. Pass a function that computes it on NumPy arrays:"
             f" modules=[{{{lost[0]!r}: function}}, 'scipy', 'numpy']"
         )
     return code
@@ -86,7 +86,7 @@ class Evaluate:
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    """The array as a floating one, of a width that SciPy computes in."""
+    """Converts the array to a floating dtype that SciPy computes in."""
     if x.dtype.kind in "biu":
         return x.astype(np.float64)
     known = x.dtype.kind == "c" or x.dtype in (np.float32, np.float64)
@@ -94,7 +94,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _real(value: Any) -> Any:
-    """The real value; NaN if it is truly complex.
+    """The real part; NaN where the value is truly complex.
 
     SciPy gives complex numbers for some functions of real arguments, often with a zero
     imaginary part.

@@ -34,8 +34,9 @@ def value_and_grad(
     executor: Any = None,
     name: str | None = None,
 ) -> Any:
-    """Makes a host function of one that returns (value, gradient), which is the form
-    that optimisers take and solvers of adjoint equations give.
+    """Makes a host function from one that returns (value, gradient).
+
+    Optimisers take functions of this form, and adjoint solvers have it.
 
         @hc.bridge.value_and_grad
         def misfit(model, data):
@@ -136,8 +137,8 @@ class _Both:
             raise ResultError(
                 f"hostcall: the gradient that `{self.name}` returned should be a tuple"
                 f" of {len(moving)}, one entry for each of the arguments {moving} (None"
-                f" for zero), got {type(gradient).__name__}. Arguments without a"
-                " gradient go to nondiff="
+                f" for zero), got {type(gradient).__name__}. Name arguments without a"
+                " gradient in nondiff="
             )
         found: list[Any] = []
         for position, part in zip(moving, each, strict=True):
@@ -180,8 +181,8 @@ class _Both:
         except (ValueError, TypeError) as error:
             raise ResultError(
                 f"hostcall: the gradient that `{self.name}` returned for argument"
-                f" {position} should have its structure, {treedef}, got"
-                f" {tree.tree_structure(part)}"
+                f" {position} should have the structure of that argument, {treedef},"
+                f" got {tree.tree_structure(part)}"
             ) from error
         return [g for g, x in zip(parts, leaves, strict=True) if _floating(x)]
 
@@ -194,10 +195,11 @@ class _Both:
     def again(self, primals: Any, tangents: Any) -> NoReturn:
         del primals, tangents
         raise DerivativeError(
-            f"hostcall: `{self.name}` is differentiated twice, and gives its first"
-            " derivative only (hc.bridge.value_and_grad). Make the gradient itself a"
-            " function with rules (hc.host), and use it in a rule of JAX code; or keep"
-            " the second derivative out with jax.lax.stop_gradient"
+            f"hostcall: `{self.name}` is differentiated twice, but"
+            " hc.bridge.value_and_grad gives only its first derivative. Make the"
+            " gradient a function with rules of its own (hc.host), and call it in a"
+            " rule written in JAX code; or keep the second derivative out with"
+            " jax.lax.stop_gradient"
         )
 
 
@@ -239,9 +241,9 @@ class _Rule:
         if any(jnp.iscomplexobj(x) for x in there):
             raise SpecError(
                 f"hostcall: `{self.both.name}` is differentiated with respect to a"
-                " complex argument, and nothing says by which convention it returns the"
-                " gradient of one. Give it real and imaginary parts, or name the"
-                " argument in nondiff="
+                " complex argument. There are two conventions for its gradient, and"
+                " hostcall can't know which one the function follows. Pass the real and"
+                " imaginary parts instead, or name the argument in nondiff="
             )
         value, gradients = self.pair(*primals)
         moving = self.both.moving(primals)

@@ -23,7 +23,7 @@ def torch(
     name: str | None = None,
     nondiff: int | tuple[int, ...] = (),
 ) -> Any:
-    """Makes a host function of a torch function or an nn.Module.
+    """Makes a host function from a torch function or an nn.Module.
 
         f = hc.bridge.torch(lambda x: x * torch.sin(x))
         jax.jit(jax.grad(lambda x: f(x).sum()))(x)
@@ -47,10 +47,9 @@ def torch(
             always gets copies.
         vmap_method: as in `hc.call`; or "torch": the batch is one host call of
             torch.func.vmap(fn), and so is a derivative of it.
-        derivatives: up to which order it has derivatives. 0: none. 1: by torch
-            autograd, with its graph on the host between the forward and the backward
-            pass. n: derivatives of derivatives too; each order computes the forward
-            pass again.
+        derivatives: the highest order of derivatives. 0: none. 1: by torch autograd,
+            with its graph on the host between the forward and the backward pass. n:
+            also derivatives of derivatives; each order computes the forward pass again.
         lend: True: tensors are views of XLA's memory, which `fn` must not keep. False:
             they are copies.
         timeout: as in `hc.call`.
@@ -101,15 +100,15 @@ def torch(
         return functools.partial(torch, **options)
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError(
-            "hostcall: hc.bridge.torch needs PyTorch, which is not installed. Type"
-            ' pip install "hostcall[torch]"',
+            "hostcall: hc.bridge.torch needs PyTorch, which is not installed. Install"
+            ' it: pip install "hostcall[torch]"',
             name="torch",
         )
     shown = name or check_function(fn, "hc.bridge.torch(fn)")
     if type(derivatives) is not int or derivatives < 0:
         raise SpecError(
-            f"hostcall: derivatives= of `{shown}` should be the highest order, 0 for"
-            f" none, got {derivatives!r}"
+            f"hostcall: derivatives= of `{shown}` should be the highest order of"
+            f" derivatives, 0 for none, got {derivatives!r}"
         )
     if lend not in (False, True):
         raise SpecError(

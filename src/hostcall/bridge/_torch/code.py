@@ -1,6 +1,6 @@
-"""Functions of tensors: the user's, and those that torch.func makes of it.
+"""Functions of tensors: the user's, and those that torch.func makes from it.
 
-    Plain       what the user gave
+    Plain       the user's function
     Module      an nn.Module, with its parameters as the first argument
     Mapped      a batch of another, by torch.func.vmap
     Pulled      cotangents through another, by torch.func.vjp
@@ -86,15 +86,15 @@ class Plain:
         for leaf in tree.tree_leaves(args):
             if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
                 raise SpecError(
-                    "hostcall: a function of hc.bridge.torch was called with a key of"
-                    " jax.random, which torch has no use for. Draw in JAX and pass the"
-                    " numbers; or pass jax.random.key_data(key)"
+                    "hostcall: a function of hc.bridge.torch was called with a"
+                    " jax.random key, which torch can't use. Draw the numbers in JAX"
+                    " and pass them, or pass jax.random.key_data(key)"
                 )
             if isinstance(leaf, torch.Tensor):
                 raise SpecError(
                     "hostcall: a function of hc.bridge.torch was called with a"
-                    " torch.Tensor. It takes JAX's and NumPy's arrays, as any function"
-                    " in JAX code: pass jnp.asarray(tensor.numpy(force=True))"
+                    " torch.Tensor. Like any function in JAX code, it takes JAX and"
+                    " NumPy arrays: pass jnp.asarray(tensor.numpy(force=True))"
                 )
 
 
@@ -132,8 +132,8 @@ class Module(Plain):
         except Exception as error:
             raise SpecError(
                 f"hostcall: `{type(self.fn).__qualname__}` can't be copied"
-                f" ({type(error).__name__}: {error}), and calls at the same time need a"
-                " module each. Bridge a function of it: hc.bridge.torch(lambda"
+                f" ({type(error).__name__}: {error}), but concurrent calls need a copy"
+                " each. Bridge a function that calls it: hc.bridge.torch(lambda"
                 " params, x: torch.func.functional_call(module, params, (x,)))"
             ) from error
 
@@ -169,8 +169,9 @@ class Module(Plain):
         name = type(self.fn).__qualname__
         if not args or not isinstance(args[0], Mapping):
             raise SpecError(
-                f"hostcall: the module `{name}` is called with a dict of its parameters"
-                f" first, got {type(args[0]).__name__ if args else 'nothing'}. Write"
+                f"hostcall: the first argument of the module `{name}` should be a dict"
+                " of its parameters, got"
+                f" {type(args[0]).__name__ if args else 'nothing'}. Write"
                 " f(f.parameters(), x), or f({}, x) to use the module's own parameters"
             )
         unknown = [key for key in args[0] if key not in self.names]

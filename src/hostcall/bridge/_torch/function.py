@@ -55,7 +55,7 @@ def make(fn: Callable[..., Any], *, name: str | None, **options: Any) -> TorchFu
     on_host.__qualname__ = shown
     on_host.hostcall_source = source_of(fn)
     advice = (
-        f"It was made with derivatives={options['derivatives']}: write"
+        f"It was made with derivatives={options['derivatives']}. Write"
         f" hc.bridge.torch(fn, derivatives={options['derivatives'] + 1}), or keep the"
         " derivative out with jax.lax.stop_gradient on its arguments"
     )
@@ -66,7 +66,7 @@ class TorchFunction(HostFunction[..., Any]):
     """A torch function in JAX programs. `hc.bridge.torch` makes it.
 
     Attributes:
-        derivatives: up to which order it has derivatives.
+        derivatives: the highest order of its derivatives.
     """
 
     _NOT_PICKLED = (*HostFunction._NOT_PICKLED, "_pulled", "_pushed", "_mapped")

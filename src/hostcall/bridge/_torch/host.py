@@ -135,8 +135,8 @@ def backward(
     if not all(x.requires_grad for x in inputs):
         raise DerivativeError(
             "hostcall: a module of hc.bridge.torch is differentiated with respect to"
-            " one of its buffers, which have no derivative. Give jax.grad the"
-            " parameters alone: lambda params: f({**params, **buffers}, x)"
+            " one of its buffers, which have no derivative. Differentiate with respect"
+            " to the parameters only: lambda params: f({**params, **buffers}, x)"
         )
     if not outs:
         return [None] * len(inputs)

@@ -122,8 +122,7 @@ def struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def varying(what: str) -> str:
     return (
-        "hostcall: the shapes of what a function of hc.bridge.torch returns seem to"
-        f" depend on values: {what}. A compiled program needs shapes that are always"
-        " the same: return a mask, or pad. If they always are, declare them with"
-        " result="
+        "hostcall: the result shapes of a function of hc.bridge.torch seem to depend on"
+        f" values: {what}. A compiled program needs fixed shapes: return a mask, or pad"
+        " the result. If the shapes are in fact fixed, declare them with result="
     )

@@ -132,8 +132,8 @@ def check_unwritten(tensors: list[torch.Tensor], name: str) -> None:
     for number, lent in enumerate(tensors):
         if lent._version:
             raise ResultError(
-                f"hostcall: `{name}` wrote to its array argument {number} in place, and"
+                f"hostcall: `{name}` wrote to its array argument {number} in place, but"
                 " did not when its shapes were found, so it was lent the program's own"
                 " memory, which is now changed. A function must do the same each time:"
-                " write x = x.clone() first, or give hc.bridge.torch(..., lend=False)"
+                " write x = x.clone() first, or pass lend=False to hc.bridge.torch"
             )
