@@ -29,6 +29,8 @@ reports: list[BaseException] = []  # failures of programs, for the barrier to ra
 def start() -> None:
     """Starts the worker, once. Does nothing in a forked child, which takes no taps."""
     global _thread
+    # `_thread` is set once and never cleared, except in a forked child, so the first
+    # look needs no lock. It saves one for every lowering.
     if _thread is not None or _native.forked():
         return
     with _lock:
@@ -61,7 +63,7 @@ def flush(timeout: float | None, who: str) -> bool:
     """Waits until all taps that are queued now are delivered. False after `timeout`."""
     refuse_inside_a_tap(who)
     if _thread is None:
-        return True
+        return True  # no tap was ever lowered, so none can be queued
     mark = _native.tap_mark()
     end = None if timeout is None else time.monotonic() + timeout
     while True:

@@ -43,6 +43,8 @@ def until_failure(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function, updated=())
     def checked(*args: Any, **kwargs: Any) -> Any:
+        # Without the lock: `_first` is set once. A call that reads None here began
+        # before the failure was noted, as if it had been made earlier.
         if _first is not None:
             raise _refusal()
         return function(*args, **kwargs)

@@ -237,6 +237,8 @@ class _Run:
             self._end = time.monotonic() + timeout
         try:
             try:
+                # Before anything is submitted: a chunk looks its run up here. No lock,
+                # since each run has its own key.
                 _under_way[self._number] = self
                 self._workers.open()
                 self._run(describe)
@@ -308,6 +310,8 @@ class _Run:
             if error is None:
                 self._values[chunk.start : chunk.stop] = value
             elif self._failed is None or chunk.start < self._failed[0].start:
+                # `until` first: a chunk that can't be cancelled any more reads it
+                # before each of its rows.
                 self._failed, self.until = (chunk, error), chunk.start
                 started = self._started.items()
                 self._workers.cancel([t for t, c in started if c.start > self.until])

@@ -5,8 +5,8 @@ three failures of each tap are logged in full. After that, one line a second say
 many more there were, with the newest one; the end of each wait for taps logs such a
 line too. The next barrier raises a few of the exceptions and says how many there were.
 
-`_lock` protects `_places`, `_failures` and `_forgotten`: the worker adds failures while
-other threads log counts or take the exceptions. Logging is done outside the lock.
+`_lock` protects `_tallies`, `_failures` and `_forgotten`: the worker adds failures
+while other threads log counts or take the exceptions. Logging is done outside the lock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = logging.getLogger("hostcall")
 
 IN_FULL = 3
 SECONDS = 1.0  # between two lines for one tap
-_PLACES_AT_MOST = 1024
+_TALLIES_AT_MOST = 1024
 
 clock = time.monotonic  # tests replace it
 
 
 @dataclass
-class _Place:
+class _Tally:
     """The failures of one tap since the last barrier that raised.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Place:
 
 
 _lock = threading.Lock()
-_places: dict[tuple[str, Any], _Place] = {}
+_tallies: dict[tuple[str, Any], _Tally] = {}
 _failures: list[BaseException] = []
 _forgotten = 0  # how many failures are not in `_failures`
 
@@ -55,35 +55,35 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
     """Logs the exception of a tap, and keeps it for the next barrier."""
     global _forgotten
     failures.keep(error)
-    if len(_places) >= _PLACES_AT_MOST:
+    if len(_tallies) >= _TALLIES_AT_MOST:
         tell_counts()
     with _lock:
-        if len(_places) >= _PLACES_AT_MOST:
-            _places.clear()
-        at = _places.setdefault((name, place), _Place())
-        at.count += 1
-        if _is_kept(at, error):
+        if len(_tallies) >= _TALLIES_AT_MOST:
+            _tallies.clear()
+        tally = _tallies.setdefault((name, place), _Tally())
+        tally.count += 1
+        if _is_kept(tally, error):
             _failures.append(error)
         else:
             _forgotten += 1
-        count = at.count
+        count = tally.count
         if count <= IN_FULL:
-            at.logged, at.until = count, clock() + SECONDS
+            tally.logged, tally.until = count, clock() + SECONDS
     if count <= IN_FULL:
         _tell_in_full(name, place, error, row, count)
     else:
-        at.newest = failures.summary(error)[:500]
-        if clock() >= at.until:
-            _tell_count(name, place, at)
+        tally.newest = failures.summary(error)[:500]
+        if clock() >= tally.until:
+            _tell_count(name, place, tally)
 
 
-def _is_kept(at: _Place, error: BaseException) -> bool:
+def _is_kept(tally: _Tally, error: BaseException) -> bool:
     if len(_failures) < config.KEPT_TAP_ERRORS:
         return True
     # The first failure of a tap, or a KeyboardInterrupt, is kept even if other taps
     # have filled the list.
     few = len(_failures) < 4 * config.KEPT_TAP_ERRORS
-    return few and (at.count == 1 or not isinstance(error, Exception))
+    return few and (tally.count == 1 or not isinstance(error, Exception))
 
 
 def _tell_in_full(
@@ -99,10 +99,10 @@ def _tell_in_full(
     )
 
 
-def _tell_count(name: str, place: Any, at: _Place) -> None:
+def _tell_count(name: str, place: Any, tally: _Tally) -> None:
     with _lock:
-        count, more = at.count, at.count - at.logged
-        at.logged, at.until = count, clock() + SECONDS
+        count, more = tally.count, tally.count - tally.logged
+        tally.logged, tally.until = count, clock() + SECONDS
     if more:
         logger.error(
             "tap `%s`, written at %s, failed %d more times (%d in all). Last error: %s",
@@ -110,14 +110,14 @@ def _tell_count(name: str, place: Any, at: _Place) -> None:
             place,
             more,
             count,
-            at.newest,
+            tally.newest,
         )
 
 
 def tell_counts() -> None:
     """Logs the failures that have only been counted so far."""
-    for (name, place), at in list(_places.items()):
-        _tell_count(name, place, at)
+    for (name, place), tally in list(_tallies.items()):
+        _tell_count(name, place, tally)
 
 
 def take() -> tuple[list[BaseException], int]:
@@ -128,7 +128,7 @@ def take() -> tuple[list[BaseException], int]:
     with _lock:
         taken, more = list(_failures), _forgotten
         _failures.clear()
-        _places.clear()
+        _tallies.clear()
         _forgotten = 0
     for error in taken:
         failures.hand_over(error)

@@ -112,6 +112,7 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         while True:
             self.jobs.get()()
+            # Only now can another call get this worker, so a late job delays no other.
             with _lock:
                 _idle.append(self)
 
@@ -141,13 +142,14 @@ def run_with_timeout(
                 outcome.append((context.run(fn), None))
         except BaseException as error:
             outcome.append((None, error))
-        done.set()
+        done.set()  # after the outcome, which the waiting thread reads next
 
     with _lock:
         worker = _idle.pop() if _idle else None
     worker = worker or _Worker()
     waiting = threading.get_ident()
     assert worker.ident is not None
+    # No lock: only this thread writes its own key, and `status()` looks up one key.
     delegates[waiting] = worker.ident
     try:
         worker.jobs.put(job)

@@ -13,7 +13,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.spec import Template
 from hostcall._host_function.results import spec_of
 from hostcall.bridge._autograd_programs import OfFlat, make_thread_safe
-from hostcall.bridge._programs import Bridged, Program, Struct, needed
+from hostcall.bridge._programs import Bridged, HostProgram, Struct, needed
 
 tree = jax.tree_util
 
@@ -125,7 +125,7 @@ class OfAutograd(Bridged):
             **options,
         )
         self.derivatives = derivatives
-        self._programs: dict[Any, tuple[Program, Any]] = {}
+        self._programs: dict[Any, tuple[HostProgram, Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result."""
@@ -135,7 +135,7 @@ class OfAutograd(Bridged):
 
     def _program(
         self, template: Template, avals: tuple[Struct, ...], x64: bool
-    ) -> tuple[Program, Any, Sequence[Any]]:
+    ) -> tuple[HostProgram, Any, Sequence[Any]]:
         key = (template, tuple((a.shape, a.dtype, a.weak_type) for a in avals), x64)
         if key not in self._programs:
             self._programs[key] = self._made(template, avals)
@@ -143,7 +143,7 @@ class OfAutograd(Bridged):
 
     def _made(
         self, template: Template, avals: tuple[Struct, ...]
-    ) -> tuple[Program, Any]:
+    ) -> tuple[HostProgram, Any]:
         args, _ = template.fill(avals)
         spec = spec_of(self.result, self.fn, args, self.__name__)
         leaves, out_tree = tree.tree_flatten(spec)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hostcall._host_function.function import HostFunction
-from hostcall.bridge._programs import Program, Struct, has_tangent, pick_moving
+from hostcall.bridge._programs import HostProgram, Struct, has_tangent, pick_moving
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def make_thread_safe() -> None:
     tracer.trace_stack = PerThread()
 
 
-class OfFlat(Program):
+class OfFlat(HostProgram):
     """A function of flat arrays, differentiable `derivatives` times."""
 
     def __init__(
@@ -63,7 +63,7 @@ class OfFlat(Program):
 
     # --- Programs of derivatives ----------------------------------------------------
 
-    def push(self) -> Program:
+    def push(self) -> HostProgram:
         n = len(self.in_avals)
         tangents = pick_moving(self.in_avals, self.in_avals)
         out_tangents = pick_moving(self.out_avals, self.out_avals)
@@ -76,7 +76,7 @@ class OfFlat(Program):
             "jvp", flat, (*self.in_avals, *tangents), (*self.out_avals, *out_tangents)
         )
 
-    def pull(self) -> Program:
+    def pull(self) -> HostProgram:
         n = len(self.in_avals)
         coming = pick_moving(self.out_avals, self.out_avals)
         back = pick_moving(self.in_avals, self.in_avals)
@@ -86,7 +86,9 @@ class OfFlat(Program):
 
         return self._derived("vjp", flat, (*self.in_avals, *coming), tuple(back))
 
-    def _derived(self, what: str, flat: Any, in_avals: Any, out_avals: Any) -> Program:
+    def _derived(
+        self, what: str, flat: Any, in_avals: Any, out_avals: Any
+    ) -> HostProgram:
         name, left = f"{what} of {self.name}", self.derivatives - 1
         return OfFlat(name, flat, in_avals, out_avals, left, self.options, self.advice)
 

@@ -13,8 +13,14 @@ import numpy as np
 from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import Template
-from hostcall.bridge._jax_programs import NO_MESH, Compiled, Place, is_plain, structs
-from hostcall.bridge._programs import Bridged, Program, Struct
+from hostcall.bridge._jax_programs import (
+    NO_MESH,
+    Compiled,
+    ProgramDevice,
+    is_plain,
+    structs,
+)
+from hostcall.bridge._programs import Bridged, HostProgram, Struct
 
 
 def on_device(
@@ -88,10 +94,10 @@ def on_device(
             f" {device.process_index}, but this is process {jax.process_index()}. Pass"
             " one of jax.local_devices()"
         )
-    return OnDevice(fn, device=device, name=name, timeout=timeout)
+    return JaxFunction(fn, device=device, name=name, timeout=timeout)
 
 
-class OnDevice(Bridged):
+class JaxFunction(Bridged):
     """A JAX function and its device. `hc.bridge.jax` makes it."""
 
     def __init__(self, fn: Callable[..., Any], *, device: Any, **options: Any) -> None:
@@ -109,7 +115,7 @@ class OnDevice(Bridged):
         )
         self.device = device
         self._given = {"device": device, **options}
-        self._place = Place(device)
+        self._place = ProgramDevice(device)
 
         def flat(template: Template, *arrays: Any) -> Any:
             args, kwargs = template.fill(arrays)
@@ -127,7 +133,7 @@ class OnDevice(Bridged):
 
     def _program(
         self, template: Template, avals: tuple[Struct, ...], x64: bool
-    ) -> tuple[Program, Any, Sequence[Any]]:
+    ) -> tuple[HostProgram, Any, Sequence[Any]]:
         with jax.sharding.use_abstract_mesh(NO_MESH):
             traced = self._jit.trace(template, *avals)
             out_tree = jax.tree_util.tree_structure(traced.out_info)
@@ -141,7 +147,7 @@ class OnDevice(Bridged):
 
     def _closed(
         self, jaxpr: Any, out_tree: Any, x64: bool
-    ) -> tuple[Program, Any, Sequence[Any]]:
+    ) -> tuple[HostProgram, Any, Sequence[Any]]:
         """The program, if `fn` closes over values of the caller: they are operands."""
         consts = list(jaxpr.consts)
         at = [i for i, x in enumerate(consts) if isinstance(x, jax.core.Tracer)]
@@ -167,5 +173,5 @@ class OnDevice(Bridged):
         return Compiled(self.__name__, jaxpr, x64, self._place, options)
 
 
-def _again(fn: Callable[..., Any], options: dict[str, Any]) -> OnDevice:
-    return OnDevice(fn, **options)
+def _again(fn: Callable[..., Any], options: dict[str, Any]) -> JaxFunction:
+    return JaxFunction(fn, **options)

@@ -13,17 +13,22 @@ from jax.extend.core import jaxpr_as_fun
 from hostcall._core.failures import original
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
-from hostcall.bridge._programs import Program, Struct, has_tangent, pick_moving
+from hostcall.bridge._programs import HostProgram, Struct, has_tangent, pick_moving
 
 # The other device knows nothing of the mesh around the calling program.
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-class Compiled(Program):
+class Compiled(HostProgram):
     """A traced JAX function, compiled for its device when it first runs."""
 
     def __init__(
-        self, name: str, jaxpr: Any, x64: bool, place: Place, options: dict[str, Any]
+        self,
+        name: str,
+        jaxpr: Any,
+        x64: bool,
+        place: ProgramDevice,
+        options: dict[str, Any],
     ) -> None:
         self.name, self.options = name, options
         self.in_avals = structs(jaxpr.in_avals)
@@ -49,7 +54,7 @@ class Compiled(Program):
         except jax.errors.JaxRuntimeError as report:
             raise original(report) or report from None
 
-    def push(self) -> Program:
+    def push(self) -> HostProgram:
         n, moving = len(self.in_avals), self._moving
 
         def code(*operands: Any) -> list[Any]:
@@ -60,7 +65,7 @@ class Compiled(Program):
         tangents = [self.in_avals[i] for i in moving]
         return self._derived(f"jvp of {self.name}", code, (*self.in_avals, *tangents))
 
-    def pull(self) -> Program:
+    def pull(self) -> HostProgram:
         n = len(self.in_avals)
 
         def code(*operands: Any) -> list[Any]:
@@ -77,7 +82,7 @@ class Compiled(Program):
         coming = [aval for aval in self.out_avals if has_tangent(aval)]
         return self._derived(f"vjp of {self.name}", code, (*self.in_avals, *coming))
 
-    def batch(self, size: int, batched: tuple[bool, ...]) -> Program:
+    def batch(self, size: int, batched: tuple[bool, ...]) -> HostProgram:
         axes = [0 if flag else None for flag in batched]
         avals = [
             Struct((size, *aval.shape), aval.dtype) if flag else aval
@@ -101,13 +106,13 @@ class Compiled(Program):
 
         return along, tuple(args[i] for i in moving)
 
-    def _derived(self, name: str, code: Any, avals: Sequence[Struct]) -> Program:
+    def _derived(self, name: str, code: Any, avals: Sequence[Struct]) -> HostProgram:
         with jax.enable_x64(self._x64), jax.sharding.use_abstract_mesh(NO_MESH):
             jaxpr = jax.make_jaxpr(code)(*avals)
         return Compiled(name, jaxpr, self._x64, self._place, self.options)
 
 
-class Place:
+class ProgramDevice:
     """The device on which programs run.
 
     A CPU client runs only a limited number of programs at a time on a device, and each

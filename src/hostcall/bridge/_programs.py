@@ -49,7 +49,7 @@ def needed(package: str, bridge: str) -> Any:
         ) from error
 
 
-class Program(ABC):
+class HostProgram(ABC):
     """A function of flat arrays that runs on the host.
 
     Attributes:
@@ -69,17 +69,17 @@ class Program(ABC):
         """The results, on the host."""
 
     @abstractmethod
-    def push(self) -> Program:
+    def push(self) -> HostProgram:
         """The program (args, tangents) -> (outs, their tangents).
 
         Arrays without a tangent (integers) have none in either list.
         """
 
     @abstractmethod
-    def pull(self) -> Program:
+    def pull(self) -> HostProgram:
         """The program (args, cotangents) -> cotangents of the args."""
 
-    def batch(self, size: int, batched: tuple[bool, ...]) -> Program | None:
+    def batch(self, size: int, batched: tuple[bool, ...]) -> HostProgram | None:
         """The same program for a batch along first axes; None to use `vmap_method`."""
         del size, batched
         return None
@@ -111,20 +111,20 @@ class Program(ABC):
         )
         host.advice = self.advice
         self.add_rules(host)
-        if type(self).batch is not Program.batch:
+        if type(self).batch is not HostProgram.batch:
             host.defbatch(self._batch)
         return host
 
     @cached_property
-    def _pushed(self) -> Program:
+    def _pushed(self) -> HostProgram:
         return self.push()
 
     @cached_property
-    def _pulled(self) -> Program:
+    def _pulled(self) -> HostProgram:
         return self.pull()
 
     @cached_property
-    def _batches(self) -> dict[Any, Program]:
+    def _batches(self) -> dict[Any, HostProgram]:
         return {}
 
     # --- Rules, in JAX code ---------------------------------------------------------
@@ -155,7 +155,7 @@ class Program(ABC):
 class _Run:
     """A program as a callable. Equal to another of the same program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: HostProgram) -> None:
         self.program = program
         self.__name__ = self.__qualname__ = program.name
         self.__module__ = type(program).__module__
@@ -176,7 +176,7 @@ class Bridged(HostFunction[..., Any]):
 
     def _program(
         self, template: Template, avals: tuple[Struct, ...], x64: bool
-    ) -> tuple[Program, Any, Sequence[Any]]:
+    ) -> tuple[HostProgram, Any, Sequence[Any]]:
         """(the program, the treedef of its results, more operands).
 
         The operands are arrays that go in front of those of the arguments.
