@@ -63,13 +63,11 @@ from typing import TYPE_CHECKING, Any
 from hostcall._core import interpreter  # noqa: F401  (refuses sub-interpreters, first)
 
 # isort: split
-from hostcall import debug
 from hostcall._api.barrier import barrier
 from hostcall._api.call import call
 from hostcall._api.configure import configure
 from hostcall._api.print import print as print
 from hostcall._api.tap import tap, tap_through
-from hostcall._compat.callbacks import io_callback, pure_callback
 from hostcall._core.errors import HostcallError
 from hostcall._core.failures import last_error
 from hostcall._runtime.context import Current, current
@@ -79,6 +77,7 @@ if TYPE_CHECKING:
     from hostcall import (
         bridge,
         buffers,
+        debug,
         derivatives,
         errors,
         host_callback,
@@ -87,6 +86,7 @@ if TYPE_CHECKING:
     )
     from hostcall._api.object.handle import Object
     from hostcall._compat.buffer_callback import buffer_callback
+    from hostcall._compat.callbacks import io_callback, pure_callback
     from hostcall._compat.patch import patch_jax, unpatch_jax
     from hostcall._host_function.differences import finite_difference
     from hostcall._host_function.function import HostFunction
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported lazily: together they take as long to import as everything else.
+# Imported lazily: together they take longer to import than everything else.
 _LATER = {
     "HostFunction": "_host_function.function",
     "Object": "_api.object.handle",
@@ -103,14 +103,17 @@ _LATER = {
     "elementwise": "_host_function.results",
     "finite_difference": "_host_function.differences",
     "host": "_host_function.host",
+    "io_callback": "_compat.callbacks",
     "like": "_host_function.results",
     "patch_jax": "_compat.patch",
+    "pure_callback": "_compat.callbacks",
     "same_tree": "_host_function.results",
     "unpatch_jax": "_compat.patch",
 }
 _MODULES_LATER = (
     "bridge",
     "buffers",
+    "debug",
     "derivatives",
     "errors",
     "host_callback",

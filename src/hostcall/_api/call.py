@@ -23,8 +23,6 @@ from hostcall._core.spec import (
     parse_result,
 )
 from hostcall._engine.params.call import Arrays, Callback, Lend
-from hostcall._primitives.buffer import lowering as _  # noqa: F401  (it registers)
-from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
 from hostcall._primitives.call.make import make
 from hostcall._primitives.call.options import check_options
 

@@ -15,8 +15,7 @@ import functools
 import itertools
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,8 +25,7 @@ def has_tracers_text(value: Any) -> bool:
     return isinstance(value, str) and ("Traced<" in value or "Tracer(" in value)
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A traced value that a function would use.
 
     Attributes:
@@ -117,8 +115,7 @@ _ASK = frozenset(
 _WANT = frozenset({"format", "print", "repr", "str"})
 
 
-@dataclass(frozen=True)
-class _Read:
+class _Read(NamedTuple):
     """A place where code reads a variable.
 
     Attributes:

@@ -7,9 +7,8 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from hostcall._core.source import name_of
 from hostcall._core.spec import Static
 
 
-@dataclass(frozen=True)
-class Face:
+class Face(NamedTuple):
     """A public function that takes a host function and its arguments.
 
     Attributes:
@@ -34,7 +32,7 @@ class Face:
     name: str
     form: str
     options: frozenset[str] = frozenset()
-    jaxs: Mapping[str, str] = field(default_factory=dict)
+    jaxs: Mapping[str, str] = types.MappingProxyType({})
 
     def with_argument(self, name: str, argument: str) -> str:
         return self.form.format(fn=name, args=f"..., {argument}")

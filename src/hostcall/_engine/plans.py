@@ -16,7 +16,6 @@ from hostcall._core.spec import Template, packed_bits
 from hostcall._engine.counters import counters_of
 from hostcall._engine.info import CallInfo
 from hostcall._engine.masks import CompressedCall, CompressedTap
-from hostcall._engine.params.buffer import BufferParams
 from hostcall._engine.params.call import CallParams, executor_of
 from hostcall._engine.params.tap import TapParams
 from hostcall._native import Inside, Lend, ResultForm
@@ -123,8 +122,11 @@ def make_plan(
     together = None if team is None else frozenset(info.devices.values())
     if together is not None:
         info.guard = deadlocks.of_several(together)
+    in_place = None if isinstance(params, TapParams) else params.in_place()
     if elsewhere:
         function, form, runner = _nothing, ResultForm.NOTHING, None
+    elif in_place is not None:
+        function, form, runner = in_place[0], ResultForm.IGNORED, None
     else:
         function, form = _function(params, info, device, compressed)
         runner = _runner(params, info, device)
@@ -156,7 +158,7 @@ def make_plan(
         keeps_mesh=params.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         literals=getattr(params, "literals", True),
         tap=tap,
-        buffers=params.settings() if isinstance(params, BufferParams) else None,
+        buffers=None if in_place is None else in_place[1],
     )
 
 
@@ -237,8 +239,6 @@ def _function(
         if compressed:  # one delivery for the batch, but `where` differs between rows
             whole = CompressedTap(params, whole, converters)
         return whole, ResultForm.IGNORED
-    if isinstance(params, BufferParams):
-        return params.function(), ResultForm.IGNORED
     form = _result_form(params)
     if callback.timeout is not None:
         whole = _with_limit(whole, callback.timeout, info, device)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import sharding_impls as _sharding_impls
@@ -11,8 +10,7 @@ from jax._src import sharding_impls as _sharding_impls
 SERVED = ("cpu", "cuda")  # where the engine has handlers
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
+class Program(NamedTuple):
     """One look at the program whose equation is being lowered.
 
     Attributes:

@@ -24,7 +24,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from concurrent import futures
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -130,6 +129,9 @@ class Workers:
     def pickler(self) -> Any:
         """The pickler class that turns rows into bytes."""
         if by_name(self._given):
+            # Imported here, since most programs never make a pool of processes.
+            from multiprocessing.reduction import ForkingPickler
+
             return ForkingPickler
         try:
             import cloudpickle

@@ -114,7 +114,7 @@ def native(function: Any, *, status: bool = False, name: str | None = None) -> A
     return NativeFunction(function, int(address), bool(status), name or str(own))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BufferParams(CallParams):
     """The parameters of one equation of the buffer callback's primitive.
 
@@ -131,7 +131,10 @@ class BufferParams(CallParams):
         native = isinstance(self.callback.function, NativeFunction)
         return self.order != "pure" or not native
 
-    def function(self) -> Callable[..., Any]:
+    def in_place(self) -> tuple[Callable[..., Any], _native.BufferSettings]:
+        return self._function(), self._settings()
+
+    def _function(self) -> Callable[..., Any]:
         """The function that the engine calls with the context and a Buffer per leaf."""
         callback = self.callback
         fn, template, results = callback.function, callback.template, callback.results
@@ -146,7 +149,7 @@ class BufferParams(CallParams):
 
         return whole
 
-    def settings(self) -> _native.BufferSettings:
+    def _settings(self) -> _native.BufferSettings:
         """The part of a native plan that describes work on buffers in place."""
         shared = {output: number for number, output in self.aliases}
         fn = self.callback.function

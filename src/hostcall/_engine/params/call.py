@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from hostcall import _native
 from hostcall._core.order import Order
 from hostcall._core.source import Place, name_of
 from hostcall._core.spec import Results, Static, Template
@@ -24,7 +25,7 @@ Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
 Lend = Literal[False, True, "out", "buffers"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Callback:
     """A function, how it gets its arguments, and what it returns.
 
@@ -69,7 +70,7 @@ class Callback:
         return self.name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CallParams:
     """The parameters of one equation of the call primitive.
 
@@ -114,6 +115,10 @@ class CallParams:
     def is_jaxs_own(self) -> bool:
         """Whether the function is one that JAX itself calls back."""
         return False
+
+    def in_place(self) -> tuple[Callable[..., Any], _native.BufferSettings] | None:
+        """(function, settings) of a call that works on XLA's buffers, else None."""
+        return None
 
     def __repr__(self) -> str:
         parts = [self.callback.name, self.order]

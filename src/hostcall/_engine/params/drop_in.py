@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -36,8 +36,7 @@ Kind = Literal["pure", "io", "debug"]
 PRINT = "debug.print"  # the source of every print: statistics count them together
 
 
-@dataclass(frozen=True)
-class Flavour:
+class Flavour(NamedTuple):
     """One kind of callback.
 
     Attributes:
@@ -81,7 +80,7 @@ FLAVOURS: dict[str, Flavour] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DropInParams(CallParams):
     """The parameters of one equation of a drop-in's primitive.
 

@@ -16,7 +16,7 @@ On = Literal["once", "shards"]
 WHEN_FULL: tuple[WhenFull, ...] = ("block", "drop_newest", "drop_oldest")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TapParams:
     """The parameters of one equation of the tap primitive.
 

@@ -14,10 +14,7 @@ from hostcall._core.order import Order
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.gpu_arrays import OnDevice
-from hostcall._engine.params.buffer import BufferParams
 from hostcall._engine.params.call import Callback, CallParams
-from hostcall._primitives.buffer import lowering as _  # noqa: F401  (it registers)
-from hostcall._primitives.buffer.primitive import bind as bind_buffers
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
 from hostcall._primitives.call.primitive import bind
 
@@ -49,6 +46,11 @@ def make(
         operands = [mask, *operands]
     if callback.arrays == "cuda":
         _check_on_device(callback, vmap_method, masked, sharding)
+        # Imported here, since most programs call no function on a GPU's memory.
+        from hostcall._engine.params.buffer import BufferParams
+        from hostcall._primitives.buffer import lowering as _  # noqa: F401
+        from hostcall._primitives.buffer.primitive import bind as bind_buffers
+
         fn = OnDevice(callback.function, callback.results, callback.name)
         on_device = BufferParams(
             callback=replace(callback, fn=Static(fn), arrays="numpy", lend="buffers"),
