@@ -81,7 +81,7 @@ Ref Own(const std::optional<T>& object) {
 std::vector<int64_t> GridStrides(const std::vector<int64_t>& grid,
                                  const std::vector<bool>& batched) {
   if (batched.size() != grid.size()) {
-    throw nb::value_error("a leaf needs one flag a batch axis");
+    throw nb::value_error("a leaf needs one flag per batch axis");
   }
   std::vector<int64_t> strides(grid.size(), 0);
   int64_t step = 1;
@@ -180,20 +180,20 @@ struct Slot {
 /// Throws if they don't fit the plan.
 std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
   if (operands.size() != plan.operands()) {
-    throw nb::value_error("another number of operands than the plan has");
+    throw nb::value_error("the number of operands differs from the plan's");
   }
   std::vector<const void*> in;
   const size_t first = plan.masked ? 1 : 0;
   for (nb::handle operand : operands) {
     auto* array = reinterpret_cast<PyArrayObject*>(operand.ptr());
     if (!PyArray_Check(operand.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
-      throw nb::type_error("operands are row-major arrays");
+      throw nb::type_error("operands must be row-major arrays");
     }
     const size_t bytes = in.size() < first
                              ? static_cast<size_t>(plan.mask_rows)
                              : plan.args[in.size() - first].buffer_bytes();
     if (static_cast<size_t>(PyArray_NBYTES(array)) != bytes) {
-      throw nb::value_error("an operand of another size than the plan's");
+      throw nb::value_error("an operand's size differs from the plan's");
     }
     in.push_back(PyArray_DATA(array));
   }

@@ -231,7 +231,9 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
       PyBUF_C_CONTIGUOUS | PyBUF_F_CONTIGUOUS | PyBUF_ANY_CONTIGUOUS;
   const bool fortran = (flags & kAnyOrder) == PyBUF_F_CONTIGUOUS;
   if (fortran && ndim > 1 && leaf.count > 1) {
-    PyErr_SetString(PyExc_BufferError, "hostcall: this Buffer is row-major");
+    PyErr_SetString(
+        PyExc_BufferError,
+        "hostcall: this Buffer is row-major, so it has no column-major view");
     return -1;
   }
   // Exports point into the layout, so it is only made while there are none. All

@@ -225,7 +225,7 @@ PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
       PyErr_Format(
           PyExc_BufferError,
           "hostcall: the memory is on DLPack device (%d, %d), and can't be moved "
-          "to (%d, %d): move the array that you make of it",
+          "to (%d, %d): move the array that you create from it",
           on_gpu ? 2 : 1, on_gpu ? b->call->device_ordinal : 0, type, id);
       return nullptr;
     }
@@ -233,8 +233,8 @@ PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
   if (copy == Py_True && on_gpu) {
     PyErr_SetString(
         PyExc_BufferError,
-        "hostcall: GPU memory can't be copied here: copy the array that you make "
-        "of it");
+        "hostcall: GPU memory can't be copied here: copy the array that you create "
+        "from it");
     return nullptr;
   }
   DLDataType type;

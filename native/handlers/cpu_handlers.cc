@@ -31,7 +31,8 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame) {
   if (XLA_FFI_Error* error = StateOf(frame, &state)) return error;
   Pointers operands(frame->args, frame->args.args, state->plan->outputs());
   if (!operands.ok()) {
-    return MakeError(frame->api, "hostcall: no outcome to judge by");
+    return MakeError(frame->api,
+                     "hostcall: the operand with the outcome is missing");
   }
   return ErrorOfOutcome(frame, *state->plan, operands.data()[0]);
 }

@@ -137,7 +137,8 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* typ
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
   Pointers operands(frame->args, frame->args.args, state->plan->outputs());
   if (!operands.ok())
-    return MakeError(frame->api, "hostcall: no outcome to judge by");
+    return MakeError(frame->api,
+                     "hostcall: the operand with the outcome is missing");
   const std::vector<Span> outcome{{operands.data()[0], kOutcomeBytes}};
   StagedCall staged(Driver(), PoolForCalls(), static_cast<CudaStream>(stream),
                     outcome, {});
@@ -154,10 +155,10 @@ XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, void* stream,
   for (const auto* leaves : {&state->plan->args, &state->plan->results}) {
     for (const Leaf& leaf : *leaves) {
       if (leaf.bits == 0 || state->plan->grid.empty()) continue;
-      return MakeError(frame->api,
-                       "hostcall: rows of elements smaller than a byte do not "
-                       "begin at a byte in a "
-                       "GPU's memory. Use vmap_method='expand_dims'");
+      return MakeError(
+          frame->api,
+          "hostcall: in a GPU's memory, rows of elements smaller than "
+          "a byte do not begin at a byte. Use vmap_method='expand_dims'");
     }
   }
   ScopedContext current(Driver(), work.stream);
@@ -261,7 +262,7 @@ XLA_FFI_Error* OnXlasStream(XLA_FFI_CallFrame* frame, Body body,
       [body](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
         void* stream = StreamOf(f);
         if (stream == nullptr) {
-          return MakeError(f->api, "hostcall: XLA gave no stream of a GPU");
+          return MakeError(f->api, "hostcall: XLA provided no GPU stream");
         }
         return body(f, stream, CudaPlanTypeId());
       },

@@ -43,7 +43,7 @@ inline XLA_FFI_Error* MakeError(
 
 inline XLA_FFI_Error* BufferMismatch(const XLA_FFI_CallFrame* frame) {
   return MakeError(frame->api,
-                   "hostcall: the program passes another number of buffers "
+                   "hostcall: the program passes a different number of buffers "
                    "than it was lowered with");
 }
 
@@ -168,7 +168,7 @@ inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* error = frame->api->XLA_FFI_DeviceOrdinal_Get(&args);
   if (error != nullptr) throw XlaError{error};
   if (args.device_ordinal < 0) {
-    throw std::runtime_error("hostcall: XLA doesn't say which device this is");
+    throw std::runtime_error("hostcall: XLA did not report which device this is");
   }
   return args.device_ordinal;
 }
@@ -189,7 +189,7 @@ class Pointers {
       data()[i] = static_cast<const XLA_FFI_Buffer*>(items[first + i])->data;
     }
   }
-  /// False if XLA passes another number of buffers; `data` is then not set.
+  /// False if XLA passes a different number of buffers; `data` is then not set.
   bool ok() const { return ok_; }
   void** data() { return heap_ ? heap_.get() : inline_; }
 
@@ -250,8 +250,9 @@ inline const char* ClosedText() {
 
 /// The text for an exception that HOSTCALL_CATCH_THE_REST caught.
 inline std::string TextOfTheRest() {
-  return "hostcall: native code threw something that is no std::exception. What it "
-         "finds should be told by its status (hc.buffers.native(..., status=True))";
+  return "hostcall: native code threw an object that is not a std::exception. "
+         "Report "
+         "errors by its status (hc.buffers.native(..., status=True))";
 }
 
 /// The exception's text, marked as hostcall's.

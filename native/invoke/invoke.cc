@@ -235,7 +235,7 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
   if (!PyList_CheckExact(values.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(values.get())) != targets.size()) {
     PyErr_SetString(PyExc_SystemError,
-                    "hostcall: the runner gave another number of rows");
+                    "hostcall: the runner returned a different number of rows");
     return false;
   }
   for (size_t i = 0; i < targets.size(); ++i) {
@@ -297,7 +297,7 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);
-  if (value == nullptr) return "hostcall: a call failed without saying why";
+  if (value == nullptr) return "hostcall: a call failed without an error message";
   if (trace != nullptr) PyException_SetTraceback(value, trace);
   Ref held_type = Ref::Steal(type), held = Ref::Steal(value),
       held_trace = Ref::Steal(trace);

@@ -130,7 +130,7 @@ bool StoreResults(const Plan& plan, PyObject* value, char* const* targets) {
   if (!PyList_CheckExact(leaves.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(leaves.get())) != n) {
     PyErr_SetString(PyExc_SystemError,
-                    "hostcall: flatten gave another number of leaves");
+                    "hostcall: flatten returned a different number of leaves");
     return false;
   }
   for (size_t i = 0; i < n; ++i) {

@@ -241,7 +241,7 @@ void OrdinalsAndRuns() {
   assert(Taken(Guarded(&xla.frame, AskRun)) == "0");  // 0 is a valid run
   assert(StreamOf(&xla.frame) == &g_run);
   g_ordinal = -1;  // would stand for an eager call
-  assert(Has(Taken(Guarded(&xla.frame, AskOrdinal)), "which device this is"));
+  assert(Has(Taken(Guarded(&xla.frame, AskOrdinal)), "did not report which device this is"));
   g_fails = true;
   assert(Taken(Guarded(&xla.frame, AskOrdinal)) == "no ordinal");
   assert(Taken(Guarded(&xla.frame, AskRun)) == "no run");
@@ -265,7 +265,7 @@ void NothingThrownReachesXla() {
   assert(text([] { throw std::runtime_error("bad"); }) == "hostcall: bad");
   assert(text([] { throw std::runtime_error("hostcall: bad"); }) ==
          "hostcall: bad");
-  const char* rest = "threw something that is no std::exception";
+  const char* rest = "threw an object that is not a std::exception";
   assert(Has(text([] { throw 7; }), rest));
   assert(Has(text([] { throw "text"; }), rest));
   assert(Has(text([] { throw std::string("text"); }), rest));

@@ -62,8 +62,8 @@ def pure_callback(
         ValueError: 64-bit types outside of 64-bit mode; an unknown `vmap_method`;
             under jvp, grad and transposition.
         jax.errors.JaxRuntimeError: when the program runs and `callback` fails, or
-            returns another number of leaves, shape or dtype. `hostcall.reraise()` and
-            `hostcall.last_error()` give the exception itself.
+            returns a different number of leaves, shape or dtype. `hostcall.reraise()`
+            and `hostcall.last_error()` give the exception itself.
 
     Under transformations: as `hc.call` with order="pure".
 

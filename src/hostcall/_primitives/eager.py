@@ -30,7 +30,9 @@ def run_now(
     fork.refuse(f"`{params.callback.name}` is called")
     if params.order == "ordered":
         for failure in failures.failures_of_effects():
-            plans.logger.error("an ordered call goes on after: %s", failure)
+            plans.logger.error(
+                "an ordered call continues after a failed program: %s", failure
+            )
     place = _result_sharding(operands, params.sharding)
     device = host_device.above_here()
     arrays = [row_major(operand) for operand in operands]

@@ -50,7 +50,9 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
         return results
     if params.order == "ordered":
         for failure in failures.failures_of_effects():
-            plans.logger.error("an ordered tap goes on after: %s", failure)
+            plans.logger.error(
+                "an ordered tap continues after a failed program: %s", failure
+            )
     for home, place, blocks in _blocks(operands, params):
         if not throttle.lets(params, home):
             continue
@@ -179,8 +181,8 @@ def _transpose(cotangents: Any, *operands: Any, params: TapParams) -> list[Any]:
     if cotangents:
         raise errors.DerivativeError(
             "hostcall: tap_through of a tangent can't be transposed; use"
-            " hc.derivatives.tap_tangent, or hc.derivatives.tap_cotangent for what"
-            " comes back"
+            " hc.derivatives.tap_tangent, or hc.derivatives.tap_cotangent for the"
+            " cotangent"
         )
     return [None] * len(operands)
 
