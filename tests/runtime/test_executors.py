@@ -231,11 +231,11 @@ def test_an_error_of_a_worker_has_the_traceback_from_there(executor):
 
 
 def test_decorated_functions_are_sent_by_name(processes):
-    decorated._options["executor"] = processes
+    decorated.options["executor"] = processes
     try:
         values, dots = jax.vmap(lambda x: jax.jvp(decorated, (x,), (1.0,)))(X)
     finally:
-        decorated._options["executor"] = None
+        decorated.options["executor"] = None
     np.testing.assert_allclose(values, np.sin(X), rtol=1e-6)
     np.testing.assert_allclose(dots, np.cos(X), rtol=1e-6)
 
@@ -345,5 +345,5 @@ def test_an_executor_that_is_shut_down_meanwhile():
 def test_a_function_is_copied_and_pickled_without_its_executor(processes):
     f = host(np.sin, processes)
     assert copy.deepcopy(f) is f
-    assert pickle.loads(pickle.dumps(f)).executor is None
+    assert pickle.loads(pickle.dumps(f)).options["executor"] is None
     np.testing.assert_allclose(jax.vmap(f)(X), np.sin(X), rtol=1e-6)

@@ -5,21 +5,21 @@
     method            a HostFunction as a method of a class
     results           what `result=` may say
     rules             what the user gave to the def* methods, checked
-    calls             one way of calling a HostFunction: which rule serves which
-                      derivative
-    pairs             the derivative if both modes may have rules
-    linear            Jacobians applied, linear functions transposed
+    site              one call of a HostFunction: which rule serves which derivative
+    derivative        the derivative if both modes may have rules; defjvp and defvjp
+    jacobian          the Jacobian, applied in both modes
+    transpose         linear functions and their transposes
     trees             arguments and results, flat and as trees
-    parts             the host code that a call runs: its avals, fills and options
-    steps             what runs inside that host code: trees put together, results
-                      checked
+    host_code         the function or a rule in Python: how it becomes a call, and what
+                      runs around it
+    sendable          what may run in another process
     residuals         what a forward rule leaves on the host for its backward rule
     differences       derivatives by finite differences
     difference_error  how wrong those are
     check             `hc.testing.check`: rules against differences
-    primitive         the three primitives, which know no rule
+    primitive         the three primitives, which know none of the user's rules
     batching          their batching rules
-    derivatives       their JVP, transpose, partial evaluation and dead code
+    rewriting         their rules under remat and for dead code
 
 Why is this not a `jax.custom_jvp`? That has one rule for both modes, and
 `jax.custom_vjp` has no forward rule. A HostFunction may have a rule for each mode, so

@@ -132,8 +132,8 @@ class Differences:
         """`diagonal` for programs; one object each, so that JAX's caches hit."""
         if position not in self.slopes:
             function = self.function
-            options = function.call_options("value", False)
-            options |= {"lend": bool(options["lend"]), "name": function.__name__ + "'"}
+            lend = bool(function.options["lend"])
+            options = function.options | {"lend": lend, "name": function.__name__ + "'"}
             self.slopes[position] = HostFunction(
                 _Diagonal(self, position),
                 result=results.elementwise,

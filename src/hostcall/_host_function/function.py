@@ -16,15 +16,11 @@ from hostcall import _jax
 from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
 from hostcall._core.errors import SpecError
-from hostcall._core.order import Order
 from hostcall._core.source import Place, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
-from hostcall._engine.params.call import Lend
 from hostcall._host_function import results as shorthands
-from hostcall._host_function.calls import Site
 from hostcall._host_function.method import Method
 from hostcall._host_function.primitive import bind
-from hostcall._host_function.residuals import HANDLE_DTYPE, HANDLE_SHAPE
 from hostcall._host_function.rules import (
     HOST_RESIDUALS,
     Jvp,
@@ -38,6 +34,7 @@ from hostcall._host_function.rules import (
     check_rule,
     check_where,
 )
+from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 from hostcall._primitives.call.make import make_with
 from hostcall._primitives.call.options import check_options
@@ -54,9 +51,12 @@ class HostFunction(Generic[P, R]):
     Attributes:
         fn: the Python function.
         rules: what the def* methods were given.
+        options: of the calls that run the function, as `make_with` takes them.
+        rules_copy: whether rules that keep an argument as a residual copy it.
     """
 
     _NOT_PICKLED: tuple[str, ...] = ("__wrapped__", "_inferred")
+    rules_copy = False
 
     def __init__(self, fn: Callable[P, R], **options: Any) -> None:
         name = options.pop("name")
@@ -65,16 +65,11 @@ class HostFunction(Generic[P, R]):
         self.__qualname__ = name or name_of(fn)
         self.fn, self.rules = fn, Rules()
         self.result, self.nondiff = options.pop("result"), options.pop("nondiff")
-        self.order: Order = options.pop("order")
-        self.lend: Lend = options.pop("lend")
-        self._vmap_method = options.pop("vmap_method")
-        more = {key: options[key] for key in ("arrays", "timeout", "executor")}
-        check_options(
-            self.__qualname__, self.order, self._vmap_method, lend=self.lend, **more
-        )
-        if callable(self._vmap_method):
-            self.rules.batch, self._vmap_method = self._vmap_method, None
-        self._options = options  # arrays, timeout, executor, tag
+        checked = {key: options[key] for key in options if key != "tag"}
+        check_options(self.__qualname__, **checked)
+        if callable(options["vmap_method"]):
+            self.rules.batch, options["vmap_method"] = options["vmap_method"], None
+        self.options = options
         self._inferred: dict[Any, Any] = {}
         self.differences: Any = None  # set by hc.finite_difference
         self.advice = ""  # what errors advise if the rules are not the user's to give
@@ -94,7 +89,7 @@ class HostFunction(Generic[P, R]):
         if getattr(found, "__func__", None) is self:  # found through a class: a method
             return getattr, (found, "__func__")
         state = {k: v for k, v in vars(self).items() if k not in self._NOT_PICKLED}
-        state["_options"] = dict(self._options, executor=None)
+        state["options"] = dict(self.options, executor=None)
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -144,10 +139,10 @@ class HostFunction(Generic[P, R]):
             args = self._positional(args, kwargs)
         place = users_place()
         operands, template = flatten_arguments(args, {})
-        also = ("out",) if self.lend == "out" else ()
+        also = ("out",) if self.options["lend"] == "out" else ()
         mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
         spec = self._spec(args, template)
-        if self.order != "pure":
+        if self.options["order"] != "pure":
             return self._call_in_order(operands, template, spec, mask, fill, place)
         if spec is None:
             mistakes.refuse_unneeded("hc.host", self.__name__)
@@ -160,8 +155,8 @@ class HostFunction(Generic[P, R]):
         in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
         nondiff = self.nondiff_of(len(args))
         trees = Trees(self.__name__, template, in_avals, parsed, nondiff, fills)
-        site = self.site(trees, place)
-        return trees.result(bind(_jax.vary_alike(operands), site))
+        site = Site(self, trees, place, parsed.avals)
+        return parsed.fill(bind(_jax.vary_alike(operands), site))
 
     def _call_in_order(
         self,
@@ -174,8 +169,8 @@ class HostFunction(Generic[P, R]):
     ) -> Any:
         """Calls a function with effects, which has no derivatives and no primitives."""
         results = parse_result(spec, self.__name__)
-        options = self.call_options("value", False)
-        options["vmap_method"] = self.rules.batch or options["vmap_method"]
+        method = self.rules.batch or self.options["vmap_method"]
+        options = dict(self.options, vmap_method=method)
         fills = parse_fill(fill, results, self.__name__)
         mask = None if mask is None else parse_mask(mask, self.__name__)
         leaves = make_with(
@@ -187,13 +182,10 @@ class HostFunction(Generic[P, R]):
         """The positions in `nondiff`, among n arguments."""
         return among(self.nondiff, n)
 
-    def site(self, trees: Trees, place: Place) -> Site:
-        return Site(self, trees, place)
-
     def _spec(self, args: Any, template: Any) -> Any:
-        avals = shorthands.avals_of(args)
         if not isinstance(self.result, str) or self.result != "infer":
-            return shorthands.spec_of(self.result, self.fn, avals, self.__name__)
+            return shorthands.spec_of(self.result, self.fn, args, self.__name__)
+        avals = shorthands.avals_of(args)
         leaves = jax.tree_util.tree_leaves(avals)
         shapes = tuple((x.shape, x.dtype) for x in leaves if hasattr(x, "shape"))
         key = (template, shapes, bool(jax.config.jax_enable_x64))
@@ -219,18 +211,6 @@ class HostFunction(Generic[P, R]):
                 " one with positional arguments"
             )
         return bound.args
-
-    def call_options(self, kind: str, keeps_objects: bool) -> dict[str, Any]:
-        """The options of the call that runs the function or a rule in host code."""
-        options = dict(self._options, vmap_method=self._vmap_method)
-        if kind == "value":
-            return dict(options, order=self.order, lend=self.lend)
-        options["lend"] = bool(self.lend)
-        if keeps_objects:
-            options["lend"] = False  # a residual that is kept may be an argument
-            if self._vmap_method != "parallel":
-                options["vmap_method"] = "sequential"
-        return options
 
     # --- Rules ---------------------------------------------------------------------
 
@@ -375,26 +355,11 @@ class HostFunction(Generic[P, R]):
         return where  # type: ignore[no-any-return]
 
     def _add(self, kind: str, rule: Any) -> None:
-        if self.order != "pure":
+        order = self.options["order"]
+        if order != "pure":
             raise SpecError(
-                f"hostcall: `{self.__name__}` has order={self.order!r} and"
+                f"hostcall: `{self.__name__}` has order={order!r} and"
                 f" def{kind}. Derivatives run the function again, or not at all: make"
                 " it pure, and leave its effects to a hc.tap or hc.call beside it"
             )
         self.rules.add(self.__name__, kind, rule)
-
-    @property
-    def executor(self) -> Any:
-        return self._options["executor"]
-
-    @property
-    def residual_avals(self) -> tuple[Any, ...]:
-        vjp = self.rules.vjp
-        if vjp is None or vjp.keeps_objects:
-            return (_jax.ShapedArray(HANDLE_SHAPE, HANDLE_DTYPE),)
-        return vjp.residuals.avals  # type: ignore[no-any-return]
-
-    @property
-    def residual_tree(self) -> Any:
-        assert self.rules.vjp is not None
-        return self.rules.vjp.residuals.treedef

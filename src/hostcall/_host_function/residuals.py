@@ -37,6 +37,7 @@ waiting clears up.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -50,9 +51,10 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import config
 
-HANDLE_SHAPE = (2,)  # 64 bits in two halves, since JAX has no uint64 by default
-HANDLE_DTYPE = np.dtype(np.uint32)
+logger = logging.getLogger("hostcall")
 
+# A handle has 64 bits in two halves, since JAX has no uint64 by default.
+HANDLE = _jax.ShapedArray((2,), np.dtype(np.uint32))
 
 # How many dropped residuals are remembered.
 _REMEMBERED = 1024
@@ -86,7 +88,7 @@ class Store:
             number = self._next
             self._next += 1
         self._keep(number, residual, sticky=False)
-        return np.frombuffer(number.to_bytes(8, "little"), HANDLE_DTYPE)
+        return np.frombuffer(number.to_bytes(8, "little"), HANDLE.dtype)
 
     def get(self, handle: Any, take: bool) -> tuple[Any, bool]:
         """Returns (the residual of a handle, whether there was one).
@@ -163,3 +165,24 @@ def number_of(handle: Any) -> int:
 
 
 store = Store(config.residuals)
+
+
+# Functions, by name and source, for which the log has said that a rule runs again.
+_said: dict[tuple[str, str], object] = {}
+
+
+def say_that_it_runs_again(name: str, source: str, place: Any) -> None:
+    """Logs, once for each function, that a dropped residual is computed again."""
+    new = object()
+    # dict.setdefault is atomic, so one of several threads logs.
+    if _said.setdefault((name, source), new) is not new:
+        return
+    logger.warning(
+        "`%s` left more than %d residuals on the host before its backward rule used"
+        " them: the oldest were dropped, and its forward rule runs again for each"
+        " of those (differentiated at %s). hostcall.configure(residuals=...) keeps"
+        " more; with residuals= of defvjp they are arrays of the program",
+        name,
+        store.limit(),
+        place,
+    )

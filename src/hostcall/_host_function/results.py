@@ -4,7 +4,7 @@ shorthand (`like`, `same_tree`, `elementwise`, "infer").
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,11 +88,20 @@ def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def with_axes(arrays: Sequence[Any], n: int) -> list[Any]:
+    """The arrays with `n` axes each; axes of length 1 are put in front."""
+    shapes = [np.shape(x) for x in arrays]
+    return [
+        x if len(shape) == n else jnp.reshape(x, (1,) * (n - len(shape)) + shape)
+        for x, shape in zip(arrays, shapes, strict=True)
+    ]
+
+
 _SCALARS: dict[str, Any] = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
 
 
 def avals_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with a ShapeDtypeStruct for each array."""
+    """The arguments, with a ShapeDtypeStruct in place of each array."""
 
     def aval(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array):
@@ -108,17 +117,20 @@ def avals_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def spec_of(result: Any, fn: Callable[..., Any], args: Any, name: str) -> Any:
-    """The spec that `result=` means for arguments with these avals."""
-    if isinstance(result, (like, same_tree)):
-        return result.spec(args, name)
-    if isinstance(result, str) and result == "infer":
-        return _inferred(fn, args, name)
-    if not callable(result) or hasattr(result, "shape"):
+    """The spec that `result=` means for these arguments, or for their avals."""
+    infers = isinstance(result, str) and result == "infer"
+    is_function = callable(result) and not hasattr(result, "shape")
+    if not isinstance(result, (like, same_tree)) and not infers and not is_function:
         return result
+    avals = avals_of(args)
+    if infers:
+        return _inferred(fn, avals, name)
+    if not is_function:
+        return result.spec(avals, name)
     try:
-        return result(*args)
+        return result(*avals)
     except Exception as error:
-        given = ", ".join(_short(a) for a in args)
+        given = ", ".join(_short(a) for a in avals)
         raise SpecError(
             f"hostcall: the result= function of `{name}` failed for ({given}):"
             f" {type(error).__name__}: {error}. It gets a ShapeDtypeStruct for each"

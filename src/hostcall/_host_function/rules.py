@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from hostcall._core.errors import DerivativeError, SpecError
@@ -44,6 +44,7 @@ class Vjp:
             bwd(residuals, cotangents, nz), with one cotangent per leaf of the result
             and None for a leaf without one. It returns one for each array that `nz`
             marks.
+        keeps_objects: whether the residuals stay on the host, behind a handle.
     """
 
     fwd: Function
@@ -51,11 +52,11 @@ class Vjp:
     where: Where
     residuals: Any
     flat: bool = False
+    keeps_objects: bool = field(init=False)
 
-    @property
-    def keeps_objects(self) -> bool:
-        """Whether the residuals stay on the host, behind a handle."""
-        return self.where == "host" and isinstance(self.residuals, str)
+    def __post_init__(self) -> None:
+        keeps = self.where == "host" and isinstance(self.residuals, str)
+        object.__setattr__(self, "keeps_objects", keeps)
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,6 @@ class Rules:
     transpose: Plain | None = None
     jacobian: Plain | None = None
     batch: Function | None = None
-
-    @property
-    def only_jax_jvp(self) -> bool:
-        """Whether the only rule is a jvp in JAX code; JAX derives the rest from it."""
-        others = self.vjp is not None or self.jacobian is not None
-        return self.jvp is not None and self.jvp.where == "jax" and not others
 
     def add(self, name: str, kind: str, rule: Any) -> None:
         """Sets a rule, once, if it goes together with the others."""

@@ -95,9 +95,6 @@ class Trees:
         keys = self.template.keys
         return self.template.fill(wrap_keys(arrays[: len(keys)], keys))[0]
 
-    def result(self, leaves: Arrays) -> Any:
-        return self.results.fill(leaves)
-
     @cached_property
     def result_of_zeros(self) -> Any:
         """A value with the structure of the result."""
@@ -158,12 +155,17 @@ class Trees:
                 f" result, {self.results.treedef}, got {_structure(value)}"
             ) from error
 
-    def argument_leaves(self, value: Any, positions: Sequence[int], what: str) -> Any:
+    def argument_leaves(
+        self, value: Any, what: str, positions: Sequence[int] | None = None
+    ) -> Any:
         """One entry for each array of the arguments, from a tuple of values.
 
-        The tuple has one value for each argument in `positions`. The entries are None
-        for an argument whose value is None, and for arguments not in `positions`.
+        The tuple has one value for each argument in `positions`, by default for each.
+        The entries are None for an argument whose value is None, and for arguments not
+        in `positions`.
         """
+        if positions is None:
+            positions = range(len(self.argument_trees))
         if not isinstance(value, tuple) or len(value) != len(positions):
             n = len(positions)
             got = f"{len(value)} values" if isinstance(value, tuple) else repr(value)
@@ -203,7 +205,7 @@ class Trees:
         outs = pick(self.out_leaves(value, what), self.out_diff)
         for out in outs:
             entry = out if len(self.diff_positions) != 1 else (out,)
-            leaves = self.argument_leaves(entry, self.diff_positions, what)
+            leaves = self.argument_leaves(entry, what, self.diff_positions)
             blocks += pick(leaves, self.diff)
         return blocks
 
@@ -244,7 +246,7 @@ class Trees:
         """
         whole = (value,) if len(self.diff_positions) == 1 else value
         what = "the transposition rule"
-        return self.argument_leaves(whole, self.diff_positions, what)
+        return self.argument_leaves(whole, what, self.diff_positions)
 
     # --- Masks ---------------------------------------------------------------------
 

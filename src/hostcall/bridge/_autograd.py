@@ -159,6 +159,6 @@ class OfAutograd(Bridged):
             tuple(Struct(a.shape, a.dtype) for a in avals),
             tuple(leaves),
             self.derivatives,
-            self.call_options("value", False),
+            dict(self.options),
         )
         return program, out_tree

@@ -169,7 +169,7 @@ class JaxFunction(Bridged):
         # NumPy arrays, so that constants don't stay on the device where they are now.
         consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
         jaxpr = jaxpr.replace(consts=consts)
-        options = self.call_options("value", False)
+        options = dict(self.options)
         return Compiled(self.__name__, jaxpr, x64, self._place, options)
 
 

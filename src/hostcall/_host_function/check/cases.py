@@ -89,8 +89,9 @@ class Checks:
         return ", ".join(f"{x.dtype}{list(x.shape)}" for x in leaves)
 
     def needs_purity(self) -> None:
-        if self.f.order != "pure":
-            raise LeftOut(f"order={self.f.order!r}")
+        order = self.f.options["order"]
+        if order != "pure":
+            raise LeftOut(f"order={order!r}")
 
     def purity(self) -> None:
         self.needs_purity()
@@ -233,7 +234,7 @@ class Checks:
 
     def lent(self) -> str:
         self.needs_purity()
-        if self.f.lend == "out":
+        if self.f.options["lend"] == "out":
             raise LeftOut('lend="out": every call is checked')
         spec = tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.out)
         try:
@@ -249,7 +250,7 @@ class Checks:
         return "neither kept nor written: lend=True is safe"
 
     def not_lent(self, what: str) -> str:
-        if self.f.lend:
+        if self.f.options["lend"]:
             raise Wrong(f"the function {what}, and has lend=True")
         return f"the function {what}: it needs its own copies, as without lend="
 

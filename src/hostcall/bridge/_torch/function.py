@@ -70,6 +70,7 @@ class TorchFunction(HostFunction[..., Any]):
     """
 
     _NOT_PICKLED = (*HostFunction._NOT_PICKLED, "_pulled", "_pushed", "_mapped")
+    rules_copy = True
 
     def __init__(
         self,
@@ -105,12 +106,6 @@ class TorchFunction(HostFunction[..., Any]):
             args = self._positional(args, kwargs)
         self._code.check(args)
         return super().__call__(*args)
-
-    def call_options(self, kind: str, keeps_objects: bool) -> dict[str, Any]:
-        """The usual options, with arguments lent to rules too: they copy what they
-        keep.
-        """
-        return dict(super().call_options(kind, keeps_objects), lend=self.lend)
 
     # --- Results ---------------------------------------------------------------------
 
@@ -203,7 +198,8 @@ class TorchFunction(HostFunction[..., Any]):
 
     def _over(self, what: str, code: Any, result: Any, order: int) -> TorchFunction:
         """A function made from this one; its rows run in the same way."""
-        method = self._vmap_method if self._vmap_method in _OF_ROWS else None
+        method = self.options["vmap_method"]
+        method = method if method in _OF_ROWS else None
         on_host = OnHost(code, f"{what} of {self.__qualname__}")
         on_host.hostcall_source = f"{what} of {source_of(self.fn)}"
         return TorchFunction(
@@ -214,9 +210,9 @@ class TorchFunction(HostFunction[..., Any]):
             name=on_host.__qualname__,
             result=result,
             nondiff=self.nondiff if isinstance(code, Mapped) else (),
-            lend=self.lend,
-            timeout=self._options["timeout"],
-            executor=self._options["executor"],
+            lend=self.options["lend"],
+            timeout=self.options["timeout"],
+            executor=self.options["executor"],
         )
 
 

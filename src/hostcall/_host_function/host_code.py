@@ -1,0 +1,398 @@
+"""Host code of a HostFunction: the function itself, or one of its rules in Python.
+
+A `HostCode` is one such piece. In a program it is a value of flat arrays (`primitive`):
+`run` makes it a call of hostcall's, with its options, trees and fills. When the program
+runs, the engine calls the same object. It puts the trees together, calls the user's
+function, takes apart what that returned, and checks it.
+
+The call in the middle may run on another thread, in another process or on another
+machine (`executor=`); see `sendable`. A residual that it computes comes back here,
+since the next call may go to another worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core.errors import DerivativeError
+from hostcall._core.source import name_of, source_of
+from hostcall._core.spec import Results, Template
+from hostcall._host_function import rules, sendable
+from hostcall._host_function.primitive import Arrays, Tangents, Value
+from hostcall._host_function.residuals import say_that_it_runs_again, store
+from hostcall._host_function.results import elementwise, with_axes
+from hostcall._host_function.trees import pick, spread, spread_known
+from hostcall._primitives.call.batching import WHOLE
+from hostcall._primitives.call.make import make_with
+from hostcall._runtime import pools
+
+# value: the function itself.
+# jvp: the tangents of the results. both: the results and their tangents.
+# forward, backward: the two rules of defvjp.
+# jacobian, transpose: the rules of those names.
+Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "transpose"]
+
+# (function to run, its arguments, function that makes arrays of its value, what that
+# function needs besides the value).
+Steps = tuple[Callable[..., Any], Any, Callable[[Any, Any], Any], Any]
+
+
+def code_of(function: Any, which: str, index: int = 0) -> Callable[..., Any]:
+    """One of the functions that the user gave to a HostFunction."""
+    given = function.rules
+    if which == "value":
+        return function.fn  # type: ignore[no-any-return]
+    if which == "jvp":
+        return given.jvp.rule or given.jvp.each[index]  # type: ignore[no-any-return]
+    if which in ("forward", "backward"):
+        return given.vjp.fwd if which == "forward" else given.vjp.bwd  # type: ignore[no-any-return]
+    return getattr(given, which).rule  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class HostCode(Value):
+    """One piece of host code. It is compared by what it is made of, so that JAX's
+    caches hit.
+
+    The function itself gets its arguments as trees. A rule gets all arrays flat, which
+    spares the engine the trees. What is the same in every call is looked up once.
+
+    Attributes:
+        site: the call of the HostFunction that it belongs to.
+        kind: which of the function's codes is called.
+        avals: of its results.
+        nz: for each array of the arguments, whether it has a tangent here; for a
+            transposition, whether the function is linear in it.
+        take: whether a backward rule may take its residual out of the store, because
+            this looks like the last use.
+    """
+
+    site: Any  # a site.Site
+    kind: Kind
+    avals: tuple[Any, ...] = field(compare=False)
+    nz: tuple[bool, ...] = ()
+    take: bool = True
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.site.trees.name  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return self.name if self.kind == "value" else f"{self.kind} of {self.name}"
+
+    @property
+    def code(self) -> Callable[..., Any]:
+        """The user's function that names it in messages."""
+        if self.kind not in ("jvp", "both"):
+            return code_of(self.site.function, self.kind)
+        jvp = self.site.function.rules.jvp
+        return jvp.rule or next(filter(None, jvp.each))  # type: ignore[no-any-return]
+
+    @cached_property
+    def keeps_objects(self) -> bool:
+        """Whether it leaves its residual in the store, or looks there for it."""
+        if self.kind not in ("forward", "backward"):
+            return False
+        return self.site.function.rules.vjp.keeps_objects  # type: ignore[no-any-return]
+
+    @cached_property
+    def _takes_arguments(self) -> bool:
+        """Whether the first operands are the function's arguments."""
+        return self.kind != "transpose" and (
+            self.kind != "backward" or self.keeps_objects
+        )
+
+    # --- In a program --------------------------------------------------------------
+
+    def run(self, args: Arrays) -> Arrays:
+        site, code, mask = self.site, self.code, None
+        # For `name_of` and `source_of`, which the engine asks.
+        vars(self).update(__qualname__=name_of(code), hostcall_source=source_of(code))
+        options = self._options()
+        if site.trees.fills is not None:
+            args = list(args)
+            mask = args.pop(self._mask_at)
+        if site.function.result is elementwise and options["vmap_method"] in WHOLE:
+            args = self._aligned(args, options)
+        template, results = self._form(len(args))
+        return make_with(
+            options, self, template, results, self._fills(), site.place, args, mask
+        )
+
+    def _options(self) -> dict[str, Any]:
+        function = self.site.function
+        options = dict(function.options)
+        if self.kind != "value":
+            options["lend"] = bool(options["lend"])
+        if self.keeps_objects:
+            # A residual that is kept may be an argument.
+            options["lend"] = options["lend"] and function.rules_copy
+            if options["vmap_method"] != "parallel":
+                options["vmap_method"] = "sequential"
+        return options
+
+    def _form(self, n: int) -> tuple[Template, Results]:
+        """The trees of the call: the function has its own, a rule `n` flat arrays."""
+        trees = self.site.trees
+        if self.kind == "value":
+            return trees.template, trees.results
+        keys = trees.results.keys if self.kind in ("both", "forward") else ()
+        keys = (*keys, *(None for _ in self.avals[len(keys) :]))
+        marks = trees.template.keys if self._takes_arguments else ()
+        template = Template.flat(*marks, *(None for _ in range(n - len(marks))))
+        return template, Results.flat(self.avals, keys)
+
+    def _fills(self) -> tuple[bytes | None, ...]:
+        fills: tuple[bytes | None, ...] = ()
+        if self.kind in ("value", "both", "forward"):
+            fills = self.site.trees.fills or ()
+        return (*fills, *(None for _ in self.avals[len(fills) :]))
+
+    @property
+    def _mask_at(self) -> int:
+        """The index of the mask among the operands."""
+        if self._takes_arguments:
+            return len(self.site.trees.in_avals) - 1
+        return 0 if self.kind == "backward" else self.nz.count(False) - 1
+
+    def _aligned(self, args: Arrays, options: dict[str, Any]) -> Arrays:
+        """Gives the operands of an elementwise function as many axes as the result.
+
+        A batch is one more axis in front of each operand. Without this, a batch of 16
+        scalars beside one row of 9 would be (16,) beside (1, 9), which does not
+        broadcast, and a batch of 9 scalars beside 9 rows of 9 would be taken for a row.
+        The operands and results of the other rules have axes of their own; if those
+        differ in number from the result's, the rows run one by one.
+        """
+        trees = self.site.trees
+        axes = len(trees.results.avals[0].shape)
+        if self.kind not in ("value", "jvp", "both"):
+            avals = trees.in_avals[: len(trees.template.keys)]
+            if any(len(aval.shape) != axes for aval in avals):
+                options["vmap_method"] = "sequential"
+            return args
+        if self.kind != "value" and options["vmap_method"] == "expand_dims":
+            # A rule may ignore the very argument that has the batch.
+            options["vmap_method"] = "broadcast_all"
+        return with_axes(args, axes)
+
+    def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        del args, tangents
+        site, advice = self.site, self.site.function.advice
+        if self.kind == "value":
+            raise rules.no_derivative(self.name, site.place, advice)
+        raise rules.not_again(self.name, self.code, site.place, advice)
+
+    def shared(self, dims: Sequence[int | None]) -> Value:
+        """A backward rule does not take out a residual that the rows share."""
+        if self.kind != "backward" or not self.keeps_objects or not self.take:
+            return self
+        handle = dims[len(self.site.trees.in_avals)]
+        return replace(self, take=False) if handle is None else self
+
+    def narrowed(self, used: Sequence[bool]) -> Value | None:
+        """The function itself, if nothing uses the forward rule's residuals."""
+        if self.kind != "forward" or any(used[len(self.site.avals) :]):
+            return None
+        return self.site  # type: ignore[no-any-return]
+
+    # --- When the program runs -----------------------------------------------------
+
+    def __call__(self, *operands: Any, **out: Any) -> Any:
+        start = self._start
+        if start is None:
+            return self._code("value")(*operands, **out)
+        run, sent, finish, more = start(self, operands)
+        return tuple(finish(run(*sent), more))
+
+    def hostcall_steps(self, *operands: Any) -> Any:
+        """The steps of one row, as `_runtime/rows.py` runs them on an executor."""
+        start = self._start
+        if start is None:
+            return self._code("value"), operands, sendable.same
+        run, sent, finish, more = start(self, operands)
+        return run, sent, lambda value: tuple(finish(value, more))
+
+    @cached_property
+    def _start(self) -> Callable[[Any, Any], Steps] | None:
+        # Not a bound method: that would be a cycle, and keep the user's function until
+        # the garbage collector runs.
+        return None if self.kind == "value" else getattr(type(self), "_" + self.kind)
+
+    @cached_property
+    def _codes(self) -> dict[Any, Any]:
+        return {}
+
+    def _code(self, which: str, index: int = 0) -> Any:
+        """One of the user's functions, in a form that the executor can send."""
+        found = self._codes.get((which, index))
+        if found is None:
+            function = self.site.function
+            found = code_of(function, which, index)
+            executor = function.options["executor"]
+            if executor is not None:
+                again = code_of, (function, which, index)
+                found = sendable.Sendable(found, again, pools.by_name(executor))
+            self._codes[which, index] = found
+        return found
+
+    @cached_property
+    def _n(self) -> int:
+        """How many of the first operands are arrays of the arguments."""
+        return len(self.site.trees.template.keys)
+
+    def _arguments(self, leaves: Any) -> Any:
+        template = self.site.trees.template
+        return leaves if template.is_flat else template.fill(leaves)[0]
+
+    # --- Forward mode --------------------------------------------------------------
+
+    def _both(self, operands: Any) -> Steps:
+        n = self._n
+        run, sent = self._push(operands[:n], operands[n:], None, wants_outs=True)
+        return run, sent, self._pushed, True
+
+    def _jvp(self, operands: Any) -> Steps:
+        n = self._n
+        m = n + sum(self.nz)
+        results = self.site.trees.results
+        outs = results.fill(operands[m:]) if operands[m:] else None
+        run, sent = self._push(operands[:n], operands[n:m], outs, wants_outs=False)
+        return run, sent, self._pushed, False
+
+    def _push(
+        self, arrays: Any, tangents: Any, outs: Any, wants_outs: bool
+    ) -> tuple[Callable[..., Any], Any]:
+        trees, jvp = self.site.trees, self.site.function.rules.jvp
+        args = self._arguments(arrays)
+        dots = spread(tangents, self.nz)
+        if jvp.flat:
+            return self._code("jvp"), (args, trees.unmasked(dots), trees.out_diff)
+        whole = trees.tangents(arrays, dots, lambda x: np.zeros(x.shape, x.dtype))
+        fn = self._code("value")
+        if jvp.rule is None:
+            positions = sorted(set(pick(trees.positions, self.nz)))
+            terms = [(self._code("jvp", p), whole[p]) for p in positions]
+            sent = (terms, fn if outs is None else None, outs, args)
+            return sendable.push_each, sent
+        like = trees.result_of_zeros
+        fn = fn if wants_outs else None
+        return sendable.push_whole, (self._code("jvp"), fn, like, args, whole)
+
+    def _pushed(self, value: Any, wants_outs: bool) -> Arrays:
+        outs, out_dot = value
+        trees = self.site.trees
+        if self.site.function.rules.jvp.flat:
+            return [*outs, *out_dot] if wants_outs else out_dot  # type: ignore[no-any-return]
+        leaves = trees.out_leaves(out_dot, "the jvp rule")
+        tangents = pick(leaves, trees.out_diff)
+        if not wants_outs:
+            return tangents
+        return [*trees.out_leaves(outs, "the jvp rule"), *tangents]
+
+    # --- Reverse mode --------------------------------------------------------------
+
+    def _forward(self, operands: Any) -> Steps:
+        return self._code("forward"), self._arguments(operands), self._keep, None
+
+    def _keep(self, value: Any, _: Any) -> Arrays:
+        trees = self.site.trees
+        outs, residual = rules.forward_pair(value, trees.name)
+        leaves = trees.out_leaves(outs, "the forward rule")
+        if self.keeps_objects:
+            return [*leaves, store.put(residual)]
+        treedef = self.site.function.rules.vjp.residuals.treedef
+        try:
+            return [*leaves, *treedef.flatten_up_to(residual)]
+        except (ValueError, TypeError) as error:
+            raise DerivativeError(
+                f"hostcall: the forward rule of `{trees.name}` should return"
+                f" residuals in the structure of residuals=, {treedef}, got"
+                f" {jax.tree_util.tree_structure(residual)}"
+            ) from error
+
+    def _backward(self, operands: Any) -> Steps:
+        if not self.keeps_objects:
+            treedef = self.site.function.rules.vjp.residuals.treedef
+            n = treedef.num_leaves
+            residual, given = treedef.unflatten(operands[:n]), operands[n:]
+            sent = (residual, *self._given(given))
+            return self._code("backward"), sent, self._pulled, given
+        n = self._n
+        handle, given = operands[n], operands[n + 1 :]
+        residual, there = store.get(handle, self.take)
+        if there:
+            sent = (residual, *self._given(given))
+            return self._code("backward"), sent, self._pulled, given
+        if store.had_to_go(handle):
+            say_that_it_runs_again(
+                self.name, source_of(self.site.function.fn), self.site.place
+            )
+        codes = self._code("forward"), self._code("backward")
+        args = self._arguments(operands[:n])
+        again = (*codes, self.name, args, self._given(given))
+        return sendable.both_halves, again, self._pulled_again, (handle, given)
+
+    def _given(self, cotangents: Any) -> tuple[Any, ...]:
+        """The arguments of the backward rule besides its residuals."""
+        trees = self.site.trees
+        if not self.site.function.rules.vjp.flat:
+            return (trees.cotangents(cotangents),)
+        return spread(cotangents, trees.out_diff), trees.unmasked(self.nz)
+
+    def _pulled(self, value: Any, given: Any) -> Arrays:
+        if self.site.function.rules.vjp.flat:
+            return self._cotangents(spread(value, self.nz), given)
+        leaves = self.site.trees.argument_leaves(value, "the backward rule")
+        return self._cotangents(leaves, given)
+
+    def _pulled_again(self, value: Any, more: Any) -> Arrays:
+        (handle, given), (residual, value) = more, value
+        store.put_back(handle, residual)
+        return self._pulled(value, given)
+
+    def _cotangents(self, leaves: Arrays, given: Any) -> Arrays:
+        """The cotangents of the marked arguments, with zeros for None.
+
+        If the rule works on whole batches, the batch axes come first, and the zeros
+        need them too.
+        """
+        trees, found = self.site.trees, []
+        for leaf, aval, wanted in zip(leaves, trees.in_avals, self.nz, strict=True):
+            if not wanted:
+                continue
+            if leaf is None:
+                # All cotangents of the results have the same batch axes.
+                ct, out = given[-1], trees.out_avals[-1]
+                batch = ct.shape[: len(ct.shape) - len(out.shape)]
+                leaf = np.zeros(batch + aval.shape, aval.dtype)
+            found.append(leaf)
+        return found
+
+    # --- The others ----------------------------------------------------------------
+
+    def _transpose(self, operands: Any) -> Steps:
+        trees, linear = self.site.trees, self.nz[: self._n]
+        n = linear.count(False)
+        args = self._arguments(spread_known(operands[:n], linear))
+        sent = (trees.cotangents(operands[n:]), *trees.nonlinear(args))
+        return self._code("transpose"), sent, self._transposed, operands[n:]
+
+    def _transposed(self, value: Any, given: Any) -> Arrays:
+        return self._cotangents(self.site.trees.transposed_leaves(value), given)
+
+    def _jacobian(self, operands: Any) -> Steps:
+        return self._code("jacobian"), self._arguments(operands), self._blocks, None
+
+    def _blocks(self, value: Any, _: Any) -> Arrays:
+        return self.site.trees.jacobian_leaves(value)  # type: ignore[no-any-return]
+
+
+_jax.hold_weakly_in_caches(HostCode)

@@ -1,0 +1,149 @@
+"""A call of a HostFunction, and which of its rules serves which derivative.
+
+    rules                     forward mode          reverse mode
+    deftranspose              the function itself   the transposition rule
+    defjvp in JAX code        the rule              JAX transposes the rule
+    defjacobian               J t                   J^T ct, with the same J
+    defjvp in host code       the rule              refused: no reverse rule
+    defvjp                    refused               bwd, on what fwd left
+    several                   jvp, else jacobian    vjp, else jacobian
+
+The first three are JAX code over values, so they need no primitive for the derivative.
+The others, and functions with several rules, go through `host_jvp` (see `primitive`).
+
+The way of a value and its gradient, for a `defvjp` in host code:
+
+    traced    HostFunction._call flattens the arguments and binds host_function on a
+                `Site`
+              JAX differentiates it: `Site.jvp` binds host_jvp on a `Derivative`
+              JAX splits that: `Derivative.start` binds host_function on
+                HostCode("forward") and leaves host_linear on a `LinearPart`
+              JAX transposes that: `LinearPart.back` binds host_function on
+                HostCode("backward")
+    lowered   `HostCode.run` makes each of the two a call, by `make_with`. Without a
+                derivative `Site.run` does so, on HostCode("value")
+    run       the engine calls `HostCode.__call__`: fwd runs, and its residual goes into
+                `residuals.store`; bwd runs on what is found there
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hostcall import _jax
+from hostcall._core.errors import BatchingError
+from hostcall._core.source import Place
+from hostcall._host_function import (  # they register
+    batching,  # noqa: F401
+    rewriting,  # noqa: F401
+    rules,
+)
+from hostcall._host_function.derivative import Derivative, jax_jvp
+from hostcall._host_function.host_code import HostCode
+from hostcall._host_function.jacobian import contract, jacobian
+from hostcall._host_function.primitive import (
+    Arrays,
+    Tangents,
+    Value,
+    bind,
+    bind_jvp,
+)
+from hostcall._host_function.transpose import linear_jvp, transposed
+from hostcall._host_function.trees import Trees, spread
+from hostcall._primitives.call.batching import batched_results
+
+
+@dataclass(frozen=True)
+class Site(Value):
+    """A HostFunction, called with arguments of these trees.
+
+    Attributes:
+        function: the HostFunction, compared by identity.
+        trees: the trees of this way of calling it.
+        place: the user's line.
+        avals: of the results.
+    """
+
+    function: Any
+    trees: Trees
+    place: Place = field(compare=False)
+    avals: tuple[Any, ...] = field(compare=False)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.trees.name
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def run(self, args: Arrays) -> Arrays:
+        return HostCode(self, "value", self.avals).run(args)
+
+    def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        function, trees = self.function, self.trees
+        found = function.rules
+        self._check_tangents(tangents)
+        avals = trees.out_avals
+        if not avals:
+            outs = bind(args, self)
+            return outs, [None] * len(outs)
+        if found.transpose:
+            return linear_jvp(self, args, tangents)
+        if found.vjp is None and found.jvp is None:
+            if found.jacobian is None:
+                raise rules.no_derivative(self.name, self.place, function.advice)
+            outs = bind(args, self)
+            touts = contract(jacobian(self, args), tangents, trees)
+        elif found.vjp is None and found.jacobian is None and found.jvp.where == "jax":
+            outs, touts = jax_jvp(self, args, tangents)
+        else:
+            nz = tuple(t is not None for t in tangents)
+            some = [t for t in tangents if t is not None]
+            outs, touts = bind_jvp(args, some, Derivative(self, nz, avals))
+        return outs, spread(touts, trees.out_diff)
+
+    def _check_tangents(self, tangents: Tangents) -> None:
+        jvp, trees = self.function.rules.jvp, self.trees
+        each = jvp.each if jvp else ()
+        if not each and not trees.nondiff:
+            return
+        for position, tangent in zip(trees.positions, tangents, strict=True):
+            if tangent is None:
+                continue
+            why = ""
+            if position in trees.nondiff:
+                why = "which is in nondiff="
+            elif each and (position >= len(each) or each[position] is None):
+                why = "for which defjvps was given no rule"
+            if why:
+                raise rules.not_differentiable(self.name, position, why, self.place)
+
+    def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
+        if self.function.rules.transpose is None:
+            return super().transposed(args, cotangents)
+        return transposed(self, args, cotangents)
+
+    def batch(self, size: int, args: Arrays, dims: Any) -> tuple[Arrays, Any] | None:
+        rule, trees = self.function.rules.batch, self.trees
+        if rule is None:
+            return None
+        if trees.masked:
+            raise BatchingError(
+                f"hostcall: `{self.name}` is called with a mask (where), and has a"
+                " defbatch rule, which the mask could not reach. Call it without the"
+                " mask and choose with jnp.where; or give a vmap_method instead"
+            )
+        moved = [
+            x if d is None else _jax.moveaxis(x, d, 0)
+            for x, d in zip(args, dims, strict=True)
+        ]
+        marks = trees.template.fill([d is not None for d in dims])[0]
+        answer = rule(size, tuple(marks), *trees.arguments(moved))
+        what = f"the defbatch rule of `{self.name}`"
+        treedef = trees.results.treedef
+        outs, flags = batched_results(answer, size, treedef, self.avals, what)
+        return outs, [0 if flag else None for flag in flags]
+
+
+_jax.hold_weakly_in_caches(Site)
