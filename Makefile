@@ -94,7 +94,7 @@ $(VENV)/.installed: $(VENV)/.made $(SOURCES)
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check \
-	  "ruff>=0.9" "mypy>=1.13" "clang-format>=18"
+	  "ruff>=0.9" "mypy>=1.13" "pyright[nodejs]>=1.1.414" "clang-format>=18"
 	@touch $@
 
 clean:

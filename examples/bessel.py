@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.special
+from jax.typing import ArrayLike
 
 import hostcall as hc
 
 jax.config.update("jax_enable_x64", True)
 
+Pair = tuple[jax.Array, jax.Array]
+
 
 @jax.custom_jvp
-def jv(order, z):
+def jv(order: ArrayLike, z: ArrayLike) -> jax.Array:
     order, z = jnp.broadcast_arrays(order, z)
     result = jax.ShapeDtypeStruct(z.shape, z.dtype)
     # Elementwise, so a batch is one call with one more axis.
@@ -23,17 +26,17 @@ def jv(order, z):
 
 
 @jv.defjvp
-def _(primals, tangents):
+def _(primals: Pair, tangents: Pair) -> Pair:
     (order, z), (_, z_dot) = primals, tangents
     return jv(order, z), 0.5 * (jv(order - 1, z) - jv(order + 1, z)) * z_dot
 
 
-def energy(weights, z):
+def energy(weights: jax.Array, z: jax.Array) -> jax.Array:
     """A scalar function with jv in it."""
     return jnp.sum((weights * jv(jnp.arange(3), z)) ** 2)
 
 
-def main():
+def main() -> None:
     z = np.linspace(0.0, 20.0, 101)
     slope = jax.jit(jax.vmap(jax.grad(jv, 1), (None, 0)))(1, z)
     error = np.abs(slope - scipy.special.jvp(1, z)).max()

@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
+from hostcall.buffers import Buffer, ExecutionContext
 
 N, K = 1000, np.float32(0.25)
 SPEC = jax.ShapeDtypeStruct((N,), jnp.float32)
+Step = Callable[[jax.Array], jax.Array]
 
 
-def numpy_step(ctx: Any, out: hc.buffers.Buffer, u: hc.buffers.Buffer) -> None:
+def numpy_step(ctx: ExecutionContext, out: Buffer, u: Buffer) -> None:
     new, old = np.asarray(out), np.asarray(u)
     np.multiply(old, 1 - 2 * K, out=new)
     new[1:] += K * old[:-1]
@@ -32,7 +34,7 @@ def numpy_step(ctx: Any, out: hc.buffers.Buffer, u: hc.buffers.Buffer) -> None:
 def torch_step() -> Callable[..., None]:
     import torch
 
-    def step(ctx: Any, out: hc.buffers.Buffer, u: hc.buffers.Buffer) -> None:
+    def step(ctx: ExecutionContext, out: Buffer, u: Buffer) -> None:
         new, old = torch.from_dlpack(out), torch.from_dlpack(u)
         torch.mul(old, 1 - 2 * float(K), out=new)
         new[1:] += float(K) * old[:-1]
@@ -41,13 +43,12 @@ def torch_step() -> Callable[..., None]:
     return step
 
 
-def numba_step() -> Any:
+def numba_step() -> Callable[..., None]:
     import numba
     from numba import types
 
     pointers = types.CPointer(types.voidptr)
 
-    @numba.cfunc(types.void(pointers, pointers))
     def step(outputs: Any, inputs: Any) -> None:
         new = numba.carray(outputs[0], (N,), numba.float32)
         old = numba.carray(inputs[0], (N,), numba.float32)
@@ -56,15 +57,15 @@ def numba_step() -> Any:
             right = old[i + 1] if i < N - 1 else np.float32(0)
             new[i] = old[i] + K * (left - 2 * old[i] + right)
 
-    return hc.buffers.native(step)  # runs without Python and without the GIL
+    compiled = numba.cfunc(types.void(pointers, pointers))(step)
+    return hc.buffers.native(compiled)  # runs without Python and without the GIL
 
 
-def c_step() -> Any:
+def c_step() -> Callable[..., None]:
     """A ctypes callback, which stands for a function of a shared library."""
     floats = ctypes.POINTER(ctypes.c_float)
     pointers = ctypes.POINTER(floats)
 
-    @ctypes.CFUNCTYPE(None, pointers, pointers)
     def step(outputs: Any, inputs: Any) -> None:
         new = np.ctypeslib.as_array(outputs[0], (N,))
         old = np.ctypeslib.as_array(inputs[0], (N,))
@@ -72,10 +73,11 @@ def c_step() -> Any:
         new[1:] += K * old[:-1]
         new[:-1] += K * old[1:]
 
-    return hc.buffers.native(step)
+    signature = ctypes.CFUNCTYPE(None, pointers, pointers)
+    return hc.buffers.native(signature(step))
 
 
-def in_place(ctx: Any, out: hc.buffers.Buffer, u: hc.buffers.Buffer) -> None:
+def in_place(ctx: ExecutionContext, out: Buffer, u: Buffer) -> None:
     """The step for an alias: `out` has the memory and the values of `u`."""
     values = np.asarray(out)
     inner = values.copy()
@@ -91,11 +93,11 @@ def has(module: str) -> bool:
 def main() -> None:
     u = jnp.asarray(np.random.default_rng(0).normal(size=N), jnp.float32)
 
-    def plain(u: Any) -> Any:
+    def plain(u: jax.Array) -> jax.Array:
         padded = jnp.pad(u, 1)
         return u + K * (padded[:-2] - 2 * u + padded[2:])
 
-    versions: dict[str, Callable[..., Any]] = {
+    versions: dict[str, Step] = {
         "numpy": hc.buffer_callback(numpy_step, SPEC),
         "numpy, in place": hc.buffer_callback(
             in_place, SPEC, input_output_aliases={0: 0}
@@ -107,7 +109,7 @@ def main() -> None:
     if has("numba"):
         versions["numba"] = hc.buffer_callback(numba_step(), SPEC)
 
-    def four(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def four(step: Step) -> Step:
         return jax.jit(lambda u: jax.lax.fori_loop(0, 4, lambda i, u: step(u), u))
 
     wanted = four(plain)(u)

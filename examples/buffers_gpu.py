@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
+from hostcall.buffers import Buffer, ExecutionContext
 
 SPEC = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 
@@ -21,7 +21,7 @@ SPEC = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 def cupy_version() -> Callable[..., None]:
     import cupy
 
-    def square(ctx: Any, out: hc.buffers.Buffer, x: hc.buffers.Buffer) -> None:
+    def square(ctx: ExecutionContext, out: Buffer, x: Buffer) -> None:
         with cupy.cuda.ExternalStream(ctx.stream):
             cupy.square(cupy.asarray(x), out=cupy.asarray(out))
 
@@ -31,7 +31,7 @@ def cupy_version() -> Callable[..., None]:
 def torch_version() -> Callable[..., None]:
     import torch
 
-    def square(ctx: Any, out: hc.buffers.Buffer, x: hc.buffers.Buffer) -> None:
+    def square(ctx: ExecutionContext, out: Buffer, x: Buffer) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(ctx.stream)):
             torch.square(torch.as_tensor(x), out=torch.as_tensor(out))
 

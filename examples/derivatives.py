@@ -4,6 +4,8 @@
 derivatives are; after that JAX treats it like any of its own functions.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,8 @@ import hostcall as hc
 
 jax.config.update("jax_enable_x64", True)
 
+Array = jax.Array | np.ndarray  # JAX's in the program, NumPy's on the host
+
 # --- A special function: a rule in JAX code gives every order and both modes ---------
 
 jv = hc.host(
@@ -22,16 +26,17 @@ jv = hc.host(
 
 
 @jv.defjvp(where="jax")
-def _(primals, tangents):
+def _(primals: tuple[int, Array], tangents: tuple[None, Array]) -> Array:
     n, z = primals
-    return 0.5 * (jv(n - 1, z) - jv(n + 1, z)) * tangents[1]
+    slope: Array = 0.5 * (jv(n - 1, z) - jv(n + 1, z))
+    return slope * tangents[1]
 
 
-def energy(z):
+def energy(z: Array) -> jax.Array:
     return jnp.sum(jv(0, z) * jv(1, z) ** 2)
 
 
-def check_bessel():
+def check_bessel() -> None:
     z = np.array([0.5, 1.5, 4.0])
     hessian = jax.jit(jax.hessian(energy))(z)
     (a, da, dda), (b, db, ddb) = (
@@ -46,18 +51,21 @@ def check_bessel():
 # --- A solver: its factorisation stays on the host for the backward pass --------------
 
 
+Residuals = tuple[tuple[np.ndarray, np.ndarray], np.ndarray]
+
+
 @hc.host(result=hc.like(1))
-def solve(a, b):
-    return scipy.linalg.lu_solve(scipy.linalg.lu_factor(a), b)
+def solve(a: Array, b: Array) -> Array:
+    return np.asarray(scipy.linalg.lu_solve(scipy.linalg.lu_factor(a), b))
 
 
-def forward(a, b):
+def forward(a: Array, b: Array) -> tuple[Array, Residuals]:
     factors = scipy.linalg.lu_factor(a)
     x = scipy.linalg.lu_solve(factors, b)
     return x, (factors, x)  # any Python objects; the program carries only a handle
 
 
-def backward(residuals, ct):
+def backward(residuals: Residuals, ct: Array) -> tuple[Array, Array]:
     factors, x = residuals
     b_bar = scipy.linalg.lu_solve(factors, ct, trans=1)
     return -np.outer(b_bar, x), b_bar
@@ -66,11 +74,11 @@ def backward(residuals, ct):
 solve.defvjp(forward, backward)
 
 
-def check_solver():
+def check_solver() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(4, 4)) + 4 * np.eye(4), rng.normal(size=4)
 
-    def loss(a, b, solver):
+    def loss(a: Array, b: Array, solver: Callable[[Array, Array], Array]) -> jax.Array:
         return jnp.sum(solver(a, b) ** 2)
 
     got = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(a, b, solve)
@@ -80,7 +88,7 @@ def check_solver():
     assert error < 1e-12
 
 
-def main():
+def main() -> None:
     check_bessel()
     check_solver()
 

@@ -6,6 +6,8 @@ episode is one compiled program.
 """
 
 import random
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,31 +16,33 @@ import numpy as np
 import hostcall as hc
 
 STEPS = 500
+Number = TypeVar("Number", jax.Array, np.float32)
+Pair = tuple[jax.Array, jax.Array]
 
 
 class Walk:
     """A walker on a line, pushed by the policy and at random. Its goal is 0."""
 
-    def __init__(self, seed):
+    def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.place = 0.0
         self.steps = 0
 
-    def step(self, push):
+    def step(self, push: np.ndarray | np.float32) -> tuple[np.float32, np.float32]:
         self.place += float(push) + self.chance.gauss(0.0, 1.0)
         self.steps += 1
         return np.float32(self.place), np.float32(-abs(self.place))
 
 
-def policy(gain, place):
+def policy(gain: Number, place: Number) -> Number:
     return -gain * place
 
 
-def episode(environment):
+def episode(environment: Walk) -> Callable[[float], Pair]:
     """A compiled program that plays: gain -> (places, total reward)."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
 
-    def step(place, gain):
+    def step(place: jax.Array, gain: jax.Array) -> tuple[jax.Array, Pair]:
         push = policy(gain, place)
         place, reward = hc.call(
             environment.step, (number, number), push, order="ordered"
@@ -46,7 +50,7 @@ def episode(environment):
         return place, (place, reward)
 
     @jax.jit
-    def play(gain):
+    def play(gain: float) -> Pair:
         gains = jnp.full(STEPS, gain)
         _, (places, rewards) = jax.lax.scan(step, jnp.float32(0), gains)
         return places, rewards.sum()
@@ -54,7 +58,7 @@ def episode(environment):
     return play
 
 
-def episode_in_python(environment, gain):
+def episode_in_python(environment: Walk, gain: float) -> np.ndarray:
     place, places = np.float32(0), []
     for _ in range(STEPS):
         place, _ = environment.step(policy(np.float32(gain), place))
@@ -62,7 +66,7 @@ def episode_in_python(environment, gain):
     return np.array(places)
 
 
-def main():
+def main() -> None:
     environment = Walk(seed=1)
     places, reward = episode(environment)(0.5)
     expected = episode_in_python(Walk(seed=1), 0.5)

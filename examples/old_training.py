@@ -29,10 +29,10 @@ TRUE = np.array([1.5, -0.8, 0.2], np.float32)
 class Lines:
     """The stream to which id_print writes."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.text = ""
 
-    def write(self, line):
+    def write(self, line: str) -> None:
         self.text += line
 
 
@@ -40,11 +40,11 @@ losses: list[float] = []
 printed = Lines()
 
 
-def log_loss(loss, transforms):
+def log_loss(loss: np.ndarray, transforms: object) -> None:
     losses.append(float(loss))
 
 
-def signal(seed, n=300):
+def signal(seed: int, n: int = 300) -> np.ndarray:
     noise = np.random.default_rng(seed).normal(scale=0.5, size=n).astype(np.float32)
     x = np.zeros(n, np.float32)
     for i in range(ORDER, n):
@@ -52,37 +52,39 @@ def signal(seed, n=300):
     return x
 
 
-def windows(x):
+def windows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rows = [x[i - ORDER : i][::-1] for i in range(ORDER, len(x))]
     return np.stack(rows), x[ORDER:]
 
 
-def loss_of(w, rows, targets):
+def loss_of(w: jax.Array, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
     loss = jnp.mean((rows @ w - targets) ** 2)
-    return hcb.id_tap(log_loss, loss)
+    hcb.id_tap(log_loss, loss)
+    return loss
 
 
 @jax.jit
-def train(w, rows, targets):
-    def step(w, _):
+def train(w: jax.Array, rows: np.ndarray, targets: np.ndarray) -> jax.Array:
+    def step(w: jax.Array, _: None) -> tuple[jax.Array, None]:
         return w - RATE * jax.grad(loss_of)(w, rows, targets), None
 
     return jax.lax.scan(step, w, length=STEPS)[0]
 
 
-def eigenvalues(m):
+def eigenvalues(m: np.ndarray) -> np.ndarray:
     return np.linalg.eigvals(m).astype(np.complex64)
 
 
 @jax.jit
-def modes(w):
+def modes(w: jax.Array) -> jax.Array:
     companion = jnp.zeros((ORDER, ORDER)).at[0].set(w)
     companion = companion.at[1:, :-1].set(jnp.eye(ORDER - 1))
-    return hcb.call(
+    roots: jax.Array = hcb.call(
         eigenvalues,
         companion,
         result_shape=jax.ShapeDtypeStruct((ORDER,), jnp.complex64),
     )
+    return roots
 
 
 rows, targets = windows(signal(0))
@@ -95,9 +97,10 @@ assert np.abs(w - TRUE).max() < 0.3
 
 # How well it predicts two other signals, each on a device of its own.
 @jax.pmap
-def error(rows, targets):
+def error(rows: np.ndarray, targets: np.ndarray) -> jax.Array:
     mse = jnp.mean((rows @ w - targets) ** 2)
-    return hcb.id_print(mse, what="mse", tap_with_device=True, output_stream=printed)
+    hcb.id_print(mse, what="mse", tap_with_device=True, output_stream=printed)
+    return mse
 
 
 others = [windows(signal(seed)) for seed in (1, 2)]

@@ -6,6 +6,7 @@ same step on a single device.
 """
 
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +14,23 @@ import numpy as np
 
 import hostcall as hc
 
+Params = dict[str, jax.Array | np.ndarray]
+Model = Callable[[Params, np.ndarray], jax.Array]
+Step = Callable[[Params, np.ndarray, np.ndarray], tuple[Params, jax.Array, Params]]
 
-def model(params, x):
+
+def model(params: Params, x: np.ndarray) -> jax.Array:
     """Two layers; x has shape (batch, features)."""
     hidden = jnp.tanh(x @ params["w1"] + params["b1"])
     return hidden @ params["w2"] + params["b2"]
 
 
-def other_device():
-    """The first device that isn't a CPU; None stands for hostcall's own CPU device."""
-    devices = [d for d in jax.local_devices() if d.platform != "cpu"]
-    return devices[0] if devices else None
-
-
-def make_step(model):
+def make_step(model: Model) -> Step:
     @jax.jit
-    def step(params, x, y):
-        def loss(params):
+    def step(
+        params: Params, x: np.ndarray, y: np.ndarray
+    ) -> tuple[Params, jax.Array, Params]:
+        def loss(params: Params) -> jax.Array:
             return jnp.mean((model(params, x) - y) ** 2)
 
         value, gradient = jax.value_and_grad(loss)(params)
@@ -38,14 +39,14 @@ def make_step(model):
     return step
 
 
-def data(rng):
+def data(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     x = rng.normal(size=(256, 8)).astype(np.float32)
     return x, np.sin(x.sum(1, keepdims=True))
 
 
-def first_params(rng):
-    def draw(*shape):
-        return rng.normal(size=shape).astype(np.float32) / np.sqrt(shape[0])
+def first_params(rng: np.random.Generator) -> Params:
+    def draw(*shape: int) -> np.ndarray:
+        return rng.normal(0, shape[0] ** -0.5, shape).astype(np.float32)
 
     return {
         "w1": draw(8, 64),
@@ -55,7 +56,9 @@ def first_params(rng):
     }
 
 
-def train(step, params, x, y, steps):
+def train(
+    step: Step, params: Params, x: np.ndarray, y: np.ndarray, steps: int
+) -> tuple[Params, list[jax.Array], float]:
     """The parameters after these steps, the losses, and microseconds per step."""
     step(params, x, y)[1].block_until_ready()  # compiles on both devices
     losses, start = [], time.perf_counter()
@@ -66,12 +69,14 @@ def train(step, params, x, y, steps):
     return params, losses, (time.perf_counter() - start) / steps * 1e6
 
 
-def main():
+def main() -> None:
     rng = np.random.default_rng(0)
     (x, y), params = data(rng), first_params(rng)
     here = jax.local_devices(backend="cpu")[0]
+    # Without another device the model runs on hostcall's own CPU device: device=None.
+    others = [d for d in jax.local_devices() if d.platform != "cpu"]
     with jax.default_device(here):
-        there = make_step(hc.bridge.jax(model, device=other_device()))
+        there = make_step(hc.bridge.jax(model, device=others[0] if others else None))
         alone = make_step(model)
 
         gradients = there(params, x, y)[2], alone(params, x, y)[2]

@@ -21,11 +21,11 @@ PAUSE = 0.05  # seconds
 class Service:
     """Answers after a pause, and counts how many calls wait."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.lock = threading.Lock()
         self.asked = self.waiting = self.most_waiting = 0
 
-    def ask(self, x):
+    def ask(self, x: np.ndarray) -> np.ndarray:
         with self.lock:
             self.asked += 1
             self.waiting += 1
@@ -36,13 +36,13 @@ class Service:
         return np.sqrt(x)
 
 
-def main():
+def main() -> None:
     service = Service()
     pool = futures.ThreadPoolExecutor(8)
 
     @jax.jit
     @jax.vmap
-    def roots(x):
+    def roots(x: jax.Array) -> jax.Array:
         return hc.call(
             service.ask,
             jax.ShapeDtypeStruct(x.shape, x.dtype),

@@ -13,6 +13,8 @@ import numpy as np
 
 import hostcall as hc
 
+Params = dict[str, jax.Array]
+
 
 def train() -> None:
     import torch
@@ -25,12 +27,13 @@ def train() -> None:
     x = np.linspace(-2, 2, 64, dtype=np.float32)[:, None]
     y = np.sin(2 * x)
 
-    def loss(params):
-        return ((net(params, x) - y) ** 2).mean()
+    def loss(params: Params) -> jax.Array:
+        out: jax.Array = net(params, x)
+        return ((out - y) ** 2).mean()
 
     @jax.jit
-    def descend(params):
-        def step(params, _):
+    def descend(params: Params) -> tuple[Params, jax.Array]:
+        def step(params: Params, _: None) -> tuple[Params, jax.Array]:
             value, grads = jax.value_and_grad(loss)(params)
             return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 

@@ -7,6 +7,7 @@ is timed without logging, and with JAX's callback.
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -19,17 +20,21 @@ STEPS = 2000
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (64, 16))
 Y = jnp.sin(X.sum(1))
+Weights = tuple[jax.Array, jax.Array]
 
 
-def loss(weights):
+def loss(weights: Weights) -> jax.Array:
     hidden, out = weights
     return ((jnp.tanh(X @ hidden) @ out - Y) ** 2).mean()
 
 
-def trained(log, snapshot):
+def trained(
+    log: Callable[[jax.Array, jax.Array], None],
+    snapshot: Callable[[jax.Array, Weights], None],
+) -> Callable[[Weights], Weights]:
     """A compiled program: weights -> weights after STEPS steps."""
 
-    def step(weights, number):
+    def step(weights: Weights, number: jax.Array) -> tuple[Weights, None]:
         value, slope = jax.value_and_grad(loss)(weights)
         log(number, value)
         snapshot(number, weights)
@@ -38,25 +43,26 @@ def trained(log, snapshot):
     return jax.jit(lambda w: jax.lax.scan(step, w, jnp.arange(STEPS))[0])
 
 
-def main():
+def main() -> None:
     weights = (jax.random.normal(KEY, (16, 32)) / 4, jnp.zeros(32))
-    losses, written = [], []
+    losses: list[tuple[int, float]] = []
+    written: list[Path] = []
     folder = Path(tempfile.mkdtemp())
 
-    def note(number, value):
+    def note(number: np.ndarray, value: np.ndarray) -> None:
         losses.append((int(number), float(value)))
 
-    def write(number, weights):
+    def write(number: np.ndarray, weights: tuple[np.ndarray, np.ndarray]) -> None:
         time.sleep(0.01)  # a slow disk
         path = folder / f"step{int(number)}.npz"
         np.savez(path, *weights)
         written.append(path)
 
-    def tap_log(number, value):
+    def tap_log(number: jax.Array, value: jax.Array) -> None:
         hc.tap(note, number, value)
         hc.print("step {:5d}  loss {:.4f}", number, value, every=500)
 
-    def tap_snapshot(number, weights):
+    def tap_snapshot(number: jax.Array, weights: Weights) -> None:
         hc.tap(write, number, weights, every=200)
 
     programs = {

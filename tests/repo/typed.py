@@ -1,8 +1,12 @@
-"""What type checkers see of hostcall: `make check` reads this file, nobody runs it."""
+"""What type checkers see of hostcall: mypy and pyright read this file, nobody runs it.
+
+An ignored line is a mistake that both have to find: an ignore without one is an error.
+"""
 
 from __future__ import annotations
 
-from typing import assert_type
+from collections.abc import Callable
+from typing import Any, assert_type
 
 import jax
 import numpy as np
@@ -19,28 +23,75 @@ def length(x: jax.Array) -> jax.Array:
     return x
 
 
+def calls(x: jax.Array) -> None:
+    assert_type(hc.call(np.sin, x, x), jax.Array)
+    assert_type(hc.call(np.sin, jax.ShapeDtypeStruct((3,), x.dtype), x), jax.Array)
+    assert_type(hc.call(len, 0, "text", where=True, timeout=1.0), jax.Array)
+    assert_type(hc.call(np.sin, (x, x), x), Any)
+    assert_type(hc.call(print, None, x, order="ordered", end=""), None)
+    hc.call(np.sin, x, x, order="sorted")  # type: ignore
+    hc.call("sin", x, x)  # type: ignore
+    hc.call(np.sin, x, x, on=jax.devices()[0])
+
+
 def host_functions(x: jax.Array) -> None:
     assert_type(scale(x), jax.Array)
     assert_type(scale(x, by=3.0), jax.Array)
     assert_type(scale.where(x > 0)(x, 1.0), jax.Array)
-    scale("x")  # type: ignore[arg-type]
-    scale(x, times=3.0)  # type: ignore[call-arg]
+    scale("x")  # type: ignore
+    scale(x, times=3.0)  # type: ignore
     made = hc.host(length, result=hc.like(0), vmap_method="parallel", tag="length")
     assert_type(made(x), jax.Array)
     assert_type(hc.finite_difference(made)(x), jax.Array)
     hc.host(np.multiply, result=hc.elementwise)(x, np.ones(3))
-    hc.host(length)  # type: ignore[call-overload]
+    hc.host(length)  # type: ignore
+    hc.host(length, result=hc.like(0), lend="in")  # type: ignore
+
+
+def rules(x: jax.Array) -> None:
+    @scale.defjvp
+    def jvp(primals: tuple[jax.Array, float], tangents: tuple[jax.Array, None]) -> Any:
+        return tangents[0] * primals[1]
+
+    @scale.defjacobian(where="jax")
+    def jacobian(x: jax.Array, by: float) -> jax.Array:
+        return jax.numpy.diag(x * 0 + by)
+
+    @scale.defbatch
+    def batch(size: int, batched: tuple[bool, bool], x: jax.Array, by: float) -> Any:
+        return scale(x, by), True
+
+    assert_type(scale.defjvps(lambda t, y, x: t, None, where="jax"), None)
+    assert_type(scale.defvjp(length, length), None)
+    scale.defjvp(where="gpu")  # type: ignore
+    scale.defjvps(2)  # type: ignore
+    assert_type(hc.testing.check(scale, x), hc.testing.Report)
 
 
 def taps(x: jax.Array) -> None:
     assert_type(hc.tap_through(lambda v: None, x, tag="x"), jax.Array)
     assert_type(hc.derivatives.tap_tangent(print, (x, x)), tuple[jax.Array, jax.Array])
-    hc.tap(print, x, on="somewhere")  # type: ignore[arg-type]
-    hc.call(np.sin, x, x, on=jax.devices()[0])
+    assert_type(hc.tap(print, x, every=10, end=""), None)
+    assert_type(hc.print("{}", x, every=0.5), None)
+    hc.tap(print, x, on="somewhere")  # type: ignore
+    hc.print(x)  # type: ignore
+
+
+def objects(x: jax.Array) -> None:
+    with hc.Object(dict, methods={"get": x}) as kept:
+        assert_type(kept, hc.Object)
+        kept.get(x, where=True, fill=0)
+    hc.Object(dict)  # type: ignore
+    hc.Object(dict, methods={"get": x}, order="pure")  # type: ignore
+
+
+def buffers(out: hc.buffers.Buffer) -> None:
+    spec = jax.ShapeDtypeStruct(out.shape, out.dtype)
+    assert_type(hc.buffer_callback(hc.buffers.native(7), spec), Callable[..., Any])
 
 
 def names() -> None:
-    hc.SpecError  # type: ignore[attr-defined]
+    hc.SpecError  # type: ignore
     assert issubclass(hc.errors.SpecError, hc.HostcallError)
     assert_type(hc.monitor.stats(), dict[str, hc.monitor.CallStats])
     assert_type(hc.barrier(1.0, programs=False), bool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, overload
 
 import jax
 
@@ -25,6 +25,66 @@ from hostcall._core.spec import (
 from hostcall._engine.params.call import Arrays, Callback, Lend
 from hostcall._primitives.call.make import make
 from hostcall._primitives.call.options import check_options
+
+# A `result` that is one array; type checkers see any other tree as Any.
+OneArray: TypeAlias = jax.ShapeDtypeStruct | jax.typing.ArrayLike
+
+
+@overload
+def call(
+    fn: Callable[..., Any],
+    result: None,
+    *args: Any,
+    order: Order = ...,
+    vmap_method: str | Callable[..., Any] | None = ...,
+    where: Any = ...,
+    fill: Any = ...,
+    on: Literal["once"] | jax.Device = ...,
+    arrays: Arrays = ...,
+    lend: Lend = ...,
+    timeout: float | None = ...,
+    executor: Any = ...,
+    tag: str | None = ...,
+    **kwargs: Any,
+) -> None: ...
+
+
+@overload
+def call(
+    fn: Callable[..., Any],
+    result: OneArray,
+    *args: Any,
+    order: Order = ...,
+    vmap_method: str | Callable[..., Any] | None = ...,
+    where: Any = ...,
+    fill: Any = ...,
+    on: Literal["once"] | jax.Device = ...,
+    arrays: Arrays = ...,
+    lend: Lend = ...,
+    timeout: float | None = ...,
+    executor: Any = ...,
+    tag: str | None = ...,
+    **kwargs: Any,
+) -> jax.Array: ...
+
+
+@overload
+def call(  # type: ignore[overload-cannot-match]  # JAX is Any in `make check`
+    fn: Callable[..., Any],
+    result: Any,
+    *args: Any,
+    order: Order = ...,
+    vmap_method: str | Callable[..., Any] | None = ...,
+    where: Any = ...,
+    fill: Any = ...,
+    on: Literal["once"] | jax.Device = ...,
+    arrays: Arrays = ...,
+    lend: Lend = ...,
+    timeout: float | None = ...,
+    executor: Any = ...,
+    tag: str | None = ...,
+    **kwargs: Any,
+) -> Any: ...
 
 
 def call(

@@ -23,6 +23,7 @@ from hostcall._host_function.method import Method
 from hostcall._host_function.primitive import bind
 from hostcall._host_function.rules import (
     HOST_RESIDUALS,
+    Function,
     Jvp,
     P,
     Plain,
@@ -214,7 +215,7 @@ class HostFunction(Generic[P, R]):
 
     # --- Rules ---------------------------------------------------------------------
 
-    def defjvp(self, rule: Any = None, *, where: Where = "host") -> Any:
+    def defjvp(self, rule: Any = None, *, where: Where = "host") -> Function:
         """Sets the rule for forward mode.
 
         Args:
@@ -230,9 +231,9 @@ class HostFunction(Generic[P, R]):
             return functools.partial(self.defjvp, where=where)
         check_rule(rule, self.__name__, "defjvp(rule)")
         self._add("jvp", Jvp(rule, self._where(where, rule)))
-        return rule
+        return rule  # type: ignore[no-any-return]
 
-    def defjvps(self, *each: Any, where: Where = "host") -> None:
+    def defjvps(self, *each: Function | None, where: Where = "host") -> None:
         """Sets the rule for forward mode, one argument at a time.
 
         Args:
@@ -280,7 +281,7 @@ class HostFunction(Generic[P, R]):
             kept = parse_result(residuals, f"{self.__name__} (residuals=)")
         self._add("vjp", Vjp(fwd, bwd, where, kept))
 
-    def deftranspose(self, rule: Any = None, *, where: Where = "host") -> Any:
+    def deftranspose(self, rule: Any = None, *, where: Where = "host") -> Function:
         """Says that the function is linear in all arguments that aren't `nondiff`
         together, and sets its transpose.
 
@@ -294,9 +295,9 @@ class HostFunction(Generic[P, R]):
             return functools.partial(self.deftranspose, where=where)
         check_rule(rule, self.__name__, "deftranspose(rule)")
         self._add("transpose", Plain(rule, self._where(where, rule)))
-        return rule
+        return rule  # type: ignore[no-any-return]
 
-    def defjacobian(self, rule: Any = None, *, where: Where = "host") -> Any:
+    def defjacobian(self, rule: Any = None, *, where: Where = "host") -> Function:
         """Sets the Jacobian, which serves both modes.
 
         Args:
@@ -311,9 +312,9 @@ class HostFunction(Generic[P, R]):
             return functools.partial(self.defjacobian, where=where)
         check_rule(rule, self.__name__, "defjacobian(rule)")
         self._add("jacobian", Plain(rule, self._where(where, rule)))
-        return rule
+        return rule  # type: ignore[no-any-return]
 
-    def defbatch(self, rule: Any) -> Any:
+    def defbatch(self, rule: Function) -> Function:
         """Sets the rule for vmap, in JAX code, instead of a `vmap_method`.
 
         Args:

@@ -56,7 +56,9 @@ class NativeFunction:
         return f"<native function {self.__name__} at {self.address:#x}>"
 
 
-def native(function: Any, *, status: bool = False, name: str | None = None) -> Any:
+def native(
+    function: Any, *, status: bool = False, name: str | None = None
+) -> NativeFunction:
     """Wraps machine code, which runs without the GIL, for `hc.buffer_callback`.
 
     The code has the C signature
