@@ -61,6 +61,8 @@ def rules(x: jax.Array) -> None:
     def batch(size: int, batched: tuple[bool, bool], x: jax.Array, by: float) -> Any:
         return scale(x, by), True
 
+    assert_type(scale.deftranspose(length)(x), jax.Array)
+    assert_type(jacobian(x, 1.0), jax.Array)
     assert_type(scale.defjvps(lambda t, y, x: t, None, where="jax"), None)
     assert_type(scale.defvjp(length, length), None)
     scale.defjvp(where="gpu")  # type: ignore

@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any, Generic, overload
 
 import jax
 
@@ -23,6 +23,7 @@ from hostcall._host_function.method import Method
 from hostcall._host_function.primitive import bind
 from hostcall._host_function.rules import (
     HOST_RESIDUALS,
+    F,
     Function,
     Jvp,
     P,
@@ -215,7 +216,11 @@ class HostFunction(Generic[P, R]):
 
     # --- Rules ---------------------------------------------------------------------
 
-    def defjvp(self, rule: Any = None, *, where: Where = "host") -> Function:
+    @overload
+    def defjvp(self, rule: F, *, where: Where = "host") -> F: ...
+    @overload
+    def defjvp(self, *, where: Where = "host") -> Callable[[F], F]: ...
+    def defjvp(self, rule: Any = None, *, where: Where = "host") -> Any:
         """Sets the rule for forward mode.
 
         Args:
@@ -281,7 +286,11 @@ class HostFunction(Generic[P, R]):
             kept = parse_result(residuals, f"{self.__name__} (residuals=)")
         self._add("vjp", Vjp(fwd, bwd, where, kept))
 
-    def deftranspose(self, rule: Any = None, *, where: Where = "host") -> Function:
+    @overload
+    def deftranspose(self, rule: F, *, where: Where = "host") -> F: ...
+    @overload
+    def deftranspose(self, *, where: Where = "host") -> Callable[[F], F]: ...
+    def deftranspose(self, rule: Any = None, *, where: Where = "host") -> Any:
         """Says that the function is linear in all arguments that aren't `nondiff`
         together, and sets its transpose.
 
@@ -297,7 +306,11 @@ class HostFunction(Generic[P, R]):
         self._add("transpose", Plain(rule, self._where(where, rule)))
         return rule  # type: ignore[no-any-return]
 
-    def defjacobian(self, rule: Any = None, *, where: Where = "host") -> Function:
+    @overload
+    def defjacobian(self, rule: F, *, where: Where = "host") -> F: ...
+    @overload
+    def defjacobian(self, *, where: Where = "host") -> Callable[[F], F]: ...
+    def defjacobian(self, rule: Any = None, *, where: Where = "host") -> Any:
         """Sets the Jacobian, which serves both modes.
 
         Args:
@@ -314,7 +327,7 @@ class HostFunction(Generic[P, R]):
         self._add("jacobian", Plain(rule, self._where(where, rule)))
         return rule  # type: ignore[no-any-return]
 
-    def defbatch(self, rule: Function) -> Function:
+    def defbatch(self, rule: F) -> F:
         """Sets the rule for vmap, in JAX code, instead of a `vmap_method`.
 
         Args:

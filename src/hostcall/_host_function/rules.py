@@ -15,6 +15,7 @@ HOST_RESIDUALS = "host"
 # The parameters and the result of the function that a HostFunction is made of.
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Function)  # a rule, which its decorator returns
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def make_with(
     operands: Sequence[Any],
     mask: Any,
 ) -> list[Any]:
-    """`make`, with the options as `HostFunction.call_options` gives them."""
+    """`make`, with the options as `HostFunction.options` gives them."""
     options = dict(options)
     executor = options.pop("executor")
     how = {key: options.pop(key) for key in ("order", "vmap_method") if key in options}
