@@ -162,7 +162,7 @@ def test_too_many_derivatives(anp):
 
 def test_refusals_of_autograd(anp, monkeypatch):
     with pytest.raises(
-        hc.errors.SpecError, match="derivatives= of `e` should be how many"
+        hc.errors.SpecError, match="derivatives= of `e` should be the number of times"
     ):
         hc.bridge.autograd(energy(anp), name="e", derivatives="all")
     with pytest.raises(
@@ -170,7 +170,7 @@ def test_refusals_of_autograd(anp, monkeypatch):
     ):
         hc.bridge.autograd(energy(anp), vmap_method="expand_dims")
     with pytest.raises(
-        hc.errors.SpecError, match="is a bridge, whose derivatives are made"
+        hc.errors.SpecError, match="is a bridge, whose rules come from the other"
     ):
         hc.bridge.autograd(energy(anp)).defvjp(len, len)
 

@@ -229,5 +229,7 @@ def test_floor_and_ceiling_are_steps():
     at = jnp.float32(1.7)
     assert f(at, y=at) == 2 * at + 2
     np.testing.assert_allclose(jax.grad(f, (0, 1))(at, at), (2, 0))
-    with pytest.raises(hc.errors.SpecError, match=r"got 1 and the keywords \['z'\]"):
+    with pytest.raises(
+        hc.errors.SpecError, match=r"got 1 by position and the keywords \['z'\]"
+    ):
         f(at, z=at)
