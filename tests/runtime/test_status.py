@@ -147,7 +147,9 @@ def test_rules_count_under_their_functions_tag():
 @pytest.mark.parametrize("kind", ["call", "host", "tap", "tap_through"])
 @pytest.mark.parametrize("tag", [3, ""])
 def test_other_tags_are_refused(kind, tag):
-    with pytest.raises(hc.errors.SpecError, match="tag= of `cos` should be a non-empty string"):
+    with pytest.raises(
+        hc.errors.SpecError, match="tag= of `cos` should be a non-empty string"
+    ):
         tagged(kind, np.cos, tag)(1.0)
 
 

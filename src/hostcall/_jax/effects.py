@@ -47,6 +47,8 @@ def lower_while_loops_by(
     def rule(ctx: Any, *operands: Any, cond_jaxpr: Any, **params: Any) -> Any:
         if not chosen(cond_jaxpr):
             return entry.rule(ctx, *operands, cond_jaxpr=cond_jaxpr, **params)
+        # A parameter of a later JAX that `loop` does not know must not be lost.
+        assert params.keys() == {"body_jaxpr", "cond_nconsts", "body_nconsts"}
         function = loop(
             _core.jaxpr_as_fun(cond_jaxpr),
             _core.jaxpr_as_fun(params["body_jaxpr"]),

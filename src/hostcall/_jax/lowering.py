@@ -1,4 +1,4 @@
-"""What JAX knows while it lowers a program, and how to add lowering rules."""
+"""How to add lowering rules, and what a rule asks of JAX."""
 
 from __future__ import annotations
 

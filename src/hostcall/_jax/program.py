@@ -25,8 +25,9 @@ class Program(NamedTuple):
         size: how many devices it has. Outside manual regions this is known even if the
             devices themselves are not.
         local: those of its devices that belong to this process; None if `devices` or
-            `client` is None.
-        by_ordinal: this process's devices, by `ordinal`; empty in a cross-lowering.
+            `client` is None, or if the engine does not serve a platform.
+        by_ordinal: this process's devices, by `ordinal`; empty in a cross-lowering, and
+            on platforms that the engine does not serve.
         is_partitioned: whether the compiler splits it over several devices.
         is_exported: whether it is lowered for export, so that it may run at any later
             time and in any process.
@@ -66,7 +67,8 @@ def program_of(ctx: Any) -> Program:
         n = size if mesh is None else mesh.size
         across = n > 1 and jax.process_count() > 1
     local, by_ordinal = None, {}
-    if client is not None:
+    # Devices of other platforms may have no number (`local_hardware_id`).
+    if client is not None and set(platforms(ctx)) <= set(SERVED):
         by_ordinal = {ordinal(device): device for device in client.local_devices()}
         if devices is not None:
             here = client.process_index()

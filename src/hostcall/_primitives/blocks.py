@@ -112,7 +112,7 @@ def lower_blocks(
     Args:
         program: the program.
         operands: the values.
-        equation: what they share; its order is "unordered" or "ordered".
+        equation: what its parts share; its order is "unordered" or "ordered".
         block: (replicated sharding, the sharding of each operand, the shape of each) ->
             the function of one device, (number, *blocks) -> number.
         unpartitioned: the function that stands in the program until it is partitioned.

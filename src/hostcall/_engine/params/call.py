@@ -106,12 +106,12 @@ class CallParams:
     def out_avals(self) -> list[Any]:
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
-    @cached_property
+    @property
     def runs_where_dispatched(self) -> bool:
         """Whether a program with this call runs on the thread that dispatches it."""
         return self.order != "pure"
 
-    @cached_property
+    @property
     def is_jaxs_own(self) -> bool:
         """Whether the function is one that JAX itself calls back."""
         return False

@@ -103,7 +103,7 @@ class DropInParams(CallParams):
         is_print = getattr(self.callback.function, "hostcall_source", None) == PRINT
         return "debug_print" if is_print else f"{self.kind}_callback"
 
-    @cached_property
+    @property
     def runs_where_dispatched(self) -> bool:
         return True  # as for JAX's own callbacks, pure ones included
 

@@ -48,7 +48,7 @@ def make(
         _check_on_device(callback, vmap_method, masked, sharding)
         # Imported here, since most programs call no function on a GPU's memory.
         from hostcall._engine.params.buffer import BufferParams
-        from hostcall._primitives.buffer import lowering as _  # noqa: F401
+        from hostcall._primitives.buffer import lowering as _  # noqa: F401  (registers)
         from hostcall._primitives.buffer.primitive import bind as bind_buffers
 
         fn = OnDevice(callback.function, callback.results, callback.name)
@@ -85,7 +85,7 @@ def make_with(
     """`make`, with the options as `HostFunction.options` gives them."""
     options = dict(options)
     executor = options.pop("executor")
-    how = {key: options.pop(key) for key in ("order", "vmap_method") if key in options}
+    how = {key: options.pop(key) for key in ("order", "vmap_method")}
     callback = Callback(
         fn=Static(fn),
         template=template,
