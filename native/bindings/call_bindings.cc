@@ -19,8 +19,9 @@ nb::tuple IndexOf(const std::vector<int64_t>& row) {
   return nb::tuple(index);
 }
 
-/// The calling thread's innermost call: (info, ordinal, row, run, step, stream), or
-/// None. It can't end meanwhile, since this thread runs its function.
+/// The calling thread's innermost call: (info, ordinal, row, run, step, stream,
+/// events), or None. `events` are (runs, steps) of a run of taps, else None. It
+/// can't end meanwhile, since this thread runs its function.
 nb::object Current() {
   const ActiveCall* call = CurrentCall();
   if (call == nullptr) return nb::none();
@@ -34,8 +35,18 @@ nb::object Current() {
   }
   nb::object stream = nb::none();
   if (call->on_gpu()) stream = nb::int_(reinterpret_cast<uintptr_t>(call->stream));
+  nb::object events = nb::none();
+  if (call->taps != 0) {
+    nb::list runs, steps;
+    const TapEvent* event = call->tap;
+    for (size_t i = 0; i < call->taps; ++i, event = event->next) {
+      runs.append(event->run);
+      steps.append(event->sequence);
+    }
+    events = nb::make_tuple(runs, steps);
+  }
   return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
-                        row, run, step, stream);
+                        row, run, step, stream, events);
 }
 
 /// All calls under way: a list of (info, thread, seconds, row).

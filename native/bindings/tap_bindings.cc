@@ -62,7 +62,8 @@ void InitTaps(nb::module_& m) {
                     .Field<&TapSettings::through>("through")
                     .Field<&TapSettings::every_steps>("every_steps")
                     .Field<&TapSettings::every_ns>("every_ns")
-                    .Field<&TapSettings::sample>("sample"));
+                    .Field<&TapSettings::sample>("sample")
+                    .Field<&TapSettings::batch>("batch"));
   m.def("run_tap_worker", &RunTapWorker);
   m.def("on_tap_worker", &TapThread::IsThis);
   // The functions that lock the queue release the GIL, so that Python goes on if

@@ -246,7 +246,58 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
   return true;
 }
 
+/// Copies one leaf of the events, which begins at `offset` of their payloads, into
+/// an array with an axis for the events in front.
+void CopyRun(const Leaf& leaf, size_t offset, TapEvent& first, size_t count,
+             char* to) {
+  TapEvent* event = &first;
+  const auto each = [&](auto copy) {
+    for (size_t i = 0; i < count; ++i, event = event->next) {
+      copy(to, event->payload() + offset);
+      to += leaf.row_bytes;
+    }
+  };
+  if (leaf.bits != 0) {
+    each([&leaf](char* row, const char* packed) {
+      UnpackBits(reinterpret_cast<const uint8_t*>(packed),
+                 reinterpret_cast<uint8_t*>(row), leaf.count, leaf.bits,
+                 leaf.is_signed);
+    });
+  } else if (leaf.row_bytes == 4) {  // a copy of a known size is one instruction
+    each([](char* row, const char* value) { std::memcpy(row, value, 4); });
+  } else if (leaf.row_bytes == 8) {
+    each([](char* row, const char* value) { std::memcpy(row, value, 8); });
+  } else {
+    const auto bytes = static_cast<size_t>(leaf.row_bytes);
+    each([bytes](char* row, const char* value) { std::memcpy(row, value, bytes); });
+  }
+}
+
 }  // namespace
+
+bool InvokeRun(const Plan& plan, TapEvent& first, size_t count) {
+  const size_t n = plan.args.size(), masks = plan.masked ? 1 : 0;
+  const auto rows = static_cast<int64_t>(count);
+  RowArrays run(n);
+  for (size_t i = 0; i < n; ++i) {
+    const Leaf& leaf = plan.args[i];
+    run.args()[i] = ArrayOfRows(leaf, rows).release();
+    if (run.args()[i] == nullptr) return false;
+    auto* array = reinterpret_cast<PyArrayObject*>(run.args()[i]);
+    {
+      // Nobody else has a reference to the array, and the events are the worker's.
+      GilRelease release(leaf.row_bytes * rows >= kReleaseBytes);
+      CopyRun(leaf, plan.layout.offsets[masks + i], first, count,
+              static_cast<char*>(PyArray_DATA(array)));
+    }
+    if (!Convert(leaf, &run.args()[i])) return false;
+  }
+  plan.counters->calls += rows;
+  plan.counters->bytes_in += rows * plan.bytes_in;
+  return static_cast<bool>(
+      Ref::Steal(CallPython(plan.function.get(), run.args(),
+                            n | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr)));
+}
 
 bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
             void* const* results) {

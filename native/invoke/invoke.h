@@ -14,6 +14,11 @@ namespace hostcall {
 bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
             void* const* results);
 
+/// Runs the function of a tap on `count` events together. The events follow each
+/// other from `first` on, and belong to this plan, whose taps have no rows and no
+/// masks of several bools. Otherwise as Invoke.
+bool InvokeRun(const Plan& plan, TapEvent& first, size_t count);
+
 /// Fills the results, and returns true, if the mask keeps all rows from the
 /// function. Returns false if Invoke is needed: some row is wanted, or elements are
 /// packed. Needs neither Python nor the GIL.

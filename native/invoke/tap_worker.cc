@@ -10,6 +10,7 @@
 #include "invoke/invoke.h"
 #include "plan/call_scope.h"
 #include "queue/tap_queue.h"
+#include "queue/tap_run.h"
 #include "queue/tap_thread.h"
 
 namespace hostcall {
@@ -21,35 +22,45 @@ namespace {
 /// wait each time for Python's switch interval of 5 ms (20,000 lines of hc.print
 /// took 130 ms to dispatch).
 constexpr int64_t kHoldNs = 250'000;
-/// If deliveries take longer than this on average, the rest of the batch goes back
-/// into the queue, where `when_full` can drop it.
+/// If deliveries of single events take longer than this on average, the rest of the
+/// batch goes back into the queue, where `when_full` can drop it. Runs do not
+/// count: a slow function that gets many events at once should get as many as there
+/// are.
 constexpr int64_t kSlowNs = 50'000;
 
-/// Runs the function on one event. Returns the time when it ended (NowNs). The GIL
-/// is held.
-int64_t Deliver(TapEvent& event) {
+/// Runs the function on one event; false with a Python error set.
+bool InvokeOne(const Plan& plan, ActiveCall& call, TapEvent& event) {
+  constexpr size_t kInline = 8;
+  const void* inline_operands[kInline];
+  std::vector<const void*> more;
+  const void** operands = inline_operands;
+  const size_t n = plan.layout.offsets.size();
+  if (n > kInline) {
+    more.resize(n);
+    operands = more.data();
+  }
+  for (size_t i = 0; i < n; ++i) {
+    operands[i] = event.payload() + plan.layout.offsets[i];
+  }
+  // The plan has no result leaves: nobody takes a tap's return value.
+  return Invoke(plan, call, operands, nullptr);
+}
+
+/// Runs the function on an event, or on a run of `count` events from this one on; 0
+/// stands for one event that is not stacked. Returns the time when it ended
+/// (NowNs). The GIL is held.
+int64_t Deliver(TapEvent& event, size_t count) {
   const auto& plan = static_cast<const Plan&>(*event.owner);
   const int64_t start = Ticks();
   {
     CallScope scope(plan, event.device, -1);
     scope.call().start = start;
     scope.call().tap = &event;
+    scope.call().taps = count;
     bool ok;
     try {
-      constexpr size_t kInline = 8;
-      const void* inline_operands[kInline];
-      std::vector<const void*> more;
-      const void** operands = inline_operands;
-      const size_t n = plan.layout.offsets.size();
-      if (n > kInline) {
-        more.resize(n);
-        operands = more.data();
-      }
-      for (size_t i = 0; i < n; ++i) {
-        operands[i] = event.payload() + plan.layout.offsets[i];
-      }
-      // The plan has no result leaves: nobody takes a tap's return value.
-      ok = Invoke(plan, scope.call(), operands, nullptr);
+      ok = count == 0 ? InvokeOne(plan, scope.call(), event)
+                      : InvokeRun(plan, event, count);
     } catch (const std::exception&) {  // std::bad_alloc
       PyErr_NoMemory();
       ok = false;
@@ -76,24 +87,38 @@ void RunTapWorker() {
       batch = queue.Wait(want);
     }
     if (!batch) break;
-    bool slow = false;
+    bool slow = false, runs = false;
     while (batch && !slow) {
       const int64_t start = NowNs();
-      int64_t elapsed = 0;
-      int n = 0;
+      int64_t elapsed = 0, of_single = 0;
+      int single = 0;
       TapEvent* event = batch.first;
       while (event != nullptr && elapsed < kHoldNs) {
-        if (queue.IsDiscarded(*event)) {
+        const auto discarded = [&queue](const TapEvent& e) {
+          return queue.IsDiscarded(e);
+        };
+        const auto most =
+            static_cast<size_t>(static_cast<const Plan&>(*event->owner).tap->batch);
+        TapRun run{event, 1};
+        if (discarded(*event)) {
           queue.CountDiscarded(*event);
+        } else if (most == 0) {
+          const int64_t before = elapsed;
+          elapsed = Deliver(*event, 0) - start;
+          of_single += elapsed - before;
+          ++single;
         } else {
-          elapsed = Deliver(*event) - start;
+          TapBatch rest{event, batch.last};
+          run = GatherRun(rest, most, discarded);
+          batch.last = rest.last;
+          elapsed = Deliver(*event, run.count) - start;
+          runs = true;
         }
-        event = event->next;  // before Finish, which frees the event
-        ++n;
+        event = run.last->next;  // before Finish, which frees the events
       }
       queue.Finish(batch.first, event);
       batch.first = event;
-      slow = elapsed / n > kSlowNs;
+      slow = of_single > single * kSlowNs;
       if (batch && !slow) {
         GilRelease others(true);
         // A thread that waits for the GIL needs some time to wake up. Without the
@@ -102,7 +127,9 @@ void RunTapWorker() {
       }
     }
     if (batch) queue.GiveBack(batch);
-    want = slow ? 1 : std::min(want * 2, TapQueue::kMostAtOnce);
+    want = slow   ? 1
+           : runs ? TapQueue::kMostAtOnce
+                  : std::min(want * 2, TapQueue::kMostAtOnce);
     Graveyard::Get().Bury();  // Finish may have released the last use of a plan
   }
 }

@@ -14,6 +14,15 @@ Ref NewArray(const Leaf& leaf, char* data, int flags) {
 
 }  // namespace
 
+Ref ArrayOfRows(const Leaf& leaf, int64_t rows) {
+  std::vector<npy_intp> dims{rows};
+  dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
+  Py_INCREF(leaf.dtype.get());  // PyArray_NewFromDescr steals a reference
+  return Ref::Steal(PyArray_NewFromDescr(&PyArray_Type, leaf.descr(),
+                                         static_cast<int>(dims.size()), dims.data(),
+                                         nullptr, nullptr, 0, nullptr));
+}
+
 Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
   Ref array =
       NewArray(leaf, data, writeable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);

@@ -47,6 +47,10 @@ bool AsMade(PyObject* object, const Leaf& leaf);
 /// Reuses `spare` if it is not null. Null with a Python error set.
 Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare = Ref());
 
+/// Returns an array for `rows` rows, with an axis for them in front, whose memory
+/// is not set. Null with a Python error set.
+Ref ArrayOfRows(const Leaf& leaf, int64_t rows);
+
 /// Returns an array over XLA's memory at `data`, which must outlive it, or Disown
 /// is needed. Null with a Python error set.
 Ref LentArray(const Leaf& leaf, char* data, bool writeable);

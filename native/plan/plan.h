@@ -118,6 +118,8 @@ struct TapSettings {
   int64_t every_steps = 0;  ///< one in this many executions goes through; 0: all
   int64_t every_ns = 0;     ///< at most one in this many nanoseconds; 0: no bound
   double sample = 1;        ///< the share of executions that go through
+  int64_t batch =
+      0;  ///< up to this many events in one call; 0: each alone, unstacked
 };
 
 /// Where a tap's operands lie in an event of the queue.

@@ -197,6 +197,7 @@ class TapSettings:
         every_steps: int,
         every_ns: int,
         sample: float,
+        batch: int,
     ) -> None: ...
 
 class Throttle:
@@ -230,7 +231,16 @@ def ask_inside() -> bool: ...
 def is_inside() -> bool: ...
 def handlers() -> dict[str, dict[str, Any]]: ...
 def current() -> (
-    tuple[Any, int, tuple[int, ...] | None, int | None, int | None, int | None] | None
+    tuple[
+        Any,
+        int,
+        tuple[int, ...] | None,
+        int | None,
+        int | None,
+        int | None,
+        tuple[list[int], list[int]] | None,
+    ]
+    | None
 ): ...
 def active() -> list[tuple[Any, int, float, tuple[int, ...] | None]]: ...
 def live_slots() -> int: ...

@@ -6,6 +6,6 @@
 Rules for the derivatives of a host function belong to `hostcall.HostFunction`.
 """
 
-from hostcall._api.tap import tap_cotangent, tap_tangent
+from hostcall._api.tap_derivatives import tap_cotangent, tap_tangent
 
 __all__ = ["tap_cotangent", "tap_tangent"]

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "queue/tap_run.h"
 #include "tap_events.h"
 
 namespace hostcall {
@@ -173,6 +174,80 @@ void DiscardDropsWhatIsQueued() {
   assert(queue.delivered() == 1);
 }
 
+/// Runs of one owner's events are in order, miss none that is near, and leave the
+/// other events in order, whether the rest is delivered or given back.
+void RunsOfOneOwner(uint32_t seed) {
+  std::mt19937 random(seed);
+  TapQueue queue;
+  const std::vector<OwnerPtr> owners{MakeOwner(), MakeOwner(), MakeOwner()};
+  std::vector<std::vector<int>> sent(3), got(3);
+  constexpr int kEvents = 500;
+  for (int i = 0; i < kEvents; ++i) {
+    const size_t who = random() % 3;
+    Send(queue, owners[who], 0, i);
+    sent[who].push_back(i);
+  }
+  const auto unwanted = [](TapEvent& event) {
+    return Read(&event).number % 50 == 7;
+  };
+  while (queue.pending() != 0) {
+    TapBatch batch = queue.Wait(TapQueue::kMostAtOnce);
+    int left = static_cast<int>(random() % 40);  // runs before the rest goes back
+    while (batch && left-- >= 0) {
+      const TapRun run = GatherRun(batch, 1 + random() % 20, unwanted);
+      assert(run.count >= 1 && batch.last->next == nullptr);
+      TapOwner* owner = batch.first->owner;
+      size_t who = 0;
+      while (owners[who].get() != owner) ++who;
+      TapEvent* event = batch.first;
+      for (size_t i = 0; i < run.count; ++i, event = event->next) {
+        assert(event->owner == owner && (i == 0 || !unwanted(*event)));
+        got[who].push_back(Read(event).number);
+        if (i + 1 == run.count) assert(event == run.last);
+      }
+      const int64_t oldest = event == nullptr ? queue.Mark() : event->sequence;
+      queue.Finish(batch.first, event);
+      batch.first = event;
+      // All before the oldest that is left are done, and that one is not.
+      assert(queue.Flush(oldest, 0));
+      if (event != nullptr) assert(!queue.Flush(oldest + 1, 0));
+    }
+    if (batch) queue.GiveBack(batch);
+  }
+  for (size_t who = 0; who < 3; ++who) {
+    // An unwanted event stays behind younger ones of its owner.
+    std::vector<int> wanted, late, expected, later;
+    const auto split = [](const std::vector<int>& all, std::vector<int>& rest) {
+      std::vector<int> some;
+      for (int i : all) (i % 50 == 7 ? rest : some).push_back(i);
+      return some;
+    };
+    wanted = split(got[who], late);
+    expected = split(sent[who], later);
+    assert(wanted == expected && late == later);
+  }
+  assert(queue.bytes() == 0 && queue.delivered() == kEvents);
+}
+
+/// The search ends when the run is full, or far from its last event.
+void RunsEnd() {
+  TapQueue queue;
+  const OwnerPtr mine = MakeOwner(), other = MakeOwner();
+  const auto all = [](TapEvent&) { return false; };
+  for (int i = 0; i < 10; ++i) Send(queue, mine, 0, i);
+  for (int i = 0; i < 100; ++i) Send(queue, other, 0, i);
+  Send(queue, mine, 0, 10);
+  TapBatch batch = queue.Wait(TapQueue::kMostAtOnce);
+  assert(GatherRun(batch, 4, all).count == 4);
+  assert(GatherRun(batch, 10, all).count == 10);
+  assert(GatherRun(batch, 20, all).count == 10);  // 80 looks do not reach the last
+  TapEvent* last = batch.last;
+  const TapRun run = GatherRun(batch, 30, all);
+  assert(run.count == 11 && run.last == last && batch.last != last);
+  assert(batch.last->next == nullptr);
+  queue.Finish(batch.first, nullptr);
+}
+
 }  // namespace
 }  // namespace hostcall
 
@@ -188,5 +263,7 @@ int main() {
   FlushTimesOutIfNobodyDelivers();
   DiscardDropsWhatIsQueued();
   AnOwnerLivesUntilItsEventsAreDelivered();
+  for (uint32_t seed = 0; seed < 50; ++seed) RunsOfOneOwner(seed);
+  RunsEnd();
   std::puts("tap_queue: ok");
 }

@@ -360,6 +360,7 @@ FIELDS: dict[str, dict[str, object]] = {
         "every_steps": 0,
         "every_ns": 0,
         "sample": 1.0,
+        "batch": 0,
     },
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
+from hostcall._core.errors import SpecError
 from hostcall._core.spec import Template, packed_bits
 from hostcall._engine.counters import counters_of
 from hostcall._engine.info import CallInfo
@@ -237,6 +238,13 @@ def _function(
         if callback.tag is not None:
             whole = collectors.seen_by(callback.tag, template, whole)
         if compressed:  # one delivery for the batch, but `where` differs between rows
+            if params.batch is not None:
+                raise SpecError(
+                    f"hostcall: the tap `{callback.name}` has batch= and a where= that"
+                    " differs between the rows of a vmap, so its taps differ in size."
+                    " Pass the mask as an argument instead of where=, or leave out"
+                    " batch="
+                )
             whole = CompressedTap(params, whole, converters)
         return whole, ResultForm.IGNORED
     form = _result_form(params)

@@ -45,6 +45,9 @@ class Current:
         run: in a tap or buffer callback, XLA's number of the program's execution, or
             -1 if it is eager; None in any other call.
         step: the number of the tap among all taps of the process; None in a call.
+        runs, steps: in a tap with batch=, `run` and `step` of each delivered tap, in
+            the order of the leading axis; there, `run` and `step` are the first
+            tap's. Else None.
     """
 
     name: str
@@ -58,6 +61,8 @@ class Current:
     index: tuple[tuple[slice, ...], ...] | None = None
     run: int | None = None
     step: int | None = None
+    runs: tuple[int, ...] | None = None
+    steps: tuple[int, ...] | None = None
     stream: int | None = None
     grid: tuple[int, ...] = ()
     mesh_shape: dict[Any, int] = field(default_factory=dict)
@@ -74,7 +79,8 @@ def current() -> Current | None:
     found = _native.current()
     if found is None:  # a worker thread may run this function for another thread's call
         return workers.stand_in()
-    info, ordinal, row, run, step, stream = found
+    info, ordinal, row, run, step, stream, events = found
+    runs, steps = (None, None) if events is None else map(tuple, events)
     device = info.devices.get(ordinal)
     return Current(
         name=info.name,
@@ -88,6 +94,8 @@ def current() -> Current | None:
         index=(getattr(info, "places", None) or {}).get(ordinal),
         run=run,
         step=step,
+        runs=runs,
+        steps=steps,
         stream=stream,
         grid=getattr(info.params, "grid", ()),
         mesh_shape={} if info.mesh is None else dict(info.mesh.shape),

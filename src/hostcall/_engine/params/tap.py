@@ -26,7 +26,7 @@ class TapParams:
             (`hc.tap_through`).
         masked: whether the first operand is the mask `where`.
         rows: under vmap, "batched" delivers the batch at once, "each" row by row.
-        when_full, remat, on, every, sample: as given to `hc.tap`.
+        when_full, remat, on, every, sample, batch: as given to `hc.tap`.
         through: whether the equation returns its arguments.
         leader: the index of the device that taps a whole value, in a program that is
             partitioned over devices; None for this process's first device.
@@ -47,6 +47,7 @@ class TapParams:
     on: On
     every: int | float | None
     sample: float | None
+    batch: int | None = None
     through: bool = False
     leader: int | None = None
     grid: tuple[int, ...] = ()
@@ -96,6 +97,7 @@ class TapParams:
             every_steps=steps,
             every_ns=int(seconds * 1e9),
             sample=1.0 if self.sample is None else self.sample,
+            batch=self.batch or 0,
         )
 
     def __repr__(self) -> str:

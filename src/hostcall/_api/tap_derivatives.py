@@ -1,0 +1,79 @@
+"""`hc.derivatives`: taps of tangents and cotangents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hostcall._api.tap import OPTIONS, prepare, rebuilt, refuse_pure
+from hostcall._core import mistakes
+from hostcall._primitives.tap import derivatives
+
+T = TypeVar("T")
+
+
+def tap_tangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
+    """Returns `x`, and taps its tangent in forward-mode derivatives.
+
+    Args:
+        fn: called with the tangent, a pytree like `x`, with None for leaves that have
+            no tangent (integers, strings).
+        x: a pytree.
+        **options: the options of `hc.tap`.
+
+    Returns:
+        `x`. Use it in place of the argument.
+
+    Under transformations: jvp, jacfwd: taps; a linearized function taps when it is
+    called with a tangent. grad, jacrev: does not tap, since the tangent is only
+    transposed and has no value; use `tap_cotangent`. Nested derivatives: taps in the
+    innermost.
+    """
+    return _seen_in_derivatives("tap_tangent", fn, x, options)
+
+
+def tap_cotangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
+    """Returns `x`, and taps its cotangent in reverse-mode derivatives.
+
+    Args:
+        fn: called with the cotangent, a pytree like `x`, with None for leaves that have
+            no cotangent (integers, strings).
+        x: a pytree.
+        **options: the options of `hc.tap`.
+
+    Returns:
+        `x`. Use it in place of the argument.
+
+    Under transformations: grad, vjp, jacrev: taps each time the backward pass reaches
+    it.
+    jvp: does not tap. Nested derivatives: taps in the innermost; the others stay
+    correct.
+    """
+    return _seen_in_derivatives("tap_cotangent", fn, x, options)
+
+
+_FACES = {
+    name: mistakes.Face(
+        f"hc.derivatives.{name}", f"hc.derivatives.{name}({{fn}}, ({{args}}))"
+    )
+    for name in ("tap_tangent", "tap_cotangent")
+}
+_IN_DERIVATIVES = {
+    "tap_tangent": derivatives.tangent_tap_p,
+    "tap_cotangent": derivatives.cotangent_tap_p,
+}
+
+
+def _seen_in_derivatives(face: str, fn: Any, x: T, options: Any) -> T:
+    unknown = sorted(set(options) - OPTIONS)
+    if unknown:
+        raise TypeError(
+            f"hostcall: hc.tap has no option {', '.join(unknown)}. Its options are"
+            f" {', '.join(sorted(OPTIONS))}"
+        )
+    inexact, rest = derivatives.split(x)
+    operands, params = prepare(fn, (inexact,), {}, face=_FACES[face], **options)
+    refuse_pure(params, "no result depends on it")
+    outs = _IN_DERIVATIVES[face].bind(*operands, params=params)
+    out: T = derivatives.joined(rebuilt(params, outs), rest)
+    return out
