@@ -193,6 +193,32 @@ def delivery(quick: bool) -> dict[str, Case]:
     return {"hostcall": run}
 
 
+def stacked(quick: bool) -> dict[str, Case]:
+    n = 100_000 if quick else 1_000_000
+    x = F32(1)
+
+    def each(tap: Callable[[Any], Any], n: int) -> Case:
+        f = looped(tap, n)
+
+        def run() -> float:
+            begin = time.perf_counter()
+            jax.block_until_ready(f(x))
+            hc.barrier()
+            jax.effects_barrier()
+            return (time.perf_counter() - begin) / n * 1e6
+
+        return run
+
+    def through_jax(c: Any) -> None:
+        jax.experimental.io_callback(nothing, None, c)
+
+    return {
+        "hostcall": each(lambda c: hc.tap(nothing, c, batch=4096), n),
+        "hostcall, one by one": each(lambda c: hc.tap(nothing, c), n // 10),
+        "JAX, io_callback": each(through_jax, n // 1000),
+    }
+
+
 # --- Dispatch -------------------------------------------------------------------------
 
 
@@ -310,6 +336,11 @@ ROWS = (
         busy_thread,
     ),
     Row("scalar taps into a Python function, each", (at_most(1, None),), delivery),
+    Row(
+        "scalar taps stacked for a Python function, each",
+        (at_most(0.2, None), times_faster(100, base="JAX, io_callback")),
+        stacked,
+    ),
     Row(
         "dispatch, one unordered tap",
         (at_most(0.4, "debug.callback"),),
