@@ -241,7 +241,8 @@ void OrdinalsAndRuns() {
   assert(Taken(Guarded(&xla.frame, AskRun)) == "0");  // 0 is a valid run
   assert(StreamOf(&xla.frame) == &g_run);
   g_ordinal = -1;  // would stand for an eager call
-  assert(Has(Taken(Guarded(&xla.frame, AskOrdinal)), "did not report which device this is"));
+  assert(Has(Taken(Guarded(&xla.frame, AskOrdinal)),
+             "did not report which device this is"));
   g_fails = true;
   assert(Taken(Guarded(&xla.frame, AskOrdinal)) == "no ordinal");
   assert(Taken(Guarded(&xla.frame, AskRun)) == "no run");
