@@ -4,6 +4,7 @@
 #               memory for a device's (tests/platforms.py)
 # make test-optional  the tests and examples of bridges and executors with the packages
 #               that are optional (torch, autograd, SymPy, Dask, Gymnasium, ...)
+# make pictures  draw the pictures of docs/ from runs of the programs there
 # make bench   print the table of targets, and write docs/benchmarks.md
 # make check   format, lint, types, layers, tests
 # make sanitize  the native tests under ASan and TSan, and the Python ones under ASan
@@ -27,7 +28,7 @@ NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-staged test-optional bench check format sanitize soak clients wheel-check clean
+.PHONY: demo test test-staged test-optional pictures bench check format sanitize soak clients wheel-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
@@ -43,10 +44,13 @@ test-optional:
 	scripts/venv.sh "$(PYTHON)" $(OPTIONAL)
 	scripts/compiler.sh
 	$(OPTIONAL)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
-	  ".[demo,test,torch,numba,autograd,sympy,dask,gymnasium]"
+	  ".[demo,test,torch,numba,autograd,sympy,dask,gymnasium]" jax-tqdm
 	$(OPTIONAL)/bin/python -m pytest tests/bridge tests/runtime/test_executors.py tests/runtime/test_rows.py \
 	  tests/repo/test_examples.py tests/repo/test_readme.py tests/repo/test_guide.py \
-	  tests/call/test_arrays.py tests/compat/test_buffer_native.py
+	  tests/call/test_arrays.py tests/compat/test_buffer_native.py tests/tools/test_jax_tqdm.py
+
+pictures: $(VENV)/.installed
+	$(BIN)/python scripts/pictures.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --write docs/benchmarks.md

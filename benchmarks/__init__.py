@@ -12,5 +12,9 @@ rows_drop_in.py  the drop-ins beside JAX's callbacks
 rows_buffers.py  buffer callbacks
 rows_host.py     host functions with derivatives
 rows_bridge.py   the torch bridge
+rows_tools.py    progress bars
+rows_recorder.py recorders
+rows_trace.py    what a trace adds to a call and a tap
+rows_watch.py    watches
 rows_gpu.py      calls and taps on a GPU
 """

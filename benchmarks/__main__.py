@@ -20,7 +20,11 @@ from benchmarks import (
     rows_growth,
     rows_host,
     rows_parallel,
+    rows_recorder,
     rows_tap,
+    rows_tools,
+    rows_trace,
+    rows_watch,
 )
 from benchmarks.harness import measure
 
@@ -35,6 +39,10 @@ ROWS = (
     *rows_buffers.ROWS,
     *rows_host.ROWS,
     *rows_bridge.ROWS,
+    *rows_tools.ROWS,
+    *rows_recorder.ROWS,
+    *rows_trace.ROWS,
+    *rows_watch.ROWS,
     *rows_gpu.ROWS,
 )
 

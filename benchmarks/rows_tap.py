@@ -179,10 +179,9 @@ def busy_thread(quick: bool) -> dict[str, Case]:
 # --- Delivery -------------------------------------------------------------------------
 
 
-def delivery(quick: bool) -> dict[str, Case]:
-    n = 20_000 if quick else 200_000
-    x = F32(1)
-    f = looped(lambda c: hc.tap(nothing, c), n)
+def delivered(tap: Callable[[Any], Any], n: int) -> Case:
+    """Microseconds for each of `n` taps of a loop, until all are delivered."""
+    f, x = looped(tap, n), F32(1)
 
     def run() -> float:
         begin = time.perf_counter()
@@ -190,32 +189,24 @@ def delivery(quick: bool) -> dict[str, Case]:
         hc.barrier(programs=False)
         return (time.perf_counter() - begin) / n * 1e6
 
-    return {"hostcall": run}
+    return run
+
+
+def delivery(quick: bool) -> dict[str, Case]:
+    n = 20_000 if quick else 200_000
+    return {"hostcall": delivered(lambda c: hc.tap(nothing, c), n)}
 
 
 def stacked(quick: bool) -> dict[str, Case]:
     n = 100_000 if quick else 1_000_000
-    x = F32(1)
-
-    def each(tap: Callable[[Any], Any], n: int) -> Case:
-        f = looped(tap, n)
-
-        def run() -> float:
-            begin = time.perf_counter()
-            jax.block_until_ready(f(x))
-            hc.barrier()
-            jax.effects_barrier()
-            return (time.perf_counter() - begin) / n * 1e6
-
-        return run
 
     def through_jax(c: Any) -> None:
         jax.experimental.io_callback(nothing, None, c)
 
     return {
-        "hostcall": each(lambda c: hc.tap(nothing, c, batch=4096), n),
-        "hostcall, one by one": each(lambda c: hc.tap(nothing, c), n // 10),
-        "JAX, io_callback": each(through_jax, n // 1000),
+        "hostcall": delivered(lambda c: hc.tap(nothing, c, batch=4096), n),
+        "hostcall, one by one": delivered(lambda c: hc.tap(nothing, c), n // 10),
+        "JAX, io_callback": delivered(through_jax, n // 1000),
     }
 
 

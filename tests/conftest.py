@@ -8,9 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TextIO
 
 # Set before JAX is imported. With four CPU devices, sharding is real.
@@ -19,16 +17,12 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 import jax
 import platforms
 import pytest
+from limits import HANG_SECONDS, PROGRAM_SECONDS, holds_in_time
 
 import hostcall as hc
 from hostcall import _native
 from hostcall._core import failures
 from hostcall._runtime import tap_failures
-
-# The limit for one test on a busy machine. On an idle one, the slowest take 20 s.
-HANG_SECONDS = 240
-# The limit for programs that tests run. It only has to catch hangs.
-PROGRAM_SECONDS = 180
 
 # Installs Python's handler for SIGINT in programs that tests run. If a shell started the
 # suite in the background, the suite and its child processes inherit an ignored SIGINT.
@@ -102,22 +96,6 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
     assert holds_in_time(lambda: _native.live_slots() == 0), (
         "a compiled program outlived its test"
     )
-
-
-def holds_in_time(condition: Callable[[], bool]) -> bool:
-    """Whether a condition becomes true while garbage is collected again and again.
-
-    After a program's results are ready, a thread of XLA may hold it for a moment, and
-    hostcall's watcher may still be freeing what it held.
-    """
-    limit = time.monotonic() + HANG_SECONDS / 4
-    while time.monotonic() < limit:
-        gc.collect()
-        _native.bury()
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 @pytest.fixture
@@ -215,10 +193,3 @@ def start_python() -> Iterator[Start]:
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             pipe.close()
-
-
-def resident_kib() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1])
-    raise AssertionError("no VmRSS")

@@ -15,7 +15,8 @@ inline int64_t NowNs() {
 
 /// The processor's own counter, which takes half as long to read. Used for the
 /// statistics of each call. It may stop or restart when a machine sleeps or a
-/// virtual machine moves, so nothing waits by it: timeouts and limits use NowNs.
+/// virtual machine moves, so nothing waits by it: timeouts and limits use NowNs. A
+/// throttle looks at it to see that reading the clock can wait.
 inline int64_t Ticks() {
 #if defined(__x86_64__)
   return static_cast<int64_t>(__builtin_ia32_rdtsc());

@@ -6,6 +6,40 @@ namespace hostcall {
 
 HOSTCALL_HOT PyThreadState* t_made_state = nullptr;
 
+namespace {
+
+/// Calls `threading.name()`. Null with a Python error set.
+Ref CallThreading(const char* name) {
+  Ref threading = Ref::Steal(PyImport_ImportModule("threading"));
+  Ref function =
+      threading ? Ref::Steal(PyObject_GetAttrString(threading.get(), name)) : Ref();
+  return function ? Ref::Steal(CallPython(function.get(), nullptr, 0, nullptr))
+                  : Ref();
+}
+
+/// Does for one of the two functions what TakeOverTracing says. False with a Python
+/// error set.
+bool TakeOver(const char* get, const char* set) {
+  Ref function = CallThreading(get);
+  if (!function) return false;
+  if (function.get() == Py_None) return true;
+  // pydevd (debugpy, PyCharm) up to Python 3.11 ignores threads that `threading`
+  // does not know. This makes the thread known, under a name like Dummy-1.
+  if (!CallThreading("current_thread")) return false;
+  PyObject* setter = PySys_GetObject(set);  // borrowed
+  if (setter == nullptr) return true;
+  PyObject* stack[] = {function.get()};
+  return static_cast<bool>(Ref::Steal(CallPython(setter, stack, 1, nullptr)));
+}
+
+}  // namespace
+
+void TakeOverTracing() {
+  // An error must not fail the program, which does not ask for a debugger.
+  if (!TakeOver("gettrace", "settrace")) PyErr_WriteUnraisable(nullptr);
+  if (!TakeOver("getprofile", "setprofile")) PyErr_WriteUnraisable(nullptr);
+}
+
 Detached::Detached() : state_(HoldsGil() ? PyEval_SaveThread() : nullptr) {}
 
 Detached::~Detached() {

@@ -123,6 +123,12 @@ inline bool HoldsGil() {
 /// knows the thread, or it has not called yet.
 extern HOSTCALL_HOT PyThreadState* t_made_state;
 
+/// Gives the calling thread the trace and profile functions that threading.settrace
+/// and threading.setprofile hold, as `threading` does for each thread that it
+/// starts. So debuggers and coverage tools see callbacks on XLA's threads. The GIL
+/// is held; no Python error is set afterwards.
+void TakeOverTracing();
+
 /// Attaches the calling thread to the interpreter for the guard's life. The only
 /// way into Python from a handler.
 ///
@@ -134,6 +140,11 @@ extern HOSTCALL_HOT PyThreadState* t_made_state;
 ///   * another thread can't free it from CPython 3.12 on: it would unbind its own
 ///     state.
 /// XLA's threads live as long as their client, so the number of states is bounded.
+///
+/// Because the state is kept, a trace function is taken over once a thread, and
+/// later calls pay nothing for it. A function that is set later reaches the thread
+/// through threading.settrace_all_threads (CPython 3.12), which goes through all
+/// states.
 class GilGuard {
  public:
   GilGuard() : held_before_(HoldsGil()) {
@@ -146,6 +157,7 @@ class GilGuard {
     }
     OrPark([state] { PyEval_RestoreThread(state); });
     assert(HoldsGil());
+    if (made_) TakeOverTracing();
   }
   ~GilGuard() {
     assert(HoldsGil());

@@ -10,9 +10,9 @@
 //   * A handler is installed for SIGINT only if there is one already, which ours
 //     calls, and for SIGTERM only if it has the default action.
 //   * The handlers are async-signal-safe. They do a lock-free fetch_or and
-//     sem_post; the one for SIGTERM raises the signal again in a forked child,
-//     where the watcher does not exist. Nothing that a handler uses is initialised
-//     in a handler.
+//     sem_post; the one for SIGTERM writes the flight recorder, or raises the
+//     signal again in a forked child, where the watcher does not exist. Nothing
+//     that a handler uses is initialised in a handler.
 //   * SIGTERM is caught once: a second one ends the process at once.
 //   * Each event that is posted is returned by exactly one Wait. Events of the same
 //     kind that are posted before that Wait count as one.
@@ -26,6 +26,8 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
+
+#include "base/flight_text.h"
 
 namespace hostcall {
 
@@ -76,6 +78,12 @@ class Signals {
     return sigaction(SIGTERM, &ours, nullptr) == 0;
   }
 
+  /// Whether SIGTERM, if it is watched, writes the flight recorder to stderr.
+  static void TellAtTerminate(bool on) {
+    TickNs();  // its first call initialises
+    Tells().store(on);
+  }
+
   /// Wakes the watcher for these events. Async-signal-safe. The bits are set first:
   /// a Wait that the semaphore wakes finds them.
   static void Post(int event) {
@@ -121,6 +129,10 @@ class Signals {
   static void OnTerminate(int signal) {
     const int saved = errno;
     if (getpid() == Watcher().load()) {
+      // Here, not on the watcher, which needs the GIL: a process is often ended
+      // because something holds the GIL and hangs. And before the watcher is woken,
+      // which may end the process at once.
+      if (Tells().load()) WriteFlight(STDERR_FILENO, "SIGTERM");
       Post(kTerminate);
     } else {
       // A forked child inherits the handler. SA_RESETHAND has restored the default
@@ -143,6 +155,11 @@ class Signals {
   static std::atomic<int>& Pending() {
     static std::atomic<int> pending{0};
     return pending;
+  }
+  /// TellAtTerminate's.
+  static std::atomic<bool>& Tells() {
+    static std::atomic<bool> tells{false};
+    return tells;
   }
   /// The process in which the watcher runs.
   static std::atomic<pid_t>& Watcher() {

@@ -3,9 +3,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
+#include "base/clock.h"
+#include "invoke/invoke.h"
 #include "plan/call_scope.h"
+#include "plan/plan.h"
 
 namespace nb = nanobind;
 
@@ -19,16 +23,33 @@ nb::tuple IndexOf(const std::vector<int64_t>& row) {
   return nb::tuple(index);
 }
 
+/// The int64 run of each event, then the int64 position of each, as bytes: a view
+/// of them costs nanoseconds an event, where Python's integers cost 90, and few
+/// functions read them.
+nb::object NumbersOf(const TapEvent* event, size_t count) {
+  nb::object bytes = nb::steal(PyBytes_FromStringAndSize(
+      nullptr, static_cast<Py_ssize_t>(2 * count * sizeof(int64_t))));
+  if (!bytes.is_valid()) nb::raise_python_error();
+  char* runs = PyBytes_AS_STRING(bytes.ptr());
+  char* steps = runs + count * sizeof(int64_t);
+  for (size_t i = 0; i < count; ++i, event = event->next) {
+    std::memcpy(runs + i * sizeof(int64_t), &event->run, sizeof(int64_t));
+    std::memcpy(steps + i * sizeof(int64_t), &event->sequence, sizeof(int64_t));
+  }
+  return bytes;
+}
+
 /// The calling thread's innermost call: (info, ordinal, row, run, step, stream,
-/// events), or None. `events` are (runs, steps) of a run of taps, else None. It
-/// can't end meanwhile, since this thread runs its function.
+/// events, before), or None. `events` are the runs and steps of a run of taps
+/// (NumbersOf), else None. `before` is (executions in this run, ListOfKept) of a
+/// call with `keep=`, else None. It can't end meanwhile, since this thread runs its
+/// function.
 nb::object Current() {
   const ActiveCall* call = CurrentCall();
   if (call == nullptr) return nb::none();
   nb::object row = nb::none();
   if (call->row != nullptr) row = IndexOf(*call->row);
-  nb::object run = nb::none(), step = nb::none();
-  if (call->plan->lend == Lend::kBuffers) run = nb::int_(call->run);
+  nb::object run = nb::int_(call->run), step = nb::none();
   if (call->tap != nullptr) {
     run = nb::int_(call->tap->run);
     step = nb::int_(call->tap->sequence);
@@ -36,17 +57,15 @@ nb::object Current() {
   nb::object stream = nb::none();
   if (call->on_gpu()) stream = nb::int_(reinterpret_cast<uintptr_t>(call->stream));
   nb::object events = nb::none();
-  if (call->taps != 0) {
-    nb::list runs, steps;
-    const TapEvent* event = call->tap;
-    for (size_t i = 0; i < call->taps; ++i, event = event->next) {
-      runs.append(event->run);
-      steps.append(event->sequence);
-    }
-    events = nb::make_tuple(runs, steps);
+  if (call->taps != 0) events = NumbersOf(call->tap, call->taps);
+  nb::object before = nb::none();
+  if (call->before != nullptr) {
+    Ref kept = ListOfKept(*call);
+    if (!kept) throw nb::python_error();
+    before = nb::make_tuple(call->before->step, nb::steal(kept.release()));
   }
   return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
-                        row, run, step, stream, events);
+                        row, run, step, stream, events, before);
 }
 
 /// All calls under way: a list of (info, thread, seconds, row).
@@ -91,6 +110,27 @@ void AddSetting(Ambient kind, nb::object setting, nb::object swap, nb::object se
 }  // namespace
 
 void InitCalls(nb::module_& m) {
+  nb::class_<Counters>(m, "Counters")
+      .def(nb::init<>())
+      .def_prop_ro(
+          "calls",
+          [](const Counters& c) { return c.calls + c.native_calls.load(); })
+      .def_prop_ro("masked",
+                   [](const Counters& c) { return c.masked + c.taps.masked; })
+      .def_prop_ro("dropped",
+                   [](const Counters& c) { return c.taps.dropped.load(); })
+      .def_prop_ro("skipped",
+                   [](const Counters& c) { return c.taps.skipped.load(); })
+      .def_ro("errors", &Counters::errors)
+      .def_ro("bytes_in", &Counters::bytes_in)
+      .def_ro("bytes_out", &Counters::bytes_out)
+      .def_prop_ro("python_seconds",
+                   [](const Counters& c) { return TicksToSeconds(c.python_ticks); })
+      .def_prop_ro("gil_seconds",
+                   [](const Counters& c) { return TicksToSeconds(c.gil_ticks); })
+      .def_prop_ro("wait_seconds", [](const Counters& c) {
+        return TicksToSeconds(c.taps.waited.load());
+      });
   m.def("current", &Current);
   m.def("active", &Active);
   m.def("only_on_threads", &OnlyOnThreads, nb::arg("threads"));

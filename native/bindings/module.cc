@@ -12,6 +12,7 @@
 #include "bindings/handler_bindings.h"
 #include "bindings/plan_bindings.h"
 #include "bindings/tap_bindings.h"
+#include "bindings/trace_bindings.h"
 #include "buffer/buffer_object.h"
 #include "plan/call_scope.h"
 
@@ -89,6 +90,7 @@ NB_MODULE(_native, m) {
   InitCalls(m);
   InitHandlers(m);
   InitSignals(m);
+  InitTraces(m);
   InitEngine(m);
   if (!InitBuffers(m.ptr())) throw nb::python_error();
   m.def(

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/engine.h"
+#include "base/flight.h"
 #include "bindings/keywords.h"
 #include "buffer/buffer_call.h"
 #include "handlers/plan_state.h"
@@ -58,6 +59,7 @@ struct PlanSpec {
   nb::object info, device;
   CountersObject counters;
   uint64_t signature = 0;
+  uint32_t place = 0;
   bool tells = false, elsewhere = false, sends = false;
   std::optional<TeamSettings> team;
   nb::object guard, scout;
@@ -65,6 +67,7 @@ struct PlanSpec {
   bool keeps_mesh = false, literals = true;
   std::optional<TapSettings> tap;
   std::optional<BufferSettings> buffers;
+  std::optional<int64_t> keep;
 };
 
 Ref Own(nb::handle object) { return Ref::Borrow(object.ptr()); }
@@ -138,6 +141,7 @@ Counted<Plan> MakePlan(PlanSpec spec) {
   plan->counters = nb::cast<Counters*>(spec.counters);
   plan->counts = &plan->counters->taps;
   plan->signature = spec.signature;
+  plan->place = spec.place;
   plan->tells = spec.tells;
   plan->elsewhere = spec.elsewhere;
   plan->sends = spec.sends;
@@ -149,6 +153,7 @@ Counted<Plan> MakePlan(PlanSpec spec) {
   plan->literals = spec.literals;
   plan->tap = std::move(spec.tap);
   if (spec.buffers) plan->buffers = std::move(*spec.buffers);
+  plan->keep = spec.keep;
   plan->Seal();
   return counted;
 }
@@ -254,12 +259,19 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     RaiseStatus(plan, status);
     throw nb::python_error();
   }
-  if (FilledForMask(plan, in.data(), targets.data())) return out;
+  Before before;
+  {
+    GilRelease unlocked(plan.history != nullptr);  // Pass takes a lock
+    if (Masked(plan, -1, -1, in.data(), targets.data(), &before)) return out;
+  }
   const int64_t start = Ticks();
+  Flight flight(plan.NewEvent(EventKind::kCall, -1, -1, start));
+  flight.Entered(start);
   bool ok;
   {
     CallScope scope(plan, -1, -1);
     scope.call().start = start;
+    scope.call().before = plan.history ? &before : nullptr;
     ok = Invoke(plan, scope.call(), in.data(), targets.data());
     if (!ok) ++plan.counters->errors;
     if (Engine::Get().IsLeftBehind()) {
@@ -269,7 +281,9 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
       StayForEver();
     }
   }
-  plan.counters->python_ticks += Ticks() - start;
+  const int64_t end = Ticks();
+  plan.counters->python_ticks += end - start;
+  flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
   if (!ok) throw nb::python_error();
   return out;
 }
@@ -290,6 +304,7 @@ const Keywords<PlanSpec>& PlanFields() {
                    .Field<&PlanSpec::device>("device")
                    .Field<&PlanSpec::counters>("counters")
                    .Field<&PlanSpec::signature>("signature")
+                   .Field<&PlanSpec::place>("place")
                    .Field<&PlanSpec::tells>("tells")
                    .Field<&PlanSpec::elsewhere>("elsewhere")
                    .Field<&PlanSpec::sends>("sends")
@@ -300,7 +315,8 @@ const Keywords<PlanSpec>& PlanFields() {
                    .Field<&PlanSpec::keeps_mesh>("keeps_mesh")
                    .Field<&PlanSpec::literals>("literals")
                    .Field<&PlanSpec::tap>("tap")
-                   .Field<&PlanSpec::buffers>("buffers"));
+                   .Field<&PlanSpec::buffers>("buffers")
+                   .Field<&PlanSpec::keep>("keep"));
   return *fields;
 }
 
@@ -329,25 +345,6 @@ void InitEnums(nb::module_& m) {
 }  // namespace
 
 void InitPlans(nb::module_& m) {
-  nb::class_<Counters>(m, "Counters")
-      .def(nb::init<>())
-      .def_prop_ro(
-          "calls",
-          [](const Counters& c) { return c.calls + c.native_calls.load(); })
-      .def_prop_ro("masked",
-                   [](const Counters& c) { return c.masked + c.taps.masked; })
-      .def_prop_ro("dropped",
-                   [](const Counters& c) { return c.taps.dropped.load(); })
-      .def_prop_ro("skipped",
-                   [](const Counters& c) { return c.taps.skipped.load(); })
-      .def_ro("errors", &Counters::errors)
-      .def_ro("bytes_in", &Counters::bytes_in)
-      .def_ro("bytes_out", &Counters::bytes_out)
-      .def_prop_ro("python_seconds",
-                   [](const Counters& c) { return TicksToSeconds(c.python_ticks); })
-      .def_prop_ro("gil_seconds",
-                   [](const Counters& c) { return TicksToSeconds(c.gil_ticks); });
-
   InitEnums(m);
   BindStruct(m, Keywords<LeafSpec>("Leaf")
                     .Field<&LeafSpec::dtype>("dtype")

@@ -24,9 +24,10 @@ namespace {
 struct OnePlace {
   explicit OnePlace(const TapSettings& tap)
       : throttle(Throttle::For(tap.every_steps, tap.every_ns, tap.sample, 1)) {}
-  /// Whether this execution goes through; counts it if not. Needs no GIL.
-  bool Lets(Counters& counters) {
-    if (throttle == nullptr || throttle->Lets(0, 0)) return true;
+  /// Whether this execution goes through; counts it if not. `always` is the tap's
+  /// flag. Needs no GIL.
+  bool Lets(Counters& counters, bool always) {
+    if (throttle == nullptr || throttle->Lets(0, 0) || always) return true;
     counters.taps.skipped.fetch_add(1, std::memory_order_relaxed);
     return false;
   }
@@ -63,6 +64,7 @@ void InitTaps(nb::module_& m) {
                     .Field<&TapSettings::every_steps>("every_steps")
                     .Field<&TapSettings::every_ns>("every_ns")
                     .Field<&TapSettings::sample>("sample")
+                    .Field<&TapSettings::always>("always")
                     .Field<&TapSettings::batch>("batch"));
   m.def("run_tap_worker", &RunTapWorker);
   m.def("on_tap_worker", &TapThread::IsThis);
@@ -93,7 +95,7 @@ void InitTaps(nb::module_& m) {
   m.def("tap_queue", &QueueState);
   nb::class_<OnePlace>(m, "Throttle")
       .def(nb::init<const TapSettings&>(), nb::arg("settings"))
-      .def("lets", &OnePlace::Lets, nb::arg("counters"),
+      .def("lets", &OnePlace::Lets, nb::arg("counters"), nb::arg("always"),
            nb::call_guard<nb::gil_scoped_release>());
 }
 

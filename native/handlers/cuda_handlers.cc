@@ -36,10 +36,10 @@ struct Work {
       : frame(f),
         state(s),
         stream(static_cast<CudaStream>(on)),
-        operands(f->args, f->args.args, s.plan->operands()),
+        operands(f->args, f->args.args, s.plan->inputs()),
         results(f->rets, f->rets.rets, n_results) {}
   bool ok() const { return operands.ok() && results.ok(); }
-  /// All operands on the device, the mask first.
+  /// All operands on the device: the mask first, the flag `always` last.
   std::vector<Span> OperandSpans() {
     const Plan& plan = *state.plan;
     std::vector<Span> spans;
@@ -48,6 +48,9 @@ struct Work {
     }
     for (const Leaf& leaf : plan.args) {
       spans.push_back({operands.data()[spans.size()], leaf.buffer_bytes()});
+    }
+    if (plan.inputs() > plan.operands()) {
+      spans.push_back({operands.data()[spans.size()], sizeof(bool)});
     }
     return spans;
   }
@@ -196,12 +199,15 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   }
   const int device = DeviceOrdinal(frame);
   if (!IsWanted(plan, device)) return nullptr;
-  // Executions that `where` keeps back do not count for `every`. The mask is still
-  // on the device here, so a masked tap asks the throttle later, when its values
-  // are on the host.
-  std::shared_ptr<Throttle> later = plan.masked ? state->throttle : nullptr;
+  // Executions that `where` keeps back do not count for `every`, and those with the
+  // flag `always` go through. Both are still on the device here, so a tap that has
+  // one of them asks the throttle later, when its values are on the host.
+  std::shared_ptr<Throttle> later =
+      plan.masked || tap.always ? state->throttle : nullptr;
   const int64_t run = RunId(frame);
-  if (!later && IsSkipped(plan, state->throttle.get(), device, run)) return nullptr;
+  if (!later && IsSkipped(plan, state->throttle.get(), device, run, nullptr)) {
+    return nullptr;
+  }
   // Only refuses programs of a closed engine. Deliver, which runs after this
   // returns, enters the engine itself.
   {
@@ -213,7 +219,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   }
   const bool nested = tap.nested || TapThread::IsThis();
   const bool blocks = tap.when_full == WhenFull::kBlock;
-  if (blocks && !nested) TapQueue::Get().AwaitSpace(plan.layout.bytes);
+  if (blocks && !nested) AwaitSpace(plan, device, run);
   // Holds references to the plan and the throttle, since XLA may destroy the state
   // before the driver's thread runs this. If it drops the plan's last reference,
   // the plan goes to the graveyard: the driver's thread must not wait for the GIL.
@@ -221,7 +227,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
                      run](const void* const* data) {
     Entry entry;
     if (!entry || IsMasked(*plan, data)) return;
-    if (IsSkipped(*plan, later.get(), device, run)) return;
+    if (IsSkipped(*plan, later.get(), device, run, data)) return;
     PushTap(*plan, device, run, data, true);
   };
   const bool sent = StageTap(driver, PoolForTaps(), work.stream, spans, blocks,

@@ -251,8 +251,7 @@ inline const char* ClosedText() {
 /// The text for an exception that HOSTCALL_CATCH_THE_REST caught.
 inline std::string TextOfTheRest() {
   return "hostcall: native code threw an object that is not a std::exception. "
-         "Report "
-         "errors by its status (hc.buffers.native(..., status=True))";
+         "Report errors by its status (hc.buffers.native(..., status=True))";
 }
 
 /// The exception's text, marked as hostcall's.

@@ -2,10 +2,12 @@
 
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "base/engine.h"
+#include "base/flight.h"
 #include "base/report.h"
 #include "buffer/buffer_call.h"
 #include "handlers/ffi.h"
@@ -21,7 +23,13 @@ struct CallSite {
   int ordinal;                     ///< the device
   int64_t run;                     ///< XLA's number of the execution
   void* stream;  ///< XLA's stream if operands and results are on a GPU, else null
+  const Before* before = nullptr;  ///< with `keep=`: the executions before this one
 };
+
+Event EventOf(const Plan& plan, EventKind kind, const CallSite& site,
+              int64_t start) {
+  return plan.NewEvent(kind, site.ordinal, site.run, start);
+}
 
 /// Calls `call`, inside a host callback if the plan says so. If a scout finds that
 /// the function computes on the client that waits for it, the call is made a second
@@ -61,16 +69,19 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     if (native.ok()) return "";
   }
   const int64_t start = Ticks();
+  Flight flight(EventOf(plan, EventKind::kCall, site, start));
   GilGuard gil;
   if (gil.first_on_foreign_thread()) MarkForeignThread();
   const PlainFloats plain;
   const int64_t attached = Ticks();
+  flight.Entered(attached);
   std::string text;
   const auto call = [&](Lookout lookout) {
     CallScope scope(plan, site.ordinal, site.run, lookout);
     scope.call().start = start;
     scope.call().counted = true;
     scope.call().stream = site.stream;
+    scope.call().before = site.before;
     bool ok = false;
     if (!native.ok()) {
       RaiseStatus(plan, native);
@@ -98,7 +109,9 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     WatchForReport();
   }
   plan.counters->gil_ticks += attached - start;
-  plan.counters->python_ticks += Ticks() - attached;
+  const int64_t end = Ticks();
+  plan.counters->python_ticks += end - attached;
+  flight.Ended(end, text.empty() ? EventState::kEnded : EventState::kFailed);
   return text;
 }
 
@@ -128,8 +141,13 @@ class Visit final : public Team::Member {
         results_(results) {}
 
   Team::Error Call() override {
-    if (FilledForMask(plan_, operands_, results_)) return "";
-    return TextOfRun(plan_, site_, operands_, results_);
+    Before before;
+    if (Masked(plan_, site_.ordinal, site_.run, operands_, results_, &before)) {
+      return "";
+    }
+    CallSite site = site_;
+    if (plan_.history) site.before = &before;
+    return TextOfRun(plan_, site, operands_, results_);
   }
   void CopyFrom(const Member& leader) override {
     // The leader is a Visit: a FailedVisit that leads has an error, and then nobody
@@ -230,14 +248,31 @@ XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
   // On a GPU's own memory each device makes its call: the host can't copy the
   // leader's results.
   const bool together = state.team && stream == nullptr;
-  if (!together && FilledForMask(plan, operands, results)) {
+  if (!together && !plan.history && FilledForMask(plan, operands, results)) {
     return plan.tells ? Told(plan, -1, "", results) : nullptr;
   }
-  const CallSite site{frame, DeviceOrdinal(frame), RunId(frame), stream};
+  CallSite site{frame, DeviceOrdinal(frame), RunId(frame), stream};
+  Before before;
+  if (!together && plan.history) {
+    if (Masked(plan, site.ordinal, site.run, operands, results, &before)) {
+      return plan.tells ? Told(plan, -1, "", results) : nullptr;
+    }
+    site.before = &before;
+  }
   std::string text;
   if (together) {
+    // Recorded for each device: a device that does not come is what the others wait
+    // for. Masked executions, which are many and short, are not.
+    std::optional<Flight> flight;
+    if (!plan.KeepsBack(operands)) {
+      flight.emplace(EventOf(plan, EventKind::kTeam, site, Ticks()));
+    }
     Visit visit(plan, site, operands, results);
     text = state.team->Meet(site.run, visit);
+    if (flight) {
+      flight->Ended(Ticks(),
+                    text.empty() ? EventState::kEnded : EventState::kFailed);
+    }
   } else {
     text = TextOfRun(plan, site, operands, results);
   }

@@ -18,8 +18,13 @@ bool IsMasked(const Plan& plan, const void* const* operands) {
   return true;
 }
 
-bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run) {
+bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run,
+               const void* const* operands) {
+  // The throttle is asked first, so that it counts the execution in any case.
   if (throttle == nullptr || throttle->Lets(device, run)) return false;
+  if (plan.tap->always && *static_cast<const bool*>(operands[plan.operands()])) {
+    return false;
+  }
   plan.counts->skipped.fetch_add(1, std::memory_order_relaxed);
   return true;
 }

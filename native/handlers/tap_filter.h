@@ -14,7 +14,9 @@ bool IsWanted(const Plan& plan, int device);
 /// operands are on the host.
 bool IsMasked(const Plan& plan, const void* const* operands);
 /// Whether `every` or `sample` leaves this execution out; counts it then. A null
-/// throttle leaves none out.
-bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run);
+/// throttle leaves none out, and the flag `always`, which is the last operand,
+/// overrules it. The operands are on the host.
+bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run,
+               const void* const* operands);
 
 }  // namespace hostcall

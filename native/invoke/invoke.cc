@@ -1,6 +1,5 @@
 #include "invoke/invoke.h"
 
-#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -22,17 +21,6 @@ PyObject* OutKeyword() {
     return tuple;
   }();
   return names;
-}
-
-/// Replaces an array by what the function gets for it. On an error `*array` is
-/// null, which its owner may still release.
-bool Convert(const Leaf& leaf, PyObject** array) {
-  if (!leaf.convert) return true;
-  PyObject* stack[] = {*array};
-  PyObject* converted = CallPython(leaf.convert.get(), stack, 1, nullptr);
-  Py_DECREF(*array);
-  *array = converted;
-  return converted != nullptr;
 }
 
 /// Runs one row with arguments that the function owns (Lend::kCopy).
@@ -325,13 +313,9 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
 
 bool FilledForMask(const Plan& plan, const void* const* operands,
                    void* const* results) {
-  if (!plan.masked || plan.packed) return false;
+  if (plan.packed || !plan.KeepsBack(operands)) return false;
   // A fill is the memory of a bytes object, which never changes, so it is read
   // without the GIL.
-  const bool* mask = static_cast<const bool*>(operands[0]);
-  if (std::find(mask, mask + plan.mask_rows, true) != mask + plan.mask_rows) {
-    return false;
-  }
   for (size_t i = 0; i < plan.results.size(); ++i) {
     const Leaf& leaf = plan.results[i];
     char* target = static_cast<char*>(results[i]);

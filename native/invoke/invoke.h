@@ -25,6 +25,17 @@ bool InvokeRun(const Plan& plan, TapEvent& first, size_t count);
 bool FilledForMask(const Plan& plan, const void* const* operands,
                    void* const* results);
 
+/// FilledForMask, which also notes the execution in the plan's history, if it has
+/// one. If some row is wanted, `before` gets the executions before this one. With a
+/// history, the GIL is not held.
+bool Masked(const Plan& plan, int device, int64_t run, const void* const* operands,
+            void* const* results, Before* before);
+
+/// The executions before a call, the oldest first: a list of (run, step, arrays),
+/// where the arrays are those of the call's row. Null with a Python error set. The
+/// GIL is held.
+Ref ListOfKept(const ActiveCall& call);
+
 /// Takes the Python error that is set, hands it to the plan's on_error, and returns
 /// the text for XLA. The GIL is held. No Python error is set afterwards.
 std::string TakeError(const Plan& plan, const ActiveCall& call);

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/flight.h"
 #include "invoke/invoke.h"
 #include "plan/call_scope.h"
 #include "queue/tap_queue.h"
@@ -46,18 +47,29 @@ bool InvokeOne(const Plan& plan, ActiveCall& call, TapEvent& event) {
   return Invoke(plan, call, operands, nullptr);
 }
 
+Event NewDelivery(const Plan& plan, const TapEvent& event, size_t count,
+                  int64_t start) {
+  Event made = plan.NewEvent(EventKind::kDelivery, event.device, event.run, start);
+  made.state = EventState::kRunning;  // the worker holds the GIL already
+  made.number = event.sequence;
+  made.count = static_cast<int64_t>(std::max<size_t>(count, 1));
+  made.bytes *= made.count;
+  return made;
+}
+
 /// Runs the function on an event, or on a run of `count` events from this one on; 0
 /// stands for one event that is not stacked. Returns the time when it ended
 /// (NowNs). The GIL is held.
 int64_t Deliver(TapEvent& event, size_t count) {
   const auto& plan = static_cast<const Plan&>(*event.owner);
   const int64_t start = Ticks();
+  Flight flight(NewDelivery(plan, event, count, start));
+  bool ok;
   {
     CallScope scope(plan, event.device, -1);
     scope.call().start = start;
     scope.call().tap = &event;
     scope.call().taps = count;
-    bool ok;
     try {
       ok = count == 0 ? InvokeOne(plan, scope.call(), event)
                       : InvokeRun(plan, event, count);
@@ -69,7 +81,9 @@ int64_t Deliver(TapEvent& event, size_t count) {
     // needed, since no program fails.
     if (!ok) TakeError(plan, scope.call());
   }
-  plan.counters->python_ticks += Ticks() - start;
+  const int64_t end = Ticks();
+  plan.counters->python_ticks += end - start;
+  flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
   return NowNs();
 }
 

@@ -3,29 +3,36 @@
 namespace hostcall {
 namespace {
 
-/// An array of the leaf's dtype and shape over `data`, or with its own memory if
-/// that is null.
-Ref NewArray(const Leaf& leaf, char* data, int flags) {
+/// An array of the leaf's dtype over `data`, or with its own memory if that is
+/// null.
+Ref NewArray(const Leaf& leaf, const std::vector<npy_intp>& dims, char* data,
+             int flags) {
   Py_INCREF(leaf.dtype.get());  // PyArray_NewFromDescr steals a reference
-  return Ref::Steal(PyArray_NewFromDescr(
-      &PyArray_Type, leaf.descr(), static_cast<int>(leaf.dims.size()),
-      leaf.dims.data(), nullptr, data, flags, nullptr));
+  return Ref::Steal(PyArray_NewFromDescr(&PyArray_Type, leaf.descr(),
+                                         static_cast<int>(dims.size()), dims.data(),
+                                         nullptr, data, flags, nullptr));
 }
 
 }  // namespace
 
+bool Convert(const Leaf& leaf, PyObject** array) {
+  if (!leaf.convert) return true;
+  PyObject* stack[] = {*array};
+  PyObject* converted = CallPython(leaf.convert.get(), stack, 1, nullptr);
+  Py_DECREF(*array);
+  *array = converted;
+  return converted != nullptr;
+}
+
 Ref ArrayOfRows(const Leaf& leaf, int64_t rows) {
   std::vector<npy_intp> dims{rows};
   dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
-  Py_INCREF(leaf.dtype.get());  // PyArray_NewFromDescr steals a reference
-  return Ref::Steal(PyArray_NewFromDescr(&PyArray_Type, leaf.descr(),
-                                         static_cast<int>(dims.size()), dims.data(),
-                                         nullptr, nullptr, 0, nullptr));
+  return NewArray(leaf, dims, nullptr, 0);
 }
 
 Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
-  Ref array =
-      NewArray(leaf, data, writeable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);
+  Ref array = NewArray(leaf, leaf.dims, data,
+                       writeable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);
   if (!array) return array;
   // A base that is not an array and exports no writable buffer (see arrays.h).
   Py_INCREF(Py_None);
@@ -69,7 +76,7 @@ bool AsMade(PyObject* object, const Leaf& leaf) {
 }
 
 Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare) {
-  Ref array = spare ? std::move(spare) : NewArray(leaf, nullptr, 0);
+  Ref array = spare ? std::move(spare) : NewArray(leaf, leaf.dims, nullptr, 0);
   if (array && leaf.row_bytes != 0) {
     auto* target = reinterpret_cast<PyArrayObject*>(array.get());
     // Safe without the GIL: nobody else has a reference to the array yet.

@@ -47,6 +47,10 @@ bool AsMade(PyObject* object, const Leaf& leaf);
 /// Reuses `spare` if it is not null. Null with a Python error set.
 Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare = Ref());
 
+/// Replaces an array by what the function gets for it. On an error `*array` is
+/// null, which its owner may still release.
+bool Convert(const Leaf& leaf, PyObject** array);
+
 /// Returns an array for `rows` rows, with an axis for them in front, whose memory
 /// is not set. Null with a Python error set.
 Ref ArrayOfRows(const Leaf& leaf, int64_t rows);

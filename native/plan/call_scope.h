@@ -28,12 +28,13 @@ struct ActiveCall {
   void* stream = nullptr;         ///< XLA's stream in a call on GPU memory, or null
   const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
   size_t taps = 0;  ///< events in the run that begins with `tap`; 0 if it is alone
-  bool foreign = false;         ///< the thread is XLA's, not Python's
-  bool counted = false;         ///< included in Engine::in_flight
-  bool interrupted = false;     ///< KeyboardInterrupt was sent to its thread
-  ActiveCall* outer = nullptr;  ///< the enclosing call of this thread, or null
-  ActiveCall* prev = nullptr;   ///< the next newer call, or null
-  ActiveCall* next = nullptr;   ///< the next older call, or null
+  const Before* before = nullptr;  ///< with `keep=`: the executions before; or null
+  bool foreign = false;            ///< the thread is XLA's, not Python's
+  bool counted = false;            ///< included in Engine::in_flight
+  bool interrupted = false;        ///< KeyboardInterrupt was sent to its thread
+  ActiveCall* outer = nullptr;     ///< the enclosing call of this thread, or null
+  ActiveCall* prev = nullptr;      ///< the next newer call, or null
+  ActiveCall* next = nullptr;      ///< the next older call, or null
 
   /// Whether the operands and results are in a GPU's memory.
   bool on_gpu() const { return stream != nullptr; }

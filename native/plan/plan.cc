@@ -1,5 +1,8 @@
 #include "plan/plan.h"
 
+#include <memory>
+#include <vector>
+
 namespace hostcall {
 
 void Plan::Seal() {
@@ -26,6 +29,11 @@ void Plan::Seal() {
       packed |= leaf.bits != 0;
       (leaves == &args ? bytes_in : bytes_out) += leaf.row_bytes;
     }
+  }
+  if (keep) {
+    std::vector<size_t> sizes;
+    for (const Leaf& leaf : args) sizes.push_back(leaf.buffer_bytes());
+    history = std::make_unique<History>(static_cast<size_t>(*keep), sizes);
   }
   if (!tap) return;
   layout = {};

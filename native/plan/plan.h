@@ -10,14 +10,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/event.h"
 #include "base/guards.h"
 #include "base/numpy_api.h"
 #include "base/slot_table.h"
 #include "base/team_settings.h"
+#include "plan/history.h"
 #include "plan/outcome.h"
 #include "queue/tap_queue.h"
 
@@ -118,6 +121,9 @@ struct TapSettings {
   int64_t every_steps = 0;  ///< one in this many executions goes through; 0: all
   int64_t every_ns = 0;     ///< at most one in this many nanoseconds; 0: no bound
   double sample = 1;        ///< the share of executions that go through
+  /// Whether the last operand is the flag `always`: a bool that lets an execution
+  /// through which `every` or `sample` would leave out. It is not queued.
+  bool always = false;
   int64_t batch =
       0;  ///< up to this many events in one call; 0: each alone, unstacked
 };
@@ -167,7 +173,10 @@ class Plan : public TapOwner {
   Lend lend = Lend::kCopy;
   std::optional<TapSettings> tap;  ///< null: the plan is a call's
   TapLayout layout;                ///< set by Seal for a tap, else empty
-  BufferSettings buffers;          ///< all defaults unless `lend` is kBuffers
+  /// How many executions `keep=` keeps the arguments of; null: none are counted.
+  std::optional<int64_t> keep;
+  std::unique_ptr<History> history;  ///< set by Seal if `keep` is, else null
+  BufferSettings buffers;            ///< all defaults unless `lend` is kBuffers
   bool packed = false;  ///< whether XLA packs some leaf's elements; set by Seal
   std::optional<TeamSettings> team;  ///< null: each device calls alone
   Inside inside = Inside::kNever;
@@ -184,11 +193,36 @@ class Plan : public TapOwner {
   /// refused.
   uint64_t signature = 0;
   int64_t bytes_in = 0, bytes_out = 0;  ///< host bytes of one row; set by Seal
+  uint32_t place = 0;  ///< the number of the call's place (base/places.h)
 
   /// Operands with data that XLA passes: the mask, if any, and the arguments.
   size_t operands() const { return args.size() + (masked ? 1 : 0); }
+  /// Operands of the custom call: those, and a tap's flag `always`, if any.
+  size_t inputs() const { return operands() + (tap && tap->always ? 1 : 0); }
   /// Results of a call that XLA expects: the function's, and the outcome, if any.
   size_t outputs() const { return results.size() + (tells ? 1 : 0); }
+
+  /// Whether `where` keeps all rows of these operands from the function.
+  bool KeepsBack(const void* const* operands) const {
+    if (!masked) return false;
+    const bool* mask = static_cast<const bool*>(operands[0]);
+    return std::find(mask, mask + mask_rows, true) == mask + mask_rows;
+  }
+
+  /// An event of this plan that begins at `start`.
+  Event NewEvent(EventKind kind, int device, int64_t run, int64_t start) const {
+    Event event = {};
+    event.kind = kind;
+    event.state = EventState::kWaiting;
+    event.device = static_cast<int16_t>(device);
+    event.place = place;
+    event.start = start;
+    event.bytes = rows * (bytes_in + bytes_out);
+    event.run = run;
+    event.count = rows;
+    event.number = -1;
+    return event;
+  }
 
   /// Computes the fields that follow from the others. Called once, when those are
   /// set.

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "base/clock.h"
+#include "base/flight.h"
 #include "queue/tap_queue.h"
 #include "queue/tap_thread.h"
 
@@ -13,11 +15,15 @@ bool PushTap(const Plan& plan, int device, int64_t run, const void* const* opera
   // A tap from inside a delivery would wait for space that only its own thread can
   // make; a nested one, for a worker that may wait for the program that taps.
   const bool never_waits = at_once || plan.tap->nested || TapThread::IsThis();
+  const int64_t start = Ticks();
+  Flight flight(plan.NewEvent(EventKind::kTap, device, run, start));
+  Pushed pushed;
   // The const_cast is for the reference count: the queue retains the plan until the
   // worker has delivered the event.
-  return TapQueue::Get().Push(
+  const bool queued = TapQueue::Get().Push(
       device, run, const_cast<Plan&>(plan), layout.bytes, plan.tap->when_full,
-      never_waits, [&](char* to) {
+      never_waits,
+      [&](char* to) {
         // Only copies, since this may run under a lock of the queue.
         size_t i = 0;
         if (plan.masked) {
@@ -27,7 +33,28 @@ bool PushTap(const Plan& plan, int device, int64_t run, const void* const* opera
           std::memcpy(to + layout.offsets[i], operands[i], leaf.buffer_bytes());
           ++i;
         }
-      });
+      },
+      &pushed);
+  flight.Number(pushed.sequence);
+  // A tap that did not wait takes less time than a reading of the clock, which only
+  // a trace needs.
+  const int64_t end = pushed.waited != 0 || EventBuffer::IsOn() ? Ticks() : start;
+  flight.Ended(end, queued ? EventState::kEnded : EventState::kFailed);
+  if (pushed.waited != 0) {
+    plan.counts->waited.fetch_add(pushed.waited, std::memory_order_relaxed);
+  }
+  return queued;
+}
+
+void AwaitSpace(const Plan& plan, int device, int64_t run) {
+  TapQueue& queue = TapQueue::Get();
+  if (queue.HasSpace(plan.layout.bytes)) return;
+  const int64_t start = Ticks();
+  Flight flight(plan.NewEvent(EventKind::kTap, device, run, start));
+  queue.AwaitSpace(plan.layout.bytes);
+  const int64_t end = Ticks();
+  flight.Ended(end, EventState::kEnded);
+  plan.counts->waited.fetch_add(end - start, std::memory_order_relaxed);
 }
 
 }  // namespace hostcall

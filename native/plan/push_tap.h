@@ -15,4 +15,9 @@ namespace hostcall {
 bool PushTap(const Plan& plan, int device, int64_t run, const void* const* operands,
              bool at_once = false);
 
+/// Waits until a tap of this plan would find space in the queue; for a push that
+/// follows `at_once`. A wait is counted and recorded. The caller does not hold the
+/// GIL. Throws PushInterrupted.
+void AwaitSpace(const Plan& plan, int device, int64_t run);
+
 }  // namespace hostcall

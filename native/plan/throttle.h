@@ -43,6 +43,9 @@ class Throttle {
     return std::unique_ptr<Throttle>(new Throttle(steps, ns, share, places));
   }
 
+  /// Whether `Lets` needs the number of the run.
+  bool counts() const { return steps_ > 1; }
+
   /// Whether this execution goes through. `run` is XLA's number of the run, or any
   /// constant if there is none.
   bool Lets(int device, int64_t run) {
@@ -50,9 +53,18 @@ class Throttle {
     if (steps_ > 1 && !Counts(place, run)) return false;
     if (share_ < 1 && !Chosen(place)) return false;
     if (ns_ > 0) {
+      const int64_t ticks = Ticks();
+      if (IsEarly(place, ticks)) return false;
       const int64_t now = NowNs();
       int64_t next = place.next_ns.load(std::memory_order_relaxed);
-      if (now < next) return false;
+      if (now < next) {
+        place.looked.store(ticks, std::memory_order_relaxed);
+        const double tick_ns = TickNs();
+        place.rest.store(
+            tick_ns > 0 ? static_cast<int64_t>((next - now) / 2 / tick_ns) : 0,
+            std::memory_order_relaxed);
+        return false;
+      }
       // If several threads come at the same moment, one wins. Relaxed: the value is
       // a time, and publishes no other memory.
       return place.next_ns.compare_exchange_strong(next, now + ns_,
@@ -84,10 +96,22 @@ class Throttle {
     bool apart = false;  ///< a run came here more than `every` times; never reset
     /// From when on the next execution may go through.
     std::atomic<int64_t> next_ns{std::numeric_limits<int64_t>::min()};
+    // In ticks: when the clock was read last, and for how long it need not be read.
+    std::atomic<int64_t> looked{0}, rest{0};
     std::atomic<uint64_t> draws{0};  ///< decisions of `sample=` so far
   };
   Throttle(int64_t steps, int64_t ns, double share, size_t places)
       : steps_(steps), ns_(ns), share_(share), places_(places) {}
+
+  /// Whether less than half of the time has passed that the last reading of the
+  /// clock found to be left. The processor's counter tells so in half the time that
+  /// a reading takes, and its faults (clock.h) do little: if it goes backwards, the
+  /// clock is read, and if it has slowed down, an execution goes through late. If
+  /// two threads mix their readings, both still rest for half an interval at most.
+  static bool IsEarly(const Place& place, int64_t ticks) {
+    const int64_t passed = ticks - place.looked.load(std::memory_order_relaxed);
+    return passed >= 0 && passed < place.rest.load(std::memory_order_relaxed);
+  }
 
   /// Whether `every=` lets this execution through.
   bool Counts(Place& place, int64_t number) const {

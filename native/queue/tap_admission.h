@@ -20,20 +20,23 @@ namespace hostcall {
 
 template <typename Fill>
 bool TapQueue::Push(int device, int64_t run, TapOwner& owner, size_t bytes,
-                    WhenFull when_full, bool nested, Fill fill) {
+                    WhenFull when_full, bool nested, Fill fill, Pushed* pushed) {
+  Pushed unread;
+  if (pushed == nullptr) pushed = &unread;
   TapLane& lane = LaneOf(device);
   UseLane(static_cast<int>(&lane - lanes_));
   const size_t lines = TapEvent::LinesFor(bytes);
   if (lines > std::numeric_limits<uint32_t>::max()) throw std::bad_alloc();
   const auto charge = static_cast<int64_t>(lines * TapEvent::kLine);
-  if (!Admit(lane, charge, when_full, nested)) {
+  if (!Admit(lane, charge, when_full, nested, &pushed->waited)) {
     owner.counts->dropped.fetch_add(1, std::memory_order_relaxed);
     CountDropped();
     return false;
   }
   try {
     const bool droppable = when_full == WhenFull::kDropOldest;
-    lane.Store(pool_, sequence_, {device, run, owner, lines, droppable}, fill);
+    pushed->sequence =
+        lane.Store(pool_, sequence_, {device, run, owner, lines, droppable}, fill);
   } catch (...) {  // no memory for a slab
     Free(charge);
     throw;
@@ -46,12 +49,6 @@ bool TapQueue::Push(int device, int64_t run, TapOwner& owner, size_t bytes,
   return true;
 }
 
-inline void TapQueue::AwaitSpace(size_t bytes) {
-  const auto charge =
-      static_cast<int64_t>(TapEvent::LinesFor(bytes) * TapEvent::kLine);
-  if (!Fits(bytes_.load(), charge)) WaitForSpace(charge);
-}
-
 /// Makes the worker look at this lane from now on. Called before the lane's first
 /// event is linked, so that no event lies in a lane that the worker skips.
 inline void TapQueue::UseLane(int number) {
@@ -61,9 +58,9 @@ inline void TapQueue::UseLane(int number) {
 }
 
 /// Reserves `charge` bytes, by the policy if the queue is full. False: the event is
-/// to be dropped.
+/// to be dropped. Adds the ticks of waiting to `*waited`.
 inline bool TapQueue::Admit(TapLane& lane, int64_t charge, WhenFull when_full,
-                            bool nested) {
+                            bool nested, int64_t* waited) {
   for (;;) {
     int64_t before = bytes_.load();
     const bool anyway = nested && when_full == WhenFull::kBlock;
@@ -81,7 +78,9 @@ inline bool TapQueue::Admit(TapLane& lane, int64_t charge, WhenFull when_full,
         if (!DropOne(lane) && !Fits(bytes_.load(), charge)) return false;
         break;
       case WhenFull::kBlock:
+        const int64_t start = Ticks();
         WaitForSpace(charge);
+        *waited += std::max<int64_t>(Ticks() - start, 1);
         if (stopped_.load()) return false;
     }
   }

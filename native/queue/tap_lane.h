@@ -44,6 +44,7 @@ struct TapCounts {
   std::atomic<int64_t> dropped{0};  ///< the queue was full
   std::atomic<int64_t> masked{0};   ///< `where` was False
   std::atomic<int64_t> skipped{0};  ///< `every` or `sample` left them out
+  std::atomic<int64_t> waited{0};   ///< ticks that devices waited for space
 };
 
 /// What an event belongs to: the plan of its tap, or an object of a test.
@@ -103,10 +104,10 @@ class alignas(64) TapLane {
   int64_t first() const { return first_.load(); }
 
   /// Appends an event. `fill(char*)` writes its payload; its position is drawn from
-  /// `sequence`. Throws std::bad_alloc, and has then queued nothing.
+  /// `sequence`, and returned. Throws std::bad_alloc, and has then queued nothing.
   template <typename Fill>
-  void Store(SlabPool& pool, std::atomic<int64_t>& sequence, const Label& label,
-             Fill& fill) {
+  int64_t Store(SlabPool& pool, std::atomic<int64_t>& sequence, const Label& label,
+                Fill& fill) {
     const size_t room = label.lines * TapEvent::kLine;
     if (room > kOwnBlock) {
       // Nobody else knows this slab yet, so the long copy needs no lock: the worker
@@ -117,8 +118,7 @@ class alignas(64) TapLane {
       fill(event->payload());
       std::lock_guard<std::mutex> lock(mutex_);
       block->live = 1;
-      Link(event, sequence);
-      return;
+      return Link(event, sequence);
     }
     std::lock_guard<std::mutex> lock(mutex_);
     if (open_ == nullptr || open_->used + room > open_->capacity) {
@@ -131,7 +131,7 @@ class alignas(64) TapLane {
     TapEvent* event = Place(open_, label);
     fill(event->payload());
     ++open_->live;
-    Link(event, sequence);
+    return Link(event, sequence);
   }
 
   /// Unlinks up to `most` events of one device from the head; with `all`,
@@ -285,10 +285,11 @@ class alignas(64) TapLane {
 
   // The lane is locked in all functions below.
 
-  /// Appends an event to the list.
-  void Link(TapEvent* event, std::atomic<int64_t>& sequence) {
+  /// Appends an event to the list, and returns its position.
+  int64_t Link(TapEvent* event, std::atomic<int64_t>& sequence) {
     // Drawn under the lock, so that the list is sorted by it.
-    event->sequence = sequence.fetch_add(1);
+    const int64_t position = sequence.fetch_add(1);
+    event->sequence = position;
     if (device_ == kNoDevice) device_ = event->device;
     if (device_ != event->device) one_device_ = false;
     TapEvent* before = tail_;
@@ -298,6 +299,7 @@ class alignas(64) TapLane {
     } else {
       before->next = event;
     }
+    return position;
   }
   /// Makes `event` the oldest; null empties the list.
   void SetHead(TapEvent* event) {

@@ -53,6 +53,7 @@
 #include <string>
 #include <utility>
 
+#include "base/clock.h"
 #include "queue/slab_pool.h"
 #include "queue/tap_lane.h"
 #include "queue/tap_space.h"
@@ -64,6 +65,13 @@ enum class WhenFull {
   kBlock,       ///< waits for space
   kDropNewest,  ///< drops its own event
   kDropOldest,  ///< drops older events of its lane that have this policy too
+};
+
+/// How a push went.
+struct Pushed {
+  int64_t sequence =
+      -1;              ///< the event's position in the queue; -1 if it was dropped
+  int64_t waited = 0;  ///< ticks of waiting for space
 };
 
 class TapQueue {
@@ -89,15 +97,18 @@ class TapQueue {
   /// Queues an event of `bytes` payload bytes, which `fill(char*)` writes, maybe
   /// under a lock. Returns false if the event was dropped. `run` is XLA's number of
   /// the execution; `nested` says that the push comes from inside a delivery, or
-  /// that its thread must not wait. Throws std::bad_alloc or PushInterrupted.
+  /// that its thread must not wait. `pushed`, if not null, learns how it went.
+  /// Throws std::bad_alloc or PushInterrupted.
   template <typename Fill>
   bool Push(int device, int64_t run, TapOwner& owner, size_t bytes,
-            WhenFull when_full, bool nested, Fill fill);
+            WhenFull when_full, bool nested, Fill fill, Pushed* pushed = nullptr);
 
-  /// Waits until an event of `bytes` would be let in, but reserves nothing. For a
-  /// push that follows on a thread that must not wait, such as the CUDA driver's.
-  /// Throws PushInterrupted.
-  void AwaitSpace(size_t bytes);
+  /// Whether an event of `bytes` would be let in now.
+  bool HasSpace(size_t bytes) const { return Fits(bytes_.load(), ChargeOf(bytes)); }
+
+  /// Waits until it would be, but reserves nothing. For a push that follows on a
+  /// thread that must not wait, such as the CUDA driver's. Throws PushInterrupted.
+  void AwaitSpace(size_t bytes) { WaitForSpace(ChargeOf(bytes)); }
 
   /// Ends the waits for space that are under way; they throw PushInterrupted(text).
   void Interrupt(std::string text) { space_.Interrupt(std::move(text)); }
@@ -188,10 +199,14 @@ class TapQueue {
   }
   void UseLane(int number);
 
+  static int64_t ChargeOf(size_t bytes) {
+    return static_cast<int64_t>(TapEvent::LinesFor(bytes) * TapEvent::kLine);
+  }
   bool Fits(int64_t before, int64_t charge) const {
     return before + charge <= limit_.load() || before == 0;
   }
-  bool Admit(TapLane& lane, int64_t charge, WhenFull when_full, bool nested);
+  bool Admit(TapLane& lane, int64_t charge, WhenFull when_full, bool nested,
+             int64_t* waited);
   void WaitForSpace(int64_t charge);
   bool DropOne(TapLane& lane);
   /// Takes the charge of events off the queue, and wakes pushes that wait for

@@ -9,6 +9,14 @@ Call the host, and hand values to it:
     current          tells a callback its device, mesh coordinates and row
     Current          what `current` returns
 
+Watching a program:
+    progress         shows a progress bar for the loop around it
+    Recorder         writes what a program computes to a folder while it runs
+    trace            writes what a program did to a file for a viewer
+    watch            ends a program at its first bad value, and keeps the values
+    breakpoint       opens a debugger in a compiled program (not in a star import)
+    tools            the modules of these, and what belongs to them
+
 Functions with rules:
     host             turns a Python function into a HostFunction
     HostFunction     what `host` returns: a function with batching and derivatives
@@ -42,6 +50,7 @@ More modules:
     derivatives      taps that see tangents and cotangents
 
 The map, top to bottom. Each wing imports only those below it:
+    tools            what can be built on the public names
     these modules    a docstring and names, imported from the wings
     _compat, bridge  JAX's callbacks by JAX's rules; other libraries' functions
     _host_function   functions with rules, and their checks
@@ -83,6 +92,7 @@ if TYPE_CHECKING:
         host_callback,
         monitor,
         testing,
+        tools,
     )
     from hostcall._api.object.handle import Object
     from hostcall._compat.buffer_callback import buffer_callback
@@ -92,6 +102,11 @@ if TYPE_CHECKING:
     from hostcall._host_function.function import HostFunction
     from hostcall._host_function.host import host
     from hostcall._host_function.results import elementwise, like, same_tree
+    from hostcall.tools.breakpoint import breakpoint as breakpoint
+    from hostcall.tools.progress import progress
+    from hostcall.tools.recorder import Recorder
+    from hostcall.tools.trace import trace
+    from hostcall.tools.watch import watch
 
 __version__ = "0.1.0"
 
@@ -99,6 +114,8 @@ __version__ = "0.1.0"
 _LATER = {
     "HostFunction": "_host_function.function",
     "Object": "_api.object.handle",
+    "Recorder": "tools.recorder",
+    "breakpoint": "tools.breakpoint",
     "buffer_callback": "_compat.buffer_callback",
     "elementwise": "_host_function.results",
     "finite_difference": "_host_function.differences",
@@ -107,8 +124,11 @@ _LATER = {
     "like": "_host_function.results",
     "patch_jax": "_compat.patch",
     "pure_callback": "_compat.callbacks",
+    "progress": "tools.progress",
     "same_tree": "_host_function.results",
+    "trace": "tools.trace",
     "unpatch_jax": "_compat.patch",
+    "watch": "tools.watch",
 }
 _MODULES_LATER = (
     "bridge",
@@ -119,6 +139,7 @@ _MODULES_LATER = (
     "host_callback",
     "monitor",
     "testing",
+    "tools",
 )
 
 
@@ -135,15 +156,19 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "print", *(n for n in globals() if n.startswith("__"))])
+    return sorted(
+        [*__all__, "breakpoint", "print", *(n for n in globals() if n.startswith("__"))]
+    )
 
 
-# The front page without `print`: a star import must not replace the builtin.
+# The front page without `breakpoint` and `print`: a star import must not replace
+# builtins.
 __all__ = [
     "Current",
     "HostFunction",
     "HostcallError",
     "Object",
+    "Recorder",
     "barrier",
     "bridge",
     "buffer_callback",
@@ -163,11 +188,15 @@ __all__ = [
     "like",
     "monitor",
     "patch_jax",
+    "progress",
     "pure_callback",
     "reraise",
     "same_tree",
     "tap",
     "tap_through",
     "testing",
+    "tools",
+    "trace",
     "unpatch_jax",
+    "watch",
 ]

@@ -10,12 +10,14 @@
     ├── EscapeError(RuntimeError)      the function kept a view of lent memory
     ├── UnwrittenError(RuntimeError)   the function did not write all of its `out`
     ├── CallTimeoutError(TimeoutError) the function took longer than `timeout=`
-    └── DeadlockError(RuntimeError)    a callback would wait for its own program
+    ├── DeadlockError(RuntimeError)    a callback would wait for its own program
+    └── WatchError(RuntimeError)       a value that `hostcall.watch` checks is bad
 
 The first four are raised when a call is written or traced. The others fail the program
 that is running, like any exception of the function: JAX raises a JaxRuntimeError with
 their text, and `hostcall.reraise()` and `hostcall.last_error()` give the exception
-itself.
+itself. A WatchError needs neither: it is raised in place of the JaxRuntimeError, with
+the values that were bad. `Watched` is the type of the entries of its history.
 """
 
 from hostcall._core.errors import (
@@ -30,6 +32,7 @@ from hostcall._core.errors import (
     SpecError,
     UnwrittenError,
 )
+from hostcall._core.watch_error import Watched, WatchError
 
 __all__ = [
     "BatchingError",
@@ -42,4 +45,6 @@ __all__ = [
     "ResultError",
     "SpecError",
     "UnwrittenError",
+    "WatchError",
+    "Watched",
 ]

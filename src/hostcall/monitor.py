@@ -5,13 +5,21 @@
     tap_queue      how full the queue of taps is, and how many taps it has handled
     pinned_memory  the pinned memory for copies to and from GPUs
     discard_taps   drops the queued taps
+    report         prints what callbacks have cost, and how to make the worst cheaper
+    flight         the last 1,000 calls and taps, which are always recorded
+    events         every call, tap and delivery while a block runs, for tools
+    at_barrier     calls a function at each barrier and at the end of the process
 
-`status` returns an `ActiveCall` for each call, `stats` a `CallStats` for each tag or
-function, `tap_queue` a `TapQueue`, and `pinned_memory` a `PinnedMemory` for each pool.
-None of them starts a thread or a program.
+`report` returns `Finding`s, `flight` a `Flight`, which is a list of `FlightRecord`s,
+`status` an `ActiveCall` for each call, `stats` a `CallStats` for each tag or function,
+`tap_queue` a `TapQueue`, and `pinned_memory` a `PinnedMemory` for each pool. None of
+them starts a thread or a program.
 """
 
 from hostcall._api.barrier import discard_taps
+from hostcall._api.events import events
+from hostcall._api.flight import Flight, FlightRecord, flight
+from hostcall._api.report import Finding, report
 from hostcall._api.status import (
     ActiveCall,
     CallStats,
@@ -22,14 +30,22 @@ from hostcall._api.status import (
     status,
     tap_queue,
 )
+from hostcall._runtime.delivery import at_barrier
 
 __all__ = [
     "ActiveCall",
     "CallStats",
+    "Finding",
+    "Flight",
+    "FlightRecord",
     "PinnedMemory",
     "TapQueue",
+    "at_barrier",
     "discard_taps",
+    "events",
+    "flight",
     "pinned_memory",
+    "report",
     "stats",
     "status",
     "tap_queue",

@@ -395,8 +395,8 @@ WRONG = {
     ),
     "like nothing": (
         lambda x: hc.tap(lambda v: None, x, zzz=1),
-        "The options of hc.tap are arrays, batch, every, on, order, remat, rows, sample,"
-        " tag, when_full, where",
+        "The options of hc.tap are always, arrays, batch, every, on, order, remat, rows,"
+        " sample, tag, when_full, where",
     ),
     "printed": (
         lambda x: hc.print("x {}", x, evry=10),

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import resident_kib
 from dtypes import DTYPES, SMALL, WIDE, same, values
 from jax import lax
+from limits import resident_kib
 
 import hostcall as hc
 

@@ -126,6 +126,19 @@ void SharesAndSeconds() {
   assert(Run(*hours, 1, 10) == Steps{0} && Run(*hours, 2, 10).empty());
 }
 
+/// An interval is never shorter than it should be, and ends.
+void IntervalsEnd() {
+  constexpr int64_t kNs = 5'000'000;
+  auto throttle = Throttle::For(0, kNs, 1);
+  int64_t before = 0;  // a moment before the execution that went through last
+  for (int i = 0; i < 5; ++i) {
+    int64_t asked = hostcall::NowNs();
+    while (!throttle->Lets(0, 1)) asked = hostcall::NowNs();
+    assert(i == 0 || hostcall::NowNs() - before >= kNs);
+    before = asked;
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -138,5 +151,6 @@ int main() {
   ThreadsAtOnce();
   ThreadsTogether();
   SharesAndSeconds();
+  IntervalsEnd();
   std::puts("throttle: all held");
 }

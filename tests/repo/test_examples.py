@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ MAIN = """
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path, run_python):
     pytest.importorskip("scipy")
+    if path.stem == "progress":
+        pytest.importorskip("tqdm")
+    if path.stem == "recorder":
+        pytest.importorskip("zarr")
     assert run_python(RUN, str(path)).stdout
 
 
@@ -37,9 +42,13 @@ def test_there_are_examples():
         "old_training",
         "other_device",
         "parallel_rows",
+        "progress",
+        "recorder",
         "rollout",
         "torch_bridge",
+        "trace",
         "training_log",
+        "watch",
     }
 
 
@@ -47,10 +56,14 @@ def test_the_main_job(run_python, tmp_path):
     pytest.importorskip("scipy")
     pytest.importorskip("statsmodels")
     path = tmp_path / "fit.png"
-    out = run_python(MAIN, "--quick", "--plot", str(path)).stdout
+    done = run_python(MAIN, "--quick", "--plot", str(path))
+    out = done.stdout
+    assert re.search(r"  fitting: 100%\|#+\| 100/100 \[.*, misfit=", done.stderr)
     assert "works (tried: ordered calls in a compiled loop)" in out
     for heading in ("Lynx and hares", "Bessel functions", "Sunspots", "Microseconds"):
         assert f"\n{heading}" in out
+    if importlib.util.find_spec("pyarrow") is not None:
+        assert "1600 rows; the best start converged in " in out
     drawn = importlib.util.find_spec("matplotlib") is not None
     assert path.exists() == drawn
     assert (str(path) if drawn else "not drawn without matplotlib") in out

@@ -222,6 +222,19 @@ assert seen == [2, 3]
 """)
 
 
+def test_taps_with_a_flag(run):
+    run("""
+seen = []
+def body(i, x):
+    hc.tap(lambda i: seen.append(int(i)), i, every=3600.0, always=i == 8, where=i != 3)
+    hc.tap(lambda i: seen.append(100 + int(i)), i, every=4, always=i == 5)
+    return x
+jax.jit(lambda x: lax.fori_loop(0, 9, body, x))(jnp.zeros(3)).block_until_ready()
+hc.barrier()
+assert sorted(seen) == [0, 8, 100, 104, 105, 108], seen
+""")
+
+
 # --- Buffers -------------------------------------------------------------------------
 
 

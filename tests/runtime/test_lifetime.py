@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import resident_kib
+from limits import resident_kib
 
 import hostcall as hc
 from hostcall import _native

@@ -15,7 +15,7 @@ from multiprocessing.pool import ThreadPool
 import jax
 import numpy as np
 import pytest
-from conftest import holds_in_time
+from limits import holds_in_time
 from test_executors import dask_client, loky_pool, ray_pool
 
 import hostcall as hc

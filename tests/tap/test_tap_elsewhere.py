@@ -52,6 +52,22 @@ def test_a_loop_is_delivered_in_order(order, seen):
     assert seen == [0, 1, 2, 4, 5, 6, 7, 8, 9]
 
 
+def test_the_flag_always(seen):
+    def run(x, at):
+        def body(i, c):
+            hc.tap(lambda i, x: seen.append((int(i), x.tolist())), i, x, every=3600.0,
+                   always=i == at)  # fmt: skip
+            return c
+
+        return jax.lax.fori_loop(0, 9, body, 0)
+
+    jax.jit(run)(jnp.int32(1), 8)
+    hc.barrier()
+    jax.jit(jax.vmap(run))(jnp.arange(2), jnp.array([3, 5]))
+    hc.barrier()
+    assert seen == [(0, 1), (8, 1), (0, [0, 1]), (3, [0, 1]), (5, [0, 1])]
+
+
 def test_every_counts_all_runs_together(seen):
     """JAX's callback knows neither the run nor the device."""
 

@@ -10,7 +10,7 @@ import jax
 
 from hostcall import _jax, _native
 from hostcall._core import failures
-from hostcall._runtime import delivery, tap_failures
+from hostcall._runtime import delivery, tap_failures, waits
 
 
 def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
@@ -33,13 +33,22 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     Raises:
         BaseException: the exception object that a tap raised. If several taps failed,
             an ExceptionGroup of the first exceptions; its message gives the total.
-        jax.errors.JaxRuntimeError: the callback of a program failed. This error comes
-            first: the next barrier raises what taps raised.
+        jax.errors.JaxRuntimeError: the callback of a program failed, or `WatchError` if
+            a watch did. This error comes first: the next barrier raises what taps
+            raised.
         HostcallError: the barrier was called from inside a tap.
 
     Cost: the wait itself, and one look at each live array.
     """
     delivery.refuse_inside_a_tap("hc.barrier()")
+    start = _native.ticks()
+    try:
+        return _barrier(timeout, programs)
+    finally:
+        waits.add("hc.barrier", start)
+
+
+def _barrier(timeout: float | None, programs: bool) -> bool:
     if not programs:
         return delivery.flush(timeout, "hc.barrier()")
     end = None if timeout is None else time.monotonic() + timeout
@@ -54,11 +63,12 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     left = None if end is None else max(0.0, end - time.monotonic())
     if not delivery.flush(left, "hc.barrier()"):
         return False
+    delivery.call_at_barrier(ending=False)
     if failed:  # the next barrier raises what taps raised
         first = failed[0]
         failed.clear()
         failures.tell(failures.number_in(first))
-        raise first
+        raise failures.in_place_of(first) or first
     raised = tap_failures.take_as_one()
     try:
         if raised is not None:

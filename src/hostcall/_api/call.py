@@ -24,7 +24,7 @@ from hostcall._core.spec import (
 )
 from hostcall._engine.params.call import Arrays, Callback, Lend
 from hostcall._primitives.call.make import make
-from hostcall._primitives.call.options import check_options
+from hostcall._primitives.call.options import check_keep, check_options
 
 # A `result` that is one array; type checkers see any other tree as Any.
 OneArray: TypeAlias = jax.ShapeDtypeStruct | jax.typing.ArrayLike
@@ -44,6 +44,7 @@ def call(
     lend: Lend = ...,
     timeout: float | None = ...,
     executor: Any = ...,
+    keep: int | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
 ) -> None: ...
@@ -63,6 +64,7 @@ def call(
     lend: Lend = ...,
     timeout: float | None = ...,
     executor: Any = ...,
+    keep: int | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
 ) -> jax.Array: ...
@@ -82,6 +84,7 @@ def call(  # type: ignore[overload-cannot-match]  # JAX is Any in `make check`
     lend: Lend = ...,
     timeout: float | None = ...,
     executor: Any = ...,
+    keep: int | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
 ) -> Any: ...
@@ -100,6 +103,7 @@ def call(
     lend: Lend = False,
     timeout: float | None = None,
     executor: Any = None,
+    keep: int | None = None,
     tag: str | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -146,6 +150,10 @@ def call(
             `multiprocessing.Pool` or Ray's pool. Default: threads of this process. Rows
             are sent in chunks, four for each worker. An argument that all rows share is
             sent once.
+        keep: with `where=`: keeps the arguments of the last `keep` executions of this
+            place on each device, whether or not `where` was True. When `fn` is called,
+            `hc.current().history` has them, and `hc.current().execution` counts them
+            all. Each execution then costs a copy of the arguments; 0 only counts.
         tag: the name of this call in `hc.monitor.stats()` and `status()`. Default: the
             function's name, in `stats()` with its source line.
         **kwargs: arguments for `fn`, like `args`: all keywords that are not options.
@@ -197,6 +205,8 @@ def call(
     """
     name = check_function(fn, "hc.call(fn, result, *args)")
     check_options(name, order, vmap_method, arrays, lend, timeout, executor)
+    if keep is not None:
+        check_keep(name, keep, where is not None, vmap_method)
     check_tag(tag, name)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if lend == "out" else ()
@@ -224,6 +234,7 @@ def call(
         vmap_method=vmap_method,
         sharding=parse_on(on, name),
         mask=mask,
+        keep=keep,
     )
     return results.fill(leaves)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import SpecError
+from hostcall._runtime import flights
 
 
 def configure(
@@ -14,6 +15,7 @@ def configure(
     tap_queue_bytes: int | None = None,
     pinned_bytes: int | None = None,
     residuals: int | None = None,
+    flight: Literal["sigterm", "signals", "off"] | None = None,
 ) -> None:
     """Changes settings of this process. Settings that are None stay as they are.
 
@@ -29,6 +31,13 @@ def configure(
             oldest are dropped. If a backward rule finds its residuals dropped, the
             forward rule runs again, which is logged once per function. 0 keeps none.
             Default: 1024, or the environment variable HOSTCALL_RESIDUALS.
+        flight: when the flight recorder (`hc.monitor.flight()`) is printed. "sigterm":
+            to the log when a call takes longer than its `timeout=` or a callback would
+            deadlock, and to stderr when SIGTERM comes and the program has no handler
+            for it. "signals": also to stderr when the process dies of SIGSEGV, SIGABRT,
+            SIGBUS, SIGFPE or SIGILL. This installs handlers, which call those before
+            them, such as faulthandler's; enable faulthandler first. "off": never.
+            Default: "sigterm", or the environment variable HOSTCALL_FLIGHT.
 
     Raises:
         SpecError: a value is not a valid number. No setting has changed then.
@@ -37,6 +46,11 @@ def configure(
         raise SpecError(
             "hostcall: residuals should be a number of objects, 0 or more, got"
             f" {residuals!r}"
+        )
+    if flight is not None and flight not in config.FLIGHTS:
+        raise SpecError(
+            f"hostcall: flight should be one of {', '.join(map(repr, config.FLIGHTS))},"
+            f" got {flight!r}"
         )
     if pinned_bytes is not None:
         pinned_bytes = _bytes(pinned_bytes, "pinned_bytes")
@@ -49,6 +63,9 @@ def configure(
         config.set_pinned_bytes(pinned_bytes)
     if residuals is not None:
         config.set_residuals(residuals)
+    if flight is not None:
+        config.set_flight(flight)
+        flights.apply()
     if not _native.forked():
         _native.limit_pinned(config.pinned_bytes(), config.tap_queue_bytes())
 

@@ -55,6 +55,7 @@ class CallStats:
         python_seconds: time in the function and in conversions, without waits for the
             GIL or for other devices.
         gil_seconds: time spent waiting for the GIL before the function was entered.
+        wait_seconds: time that devices waited with a tap for space in the full queue.
     """
 
     calls: int
@@ -66,6 +67,7 @@ class CallStats:
     bytes_out: int
     python_seconds: float
     gil_seconds: float
+    wait_seconds: float
 
 
 def status() -> list[ActiveCall]:
@@ -106,6 +108,7 @@ def stats() -> dict[str, CallStats]:
             c.bytes_out,
             c.python_seconds,
             c.gil_seconds,
+            c.wait_seconds,
         )
         for name, c in all_counters().items()
     }

@@ -46,6 +46,7 @@ def tap(
     arrays: Arrays = "numpy",
     every: int | float | None = None,
     sample: float | None = None,
+    always: Any = None,
     batch: int | None = None,
     tag: str | None = None,
     **kwargs: Any,
@@ -97,6 +98,11 @@ def tap(
             place is a source line.
         sample: the share of executions that tap. A fixed sequence picks them, the same
             in each process.
+        always: a bool scalar. If it is True, the execution taps even if `every` or
+            `sample` would leave it out, such as the last step of a loop:
+            always=i == n - 1. It still counts for `every`, whose later choices stay the
+            same. `where` comes first. Under vmap one row is enough for the batch to
+            tap, if `where` is True for it.
         batch: calls `fn` with up to this many taps of one place and device at once,
             stacked along a new axis in front: as many as are queued, but at most 256
             if several devices tap, or if `when_full` is "drop_oldest". They are in
@@ -147,6 +153,7 @@ def tap(
         arrays=arrays,
         every=every,
         sample=sample,
+        always=always,
         batch=batch,
         tag=tag,
     )
@@ -250,6 +257,7 @@ def prepare(
     arrays: Any = "numpy",
     every: Any = None,
     sample: Any = None,
+    always: Any = None,
     batch: Any = None,
     tag: Any = None,
     face: mistakes.Face = _FACE,
@@ -265,6 +273,12 @@ def prepare(
     mistakes.check(face, fn, args, kwargs, template.leaves)
     if where is not None:
         operands.insert(0, parse_mask(where, called))
+    if always is not None:
+        always = parse_mask(always, called, "always")
+        if every is None and sample is None:
+            always = None  # nothing is left out
+        else:
+            operands.append(always)
     callback = Callback(
         fn=Static(fn),
         template=template,
@@ -288,6 +302,7 @@ def prepare(
         every=every,
         sample=sample,
         batch=batch,
+        always=always is not None,
     )
 
 

@@ -7,8 +7,10 @@ has been compared with its tolerance first.
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,12 @@ from hostcall._cli.text import close, heading, line
 
 def run(quick: bool, plot: Path) -> None:
     """Runs all jobs. `quick` means fewer starts and steps; the PNG goes to `plot`."""
-    before = calls("")
+    before = calls("") - calls("hc.progress")
     fit_lynx(quick, plot)
     check_bessel()
     fit_sunspots(quick)
-    print(f"\n  {calls('') - before} calls of SciPy, all from JAX programs.")
+    after = calls("") - calls("hc.progress")
+    print(f"\n  {after - before} calls of SciPy, all from JAX programs.")
 
 
 def timed(program: Callable[[], Any]) -> tuple[Any, float]:
@@ -186,7 +189,14 @@ def fit_sunspots(quick: bool) -> None:
 def modulation(t: np.ndarray, numbers: np.ndarray) -> None:
     demo = sunspots
     first, steps = demo.starts(16), 100
-    (parameters, costs), seconds = timed(lambda: demo.fit(first, t, numbers, steps))
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder)
+        with recorder(run) as rec:
+            (parameters, costs), seconds = timed(
+                lambda: demo.fit(first, t, numbers, steps, rec)
+            )
+        recorded = said_of(run, steps, costs) if rec else "not without pyarrow"
+    hc.barrier()  # the bar is complete before the next line is printed
     best = np.asarray(parameters)[int(np.argmin(costs))]
     plain = demo.fit_with_scipy(first, t, numbers)
     curve = jax.jit(lambda p: demo.curve(p, t, jnp, jv))(best)
@@ -203,8 +213,27 @@ def modulation(t: np.ndarray, numbers: np.ndarray) -> None:
     error = np.sqrt(2 * np.min(costs) / len(t))
     line("root mean square error", f"{error:.1f} sunspots (mean {numbers.mean():.1f})")
     line("time, with compilation", f"{seconds:.2f} s")
+    line("recorded while it ran", recorded)
     line("against plain SciPy, the curve", f"max difference {difference:.1e}")
     line("  least_squares, parameters", f"max difference {worse:.1e}")
+
+
+def recorder(folder: Path) -> AbstractContextManager[Any]:
+    """A recorder, or None without the package that it needs."""
+    found = importlib.util.find_spec("pyarrow")
+    return nullcontext() if found is None else hc.Recorder(folder)
+
+
+def said_of(run: Path, steps: int, costs: Any) -> str:
+    """Reads the costs that the fit recorded; returns what to print about them."""
+    table = hc.tools.read(run).table()
+    count = len(costs)
+    rows = table["cost"].to_numpy().reshape(steps, count)
+    assert table["row"].to_pylist() == list(range(count)) * steps
+    best = rows[:, int(np.argmin(costs))]
+    assert best[-1] >= np.min(costs)
+    near = int(np.argmax(best < 1.001 * best[-1]))
+    return f"{table.num_rows} rows; the best start converged in {near} steps"
 
 
 def forecasts(numbers: np.ndarray, count: int) -> None:

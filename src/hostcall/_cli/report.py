@@ -71,4 +71,5 @@ def report() -> tuple[str, str]:
 
 
 def missing_packages() -> list[str]:
-    return [n for n in ("scipy", "statsmodels") if importlib.util.find_spec(n) is None]
+    needed = ("scipy", "statsmodels", "tqdm")
+    return [name for name in needed if importlib.util.find_spec(name) is None]

@@ -73,16 +73,25 @@ def curve(parameters: Array, t: Array, xp: Any, bessel: Any) -> Array:
     return mean + bessel(SIDEBANDS, beta) @ waves
 
 
-@partial(jax.jit, static_argnames="steps")
-@partial(jax.vmap, in_axes=(0, None, None, None))
-def fit(start: Array, t: Array, numbers: Array, steps: int) -> tuple[Array, Array]:
-    """Levenberg-Marquardt from one start: the parameters, half the sum of squares."""
+@partial(jax.jit, static_argnums=(3, 4))
+@partial(jax.vmap, in_axes=(0, None, None, None, None))
+def fit(
+    start: Array, t: Array, numbers: Array, steps: int, record: Any
+) -> tuple[Array, Array]:
+    """Levenberg-Marquardt from one start: the parameters, half the sum of squares.
+
+    Each step calls `record(step=..., cost=...)`, unless it is None.
+    """
 
     def residuals(parameters: Array) -> Array:
         return curve(parameters, t, jnp, jv) - numbers
 
-    def step(carry: Any, _: None) -> tuple[Any, None]:
+    def step(carry: Any, i: Array) -> tuple[Any, None]:
         old, cost, damping = carry
+        # One bar for all starts; `misfit` shows as their mean and range.
+        hc.progress(i, steps, desc="  fitting", misfit=cost)
+        if record is not None:
+            record(step=i, cost=cost)
         slopes = jax.jacfwd(residuals)(old)
         normal = slopes.T @ slopes
         damped = normal + damping * jnp.diag(jnp.diag(normal))
@@ -97,7 +106,7 @@ def fit(start: Array, t: Array, numbers: Array, steps: int) -> tuple[Array, Arra
         return carry, None
 
     first = (start, 0.5 * jnp.sum(residuals(start) ** 2), jnp.asarray(1e-2))
-    (parameters, cost, _), _ = jax.lax.scan(step, first, None, length=steps)
+    (parameters, cost, _), _ = jax.lax.scan(step, first, jnp.arange(steps))
     return parameters, cost
 
 

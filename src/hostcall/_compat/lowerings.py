@@ -196,22 +196,24 @@ def emit_python_callback(
     program = _jax.program_of(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
     )
+    info = DropInInfo(params, program.by_ordinal, program.mesh)
     attributes, source = call_lowering.prepare(
         program,
-        DropInInfo(params, program.by_ordinal, program.mesh),
+        info,
         _jax.physical_avals(operand_avals),
         _jax.device_of(program, sharding),
     )
-    results, token_out = emit_with_token(
-        program,
-        targets.TARGET,
-        operands,
-        token=token,
-        returns_token=token is not None,
-        has_side_effect=has_side_effect,
-        attributes=attributes,
-        source=source,
-    )
+    with _jax.named(ctx, info.label):
+        results, token_out = emit_with_token(
+            program,
+            targets.TARGET,
+            operands,
+            token=token,
+            returns_token=token is not None,
+            has_side_effect=has_side_effect,
+            attributes=attributes,
+            source=source,
+        )
     return results, token_out, None
 
 

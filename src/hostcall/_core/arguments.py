@@ -42,11 +42,11 @@ def check_function(fn: Any, usage: str) -> str:
     return name
 
 
-def parse_mask(where: Any, name: str) -> Any:
+def parse_mask(where: Any, name: str, option: str = "where") -> Any:
     mask = where if isinstance(where, jax.Array) else np.asarray(where)
     if mask.dtype != np.bool_ or mask.shape != ():
         raise SpecError(
-            f"hostcall: where= of `{name}` should be one bool, got"
+            f"hostcall: {option}= of `{name}` should be one bool, got"
             f" {mask.dtype}{list(mask.shape)}. For one bool per row, vmap the function"
             " that makes the call"
         )

@@ -27,6 +27,9 @@ _residuals = int(os.environ.get("HOSTCALL_RESIDUALS", "1024"))
 
 _pinned_bytes = int(float(os.environ.get("HOSTCALL_PINNED_BYTES", "1e9")))
 
+FLIGHTS = ("sigterm", "signals", "off")
+_flight = os.environ.get("HOSTCALL_FLIGHT", "sigterm")
+
 _tap_queue_bytes = int(float(os.environ.get("HOSTCALL_TAP_QUEUE_BYTES", "256e6")))
 
 
@@ -36,6 +39,16 @@ def debug() -> bool:
     Read at each lowering, so that a test or a notebook can switch it on.
     """
     return os.environ.get("HOSTCALL_DEBUG", "0") not in ("", "0")
+
+
+def flight() -> str:
+    """When the flight recorder is printed (`hc.configure(flight=)`), one of FLIGHTS."""
+    return _flight if _flight in FLIGHTS else FLIGHTS[0]
+
+
+def set_flight(when: str) -> None:
+    global _flight
+    _flight = when
 
 
 def residuals() -> int:

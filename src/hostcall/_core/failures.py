@@ -22,6 +22,7 @@ import contextlib
 import copy
 import itertools
 import re
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -33,6 +34,7 @@ import jax
 
 from hostcall import _jax
 from hostcall._core import config, frames
+from hostcall._core.watch_error import WatchError
 
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
 
@@ -241,19 +243,28 @@ def failure_of(result: Any) -> Exception | None:
     return None
 
 
+def _replaces_report(found: BaseException | None) -> bool:
+    """Whether JAX's reader gets this exception itself, not a JaxRuntimeError."""
+    if not isinstance(found, Exception):
+        return found is not None
+    debugger = sys.modules.get("bdb")  # the base of pdb, imported by debuggers only
+    quits = debugger is not None and isinstance(found, debugger.BdbQuit)
+    return quits or isinstance(found, WatchError)
+
+
 def in_place_of(report: BaseException) -> BaseException | None:
     """The exception that the caller should see in place of JAX's report, or None.
 
     The engine calls this on the thread that ran the program, before Python looks for a
     handler of the report (native/base/report.h). KeyboardInterrupt, SystemExit and the
-    like replace the report. A ValueError from JAX's fast path becomes a
-    JaxRuntimeError, as elsewhere.
+    like, WatchError and a debugger's `quit` replace the report. A ValueError from JAX's
+    fast path becomes a JaxRuntimeError, as elsewhere.
     """
     kept = _kept.get(number_in(report))
     if kept is None:
         return None
     found = kept.get()
-    if not isinstance(found, Exception):
+    if _replaces_report(found):
         return original(report)
     if type(report) is ValueError:
         same: BaseException = jax.errors.JaxRuntimeError(str(report))
@@ -272,7 +283,8 @@ def in_place_of(report: BaseException) -> BaseException | None:
 #     does not raise it a second time.
 #   * If the callback raised KeyboardInterrupt or SystemExit, the wrapper raises that
 #     object, and Python drops the half-made report. The user's `except Exception` then
-#     can't swallow a Ctrl-C.
+#     can't swallow a Ctrl-C. The same goes for WatchError, which has the bad values,
+#     and for BdbQuit: whoever quits a debugger should not have to read a report.
 
 _TOLD_AT_MOST = 4096
 _told: set[int] = set()
@@ -320,11 +332,12 @@ def _report_is_made(text: str) -> None:
     number = _number_in(text)
     kept = _kept.get(number)
     found = None if kept is None else kept.get()
-    comes_out = found is not None and not isinstance(found, Exception)
-    if getattr(_looking, "on", False) and (is_told(number) or not comes_out):
+    if getattr(_looking, "on", False) and (
+        is_told(number) or found is None or isinstance(found, Exception)
+    ):
         return
     if number:
         tell(number)
-    if found is not None and kept is not None and comes_out:
+    if found is not None and kept is not None and _replaces_report(found):
         _hand_over(kept)
         raise found

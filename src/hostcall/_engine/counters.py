@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from dataclasses import dataclass, field
 
 from hostcall._core.source import source_of
-from hostcall._engine.params.call import Callback
+from hostcall._engine.params.call import Callback, CallParams
+from hostcall._engine.params.tap import TapParams
 from hostcall._native import Counters
 
+
+@dataclass
+class Facts:
+    """What the programs with a function's calls say about them, for the report.
+
+    Attributes:
+        kinds: "call" and "tap".
+        arrays, methods: what `arrays=` and `vmap_method=` were.
+        rows: the most rows that one execution called the function for.
+        lends: whether some call had `lend=`.
+        nothing: whether no call had a result.
+    """
+
+    kinds: set[str] = field(default_factory=set)
+    arrays: set[str] = field(default_factory=set)
+    methods: set[str] = field(default_factory=set)
+    rows: int = 1
+    lends: bool = False
+    nothing: bool = True
+
+
 _counters: dict[str, Counters] = {}
+_facts: dict[str, Facts] = {}
 _lock = threading.Lock()
+
+
+def _key(callback: Callback) -> str:
+    return callback.tag or source_of(callback.function)
 
 
 def counters_of(callback: Callback) -> Counters:
@@ -18,12 +47,31 @@ def counters_of(callback: Callback) -> Counters:
     The key is the place in the source, not the function object: a program that makes a
     new lambda for each call must not use more and more memory.
     """
-    key = callback.tag or source_of(callback.function)
+    key = _key(callback)
     with _lock:
         found = _counters.get(key)
         if found is None:
             found = _counters[key] = Counters()
         return found
+
+
+def note(params: CallParams | TapParams) -> None:
+    """Notes what a plan that is made says about the calls of its function."""
+    callback = params.callback
+    with _lock:
+        facts = _facts.setdefault(_key(callback), Facts())
+        facts.kinds.add("tap" if isinstance(params, TapParams) else "call")
+        facts.arrays.add(callback.arrays)
+        method = params.vmap_method or "sequential"
+        facts.methods.add(method if isinstance(method, str) else "own")
+        facts.rows = max(facts.rows, math.prod(params.grid))
+        facts.lends |= bool(callback.lend)
+        facts.nothing &= not params.avals
+
+
+def all_facts() -> dict[str, Facts]:
+    with _lock:
+        return dict(_facts)
 
 
 def all_counters() -> dict[str, Counters]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import sys
 import types
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from hostcall._core import coerce, errors, failures, frames
+from hostcall._engine.places import number_of
 from hostcall._runtime import job, tap_failures
 
 logger = logging.getLogger("hostcall")
@@ -39,6 +41,7 @@ class CallInfo:
         self.callback = params.callback
         self.name = self.callback.name
         self.place = self.callback.place
+        self.number = number_of(self.callback)  # of the place, in the engine's events
         self.devices = devices  # by ordinal; an eager call has one, at -1
         self.mesh = mesh
         # Set when the program has several devices (_runtime/deadlocks.py).
@@ -46,6 +49,12 @@ class CallInfo:
 
     def __repr__(self) -> str:
         return f"<call of {self.name} at {self.place}>"
+
+    @property
+    def label(self) -> str:
+        """The name and line by which profilers show the call."""
+        name = (self.callback.tag or self.name).rsplit("<locals>.", 1)[-1]
+        return f"{name} ({os.path.basename(self.place.file)}:{self.place.line})"
 
     # --- Hooks ---------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import Template, packed_bits
-from hostcall._engine.counters import counters_of
+from hostcall._engine.counters import counters_of, note
 from hostcall._engine.info import CallInfo
 from hostcall._engine.masks import CompressedCall, CompressedTap
 from hostcall._engine.params.call import CallParams, executor_of
@@ -56,6 +56,7 @@ def signature(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
             params.levels,
             params.callback.lend,
             params.callback.arrays,
+            getattr(params, "always", False),
         )
     )
     return zlib.crc32(text.encode()) + 1
@@ -95,6 +96,8 @@ def make_plan(
     """
     callback = params.callback
     grid = params.grid
+    if isinstance(params, TapParams) and params.always:
+        operands = operands[:-1]  # the engine reads the flag, and never queues it
     compressed = compresses(params, operands)
     native_mask = params.masked and not compressed
     mask_flags = list(params.batched[0]) if native_mask and grid else None
@@ -135,6 +138,7 @@ def make_plan(
         function = job.until_failure(function)
         runner = runner and job.until_failure(runner)
     lend = _LENDS[callback.lend]
+    note(params)
     return _native.Plan(
         function=function,
         args=args,
@@ -149,6 +153,7 @@ def make_plan(
         device=device,
         counters=counters_of(callback),
         signature=number,
+        place=info.number,
         tells=tells,
         elsewhere=elsewhere,
         sends=runner is not None and executors.sends(executor_of(callback)),
@@ -160,6 +165,7 @@ def make_plan(
         literals=getattr(params, "literals", True),
         tap=tap,
         buffers=None if in_place is None else in_place[1],
+        keep=getattr(params, "keep", None),
     )
 
 

@@ -32,19 +32,19 @@ class Throttle:
             _native.Throttle(params.settings()) if _leaves_out(params) else None
         )
 
-    def lets(self, params: TapParams) -> bool:
+    def lets(self, params: TapParams, always: bool) -> bool:
         """Whether this execution is delivered; if not, `hc.monitor.stats()` counts."""
         if self._native is None:
             return True
-        return self._native.lets(counters_of(params.callback))
+        return self._native.lets(counters_of(params.callback), always)
 
 
 def _leaves_out(params: TapParams) -> bool:
     return params.every is not None or params.sample is not None
 
 
-def lets(params: TapParams, device: Any) -> bool:
-    """Whether an eager tap is delivered, on this device."""
+def lets(params: TapParams, device: Any, always: bool) -> bool:
+    """Whether an eager tap is delivered, on this device; `always` is its flag."""
     if not _leaves_out(params):
         return True
     callback = params.callback
@@ -55,4 +55,4 @@ def lets(params: TapParams, device: Any) -> bool:
         _places[key] = found
         while len(_places) > _AT_MOST:
             _places.popitem(last=False)
-    return found.lets(params)
+    return found.lets(params, always)

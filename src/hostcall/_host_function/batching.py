@@ -27,6 +27,8 @@ from hostcall._host_function.primitive import (
     linear_p,
     value_p,
 )
+from hostcall._host_function.trees import spread
+from hostcall._primitives.axes import size_of
 
 Dims = tuple[int | None, ...]
 
@@ -55,11 +57,6 @@ def _without_none(values: Tangents) -> tuple[Arrays, tuple[bool, ...]]:
     return [v for v in values if v is not None], tuple(v is not None for v in values)
 
 
-def _with_none(values: Arrays, there: Sequence[bool]) -> Tangents:
-    rest = iter(values)
-    return [next(rest) if flag else None for flag in there]
-
-
 @dataclass(frozen=True)
 class BatchedValue(Value):
     inner: Value
@@ -83,13 +80,13 @@ class BatchedValue(Value):
 
         def row(args: Arrays, some: Arrays) -> tuple[Arrays, Arrays]:
             nonlocal out_there
-            outs, touts = self.inner.jvp(args, _with_none(some, there))
+            outs, touts = self.inner.jvp(args, spread(some, there))
             touts, out_there = _without_none(touts)
             return outs, touts
 
         dims = [d for d, flag in zip(self.dims, there, strict=True) if flag]
         outs, touts = _call(row, self.size, (args, self.dims), (some, dims))
-        return outs, _with_none(touts, out_there)
+        return outs, spread(touts, out_there)
 
     def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
         known, there = _without_none(args)
@@ -97,14 +94,14 @@ class BatchedValue(Value):
 
         def row(known: Arrays, cotangents: Arrays) -> Arrays:
             nonlocal out_there
-            back = self.inner.transposed(_with_none(known, there), cotangents)
+            back = self.inner.transposed(spread(known, there), cotangents)
             found, out_there = _without_none(back)
             return found
 
         dims = [d for d, flag in zip(self.dims, there, strict=True) if flag]
         zeros = [0] * len(cotangents)
         found = _call(row, self.size, (known, dims), (cotangents, zeros))
-        back = _with_none(found, out_there)
+        back = spread(found, out_there)
         return [
             None if ct is None else _unbatched(ct, d)
             for ct, d in zip(back, self.dims, strict=True)
@@ -174,13 +171,8 @@ class BatchedPair(Pair):
 # --- Rules -------------------------------------------------------------------------
 
 
-def _size(operands: Any, dims: Any) -> int:
-    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
-    return int(size)
-
-
 def _batch_value(operands: Any, dims: Any, *, what: Value) -> tuple[Arrays, Any]:
-    size, dims = _size(operands, dims), tuple(dims)
+    size, dims = size_of(operands, dims), tuple(dims)
     by_rule = what.batch(size, list(operands), dims)
     if by_rule is not None:
         return by_rule
@@ -190,7 +182,7 @@ def _batch_value(operands: Any, dims: Any, *, what: Value) -> tuple[Arrays, Any]
 
 def _batch_jvp(operands: Any, dims: Any, *, what: Pair, n: int) -> tuple[Arrays, Any]:
     """If the rows differ only in their tangents (jax.jacfwd), they share one value."""
-    size, dims = _size(operands, dims), tuple(dims)
+    size, dims = size_of(operands, dims), tuple(dims)
     if all(d is None for d in dims[:n]):
         outs, consts, linear = what.start(list(operands[:n]), False)
         wide = BatchedLinear(linear, size, (None,) * len(consts), dims[n:])
@@ -204,7 +196,7 @@ def _batch_jvp(operands: Any, dims: Any, *, what: Pair, n: int) -> tuple[Arrays,
 def _batch_linear(
     operands: Any, dims: Any, *, what: Linear, n: int
 ) -> tuple[Arrays, Any]:
-    size, dims = _size(operands, dims), tuple(dims)
+    size, dims = size_of(operands, dims), tuple(dims)
     wide = BatchedLinear(what, size, dims[:n], dims[n:])
     outs = linear_p.bind(*operands, what=wide, n=n)
     return list(outs), (0,) * len(outs)

@@ -8,7 +8,7 @@ the end apply the rules of `defjvp` and `defvjp`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -38,12 +38,14 @@ class Derivative(Pair):
     Attributes:
         value: the call that is differentiated.
         nz: for each array of the arguments, whether it has a tangent.
-        tangent_avals: the avals of the tangents of the differentiable results.
     """
 
     value: Any  # a site.Site
     nz: tuple[bool, ...]
-    tangent_avals: tuple[Any, ...] = field(compare=False, repr=False)
+
+    @property
+    def tangent_avals(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.value.trees.out_avals  # type: ignore[no-any-return]
 
     def run(self, args: Arrays, tangents: Arrays) -> Arrays:
         site, function = self.value, self.value.function
@@ -67,7 +69,7 @@ class Derivative(Pair):
             outs = bind(args, site)
             if backward and found.jacobian:
                 kept = jacobian(site, args)
-        linear = LinearPart(site, self.nz, self.tangent_avals, backward, template)
+        linear = LinearPart(site, self.nz, backward, template)
         return outs, linear.consts(args, outs, kept), linear
 
 
@@ -80,16 +82,19 @@ class LinearPart(Linear):
 
     Attributes:
         site: the call that is differentiated.
-        nz, avals: as `nz` and `tangent_avals` of the Derivative.
+        nz: for each array of the arguments, whether it has a tangent.
         ready: whether the consts include what the reverse rule needs.
         template: the tree of the residuals of JAX code.
     """
 
     site: Any  # a site.Site
     nz: tuple[bool, ...]
-    avals: tuple[Any, ...] = field(compare=False, repr=False)
     ready: bool
     template: Any
+
+    @property
+    def avals(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.site.trees.out_avals  # type: ignore[no-any-return]
 
     def consts(self, args: Arrays, outs: Arrays, kept: Arrays) -> Arrays:
         with_args, with_outs = self._layout()

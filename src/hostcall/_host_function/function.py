@@ -157,7 +157,7 @@ class HostFunction(Generic[P, R]):
         in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
         nondiff = self.nondiff_of(len(args))
         trees = Trees(self.__name__, template, in_avals, parsed, nondiff, fills)
-        site = Site(self, trees, place, parsed.avals)
+        site = Site(self, trees, place)
         return parsed.fill(bind(_jax.vary_alike(operands), site))
 
     def _call_in_order(

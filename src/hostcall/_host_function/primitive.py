@@ -237,7 +237,7 @@ def _linear_jvp(
     outs = bind_linear(list(primals[:n]), list(primals[n:]), what)
     dots: list[Tangents] = []
     if any(t is not None for t in present[n:]):
-        there = _filled(primals[n:], present[n:])
+        there = filled(primals[n:], present[n:])
         dots.append(list(bind_linear(list(primals[:n]), there, what)))
     if any(t is not None for t in present[:n]):
         of_consts = [*present[:n], *(None for _ in present[n:])]
@@ -251,7 +251,8 @@ def _linear_jvp(
     return outs, [_add(*terms) for terms in zip(*dots, strict=True)]
 
 
-def _filled(like: Any, tangents: Tangents) -> Arrays:
+def filled(like: Any, tangents: Tangents) -> Arrays:
+    """The tangents, with zeros in place of None."""
     return [
         jnp.zeros_like(x) if t is None else t
         for x, t in zip(like, tangents, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from hostcall._core.errors import DerivativeError, SpecError
@@ -45,7 +45,6 @@ class Vjp:
             bwd(residuals, cotangents, nz), with one cotangent per leaf of the result
             and None for a leaf without one. It returns one for each array that `nz`
             marks.
-        keeps_objects: whether the residuals stay on the host, behind a handle.
     """
 
     fwd: Function
@@ -53,11 +52,11 @@ class Vjp:
     where: Where
     residuals: Any
     flat: bool = False
-    keeps_objects: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        keeps = self.where == "host" and isinstance(self.residuals, str)
-        object.__setattr__(self, "keeps_objects", keeps)
+    @property
+    def keeps_objects(self) -> bool:
+        """Whether the residuals stay on the host, behind a handle."""
+        return self.where == "host" and isinstance(self.residuals, str)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from hostcall._host_function.primitive import (
 )
 from hostcall._host_function.transpose import linear_jvp, transposed
 from hostcall._host_function.trees import Trees, spread
+from hostcall._primitives.axes import in_front
 from hostcall._primitives.call.batching import batched_results
 
 
@@ -62,17 +63,19 @@ class Site(Value):
         function: the HostFunction, compared by identity.
         trees: the trees of this way of calling it.
         place: the user's line.
-        avals: of the results.
     """
 
     function: Any
     trees: Trees
     place: Place = field(compare=False)
-    avals: tuple[Any, ...] = field(compare=False)
 
     @property
     def name(self) -> str:  # type: ignore[override]
         return self.trees.name
+
+    @property
+    def avals(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.trees.results.avals
 
     def __repr__(self) -> str:
         return self.name
@@ -84,8 +87,7 @@ class Site(Value):
         function, trees = self.function, self.trees
         found = function.rules
         self._check_tangents(tangents)
-        avals = trees.out_avals
-        if not avals:
+        if not trees.out_avals:
             outs = bind(args, self)
             return outs, [None] * len(outs)
         if found.transpose:
@@ -100,7 +102,7 @@ class Site(Value):
         else:
             nz = tuple(t is not None for t in tangents)
             some = [t for t in tangents if t is not None]
-            outs, touts = bind_jvp(args, some, Derivative(self, nz, avals))
+            outs, touts = bind_jvp(args, some, Derivative(self, nz))
         return outs, spread(touts, trees.out_diff)
 
     def _check_tangents(self, tangents: Tangents) -> None:
@@ -134,10 +136,7 @@ class Site(Value):
                 " defbatch rule, which the mask could not reach. Call it without the"
                 " mask and choose with jnp.where; or give a vmap_method instead"
             )
-        moved = [
-            x if d is None else _jax.moveaxis(x, d, 0)
-            for x, d in zip(args, dims, strict=True)
-        ]
+        moved = in_front(args, dims)
         marks = trees.template.fill([d is not None for d in dims])[0]
         answer = rule(size, tuple(marks), *trees.arguments(moved))
         what = f"the defbatch rule of `{self.name}`"

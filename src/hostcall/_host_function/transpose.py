@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._host_function import rules
 from hostcall._host_function.host_code import HostCode
-from hostcall._host_function.primitive import Arrays, Tangents, bind
+from hostcall._host_function.primitive import Arrays, Tangents, bind, filled
 from hostcall._host_function.trees import pick, spread, spread_known
 
 
@@ -73,10 +73,7 @@ class Transpose(HostCode):
         n = self.nz.count(False)
         if any(t is not None for t in tangents[:n]):
             raise rules.not_again(self.name, self.code, self.site.place)
-        moved = [
-            jnp.zeros_like(x) if t is None else t
-            for x, t in zip(args[n:], tangents[n:], strict=True)
-        ]
+        moved = filled(args[n:], tangents[n:])
         return bind(args, self), bind([*args[:n], *moved], self)
 
     def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:

@@ -66,6 +66,18 @@ def custom_call(
     return (results[1:], results[0]) if returns_token else (results, None)
 
 
+def named(ctx: Any, label: str) -> Any:
+    """A context in which operations get this name.
+
+    XLA's profiler shows an operation under the last part of its name. JAX makes that
+    the name of the primitive, which all calls share. The name is debugging information:
+    it changes neither what is computed nor the key of the compilation cache.
+    """
+    last = label.replace("/", "|")
+    name = f"{ctx.name_stack}/{ctx.primitive}/{last}"
+    return _ir.Location.name(name, childLoc=_ir.Location.current)
+
+
 def _closed(mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Any]) -> Any:
     """Shardings that split no dimension of these values; a token has no dimensions."""
     dim = _sharding_impls.SdyDim(axes=(), is_open=False)

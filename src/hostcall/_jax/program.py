@@ -51,7 +51,7 @@ class Program(NamedTuple):
 
 def program_of(ctx: Any) -> Program:
     context = ctx.module_context.axis_context
-    client = _client(ctx)
+    client, of = _client(ctx), platforms(ctx)
     mesh, automatic = None, frozenset[Any]()
     if isinstance(context, _sharding_impls.SPMDAxisContext):
         mesh = context.mesh
@@ -68,14 +68,14 @@ def program_of(ctx: Any) -> Program:
         across = n > 1 and jax.process_count() > 1
     local, by_ordinal = None, {}
     # Devices of other platforms may have no number (`local_hardware_id`).
-    if client is not None and set(platforms(ctx)) <= set(SERVED):
+    if client is not None and set(of) <= set(SERVED):
         by_ordinal = {ordinal(device): device for device in client.local_devices()}
         if devices is not None:
             here = client.process_index()
             local = [d for d in devices if d.process_index == here]
     return Program(
         ctx=ctx,
-        platforms=platforms(ctx),
+        platforms=of,
         client=client,
         mesh=mesh,
         automatic=automatic,

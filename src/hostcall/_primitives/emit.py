@@ -121,7 +121,7 @@ _JAXS_OWN = ("rocm", "tpu")
 
 def check_platform(ctx: Any, what: str) -> None:
     """Refuses platforms for which JAX has no callback either."""
-    platforms = tuple(ctx.module_context.platforms)
+    platforms = _jax.platforms(ctx)
     if len(platforms) != 1 or platforms[0] not in _JAXS_OWN:
         raise HostcallError(
             f"hostcall: {what} is lowered for"

@@ -17,6 +17,23 @@ from hostcall._runtime import workers
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """An execution of a call's place before this one (`hc.current().history`).
+
+    Attributes:
+        run: XLA's number of the program's execution.
+        execution: how many executions of the place came before it in that run.
+        args, kwargs: the arguments, as the function would have got them. Under vmap
+            they are those of this row.
+    """
+
+    run: int
+    execution: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Current:
     """The call that the calling thread is in (`hc.current()`).
 
@@ -38,16 +55,20 @@ class Current:
             first, if `where` of such a tap differs between rows; else None.
         index: in a tap with on="shards", the place of each array's block in the
             whole array, as a tuple of slices; else None.
+        execution: in a call with keep=, how many executions of this place came before
+            in this run of the program on this device, called or not; else None.
+        history: in a call with keep=, the last of these, the oldest first. In the first
+            execution of a run, the last executions of earlier runs. Else empty.
         grid: the sizes of the batch axes that `row` indexes.
         mesh_shape: the sizes of the mesh axes that `mesh_coords` indexes.
         stream: in a call on a GPU's memory (arrays="cuda", `hc.buffer_callback`) the
             address of XLA's stream; else None.
-        run: in a tap or buffer callback, XLA's number of the program's execution, or
-            -1 if it is eager; None in any other call.
+        run: XLA's number of the program's execution, the same on all its devices; -1
+            outside of compiled programs.
         step: the number of the tap among all taps of the process; None in a call.
-        runs, steps: in a tap with batch=, `run` and `step` of each delivered tap, in
-            the order of the leading axis; there, `run` and `step` are the first
-            tap's. Else None.
+        runs, steps: in a tap with batch=, arrays of `run` and `step` of each
+            delivered tap, in the order of the leading axis; there, `run` and `step`
+            are the first tap's. Else None.
     """
 
     name: str
@@ -61,9 +82,11 @@ class Current:
     index: tuple[tuple[slice, ...], ...] | None = None
     run: int | None = None
     step: int | None = None
-    runs: tuple[int, ...] | None = None
-    steps: tuple[int, ...] | None = None
+    runs: np.ndarray | None = None
+    steps: np.ndarray | None = None
     stream: int | None = None
+    execution: int | None = None
+    history: tuple[Earlier, ...] = ()
     grid: tuple[int, ...] = ()
     mesh_shape: dict[Any, int] = field(default_factory=dict)
 
@@ -79,8 +102,10 @@ def current() -> Current | None:
     found = _native.current()
     if found is None:  # a worker thread may run this function for another thread's call
         return workers.stand_in()
-    info, ordinal, row, run, step, stream, events = found
-    runs, steps = (None, None) if events is None else map(tuple, events)
+    info, ordinal, row, run, step, stream, events, before = found
+    runs, steps = None, None
+    if events is not None:
+        runs, steps = np.frombuffer(events, np.int64).reshape(2, -1)
     device = info.devices.get(ordinal)
     return Current(
         name=info.name,
@@ -90,15 +115,24 @@ def current() -> Current | None:
         mesh_coords=_coords(info.mesh, device),
         row=row or (),
         transforms=getattr(info.params, "transforms", ()),
-        rows=None if run is None else getattr(_kept, "rows", None),
+        rows=None if step is None else getattr(_kept, "rows", None),
         index=(getattr(info, "places", None) or {}).get(ordinal),
         run=run,
         step=step,
         runs=runs,
         steps=steps,
         stream=stream,
+        execution=None if before is None else before[0],
+        history=() if before is None else _history(info.callback.template, before[1]),
         grid=getattr(info.params, "grid", ()),
         mesh_shape={} if info.mesh is None else dict(info.mesh.shape),
+    )
+
+
+def _history(template: Any, kept: list[Any]) -> tuple[Earlier, ...]:
+    return tuple(
+        Earlier(run, execution, *template.fill(arrays))
+        for run, execution, arrays in kept
     )
 
 

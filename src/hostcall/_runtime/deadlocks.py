@@ -16,7 +16,7 @@ from typing import Any
 
 from hostcall import _jax, _native
 from hostcall._core.errors import DeadlockError
-from hostcall._runtime import host_device
+from hostcall._runtime import flights, host_device
 
 # --- Callbacks of programs over several devices --------------------------------------
 #
@@ -46,6 +46,7 @@ def _refuses(devices: frozenset[Any]) -> Callable[[Sequence[Any]], None]:
 
 
 def _would_wait() -> Exception:
+    flights.tell("a callback would deadlock")
     return DeadlockError(
         "hostcall: a callback of a program over several devices started another"
         " program over some of them. It would wait forever: those devices are busy"

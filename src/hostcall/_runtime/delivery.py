@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import HostcallError
+from hostcall._core.source import name_of, place_of
 from hostcall._runtime import tap_failures
 
 logger = logging.getLogger("hostcall")
@@ -24,6 +26,7 @@ _SLICE = 0.05
 _lock = threading.Lock()  # two programs may be lowered at once; start one thread only
 _thread: threading.Thread | None = None
 reports: list[BaseException] = []  # failures of programs, for the barrier to raise
+_at_barrier: list[Callable[[bool], object]] = []
 
 
 def start() -> None:
@@ -49,6 +52,31 @@ def after_fork() -> None:
     _lock = threading.Lock()  # a thread of the parent may have held the old one
     _thread = None
     tap_failures.after_fork()
+
+
+def at_barrier(fn: Callable[[bool], object]) -> None:
+    """Calls `fn(ending)` at each `hc.barrier()`, and at the end of the process.
+
+    For tools that have to know when programs are over. `fn` is called on the thread
+    that waits, after its programs have ended and their taps have been delivered. A
+    barrier with programs=False does not call it.
+
+    Args:
+        fn: called with True at the end of the process, else with False. What it raises
+            is logged and raised like the error of a tap. There is no way to remove it.
+    """
+    _at_barrier.append(fn)
+
+
+def call_at_barrier(*, ending: bool) -> None:
+    """Calls what `at_barrier` has been given."""
+    if _native.forked():  # a child may not tap
+        return
+    for fn in list(_at_barrier):
+        try:
+            fn(ending)
+        except Exception as error:
+            tap_failures.failed(name_of(fn), place_of(fn), error, ())
 
 
 def refuse_inside_a_tap(who: str) -> None:

@@ -88,6 +88,7 @@ def end(*, interpreter: bool = True) -> None:
         watcher.watch_the_end()
         _wait_for_programs()
         delivery.flush(None, "the end of the process")
+        delivery.call_at_barrier(ending=True)
         _native.close()
         _wait_for_calls(interpreter)
         # After the last call, since a call may still have pushed taps.

@@ -28,9 +28,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from hostcall import _native
 from hostcall._core.errors import CallTimeoutError
 from hostcall._core.source import name_of
-from hostcall._runtime import executors, pools, workers
+from hostcall._runtime import executors, pools, waits, workers
 
 # Seconds. Waits return to Python this often: a KeyboardInterrupt is raised on one of
 # XLA's threads only between two Python instructions. Dead workers are looked for too.
@@ -89,8 +90,12 @@ def run_chunk(
             raise _dropped()
         workers.stand_in_by(functools.partial(run.current, start + i))
 
-    with workers.as_host_code(run.ambient):
-        return _run_each(fn, rows, shared, begin)
+    started = _native.ticks()
+    try:
+        with workers.as_host_code(run.ambient):
+            return _run_each(fn, rows, shared, begin)
+    finally:
+        _native.note_event(waits.ROW, run.place, started, start, len(rows))
 
 
 def _dropped() -> Exception:
@@ -203,6 +208,7 @@ class _Run:
     Attributes:
         ambient: as in `run_rows`.
         current: as in `run_rows`.
+        place: the number of the call's place, for traces.
         until: rows from this number on do not begin. Worker threads read it while the
             waiting thread lowers it; a stale value starts a row that is then ignored.
     """
@@ -221,9 +227,12 @@ class _Run:
         self._fn, self._rows, self._finish = _split(fn, rows)
         self._workers = executors.workers_of(executor, once)
         self._shared = shared
+        call = _native.current()
+        self.place = 0 if call is None else call[0].number
         self.ambient, self.current, self.until = ambient, current, len(rows)
         self._number = next(_numbers)
         self._started: dict[Any, range] = {}  # the rows that each task runs
+        self._lanes: dict[Any, waits.Lane] = {}  # while traced, for other processes
         self._values: list[Any] = [None] * len(rows)
         self._there: list[Any] = []  # what is sent in place of the shared arrays
         self._end: float | None = None  # the time at which the rows are late
@@ -255,6 +264,9 @@ class _Run:
             # anything refers to them).
             started, self._started, self._failed = self._started, {}, None
             self._there = []
+            for lane in self._lanes.values():
+                lane.end()
+            self._lanes = {}
             _under_way.pop(self._number, None)
             self.until = 0  # rows on threads of this process no longer begin,
             self._workers.drop()  # nor do rows in other processes
@@ -307,6 +319,8 @@ class _Run:
         outcomes = self._workers.outcomes(done)
         for task, (value, error) in zip(done, outcomes, strict=True):
             chunk = self._started.pop(task)
+            if task in self._lanes:
+                self._lanes.pop(task).end()
             if error is None:
                 self._values[chunk.start : chunk.stop] = value
             elif self._failed is None or chunk.start < self._failed[0].start:
@@ -324,7 +338,10 @@ class _Run:
             except Exception as error:
                 self._raise(chunk, error)
         where = (_process(), self._number, chunk.start, self._workers.leash)
-        return self._workers.submit(run_chunk, where, self._fn, rows, *self._there)
+        task = self._workers.submit(run_chunk, where, self._fn, rows, *self._there)
+        if executors.sends(self._executor) and _native.events_on():
+            self._lanes[task] = waits.Lane(self.place, chunk.start, len(chunk))
+        return task
 
     def _rows_of(self, rows: range) -> str:
         n = len(self._rows)

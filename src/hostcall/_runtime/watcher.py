@@ -18,8 +18,9 @@ thread (native/base/signals.h), which does what the main thread can't.
 A callback that is inside a blocking C function is interrupted when that returns.
 
 **SIGTERM** would end the process at once and lose the queued taps, if it has no
-handler. Here the taps are delivered first, within HOSTCALL_EXIT_TIMEOUT. Then the
-signal ends the process. A second SIGTERM ends it at once.
+handler. Here the flight recorder is printed and the taps are delivered first, within
+HOSTCALL_EXIT_TIMEOUT. Then the signal ends the process. A second SIGTERM ends it at
+once.
 
 **The end of the process** (_runtime/lifecycle.py) waits for programs, taps and calls.
 Taps and calls that have taken HOSTCALL_EXIT_TIMEOUT since the end began are named in
@@ -45,7 +46,7 @@ import time
 from hostcall import _native
 from hostcall._core import config, failures
 from hostcall._native import Signal
-from hostcall._runtime import delivery
+from hostcall._runtime import delivery, flights
 
 logger = logging.getLogger("hostcall")
 
@@ -64,6 +65,7 @@ def start() -> None:
     global _thread
     _thread = threading.Thread(target=_watch, daemon=True, name="hostcall-watcher")
     _thread.start()
+    flights.apply()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _native.watch_sigint()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -223,4 +225,5 @@ class _End:
             " now (Ctrl-C ends the process at once): %s",
             ", ".join(stuck),
         )
+        flights.tell("a callback holds up the end of the process")
         _native.interrupt_calls()

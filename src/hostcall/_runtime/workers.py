@@ -19,6 +19,7 @@ from typing import Any
 from hostcall import _jax, _native
 from hostcall._core import config
 from hostcall._core.errors import CallTimeoutError
+from hostcall._runtime import flights
 
 _lock = threading.Lock()
 _pool: futures.ThreadPoolExecutor | None = None
@@ -154,6 +155,7 @@ def run_with_timeout(
     try:
         worker.jobs.put(job)
         if not done.wait(seconds):
+            flights.tell("a call takes longer than its timeout")
             raise CallTimeoutError(describe(_stack_of(worker.ident)))
     finally:
         delegates.pop(waiting, None)

@@ -87,6 +87,7 @@ class CallParams:
         results_as: "tree": the function returns the structure of `result`. "leaves": it
             returns the same leaves in any containers. "nothing": its return value is
             ignored.
+        keep: as given to `hc.call`.
         literals: whether the function may return Python numbers for 32-bit arrays.
     """
 
@@ -101,6 +102,7 @@ class CallParams:
     levels: int = 0
     results_as: Literal["tree", "leaves", "nothing"] = "tree"
     literals: bool = True
+    keep: int | None = None
 
     @property
     def out_avals(self) -> list[Any]:

@@ -27,6 +27,7 @@ class TapParams:
         masked: whether the first operand is the mask `where`.
         rows: under vmap, "batched" delivers the batch at once, "each" row by row.
         when_full, remat, on, every, sample, batch: as given to `hc.tap`.
+        always: whether the last operand is the flag `always`, one bool for all rows.
         through: whether the equation returns its arguments.
         leader: the index of the device that taps a whole value, in a program that is
             partitioned over devices; None for this process's first device.
@@ -48,6 +49,7 @@ class TapParams:
     every: int | float | None
     sample: float | None
     batch: int | None = None
+    always: bool = False
     through: bool = False
     leader: int | None = None
     grid: tuple[int, ...] = ()
@@ -67,14 +69,21 @@ class TapParams:
     @property
     def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
         """JAX's transformations of the tap, in the order of application."""
-        first = 1 if self.masked else 0
+        first, last = self.masked, -1 if self.always else None
         return tuple(
-            ("batch", {"batch_dims": tuple(0 if f else None for f in flags[first:])})
+            (
+                "batch",
+                {"batch_dims": tuple(0 if f else None for f in flags[first:last])},
+            )
             for flags in self.flags
         )
 
     def settings(
-        self, only: tuple[int, ...] = (), nested: bool = False, linked: bool = False
+        self,
+        only: tuple[int, ...] = (),
+        nested: bool = False,
+        linked: bool = False,
+        in_program: bool = True,
     ) -> _native.TapSettings:
         """The part of a native plan that describes a tap (native/plan/plan.h).
 
@@ -82,6 +91,8 @@ class TapParams:
             only: the ordinals of the devices that tap; empty for all.
             nested: whether host code runs the program, inside another callback.
             linked: whether the tap has a result that only says that it ran.
+            in_program: whether the engine's handler gets the operands, and so the flag
+                `always`; else Python reads the flag.
         """
         steps, seconds = 0, 0.0
         if isinstance(self.every, int):
@@ -97,6 +108,7 @@ class TapParams:
             every_steps=steps,
             every_ns=int(seconds * 1e9),
             sample=1.0 if self.sample is None else self.sample,
+            always=self.always and in_program,
             batch=self.batch or 0,
         )
 
@@ -104,6 +116,8 @@ class TapParams:
         parts = [self.callback.name, self.order]
         if self.masked:
             parts.append("where")
+        if self.always:
+            parts.append("always")
         if self.grid or self.sizes:
             parts.append(f"{self.rows}={self.grid or self.sizes}")
         return f"<{' '.join(parts)}>"

@@ -54,17 +54,18 @@ def lower(
     if params.sharding is not None and program.is_partitioned:
         (leader,) = params.sharding.device_set
     attributes, source = prepare(program, info, avals, leader)
-    return emit(
-        program,
-        target,
-        operands,
-        attributes,
-        aliases=aliases,
-        order=params.order,
-        ordered=ordered,
-        has_side_effect=params.order != "pure",
-        source=source,
-    )
+    with _jax.named(program.ctx, info.label):
+        return emit(
+            program,
+            target,
+            operands,
+            attributes,
+            aliases=aliases,
+            order=params.order,
+            ordered=ordered,
+            has_side_effect=params.order != "pure",
+            source=source,
+        )
 
 
 def prepare(

@@ -29,6 +29,7 @@ def make(
     vmap_method: Any = None,
     sharding: Any = None,
     mask: Any = None,
+    keep: int | None = None,
 ) -> list[Any]:
     """Binds the call and returns one array for each leaf of its results.
 
@@ -40,6 +41,7 @@ def make(
         vmap_method: as in `hc.call`.
         sharding: of the device that calls, or None for the program's first.
         mask: the condition of `where=`, or None.
+        keep: as in `hc.call`.
     """
     masked = mask is not None
     if masked:
@@ -68,6 +70,7 @@ def make(
         vmap_method=vmap_method,
         sharding=sharding,
         masked=masked,
+        keep=keep,
     )
     return bind(*operands, params=params)
 

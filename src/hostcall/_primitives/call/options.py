@@ -59,3 +59,21 @@ def check_options(
                 f"hostcall: `{name}` has executor= and vmap_method={vmap_method!r}."
                 ' Rows go to an executor with vmap_method="parallel"'
             )
+
+
+def check_keep(name: str, keep: Any, masked: bool, vmap_method: Any) -> None:
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+        raise SpecError(
+            f"hostcall: keep= of `{name}` should be a number of executions, an int of 0"
+            f" or more, got {keep!r}"
+        )
+    if not masked:
+        raise SpecError(
+            f"hostcall: `{name}` has keep= and no where=. It keeps the executions that"
+            " where= lets pass without a call; give where=, or leave out keep="
+        )
+    if vmap_method not in (None, "sequential"):
+        raise SpecError(
+            f"hostcall: `{name}` has keep= and vmap_method={vmap_method!r}. It keeps"
+            " rows that are called one by one: leave out vmap_method=, or keep="
+        )

@@ -19,7 +19,13 @@ from hostcall._primitives.emit import (
     emit_through_jax,
 )
 from hostcall._primitives.tap import blocks
-from hostcall._primitives.tap.primitive import arguments, tap_p, whole
+from hostcall._primitives.tap.primitive import (
+    arguments,
+    flag_of,
+    queued,
+    tap_p,
+    whole,
+)
 from hostcall._runtime import delivery, host_device
 
 
@@ -39,15 +45,16 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     tap = params.settings(_leader(program, params.leader), nested)
     attributes = slots.put(program, info, ctx.avals_in, tap=tap)
     first = 1 if params.masked else 0
-    return emit(
-        program,
-        targets.TAP_TARGET,
-        operands,
-        attributes,
-        order=params.order,
-        has_side_effect=True,
-        aliases={first + i: i for i in range(len(ctx.avals_out))},
-    )
+    with _jax.named(ctx, info.label):
+        return emit(
+            program,
+            targets.TAP_TARGET,
+            operands,
+            attributes,
+            order=params.order,
+            has_side_effect=True,
+            aliases={first + i: i for i in range(len(ctx.avals_out))},
+        )
 
 
 _NONE_HERE = (-1,)  # no device has this ordinal
@@ -91,7 +98,7 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         host_device.above(None),
         packed=False,
         number=0,
-        tap=params.settings(),
+        tap=params.settings(in_program=False),
     )
 
     # JAX's callback knows neither device nor run, so all share one throttle.
@@ -100,8 +107,8 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     def run(*arrays: Any) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
-        if not masked and own.lets(params):
-            plan.push(hosts)
+        if not masked and own.lets(params, flag_of(hosts, params)):
+            plan.push(queued(hosts, params))
         return list(arguments(hosts, params)) if params.through else []
 
     return emit_through_jax(

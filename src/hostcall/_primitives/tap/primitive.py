@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
@@ -33,8 +34,18 @@ def bind(*operands: Any, params: TapParams) -> list[Any]:
 
 
 def arguments(operands: Any, params: TapParams) -> Any:
-    """The operands without the mask."""
-    return operands[1:] if params.masked else operands
+    """The operands without the mask, which is first, and the flag, which is last."""
+    return operands[int(params.masked) : len(operands) - params.always]
+
+
+def queued(operands: Any, params: TapParams) -> Any:
+    """The operands that an event holds: all but the flag `always`."""
+    return operands[: len(operands) - params.always]
+
+
+def flag_of(operands: Any, params: TapParams) -> bool:
+    """The flag `always` of operands on the host; False if there is none."""
+    return params.always and bool(np.asarray(operands[-1]))
 
 
 # --- impl --------------------------------------------------------------------------
@@ -54,7 +65,7 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
                 "an ordered tap continues after a failed program: %s", failure
             )
     for home, place, blocks in _blocks(operands, params):
-        if not throttle.lets(params, home):
+        if not throttle.lets(params, home, flag_of(operands, params)):
             continue
         arrays = [row_major(block) for block in blocks]
         info = TapInfo(params, {-1: home}, mesh=None)
@@ -66,9 +77,9 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
             host_device.above_here(),
             packed=False,
             number=0,
-            tap=params.settings(),
+            tap=params.settings(in_program=False),
         )
-        plan.push(arrays)
+        plan.push(queued(arrays, params))
     return results
 
 
@@ -136,10 +147,29 @@ def batched(
     operands: Any, dims: Any, params: TapParams
 ) -> tuple[list[Any], TapParams, tuple[int | None, ...]]:
     """The operands, the parameters and the arguments' axes under one more vmap."""
+    if params.always and dims[-1] is not None:
+        *operands, flag = operands
+        *dims, axis = dims
+        operands.append(_of_any_row(flag, axis, operands, dims, params))
+        dims.append(None)
+        if all(dim is None for dim in dims):  # the rows differ in the flag only
+            return operands, params, tuple(arguments(dims, params))
     flags = [d is not None for d in dims]
     axes = tuple(0 if flag else None for flag in arguments(flags, params))
     params = _with_axis(params, flags, size_of(operands, dims))
     return in_front(operands, dims), params, axes
+
+
+def _of_any_row(
+    flag: Any, axis: int, operands: Any, dims: Any, params: TapParams
+) -> Any:
+    """The flag `always` of a batch: whether that of any row that is tapped is True."""
+    flag = jnp.moveaxis(flag, axis, 0)
+    if params.masked and dims[0] is not None:
+        # The axes of inner vmaps are behind this one. Their rows share the flag.
+        mask = jnp.moveaxis(operands[0], dims[0], 0)
+        flag &= mask.reshape(len(mask), -1).any(1)
+    return flag.any()
 
 
 def _with_axis(params: TapParams, flags: Sequence[bool], size: int) -> TapParams:

@@ -1,0 +1,76 @@
+"""A trace of a small training loop, and what it shows without a viewer.
+
+The loop logs through a tap and calls a slow host function every tenth step. The trace
+goes to a temporary file; open such a file in https://ui.perfetto.dev.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import hostcall as hc
+from hostcall.tools import read_trace
+
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+losses: list[float] = []
+
+
+def log(loss: jax.Array) -> None:
+    losses.append(float(loss))
+
+
+def schedule(loss: jax.Array) -> float:
+    time.sleep(0.005)  # asks a server, say
+    return 0.1 * min(float(loss), 1.0)
+
+
+@jax.jit
+def train(w: jax.Array) -> jax.Array:
+    def step(carry: Any, i: jax.Array) -> tuple[Any, None]:
+        w, rate = carry
+        loss = ((w - 3.0) ** 2).sum()
+        asked = i % 10 == 0
+        rate = jnp.where(asked, hc.call(schedule, SCALAR, loss, where=asked), rate)
+        hc.tap(log, loss, tag="loss")
+        return (w - rate * 2 * (w - 3.0), rate), None
+
+    (w, _), _ = jax.lax.scan(step, (w, 0.1), jnp.arange(50))
+    return w
+
+
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "run.json.gz"
+    with hc.trace(path):
+        train(jnp.zeros(4)).block_until_ready()
+        hc.barrier()
+    events = read_trace(path)
+
+slices = [e for e in events if e["ph"] == "X"]
+calls = [e for e in slices if e["cat"] == "call"]
+taps = [e for e in slices if e["cat"] == "tap"]
+deliveries = [e for e in slices if e["cat"] == "delivery"]
+compiled = [e for e in slices if e["cat"] == "compilation"]
+
+in_python = sum(e["dur"] for e in calls) / 1e3
+print(f"{len(calls)} calls of {calls[0]['name']} took {in_python:.1f} ms")
+print(f"{len(taps)} taps, {len(deliveries)} deliveries; steps of compilation:")
+for each in sorted(compiled, key=lambda e: -e["dur"])[:3]:
+    print(f"  {each['name']}: {each['dur'] / 1e3:.1f} ms")
+
+assert len(calls) == 5  # the other steps are masked
+assert len(taps) == len(deliveries) == len(losses) == 50
+assert in_python >= 5 * 5
+assert {e["args"]["place"].split(":")[0] for e in calls} == {__file__}
+
+print("\nThe flight recorder has the same, without a trace:")
+flight = hc.monitor.flight()
+print(*str(flight).splitlines()[:4], sep="\n")
+assert len(flight) == 105
+
+print("\nWhat it cost, and what to do about it:")
+worst, *_ = hc.monitor.report()
+assert worst.name.startswith("schedule")

@@ -1,0 +1,89 @@
+// Writes the flight recorder when the process dies of a signal.
+//
+// Only on request (hc.configure(flight="signals")): handlers of these signals
+// belong to the program, and a library should not take them unasked.
+//
+// Guarantees
+//   * The handler that was there before (faulthandler's, a debugger's) runs
+//     afterwards, with the arguments that the kernel gave. If there was none, the
+//     signal takes its default action, so the process dies of the same signal and
+//     leaves the same core.
+//   * The handler is async-signal-safe (flight_text.h). It runs on the alternative
+//     stack if the thread has one, as faulthandler gives to the main thread.
+//   * The text is written once, even if several threads die at the same time.
+#pragma once
+
+#include <signal.h>
+
+#include <atomic>
+#include <cstddef>
+
+#include "base/flight_text.h"
+
+namespace hostcall {
+
+/// Static: signal handlers belong to the process. Watch is called with the GIL
+/// held, which guards what it changes.
+class FatalSignals {
+ public:
+  /// Installs the handlers, or restores those before.
+  static void Watch(bool on) {
+    TickNs();  // its first call initialises, which a handler must not do
+    for (size_t i = 0; i < kCount; ++i) {
+      struct sigaction found;
+      if (sigaction(kSignals[i], nullptr, &found) != 0) continue;
+      const bool is_ours =
+          (found.sa_flags & SA_SIGINFO) != 0 && found.sa_sigaction == &OnFatal;
+      if (!on) {
+        if (is_ours) sigaction(kSignals[i], &g_before[i], nullptr);
+        g_installed[i] = g_installed[i] && !is_ours;
+        continue;
+      }
+      // A handler that was installed after ours may call ours. If ours then called
+      // that one again, the two would do so for ever.
+      if (g_installed[i]) continue;
+      g_installed[i] = true;
+      g_before[i] = found;  // before our handler can run, which reads it
+      struct sigaction ours = {};
+      ours.sa_sigaction = &OnFatal;
+      ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+      sigaction(kSignals[i], &ours, nullptr);
+    }
+  }
+
+ private:
+  static constexpr size_t kCount = 5;
+  static constexpr int kSignals[kCount] = {SIGSEGV, SIGABRT, SIGBUS, SIGFPE,
+                                           SIGILL};
+  static constexpr const char* kNames[kCount] = {"SIGSEGV", "SIGABRT", "SIGBUS",
+                                                 "SIGFPE", "SIGILL"};
+
+  static void OnFatal(int signal, siginfo_t* info, void* context) {
+    static std::atomic<bool> told{false}, entered[kCount]{};
+    size_t i = 0;
+    while (i < kCount - 1 && kSignals[i] != signal) ++i;
+    if (!told.exchange(true)) WriteFlight(STDERR_FILENO, kNames[i]);
+    const struct sigaction& before = g_before[i];
+    // The handler from before is called once, since it may send the signal again.
+    const bool again = entered[i].exchange(true);
+    if (!again && (before.sa_flags & SA_SIGINFO) != 0) {
+      before.sa_sigaction(signal, info, context);
+    } else if (!again && before.sa_handler != SIG_DFL &&
+               before.sa_handler != SIG_IGN) {
+      before.sa_handler(signal);
+    } else {
+      // A fault happens again when this returns, and then takes the default action.
+      // A signal that was sent does not, so it is sent again; it is blocked until
+      // this returns. (An ignored fault would come back for ever.)
+      struct sigaction plain = {};
+      plain.sa_handler = SIG_DFL;
+      sigaction(signal, &plain, nullptr);
+      if (info == nullptr || info->si_code <= 0) raise(signal);
+    }
+  }
+  /// The actions before ours, as in kSignals.
+  inline static struct sigaction g_before[kCount] = {};
+  inline static bool g_installed[kCount] = {};  ///< ours, or one that may call ours
+};
+
+}  // namespace hostcall

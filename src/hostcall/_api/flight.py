@@ -1,0 +1,124 @@
+"""`hc.monitor.flight`: the newest calls and taps, as the flight recorder kept them."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from hostcall import _native
+from hostcall._core.source import Place
+from hostcall._engine import places
+from hostcall._runtime import waits
+
+STATES = ("waiting", "running", "ended", "failed")
+
+# The struct Event of native/base/event.h.
+RAW = np.dtype(
+    [
+        ("kind", "u1"),
+        ("state", "u1"),
+        ("device", "i2"),
+        ("place", "u4"),
+        ("start", "i8"),
+        ("entered", "i8"),
+        ("end", "i8"),
+        ("nbytes", "i8"),
+        ("run", "i8"),
+        ("number", "i8"),
+        ("count", "i8"),
+        ("thread", "u8"),
+    ]
+)
+
+
+class FlightRecord(NamedTuple):
+    """One call or tap, as the flight recorder has it.
+
+    Attributes:
+        kind: "call"; "tap", a device that hands values to the queue; "delivery" of a
+            tap to its function; or "team", a device in a call that several devices make
+            together.
+        state: "waiting" for the GIL, or of a tap for space in the queue; "running";
+            "ended"; or "failed", which of a tap means that it was dropped.
+        name: the tag, or the function's name.
+        place: the user's line that wrote the call, or None if it is not known.
+        device: the ordinal of the device, or None outside of programs.
+        start: when it began, as `time.time()`.
+        seconds: how long it took, or has taken so far.
+        waited: seconds of it that a call waited for the GIL.
+        nbytes: bytes of the arguments and results of all rows.
+        run: XLA's number of the execution, or None outside of programs. Devices of one
+            execution have the same.
+    """
+
+    kind: Literal["call", "tap", "delivery", "team"]
+    state: Literal["waiting", "running", "ended", "failed"]
+    name: str
+    place: Place | None
+    device: int | None
+    start: float
+    seconds: float
+    waited: float
+    nbytes: int
+    run: int | None
+
+
+class Flight(list[FlightRecord]):
+    """A list of records that prints as a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no call or tap has been recorded"
+        now = time.time()
+        head = (
+            f"{'seconds ago':>12} {'for seconds':>12} {'GIL wait':>10}  {'state':8}"
+            f" {'what':9} {'device':>6} {'bytes':>10}  function, place"
+        )
+        rows = [
+            f"{now - r.start:12.6f} {r.seconds:12.6f} {r.waited:10.6f}  {r.state:8}"
+            f" {r.kind:9} {'-' if r.device is None else r.device:>6} {r.nbytes:10}"
+            f"  {r.name}, {r.place or '(place not known)'}"
+            for r in self
+        ]
+        return "\n".join([head, *rows])
+
+    __repr__ = __str__
+
+
+def flight() -> Flight:
+    """The last 1,000 calls and taps, oldest first; printed, a table.
+
+    The recorder is always on. It holds no values. What is under way stays in it until
+    it ends, so a call that hangs is shown however much has happened since. Masked calls
+    and taps are not recorded, nor are those that `every=` left out, nor machine code
+    (`hc.buffers.native`).
+
+    Cost: the recorder takes about 30 ns of a call and 50 ns of a tap; this function
+    about 2 ms.
+    """
+    raw, _ = _native.read_flight()
+    events = np.sort(np.frombuffer(raw, RAW), order="start", kind="stable")
+    now, now_ticks = time.time(), _native.ticks()
+    second = _native.tick_ns() * 1e-9
+    return Flight(_record(event, now, now_ticks, second) for event in events)
+
+
+def _record(event: np.void, now: float, now_ticks: int, second: float) -> FlightRecord:
+    start, entered, end = (int(event[f]) for f in ("start", "entered", "end"))
+    state = STATES[event["state"]]
+    known = places.named(int(event["place"]))
+    held = (entered or (now_ticks if state == "waiting" else start)) - start
+    return FlightRecord(
+        kind=waits.KINDS[event["kind"]],  # type: ignore[arg-type]
+        state=state,  # type: ignore[arg-type]
+        name=known.name if known else "(gone)",
+        place=known.place if known else None,
+        device=None if event["device"] < 0 else int(event["device"]),
+        start=now - (now_ticks - start) * second,
+        seconds=max((end or now_ticks) - start, 0) * second,
+        waited=max(held, 0) * second if event["kind"] == 0 else 0.0,
+        nbytes=int(event["nbytes"]),
+        run=None if event["run"] == -1 else int(event["run"]),
+    )

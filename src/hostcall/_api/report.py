@@ -1,0 +1,155 @@
+"""`hc.monitor.report`: what callbacks have cost, and what would make them cheaper."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple, TextIO
+
+from hostcall._api.status import CallStats, stats
+from hostcall._engine.counters import Facts, all_facts
+from hostcall._runtime import waits
+
+# How many of the costliest functions get a remedy.
+_WORST = 5
+
+# Below these, a remedy would save nothing that anybody notices.
+_SECONDS = 1e-3
+_CALLS = 10
+
+
+class Finding(NamedTuple):
+    """One of the costliest functions.
+
+    Attributes:
+        name: the key in `hc.monitor.stats()`: the tag, or the function and its line.
+        seconds: the time in the function, waiting for the GIL, or waiting for space in
+            the queue of taps.
+        cause: where the time goes.
+        remedy: what to write in the program, or "" if nothing is known.
+    """
+
+    name: str
+    seconds: float
+    cause: str
+    remedy: str
+
+
+def report(file: TextIO | None = None) -> list[Finding]:
+    """Prints what callbacks have cost so far, and what would make the worst cheaper.
+
+    The table has what `hc.monitor.stats()` counts, the costliest functions first, how
+    long programs have waited for Python, and how long Python has waited in
+    `hc.barrier()`. The remedies are chosen by rules from the counts and the options of
+    the calls. They are advice: only you know whether a result may be delayed, or
+    whether a function can take a batch.
+
+    Args:
+        file: where to print; None for `sys.stdout`.
+
+    Returns:
+        The five costliest functions with their remedies.
+
+    Cost: the time to print. What it reads is counted anyway.
+    """
+    out = file or sys.stdout
+    counted = stats()
+    facts = all_facts()
+    order = sorted(counted, key=lambda name: -_seconds(counted[name]))
+    findings = [
+        _finding(name, counted[name], facts.get(name, Facts()))
+        for name in order[:_WORST]
+        if _seconds(counted[name]) > 0
+    ]
+    head = ("seconds", "in Python", "for GIL", "for queue", "us each", "times", "MB")
+    print("".join(f"{h:>11}" for h in head) + "  function", file=out)
+    for name in order:
+        c = counted[name]
+        mega = (c.bytes_in + c.bytes_out) / 1e6
+        parts = (_seconds(c), c.python_seconds, c.gil_seconds, c.wait_seconds)
+        each = 1e6 * _seconds(c) / max(c.calls, 1)
+        print(
+            "".join(f"{s:11.4f}" for s in parts)
+            + f"{each:11.2f}{c.calls:11}{mega:11.2f}  {name}",
+            file=out,
+        )
+    waited = sum(
+        _seconds(c) for n, c in counted.items() if "call" in facts.get(n, Facts()).kinds
+    )
+    queue = sum(c.wait_seconds for c in counted.values())
+    print(f"\nprograms waited for Python: {waited + queue:.4f} s", file=out)
+    for what, (times, seconds) in waits.all_waits().items():
+        print(
+            f"Python waited in {what} for programs and taps: {seconds:.4f} s"
+            f" ({times} times)",
+            file=out,
+        )
+    for number, found in enumerate(findings, 1):
+        print(f"\n{number}. {found.name}: {found.seconds:.4f} s", file=out)
+        print(f"   {found.cause}", file=out)
+        if found.remedy:
+            print(f"   {found.remedy}", file=out)
+    return findings
+
+
+def _seconds(c: CallStats) -> float:
+    return c.python_seconds + c.gil_seconds + c.wait_seconds
+
+
+def _finding(name: str, c: CallStats, facts: Facts) -> Finding:
+    """The first rule that fits."""
+    seconds = _seconds(c)
+    cause, remedy = (
+        f"{1e6 * seconds / max(c.calls, 1):.2f} us for each of its calls",
+        "",
+    )
+    is_call = "call" in facts.kinds
+    each = c.python_seconds / max(c.calls, 1)
+    size = (c.bytes_in + c.bytes_out) / max(c.calls, 1)
+    if seconds < _SECONDS or c.calls < _CALLS:
+        pass
+    elif c.wait_seconds > 0.5 * seconds:
+        cause = (
+            f"devices waited {c.wait_seconds:.4f} s for space in the full queue of taps"
+        )
+        remedy = (
+            "The function is slower than the taps come: let fewer through (every=,"
+            ' sample=), or drop some (when_full="drop_oldest"), or deliver many at once'
+            " (batch=)"
+        )
+    elif c.gil_seconds > 0.5 * seconds:
+        cause = f"the calls waited {c.gil_seconds:.4f} s for the GIL"
+        remedy = (
+            "Other Python threads hold it: let them sleep or release it while the"
+            " program runs"
+        )
+        if is_call and facts.nothing:
+            remedy += "; or use hc.tap, which does not wait for the GIL"
+    elif is_call and facts.nothing:
+        cause = "the program waits for a function that returns nothing"
+        remedy = "hc.tap hands over the values and does not wait for the function"
+    elif facts.arrays & {"jax", "free"} and each < 1e-3:
+        cause = "most of a short call is making jax.Arrays of its arguments"
+        remedy = (
+            'arrays="numpy" hands out NumPy arrays'
+            if "jax" in facts.arrays
+            else 'arrays="numpy" hands out NumPy arrays: hc.call instead of the drop-in'
+        )
+    elif is_call and "sequential" in facts.methods and facts.rows >= 8 and each < 1e-3:
+        cause = f"a batch of {facts.rows} rows makes as many calls"
+        remedy = (
+            'vmap_method="expand_dims" (or "broadcast_all") calls the function once for'
+            " the batch, if it can take arrays with a leading axis"
+        )
+    elif is_call and "sequential" in facts.methods and facts.rows >= 2 and each >= 1e-2:
+        cause = f"{facts.rows} slow rows run one after another"
+        remedy = 'vmap_method="parallel" runs the rows at the same time'
+    elif is_call and not facts.lends and size >= 1 << 18 and each < 1e-2:
+        cause = f"each call copies {size / 1e6:.2f} MB of arguments and results"
+        remedy = (
+            "lend=True hands out views of XLA's memory instead of copies of the"
+            ' arguments; lend="out" lets the function write the results there too'
+        )
+    elif not is_call and each < 1e-4 and c.calls >= 100_000:
+        cause = f"{c.calls} taps are delivered one by one"
+        remedy = "batch= delivers many taps in one call, stacked along a new axis"
+    return Finding(name, seconds, cause, remedy)

@@ -1,0 +1,238 @@
+"""`WatchError`, and the file that it is saved in.
+
+The file is a zip archive: `failure.json` with the text, the place and the trees, and
+an .npy file for each array. Nothing in it is pickled, so a file of somebody else can be
+loaded without running code of theirs, and any tool can read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zipfile
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+
+import jax
+import numpy as np
+
+from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.source import Place
+
+_VERSION = 1
+
+
+class Watched(NamedTuple):
+    """What an execution of `hc.watch` saw (`WatchError.history`).
+
+    Attributes:
+        run: XLA's number of the program's execution.
+        step: how many executions of the watch came before it in that run.
+        values, also: the watched tree and the other one.
+    """
+
+    run: int
+    step: int
+    values: Any
+    also: Any
+
+
+class WatchError(HostcallError, RuntimeError):
+    """A value that `hc.watch` checks is bad. It ends the program, as itself.
+
+    Attributes:
+        values: the watched tree, with NumPy arrays; under vmap those of the row.
+        also: the tree given as `also=`, likewise.
+        history: with `keep=`, the last executions before this one, the oldest first.
+        step: how many executions of the watch came before in this run of the program.
+        row: the index of the row along each batch axis, the outermost vmap first.
+        device: the device that reached the watch; the name of one in a loaded error.
+        place: the line of the watch: `file`, `line`, `function`.
+        name: the name of the watch.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        values: Any,
+        also: Any = None,
+        history: tuple[Watched, ...] = (),
+        step: int = 0,
+        row: tuple[int, ...] = (),
+        device: Any = None,
+        place: Any = None,
+        name: str = "",
+    ) -> None:
+        super().__init__(text)
+        self.values, self.also, self.history = values, also, history
+        self.step, self.row, self.device = step, row, device
+        self.place, self.name = place, name
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes arrays and text to a file, for `hc.tools.load_failure`.
+
+        Args:
+            path: the file, which is replaced if there is one.
+
+        Raises:
+            SpecError: a leaf is neither an array nor a number, a text or None. Nothing
+                is written then.
+        """
+        writer = _Writer()
+        told = {
+            "version": _VERSION,
+            "text": str(self),
+            "step": self.step,
+            "row": list(self.row),
+            "device": None if self.device is None else str(self.device),
+            "place": [self.place.file, self.place.line, self.place.function]
+            if self.place
+            else None,
+            "name": self.name,
+            "values": writer.tree(self.values, "values"),
+            "also": writer.tree(self.also, "also"),
+            "history": [
+                {
+                    "run": one.run,
+                    "step": one.step,
+                    "values": writer.tree(one.values, f"history[{i}].values"),
+                    "also": writer.tree(one.also, f"history[{i}].also"),
+                }
+                for i, one in enumerate(self.history)
+            ],
+        }
+        text = json.dumps(told, indent=1)
+        beside = f"{os.fspath(path)}.{os.getpid()}.part"
+        try:
+            with zipfile.ZipFile(beside, "w", allowZip64=True) as file:
+                file.writestr("failure.json", text)
+                for number, array in enumerate(writer.arrays):
+                    with file.open(f"{number}.npy", "w", force_zip64=True) as to:
+                        np.lib.format.write_array(
+                            cast("BinaryIO", to), array, allow_pickle=False
+                        )
+            os.replace(beside, path)  # so that no half of a file gets this name
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(beside)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> WatchError:
+        """Reads what `save` wrote; `hc.tools.load_failure` says what comes back."""
+        with zipfile.ZipFile(path) as file:
+            if "failure.json" not in file.namelist():
+                raise SpecError(
+                    f"hostcall: {os.fspath(path)!r} has no failure.json, so"
+                    " WatchError.save did not write it"
+                )
+            told = json.loads(file.read("failure.json"))
+            if told["version"] > _VERSION:
+                raise SpecError(
+                    f"hostcall: {os.fspath(path)!r} was written by a newer hostcall"
+                    f" (version {told['version']} of the file; this one reads up to"
+                    f" {_VERSION}). Update hostcall"
+                )
+            read = _Reader(file).tree
+            return cls(
+                told["text"],
+                values=read(told["values"]),
+                also=read(told["also"]),
+                history=tuple(
+                    Watched(
+                        one["run"], one["step"], read(one["values"]), read(one["also"])
+                    )
+                    for one in told["history"]
+                ),
+                step=told["step"],
+                row=tuple(told["row"]),
+                device=told["device"],
+                place=Place(*told["place"]) if told["place"] else None,
+                name=told["name"],
+            )
+
+
+# Where users import them from, and what tracebacks show.
+WatchError.__module__ = Watched.__module__ = "hostcall.errors"
+
+
+# --- Trees as JSON --------------------------------------------------------------------
+#
+# A leaf is {"leaf": value}, {"array": number, ...} or {"key": number, ...}; a node is
+# {"list": [...]}, {"tuple": [...]}, {"dict": [[key, child], ...]} or {"node": [[name,
+# child], ...], "type": name}.
+
+T = TypeVar("T")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []
+
+    def tree(self, x: Any, at: str) -> dict[str, Any]:
+        """The JSON of a tree; its arrays go to `arrays`. `at` names it in errors."""
+        if type(x) in (list, tuple):
+            children = [self.tree(child, f"{at}[{i}]") for i, child in enumerate(x)]
+            return {type(x).__name__: children}
+        if type(x) is dict and all(type(k) in (str, int) for k in x):
+            pairs = [[k, self.tree(child, f"{at}[{k!r}]")] for k, child in x.items()]
+            return {"dict": pairs}
+        if type(x) in _PLAIN:
+            return {"leaf": x}
+        if isinstance(x, (np.ndarray, np.generic, jax.Array)):
+            return self._array(x, at)
+        # Any other node of a pytree: its children, by their names.
+        paths = jax.tree_util.tree_flatten_with_path(x, lambda y: y is not x)[0]
+        if len(paths) == 1 and paths[0][1] is x:
+            raise SpecError(
+                f"hostcall: {at} can't be saved: it is of type {type(x).__name__}."
+                " Arrays, numbers, texts and None are saved, and pytrees of them; leave"
+                " it out of the watched tree and of also="
+            )
+        pairs = [
+            [
+                jax.tree_util.keystr(path, simple=True),
+                self.tree(child, at + jax.tree_util.keystr(path)),
+            ]
+            for path, child in paths
+        ]
+        return {"node": pairs, "type": type(x).__name__}
+
+    def _array(self, x: Any, at: str) -> dict[str, Any]:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            kind = str(jax.random.key_impl(x))
+            return {"key": self._array(jax.random.key_data(x), at), "impl": kind}
+        array = np.asarray(x)
+        if array.dtype.hasobject:
+            raise SpecError(
+                f"hostcall: {at} can't be saved: it is an array of Python objects"
+            )
+        # NumPy's file format does not know the dtypes of ml_dtypes (bfloat16).
+        if array.dtype.isbuiltin != 1:
+            array = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+        self.arrays.append(array)
+        number = len(self.arrays) - 1
+        return {"array": number, "dtype": str(x.dtype), "shape": list(x.shape)}
+
+
+class _Reader:
+    def __init__(self, file: zipfile.ZipFile) -> None:
+        self._file = file
+
+    def tree(self, told: dict[str, Any]) -> Any:
+        if "leaf" in told:
+            return told["leaf"]
+        if "array" in told:
+            with self._file.open(f"{told['array']}.npy") as data:
+                array = np.lib.format.read_array(
+                    cast("BinaryIO", data), allow_pickle=False
+                )
+            return array.view(jax.numpy.dtype(told["dtype"])).reshape(told["shape"])
+        if "key" in told:
+            return jax.random.wrap_key_data(self.tree(told["key"]), impl=told["impl"])
+        if "list" in told:
+            return [self.tree(child) for child in told["list"]]
+        if "tuple" in told:
+            return tuple(self.tree(child) for child in told["tuple"])
+        return {k: self.tree(child) for k, child in told.get("dict") or told["node"]}

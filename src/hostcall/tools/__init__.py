@@ -1,0 +1,71 @@
+"""`hostcall.tools`: programs that are watched while they run.
+
+    progress    progress bars for loops inside compiled programs (`hc.progress`)
+    jax_tqdm    the names and signatures of the package jax-tqdm, on `hc.progress`
+    recorder    writes what a program computes to a folder (`hc.Recorder`)
+    sinks       what else gets the recorded columns: files, TensorBoard, a live plot
+    reading     reads such a folder, also while the run goes on (`read`)
+    trace       writes what happened, for a viewer (`hc.trace`); `read_trace` reads it
+    watch       ends a program at its first bad value (`hc.watch`, `load_failure`)
+    breakpoint  opens a debugger in a compiled program (`hc.breakpoint`)
+
+The tools use public names of hostcall only, so a tool of yours can do what they do.
+Each module can be imported alone. Optional packages are imported when a tool first
+needs them.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hostcall.tools import (
+        breakpoint,
+        jax_tqdm,
+        progress,
+        reading,
+        recorder,
+        sinks,
+        trace,
+        watch,
+    )
+    from hostcall.tools.reading import read
+    from hostcall.tools.trace import read_trace
+    from hostcall.tools.watch import load_failure
+
+_LATER = {"load_failure": "watch", "read": "reading", "read_trace": "trace"}
+_MODULES = (
+    "breakpoint",
+    "jax_tqdm",
+    "progress",
+    "reading",
+    "recorder",
+    "sinks",
+    "trace",
+    "watch",
+)
+
+
+if not TYPE_CHECKING:  # a type checker would accept any name, as Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"hostcall.tools.{name}")
+        if name not in _LATER:
+            raise AttributeError(f"module 'hostcall.tools' has no attribute {name!r}")
+        module = importlib.import_module(f"hostcall.tools.{_LATER[name]}")
+        return getattr(module, name)
+
+
+__all__ = [
+    "breakpoint",
+    "jax_tqdm",
+    "load_failure",
+    "progress",
+    "read",
+    "read_trace",
+    "reading",
+    "recorder",
+    "sinks",
+    "trace",
+    "watch",
+]

@@ -1,0 +1,1 @@
+"""The parts of `hc.breakpoint`: the user's lines, and frames that show them."""

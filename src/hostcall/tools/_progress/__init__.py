@@ -1,0 +1,1 @@
+"""The parts of `hc.progress`: checks, one bar, all bars, and how they are drawn."""

@@ -1,0 +1,158 @@
+"""One bar: what its devices delivered last, and what it shows of that."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import numpy as np
+
+import hostcall as hc
+from hostcall.tools._progress import drawing
+
+ROWS = 16  # the most bars of one loop
+EAGER = -1  # the run of a tap outside of programs
+
+clock = time.monotonic  # tests replace it
+
+
+class Delivery:
+    """What one device has delivered, with an element for each row of the batch.
+
+    Attributes:
+        done: the number of steps done.
+        total: the number of all steps, or None.
+        metrics: name -> text, or an array.
+        place: the steps done by the slowest row that still runs; without a total, by
+            the fastest. A row that has ended stays at its last step, or just beyond.
+    """
+
+    def __init__(self, transforms: Any, step: Any, total: Any, metrics: Any) -> None:
+        # An array that some vmap does not batch lacks that vmap's axis. The axes are in
+        # front, the outermost first; `transforms` names them from the innermost on.
+        names = sorted(name for name in metrics if not isinstance(metrics[name], str))
+        arrays = [step, *(metrics[name] for name in names)]
+        if isinstance(total, np.ndarray):
+            arrays.insert(1, total)
+        for axis, (_, batch) in enumerate(reversed(transforms)):
+            arrays = [
+                np.expand_dims(array, axis) if dim is None else array
+                for array, dim in zip(arrays, batch["batch_dims"], strict=True)
+            ]
+        step, *rows = (array.ravel() for array in np.broadcast_arrays(*arrays))
+        self.done = step.astype(np.int64) + 1
+        self.total: Any = rows.pop(0) if isinstance(total, np.ndarray) else total
+        self.metrics = {**metrics, **dict(zip(names, rows, strict=True))}
+        self.place = int(self.done.max())
+        if total is not None:
+            # A row that ended before the others may be beyond its last step.
+            self.done = np.minimum(self.done, self.total)
+            self.total = np.broadcast_to(self.total, self.done.shape)
+            running = self.done[self.done < self.total]
+            self.place = int(running.min() if running.size else self.done.max())
+
+
+class Bar:
+    """The bar of one loop run, or a bar for each of its rows.
+
+    Attributes:
+        key: the line that calls `hc.progress`, with its options.
+        runs: the newest runs of programs whose steps the bar has shown.
+        spans_runs: whether a Python loop drives it, run by run.
+        place: the smallest `Delivery.place` of its devices.
+        is_done: whether all rows of all devices have reached the total.
+        encloses: whether inner loops start after a step of this loop is shown, so that
+            they still run after its last.
+        before: the lines of inner loops that end before a step is shown.
+        moves: how often the place has changed, the first time included.
+        moved: when it changed last.
+        drawn: what is on the screen.
+    """
+
+    def __init__(self, key: Any, run: int, before: set[Any]) -> None:
+        self.key, self.loop, self.before = key, key[0], before
+        self.runs = deque([run], maxlen=16)
+        self.spans_runs = run == EAGER
+        self.place: int = self.loop.initial
+        self.is_done = self.encloses = False
+        self.moves, self.moved, self.longest_pause = 0, clock(), 0.0
+        self._devices: dict[Any, Delivery] = {}
+        self.drawn: list[drawing.Drawn] = []
+
+    def show(self, here: hc.Current, new: Delivery) -> None:
+        now, before, old = clock(), self.place, self._devices.get(here.device)
+        self._devices[here.device] = new
+        order = sorted(self._devices, key=lambda device: getattr(device, "id", -1))
+        parts = [self._devices[device] for device in order]
+        self.place = min(part.place for part in parts)
+        # A device that delivers for the first time may be behind the others.
+        restarted = old and new.place < old.place and self.place < before
+        if self.place != before or not self.moves:
+            if self.moves:
+                self.longest_pause = max(self.longest_pause, now - self.moved)
+            self.moves, self.moved = self.moves + 1, now
+        # Each device of a shard_map delivers, to its own process.
+        devices = math.prod(here.mesh_shape.values()) // jax.process_count()
+        self.is_done = len(parts) >= devices and all(
+            part.total is not None and (part.done >= part.total).all() for part in parts
+        )
+        lines = self._lines(parts)
+        for number, (done, total, postfix) in enumerate(lines):
+            if number == len(self.drawn):
+                row = f"[{number}]" if len(lines) > 1 else None
+                name = " ".join(filter(None, (self.loop.desc, row))) or None
+                self.drawn.append(drawing.Drawn(self.loop, name, total))
+            elif restarted:
+                self.drawn[number].restart()
+            at_once = self.moves == 1 or self.is_done
+            self.drawn[number].show(done, postfix, at_once)
+
+    def close(self, leave: bool) -> None:
+        with ExitStack() as stack:  # which closes all, even if one fails
+            # From the top, so that lines stay in order; but erased from the bottom, so
+            # that tqdm leaves the cursor at the beginning of the first line.
+            for drawn in reversed(self.drawn) if leave else self.drawn:
+                stack.callback(drawn.close, leave)
+
+    def _lines(self, parts: list[Delivery]) -> list[tuple[int, int | None, str]]:
+        """(done, total, postfix) of each bar to draw."""
+        done: Any = np.concatenate([part.done for part in parts])
+        total: Any = None
+        if parts[0].total is not None:
+            total = np.concatenate([part.total for part in parts])
+        shown = list(range(min(len(done), ROWS)))
+        if self.loop.rows == "batched" and total is None:
+            shown = [int(done.argmax())]
+        elif self.loop.rows == "batched":
+            # Among equals the longest, which the bar's total is taken from.
+            shown = [int(np.lexsort((-total, done / np.maximum(total, 1)))[0])]
+        return [
+            (
+                int(done[row]),
+                None if total is None else int(total[row]),
+                _postfix(parts, row if self.loop.rows == "each" else None),
+            )
+            for row in shown
+        ]
+
+
+def _postfix(parts: list[Delivery], row: int | None) -> str:
+    """The metrics of one row, or of all rows as mean and range."""
+    texts = []
+    for name, value in parts[0].metrics.items():
+        text = value
+        if not isinstance(value, str):
+            numbers = np.concatenate([part.metrics[name] for part in parts])
+            numbers = numbers.astype(np.float64)
+            if row is not None:
+                numbers = numbers[row : row + 1]
+            low, high = numbers.min(), numbers.max()
+            text = f"{numbers.mean():.3g}"
+            if low < high:  # else all are equal, or one is NaN, and so is their mean
+                text += f" [{low:.3g}, {high:.3g}]"
+        texts.append(f"{name}={text}")
+    return ", ".join(texts)

@@ -1,0 +1,221 @@
+"""Which bar a delivered step moves, and when bars open and close.
+
+Steps arrive as taps, on the worker that delivers them. Bars are closed there, and by
+threads that wait. A lock makes them take turns, so tqdm and rich see one at a time.
+
+  * At a barrier, and when the process ends, the thread that waits closes bars, after
+    its programs have ended and their steps were shown.
+  * A program that fails, or is interrupted, queues nothing more. Its bar closes at the
+    next barrier, when its line begins a new loop, or when another bar moves on.
+  * Ctrl-C ends a wait, not a program: a bar moves on until its program ends.
+  * A forked child has a copy of the bars, and no worker. It forgets them.
+
+The end of a run is not announced on the host, so a bar that stops short of its total
+may belong to a loop that is over, or to one that is slow. `Bars` closes it as soon as
+it knows better, and opens it again where that was a mistake.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import OrderedDict
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import hostcall as hc
+from hostcall.tools._progress import bar as one
+from hostcall.tools._progress.bar import EAGER, Bar, Delivery
+
+# Seconds for which the steps of an inner loop are skipped after one was shown. The
+# first and last step of each run pass the engine's throttle, and an inner loop may
+# start a hundred thousand times a second.
+QUIET = 0.02
+SILENT = 1.0  # seconds that a bar may rest while another moves
+_CLOSED_AT_MOST = 64
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a call of `hc.progress` says of its loop; the function that its tap calls.
+
+    Equal for equal lines, so that JAX's caches hit.
+
+    Attributes:
+        total, desc, unit, initial, bar, rows: as given to `hc.progress`; `total` is
+            None if it is not known when the program is traced.
+    """
+
+    total: int | None
+    desc: str | None
+    unit: str
+    initial: int
+    # A line in a Python loop may make a new function in each step.
+    bar: Any = field(compare=False)
+    rows: str
+
+    __name__ = "hc.progress"
+
+    def __call__(self, step: Any, total: Any, metrics: dict[str, Any]) -> None:
+        if one.clock() >= _bars.quiet.get(id(self), 0.0):
+            with _lock:
+                _bars.move(self, step, self.total if total is None else total, metrics)
+
+
+class Bars:
+    """The bars on the screen, and the places of those that have closed.
+
+    Attributes:
+        open: the bars in the order in which they opened. An inner loop's bar is behind
+            those of the loops around it.
+        closed: (key, run) -> the place at which the bar closed, the newest last.
+        together: keys whose runs overlap: several threads run the program.
+        quiet: the `id` of an inner loop -> until when its steps are skipped.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[Bar] = []
+        self.closed: OrderedDict[tuple[Any, int], int] = OrderedDict()
+        self.together: set[Any] = set()
+        self.quiet: dict[int, float] = {}
+
+    def move(self, loop: Loop, step: Any, total: Any, metrics: Any) -> None:
+        """Shows a step that was delivered just now."""
+        here = hc.current()
+        assert here is not None
+        assert here.run is not None
+        new = Delivery(here.transforms, step, total, metrics)
+        bar = self._bar_of((loop, here.place), here.run, new.place)
+        bar.show(here, new)
+        outer = self._around(bar)
+        if not all(o.is_done for o in outer):
+            self.quiet[id(loop)] = one.clock() + QUIET
+        if bar.is_done and bar.encloses:
+            # Its inner loops still run. It closes with their last step, which must not
+            # be skipped.
+            self.quiet.clear()
+        elif bar.is_done and all(o.is_done for o in outer):
+            for done in (bar, *reversed(outer)):
+                self._close(done)
+        self._close_silent(here.run)
+
+    def close_over(self, ending: bool) -> None:
+        """Closes what is over at a barrier: all but the bars of Python loops."""
+        with ExitStack() as stack:  # which closes all, even if one fails
+            for bar in self.open:
+                if ending or bar.is_done or not bar.spans_runs:
+                    # A bar that has shown one step may belong to a loop that has just
+                    # begun and goes on. It is erased, and comes again if it does.
+                    stack.callback(self._close, bar, ending or bar.moves > 1)
+
+    def _bar_of(self, key: Any, run: int, place: int) -> Bar:
+        """The bar that a step moves, opened if need be."""
+        is_first = place == key[0].initial + 1
+        same = [bar for bar in self.open if bar.key == key]
+        for bar in same:
+            begins_again = run == EAGER and is_first and place < bar.place
+            if run in bar.runs and not begins_again:
+                return bar
+        if run != EAGER and place > self.closed.get((key, run), place):
+            # It was thought to be over, because another run began.
+            self.together.add(key)
+        elif is_first and key not in self.together:
+            for bar in same:
+                if self._around(bar):  # an inner loop starts again
+                    bar.runs.append(run)
+                    return bar
+                self._close(bar, leave=bar.moves > 1)  # as in `close_over`
+        elif not is_first:
+            behind = [bar for bar in same if bar.place < place]
+            if behind:  # a later run of a Python loop
+                bar = max(behind, key=lambda bar: bar.place)
+                bar.runs.append(run)
+                bar.spans_runs = True
+                return bar
+        return self._opened(key, run, place)
+
+    def _opened(self, key: Any, run: int, place: int) -> Bar:
+        ended = [k for k, _ in reversed(self.closed)]
+        bar = Bar(key, run, set(itertools.takewhile(lambda k: k != key, ended)))
+        # If it was closed in an earlier run, a Python loop drives it.
+        bar.spans_runs |= place > key[0].initial + 1 and key in ended
+        self.open.append(bar)
+        for outer in self._around(bar):
+            outer.encloses |= key not in outer.before
+        return bar
+
+    def _around(self, bar: Bar) -> list[Bar]:
+        """The bars of the loops around this bar's loop, the outermost first."""
+        older = self.open[: self.open.index(bar)]
+        return [o for o in older if o.spans_runs or set(o.runs) & set(bar.runs)]
+
+    def _close(self, bar: Bar, leave: bool = True) -> None:
+        """Closes a bar and those of its inner loops, which are erased."""
+        if bar not in self.open:  # it went with the bar of an outer loop
+            return
+        leave = leave and not self._around(bar)
+        inner = [b for b in self.open if bar in self._around(b)]
+        with ExitStack() as stack:
+            for closing in (bar, *inner):
+                stack.callback(self._remove, closing, leave and closing is bar)
+
+    def _remove(self, bar: Bar, leave: bool) -> None:
+        """Closes one bar. If that fails, the bar is forgotten all the same."""
+        for run in bar.runs:
+            self.closed[bar.key, run] = bar.place
+            self.closed.move_to_end((bar.key, run))
+        while len(self.closed) > _CLOSED_AT_MOST:
+            self.closed.popitem(last=False)
+        self.open.remove(bar)
+        self.quiet.clear()
+        bar.close(leave)
+
+    def _close_silent(self, run: int) -> None:
+        """Closes the bars of other runs that move no more."""
+        now = one.clock()
+        for bar in [b for b in self.open if run not in b.runs]:
+            limit = max(SILENT, 10 * bar.longest_pause)
+            if bar.moves > 1 and now - bar.moved > limit:
+                self._close(bar)
+
+
+_bars = Bars()
+# Protects `_bars` and what they draw. Reentrant, since a signal handler may wait at a
+# barrier while its thread closes bars.
+_lock = threading.RLock()
+
+
+# --- Barriers and forks -----------------------------------------------------------
+
+
+_waits_for_barriers = False
+
+
+def close_at_barriers() -> None:
+    """Makes barriers and the end of the process close bars. Called by each trace."""
+    global _waits_for_barriers
+    if not _waits_for_barriers:
+        _waits_for_barriers = True
+        hc.monitor.at_barrier(close_all)
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def close_all(ending: bool = True) -> None:
+    """Closes all bars; if not `ending`, those that are over."""
+    with _lock:
+        _bars.close_over(ending)
+
+
+def _after_fork() -> None:
+    """Forgets the parent's bars. The child has none, since it runs no programs.
+
+    tqdm closes a bar that is garbage. In the child that would write into the parent's
+    terminal, or wait for tqdm's lock, which nobody there holds.
+    """
+    global _lock
+    _lock = threading.RLock()  # the worker may have held the parent's
+    for drawn in (drawn for bar in _bars.open for drawn in bar.drawn):
+        drawn.bar.disable = True
+    _bars.open.clear()

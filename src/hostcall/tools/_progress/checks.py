@@ -1,0 +1,95 @@
+"""The checks of what `hc.progress` is given. They run while a program is traced."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import hostcall as hc
+
+PACKAGES = {"auto": "tqdm", "rich": "rich"}
+
+
+def check(
+    step: Any, total: Any, initial: Any, bar: Any, rows: Any, metrics: dict[str, Any]
+) -> None:
+    _need(
+        _is_scalar(step, jnp.integer),
+        "the step should be an integer scalar, the loop's counter: the index of a"
+        " fori_loop, or the x of a scan over jnp.arange(n)",
+        step,
+    )
+    _need(
+        total is None or _is_scalar(total, jnp.integer),
+        "total= should be an int or an integer scalar, the number of steps, or None if"
+        " it is not known",
+        total,
+    )
+    _need(
+        type(initial) is int,
+        "initial= should be an int, the number of the first step, which is part of the"
+        " compiled program",
+        initial,
+    )
+    _need(
+        rows in ("batched", "each"),
+        "rows= should be 'batched' (one bar for the batch) or 'each' (a bar for each"
+        " row)",
+        rows,
+    )
+    _need(
+        bar in PACKAGES if isinstance(bar, str) else callable(bar),
+        "bar= should be 'auto' (tqdm), 'rich', or a function that returns a bar",
+        bar,
+    )
+    for name, value in metrics.items():
+        _need(
+            isinstance(value, str)
+            or _is_scalar(value, jnp.integer, jnp.floating, jnp.bool_),
+            "keywords that are not options of hc.progress are metrics, and the metric"
+            f" {name}= should be a real scalar, such as x.mean(), or a text",
+            value,
+        )
+    if isinstance(bar, str):
+        _check_package(bar)
+
+
+def check_body(body: Any, face: str) -> None:
+    _need(
+        callable(body),
+        f"the first argument of hc.progress.{face} should be the body of the loop (the"
+        " decorator of jax-tqdm, which takes a number of steps, is"
+        f" hostcall.tools.jax_tqdm.{face}_tqdm)",
+        body,
+    )
+
+
+def _check_package(bar: str) -> None:
+    """Imports what draws the bar, so that its absence is told where it is asked for."""
+    try:
+        importlib.import_module(PACKAGES[bar])
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"hostcall: hc.progress(bar={bar!r}) draws with {PACKAGES[bar]}, which is"
+            ' not installed. Install it: pip install "hostcall[progress]"; or set'
+            " HOSTCALL_PROGRESS=0 in the environment to run without bars",
+            name=PACKAGES[bar],
+        ) from error
+
+
+def _is_scalar(value: Any, *kinds: Any) -> bool:
+    if not isinstance(value, (bool, int, float, np.generic, np.ndarray, jax.Array)):
+        return False
+    dtype = getattr(value, "dtype", type(value))
+    return np.shape(value) == () and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def _need(is_right: bool, wanted: str, got: Any) -> None:
+    if not is_right:
+        is_array = isinstance(got, (np.ndarray, jax.Array))
+        shown = f"{got.dtype}{list(got.shape)}" if is_array else repr(got)
+        raise hc.errors.SpecError(f"hostcall: hc.progress: {wanted}, got {shown}")

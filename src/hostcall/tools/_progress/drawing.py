@@ -1,0 +1,151 @@
+"""Draws bars: with tqdm, with rich, as lines in a log, or with a factory of the user's.
+
+One thread at a time calls these functions (bars.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Any
+
+REDRAW = 0.02  # seconds between two drawings of one bar
+LINE_SECONDS = 10.0  # between two lines where there is no terminal
+
+
+class Drawn:
+    """A bar with tqdm's methods, which is told places instead of increments."""
+
+    def __init__(self, loop: Any, desc: str | None, total: int | None) -> None:
+        options = {"unit": loop.unit, "initial": loop.initial}
+        make = _factory(loop.bar)
+        self._make = functools.partial(make, desc=desc, total=total, **options)
+        self.bar, self._n, self._initial = self._make(), loop.initial, loop.initial
+
+    def show(self, n: int, postfix: str, at_once: bool) -> None:
+        if postfix:
+            self.bar.set_postfix_str(postfix, refresh=False)
+        self.bar.update(n - self._n)
+        self._n = n
+        if at_once and hasattr(self.bar, "refresh"):
+            self.bar.refresh()
+
+    def restart(self) -> None:
+        """Begins again in the same place. The next `show` draws it."""
+        if hasattr(self.bar, "reset"):
+            self.bar.reset()
+            self._n = 0
+        else:
+            self.bar.close()
+            self.bar, self._n = self._make(), self._initial
+
+    def close(self, leave: bool) -> None:
+        """Draws the bar a last time, and leaves it on the screen, or erases it."""
+        if not leave:
+            self.bar.leave = False
+        self.bar.close()
+
+
+def unseen(**_: Any) -> Any:
+    """A factory of bars that show nothing."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    return types.SimpleNamespace(update=nothing, set_postfix_str=nothing, close=nothing)
+
+
+def _factory(bar: Any) -> Any:
+    if callable(bar):
+        return bar
+    if bar == "rich":
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if console.is_terminal or console.is_jupyter:
+            return functools.partial(_Rich, console)
+    from tqdm.auto import tqdm
+
+    in_notebook = any(cls.__module__ == "tqdm.notebook" for cls in tqdm.__mro__)
+    if bar == "rich" or not (in_notebook or sys.stderr.isatty()):
+        return _lines()
+    return functools.partial(
+        tqdm, file=sys.stderr, mininterval=REDRAW, miniters=1, dynamic_ncols=True
+    )
+
+
+def _lines() -> Any:
+    """Tqdm's bar as whole lines without control codes, for files and pipes."""
+    from tqdm.std import tqdm
+
+    class Lines(tqdm):  # type: ignore[misc]
+        leave: Any
+        written, due = None, 0.0
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            del pos
+            if msg is None and self.n != self.initial and self._time() >= self.due:
+                self.write_line()
+
+        def write_line(self) -> None:
+            if self.n != self.written:
+                self.written, self.due = self.n, self._time() + LINE_SECONDS
+                self.fp.write(f"{self}\n")
+                self.fp.flush()
+
+        def close(self) -> None:
+            if self.leave and not self.disable:
+                self.write_line()
+            self.leave = False  # or tqdm writes an empty line
+            super().close()
+
+    return functools.partial(Lines, file=sys.stderr, miniters=1, ascii=True)
+
+
+class _Rich:
+    """A task of rich's display, with tqdm's methods.
+
+    tqdm has such a bar, but with a display for each, and a console can have only one.
+    """
+
+    _display: Any = None
+    _open = 0
+
+    def __init__(
+        self, console: Any, desc: str | None, total: int | None, unit: str, initial: int
+    ) -> None:
+        if _Rich._display is None:
+            from rich import progress
+
+            _Rich._display = progress.Progress(
+                *progress.Progress.get_default_columns(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[unit]} {task.fields[postfix]}"),
+                console=console,
+                auto_refresh=False,  # no thread of its own: steps redraw it
+            )
+            _Rich._display.start()
+        _Rich._open += 1
+        self.leave, self._initial, self.refresh = True, initial, self._display.refresh
+        self._task = self._display.add_task(
+            desc or "", total=total, completed=initial, unit=unit, postfix=""
+        )
+
+    def set_postfix_str(self, text: str, refresh: bool) -> None:
+        self._display.update(self._task, postfix=text, refresh=refresh)
+
+    def update(self, n: int) -> None:
+        self._display.update(self._task, advance=n, refresh=True)
+
+    def reset(self) -> None:
+        self._display.reset(self._task)
+
+    def close(self) -> None:
+        if not self.leave:
+            self._display.remove_task(self._task)
+        self.refresh()
+        _Rich._open -= 1
+        if _Rich._open == 0:  # a display that is stopped leaves its bars on the screen
+            self._display.stop()
+            _Rich._display = None

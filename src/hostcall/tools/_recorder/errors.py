@@ -1,0 +1,49 @@
+"""Errors of a recorder's threads, each logged at once and raised once.
+
+The next barrier raises an error, or `close` if the recorder's last barrier is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import hostcall as hc
+
+_logger = logging.getLogger("hostcall")
+# Protects `_untold` and `_registered`. Its parties are the threads of recorders, and
+# those of the user at a barrier or in `close`.
+_lock = threading.Lock()
+_untold: list[tuple[object, BaseException]] = []
+_registered = False
+
+
+def tell(owner: object, who: str, error: BaseException) -> None:
+    """Called by a thread that ends with an error."""
+    global _registered
+    _logger.error("hostcall: %s failed: %s: %s", who, type(error).__name__, error)
+    with _lock:
+        _untold.append((owner, error))
+        register, _registered = not _registered, True
+    if register:
+        hc.monitor.at_barrier(_raise_untold)
+
+
+def take(owner: object | None = None) -> list[BaseException]:
+    """The errors of one recorder, or of all, that nothing has raised."""
+    with _lock:
+        mine = [pair for pair in _untold if owner in (None, pair[0])]
+        _untold[:] = [pair for pair in _untold if pair not in mine]
+    return [error for _, error in mine]
+
+
+def raise_all(errors: list[BaseException], what: str) -> None:
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise BaseExceptionGroup(what, errors)
+
+
+def _raise_untold(ending: bool) -> None:
+    del ending
+    raise_all(take(), "threads of recorders failed")

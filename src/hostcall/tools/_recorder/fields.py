@@ -1,0 +1,118 @@
+"""What one call of a recorder stores: its values, and the types of their columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hostcall.errors import SpecError
+
+# Values with more elements become Zarr arrays.
+MOST_IN_A_COLUMN = 16
+# Columns that the recorder adds.
+ADDED = re.compile(r"time|process|device|(row|index)\d*")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A value that is recorded under a name.
+
+    Attributes:
+        name: the keyword; for a leaf of a pytree, with its path behind a dot.
+        shape: the shape of one event, without the axes of a vmap.
+        dtype: the dtype that is stored.
+        kind: where it is stored: in a "column"; as a row for each of its "elements",
+            for a small value of which each device taps its own block; or in a Zarr
+            "array".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    kind: Literal["column", "elements", "array"]
+
+    def types(self) -> dict[str, str]:
+        """The type of each column or array as text, such as "float32[3]"."""
+        if self.kind == "array":
+            return {self.name: f"an array of {text_of(self.dtype, self.shape)}"}
+        shape = self.shape if self.kind == "column" else ()
+        if self.dtype.kind != "c":
+            return {self.name: text_of(self.dtype, shape)}
+        part = text_of(np.empty(0, self.dtype).real.dtype, shape)
+        return {f"{self.name}.real": part, f"{self.name}.imag": part}
+
+
+def text_of(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
+    return f"{dtype.name}[{','.join(map(str, shape))}]" if shape else dtype.name
+
+
+def fields_of(arrays: dict[str, Any], on: str) -> tuple[Field, ...]:
+    """The fields of a call."""
+    found = []
+    for name, array in arrays.items():
+        kind: Literal["column", "elements", "array"] = "column"
+        if array.size > MOST_IN_A_COLUMN:
+            kind = "array"
+        elif on == "shards" and array.ndim:
+            kind = "elements"
+        dtype = np.dtype(np.int64) if name == "step" else _stored(array.dtype)
+        found.append(Field(name, array.shape, dtype, kind))
+    return tuple(found)
+
+
+def arrays_of(values: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a call by name. Pytrees are flattened: `{"w": x}` to "grads.w"."""
+    found: dict[str, Any] = {}
+    for keyword, tree in values.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            tail = jax.tree_util.keystr(path, simple=True, separator=".")
+            name = f"{keyword}.{tail}" if tail else keyword
+            found[name] = _array(name, leaf)
+    return found
+
+
+def _array(name: str, leaf: Any) -> Any:
+    if ADDED.fullmatch(name) or "/" in name or name.startswith("."):
+        raise SpecError(
+            f"hostcall: a recorder can't store a value under the name {name!r}. It adds"
+            " the columns time, process, device, row and index itself, and names of"
+            " arrays are names of folders"
+        )
+    try:
+        array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    except TypeError as error:
+        raise SpecError(
+            f"hostcall: a recorder stores numbers and arrays, and {name}= is"
+            f" {leaf!r}, {type(leaf).__name__}"
+        ) from error
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise SpecError(
+            f"hostcall: {name}= is a PRNG key. Record jax.random.key_data(key)"
+        )
+    if not array.size:
+        raise SpecError(
+            f"hostcall: {name}= has the shape {array.shape}, so there is nothing to"
+            " record"
+        )
+    if name == "step" and (array.ndim or not jnp.issubdtype(array.dtype, jnp.integer)):
+        raise SpecError(
+            "hostcall: step= of a recorder should be an integer scalar, got"
+            f" {array.dtype}{list(array.shape)}"
+        )
+    return array
+
+
+def _stored(jax_dtype: Any) -> np.dtype[Any]:
+    """The NumPy dtype that holds every value of a dtype of JAX's exactly."""
+    dtype: np.dtype[Any] = np.dtype(jax_dtype)
+    if dtype.isbuiltin == 1:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(np.float32)  # bfloat16 and the eight-bit floats
+    return np.dtype(np.uint8 if dtype.name.startswith("u") else np.int8)

@@ -1,0 +1,127 @@
+"""Arrow IPC streams in files: a schema, then batches of columns.
+
+Each stream has a file of its own, which nobody appends to later: a recorder that
+resumes a run begins new files, and so does each process of a job. A process that is
+killed leaves whole messages, and perhaps a part of one at the end, which readers leave
+out. The columns of a batch are arrays of shape (rows, *shape) here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hostcall.tools._recorder.packages import needed
+
+
+def paths(folder: Path) -> list[Path]:
+    """The streams of a run in the order in which they were begun."""
+    return sorted((folder / "columns").glob("*.arrows"), key=lambda p: int(p.stem))
+
+
+def read(path: Path) -> tuple[Any, Iterator[Any]]:
+    """The schema of a stream and its whole batches; no schema if it was cut there."""
+    pa = needed("pyarrow", "hc.Recorder")
+    try:
+        # Not a memory map, which would end this process if the file were cut meanwhile.
+        reader = pa.ipc.open_stream(pa.OSFile(str(path)))
+    except (OSError, pa.ArrowInvalid):
+        return None, iter(())
+
+    def batches() -> Iterator[Any]:
+        # A message that is cut off is an ArrowInvalid in its head, and an OSError in
+        # its body.
+        try:
+            yield from reader
+        except (OSError, pa.ArrowInvalid):
+            return
+
+    return reader.schema, batches()
+
+
+class Stream:
+    """A new stream, which its one writer writes."""
+
+    def __init__(self, folder: Path) -> None:
+        pa = needed("pyarrow", "hc.Recorder")
+        self._path = _new(folder / "columns")
+        self._file = pa.OSFile(str(self._path), "wb")  # not buffered
+        self._schema: Any = None
+
+    def append(self, columns: dict[str, np.ndarray]) -> int:
+        """Writes a batch. Returns where it begins in the file."""
+        pa = needed("pyarrow", "hc.Recorder")
+        batch = pa.record_batch([_arrow(c) for c in columns.values()], list(columns))
+        if self._schema is None:
+            self._schema = batch.schema
+            self._file.write(batch.schema.serialize())
+        begin: int = self._file.tell()
+        self._file.write(batch.serialize())
+        return begin
+
+    def columns_at(self, begin: int) -> dict[str, np.ndarray]:
+        """The columns of the batch that begins there, for any thread."""
+        pa = needed("pyarrow", "hc.Recorder")
+        with pa.OSFile(str(self._path)) as file:
+            file.seek(begin)
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), self._schema)
+        return {name: column(batch, name) for name in self._schema.names}
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _new(folder: Path) -> Path:
+    """Makes a file with the next number. Another process may take a number first."""
+    folder.mkdir(exist_ok=True)
+    for number in itertools.count(len(paths(folder.parent))):
+        path = folder / f"{number}.arrows"
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            break
+    return path
+
+
+# Arrays are made from their memory: pyarrow.array imports pandas, which takes a second
+# and fails when the interpreter ends.
+
+
+def _arrow(values: np.ndarray) -> Any:
+    pa = needed("pyarrow", "hc.Recorder")
+    flat = np.ascontiguousarray(values).reshape(-1)
+    kind = pa.from_numpy_dtype(flat.dtype)
+    bits = np.packbits(flat, bitorder="little") if flat.dtype.kind == "b" else flat
+    out = pa.Array.from_buffers(kind, len(flat), [None, pa.py_buffer(bits)])
+    for size in reversed(values.shape[1:]):
+        out = pa.FixedSizeListArray.from_arrays(out, size)
+    return out
+
+
+def type_of(arrow: Any) -> tuple[np.dtype[Any], list[int]]:
+    """The dtype and the shape of a row of a column, from its Arrow type."""
+    shape = []
+    while hasattr(arrow, "list_size"):
+        shape.append(arrow.list_size)
+        arrow = arrow.value_type
+    return np.dtype(arrow.to_pandas_dtype()), shape
+
+
+def column(batch: Any, name: str) -> np.ndarray:
+    """A column of a batch of a stream as an array of shape (rows, *shape)."""
+    found = batch.column(name)
+    dtype, of_row = type_of(found.type)
+    shape = [len(found), *of_row]
+    for _ in of_row:
+        found = found.flatten()
+    bits = found.buffers()[1]
+    if dtype.kind == "b":
+        packed = np.frombuffer(bits, np.uint8)
+        flat = np.unpackbits(packed, count=len(found), bitorder="little")
+        return flat.astype(bool).reshape(shape)
+    # A sink may write to what it gets; the message's memory is read-only.
+    return np.frombuffer(bits, dtype, len(found)).reshape(shape).copy()

@@ -1,0 +1,1 @@
+"""The parts of `hc.watch`: what its errors say."""

@@ -1,0 +1,68 @@
+"""`hc.breakpoint`: opens a debugger in the middle of a compiled program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import hostcall as hc
+from hostcall.tools._breakpoint.frames import Line, users_lines
+from hostcall.tools._breakpoint.stop import stop
+from hostcall.tools._values import without_derivative
+
+
+def breakpoint(*, where: Any = None, **values: Any) -> None:
+    """Opens your debugger each time a program reaches this line.
+
+        @jax.jit
+        def step(x):
+            y = jnp.log(x)
+            hc.breakpoint(where=jnp.isnan(y).any(), x=x, y=y)
+            return y
+
+    The debugger is the one that Python's `breakpoint()` opens: pdb, or what
+    PYTHONBREAKPOINT, `sys.breakpointhook` or a notebook sets. It stops in a frame whose
+    names are the values, as NumPy arrays. `list` shows the line of this call, and `up`
+    the lines that called it while JAX traced, with the names of their modules. The
+    program waits. `continue` lets it go on, and `quit` ends it with `bdb.BdbQuit`.
+
+    Args:
+        where: a bool scalar. If it is False, the program does not stop. Under vmap each
+            row has its own.
+        **values: pytrees, by the names that they get in the debugger. `where` is the
+            one name that is taken.
+
+    Raises:
+        SpecError: a value is invalid.
+        bdb.BdbQuit: the debugger was quit. A compiled program raises it where JAX
+            raises the JaxRuntimeError of a failed callback.
+
+    One debugger is open at a time: other threads and devices wait for it. Once it is
+    quit, those that waited end too.
+
+    Under transformations:
+        jit, scan, while_loop, fori_loop, cond, map: stops each time it is reached.
+        vmap: stops for each row, in order. For cond and while_loop, JAX computes all
+            branches for all rows: pass the condition as `where=` too.
+        jvp, grad: stops with the primal values.
+        checkpoint: stops in the forward pass, not in the recomputation.
+        shard_map: stops for each device, with its shard. The others wait.
+        jit over sharded arrays: stops once, with the whole values.
+
+    Cost: where `where` is False, about 0.2 us on a CPU. Like any call that is not
+    pure, it costs the program JAX's fast dispatch. Results are bitwise the same.
+    """
+    lines = users_lines()
+    stopped = without_derivative(values)
+    hc.call(_Stops(lines), None, stopped, order="unordered", where=where)
+
+
+@dataclass(frozen=True)
+class _Stops:
+    """The function of the call. Equal for equal lines, so that JAX's caches hit."""
+
+    lines: tuple[Line, ...]
+    __name__ = "hc.breakpoint"
+
+    def __call__(self, values: dict[str, Any]) -> None:
+        stop(self.lines, dict(values))

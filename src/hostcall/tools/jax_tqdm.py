@@ -1,0 +1,95 @@
+"""jax-tqdm's names and signatures, on `hc.progress`.
+
+To move a program over, import these in place of the package's:
+
+    from hostcall.tools.jax_tqdm import PBar, loop_tqdm, scan_tqdm
+
+The bars are those of `hc.progress`: they are redrawn in intervals of time, do not make
+the program wait, and follow its rules for several loops, vmap and devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+import hostcall as hc
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PBar:
+    """A carry with the number of its bar. Under vmap each row has a bar.
+
+    Attributes:
+        id: the number of the bar. It is kept; hostcall finds the bar's place itself.
+        carry: the carry of the loop.
+    """
+
+    id: Any
+    carry: Any
+
+
+def scan_tqdm(
+    n: int, print_rate: int | None = None, tqdm_type: str = "auto", **kwargs: Any
+) -> Decorator:
+    """Decorates the body of a `lax.scan` over jnp.arange(n), or over a tuple with it.
+
+    Args:
+        n: the number of steps.
+        print_rate: shows one in so many steps. Default: a step each 0.05 s.
+        tqdm_type: "auto", "std" or "notebook": which of tqdm's bars.
+        **kwargs: arguments for tqdm's bar, such as `desc` and `unit`. jax-tqdm ignores
+            `total`, `mininterval`, `maxinterval` and `miniters`, and so does this.
+    """
+    show = _shower(n, print_rate, tqdm_type, kwargs)
+
+    def run(body: Callable[..., Any], carry: Any, x: Any) -> Any:
+        show(x[0] if isinstance(x, tuple) else x, carry)
+        if not isinstance(carry, PBar):
+            return body(carry, x)
+        new, y = body(carry.carry, x)
+        return PBar(carry.id, new), y
+
+    return lambda body: functools.wraps(body)(functools.partial(run, body))
+
+
+def loop_tqdm(
+    n: int, print_rate: int | None = None, tqdm_type: str = "auto", **kwargs: Any
+) -> Decorator:
+    """Decorates the body of a `lax.fori_loop` from 0 to n. Takes the arguments of
+    `scan_tqdm`.
+    """
+    show = _shower(n, print_rate, tqdm_type, kwargs)
+
+    def run(body: Callable[..., Any], i: Any, value: Any) -> Any:
+        show(i, value)
+        if not isinstance(value, PBar):
+            return body(i, value)
+        return PBar(value.id, body(i, value.carry))
+
+    return lambda body: functools.wraps(body)(functools.partial(run, body))
+
+
+def _shower(n: int, print_rate: Any, tqdm_type: str, kwargs: Any) -> Any:
+    """The function (step, carry) that shows a step."""
+    ignored = ("total", "mininterval", "maxinterval", "miniters")
+    rest = {name: value for name, value in kwargs.items() if name not in ignored}
+    desc = rest.pop("desc", f"Running for {n:,} iterations")
+    options = {"desc": rest.pop("message", desc), "unit": rest.pop("unit", "it")}
+    if rest or tqdm_type != "auto":
+        made = importlib.import_module(f"tqdm.{tqdm_type}").tqdm
+        options["bar"] = functools.partial(made, **rest)
+
+    def show(step: Any, carry: Any) -> None:
+        rows: Any = "each" if isinstance(carry, PBar) else "batched"
+        hc.progress(step, n, rows=rows, every=print_rate or 0.05, **options)
+
+    return show

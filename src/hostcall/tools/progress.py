@@ -1,0 +1,168 @@
+"""`hc.progress`: a progress bar for a loop inside a compiled program.
+
+Each step passes one tap, which the engine throttles in seconds; its flag `always` lets
+the first and the last step through. `_progress/bars.py` decides on the host which bar a
+step moves, and `_progress/drawing.py` draws it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+import hostcall as hc
+from hostcall.tools._progress import bars, checks, drawing
+
+Rows = Literal["batched", "each"]
+
+
+class Progress:
+    """The type of `hc.progress`, which is its only instance."""
+
+    def __call__(
+        self,
+        step: Any,
+        total: Any = None,
+        *,
+        desc: str | None = None,
+        unit: str = "it",
+        every: int | float = 0.05,
+        initial: int = 0,
+        bar: Literal["auto", "rich"] | Callable[..., Any] = "auto",
+        rows: Rows = "batched",
+        **metrics: Any,
+    ) -> None:
+        """Shows a progress bar for the loop around it. The program does not wait.
+
+        Call it in the body of a scan, fori_loop or while_loop, in a jitted step that a
+        Python loop calls, or in that Python loop itself:
+
+            def body(carry, i):
+                ...
+                hc.progress(i, n, desc="fit", loss=loss)
+
+        The bar appears with the first step, is redrawn every `every` seconds, and ends
+        with the last step, if `total` is given. docs/progress.md says which bar a step
+        moves, and when a bar closes whose loop stops before its last step.
+
+        Args:
+            step: the number of the step, an integer scalar: `initial` in the first
+                step, `total - 1` in the last.
+            total: the number of steps, an int or an integer scalar; None if it is not
+                known. Then the bar counts, and may end `every` seconds short.
+            desc: the text before the bar.
+            unit: what one step is called.
+            every: as in `hc.tap`: a float is an interval in seconds, an int n shows one
+                in n steps.
+            initial: the number of the first step, in a loop that continues an earlier
+                one.
+            bar: "auto": tqdm, as a widget in notebooks; "rich"; or a function that is
+                called as bar(desc=, total=, unit=, initial=) and returns an object with
+                tqdm's methods `update(n)`, `set_postfix_str(text, refresh=False)` and
+                `close()`, such as functools.partial(tqdm.tqdm, colour="green"). In a
+                job of several processes, "auto" and "rich" draw in the first one only.
+            rows: under vmap, "batched": one bar for the batch; "each": a bar for each
+                of the first 16 rows.
+            **metrics: numbers or texts to show after the bar, with three digits.
+
+        Raises:
+            SpecError: an argument is invalid.
+            ModuleNotFoundError: tqdm or rich is needed and not installed.
+
+        Under transformations:
+            vmap: shows the slowest row, and metrics as mean [lowest, highest].
+            shard_map: one bar for all devices, treated like rows.
+            jit over sharded arrays: metrics that are sharded are gathered in each step.
+            grad, checkpoint: counts the forward pass, once.
+
+        With HOSTCALL_PROGRESS=0 in the environment when the program is traced, nothing
+        is put into it. If stderr is no terminal, there is a line each ten seconds. If
+        drawing fails, the program goes on, and `hc.barrier()` raises the error.
+
+        Cost: that of a tap that is held back, on the device's thread, and a few
+        milliseconds for the drawing of each loop, on another. A jitted step that a
+        Python loop calls loses JAX's fast dispatch, as with `hc.tap`. Results are
+        bitwise the same with and without.
+        """
+        if os.environ.get("HOSTCALL_PROGRESS") == "0":
+            return
+        checks.check(step, total, initial, bar, rows, metrics)
+        if isinstance(bar, str) and jax.process_index() != 0:
+            # The tap stays, since all processes must run the same program.
+            bar = drawing.unseen
+        is_known = isinstance(total, (int, np.integer))
+        known = int(total) if is_known else None
+        loop = bars.Loop(known, desc, unit, initial, bar, rows)
+        shown = {  # as text, a number takes no operand
+            name: f"{value:.3g}" if isinstance(value, (int, float)) else value
+            for name, value in metrics.items()
+        }
+        edge = step == initial
+        if total is not None:
+            edge |= step == total - 1
+        bars.close_at_barriers()
+        # If the queue is full, the newest value of a bar is worth more than the oldest.
+        hc.tap(
+            loop,
+            step,
+            None if is_known else total,
+            shown,
+            every=every,
+            always=edge,
+            when_full="drop_oldest",
+        )
+
+    def scan(
+        self, body: Callable[..., Any], total: Any = None, **options: Any
+    ) -> Callable[..., Any]:
+        """Wraps the body of a `lax.scan`, so that the scan shows a bar:
+        jax.lax.scan(hc.progress.scan(body, n), init, jnp.arange(n)).
+
+        Args:
+            body: (carry, x) -> (carry, y), where `x`, or its first element if it is a
+                tuple, is the number of the step.
+            total: as in `hc.progress`, like all options.
+            **options: the options of `hc.progress`, and metrics.
+        """
+        checks.check_body(body, "scan")
+
+        @functools.wraps(body)
+        def wrapped(carry: Any, x: Any) -> Any:
+            self(x[0] if isinstance(x, tuple) else x, total, **options)
+            return body(carry, x)
+
+        return wrapped
+
+    def loop(
+        self, body: Callable[..., Any], total: Any = None, **options: Any
+    ) -> Callable[..., Any]:
+        """Wraps the body (i, value) -> value of a `lax.fori_loop`, like `scan`:
+        jax.lax.fori_loop(0, n, hc.progress.loop(body, n), init).
+        """
+        checks.check_body(body, "loop")
+
+        @functools.wraps(body)
+        def wrapped(i: Any, value: Any) -> Any:
+            self(i, total, **options)
+            return body(i, value)
+
+        return wrapped
+
+    def close(self) -> None:
+        """Closes all bars, once the steps that are queued have been shown.
+
+        Waits for no program: a loop that still runs shows its bar again.
+        """
+        hc.barrier(programs=False)
+        bars.close_all()
+
+    def __repr__(self) -> str:
+        return "hc.progress"
+
+
+progress = Progress()

@@ -1,0 +1,155 @@
+"""`read`: a folder that a recorder wrote, while it is written, after it, or killed."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hostcall.errors import HostcallError
+from hostcall.tools._recorder import stream
+from hostcall.tools._recorder.packages import needed
+
+
+def read(folder: str | os.PathLike[str]) -> Run:
+    """Opens a recorded run that is over, is running, or was killed.
+
+    Raises:
+        HostcallError: the folder has no run.
+    """
+    path = Path(folder)
+    if not (path / ".lock").exists():
+        raise HostcallError(
+            f"hostcall: {path} has no run that a recorder wrote."
+            f" hc.Recorder({str(path)!r}) makes one"
+        )
+    return Run(path.absolute())
+
+
+class Run:
+    """A recorded run. Each method reads what is in the folder at that moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def table(self) -> Any:
+        """The columns as a pyarrow.Table, in the order in which they were delivered.
+
+        Calls with different names are rows of their own, with nulls for the names that
+        they lack. If the process was killed, a batch that it wrote in part is left out.
+        """
+        pa = needed("pyarrow", "read")
+        tables = []
+        for path in stream.paths(self.folder):
+            schema, batches = stream.read(path)
+            if schema is not None:
+                tables.append(pa.Table.from_batches(batches, schema))
+        if not tables:
+            return pa.table({})
+        if len(tables) == 1:
+            return tables[0]
+        # The sort is stable: rows of one delivery, which have one time, stay together.
+        whole = pa.concat_tables(tables, promote_options="default")
+        return whole.sort_by("time")
+
+    def dataframe(self) -> Any:
+        """The columns as a pandas.DataFrame. Small vectors are objects of NumPy."""
+        needed("pandas", "dataframe()")
+        return self.table().to_pandas()
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Writes the columns to a Parquet file."""
+        needed("pyarrow.parquet", "to_parquet()", "pyarrow").write_table(
+            self.table(), path
+        )
+
+    @property
+    def arrays(self) -> list[str]:
+        """The names of the arrays in Zarr."""
+        found = self.folder.glob("arrays*/*/have/zarr.json")
+        return sorted({path.parent.parent.name for path in found})
+
+    def zarr(self, name: str, process: int = 0) -> tuple[Any, Any]:
+        """The zarr.Arrays (steps, values) of a name, which read what is asked for.
+
+        They have the last entries even where these are not whole. If the run is of a
+        job of several processes, they have the blocks of one.
+        """
+        group = self._groups(name).get(process)
+        if group is None:
+            raise HostcallError(
+                f"hostcall: process {process} has no array {name!r} in {self.folder}"
+            )
+        return group["step"], group["value"]
+
+    def array(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The steps and values of a name in memory, without unfinished entries.
+
+        The blocks that the processes of a job wrote are put together by their steps.
+        """
+        parts = [_Part(group) for group in self._groups(name).values()]
+        if len(parts) == 1:
+            (part,) = parts
+            whole = part.have >= part.size
+            return part.steps[whole], part.values[: len(whole)][whole]
+        places: dict[tuple[int, int], int] = {}
+        for part in parts:
+            for key in part.entries():
+                places.setdefault(key, len(places))
+        first = parts[0].values
+        out = np.full((len(places), *first.shape[1:]), first.fill_value, first.dtype)
+        have = np.zeros(len(places), np.int64)
+        for part in parts:
+            at = np.array([places[key] for key in part.entries()], int)
+            values = part.values[: len(at)]
+            have[at] += part.have
+            for block in part.blocks:
+                out[at, *block] = values[:, *block]
+        whole = have >= parts[0].size
+        steps = np.array([step for step, _ in places], np.int64)
+        return steps[whole], out[whole]
+
+    def _groups(self, name: str) -> dict[int, Any]:
+        """The group of each process that has a name."""
+        zarr = needed("zarr", "array()", "zarr>=3")
+        found = {
+            int(path.name.partition(".")[2] or 0): zarr.open_group(
+                path / name, mode="r"
+            )
+            for path in self.folder.glob("arrays*")
+            if (path / name / "have" / "zarr.json").exists()
+        }
+        if not found:
+            raise HostcallError(
+                f"hostcall: {self.folder} has no array {name!r}. It has: "
+                + (", ".join(self.arrays) or "none")
+            )
+        return dict(sorted(found.items()))
+
+
+class _Part:
+    """What one process recorded of an array."""
+
+    def __init__(self, group: Any) -> None:
+        self.values = group["value"]
+        steps, have = group["step"][:], group["have"][:]
+        count = min(len(steps), len(have), self.values.shape[0])
+        self.steps, self.have = steps[:count], have[:count]
+        self.size = math.prod(self.values.shape[1:])
+        self.blocks: list[Any] = [
+            tuple(slice(*corners) for corners in block)
+            for block in group.attrs["blocks"]
+        ]
+
+    def entries(self) -> list[tuple[int, int]]:
+        """Names of the entries that all processes agree on: the nth of a step."""
+        seen: Counter[int] = Counter()
+        found = []
+        for step in self.steps.tolist():
+            found.append((step, seen[step]))
+            seen[step] += 1
+        return found

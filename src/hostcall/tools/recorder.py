@@ -1,0 +1,261 @@
+"""`hc.Recorder`: what a compiled program computes, written to a folder as it runs.
+
+    device --tap--> worker of taps --inbox--> writer --+--> run/columns/*.arrows
+                    appends to a list                  +--> run/arrays/*
+                                                       +--> feed of each sink
+
+Threads. The worker of taps only appends to a list (`_recorder/inbox.py` states what it
+guarantees). The writer, one thread, is the only one that touches the files
+(`_recorder/store.py`). Each sink has a thread, which reads what the writer has written
+(`_recorder/feed.py`). Errors of these threads are raised by the next barrier or by
+`close` (`_recorder/errors.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import hostcall as hc
+from hostcall.errors import HostcallError, SpecError
+from hostcall.tools._recorder import errors
+from hostcall.tools._recorder.delivery import Place
+from hostcall.tools._recorder.feed import Feed, Sink, wait_for
+from hostcall.tools._recorder.fields import Field, arrays_of, fields_of
+from hostcall.tools._recorder.inbox import Inbox
+from hostcall.tools._recorder.packages import needed
+from hostcall.tools._recorder.store import Store
+from hostcall.tools.reading import Run, read
+
+# A delivery has up to so many events, and about up to so many bytes.
+_MOST_EVENTS = 4096
+_MOST_BYTES = 4 << 20
+
+
+class Recorder:
+    """Writes what a program computes to a folder, while the program runs.
+
+        rec = hc.Recorder("run")
+
+        def body(w, i):
+            ...
+            rec(step=i, loss=loss, grads=norms)       # anywhere in a compiled program
+
+        rec.close()
+        hc.tools.read("run").dataframe()
+
+    Scalars and arrays of up to 16 elements become columns of a table. Larger ones
+    become Zarr arrays that grow by an entry a call, so a trajectory of any length needs
+    no stacked `ys`. The program does not wait for the disk, unless 256 MB wait to be
+    written. If the process is killed, at most the last `flush` seconds are lost.
+
+    Args:
+        folder: where the run is written. If it has a run already, this one is appended.
+        sinks: functions that get the columns too, as `sink(columns)` with a dict of
+            NumPy arrays of shape (rows, *shape), in batches: those of
+            `hostcall.tools.sinks`, or any callable. Each runs on a thread of its own. A
+            slow one delays nothing; one that fails gets nothing more, and the next
+            `hc.barrier()`, or `close`, raises its error. A method `close()` is called
+            at the end, on the same thread.
+        flush: values are on disk at most so many seconds after they were delivered.
+
+    Raises:
+        HostcallError: pyarrow is not installed, or another recorder uses the folder.
+
+    `close`, or the end of a `with` block, waits for the programs and writes the rest.
+    If the process ends without it, the rest is written too.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        sinks: Sequence[Sink] = (),
+        flush: float = 1.0,
+    ) -> None:
+        needed("pyarrow", "hc.Recorder")
+        if not flush >= 0:
+            raise SpecError(
+                f"hostcall: flush= of a recorder should be seconds, got {flush!r}"
+            )
+        # Absolute, since the program may change its directory while the writer works.
+        self._store = Store(Path(folder).absolute())
+        self._inbox = Inbox(f"the recorder of {folder}", flush)
+        # Protects `_places` and the store's table of types: several threads may trace.
+        self._lock = threading.Lock()
+        self._places: dict[tuple[Field, ...], Place] = {}
+        self._closed = False
+        self._process = os.getpid()
+        self._feeds = [Feed(sink, self) for sink in sinks]
+        self._ended = threading.Event()  # set by the writer; see feed.py
+        writer = threading.Thread(
+            target=self._write, name="hostcall-recorder", daemon=True
+        )
+        writer.start()
+        atexit.register(self._at_exit)
+
+    def __call__(
+        self,
+        *,
+        step: Any = None,
+        where: Any = None,
+        every: int | float | None = None,
+        sample: float | None = None,
+        on: Literal["once", "shards"] = "once",
+        **values: Any,
+    ) -> None:
+        """Records values, in a compiled program or outside of one.
+
+        Args:
+            step: an integer scalar. By default the calls are counted, on each device.
+            where: as in `hc.tap`. Under vmap only the rows where it is True are
+                recorded. With it each call is delivered alone, which costs the worker
+                microseconds more.
+            every: as in `hc.tap`: one in so many calls, or one in so many seconds.
+            sample: as in `hc.tap`: the share of calls that are recorded.
+            on: as in `hc.tap`. "shards": in a jitted program over several devices, each
+                writes its blocks of the values, without communication. Then a small
+                array has a row for each element, with the columns `device` and `index`
+                (`index0`, `index1` for two axes).
+            **values: numbers, arrays, and pytrees of them: `grads={"w": x}` has the
+                name "grads.w". The names "time", "process", "device", "row" and
+                "index" are taken.
+
+        Raises:
+            SpecError: a value can't be recorded, or the run has its name with another
+                dtype or shape. The error names the column.
+
+        Under transformations:
+            vmap: a row of the table for each index, with the columns `row`, or `row0`,
+                `row1` for nested vmaps, the outermost first. In Zarr an axis, behind
+                that of the steps. `where` may not differ between rows for arrays.
+            shard_map: each shard records its own values, with the column `device`. In
+                Zarr each axis of the mesh is an axis; a shard that did not record has
+                NaN, or 0.
+            grad, remat, scan, while_loop, cond: as for `hc.tap`.
+
+        Cost: that of `hc.tap` on the device. The host stacks up to 4096 calls.
+        """
+        if self._closed:
+            raise HostcallError(
+                f"hostcall: the recorder of {self._store.folder} is closed"
+            )
+        if on == "shards" and (sample is not None or isinstance(every, float)):
+            raise SpecError(
+                "hostcall: with on='shards' a recorder takes no sample= and no every="
+                " in seconds: devices would choose different steps. Use an int for"
+                " every="
+            )
+        if step is not None:
+            values = {"step": step, **values}
+        arrays = arrays_of(values)
+        if not arrays:
+            raise SpecError("hostcall: a recorder was called without a value")
+        fields = fields_of(arrays, on)
+        options = {"where": where, "every": every, "sample": sample, "on": on}
+        if on == "once":
+            self._tap(fields, arrays, options)
+            return
+        # A tap for all scalars and one for each other value. Among devices that hold
+        # the same blocks of all values of a tap, only the first taps, and each entry of
+        # an array must get each block once.
+        scalars = tuple(field for field in fields if field.kind == "column")
+        if [field.name for field in scalars] not in ([], ["step"]):
+            self._tap(scalars, arrays, options)
+        number = tuple(field for field in scalars if field.name == "step")
+        for field in fields:
+            if field.kind != "column":
+                self._tap((*number, field), arrays, options)
+
+    def _tap(
+        self, fields: tuple[Field, ...], arrays: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        with self._lock:
+            self._store.check(fields)
+            place = self._places.get(fields)
+            if place is None:
+                place = Place(self._inbox, fields, self._store.shapes)
+                self._places[fields] = place
+        size = sum(arrays[field.name].nbytes for field in fields)
+        batch = min(_MOST_EVENTS, max(1, _MOST_BYTES // size))
+        # With batch=, a mask may not differ between the rows of a vmap.
+        options["batch"] = batch if options["where"] is None else None
+        function = place.events if options["batch"] else place.event
+        hc.tap(function, *(arrays[field.name] for field in fields), **options)
+
+    def table(self) -> Any:
+        """Everything recorded so far, as a pyarrow.Table (`Run.table`). Flushes."""
+        return self._run().table()
+
+    def dataframe(self) -> Any:
+        """Everything recorded so far, as a pandas.DataFrame. Flushes."""
+        return self._run().dataframe()
+
+    def flush(self) -> None:
+        """Waits for programs and taps (`hc.barrier`), and until all is on disk."""
+        hc.barrier()
+        self._inbox.flush()
+
+    def close(self) -> None:
+        """Waits for programs and taps, writes the rest, and waits for all sinks.
+
+        Raises:
+            BaseException: an error of `hc.barrier`, of the writer, or of a sink, if no
+                barrier raised it; an ExceptionGroup if there are several.
+        """
+        if self._closed:
+            return
+        raised: list[BaseException] = []
+        try:
+            hc.barrier()
+        except Exception as error:
+            raised.append(error)
+        self._inbox.close()
+        wait_for(self._ended)
+        for feed in self._feeds:
+            feed.close()
+        self._closed = True  # here, so that Ctrl-C leaves a recorder to be closed
+        self._store.close()
+        atexit.unregister(self._at_exit)
+        raised += errors.take(self)
+        errors.raise_all(raised, f"closing the recorder of {self._store.folder}")
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self) -> Run:
+        if not self._closed:
+            self.flush()
+        return read(self._store.folder)
+
+    def _write(self) -> None:
+        """The writer's thread."""
+        last = False
+        try:
+            while not last:
+                deliveries, last = self._inbox.take()
+                for stream, begin in self._store.write(deliveries):
+                    for feed in self._feeds:
+                        feed.put(stream, begin)
+                self._inbox.done(len(deliveries))
+        except BaseException as error:
+            self._inbox.fail(error)
+            errors.tell(self, f"the recorder of {self._store.folder}", error)
+        finally:
+            self._ended.set()
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:  # a forked child has none of the threads
+            self.close()

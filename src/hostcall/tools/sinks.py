@@ -1,0 +1,268 @@
+"""Sinks of a recorder: each gets batches of columns, `sink(columns)`.
+
+A batch is a dict of NumPy arrays of shape (rows, *shape). Any callable is a sink; these
+write files, and `live` draws. A small vector becomes a column for each element,
+`norms.0`, `norms.1`. Batches differ in their columns if the recorder is called with
+different names.
+"""
+
+from __future__ import annotations
+
+import csv as csv_writer
+import io
+import json
+import math
+import os
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from hostcall.tools._recorder.arrays import replace_file
+from hostcall.tools._recorder.packages import needed
+
+Columns = dict[str, np.ndarray]
+
+
+def flat(columns: Columns) -> Columns:
+    """Columns of scalars: a column for each element of a vector."""
+    out = {}
+    for name, values in columns.items():
+        if values.ndim == 1:
+            out[name] = values
+        else:
+            for index in np.ndindex(values.shape[1:]):
+                key = ".".join([name, *map(str, index)])
+                out[key] = values[(slice(None), *index)]
+    return out
+
+
+class csv:
+    """Writes CSV. Each set of columns has a file: `path`, then `path` with .1, .2."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path).absolute()
+        self._files: dict[tuple[str, ...], TextIO] = {}
+
+    def __call__(self, columns: Columns) -> None:
+        columns = flat(columns)
+        names = tuple(columns)
+        if names not in self._files:
+            self._files[names] = self._open(names)
+        rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+        csv_writer.writer(self._files[names]).writerows(rows)
+        self._files[names].flush()
+
+    def _open(self, names: tuple[str, ...]) -> TextIO:
+        """The first file that has these columns, or none yet."""
+        for number in range(1_000_000):
+            middle = f".{number}" if number else ""
+            path = self._path.with_name(f"{self._path.stem}{middle}{self._path.suffix}")
+            file = open(path, "a+", newline="")  # noqa: SIM115 (closed by close)
+            file.seek(0)
+            header = next(csv_writer.reader(file), None)
+            if header is None:
+                csv_writer.writer(file).writerow(names)
+            if header is None or tuple(header) == names:
+                return file
+            file.close()
+        raise AssertionError("a million sets of columns")
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+class jsonl:
+    """Writes a line of JSON for each row. NaN is written as NaN, as Python reads it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path).absolute()
+        self._file: TextIO | None = None
+
+    def __call__(self, columns: Columns) -> None:
+        if self._file is None:
+            self._file = open(self._path, "a")  # noqa: SIM115 (closed by close)
+        lists = [values.tolist() for values in columns.values()]
+        self._file.writelines(
+            json.dumps(dict(zip(columns, row, strict=True))) + "\n"
+            for row in zip(*lists, strict=True)
+        )
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class sqlite:
+    """Writes rows to a table of an SQLite database. Each batch is a transaction."""
+
+    def __init__(self, path: str | os.PathLike[str], table: str = "records") -> None:
+        self._path = Path(path).absolute()
+        self._table = _quoted(table)
+        self._connection: sqlite3.Connection | None = None
+        self._names: set[str] = set()
+
+    def __call__(self, columns: Columns) -> None:
+        if self._connection is None:  # a connection is used on one thread only
+            self._connection = sqlite3.connect(self._path)
+        columns = flat(columns)
+        with self._connection:
+            if not columns.keys() <= self._names:
+                self._add(self._connection, columns)
+            names = ", ".join(map(_quoted, columns))
+            marks = ", ".join("?" * len(columns))
+            self._connection.executemany(
+                f"INSERT INTO {self._table} ({names}) VALUES ({marks})",
+                zip(*(values.tolist() for values in columns.values()), strict=True),
+            )
+
+    def _add(self, connection: sqlite3.Connection, columns: Columns) -> None:
+        names = ", ".join(map(_quoted, columns))
+        connection.execute(f"CREATE TABLE IF NOT EXISTS {self._table} ({names})")
+        found = connection.execute(f"PRAGMA table_info({self._table})")
+        self._names = {row[1] for row in found}
+        for name in columns.keys() - self._names:
+            connection.execute(f"ALTER TABLE {self._table} ADD COLUMN {_quoted(name)}")
+            self._names.add(name)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+class tensorboard:
+    """Writes scalars for TensorBoard, with the package tensorboardX.
+
+    The tag is the column's name; behind it `/row0`, `/row1` of a vmap, the device, ...
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        module = needed("tensorboardX", "the sink tensorboard")
+        self._writer = module.SummaryWriter(str(folder))
+
+    def __call__(self, columns: Columns) -> None:
+        columns = flat(columns)
+        when = zip(columns["step"].tolist(), columns["time"].tolist(), strict=True)
+        for at, (step, seconds) in enumerate(when):
+            where = "".join(f"/{name}{columns[name][at]}" for name in _places(columns))
+            for name, values in columns.items():
+                if name not in ("step", "time", *_places(columns)):
+                    self._writer.add_scalar(name + where, values[at], step, seconds)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class live:
+    """Draws the columns while they come: in a notebook's cell, and to a PNG elsewhere.
+
+    It needs matplotlib. A name has a plot, with a line for each of the first 16 rows or
+    devices. A line that gets long is thinned.
+
+    Args:
+        path: the PNG. By default a notebook has none, and others write "live.png".
+        names: what is drawn (default: the first nine names).
+        every: seconds between two drawings, at least. The last values are drawn when
+            the recorder is closed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        names: Sequence[str] | None = None,
+        every: float = 1.0,
+    ) -> None:
+        # Figures that are made without pyplot may be drawn on any thread.
+        self._figure = needed("matplotlib.figure", "the sink live", "matplotlib").Figure
+        self._names = names
+        self._every = every
+        self._last = -math.inf
+        self._lines: dict[str, dict[str, _Line]] = {}
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        self._cell = None
+        if getattr(shell, "kernel", None) is not None:
+            display = needed("IPython.display", "the sink live", "ipython")
+            self._image = display.Image
+            # On the thread of the cell, so that it is this cell that shows the plot.
+            self._cell = display.display(self._image(self._png()), display_id=True)
+        elif path is None:
+            path = "live.png"
+        self._path = None if path is None else Path(path).absolute()
+
+    def __call__(self, columns: Columns) -> None:
+        columns = flat(columns)
+        places = list(_places(columns))
+        keys = np.stack([columns["step"] * 0, *(columns[n] for n in places)], axis=1)
+        found, which = np.unique(keys, axis=0, return_inverse=True)
+        for number, (_, *at) in enumerate(found[:16]):
+            rows = which.reshape(-1) == number
+            label = ", ".join(f"{n} {i}" for n, i in zip(places, at, strict=True))
+            for name in columns.keys() - {"time", "step", *places}:
+                if name in (self._names or (name,)):
+                    line = self._lines.setdefault(name, {}).setdefault(label, _Line())
+                    line.add(columns["step"][rows], columns[name][rows])
+        if time.monotonic() - self._last >= self._every:
+            self._draw()
+
+    def close(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        data = self._png()
+        if self._cell is not None:
+            self._cell.update(self._image(data))
+        if self._path is not None:  # replaced, since a viewer may read it at any moment
+            replace_file(self._path, data)
+        self._last = time.monotonic()
+
+    def _png(self) -> bytes:
+        names = sorted(self._lines)[:9] if self._names is None else list(self._names)
+        height = 0.6 + 1.8 * max(len(names), 1)
+        figure = self._figure(figsize=(7, height), layout="constrained")
+        plots = figure.subplots(max(len(names), 1), sharex=True, squeeze=False)[:, 0]
+        for plot, name in zip(plots, names, strict=False):
+            plot.set_ylabel(name)
+            for label, line in sorted(self._lines.get(name, {}).items()):
+                plot.plot(line.steps, line.values, label=label or None)
+            if 1 < len(self._lines.get(name, ())) <= 8:
+                plot.legend(fontsize="small")
+        plots[-1].set_xlabel("step")
+        out = io.BytesIO()
+        figure.savefig(out, format="png")
+        return out.getvalue()
+
+
+class _Line:
+    """The points of a line: each nth, with n so large that there are at most MOST."""
+
+    MOST = 4096
+
+    def __init__(self) -> None:
+        self.steps, self.values = np.empty(0), np.empty(0)
+        self._stride, self._seen = 1, 0
+
+    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
+        kept = slice(-self._seen % self._stride, None, self._stride)
+        self._seen += len(steps)
+        self.steps = np.concatenate([self.steps, steps[kept]])
+        self.values = np.concatenate([self.values, values[kept]])
+        while len(self.steps) > self.MOST:
+            self.steps, self.values = self.steps[::2], self.values[::2]
+            self._stride *= 2
+
+
+def _places(columns: Columns) -> Iterator[Any]:
+    """The columns that say where a row comes from."""
+    where = ("process", "device", "row", "index")
+    return (name for name in columns if name.rstrip("0123456789") in where)
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

@@ -1,0 +1,314 @@
+"""hc.Recorder: arrays, read back by the package zarr. The oracle is stacked `ys`."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import grid, line
+
+import hostcall as hc
+from hostcall.tools._recorder import arrays
+
+pytest.importorskip("pyarrow")
+pc = pytest.importorskip("pyarrow.compute")
+zarr = pytest.importorskip("zarr", minversion="3")
+
+COLLECTIVE = re.compile("all-gather|all-reduce|all-to-all|permute|broadcast-start")
+
+
+def read(rec, name):
+    rec.flush()
+    return hc.tools.read(rec._store.folder).array(name)
+
+
+def scanned(body, length, carry):
+    """The carries of a compiled loop that calls `body(carry, i)`."""
+
+    def step(c, i):
+        new = body(c, i)
+        return new, new
+
+    return jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(length))[1])(carry)
+
+
+@pytest.mark.parametrize("shape", [(17,), (5, 4), (300, 400), (2, 3, 4)], ids=str)
+def test_a_trajectory(shape, rec):
+    def body(c, i):
+        c = c * 0.9 + i
+        rec(step=i, traj=c, loss=c.sum())
+        return c
+
+    ys = scanned(body, 30, jnp.linspace(0, 1, np.prod(shape)).reshape(shape))
+    steps, traj = read(rec, "traj")
+    np.testing.assert_array_equal(steps, np.arange(30))
+    np.testing.assert_array_equal(traj, ys)
+    table = rec.table()
+    assert table.column_names == ["step", "time", "loss"]
+    assert table.num_rows == 30
+
+
+DTYPES = ["bool", "int8", "uint16", "int32", "float16", "float32", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "bfloat16", "int4"])
+def test_dtypes(dtype, rec):
+    xs = (jnp.arange(60).reshape(3, 20) % 5).astype(dtype)
+    for x in xs:
+        rec(x=x)
+    stored = {"bfloat16": "float32", "int4": "int8"}.get(dtype, dtype)
+    _, got = read(rec, "x")
+    assert got.dtype == stored
+    np.testing.assert_array_equal(got, np.asarray(xs).astype(stored))
+
+
+def test_only_arrays(rec):
+    rec(a=jnp.ones((4, 5)), b=jnp.zeros(30))
+    assert rec.table().num_rows == 0
+    run = hc.tools.read(rec._store.folder)
+    assert run.arrays == ["a", "b"]
+    assert run.array("a")[1].shape == (1, 4, 5)
+    with pytest.raises(hc.HostcallError, match="no array 'c'. It has: a, b"):
+        run.array("c")
+
+
+def test_many_flushes_fill_one_chunk(tmp_path):
+    """A chunk that is not full is written again, also by a run that resumes."""
+    want = []
+    for run in range(2):
+        with hc.Recorder(tmp_path / "run") as rec:
+            for number in range(4):
+                x = jnp.arange(20) + 100 * run + number
+                want.append(np.asarray(x))
+                rec(x=x)
+                np.testing.assert_array_equal(read(rec, "x")[1], want)
+    steps, values = hc.tools.read(tmp_path / "run").array("x")
+    np.testing.assert_array_equal(values, want)
+    np.testing.assert_array_equal(steps, np.arange(8))
+    files = [p for p in (tmp_path / "run/arrays/x/value").rglob("*") if p.is_file()]
+    assert sorted(path.name for path in files) == ["0", "zarr.json"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_entries_behind_the_shape_are_not_there(count, tmp_path):
+    """A process was killed after it wrote a chunk, and before it wrote the shape."""
+    folder = tmp_path / "run" / "arrays" / "x"
+    with hc.Recorder(tmp_path / "run") as rec:
+        for number in range(3):
+            rec(x=jnp.full(20, number))
+    for part in ("value", "step", "have"):
+        meta = json.loads((folder / part / "zarr.json").read_text())
+        meta["shape"][0] = count
+        (folder / part / "zarr.json").write_text(json.dumps(meta))
+    with hc.Recorder(tmp_path / "run") as rec:
+        rec(x=jnp.full(20, 9))
+    steps, values = hc.tools.read(tmp_path / "run").array("x")
+    np.testing.assert_array_equal(values[:, 0], [*range(count), 9])
+    np.testing.assert_array_equal(steps, range(count + 1))
+    for part in ("value", "step", "have"):  # lengthened, to show what lies behind
+        array = zarr.open_array(folder / part, mode="r+")
+        array.resize((count + 3, *array.shape[1:]))
+        assert (array[count + 1 :] == 0).all()
+
+
+def test_zarr_opens_the_group(rec):
+    rec(step=3, x=jnp.ones((4, 5)))
+    rec.flush()
+    group = zarr.open_group(rec._store.folder / "arrays" / "x", mode="r")
+    assert sorted(group.array_keys()) == ["have", "step", "value"]
+    assert group["value"].metadata.dimension_names == ("step", None, None)
+    assert group["step"][:].tolist() == [3]
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
+def test_nested_vmap_adds_axes(axes, rec):
+    shape = tuple(n for n, axis in zip((2, 3), axes) if axis is not None)
+    x = np.arange(np.prod(shape) * 20).reshape(*shape, 20)
+    y = jnp.zeros((2, 3))
+
+    def f(x, y):
+        rec(x=x, y=y)
+
+    outer, inner = axes
+    jax.jit(jax.vmap(jax.vmap(f, (inner, 0)), (outer, 0)))(x, y)
+    np.testing.assert_array_equal(read(rec, "x")[1], x[None])
+    _, value = hc.tools.read(rec._store.folder).zarr("x")
+    names = tuple(n for n, axis in zip(("row0", "row1"), axes) if axis is not None)
+    assert value.metadata.dimension_names == ("step", *names, None)
+
+
+# --- Several devices --------------------------------------------------------------------
+
+SPECS = [P("x", "y"), P(("x", "y")), P("x"), P(None, "y"), P(None, ("y", "x")), P()]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_shards_are_written_block_by_block(spec, rec):
+    xs = np.arange(12 * 16, dtype=np.float32).reshape(12, 16)
+
+    @jax.jit
+    def run(x):
+        def body(c, i):
+            c = c * 1.5 + 1
+            rec(step=i, x=c, few=c[:2, :2], total=i * 2.0, on="shards")
+            return c, c
+
+        return jax.lax.scan(body, x, jnp.arange(20))[1]
+
+    x = jax.device_put(xs, NamedSharding(grid(), spec))
+    ys = run(x)
+    steps, values = read(rec, "x")
+    np.testing.assert_array_equal(steps, np.arange(20))
+    np.testing.assert_array_equal(values, ys)
+    table = rec.table()
+    assert table["total"].drop_null().to_pylist() == [i * 2.0 for i in range(20)]
+    rows = table.filter(pc.is_valid(table["few"]))
+    names = ["step", "index0", "index1", "few"]
+    got = sorted(zip(*(rows[name].to_pylist() for name in names)))
+    few = np.asarray(ys)[:, :2, :2]
+    assert got == [(*at, few[at]) for at in np.ndindex(few.shape)]
+    assert set(rows["device"].to_pylist()) <= {device.id for device in jax.devices()}
+    device_blocks = {str(i) for i in x.sharding.devices_indices_map(x.shape).values()}
+    chunks = list((rec._store.folder / "arrays/x/value/c").rglob("*"))
+    assert sum(path.is_file() for path in chunks) == len(device_blocks)
+
+
+def test_shards_do_not_communicate(rec):
+    """And what the program computes has the same bits."""
+    whole = jnp.linspace(0, 1, 64).reshape(8, 8)
+    x = jax.device_put(whole, NamedSharding(grid(), P("x", "y")))
+    few = jax.device_put(jnp.arange(4.0), NamedSharding(grid(), P("x")))
+
+    def f(x, few, on):
+        if on is not None:
+            rec(**{f"x_{on}": x, f"few_{on}": few}, on=on)
+        return jnp.sin(x) * 2
+
+    compiled = lambda on: jax.jit(lambda *xs: f(*xs, on)).lower(x, few).compile()
+    texts = {on: compiled(on).as_text() for on in ("shards", "once")}
+    assert not COLLECTIVE.search(texts["shards"])
+    assert COLLECTIVE.search(texts["once"])
+    results = [np.asarray(compiled(on)(x, few)) for on in ("shards", None)]
+    assert results[0].tobytes() == results[1].tobytes()
+
+
+def test_a_step_that_comes_twice(rec):
+    """Each block goes to the first entry of its step that lacks it."""
+    x = jax.device_put(jnp.zeros((8, 8)), NamedSharding(grid(), P("x", "y")))
+
+    @jax.jit
+    def run(x):
+        body = lambda i, c: (rec(step=i // 5, x=c, on="shards"), c + 1)[1]
+        return jax.lax.fori_loop(0, 20, body, x)
+
+    run(x)
+    steps, values = read(rec, "x")
+    np.testing.assert_array_equal(steps, np.arange(20) // 5)
+    np.testing.assert_array_equal(
+        values, np.full((20, 8, 8), np.arange(20)[:, None, None])
+    )
+
+
+def test_shard_map_adds_the_axes_of_the_mesh(rec):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+
+    def body(block):
+        def step(i, c):
+            rec(step=i, x=c + i)
+            return c
+
+        return jax.lax.fori_loop(0, 6, step, block)
+
+    x = jnp.arange(8.0 * 12).reshape(8, 12)
+    jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))
+    )(x)
+    steps, values = read(rec, "x")
+    np.testing.assert_array_equal(steps, np.arange(6))
+    assert values.shape == (6, 2, 2, 4, 6)
+    blocks = np.asarray(x).reshape(2, 4, 2, 6).swapaxes(1, 2)
+    for step in range(6):
+        np.testing.assert_array_equal(values[step], blocks + step)
+
+
+def test_a_shard_that_does_not_record(rec):
+    def body(block):
+        rec(x=block, where=jax.lax.axis_index("x") != 1)
+        return block
+
+    x = jnp.arange(80.0)
+    jax.jit(jax.shard_map(body, mesh=line(), in_specs=P("x"), out_specs=P("x")))(x)
+    _, values = read(rec, "x")
+    want = np.asarray(x).reshape(1, 4, 20).copy()
+    want[:, 1] = np.nan
+    np.testing.assert_array_equal(values, want)
+
+
+def test_shards_that_never_come_are_forgotten(rec, monkeypatch):
+    """The memory for entries that wait is bounded, and each entry is there."""
+    monkeypatch.setattr(arrays, "MOST_OPEN", 5)
+    monkeypatch.setattr(arrays, "MOST_OF_A_STEP", 3)
+
+    def body(block):
+        def step(i, c):
+            one = jax.lax.axis_index("x") == 1
+            rec(step=i, x=c + i, where=one)
+            rec(step=0, y=c - i, where=one)
+            return c
+
+        return jax.lax.fori_loop(0, 50, step, block)
+
+    x = jnp.arange(80.0)
+    jax.jit(jax.shard_map(body, mesh=line(), in_specs=P("x"), out_specs=P("x")))(x)
+    steps, values = read(rec, "x")
+    np.testing.assert_array_equal(steps, np.arange(50))
+    want = np.arange(20, 40) + np.arange(50)[:, None]
+    np.testing.assert_array_equal(values[:, 1], want)
+    np.testing.assert_array_equal(
+        read(rec, "y")[1][:, 1], want - 2 * np.arange(50)[:, None]
+    )
+    waiting = rec._store._arrays
+    assert len(waiting["x"]._open) <= 5
+    assert len(waiting["y"]._open[0]) <= 3
+
+
+# --- Mistakes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda rec, x: rec(x=x, where=x[0] > 0), "where= differs between the rows"),
+        (
+            lambda rec, x: rec(x=x, step=x[0].astype(int)),
+            "step= differs between the rows",
+        ),
+    ],
+)
+def test_rows_that_have_no_place(call, text, rec):
+    jax.jit(jax.vmap(lambda x: call(rec, x)))(jnp.arange(40.0).reshape(2, 20))
+    with pytest.raises(hc.HostcallError, match=f"values x can't be recorded.*{text}"):
+        hc.barrier()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_vmap_of_another_size(resumed, tmp_path):
+    """The error is the tap's. The recorder goes on."""
+    rec = hc.Recorder(tmp_path / "run")
+    f = jax.jit(jax.vmap(lambda x: rec(x=x)))
+    f(jnp.ones((2, 20)))
+    if resumed:
+        rec.close()
+        rec = hc.Recorder(tmp_path / "run")
+        f = jax.jit(jax.vmap(lambda x: rec(x=x)))
+    f(jnp.ones((3, 20)))
+    text = r"array 'x' is recorded with the shape \(3, 20\).* have the shape \(2, 20\)"
+    with pytest.raises(hc.HostcallError, match=text):
+        hc.barrier()
+    f(jnp.ones((2, 20)))
+    rec.close()
+    assert hc.tools.read(tmp_path / "run").array("x")[1].shape == (2, 2, 20)

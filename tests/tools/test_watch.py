@@ -1,0 +1,195 @@
+"""`hc.watch`: what it raises, what it keeps, and what else it can do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import watched
+from watched import down, fired
+
+import hostcall as hc
+from hostcall.errors import SpecError, WatchError
+
+# --- The error --------------------------------------------------------------------------
+
+
+def test_the_error_comes_out_of_the_program():
+    error = fired(jax.jit(down), 2.5)
+    assert isinstance(error, hc.HostcallError)
+    assert np.isnan(error.values["y"])
+    assert error.also == -0.5
+    assert (error.step, error.row, error.history) == (3, (), ())
+    assert error.device == jax.devices()[0]
+    assert error.name == "state"
+    assert (error.place.file, error.place.function) == (
+        watched.__file__,
+        "down.<locals>.body",
+    )
+    assert np.isfinite(jax.jit(down)(20.0)).all()
+
+
+def test_the_text():
+    x = np.array([[1, 2], [np.inf, 4], [np.nan, 6]], np.float32)
+    error = fired(jax.jit(lambda x: hc.watch({"w": x, "n": 3, "ok": x[0]})), x)
+    line = error.place.line
+    assert str(error).splitlines() == [
+        "hostcall: x is not finite at step 0 (executions of this place in this run,"
+        f" from 0), on {jax.devices()[0]}; watched at {__file__}:{line} in"
+        " test_the_text.<locals>.<lambda>",
+        "  x['w']: 2 of 6 numbers, the first is inf at [1, 0] (float32[3, 2])",
+        "  The error's .values and .also have the arrays. Write them to a file with"
+        " .save(path), and read it with hostcall.tools.load_failure(path).",
+        "  To see how it came about, give keep=3, and inputs as also=.",
+    ]
+    assert "and .history what was before" in str(
+        fired(jax.jit(lambda x: down(x, keep=3)), 2.5)
+    )
+
+
+def test_a_check_of_yours():
+    def positive(tree):
+        return (tree["a"] > 0).all()
+
+    f = jax.jit(lambda x: hc.watch({"a": x}, positive)["a"] + 1)
+    assert f(jnp.ones(2)).tolist() == [2, 2]
+    error = fired(f, jnp.array([1.0, -1.0]))
+    assert "x did not pass its check" in str(error)
+    assert "`test_a_check" in str(error)
+    assert error.values["a"].tolist() == [1, -1]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_history_has_the_last_steps(keep):
+    error = fired(jax.jit(lambda x: down(x, keep=keep)), 5.5)
+    assert error.step == 6
+    before = [6 - keep + i for i in range(keep)]
+    assert [one.step for one in error.history] == before
+    assert [float(one.also) for one in error.history] == [5.5 - i for i in before]
+    for one in error.history:
+        assert one.values["y"] == jnp.log(one.also)
+        assert one.run == error.history[0].run
+
+
+def test_history_of_a_step_that_python_calls():
+    step = jax.jit(lambda x: hc.watch(jnp.log(x), keep=2, also=x))
+    for x in (3.0, 2.0, 1.0):
+        step(x)
+    error = fired(step, -1.0)
+    assert error.step == 0
+    assert [float(one.also) for one in error.history] == [2, 1]
+    assert len({one.run for one in error.history}) == 2
+
+
+def test_nothing_needs_the_result():
+    @jax.jit
+    def f(x):
+        hc.watch(jnp.log(x))
+        return x + 1
+
+    assert fired(f, -1.0).step == 0
+    with pytest.raises(WatchError):
+        f(-1.0)
+        jax.effects_barrier()
+
+
+@pytest.mark.parametrize("reader", ["barrier", "reraise", "effects_barrier"])
+def test_waits_raise_it(reader):
+    f = jax.jit(lambda x: hc.watch(jnp.log(x)))
+    with pytest.raises(WatchError) as caught:
+        if reader == "reraise":
+            with hc.reraise():
+                y = f(-1.0)
+        else:
+            y = f(-1.0)
+            hc.barrier() if reader == "barrier" else y.block_until_ready()
+    assert np.isnan(caught.value.values)
+    assert hc.last_error() is caught.value
+
+
+def test_an_eager_watch():
+    x = jnp.ones(3)
+    assert hc.watch(x) is x
+    assert np.isnan(fired(hc.watch, x * np.nan).values).all()
+
+
+def test_threads_get_their_own_errors():
+    f = jax.jit(lambda x: down(x, keep=2))
+    f(20.0)
+    found = {}
+
+    def run(start):
+        try:
+            jax.block_until_ready(f(start))
+        except WatchError as error:
+            found[start] = error
+
+    threads = [threading.Thread(target=run, args=(x + 0.5,)) for x in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {x: error.step for x, error in found.items()} == {
+        x + 0.5: x + 1 for x in range(6)
+    }
+    for x, error in found.items():
+        assert error.also == -0.5
+        assert all(one.also == x - one.step for one in error.history)
+
+
+# --- Other actions ----------------------------------------------------------------------
+
+
+def test_log_goes_on(caplog):
+    f = jax.jit(lambda x: down(x, action="log", keep=1))
+    with caplog.at_level(logging.WARNING, "hostcall"):
+        assert np.isnan(f(0.5)).sum() == 7
+        jax.effects_barrier()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3  # of seven: the rest would flood the log
+    assert "state is not finite at step 1" in said[0]
+    assert "[time 3 at" in said[2]
+
+
+def test_an_action_of_yours_gets_the_error():
+    seen = []
+    f = jax.jit(lambda x: down(x, action=seen.append, keep=1))
+    y = f(5.5)
+    jax.effects_barrier()
+    assert [error.step for error in seen] == [6, 7]
+    # What was bad is in the history of the next.
+    assert [float(e.history[0].also) for e in seen] == [0.5, -0.5]
+    assert np.isnan(y).sum() == 2
+
+
+# --- Mistakes ---------------------------------------------------------------------------
+
+MISTAKES = {
+    "check": ((1.0, "nan"), {}, 'check= of hc.watch should be "finite" or a function'),
+    "keep": ((1.0,), {"keep": -1}, "keep= of hc.watch should be a number of execut"),
+    "keep bool": ((1.0,), {"keep": True}, "an int of 0 or more, got True"),
+    "action": ((1.0,), {"action": "stop"}, "'raise', 'log', 'breakpoint' or a funct"),
+    "name": ((1.0,), {"name": 3}, r"name= of hc.watch should be a str, got 3"),
+    "no floats": (
+        ({"a": 1, "b": "text"},),
+        {},
+        r"nothing in hc.watch\(x\) can be nan or infinite: it has int, str",
+    ),
+    "no bool": (
+        (jnp.ones(2), lambda x: x > 0),
+        {},
+        r"should return a bool scalar, got bool\[2\]. Reduce it with jnp.all",
+    ),
+    "where": ((1.0,), {"where": jnp.ones(2, bool)}, "where"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name):
+    args, options, text = MISTAKES[name]
+    with pytest.raises(SpecError, match=text):
+        hc.watch(*args, **options)

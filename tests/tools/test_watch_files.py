@@ -1,0 +1,113 @@
+"""Which values `hc.watch` brings, and the files that they are saved in."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from watched import fired
+
+import hostcall as hc
+from hostcall.errors import SpecError, WatchError
+
+KEY = jax.random.key(0)
+
+
+def test_leaves_of_every_kind():
+    values = {
+        "half": jnp.full(3, jnp.nan, jnp.bfloat16),
+        "complex": jnp.ones(2, complex),
+        "int4": jnp.arange(4, dtype=jnp.int4),
+        "bool": jnp.array([True, False]),
+        "number": 2.5,
+        "empty": jnp.zeros((0, 3)),
+    }
+    also = {"key": KEY, "text": "hello", "none": None}
+    f = jax.jit(lambda v: hc.watch(v, also=also, keep=1, where=v["number"] > 0))
+    f({**values, "number": -1.0})
+    error = fired(f, values)
+    for tree in (error.values, error.history[0].values):
+        for name, leaf in values.items():
+            assert tree[name].dtype == jnp.asarray(leaf).dtype, name
+            assert tree[name].shape == jnp.shape(leaf)
+    assert error.values["int4"].tolist() == [0, 1, 2, 3]
+    assert error.history[0].values["int4"].tolist() == [0, 1, 2, 3]
+    assert error.also["text"] == "hello"
+    assert error.also["none"] is None
+    assert (jax.random.key_data(error.also["key"]) == jax.random.key_data(KEY)).all()
+
+
+# --- Files ------------------------------------------------------------------------------
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Config:
+    rate: float
+    name: str = dataclasses.field(metadata={"static": True})
+
+
+def test_a_file_has_all_of_it(tmp_path):
+    values = {
+        "pair": Pair(jnp.float32(np.nan), [1, "two"]),
+        "half": (jnp.ones(3, jnp.bfloat16), None),
+        7: Config(jnp.float32(0.5), "adam"),
+        "int4": jnp.arange(4, dtype=jnp.int4),
+        "empty": jnp.zeros((0, 2)),
+    }
+    f = jax.jit(lambda v: hc.watch({"v": 1.0, **v["v"]}, keep=2, also=(KEY, "text")))
+    del values[7]  # a dict of mixed keys can't be sorted, so JAX refuses it
+    values["config"] = Config(jnp.float32(0.5), "adam")
+    tree = {k: v for k, v in values.items() if k != "pair"}
+    tree["pair"] = Pair(values["pair"].left, [jnp.int32(1)])
+    f({"v": {**tree, "pair": Pair(jnp.float32(1), [jnp.int32(1)])}})
+    error = fired(f, {"v": tree})
+    path = tmp_path / "failure.zip"
+    error.save(path)
+    error.save(path)  # replaces it
+    assert [p.name for p in tmp_path.iterdir()] == ["failure.zip"]
+    again = hc.tools.load_failure(path)
+    assert str(again) == str(error)
+    assert isinstance(again, WatchError)
+    assert (again.step, again.row, again.name) == (error.step, error.row, error.name)
+    assert again.place == error.place
+    assert again.device == str(error.device)
+    for one, two in zip((error, *error.history), (again, *again.history), strict=True):
+        assert set(two.values) == set(one.values)
+        assert two.values["pair"]["right"][0] == 1
+        assert two.values["config"] == {"rate": np.float32(0.5)}
+        half = two.values["half"]
+        assert type(half) is tuple
+        assert half[0].dtype == jnp.bfloat16
+        assert half[1] is None
+        assert (half[0] == 1).all()
+        assert two.values["int4"].dtype == jnp.int4
+        assert two.values["int4"].tolist() == [0, 1, 2, 3]
+        assert two.values["empty"].shape == (0, 2)
+        key, text = two.also
+        assert text == "text"
+        assert key.dtype == KEY.dtype
+        assert (jax.random.key_data(key) == jax.random.key_data(KEY)).all()
+    assert np.isnan(again.values["pair"]["left"])
+    assert len(again.history) == 1
+    with pytest.raises(WatchError):
+        raise again
+
+
+def test_what_a_file_can_not_have(tmp_path):
+    error = fired(jax.jit(lambda x: hc.watch(x, also={"a": [print]})), np.nan)
+    with pytest.raises(SpecError, match=r"also\['a'\]\[0\] can't be saved: it is of"):
+        error.save(tmp_path / "file")
+    error.also = np.array([object()])
+    with pytest.raises(SpecError, match="also can't be saved: it is an array of"):
+        error.save(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+    np.savez(tmp_path / "other.npz", x=np.ones(3))
+    with pytest.raises(SpecError, match=r"has no failure\.json"):
+        hc.tools.load_failure(tmp_path / "other.npz")
