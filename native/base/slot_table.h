@@ -1,13 +1,14 @@
-// The numbers by which compiled programs know their callbacks, and the counted
-// objects behind the numbers.
+// The names by which compiled programs know their callbacks, and the counted
+// objects behind the names.
 //
 // Does not depend on Python, so that ThreadSanitizer can watch it alone
 // (tests/native/slot_table_test.cc).
 //
 // Guarantees
-//   * A number names one entry from Add to Remove. Add returns the smallest free
-//     number. So two processes that lower the same programs in the same order write
-//     the same program text, and JAX's compilation cache hits.
+//   * A key and a count name one entry from Add to Remove. The caller chooses the
+//     key, which says what the entry is; Add returns the smallest free count among
+//     the entries with that key. So a program's text does not depend on what else
+//     was lowered, and JAX's compilation cache hits.
 //   * Find returns a counted pointer: the object outlives the caller's use, even if
 //     another thread calls Remove meanwhile.
 //   * Objects may lose their last pointer on any thread, also on one that must not
@@ -16,9 +17,8 @@
 //
 // The race that the counting settles:
 //
-//   1. thread A: XLA instantiates the program; Find(7) copies the pointer
-//   2. thread B: the program's Python handle dies; Remove(7) drops the table's
-//                pointer
+//   1. thread A: XLA instantiates the program; Find copies the pointer
+//   2. thread B: the program's Python handle dies; Remove drops the table's pointer
 //   3. thread A: runs the callback through its own copy
 #pragma once
 
@@ -26,6 +26,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace hostcall {
@@ -152,55 +154,57 @@ class Counted {
   T* object_ = nullptr;
 };
 
-/// Maps numbers to counted pointers. Numbers begin at 1; 0 names nothing.
+/// Maps names to counted pointers. Counts begin at 1; 0 names nothing.
 ///
 /// Used when a program is lowered, instantiated or dropped, and never when it runs.
 template <typename T>
 class SlotTable {
  public:
-  /// In a lasting table, a number that Find has returned an entry for is never
-  /// given again. Programs over several processes use one: JAX may keep their
-  /// executables, with the number, for the life of the process.
+  /// In a lasting table, a name that Find has returned an entry for is never given
+  /// again. Programs over several processes use one: JAX may keep their
+  /// executables, with the names, for the life of the process.
   explicit SlotTable(bool lasting = false) : lasting_(lasting) {}
 
-  /// Puts an object under the smallest free number, and returns the number.
-  uint64_t Add(Counted<T> object) {
+  /// Puts an object under a key, with the smallest free count, and returns the
+  /// count.
+  uint64_t Add(uint64_t key, Counted<T> object) {
     std::lock_guard<std::mutex> lock(mutex_);
     ++live_;
-    for (size_t i = first_free_; i < entries_.size(); ++i) {
-      if (IsFree(entries_[i])) {
-        entries_[i].object = std::move(object);
-        first_free_ = i + 1;
-        return i + 1;
-      }
-    }
-    entries_.push_back({std::move(object)});
-    first_free_ = entries_.size();
-    return entries_.size();
+    Equals& equals = equals_[key];
+    std::vector<Entry>& entries = equals.entries;
+    ++equals.used;
+    size_t i = equals.first_free;
+    while (i < entries.size() && !IsFree(entries[i])) ++i;
+    if (i == entries.size()) entries.emplace_back();
+    entries[i].object = std::move(object);
+    equals.first_free = i + 1;
+    return i + 1;
   }
 
-  /// The entry with this number; null if there is none.
-  Counted<T> Find(uint64_t number) {
+  /// The entry with this name; null if there is none.
+  Counted<T> Find(uint64_t key, uint64_t count) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (number == 0 || number > entries_.size()) return {};
-    Entry& entry = entries_[number - 1];
-    entry.found |= static_cast<bool>(entry.object);
-    return entry.object;
+    Entry* entry = EntryOf(key, count);
+    if (entry == nullptr || !entry->object) return {};
+    entry->found = true;
+    return entry->object;
   }
 
-  /// Drops the table's reference, if there is one, and frees the number.
-  void Remove(uint64_t number) {
+  /// Drops the table's reference, if there is one, and frees the name.
+  void Remove(uint64_t key, uint64_t count) {
     // Declared before the lock, so destroyed after it: dropping the last reference
     // calls the graveyard's ask function, which should not run under this lock.
     Counted<T> doomed;
     std::lock_guard<std::mutex> lock(mutex_);
-    if (number == 0 || number > entries_.size()) return;
-    Entry& entry = entries_[number - 1];
-    if (!entry.object) return;
-    doomed = std::move(entry.object);
-    entry.object = {};
+    Entry* entry = EntryOf(key, count);
+    if (entry == nullptr || !entry->object) return;
+    doomed = std::move(entry->object);
+    entry->object = {};
     --live_;
-    if (IsFree(entry) && number - 1 < first_free_) first_free_ = number - 1;
+    if (!IsFree(*entry)) return;
+    Equals& equals = equals_.at(key);
+    if (count - 1 < equals.first_free) equals.first_free = count - 1;
+    if (--equals.used == 0) equals_.erase(key);
   }
 
   /// Entries in the table.
@@ -212,11 +216,24 @@ class SlotTable {
  private:
   struct Entry {
     Counted<T> object;   ///< null after Remove
-    bool found = false;  ///< whether Find has ever returned this number's entry
+    bool found = false;  ///< whether Find has ever returned this entry
   };
-  /// Whether Add may use the number. The lock is held.
+  /// What has the same key.
+  struct Equals {
+    std::vector<Entry> entries;  ///< count n is at n - 1; never shrinks
+    size_t first_free = 0;       ///< no count before this index is free
+    size_t used = 0;             ///< entries that are not free
+  };
+  /// Whether Add may give the name. The lock is held.
   bool IsFree(const Entry& entry) const {
     return !entry.object && !(lasting_ && entry.found);
+  }
+  /// The entry with this name, maybe without an object, or null. The lock is held.
+  Entry* EntryOf(uint64_t key, uint64_t count) {
+    const auto equals = equals_.find(key);
+    if (equals == equals_.end() || count == 0) return nullptr;
+    std::vector<Entry>& entries = equals->second.entries;
+    return count <= entries.size() ? &entries[count - 1] : nullptr;
   }
 
   const bool lasting_;
@@ -225,9 +242,8 @@ class SlotTable {
   // meanwhile, so nothing under this lock may ask for it. No running program takes
   // it, so a finer scheme is not needed.
   mutable std::mutex mutex_;
-  std::vector<Entry> entries_;  ///< number n is at n - 1; never shrinks
-  size_t first_free_ = 0;       ///< no number before this index is free
-  size_t live_ = 0;             ///< entries with an object
+  std::unordered_map<uint64_t, Equals> equals_;  ///< by key; none is all free
+  size_t live_ = 0;                              ///< entries with an object
 };
 
 }  // namespace hostcall

@@ -58,7 +58,6 @@ struct PlanSpec {
   Callable runner, out_tree;
   nb::object info, device;
   CountersObject counters;
-  uint64_t signature = 0;
   uint32_t place = 0;
   bool tells = false, elsewhere = false, sends = false;
   std::optional<TeamSettings> team;
@@ -140,7 +139,6 @@ Counted<Plan> MakePlan(PlanSpec spec) {
   plan->counters_owner = Own(spec.counters);
   plan->counters = nb::cast<Counters*>(spec.counters);
   plan->counts = &plan->counters->taps;
-  plan->signature = spec.signature;
   plan->place = spec.place;
   plan->tells = spec.tells;
   plan->elsewhere = spec.elsewhere;
@@ -163,20 +161,21 @@ struct PlanHandle {
   Counted<Plan> plan;
 };
 
-/// Keeps a plan in the table of slots under a number, for as long as this object
-/// lives. The executable holds it.
+/// Keeps a plan in the table of slots for as long as this object lives. The
+/// executable holds it.
 struct Slot {
-  Slot(const PlanHandle& handle, bool across)
-      : number(Slots(across).Add(handle.plan) + (across ? kAcross : 0)) {}
+  Slot(const PlanHandle& handle, uint64_t its_key, bool across)
+      : key(its_key),
+        count(Slots(across).Add(key, handle.plan) + (across ? kAcross : 0)) {}
   ~Slot() {
     // In a forked child, a thread of the parent may have locked the table, and
     // would never unlock it.
     if (Engine::Get().forked()) return;
-    Slots(number >= kAcross).Remove(number % kAcross);
+    Slots(count >= kAcross).Remove(key, count % kAcross);
   }
   Slot(const Slot&) = delete;
   Slot& operator=(const Slot&) = delete;
-  uint64_t number;
+  const uint64_t key, count;
 };
 
 // --- Plans run without a program
@@ -303,7 +302,6 @@ const Keywords<PlanSpec>& PlanFields() {
                    .Field<&PlanSpec::info>("info")
                    .Field<&PlanSpec::device>("device")
                    .Field<&PlanSpec::counters>("counters")
-                   .Field<&PlanSpec::signature>("signature")
                    .Field<&PlanSpec::place>("place")
                    .Field<&PlanSpec::tells>("tells")
                    .Field<&PlanSpec::elsewhere>("elsewhere")
@@ -372,8 +370,9 @@ void InitPlans(nb::module_& m) {
       .def("invoke", &InvokeEagerly, nb::arg("operands"))
       .def("push", &PushEagerly, nb::arg("operands"));
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
-      .def(nb::init<const PlanHandle&, bool>(), nb::arg("plan"), nb::arg("across"))
-      .def_ro("number", &Slot::number);
+      .def(nb::init<const PlanHandle&, uint64_t, bool>(), nb::arg("plan"),
+           nb::arg("key"), nb::arg("across"))
+      .def_ro("count", &Slot::count);
   m.def("live_slots", [] { return Slots(false).live() + Slots(true).live(); });
 }
 

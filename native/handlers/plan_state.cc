@@ -25,19 +25,16 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   if (const std::string fault = InterfaceFault(frame); !fault.empty()) {
     return MakeError(frame->api, fault, XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
-  const uint64_t number = Attribute(frame, "slot");
-  Counted<Plan> plan = Slots(number >= kAcross).Find(number % kAcross);
-  // If the program comes from another process or from JAX's disk cache, the number
-  // may have named another function there. The signatures then differ.
-  if (!plan || plan->signature != Attribute(frame, "signature")) {
-    return MakeError(
-        frame->api,
-        "hostcall: this program calls host function number " +
-            std::to_string(number) +
-            ", which this process doesn't have. It was exported or compiled in "
-            "another process, or its function is gone: trace, compile and export "
-            "it here",
-        XLA_FFI_Error_Code_FAILED_PRECONDITION);
+  const uint64_t count = Attribute(frame, "count");
+  Counted<Plan> plan =
+      Slots(count >= kAcross).Find(Attribute(frame, "key"), count % kAcross);
+  if (!plan) {
+    return MakeError(frame->api,
+                     "hostcall: this program calls a host function that this "
+                     "process doesn't have. It was exported or compiled in another "
+                     "process, or its function is gone: trace, compile and export "
+                     "it here",
+                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
   auto state = std::make_unique<PlanState>();
   if (plan->team) state->team = std::make_unique<Team>(*plan->team);

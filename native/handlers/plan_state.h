@@ -1,5 +1,5 @@
 // The state that XLA keeps for each place of a program: above all the plan, which
-// is found by the number in the program's text.
+// is found by its name in the program's text.
 //
 // Lifetime. Three owners hold a plan: the Python object that the executable keeps
 // alive, the slot table for as long as that object lives, and the state of every
@@ -23,13 +23,13 @@
 
 namespace hostcall {
 
-/// The plans by their numbers. Programs that span several processes have a table of
-/// their own (`across`), so that all processes give them the same numbers, whatever
-/// other programs they have. A number of that table that was used is not given
-/// again: JAX may share such executables between processes by their text
+/// The plans by their names. Programs that span several processes have a table of
+/// their own (`across`), so that all processes count alike, whatever other programs
+/// they have. A name of that table that was used is not given again: JAX may share
+/// such executables between processes by their text
 /// (`jax_share_binary_between_hosts`).
 SlotTable<Plan>& Slots(bool across);
-/// In a program's text, added to the numbers of the `across` table.
+/// In a program's text, added to the counts of the `across` table.
 constexpr uint64_t kAcross = uint64_t{1} << 32;
 
 /// Read by all threads that execute the place; not changed after it was made.

@@ -189,9 +189,6 @@ class Plan : public TapOwner {
   /// One more result, the outcome, tells all processes whether the call failed.
   bool tells = false;
   mutable Failures failures;  ///< errors of recent runs; used only if `tells`
-  /// Identifies the avals and the function. A program whose text has another one is
-  /// refused.
-  uint64_t signature = 0;
   int64_t bytes_in = 0, bytes_out = 0;  ///< host bytes of one row; set by Seal
   uint32_t place = 0;  ///< the number of the call's place (base/places.h)
 

@@ -152,7 +152,6 @@ class Plan:
         info: Any,
         device: Any,
         counters: Counters,
-        signature: int,
         place: int,
         tells: bool,
         elsewhere: bool,
@@ -171,14 +170,15 @@ class Plan:
     def push(self, operands: list[np.ndarray]) -> bool: ...
 
 class Slot:
-    """Keeps a plan in the engine's table, under a number, while this object lives.
+    """Keeps a plan in the engine's table while this object lives.
 
+    Its name there is the key and a count, which tells it from others with this key.
     `across` says that the program runs over several processes.
     """
 
-    def __init__(self, plan: Plan, across: bool) -> None: ...
+    def __init__(self, plan: Plan, key: int, across: bool) -> None: ...
     @property
-    def number(self) -> int: ...
+    def count(self) -> int: ...
 
 class WhenFull(enum.Enum):
     """What a tap does when the queue is full."""

@@ -108,7 +108,7 @@ except jax.errors.JaxRuntimeError as error:
 
 def test_another_process_does_not_call_its_own_function(run_python, tmp_path):
     exported = export(lambda x: hc.call(sine, x, x), np.float32(1))
-    (number,) = re.findall(r"slot = (\d+)", exported.mlir_module())
+    (number,) = re.findall(r"count = (\d+)", exported.mlir_module())
     path = tmp_path / "module"
     path.write_bytes(exported.mlir_module_serialized)
     done = run_python(LOADED, str(path), number)
@@ -162,7 +162,7 @@ def test_a_number_is_given_again_once_its_program_is_gone(in_time):
     texts = set()
     for _ in range(3):
         f = jax.jit(lambda x: hc.call(sine, x, x))
-        texts.add(re.search(r"slot = (\d+)", f.lower(1.0).as_text())[1])
+        texts.add(re.search(r"count = (\d+)", f.lower(1.0).as_text())[1])
         f(1.0)
         del f
         jax.clear_caches()

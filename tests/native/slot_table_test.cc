@@ -1,4 +1,4 @@
-// Numbers, counted pointers and the graveyard, on one thread and on many.
+// Names, counted pointers and the graveyard, on one thread and on many.
 #undef NDEBUG
 #include "base/slot_table.h"
 
@@ -41,61 +41,80 @@ void Bury() {
   t_burying = false;
 }
 
-void TheSmallestFreeNumberIsGiven() {
+constexpr uint64_t kKey = 0x9e3779b97f4a7c15ull;
+
+void TheSmallestFreeCountIsGiven() {
   SlotTable<Thing> table;
-  for (uint64_t i = 1; i <= 5; ++i) assert(table.Add(Make(1)) == i);
-  table.Remove(4);
-  table.Remove(2);
+  for (uint64_t i = 1; i <= 5; ++i) assert(table.Add(kKey, Make(1)) == i);
+  table.Remove(kKey, 4);
+  table.Remove(kKey, 2);
   assert(table.live() == 3);
-  assert(table.Add(Make(1)) == 2);
-  assert(table.Add(Make(1)) == 4);
-  assert(table.Add(Make(1)) == 6);
-  for (uint64_t i = 1; i <= 6; ++i) table.Remove(i);
+  assert(table.Add(kKey, Make(1)) == 2);
+  assert(table.Add(kKey, Make(1)) == 4);
+  assert(table.Add(kKey, Make(1)) == 6);
+  for (uint64_t i = 1; i <= 6; ++i) table.Remove(kKey, i);
   assert(table.live() == 0);
-  assert(table.Add(Make(1)) == 1);
-  table.Remove(1);
+  assert(table.Add(kKey, Make(1)) == 1);
+  table.Remove(kKey, 1);
   Bury();
   assert(g_alive == 0);
 }
 
-void ALastingTableNeverReusesANumberThatWasFound() {
-  SlotTable<Thing> table(true);
-  assert(table.Add(Make(1)) == 1 && table.Add(Make(2)) == 2);
-  assert(table.Find(1)->value == 1);
-  table.Remove(1);
-  table.Remove(2);  // it was never found, so it is free again
-  assert(table.live() == 0 && !table.Find(1));
-  assert(table.Add(Make(3)) == 2 && table.Add(Make(4)) == 3);
-  assert(!table.Find(1));
-  table.Remove(2);
-  table.Remove(3);
-  Bury();
-  assert(g_alive == 0);
-}
-
-void UnknownNumbersFindNothing() {
+void KeysAreCountedApart() {
   SlotTable<Thing> table;
-  assert(!table.Find(0) && !table.Find(1) && !table.Find(~0ull));
-  const uint64_t number = table.Add(Make(7));
-  assert(table.Find(number)->value == 7);
-  assert(!table.Find(number + 1));
-  table.Remove(0);
-  table.Remove(number + 1);
-  assert(table.live() == 1);
-  table.Remove(number);
-  table.Remove(number);
+  assert(table.Add(1, Make(10)) == 1 && table.Add(2, Make(20)) == 1);
+  assert(table.Add(1, Make(11)) == 2);
+  table.Remove(1, 1);
+  assert(table.Add(2, Make(21)) == 2 && table.Add(1, Make(12)) == 1);
+  assert(table.Find(1, 1)->value == 12 && table.Find(1, 2)->value == 11);
+  assert(table.Find(2, 1)->value == 20 && table.Find(2, 2)->value == 21);
+  for (uint64_t key : {1, 2}) {
+    for (uint64_t count : {1, 2}) table.Remove(key, count);
+  }
   assert(table.live() == 0);
-  assert(!table.Find(number));
+  Bury();
+  assert(g_alive == 0);
+}
+
+void ALastingTableNeverReusesANameThatWasFound() {
+  SlotTable<Thing> table(true);
+  assert(table.Add(kKey, Make(1)) == 1 && table.Add(kKey, Make(2)) == 2);
+  assert(table.Find(kKey, 1)->value == 1);
+  table.Remove(kKey, 1);
+  table.Remove(kKey, 2);  // it was never found, so it is free again
+  assert(table.live() == 0 && !table.Find(kKey, 1));
+  assert(table.Add(kKey, Make(3)) == 2 && table.Add(kKey, Make(4)) == 3);
+  assert(!table.Find(kKey, 1));
+  table.Remove(kKey, 2);
+  table.Remove(kKey, 3);
+  Bury();
+  assert(g_alive == 0);
+}
+
+void UnknownNamesFindNothing() {
+  SlotTable<Thing> table;
+  assert(!table.Find(kKey, 0) && !table.Find(kKey, 1) && !table.Find(0, ~0ull));
+  const uint64_t count = table.Add(kKey, Make(7));
+  assert(table.Find(kKey, count)->value == 7);
+  assert(!table.Find(kKey, count + 1) && !table.Find(kKey + 1, count));
+  table.Remove(kKey, 0);
+  table.Remove(kKey, count + 1);
+  table.Remove(kKey + 1, count);
+  assert(table.live() == 1);
+  table.Remove(kKey, count);
+  table.Remove(kKey, count);
+  assert(table.live() == 0);
+  assert(!table.Find(kKey, count));
   Bury();
   assert(g_alive == 0);
 }
 
 void WhatWasFoundOutlivesItsRemoval() {
   SlotTable<Thing> table;
-  const uint64_t number = table.Add(Make(3));
+  const uint64_t count = table.Add(kKey, Make(3));
   {
-    Counted<Thing> found = table.Find(number);
-    table.Remove(number);
+    Counted<Thing> found = table.Find(kKey, count);
+    table.Remove(kKey, count);
     Bury();
     assert(g_alive == 1 && found->value == 3);
   }
@@ -179,7 +198,8 @@ void EveryPushIsBuriedOnRequest() {
 void ManyThreads() {
   constexpr int kThreads = 8, kSteps = 3000;
   SlotTable<Thing> table;
-  std::atomic<uint64_t> shared[16] = {};
+  // A few keys, so that threads share them.
+  std::atomic<uint64_t> shared[16] = {};  // key * 2^32 + count
   std::atomic<bool> stop{false};
   std::thread burier([&stop] {
     while (!stop) Bury();
@@ -188,26 +208,36 @@ void ManyThreads() {
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&table, &shared, t] {
       std::mt19937 random(static_cast<uint32_t>(t));
+      const auto key_of = [](int value) {
+        return static_cast<uint64_t>(value % 5);
+      };
+      const auto find = [&](uint64_t name) {
+        return table.Find(name >> 32, name & 0xffffffff);
+      };
+      const auto remove = [&](uint64_t name) {
+        table.Remove(name >> 32, name & 0xffffffff);
+      };
       std::vector<std::pair<uint64_t, int>> mine;
       for (int i = 0; i < kSteps; ++i) {
         const int value = t * kSteps + i;
-        mine.emplace_back(table.Add(Make(value)), value);
+        const uint64_t key = key_of(value);
+        mine.emplace_back(key << 32 | table.Add(key, Make(value)), value);
         shared[random() % 16] = mine.back().first;
-        // Another thread's number: its entry may be gone, but is never a dead
+        // Another thread's name: its entry may be gone, but is never a dead
         // object.
-        if (Counted<Thing> other = table.Find(shared[random() % 16])) {
+        if (Counted<Thing> other = find(shared[random() % 16])) {
           assert(other->value >= 0);
         }
         if (random() % 4 != 0) {
           const size_t k = random() % mine.size();
-          assert(table.Find(mine[k].first)->value == mine[k].second);
-          table.Remove(mine[k].first);
+          assert(find(mine[k].first)->value == mine[k].second);
+          remove(mine[k].first);
           mine.erase(mine.begin() + static_cast<std::ptrdiff_t>(k));
         }
       }
       for (const auto& entry : mine) {
-        assert(table.Find(entry.first)->value == entry.second);
-        table.Remove(entry.first);
+        assert(find(entry.first)->value == entry.second);
+        remove(entry.first);
       }
     });
   }
@@ -224,15 +254,15 @@ void ManyThreads() {
 void FindRacesRemove() {
   for (int round = 0; round < 500; ++round) {
     SlotTable<Thing> table;
-    const uint64_t number = table.Add(Make(round));
+    const uint64_t count = table.Add(kKey, Make(round));
     std::atomic<int> ready{0};
     std::vector<std::thread> threads;
     for (int t = 0; t < 3; ++t) {
       threads.emplace_back([&, t] {
         ++ready;
         while (ready < 3) std::this_thread::yield();
-        if (t == 0) return table.Remove(number);
-        Counted<Thing> found = table.Find(number);
+        if (t == 0) return table.Remove(kKey, count);
+        Counted<Thing> found = table.Find(kKey, count);
         Bury();
         if (found) assert(found->value == round);
       });
@@ -246,9 +276,10 @@ void FindRacesRemove() {
 }  // namespace
 
 int main() {
-  TheSmallestFreeNumberIsGiven();
-  ALastingTableNeverReusesANumberThatWasFound();
-  UnknownNumbersFindNothing();
+  TheSmallestFreeCountIsGiven();
+  KeysAreCountedApart();
+  ALastingTableNeverReusesANameThatWasFound();
+  UnknownNamesFindNothing();
   WhatWasFoundOutlivesItsRemoval();
   CountsSurviveCopyMoveAndAssignment();
   BuryingTakesAllThatArePushed();

@@ -56,7 +56,7 @@ def test_an_ahead_of_time_program_keeps_its_callback(in_time):
 def test_slots_are_used_again(in_time):
     for _ in range(5):
         f = jax.jit(lambda v: hc.call(lambda a: a, v, v))
-        assert "slot = 1 :" in f.lower(jnp.float32(1)).as_text()
+        assert "count = 1 :" in f.lower(jnp.float32(1)).as_text()
         del f
         jax.clear_caches()
         assert in_time(lambda: _native.live_slots() == 0)

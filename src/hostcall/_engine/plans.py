@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.errors import SpecError
+from hostcall._core.fingerprint import fingerprint
 from hostcall._core.spec import Template, packed_bits
 from hostcall._engine.counters import counters_of, note
 from hostcall._engine.info import CallInfo
@@ -32,34 +32,38 @@ _LENDS = {
     "buffers": Lend.BUFFERS,
 }
 
+# Fields of a call's or tap's parameters that its key has.
+_IN_KEY = (
+    *("order", "masked", "grid", "batched", "levels", "keep"),
+    *("rows", "when_full", "on", "every", "sample", "batch", "always", "through"),
+)
+
 # --- Plans -------------------------------------------------------------------------
 
 
-def signature(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
-    """A number computed from the avals and the function's name, equal in all processes.
+def key_of(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
+    """The key by which programs find a call: equal in all processes for equal calls.
 
-    A program that was compiled in another process looks up its calls in this process's
-    slots. If a slot holds another function, the numbers differ, and the program is
-    refused. The number also depends on where the program runs: JAX 0.10's disk cache
-    may return a program that was compiled without host callbacks for one that has them,
-    and XLA would run that on a thread of its own.
+    It says what the call is: the function, the avals, the options. A program that was
+    compiled in another process looks its calls up here, so it finds no call of another
+    kind. It also says where the program runs: JAX 0.10's disk cache may return a
+    program that was compiled without host callbacks for one that has them, and XLA
+    would run that on a thread of its own.
     """
-    text = repr(
+    callback = params.callback
+    return fingerprint(
         (
-            params.callback.name,
+            callback.function,
+            callback.tag,
+            callback.arrays,
+            callback.lend,
             [(a.shape, str(a.dtype)) for a in (*operands, *params.avals)],
-            params.grid,
-            params.batched,
-            params.masked,
-            params.order,
+            type(params).__name__,
+            params.vmap_method,
             params.runs_where_dispatched,
-            params.levels,
-            params.callback.lend,
-            params.callback.arrays,
-            getattr(params, "always", False),
+            [getattr(params, option, None) for option in _IN_KEY],
         )
     )
-    return zlib.crc32(text.encode()) + 1
 
 
 def make_plan(
@@ -69,7 +73,6 @@ def make_plan(
     device: Any,
     *,
     packed: bool,
-    number: int,
     team: _native.TeamSettings | None = None,
     inside: Inside = Inside.NEVER,
     tap: _native.TapSettings | None = None,
@@ -85,7 +88,6 @@ def make_plan(
         device: where JAX code inside the callback runs.
         packed: whether elements smaller than a byte are packed, as in XLA's buffers but
             not in NumPy's arrays.
-        number: the call's `signature`; 0 for an eager call, which is never looked up.
         team: how the devices of a program make the call together; None if each device
             makes its own.
         inside: which of the calls run inside one of XLA's host callbacks.
@@ -152,7 +154,6 @@ def make_plan(
         info=info,
         device=device,
         counters=counters_of(callback),
-        signature=number,
         place=info.number,
         tells=tells,
         elsewhere=elsewhere,

@@ -38,7 +38,7 @@ def run_now(
     arrays = [row_major(operand) for operand in operands]
     home = _some_device(place)
     info = info_type(params, {-1: home}, mesh=None)
-    plan = plans.make_plan(params, arrays, info, device, packed=False, number=0)
+    plan = plans.make_plan(params, arrays, info, device, packed=False)
     results = plan.invoke(arrays)
     if place is None:
         return [_jax.put_on_device(r, home, committed=False) for r in results]

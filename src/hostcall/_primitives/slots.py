@@ -1,8 +1,12 @@
 """Slots: where the engine keeps the plan of a compiled call or tap.
 
-The program's text can't hold a Python function. It holds the number of a slot instead,
-and the engine keeps the plan (function, dtypes, shapes) in that slot. The slot is tied
-to the executable, and is freed with it.
+The program's text can't hold a Python function. It holds the key of the call instead,
+which says what the call is, and a count that tells it from other live calls with the
+same key. Under these the engine keeps the plan (function, dtypes, shapes). The slot is
+tied to the executable, and is freed with it.
+
+So the text of a program depends on what it calls, not on what else was compiled, nor in
+which order or process: JAX's compilation cache finds it again.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import Callback
 from hostcall._runtime import host_device
 
-# A number of this process, mixed into the signatures of exported programs. Another
+# A number of this process, mixed into the keys of exported programs. Another
 # process that loads such a program has another number, and so refuses it. Programs that
 # are not exported do not have it, so that JAX's compilation cache finds them again.
 _PROCESS = int.from_bytes(os.urandom(7), "little")
@@ -43,7 +47,7 @@ def take(
     """Makes a plan and takes a slot for it.
 
     Args:
-        program: the program whose text will hold the slot's number.
+        program: the program whose text will hold the key and the count.
         client: the client that runs it, which the program of one block does not know.
         info: the call or tap.
         avals: the avals of its operands; for a typed key, the aval of its uint32 block.
@@ -58,25 +62,21 @@ def take(
         long as the program.
     """
     params = info.params
-    signature = _signature(program, info, avals)
     plan = plans.make_plan(
         params,
         avals,
         info,
         _host_device(client, params),
         packed=True,
-        number=signature,
         team=team,
         inside=_inside(program, params) if tap is None else _native.Inside.NEVER,
         tap=tap,
         tells=tells,
         elsewhere=elsewhere,
     )
-    slot = _native.Slot(plan, across)
-    return slot, {
-        "slot": np.uint64(slot.number),
-        "signature": np.uint64(signature),
-    }
+    key = _key(program, info, avals)
+    slot = _native.Slot(plan, key, across)
+    return slot, {"key": np.uint64(key), "count": np.uint64(slot.count)}
 
 
 def put(
@@ -90,15 +90,15 @@ def put(
     return attributes
 
 
-def _signature(program: _jax.Program, info: CallInfo, avals: Sequence[Any]) -> int:
-    """A number that both the program's text and its plan hold.
+def _key(program: _jax.Program, info: CallInfo, avals: Sequence[Any]) -> int:
+    """The key of a call; that of an exported program, which is loaded without being
+    lowered, can be found in this process only.
 
-    The engine compares the two, so that a loaded program does not call another's
-    function. Raises ExportError for an export of a function that can't be identified.
+    Raises ExportError for an export of a function that can't be identified.
     """
-    number = plans.signature(info.params, avals)
+    key = plans.key_of(info.params, avals)
     if not program.is_exported:
-        return number
+        return key
     if is_anonymous(info.callback.function):
         refuse_export(
             info.callback,
@@ -107,7 +107,7 @@ def _signature(program: _jax.Program, info: CallInfo, avals: Sequence[Any]) -> i
             " Define it with `def` at the top of a module (such a program can be"
             " called in the process that exported it; others still refuse it)",
         )
-    return number ^ _PROCESS
+    return key ^ _PROCESS
 
 
 def _inside(program: _jax.Program, params: Any) -> _native.Inside:

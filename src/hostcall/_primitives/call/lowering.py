@@ -179,9 +179,7 @@ def lower_through_jax(
     def plan_of(operands: Sequence[Any]) -> Any:
         shapes = tuple(operand.shape for operand in operands)
         if shapes not in made:
-            made[shapes] = plans.make_plan(
-                params, operands, info, device, packed=False, number=0
-            )
+            made[shapes] = plans.make_plan(params, operands, info, device, packed=False)
         return made[shapes]
 
     plan_of(avals)

@@ -97,7 +97,6 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         info,
         host_device.above(None),
         packed=False,
-        number=0,
         tap=params.settings(in_program=False),
     )
 

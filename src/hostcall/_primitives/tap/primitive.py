@@ -76,7 +76,6 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
             info,
             host_device.above_here(),
             packed=False,
-            number=0,
             tap=params.settings(in_program=False),
         )
         plan.push(queued(arrays, params))

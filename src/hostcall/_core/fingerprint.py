@@ -1,0 +1,97 @@
+"""A number for what a function is, equal in all processes that run the same source.
+
+It is made of names and bytecode, so moving a function to another line does not change
+it, and neither do comments. Data is left out: what a closure, a default or a
+`functools.partial` holds may be a path or a seed, which change from run to run, and
+then a program from JAX's compilation cache would never fit. Functions among them count,
+since a decorator's wrapper is otherwise the same for all that it wraps.
+
+Different functions may have the same fingerprint. Nothing relies on that: whoever needs
+to tell two live functions apart counts them (_primitives/slots.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from hostcall._core.source import name_of
+
+# How deep a function is looked for in wrappers.
+_DEPTH = 8
+
+
+def fingerprint(thing: Any) -> int:
+    """63 bits (all that JAX writes into a program), never 0.
+
+    Args:
+        thing: a function, or a tuple of functions, texts and numbers.
+    """
+    digest = hashlib.blake2b(repr(_told(thing, _DEPTH)).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1 or 1
+
+
+def _told(thing: Any, depth: int) -> Any:
+    """What counts of a thing, as tuples and texts."""
+    if isinstance(thing, (tuple, list)):
+        return tuple(_told(part, depth) for part in thing)
+    if isinstance(thing, (str, bytes, int, float, type(None))):
+        return thing
+    if depth == 0:
+        return type(thing).__qualname__
+    if isinstance(thing, functools.partial):
+        parts = (thing.func, *_functions((*thing.args, *thing.keywords.values())))
+        return "partial", _told(parts, depth - 1)
+    if isinstance(thing, MethodType):
+        return type(thing.__self__).__qualname__, _told(thing.__func__, depth - 1)
+    if isinstance(thing, FunctionType):
+        return _told_function(thing, depth - 1)
+    inner = getattr(thing, "__wrapped__", None)  # jax.jit and its like
+    if inner is None and callable(thing):
+        inner = type(thing).__call__
+    if not isinstance(inner, FunctionType):
+        return str(getattr(thing, "__module__", "")), name_of(thing)
+    return type(thing).__qualname__, name_of(thing), _told(inner, depth - 1)
+
+
+def _told_function(function: FunctionType, depth: int) -> Any:
+    held = [
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+        *_contents(function.__closure__ or ()),
+    ]
+    return (
+        function.__module__,
+        function.__qualname__,
+        _told_code(function.__code__),
+        _told(tuple(_functions(held)), depth),
+    )
+
+
+def _contents(cells: tuple[Any, ...]) -> list[Any]:
+    found = []
+    for cell in cells:
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            found.append(None)
+    return found
+
+
+def _functions(things: Any) -> list[Callable[..., Any]]:
+    return [t for t in things if isinstance(t, (FunctionType, MethodType))]
+
+
+@functools.lru_cache(maxsize=4096)  # equal code gives an equal result
+def _told_code(code: CodeType) -> Any:
+    consts = (
+        _told_code(const)
+        if isinstance(const, CodeType)
+        # The order of a set depends on the process.
+        else repr(sorted(map(repr, const)) if isinstance(const, frozenset) else const)
+        for const in code.co_consts
+    )
+    return code.co_name, code.co_code, code.co_names, tuple(consts)

@@ -1,0 +1,207 @@
+"""JAX's compilation cache finds programs whatever else was compiled, in which order."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+from hostcall._core.fingerprint import fingerprint
+
+ORDERS = """
+import gc, random, sys
+import jax, jax.numpy as jnp, numpy as np
+import hostcall as hc
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+
+def double(a): return 2 * a
+def triple(a): return 3 * a
+def logs(of):
+    def log(a): of.append(float(np.sum(a)))
+    return log
+def wrapped(f):  # one code for all that it wraps
+    def call(a): return f(a)
+    return call
+class Adds:
+    def __init__(self, n): self.n = n
+    def __call__(self, a): return a + self.n
+    def method(self, a): return a - self.n
+
+def programs(seen):
+    square = hc.host(lambda a: a * a, result=hc.like(0), name="square")
+    square.defvjp(lambda a: (a * a, a), lambda a, t: (2 * a * t,))
+    return {
+        "double": lambda v: hc.call(double, v, v),
+        "triple": lambda v: hc.call(triple, v, v),
+        "of a wrapper": lambda v: hc.call(wrapped(double), v, v) + 1,
+        "of another": lambda v: hc.call(wrapped(triple), v, v) + 2,
+        "ordered": lambda v: hc.call(double, v, v, order="ordered"),
+        "tap": lambda v: (hc.tap(logs(seen), v), v)[1],
+        "object": lambda v: hc.call(Adds(5), v, v) * hc.call(Adds(6).method, v, v),
+        "gradient": lambda v: jax.grad(lambda v: square(v).sum())(v),
+    }
+
+def wants(x):
+    return {
+        "double": 2 * x, "triple": 3 * x, "of a wrapper": 2 * x + 1,
+        "of another": 3 * x + 2, "ordered": 2 * x, "tap": x,
+        "object": (x + 5) * (x - 6), "gradient": 2 * x,
+    }
+
+x = np.arange(3, dtype=np.float32)
+for order in range(int(sys.argv[2]), int(sys.argv[2]) + 10):
+    seen = []
+    todo = list(programs(seen).items())
+    random.Random(order).shuffle(todo)
+    results, alive = {}, []
+    events.clear()
+    for name, f in todo:
+        program = jax.jit(f)
+        if order % 2:
+            alive.append(program)
+        results[name] = np.asarray(program(x))
+    hc.barrier()
+    for name, want in wants(x).items():
+        np.testing.assert_allclose(results[name], want)
+    assert seen == [3.0], seen
+    print(sum(e.endswith("/cache_hits") for e in events),
+          sum(e.endswith("/cache_misses") for e in events))
+    del alive, program, todo, f
+    jax.clear_caches()
+    gc.collect()
+"""
+
+
+def test_programs_in_twenty_orders_and_two_processes(run_python, tmp_path):
+    done = [run_python(ORDERS, str(tmp_path), str(first)) for first in (0, 10)]
+    orders = [
+        tuple(map(int, line.split()))
+        for d in done
+        for line in d.stdout.split("\n")
+        if line
+    ]
+    assert len(orders) == 20
+    asked = sum(orders[0])
+    assert asked >= 8
+    assert orders[1:] == [(asked, 0)] * 19
+
+
+def text(f, *args):
+    return jax.jit(f).lower(*args).as_text()
+
+
+def plus(a):
+    return a + 1
+
+
+def minus(a):
+    return a - 1
+
+
+def test_the_text_depends_on_the_call_alone():
+    x = jnp.arange(3.0)
+    first = text(lambda v: hc.call(plus, v, v), x)
+    others = [jax.jit(lambda v: hc.call(minus, v, v)) for _ in range(5)]
+    for other in others:
+        other(x)
+    assert text(lambda v: hc.call(plus, v, v), x) == first
+    assert text(lambda v: hc.call(minus, v, v), x) != first
+
+
+def test_live_equals_are_counted_and_run_their_own():
+    x = np.float32(1)
+    programs = []
+    for number in range(4):
+
+        def add(a, number=number):
+            return a + np.float32(number)
+
+        programs.append(jax.jit(lambda v, add=add: hc.call(add, v, v)))
+    lowered = [program.lower(x) for program in programs]
+    assert len({one.as_text() for one in lowered}) == 4
+    assert [float(one.compile()(x)) for one in lowered] == [1, 2, 3, 4]
+
+
+def here(a):
+    return a + 1
+
+
+def _there():
+    def here(a):
+        return a + 1
+
+    return here
+
+
+def wrapper(f):
+    def inner(*args):
+        return f(*args)
+
+    return inner
+
+
+class Callable:
+    def __call__(self, a):
+        return a
+
+    def method(self, a):
+        return a
+
+    def other(self, a):
+        return a
+
+
+def _with(constant):
+    return lambda a: a + constant
+
+
+SAME = {
+    "data of a closure": (_with(1), _with(2)),
+    "data of a partial": (functools.partial(here, 1), functools.partial(here, 2)),
+    "objects": (Callable(), Callable()),
+    "methods": (Callable().method, Callable().method),
+    "the same function twice": (here, here),
+}
+DIFFERENT = {
+    "functions": (plus, minus),
+    "lambdas": (lambda a: a + 1, lambda a: a + 2),
+    "places": (here, _there()),
+    "what is wrapped": (wrapper(plus), wrapper(minus)),
+    "what is wrapped twice": (wrapper(wrapper(plus)), wrapper(wrapper(minus))),
+    "parts of partials": (functools.partial(plus), functools.partial(minus)),
+    "defaults that are functions": (
+        lambda a, f=plus: f(a),
+        lambda a, f=minus: f(a),
+    ),
+    "jitted functions": (jax.jit(plus), jax.jit(minus)),
+    "methods": (Callable().method, Callable().other),
+    "ufuncs": (np.sin, np.cos),
+    "sets of constants": (lambda a: a in {1, 2}, lambda a: a in {1, 3}),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_equal_fingerprints(kind):
+    first, second = SAME[kind]
+    assert fingerprint(first) == fingerprint(second)
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_different_fingerprints(kind):
+    first, second = DIFFERENT[kind]
+    assert fingerprint(first) != fingerprint(second)
+
+
+def test_a_function_that_holds_itself_has_a_fingerprint():
+    def again(a):
+        return again(a - 1) if a else a
+
+    assert fingerprint(again) != 0
