@@ -6,6 +6,8 @@
 #include <cstring>
 #include <optional>
 #include <stdexcept>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -178,6 +180,19 @@ struct Slot {
   const uint64_t key, count;
 };
 
+Counted<Plan> MakeBlock(const Plan& whole, std::string_view block,
+                        std::string* error) {
+  try {
+    const nb::handle info = whole.info.get();
+    return nb::cast<PlanHandle&>(
+               info.attr("plan_of_block")(nb::str(block.data(), block.size())))
+        .plan;
+  } catch (const std::exception& e) {
+    *error = e.what();
+    return {};
+  }
+}
+
 // --- Plans run without a program
 
 /// The addresses of the operands' memory, which the caller's list keeps alive.
@@ -343,6 +358,7 @@ void InitEnums(nb::module_& m) {
 }  // namespace
 
 void InitPlans(nb::module_& m) {
+  SetBlockMaker(&MakeBlock);
   InitEnums(m);
   BindStruct(m, Keywords<LeafSpec>("Leaf")
                     .Field<&LeafSpec::dtype>("dtype")

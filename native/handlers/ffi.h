@@ -146,6 +146,19 @@ inline uint64_t Attribute(const XLA_FFI_CallFrame* frame, std::string_view name)
   return 0;
 }
 
+/// The text attribute of that name; null if the call has none.
+inline const XLA_FFI_ByteSpan* TextAttribute(const XLA_FFI_CallFrame* frame,
+                                             std::string_view name) {
+  const XLA_FFI_Attrs& attrs = frame->attrs;
+  for (int64_t i = 0; i < attrs.size; ++i) {
+    if (std::string_view(attrs.names[i]->ptr, attrs.names[i]->len) == name &&
+        attrs.types[i] == XLA_FFI_AttrType_STRING) {
+      return static_cast<const XLA_FFI_ByteSpan*>(attrs.attrs[i]);
+    }
+  }
+  return nullptr;
+}
+
 /// Destroys an error that is not to be reported. Returns whether there was one.
 inline bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   if (error == nullptr) return false;

@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "base/engine.h"
+#include "base/guards.h"
 #include "handlers/ffi.h"
 
 namespace hostcall {
@@ -13,6 +15,8 @@ namespace {
 // XLA writes the ids when Python registers the types.
 XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 XLA_FFI_TypeId g_cuda_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+
+BlockMaker g_block_maker = nullptr;
 
 /// Finds the plan of a place, and gives XLA a state for it.
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
@@ -36,6 +40,19 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
                      "it here",
                      XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
+  if (const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block")) {
+    Entry entry;
+    if (!entry) {
+      return MakeError(frame->api, ClosedText(),
+                       XLA_FFI_Error_Code_FAILED_PRECONDITION);
+    }
+    // On the thread that compiles or loads the program. If it holds the GIL, so
+    // does the guard; no lock of XLA's is known to be held here.
+    std::string fault;
+    GilGuard gil;
+    plan = g_block_maker(*plan, {block->ptr, block->len}, &fault);
+    if (!plan) return MakeError(frame->api, fault);
+  }
   auto state = std::make_unique<PlanState>();
   if (plan->team) state->team = std::make_unique<Team>(*plan->team);
   if (plan->tap) {
@@ -56,6 +73,8 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
 }
 
 }  // namespace
+
+void SetBlockMaker(BlockMaker maker) { g_block_maker = maker; }
 
 SlotTable<Plan>& Slots(bool across) {
   // Never destroyed: XLA may instantiate programs during static destruction.

@@ -14,6 +14,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <string_view>
 
 #include "base/slot_table.h"
 #include "base/team.h"
@@ -31,6 +33,14 @@ namespace hostcall {
 SlotTable<Plan>& Slots(bool across);
 /// In a program's text, added to the counts of the `across` table.
 constexpr uint64_t kAcross = uint64_t{1} << 32;
+
+/// Makes the plan of a device's block of a call: from the plan of the whole call,
+/// and a text that says which block it is (_primitives/blocks.py). The GIL is held.
+/// Null with a text in `*error`. Set once, by the bindings, which know Python's
+/// class of plans.
+using BlockMaker = Counted<Plan> (*)(const Plan& whole, std::string_view block,
+                                     std::string* error);
+void SetBlockMaker(BlockMaker maker);
 
 /// Read by all threads that execute the place; not changed after it was made.
 struct PlanState {

@@ -94,6 +94,57 @@ def test_programs_in_twenty_orders_and_two_processes(run_python, tmp_path):
     assert orders[1:] == [(asked, 0)] * 19
 
 
+BLOCKS = """
+import gc, os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, numpy as np
+import hostcall as hc
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+whole = np.arange(32, dtype=np.float32).reshape(4, 8)
+x = jax.device_put(whole, jax.NamedSharding(mesh, jax.P("a", "b")))
+jax.block_until_ready(x)
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+for factor in (1, 10):
+    taps, calls = [], []
+    def tap(block):
+        ((rows, columns),) = hc.current().index
+        taps.append(np.array_equal(block, factor * whole[rows, columns]))
+    def call(block):
+        calls.append(float(np.sum(block)))
+    @jax.jit
+    def program(x):
+        hc.tap(tap, x * factor, on="shards")
+        hc.debug.callback(call, x, partitioned=True)
+        return x
+    program(x)
+    hc.barrier()
+    assert taps == [True] * 4, taps
+    blocks = [whole[i:i + 2, j:j + 4].sum() for i in (0, 2) for j in (0, 4)]
+    assert sorted(calls) == sorted(blocks), calls
+    print(sum(e.endswith("/cache_hits") for e in events),
+          sum(e.endswith("/cache_misses") for e in events))
+    events.clear()
+    del program
+    jax.clear_caches()
+    gc.collect()
+print(len(os.listdir(sys.argv[1])))
+"""
+
+
+def test_blocks_of_devices_come_from_the_cache(run_python, tmp_path):
+    """No compiler asks which block a device gets: the program's text tells it."""
+    first, second = (run_python(BLOCKS, str(tmp_path)) for _ in range(2))
+    *lines, files = first.stdout.splitlines()
+    assert any(not line.endswith(" 0") for line in lines), lines
+    *lines, same = second.stdout.splitlines()
+    assert [line.split()[1] for line in lines] == ["0", "0"], lines
+    assert same == files
+
+
 def text(f, *args):
     return jax.jit(f).lower(*args).as_text()
 

@@ -214,24 +214,6 @@ def test_a_tap_without_arrays_arrives_once(log):
     assert (index, word) == ((), "static")
 
 
-def test_the_compilation_cache_is_left_alone(tmp_path, log):
-    # Slots are taken when the compiler partitions, which a cache hit would skip.
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-    try:
-        for _ in range(3):
-            jax.jit(lambda x: hc.tap(log, x, on="shards"))(put(P("a", "b")))
-            assert len(log.taken()) == 4
-            jax.clear_caches()
-    finally:
-        jax.config.update("jax_compilation_cache_dir", None)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-        jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", False)
-
-
 def test_where_holds_for_all_devices(log):
     f = jax.jit(lambda x: hc.tap(log, x, on="shards", where=x.sum() > 0))
     f(put(P("a", "b")))

@@ -36,6 +36,7 @@ _LENDS = {
 _IN_KEY = (
     *("order", "masked", "grid", "batched", "levels", "keep"),
     *("rows", "when_full", "on", "every", "sample", "batch", "always", "through"),
+    *("kind", "partitioned"),
 )
 
 # --- Plans -------------------------------------------------------------------------

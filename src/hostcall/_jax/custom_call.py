@@ -28,7 +28,7 @@ def custom_call(
     *,
     returns_token: bool,
     has_side_effect: bool,
-    attributes: dict[str, np.uint64],
+    attributes: dict[str, Any],
     aliases: dict[int, int] | None = None,
 ) -> tuple[list[Any], Any | None]:
     """Emits one XLA custom call on row-major buffers; returns (results, token).
@@ -45,7 +45,7 @@ def custom_call(
         avals_out: the avals of its results.
         returns_token: the call's first result is a token.
         has_side_effect: XLA may neither drop nor merge the call.
-        attributes: the numbers that the handler decodes.
+        attributes: the numbers and texts that the handler decodes.
         aliases: operand number -> number of the result that may take its memory.
     """
     ctx, abstract_token = program.ctx, _core.abstract_token

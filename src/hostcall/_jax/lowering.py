@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import source_info_util as _source_info_util
@@ -79,14 +78,6 @@ def set_ordered_token(ctx: Any, effect: Any, token: Any) -> None:
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(tokens))
 
 
-def executables_are_shared() -> bool:
-    """Whether one process compiles for all, which then fetch its executable.
-
-    JAX finds it by the module's text, so the text must be the same in all processes.
-    """
-    return bool(_config.share_binary_between_hosts.value)
-
-
 def host_callback_handler() -> Any | None:
     """JAX's handler of buffer callbacks on CPUs, or None if jaxlib does not show it.
 
@@ -101,6 +92,24 @@ def host_callback_handler() -> Any | None:
 def lower_by(ctx: Any, f: Callable[..., Any], *operands: Any) -> list[Any]:
     """Lowers an equation as the JAX function `f`, which returns a list of results."""
     return list(_mlir.lower_fun(f, multiple_results=True)(ctx, *operands))
+
+
+def name_partitioning(value: Any, name: str) -> None:
+    """Names the custom partitioning, if there is one, whose result this value is.
+
+    JAX names it by the address of its rules, which is another one in each process, so
+    the compilation cache would never find the program.
+    """
+    # Imported here because it takes 10 ms, which most programs need not pay.
+    from jax._src import custom_partitioning
+
+    op = value.owner
+    named = getattr(op, "attributes", {})  # an argument of a block has none
+    target = named["call_target_name"].value if "call_target_name" in named else ""
+    if target == custom_partitioning._CUSTOM_PARTITIONING_CALL_NAME:
+        rules = custom_partitioning._sharding_callbacks
+        rules[name.encode()] = rules[named["backend_config"].value.encode()]
+        named["backend_config"] = _ir.StringAttr.get(name)
 
 
 def lower_traced(

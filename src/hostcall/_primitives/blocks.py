@@ -15,7 +15,8 @@ No part moves data between devices, since the number is the same on all of them.
 
 from __future__ import annotations
 
-import os
+import abc
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
-from hostcall._core.errors import HostcallError
 from hostcall._core.order import Order, effects_of
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
@@ -38,18 +38,20 @@ link_p = _jax.Primitive("host_link")
 
 
 def _link_abstract_eval(
-    number: Any, *, order: Order, mark: int
+    number: Any, *, order: Order, name: str
 ) -> tuple[Any, set[Any]]:
-    del number, mark
+    del number, name
     return NUMBER, effects_of(order)
 
 
-def _lower_link(ctx: Any, number: Any, *, order: Order, mark: int) -> list[Any]:
+def _lower_link(ctx: Any, number: Any, *, order: Order, name: str) -> list[Any]:
+    if name:
+        _jax.name_partitioning(number, name)
     return emit(
         _jax.program_of(ctx),
         targets.LINK_TARGET,
         [number],
-        {"mark": np.uint64(mark)},
+        {},
         order=order,
         has_side_effect=True,
     )
@@ -62,38 +64,59 @@ _jax.register_lowering(link_p, _lower_link)
 # --- The part of one device -----------------------------------------------------------
 
 
-class Equation:
+class Equation(abc.ABC):
     """What the parts of one equation share.
 
-    It is a parameter of their equations, and is compared by identity.
+    It is a parameter of their equations, and is compared by identity. The name of the
+    whole call is put into the program when that is lowered. The compiler then adds to
+    each part a text that says which block it is, and the engine asks `plan_of_block`
+    for its plan when it loads the program. So a program from the compilation cache,
+    for which no compiler asks again, finds its plans too.
     """
 
-    def __init__(self, program: _jax.Program, params: Any) -> None:
-        self.params = params
+    def __init__(self, program: _jax.Program, info: CallInfo, **settings: Any) -> None:
+        self.params = info.params
         self.client = program.client
         self.by_ordinal = program.by_ordinal
         self.across = program.across
-        self.slots: list[Any] = []  # the executable keeps the equation, and so these
+        self._inside = slots.calls_inside(program, info.params)
+        info.plan_of_block = self.plan_of_block  # type: ignore[attr-defined]
+        self._avals = _jax.physical_avals(program.ctx.avals_in)
+        self.attributes = slots.put(program, info, self._avals, **settings)
+
+    @abc.abstractmethod
+    def plan_of_block(self, block: str) -> _native.Plan:
+        """The plan of the part that this text describes."""
+
+    def avals(self, shapes: Sequence[Sequence[int]]) -> list[Any]:
+        """The avals of the operands' blocks, of these shapes."""
+        return [
+            aval.update(shape=tuple(shape))
+            for aval, shape in zip(self._avals, shapes, strict=True)
+        ]
+
+    def make_plan(
+        self, info: CallInfo, avals: Sequence[Any], **settings: Any
+    ) -> _native.Plan:
+        return slots.make_plan(self.client, self._inside, info, avals, **settings)
 
 
 def emit_block(
-    ctx: Any,
-    target: str,
-    operands: Sequence[Any],
-    equation: Equation,
-    info: CallInfo,
-    avals: Sequence[Any],
-    tap: _native.TapSettings | None = None,
+    ctx: Any, target: str, operands: Sequence[Any], equation: Equation, **more: Any
 ) -> list[Any]:
-    """Emits the custom call of one device.
+    """Emits the custom call of one device. It is "pure": the links carry its order.
 
-    It is "pure", since the links carry its order; the equation keeps its slot alive.
+    `plan_of_block` gets the shapes of the operands after the first, and `more`.
     """
-    program = _jax.program_of(ctx)
-    slot, attributes = slots.take(program, equation.client, info, avals, tap=tap)
-    equation.slots.append(slot)
+    shapes = [aval.shape for aval in _jax.physical_avals(ctx.avals_in[1:])]
+    block = json.dumps({"shapes": shapes, **more}, separators=(",", ":"))
     return emit(
-        program, target, operands, attributes, order="pure", has_side_effect=True
+        _jax.program_of(ctx),
+        target,
+        operands,
+        {**equation.attributes, "block": block},
+        order="pure",
+        has_side_effect=True,
     )
 
 
@@ -118,38 +141,28 @@ def lower_blocks(
         unpartitioned: the function that stands in the program until it is partitioned.
     """
     _refuse(program, equation)
-    slots.keep(program, equation, equation.params.callback.name)
     order = equation.params.order
-    # A random number in the program's text, so that JAX's compilation cache never finds
-    # the program: its slots are taken while it is partitioned, and a program from the
-    # cache would skip that.
-    mark = int.from_bytes(os.urandom(7), "little")
+
+    # As unique as the equation's own name, and the same in each process.
+    name = "hostcall {key} {count}".format(**equation.attributes)
 
     def parts(*arrays: Any) -> list[Any]:
-        before = link_p.bind(jnp.int32(0), order=order, mark=mark)
+        before = link_p.bind(jnp.int32(0), order=order, name="")
         ran = _partitioned(block, unpartitioned)(before, *arrays)
-        link_p.bind(ran, order=order, mark=0)
+        link_p.bind(ran, order=order, name=name)
         return []
 
     return _jax.lower_by(program.ctx, parts, *operands)
 
 
 def _refuse(program: _jax.Program, equation: Equation) -> None:
-    """Refuses a program that would be compiled here and run in another process."""
-    whole = "Give the whole value (on='once', partitioned=False)"
+    """Refuses a program that would be loaded without being lowered."""
     if program.is_exported:
         slots.refuse_export(
             equation.params.callback,
             "each device calls it for its own block, and this process chooses the"
-            f" blocks when it compiles the program. {whole}",
-        )
-    if _jax.executables_are_shared() and equation.across:
-        callback = equation.params.callback
-        raise HostcallError(
-            f"hostcall: each device calls `{callback.name}` (at {callback.place})"
-            " for its own block, but one process compiles this program for all"
-            " processes (jax_share_binary_between_hosts), and that process does not"
-            f" know the blocks of the others. {whole}, or switch that option off"
+            " blocks when it compiles the program. Give the whole value (on='once',"
+            " partitioned=False)",
         )
 
 

@@ -19,7 +19,7 @@ def emit(
     program: _jax.Program,
     target: str,
     operands: Sequence[Any],
-    attributes: dict[str, np.uint64],
+    attributes: dict[str, Any],
     *,
     order: Order,
     has_side_effect: bool,

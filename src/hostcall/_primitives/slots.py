@@ -32,62 +32,58 @@ from hostcall._runtime import host_device
 _PROCESS = int.from_bytes(os.urandom(7), "little")
 
 
-def take(
-    program: _jax.Program,
+def make_plan(
     client: Any | None,
+    inside: _native.Inside,
     info: CallInfo,
     avals: Sequence[Any],
     *,
-    across: bool = False,
     tap: _native.TapSettings | None = None,
     team: _native.TeamSettings | None = None,
     tells: bool = False,
     elsewhere: bool = False,
-) -> tuple[Any, dict[str, np.uint64]]:
-    """Makes a plan and takes a slot for it.
+) -> _native.Plan:
+    """Makes the plan of a call or tap in a program.
 
     Args:
-        program: the program whose text will hold the key and the count.
-        client: the client that runs it, which the program of one block does not know.
+        client: the client that runs the program.
+        inside: which of its calls run inside one of XLA's host callbacks.
         info: the call or tap.
         avals: the avals of its operands; for a typed key, the aval of its uint32 block.
-        across: whether the program spans several processes.
         tap: the settings of a tap, or None.
         team: how the devices of the program make the call together, or None.
         tells: whether the call has its outcome as one more result.
         elsewhere: whether another process makes the call.
-
-    Returns:
-        (slot, attributes by which the program finds it). The slot must be kept alive as
-        long as the program.
     """
     params = info.params
-    plan = plans.make_plan(
+    return plans.make_plan(
         params,
         avals,
         info,
         _host_device(client, params),
         packed=True,
         team=team,
-        inside=_inside(program, params) if tap is None else _native.Inside.NEVER,
+        inside=inside if tap is None else _native.Inside.NEVER,
         tap=tap,
         tells=tells,
         elsewhere=elsewhere,
     )
-    key = _key(program, info, avals)
-    slot = _native.Slot(plan, key, across)
-    return slot, {"key": np.uint64(key), "count": np.uint64(slot.count)}
 
 
 def put(
     program: _jax.Program, info: CallInfo, avals: Sequence[Any], **more: Any
-) -> dict[str, np.uint64]:
-    """`take`, for a slot that lives as long as the program; returns the attributes."""
-    slot, attributes = take(
-        program, program.client, info, avals, across=program.across, **more
-    )
+) -> dict[str, Any]:
+    """Makes a plan, and puts it into a slot that lives as long as the program.
+
+    Returns the attributes by which the program finds it. `more` are parameters of
+    `make_plan`.
+    """
+    key = _key(program, info, avals)
+    inside = calls_inside(program, info.params)
+    plan = make_plan(program.client, inside, info, avals, **more)
+    slot = _native.Slot(plan, key, program.across)
     keep(program, slot, info.name)
-    return attributes
+    return {"key": np.uint64(key), "count": np.uint64(slot.count)}
 
 
 def _key(program: _jax.Program, info: CallInfo, avals: Sequence[Any]) -> int:
@@ -110,7 +106,7 @@ def _key(program: _jax.Program, info: CallInfo, avals: Sequence[Any]) -> int:
     return key ^ _PROCESS
 
 
-def _inside(program: _jax.Program, params: Any) -> _native.Inside:
+def calls_inside(program: _jax.Program, params: Any) -> _native.Inside:
     """Which calls of an equation run inside one of XLA's host callbacks."""
     if program.platforms != ("cpu",) or not targets.has_host_callbacks():
         return _native.Inside.NEVER

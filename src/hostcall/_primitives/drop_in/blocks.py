@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,21 +20,36 @@ from hostcall._primitives.blocks import NUMBER, Equation, emit_block, lower_bloc
 block_call_p = _jax.Primitive("host_block_call")
 
 
-def _abstract_eval(number: Any, *operands: Any, equation: Equation) -> Any:
+def _abstract_eval(number: Any, *operands: Any, equation: CallBlocks) -> Any:
     del number, operands, equation
     return NUMBER
 
 
-def _lower(ctx: Any, number: Any, *operands: Any, equation: Equation) -> Any:
+def _lower(ctx: Any, number: Any, *operands: Any, equation: CallBlocks) -> Any:
     """The call of one device on its own, which takes and returns the number."""
-    info = DropInInfo(_with_number(equation.params), equation.by_ordinal, None)
-    info.across = equation.across
-    avals = _jax.physical_avals(ctx.avals_in)
-    return emit_block(ctx, targets.TARGET, [number, *operands], equation, info, avals)
+    return emit_block(ctx, targets.TARGET, [number, *operands], equation)
 
 
 block_call_p.def_abstract_eval(_abstract_eval)
 _jax.register_lowering(block_call_p, _lower)
+
+
+class CallBlocks(Equation):
+    """What the parts of a call share."""
+
+    def __init__(self, program: _jax.Program, params: DropInParams) -> None:
+        super().__init__(program, self._info(params, program))
+
+    @staticmethod
+    def _info(params: DropInParams, program: Any) -> DropInInfo:
+        info = DropInInfo(params, program.by_ordinal, None)
+        info.across = program.across
+        return info
+
+    def plan_of_block(self, block: str) -> _native.Plan:
+        avals = self.avals(json.loads(block)["shapes"])
+        info = self._info(_with_number(self.params), self)
+        return self.make_plan(info, [NUMBER, *avals])
 
 
 def _with_number(params: DropInParams) -> DropInParams:
@@ -67,7 +83,7 @@ def lower(
     """The lowering in a partitioned program."""
     targets.start_on(program.client)
     _native.bury()
-    equation = Equation(program, params)
+    equation = CallBlocks(program, params)
     _jax.run_where_dispatched(program)
     call = partial(_call_block, equation=equation)
     return lower_blocks(
@@ -75,5 +91,5 @@ def lower(
     )
 
 
-def _call_block(number: Any, *blocks: Any, equation: Equation) -> Any:
+def _call_block(number: Any, *blocks: Any, equation: CallBlocks) -> Any:
     return block_call_p.bind(number, *blocks, equation=equation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,43 +19,57 @@ from hostcall._runtime import delivery, host_device
 # --- The tap of one device ------------------------------------------------------------
 
 
-class Places:
-    """Ordinal -> index of each array's block, for the devices that tap.
-
-    An object rather than a dict, because a parameter of an equation must be hashable
-    and slices have no hash before Python 3.12.
-    """
-
-    def __init__(self, by_ordinal: dict[int, Any]) -> None:
-        self.by_ordinal = by_ordinal
-
+# For each device of the program its id, and for each array (start, stop) of each axis
+# of its block.
+Places = tuple[tuple[int, tuple[tuple[tuple[int, int], ...], ...]], ...]
 
 block_tap_p = _jax.Primitive("host_block_tap")
 
 
-def _block_abstract_eval(*operands: Any, equation: Equation, places: Any) -> Any:
+def _block_abstract_eval(*operands: Any, equation: TapBlocks, places: Any) -> Any:
     del operands, equation, places
     return NUMBER
 
 
 def _lower_block(
-    ctx: Any, number: Any, *operands: Any, equation: Equation, places: Places
+    ctx: Any, number: Any, *operands: Any, equation: TapBlocks, places: Places
 ) -> Any:
-    info = TapInfo(equation.params, equation.by_ordinal, None)
-    info.places = places.by_ordinal
-    tap = equation.params.settings(
-        tuple(places.by_ordinal),
-        nested=host_device.is_host(equation.client),
-        linked=True,
-    )
-    avals = ctx.avals_in[1:]
     return emit_block(
-        ctx, targets.TAP_TARGET, [number, *operands], equation, info, avals, tap
+        ctx, targets.TAP_TARGET, [number, *operands], equation, places=places
     )
 
 
 block_tap_p.def_abstract_eval(_block_abstract_eval)
 _jax.register_lowering(block_tap_p, _lower_block)
+
+
+class TapBlocks(Equation):
+    """What the parts of a tap share."""
+
+    def __init__(self, program: _jax.Program, params: TapParams) -> None:
+        self._nested = host_device.is_host(program.client)
+        info = TapInfo(params, program.by_ordinal, None)
+        super().__init__(program, info, tap=params.settings((), self._nested))
+
+    def plan_of_block(self, block: str) -> _native.Plan:
+        told = json.loads(block)
+        info = TapInfo(self.params, self.by_ordinal, None)
+        info.places = self._here(told["places"])
+        tap = self.params.settings(tuple(info.places), self._nested, linked=True)
+        return self.make_plan(info, self.avals(told["shapes"]), tap=tap)
+
+    def _here(self, places: Sequence[Any]) -> dict[int, Any]:
+        """Ordinal -> index of each array's block, for the devices here that tap.
+
+        Among devices that hold identical blocks, only the first taps.
+        """
+        local = {d.id: n for n, d in self.by_ordinal.items()}
+        found: dict[str, tuple[int, Any]] = {}
+        for device, blocks in places:
+            if device in local:
+                index = tuple(tuple(slice(*ends) for ends in block) for block in blocks)
+                found.setdefault(str(index), (local[device], index))
+        return dict(found.values())
 
 
 # --- The whole tap --------------------------------------------------------------------
@@ -68,13 +83,13 @@ def lower(
     targets.start_on(program.client)
     delivery.start()
     _native.bury()
-    equation = Equation(program, params)
+    equation = TapBlocks(program, params)
 
     def block(everywhere: Any, shardings: Any, shapes: Any) -> Any:
         places = _places(equation, everywhere, shardings, shapes)
         return partial(_tap_block, equation=equation, places=places)
 
-    nowhere = partial(_tap_block, equation=equation, places=Places({}))
+    nowhere = partial(_tap_block, equation=equation, places=())
     return lower_blocks(program, operands, equation, block, nowhere)
 
 
@@ -92,30 +107,26 @@ def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
     )
 
 
-def _tap_block(number: Any, *blocks: Any, equation: Equation, places: Places) -> Any:
+def _tap_block(number: Any, *blocks: Any, equation: TapBlocks, places: Places) -> Any:
     return block_tap_p.bind(number, *blocks, equation=equation, places=places)
 
 
 def _places(
-    equation: Equation, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
+    equation: TapBlocks,
+    everywhere: Any,
+    shardings: Sequence[Any],
+    shapes: Sequence[Any],
 ) -> Places:
-    """The devices that tap, and their blocks.
-
-    Among devices that hold identical blocks, only the first taps.
-    """
+    """The devices of the program, by id, and their blocks."""
     maps = [
         dict(sharding.devices_indices_map(shape))
         for sharding, shape in zip(shardings, shapes, strict=True)
     ]
-    local = {d.id: n for n, d in equation.by_ordinal.items()}
-    found: dict[str, tuple[int, Any]] = {}
+    found = []
     for device in sorted(everywhere.device_set, key=lambda d: d.id):
-        if device.id not in local:
-            continue
         indices = [
-            block_index(of[device], shape)
+            tuple((part.start, part.stop) for part in block_index(of[device], shape))
             for of, shape in zip(maps, shapes, strict=True)
         ]
-        place = tuple(arguments(indices, equation.params))
-        found.setdefault(str(place), (local[device.id], place))
-    return Places(dict(found.values()))
+        found.append((device.id, tuple(arguments(indices, equation.params))))
+    return tuple(found)
