@@ -55,6 +55,27 @@ def run_both(run_python):
     return run
 
 
+def test_processes_write_the_same_text_whatever_else_one_of_them_compiles(run_both):
+    first, second = run_both(
+        """
+import hashlib
+def host(v):
+    return v + 1
+if me == 0:
+    kept = [jax.jit(lambda v, i=i: hc.call(host, v, v) + i) for i in range(3)]
+    for f in kept:
+        f(np.ones((2 * n,), np.float32))
+@jax.jit
+def program(x):
+    hc.tap(host, x, on="shards")
+    return hc.call(host, x, x) + hc.call(lambda v: v, x, x, order="ordered")
+say(hashlib.sha256(program.lower(x).as_text().encode()).hexdigest())
+"""
+    )
+    assert first == second
+    assert len(first) == 1
+
+
 def test_executables_that_jax_keeps_by_their_text(run_both):
     """Three programs that differ only in their function. With this flag, the first
     process of the job keeps what it has compiled. Only that process sets it here: on
