@@ -7,7 +7,7 @@ from typing import Any, Literal
 from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import SpecError
-from hostcall._runtime import flights
+from hostcall._runtime import caches, flights
 
 
 def configure(
@@ -15,6 +15,7 @@ def configure(
     tap_queue_bytes: int | None = None,
     pinned_bytes: int | None = None,
     residuals: int | None = None,
+    cache_bytes: int | None = None,
     flight: Literal["sigterm", "signals", "off"] | None = None,
 ) -> None:
     """Changes settings of this process. Settings that are None stay as they are.
@@ -31,6 +32,10 @@ def configure(
             oldest are dropped. If a backward rule finds its residuals dropped, the
             forward rule runs again, which is logged once per function. 0 keeps none.
             Default: 1024, or the environment variable HOSTCALL_RESIDUALS.
+        cache_bytes: how many bytes the results of all functions with
+            `hc.host(cache="memory")` may hold together. The least recently used are
+            dropped; a larger result is never kept. Default: 256e6, or the environment
+            variable HOSTCALL_CACHE_BYTES.
         flight: when the flight recorder (`hc.monitor.flight()`) is printed. "sigterm":
             to the log when a call takes longer than its `timeout=` or a callback would
             deadlock, and to stderr when SIGTERM comes and the program has no handler
@@ -54,6 +59,8 @@ def configure(
         )
     if pinned_bytes is not None:
         pinned_bytes = _bytes(pinned_bytes, "pinned_bytes")
+    if cache_bytes is not None:
+        cache_bytes = _bytes(cache_bytes, "cache_bytes")
     if tap_queue_bytes is not None:
         size = _bytes(tap_queue_bytes, "tap_queue_bytes")
         config.set_tap_queue_bytes(size)
@@ -61,6 +68,9 @@ def configure(
             _native.set_tap_limit(size)
     if pinned_bytes is not None:
         config.set_pinned_bytes(pinned_bytes)
+    if cache_bytes is not None:
+        config.set_cache_bytes(cache_bytes)
+        caches.fit()
     if residuals is not None:
         config.set_residuals(residuals)
     if flight is not None:

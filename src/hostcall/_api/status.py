@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostcall import _native
-from hostcall._engine.counters import all_counters
+from hostcall._engine.counters import Tally, all_counters, all_tallies
 from hostcall._runtime import workers
 
 
@@ -45,7 +45,7 @@ class CallStats:
     """The cost of one function's calls, over all programs (`hc.monitor.stats()`).
 
     Attributes:
-        calls: how often the function was entered.
+        calls: how often the function was entered, or its cache asked in its place.
         masked: rows and taps that `where` left out.
         dropped: taps that were dropped because the queue was full.
         skipped: taps that `every=` or `sample=` left out.
@@ -56,6 +56,9 @@ class CallStats:
             GIL or for other devices.
         gil_seconds: time spent waiting for the GIL before the function was entered.
         wait_seconds: time that devices waited with a tap for space in the full queue.
+        hits: rows whose results were in the cache (`hc.host(cache=)`), equal to those
+            of another row, or computed by another call at that time.
+        misses: rows with `cache=` for which the function was called.
     """
 
     calls: int
@@ -68,6 +71,8 @@ class CallStats:
     python_seconds: float
     gil_seconds: float
     wait_seconds: float
+    hits: int = 0
+    misses: int = 0
 
 
 def status() -> list[ActiveCall]:
@@ -97,6 +102,7 @@ def stats() -> dict[str, CallStats]:
 
     Cost: two readings of the clock for each call.
     """
+    tallies, none = all_tallies(), Tally()
     return {
         name: CallStats(
             c.calls,
@@ -109,6 +115,8 @@ def stats() -> dict[str, CallStats]:
             c.python_seconds,
             c.gil_seconds,
             c.wait_seconds,
+            tallies.get(name, none).hits,
+            tallies.get(name, none).misses,
         )
         for name, c in all_counters().items()
     }

@@ -25,6 +25,8 @@ POOL_WORKERS = int(
 
 _residuals = int(os.environ.get("HOSTCALL_RESIDUALS", "1024"))
 
+_cache_bytes = int(float(os.environ.get("HOSTCALL_CACHE_BYTES", "256e6")))
+
 _pinned_bytes = int(float(os.environ.get("HOSTCALL_PINNED_BYTES", "1e9")))
 
 FLIGHTS = ("sigterm", "signals", "off")
@@ -62,6 +64,16 @@ def residuals() -> int:
 def set_residuals(number: int) -> None:
     global _residuals
     _residuals = number
+
+
+def cache_bytes() -> int:
+    """How many bytes the results in `cache="memory"` may hold, of all functions."""
+    return _cache_bytes
+
+
+def set_cache_bytes(size: int) -> None:
+    global _cache_bytes
+    _cache_bytes = size
 
 
 def pinned_bytes() -> int:

@@ -32,8 +32,21 @@ class Facts:
     nothing: bool = True
 
 
+class Tally:
+    """How many rows a cache answered (hits), and how many it did not (misses)."""
+
+    def __init__(self) -> None:
+        self.hits = self.misses = 0
+
+    def add(self, hits: int, misses: int) -> None:
+        with _lock:
+            self.hits += hits
+            self.misses += misses
+
+
 _counters: dict[str, Counters] = {}
 _facts: dict[str, Facts] = {}
+_tallies: dict[str, Tally] = {}
 _lock = threading.Lock()
 
 
@@ -55,6 +68,12 @@ def counters_of(callback: Callback) -> Counters:
         return found
 
 
+def tally_of(callback: Callback) -> Tally:
+    """The tally for calls that share their counters."""
+    with _lock:
+        return _tallies.setdefault(_key(callback), Tally())
+
+
 def note(params: CallParams | TapParams) -> None:
     """Notes what a plan that is made says about the calls of its function."""
     callback = params.callback
@@ -72,6 +91,11 @@ def note(params: CallParams | TapParams) -> None:
 def all_facts() -> dict[str, Facts]:
     with _lock:
         return dict(_facts)
+
+
+def all_tallies() -> dict[str, Tally]:
+    with _lock:
+        return dict(_tallies)
 
 
 def all_counters() -> dict[str, Counters]:

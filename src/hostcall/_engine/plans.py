@@ -14,6 +14,7 @@ from hostcall._core.dlpack import DLPackArray
 from hostcall._core.errors import SpecError
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.spec import Template, packed_bits
+from hostcall._engine import caching
 from hostcall._engine.counters import counters_of, note
 from hostcall._engine.info import CallInfo
 from hostcall._engine.masks import CompressedCall, CompressedTap
@@ -114,12 +115,15 @@ def make_plan(
     converters = [_converter(callback.arrays, key, device) for key in keys]
     if compressed:
         converters = [None] * len(keys)
-    args = []
+    args, shapes = [], []
     for i, operand in enumerate(arg_operands):
         flags = list(arg_flags[i]) if grid else []
         dtype = np.dtype(operand.dtype)
         shape = operand.shape[sum(flags) :]
-        args.append(_leaf(dtype, shape, packed, flags, convert=converters[i]))
+        shapes.append((shape, str(dtype)))
+        # What looks rows up in a cache converts those that it does not find.
+        convert = None if getattr(callback, "cache", None) else converters[i]
+        args.append(_leaf(dtype, shape, packed, flags, convert=convert))
     results = []
     for aval, fill in zip(params.avals, callback.fills, strict=True):
         dtype = np.dtype(aval.dtype)
@@ -130,6 +134,7 @@ def make_plan(
     if together is not None:
         info.guard = deadlocks.of_several(together)
     in_place = None if isinstance(params, TapParams) else params.in_place()
+    function: Callable[..., Any]
     if elsewhere:
         function, form, runner = _nothing, ResultForm.NOTHING, None
     elif in_place is not None:
@@ -137,6 +142,10 @@ def make_plan(
     else:
         function, form = _function(params, info, device, compressed)
         runner = _runner(params, info, device)
+        if isinstance(params, CallParams) and callback.cache is not None:
+            rows = caching.Rows(params, info, shapes, converters, compressed, device)
+            function, form = caching.cached(function, rows), ResultForm.TUPLE
+            runner = runner and caching.cached_rows(runner, rows)
     if info.across:
         function = job.until_failure(function)
         runner = runner and job.until_failure(runner)

@@ -23,6 +23,7 @@ from hostcall._host_function.difference_error import (
     noise_of,
 )
 from hostcall._host_function.function import HostFunction
+from hostcall._host_function.kept import options_of
 from hostcall._host_function.rules import P, R
 
 Scheme = Literal["central", "forward", "complex"]
@@ -133,7 +134,8 @@ class Differences:
         if position not in self.slopes:
             function = self.function
             lend = bool(function.options["lend"])
-            options = function.options | {"lend": lend, "name": function.__name__ + "'"}
+            options = options_of(function.options, ("slope", position))
+            options |= {"lend": lend, "name": function.__name__ + "'"}
             self.slopes[position] = HostFunction(
                 _Diagonal(self, position),
                 result=results.elementwise,

@@ -18,6 +18,7 @@ from hostcall._core.arguments import parse_mask
 from hostcall._core.errors import SpecError
 from hostcall._core.source import Place, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
+from hostcall._host_function import kept
 from hostcall._host_function import results as shorthands
 from hostcall._host_function.method import Method
 from hostcall._host_function.primitive import bind
@@ -67,7 +68,7 @@ class HostFunction(Generic[P, R]):
         self.__qualname__ = name or name_of(fn)
         self.fn, self.rules = fn, Rules()
         self.result, self.nondiff = options.pop("result"), options.pop("nondiff")
-        checked = {key: options[key] for key in options if key != "tag"}
+        checked = {key: options[key] for key in options if key not in ("tag", "cache")}
         check_options(self.__qualname__, **checked)
         if callable(options["vmap_method"]):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
@@ -357,6 +358,10 @@ class HostFunction(Generic[P, R]):
                 f" estimated. Add them with hc.finite_difference({self.__name__})"
             )
         return self.differences.error(*args)
+
+    def cache_clear(self) -> None:
+        """Drops the results of this function and its rules that `cache=` has kept."""
+        kept.clear(self.options.get("cache"), self.__name__)
 
     def _where(self, where: Any, *rules: Any) -> Where:
         check_where(where, self.__name__)

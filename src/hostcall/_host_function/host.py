@@ -14,6 +14,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import refuse_unneeded
 from hostcall._core.order import Order
 from hostcall._engine.params.call import Arrays, Lend
+from hostcall._host_function import kept
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R
 
@@ -31,6 +32,8 @@ class Options(TypedDict, total=False):
     name: str | None
     tag: str | None
     nondiff: int | tuple[int, ...]
+    cache: Any
+    version: str | int | None
 
 
 @overload  # a ufunc's own overloads are for scalars first
@@ -60,6 +63,8 @@ def host(
     name: str | None = None,
     tag: str | None = None,
     nondiff: int | tuple[int, ...] = (),
+    cache: Any = None,
+    version: str | int | None = None,
 ) -> Any:
     """Makes a Python function part of JAX: its results, its batching and its
     derivatives are declared once.
@@ -94,12 +99,20 @@ def host(
         tag: as in `hc.call`; for rules in host code too.
         nondiff: positions of arguments without a derivative. They have no tangent,
             and differentiating with respect to them is an error.
+        cache: where results are kept, so that a call with arguments that were there
+            before costs a look-up: "memory" (`hc.configure(cache_bytes=)` bounds it),
+            a diskcache.Cache or a joblib.Memory. Arguments are equal if their bytes,
+            shapes and dtypes and the pickles of static ones are. Equal rows are
+            computed once; calls for whole batches are kept as a whole. Errors are not
+            kept. Rules are kept too, except those that leave Python objects as
+            residuals.
+        version: the version of the function's code, for `cache`; a must on disk.
 
     Returns:
         A `HostFunction`. It is called with arrays, pytrees of them and static objects,
         and its methods set its rules: `defjvp`, `defjvps`, `defvjp`, `deftranspose`,
-        `defjacobian`, `defbatch`. It can be pickled if its function and rules can; its
-        executor is left out.
+        `defjacobian`, `defbatch`; `cache_clear` drops what `cache` has kept. It can be
+        pickled if its function and rules can; its executor is left out.
 
     Raises:
         SpecError: an option, or an argument of a call, is wrong.
@@ -123,7 +136,8 @@ def host(
 
     Cost: in a compiled program that of `hc.call`; lowering takes 0.4 ms more, and an
     eager call 60 us. A `defjvp` rule that returns (result, tangent) is one call for
-    both, and `defjacobian` is one call for all rows and columns of a Jacobian.
+    both, and `defjacobian` is one call for all rows and columns of a Jacobian. With
+        `cache`, a result in memory is found in 7 us and 1 us a KiB of arguments.
     """
     if fn is None:
         options = {k: v for k, v in locals().items() if k != "fn"}
@@ -131,6 +145,8 @@ def host(
     shown = name or check_function(fn, "hc.host(fn, result=...)")
     check_tag(tag, shown)
     positions = checked(shown, result, nondiff)
+    given = {"order": order, "lend": lend, "arrays": arrays}
+    part = kept.part_of(shown, fn, cache, version, given)
     if order == "pure" and not jax.tree.leaves(result):
         refuse_unneeded("hc.host", shown)
     return HostFunction(
@@ -145,6 +161,7 @@ def host(
         timeout=timeout,
         executor=executor,
         tag=tag,
+        cache=part,
     )
 
 

@@ -25,6 +25,7 @@ from hostcall._core.errors import DerivativeError
 from hostcall._core.source import name_of, source_of
 from hostcall._core.spec import Results, Template
 from hostcall._host_function import rules, sendable
+from hostcall._host_function.kept import options_of
 from hostcall._host_function.primitive import Arrays, Tangents, Value
 from hostcall._host_function.residuals import say_that_it_runs_again, store
 from hostcall._host_function.results import elementwise, with_axes
@@ -128,10 +129,11 @@ class HostCode(Value):
 
     def _options(self) -> dict[str, Any]:
         function = self.site.function
-        options = dict(function.options)
+        options = options_of(function.options, (self.kind, self.nz), self.site.trees)
         if self.kind != "value":
             options["lend"] = bool(options["lend"])
         if self.keeps_objects:
+            options["cache"] = None  # one backward rule takes the residual
             # A residual that is kept may be an argument.
             options["lend"] = options["lend"] and function.rules_copy
             if options["vmap_method"] != "parallel":

@@ -39,6 +39,12 @@ def is_host(client: Any | None) -> bool:
         return _level(client) > 0
 
 
+def is_second(client: Any | None) -> bool:
+    """Whether programs on the rung below this client are started by host code."""
+    with _lock:
+        return _level(client) > 1
+
+
 def above(client: Any | None) -> Any:
     """The host device for callbacks of programs that run on `client`.
 

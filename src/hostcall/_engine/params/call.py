@@ -40,6 +40,8 @@ class Callback:
         executor: runs the rows of a parallel call; see _runtime/executors.py.
         tag: the name in statistics, `status()` and collectors; None for the function's
             name.
+        cache: where results are kept, a `Part` of _engine/caching.py; or None. It is
+            not compared: it belongs to the function.
         place: the user's line that wrote the call. It is not compared, so equal calls
             on two lines trace to equal programs.
     """
@@ -53,6 +55,7 @@ class Callback:
     timeout: float | None = None
     executor: Static | None = None
     tag: str | None = None
+    cache: Any = field(default=None, compare=False)
     place: Place = field(compare=False)
 
     @cached_property

@@ -1,0 +1,200 @@
+"""Looks a call's rows up before its function is called (`hc.host(cache=)`).
+
+The engine calls what `cached` returns in place of the function, with plain arrays: a
+row that is found makes no JAX arrays or typed keys. Rows of a parallel call go through
+`cached_rows`, in this process, before any of them is sent to an executor.
+
+A row's key is a digest of
+
+  * what is the same in all calls of a plan: which of the function's codes it is, the
+    shapes and dtypes of arguments and results, and the fills of masked rows;
+  * the structure of the arguments with the static ones, pickled;
+  * the bytes of its arrays. So -0.0 differs from 0.0, and a NaN equals itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hostcall._core.errors import SpecError
+from hostcall._core.spec import Static, Template
+from hostcall._engine.counters import tally_of
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.call import CallParams
+from hostcall._runtime import host_device
+from hostcall._runtime.caches import Cache, Values
+
+Converters = Sequence[Callable[[Any], Any] | None]
+
+# The bytes of smaller arrays are copied: that takes less time than a view.
+_SMALL = 4096
+
+# Static arguments that can't change, so that one pickle serves all calls.
+_CONSTANT = (str, bytes, type(None), type, type(len), type(_SMALL.bit_length))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where the values of one of a HostFunction's codes are kept.
+
+    Attributes:
+        cache: of the HostFunction.
+        label: which of its codes this is.
+        template: the arguments of the HostFunction, with the static ones.
+    """
+
+    cache: Cache
+    label: str = ""
+    template: Template | None = None
+
+
+class Rows:
+    """The rows of one plan: their keys, and their values as arrays and as bytes.
+
+    Args:
+        params, info, device: as in `make_plan`.
+        shapes: the shape and dtype of each array of a row.
+        converters: what makes of each array what the function gets.
+        flat: whether the function returns a flat list, with one more array in front
+            of the arguments for the mask (_engine/masks.py).
+    """
+
+    def __init__(
+        self,
+        params: CallParams,
+        info: CallInfo,
+        shapes: Sequence[Any],
+        converters: Converters,
+        flat: bool,
+        device: Any,
+    ) -> None:
+        callback = params.callback
+        self._part: Part = callback.cache
+        self._converters = converters
+        self._info, self._flat, self._avals = info, flat, params.avals
+        self._dtypes = [np.dtype(aval.dtype) for aval in params.avals]
+        self._sizes = [
+            int(np.prod(aval.shape, dtype=np.int64)) * dtype.itemsize
+            for aval, dtype in zip(params.avals, self._dtypes, strict=True)
+        ]
+        self._tally = tally_of(callback)
+        self._may_wait = not host_device.is_second(device.client)
+        about = (
+            self._part.label,
+            shapes,
+            [(x.shape, str(x.dtype)) for x in params.avals],
+            flat and callback.fills,
+            [None if k is None else str(k) for k in callback.template.keys],
+            str(callback.results.treedef),
+        )
+        self._start = hashlib.blake2b(repr(about).encode(), digest_size=32)
+        statics = [x for x in self._template.leaves if isinstance(x, Static)]
+        text = self._statics()  # in any case, so that it fails when it is lowered
+        self._constant = all(type(x.value) in _CONSTANT for x in statics)
+        if self._constant:
+            self._start.update(text)
+
+    @property
+    def _template(self) -> Template:
+        assert self._part.template is not None
+        return self._part.template
+
+    def _statics(self) -> bytes:
+        marks = [
+            x.value if isinstance(x, Static) else _Array for x in self._template.leaves
+        ]
+        try:
+            return pickle.dumps(self._template.treedef.unflatten(marks))
+        except Exception as error:
+            raise SpecError(
+                f"hostcall: `{self._info.name}` has cache=, whose keys hold its static"
+                f" arguments, pickled. One of them can't be pickled: {error}. Pass it"
+                " as arrays, strings or other objects that can, or drop cache="
+            ) from error
+
+    def key(self, arrays: Sequence[np.ndarray]) -> bytes:
+        digest = self._start.copy()
+        if not self._constant:
+            digest.update(self._statics())
+        for array in arrays:
+            small = array.nbytes < _SMALL
+            digest.update(
+                array.tobytes() if small else array.reshape(-1).view(np.uint8)
+            )
+        return digest.digest()
+
+    def converted(self, arrays: Sequence[Any]) -> list[Any]:
+        return [
+            x if convert is None else convert(x)
+            for x, convert in zip(arrays, self._converters, strict=True)
+        ]
+
+    def values_of(
+        self,
+        rows: Sequence[Sequence[np.ndarray]],
+        compute: Callable[[list[int]], list[Any]],
+    ) -> list[tuple[np.ndarray, ...]]:
+        """The results of rows; `compute` calls the function for some of them."""
+
+        def missing(indices: list[int]) -> list[Values]:
+            return [self._bytes(value) for value in compute(indices)]
+
+        keys = [self.key(row) for row in rows]
+        values, n = self._part.cache.values_of(keys, missing, self._may_wait)
+        self._tally.add(len(rows) - n, n)
+        return [self._arrays(value) for value in values]
+
+    def _bytes(self, value: Any) -> Values:
+        leaves = value if self._flat else self._info.flatten(value)
+        return tuple(
+            self._info.coerce(i, leaf).tobytes() for i, leaf in enumerate(leaves)
+        )
+
+    def _arrays(self, value: Values) -> tuple[np.ndarray, ...]:
+        """Read-only arrays in the memory of the bytes."""
+        if [len(part) for part in value] != self._sizes:
+            raise SpecError(
+                f"hostcall: the cache of `{self._info.name}` has an entry that is not"
+                " one of its results. Is something else written to that cache?"
+            )
+        parts = zip(self._avals, self._dtypes, value, strict=True)
+        return tuple(np.ndarray(aval.shape, dtype, part) for aval, dtype, part in parts)
+
+
+class _Array:
+    """Stands for an array among static arguments."""
+
+
+def cached(
+    whole: Callable[..., Any], rows: Rows
+) -> Callable[..., tuple[np.ndarray, ...]]:
+    """`whole`, which the engine calls with plain arrays, with a look-up before it."""
+
+    def call(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        def compute(_: list[int]) -> list[Any]:
+            return [whole(*rows.converted(arrays))]
+
+        return rows.values_of([arrays], compute)[0]
+
+    return call
+
+
+def cached_rows(
+    run: Callable[[list[Any], list[Any]], list[Any]], rows: Rows
+) -> Callable[[list[Any], list[Any]], list[Any]]:
+    """A runner of parallel rows that runs those that are not found, each once."""
+
+    def runner(given: list[Any], indices: list[Any]) -> list[Any]:
+        def compute(which: list[int]) -> list[Any]:
+            missing = [tuple(rows.converted(given[i])) for i in which]
+            return run(missing, [indices[i] for i in which])
+
+        return list(rows.values_of(given, compute))
+
+    return runner

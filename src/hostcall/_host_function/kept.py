@@ -1,0 +1,122 @@
+"""The options `cache=` and `version=` of `hc.host`, and the names of entries."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hostcall._core.errors import SpecError
+from hostcall._core.source import is_anonymous, name_of
+from hostcall._engine.caching import Part
+from hostcall._runtime.caches import Cache, is_dictionary
+
+
+def part_of(
+    shown: str, fn: Callable[..., Any], cache: Any, version: Any, options: Any
+) -> Part | None:
+    """The function's place in the cache, or None without one.
+
+    Raises:
+        SpecError: `cache`, `version`, or an option that does not go with them.
+    """
+    if cache is None:
+        if version is not None:
+            raise SpecError(
+                f"hostcall: `{shown}` has version= and no cache=. It is the version of"
+                " the code whose results are kept: give cache=, or drop version="
+            )
+        return None
+    in_memory = isinstance(cache, str) and cache == "memory"
+    joblibs = callable(getattr(cache, "cache", None))
+    if isinstance(cache, type) or not (in_memory or is_dictionary(cache) or joblibs):
+        raise SpecError(
+            f"hostcall: cache= of `{shown}` should be 'memory', a diskcache.Cache or a"
+            f" joblib.Memory, got {cache!r}"
+        )
+    _refuse_others(shown, options)
+    if version is not None and type(version) not in (str, int):
+        raise SpecError(
+            f"hostcall: version= of `{shown}` should be a string or an int, got"
+            f" {version!r}"
+        )
+    if not in_memory:
+        _check_disk(shown, fn, version)
+    return Part(Cache(cache, f"hostcall {_place(fn)} version {version!r}"))
+
+
+def _refuse_others(shown: str, options: Any) -> None:
+    order, lend, arrays = (options[key] for key in ("order", "lend", "arrays"))
+    why = ""
+    if order != "pure":
+        why = (
+            f"order={order!r}. A result that is found needs no call, and then the"
+            " function's effects would be missing: make it pure, or drop cache="
+        )
+    elif lend == "out":
+        why = "lend='out'. Results are kept as copies: use lend=True, or drop cache="
+    elif arrays == "cuda":
+        why = (
+            "arrays='cuda'. Keys are made of bytes on the host: use another arrays=, or"
+            " drop cache="
+        )
+    if why:
+        raise SpecError(f"hostcall: `{shown}` has cache= and {why}")
+
+
+def _check_disk(shown: str, fn: Any, version: Any) -> None:
+    if version is None:
+        raise SpecError(
+            f"hostcall: `{shown}` has a cache that outlives the process, and no"
+            " version=. Give version=1, and another number whenever the code of the"
+            " function, of its rules, or of what they call changes: older results are"
+            " then not found"
+        )
+    bound = getattr(fn, "__self__", None)
+    has_name = hasattr(fn, "__qualname__") or isinstance(fn, np.ufunc)
+    of_object = bound is not None and not isinstance(bound, types.ModuleType)
+    if is_anonymous(fn) or not has_name or of_object:
+        raise SpecError(
+            f"hostcall: `{shown}` has a cache that outlives the process, whose entries"
+            f" go by the function's module and name. `{name_of(fn)}` may be one of"
+            " several functions of that name (a lambda, a closure, a partial, a bound"
+            " method): define it at the top level of a module, with all that it uses"
+            " as arguments, or use cache='memory'"
+        )
+
+
+def _place(fn: Any) -> str:
+    module = getattr(fn, "__module__", None) or "builtins"
+    if module == "__main__":  # each script has one
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        module = os.path.abspath(file) if file else os.getcwd()
+    return f"{module}.{name_of(fn)}"
+
+
+def options_of(
+    given: dict[str, Any], label: tuple[Any, ...], trees: Any = None
+) -> dict[str, Any]:
+    """A copy of options, with the part of the cache for one of the function's codes."""
+    part = given.get("cache")
+    if part is None:
+        return dict(given)
+    template = None if trees is None else trees.template
+    part = replace(part, label=f"{part.label} {label}", template=template)
+    return given | {"cache": part}
+
+
+def clear(part: Part | None, name: str) -> None:
+    if part is None:
+        raise SpecError(f"hostcall: `{name}` has no cache= that could be cleared")
+    try:
+        part.cache.clear()
+    except NotImplementedError:
+        raise SpecError(
+            f"hostcall: joblib.Memory can't drop the results of `{name}` alone. Give"
+            " another version=, or call the Memory's clear(), which drops all"
+        ) from None
