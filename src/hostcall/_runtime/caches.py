@@ -67,6 +67,10 @@ class Cache:
     def __reduce__(self) -> Any:
         return Cache, (self._given, self.name)
 
+    def get(self, key: bytes) -> Values | None:
+        """A value that is kept."""
+        return self._store.get(key)  # type: ignore[no-any-return]
+
     def values_of(
         self,
         keys: Sequence[bytes],
@@ -105,7 +109,7 @@ class Cache:
         return [found[key] for key in keys], computed
 
     def _find(self, key: bytes, found: dict[bytes, Values]) -> bool:
-        value = self._store.get(key)
+        value = self.get(key)
         if value is not None:
             found[key] = value
         return value is not None
