@@ -173,3 +173,41 @@ def test_devices_of_a_mesh_share_the_results():
     x = np.tile(X, 4)
     np.testing.assert_array_equal(program(x), np.sin(x))
     assert len(ran) == 1
+
+
+def test_ctrl_c_ends_the_wait_for_another_computation(run_python):
+    done = run_python(
+        """
+        import os, signal, threading
+        import numpy as np
+        import hostcall as hc
+
+        entered, end = threading.Event(), threading.Event()
+
+        def slow(x):
+            entered.set()
+            end.wait(120)
+            return x
+
+        f = hc.host(slow, result=hc.like(0), cache="memory")
+        first = threading.Thread(target=lambda: print(f(1.0)))
+        first.start()
+        entered.wait(120)
+        flights = f.options["cache"].cache._under_way
+
+        def interrupt():
+            while not any(flight.waiting for flight in flights.values()):
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        try:
+            f(1.0)
+        except KeyboardInterrupt:
+            print("interrupted")
+        end.set()
+        first.join()
+        print(f(1.0))
+        """
+    )
+    assert done.stdout.split() == ["interrupted", "1.0", "1.0"]

@@ -82,6 +82,7 @@ def test_workers_that_come_while_rows_run(cluster, client, tmp_path, order):
     task = started(client, tmp_path, order)
     cluster.scale(3)
     client.wait_for_workers(3, WAIT)
+    assert holds_in_time(lambda: len(runs(tmp_path)) == 3)  # the new ones take part
     Path(tmp_path, "go").touch()
     np.testing.assert_array_equal(task.result(WAIT), 2 * X)
     assert runs(tmp_path) == dict.fromkeys(range(8), 1)
