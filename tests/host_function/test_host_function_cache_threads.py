@@ -125,26 +125,33 @@ def test_a_function_that_calls_itself_for_the_same_key():
 
 @pytest.mark.parametrize("committed", [False, True], ids=["", "committed"])
 def test_functions_that_run_programs_while_others_wait(committed):
-    """All threads of XLA's pool may be in calls that wait for one that needs a thread."""
+    """All threads of XLA's pool may be in calls that wait for one whose own program
+    needs a thread.
+    """
     ran = []
-    inner = jax.jit(lambda x: (x @ x.T).sum() + x)
+    inner = jax.jit(lambda x: (x @ x.T) / 300)
 
     def computes(x):
         ran.append(1)
         x = jax.device_put(x, jax.devices()[0]) if committed else jnp.asarray(x)
-        return np.asarray(inner(x.reshape(2, 2))).reshape(4)
+        return np.asarray(inner(x))
 
     f = hc.host(computes, result=hc.like(0), cache="memory")
-    program = jax.jit(f)
-    wanted = np.asarray(program(X))
-    for n in range(5):
+
+    @jax.jit
+    def program(x):  # large enough for XLA to run it on a thread of its own
+        return f(x @ x / 300) @ x
+
+    x = np.ones((300, 300), np.float32)
+    wanted = np.asarray(program(x))
+    for _ in range(5):
         f.cache_clear()
         ran.clear()
-        tasks = in_threads(lambda i: np.asarray(program(on(i, X))), 16)
+        tasks = in_threads(lambda i: np.asarray(program(on(i, x))), 8)
         for task in tasks:
             np.testing.assert_array_equal(task.result(WAIT), wanted)
-        # A call that asks to be made inside one of XLA's host callbacks runs twice.
-        assert len(ran) == 1 or (committed and len(ran) <= 17), n
+        # One that is asked to be made inside one of XLA's host callbacks runs again.
+        assert len(ran) == 1 or (committed and len(ran) <= 9)
 
 
 @pytest.mark.parametrize("method", ["sequential", "parallel"])
