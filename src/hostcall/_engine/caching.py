@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ Converters = Sequence[Callable[[Any], Any] | None]
 _SMALL = 4096
 
 # Static arguments that can't change, so that one pickle serves all calls.
-_CONSTANT = (str, bytes, type(None), type, type(len), type(_SMALL.bit_length))
+_CONSTANT = (str, bytes, type(None), type, types.FunctionType)
 
 
 @dataclass(frozen=True)
