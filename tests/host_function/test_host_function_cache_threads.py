@@ -61,7 +61,8 @@ def test_concurrent_callers_compute_once(kind):
     x = X if kind != "sequential" else X[:1]
     tasks = in_threads(lambda i: np.asarray(program(on(i, x))), 4)
     assert gate.entered.acquire(timeout=WAIT)
-    assert holds_in_time(lambda: waiting(f) >= 1)
+    # Programs of several devices need not run at once: older ones of JAX do not.
+    assert kind != "eager" or holds_in_time(lambda: waiting(f) == 3)
     gate.end.set()
     for task in tasks:
         np.testing.assert_array_equal(task.result(WAIT), 2 * x)
