@@ -131,6 +131,7 @@ void InitHandlers(nb::module_& m) {
       nb::arg("handler"), nb::arg("run_pending"));
   m.def("ask_inside", &AskInside);
   m.def("is_inside", &InsideHostCallback);
+  m.def("on_foreign_thread", &OnForeignThread);
   m.def(
       "set_streams_for_tests",
       [](const std::vector<uintptr_t>& addresses) {

@@ -129,6 +129,8 @@ def test_functions_that_run_programs_while_others_wait(committed):
     """All threads of XLA's pool may be in calls that wait for one whose own program
     needs a thread.
     """
+    if committed and jax.__version_info__ < (0, 12):
+        pytest.skip("may hang without a cache too (docs/design/threads.md)")
     ran = []
     inner = jax.jit(lambda x: (x @ x.T) / 300)
 
@@ -151,8 +153,9 @@ def test_functions_that_run_programs_while_others_wait(committed):
         tasks = in_threads(lambda i: np.asarray(program(on(i, x))), 8)
         for task in tasks:
             np.testing.assert_array_equal(task.result(WAIT), wanted)
-        # One that is asked to be made inside one of XLA's host callbacks runs again.
-        assert len(ran) == 1 or (committed and len(ran) <= 9)
+        # Calls on XLA's threads do not wait: each of them may compute. One that is
+        # asked to be made inside one of XLA's host callbacks runs again.
+        assert 1 <= len(ran) <= 9
 
 
 @pytest.mark.parametrize("method", ["sequential", "parallel"])

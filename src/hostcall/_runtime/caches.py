@@ -5,7 +5,7 @@ Bytes can't change, so no caller can change what another one gets.
 
 Guarantees, for the calls of one HostFunction in this process
   * Calls with one key at the same time compute it once; the others wait for that value,
-    even if it is too large to be kept.
+    even if it is too large to be kept. Two kinds of calls compute instead (below).
   * If the computation fails, nothing is kept, and one of those that waited computes.
   * Waits do not hold the GIL, and Ctrl-C ends them.
 
@@ -15,9 +15,8 @@ Why nothing waits in a circle:
   2. A call in a program that host code started may be needed by the very computation
      that it would wait for. It never waits, and computes. So those that wait are calls
      of programs that the process's own threads started.
-  3. Such a call may occupy a thread of XLA's pool on which the computation's own
-     program has to run. Before it waits, it asks to be made again inside one of XLA's
-     host callbacks, where the pool has another thread (_runtime/deadlocks.py).
+  3. Nor does a call on a thread of XLA's: the computation's own program may need that
+     thread, or one of the pool that it belongs to.
 
 No lock is held while a value is computed, read from a disk, or waited for. `_under_way`
 needs none: a key is claimed by `setdefault`, which is one step, and only its owner
@@ -34,7 +33,6 @@ from typing import Any
 
 from hostcall import _native
 from hostcall._core import config
-from hostcall._runtime.deadlocks import CallInside
 
 Values = tuple[bytes, ...]
 
@@ -129,7 +127,7 @@ class Cache:
             other = self._under_way.setdefault(key, flight)
             if other is not flight:
                 del mine[key]
-                if may_wait:
+                if may_wait and not _native.on_foreign_thread():
                     theirs[key] = other
             else:
                 self._find(key, found)  # it may have been computed since the last look
@@ -147,8 +145,6 @@ class Cache:
 
 
 def _wait(flight: _Flight) -> None:
-    if not flight.done.is_set() and _native.ask_inside():
-        raise CallInside
     flight.waiting += 1
     while not flight.done.wait(_LOOK):
         pass
