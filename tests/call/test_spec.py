@@ -26,18 +26,11 @@ def generator(x):
     yield x
 
 
-async def coroutine(x):
-    return x
-
-
 async def async_generator(x):
     yield x
 
 
-class AsyncCallable:
-    async def __call__(self, x):
-        return x
-
+class Callable:
     def method(self, x):
         yield x
 
@@ -46,12 +39,9 @@ class AsyncCallable:
     ("fn", "say"),
     [
         (generator, "next value: lambda: next(generator)"),
-        (coroutine, "lambda *args: asyncio.run(coroutine(*args))"),
         (async_generator, "next(generator)"),
         (functools.partial(generator), "next(generator)"),
-        (functools.partial(coroutine), "asyncio.run"),
-        (AsyncCallable(), "asyncio.run"),
-        (AsyncCallable().method, "next(generator)"),
+        (Callable().method, "next(generator)"),
         (3, "should be a function, got 3"),
         (F32, "Write hc.call(fn, result, *args)"),
     ],

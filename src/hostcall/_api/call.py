@@ -14,6 +14,7 @@ from hostcall._core.arguments import (
     parse_mask,
     parse_on,
 )
+from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import (
@@ -44,6 +45,7 @@ def call(
     lend: Lend = ...,
     timeout: float | None = ...,
     executor: Any = ...,
+    concurrency: int | None = ...,
     keep: int | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -64,6 +66,7 @@ def call(
     lend: Lend = ...,
     timeout: float | None = ...,
     executor: Any = ...,
+    concurrency: int | None = ...,
     keep: int | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -84,6 +87,7 @@ def call(  # type: ignore[overload-cannot-match]  # JAX is Any in `make check`
     lend: Lend = ...,
     timeout: float | None = ...,
     executor: Any = ...,
+    concurrency: int | None = ...,
     keep: int | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -103,6 +107,7 @@ def call(
     lend: Lend = False,
     timeout: float | None = None,
     executor: Any = None,
+    concurrency: int | None = None,
     keep: int | None = None,
     tag: str | None = None,
     **kwargs: Any,
@@ -113,8 +118,9 @@ def call(
     gets NumPy arrays in place of JAX's.
 
     Args:
-        fn: any callable except a generator or coroutine function. It may use JAX, start
-            threads, and run programs that call it again.
+        fn: any callable except a generator function. It may use JAX, start threads, and
+            run programs that call it again. A coroutine function (`async def`) runs on
+            hostcall's event loop (see `concurrency`).
         result: describes what `fn` returns: a pytree of the same structure, whose
             leaves have `shape` and `dtype`. A Python number stands for a scalar of the
             dtype that jit would give it. None if `fn` returns nothing, which needs an
@@ -144,12 +150,16 @@ def call(
             also gets a keyword argument `out`, arrays in the structure of `result`. It
             writes the results into them and returns None.
         timeout: a limit in seconds. `fn` then runs on a separate thread. If it takes
-            longer, the program fails, and the thread runs on until `fn` returns.
+            longer, the program fails, and the thread runs on until `fn` returns. A
+            coroutine is cancelled.
         executor: where the rows of vmap_method="parallel" run: a
             `concurrent.futures.Executor` (also of processes), a Dask client,
             `multiprocessing.Pool` or Ray's pool. Default: threads of this process. Rows
             are sent in chunks, four for each worker. An argument that all rows share is
             sent once.
+        concurrency: of a coroutine function: how many of its calls (rows of a batch
+            with vmap_method="parallel", devices, programs) wait at the same time.
+            Default: 32. The first row that fails cancels the others of its batch.
         keep: with `where=`: keeps the arguments of the last `keep` executions of this
             place on each device, whether or not `where` was True. When `fn` is called,
             `hc.current().history` has them, and `hc.current().execution` counts them
@@ -203,8 +213,9 @@ def call(
     Source: JAX's guide "External callbacks", whose three kinds of callback this
     function combines.
     """
-    name = check_function(fn, "hc.call(fn, result, *args)")
-    check_options(name, order, vmap_method, arrays, lend, timeout, executor)
+    name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
+    how = (arrays, lend, timeout, executor, concurrency, is_coroutine_function(fn))
+    check_options(name, order, vmap_method, *how)
     if keep is not None:
         check_keep(name, keep, where is not None, vmap_method)
     check_tag(tag, name)
@@ -224,6 +235,7 @@ def call(
         lend=lend,
         timeout=timeout,
         executor=None if executor is None else Static(executor),
+        concurrency=concurrency,
         tag=tag,
         place=users_place(),
     )

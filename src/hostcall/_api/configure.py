@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal
 
 from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import SpecError
 from hostcall._runtime import caches, flights
+from hostcall._runtime import loop as event_loop
 
 
 def configure(
@@ -17,6 +19,7 @@ def configure(
     residuals: int | None = None,
     cache_bytes: int | None = None,
     flight: Literal["sigterm", "signals", "off"] | None = None,
+    loop: asyncio.AbstractEventLoop | Literal["own"] | None = None,
 ) -> None:
     """Changes settings of this process. Settings that are None stay as they are.
 
@@ -43,9 +46,13 @@ def configure(
             SIGBUS, SIGFPE or SIGILL. This installs handlers, which call those before
             them, such as faulthandler's; enable faulthandler first. "off": never.
             Default: "sigterm", or the environment variable HOSTCALL_FLIGHT.
+        loop: the event loop on which coroutine functions run. It must run on another
+            thread than the one that waits for the program. "own": a loop on a thread of
+            hostcall's, made when it is first needed (uvloop's, if that is installed).
+            Default: "own".
 
     Raises:
-        SpecError: a value is not a valid number. No setting has changed then.
+        SpecError: a value is not valid. No setting has changed then.
     """
     if residuals is not None and not _is_count(residuals):
         raise SpecError(
@@ -56,6 +63,12 @@ def configure(
         raise SpecError(
             f"hostcall: flight should be one of {', '.join(map(repr, config.FLIGHTS))},"
             f" got {flight!r}"
+        )
+    own = isinstance(loop, str) and loop == "own"
+    if loop is not None and not own and not isinstance(loop, asyncio.AbstractEventLoop):
+        raise SpecError(
+            "hostcall: loop should be an event loop, as asyncio.get_running_loop()"
+            f" returns it, or 'own' for hostcall's, got {loop!r}"
         )
     if pinned_bytes is not None:
         pinned_bytes = _bytes(pinned_bytes, "pinned_bytes")
@@ -73,6 +86,8 @@ def configure(
         caches.fit()
     if residuals is not None:
         config.set_residuals(residuals)
+    if loop is not None:
+        event_loop.use(None if isinstance(loop, str) else loop)
     if flight is not None:
         config.set_flight(flight)
         flights.apply()

@@ -61,7 +61,8 @@ def tap(
     delivered its taps. Outside compiled programs a tap waits for its arrays.
 
     Args:
-        fn: any callable except a generator or coroutine function. Its return value is
+        fn: any callable except a generator function. A coroutine function runs on the
+            event loop, and the next tap waits for it. Its return value is
             ignored. It may use JAX, and may tap and call again.
         *args: pytrees. Arrays and numbers reach `fn` as arrays, typed PRNG keys as
             keys, and all other leaves (strings, objects) unchanged.
@@ -263,7 +264,7 @@ def prepare(
     face: mistakes.Face = _FACE,
 ) -> tuple[list[Any], TapParams]:
     """Checks a tap's arguments. Returns the operands and parameters of its equation."""
-    called = check_function(fn, "hc.tap(fn, *args)")
+    called = check_function(fn, "hc.tap(fn, *args)", awaits=True)
     _check_options(called, order, when_full, rows, remat, arrays, every, sample)
     if batch is not None:
         _check_batch(called, batch, order, rows)

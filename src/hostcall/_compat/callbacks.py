@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
 from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
@@ -165,8 +166,10 @@ def call_back(
 ) -> Any:
     """Makes the call. All keywords in `kwargs` are the callback's, none are options.
 
-    Without a `vmap_method` it refuses vmap, as today's JAX does.
+    Without a `vmap_method` it refuses vmap, as today's JAX does. JAX would call a
+    coroutine function, and fail when the program runs: a coroutine is no array.
     """
+    refuse_coroutines(callback)
     leaves, in_tree = jax.tree.flatten((args, kwargs))
     operands = [raw_keys(leaf) for leaf in leaves]
     template = Template(in_tree, (None,) * len(leaves))

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.params.drop_in import PRINT, arrays_of, make_params
 from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
@@ -88,6 +89,7 @@ def call_back(
             "first argument to jax.debug.callback must be callable, but got an object"
             f" of type {type(callback)}"
         )
+    refuse_coroutines(callback)  # JAX would drop the coroutine without a word
     operands, template = _flatten(args, kwargs)
     params = make_params(
         "debug",

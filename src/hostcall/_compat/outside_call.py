@@ -20,6 +20,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._api.tap import prepare
+from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.order import effects_of
 from hostcall._core.source import users_place
 from hostcall._core.spec import Results, Static, flatten_arguments
@@ -334,4 +335,5 @@ def bind(*operands: Any, params: Outside) -> list[Any]:
 def checked(fn: Callable[..., Any]) -> Static:
     if not callable(fn):
         raise TypeError(f"Expected a callable value, got {fn}")
+    refuse_coroutines(fn)
     return Static(fn)

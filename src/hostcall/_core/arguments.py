@@ -8,14 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from hostcall._core.coroutines import body_of, is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.source import name_of
 
 
-def check_function(fn: Any, usage: str) -> str:
+def check_function(fn: Any, usage: str, awaits: bool = False) -> str:
     """Returns the function's name; refuses anything that is not a plain function.
 
-    Calling a coroutine or generator function runs none of its code.
+    Calling a coroutine or generator function runs none of its code. With `awaits`, the
+    caller runs coroutine functions on the event loop.
     """
     if not callable(fn):
         raise SpecError(
@@ -23,15 +25,9 @@ def check_function(fn: Any, usage: str) -> str:
             f" {usage}"
         )
     name = name_of(fn)
-    # The code that runs: a function itself, what a functools.partial calls, or the
-    # `__call__` of an object.
-    body = fn if inspect.isroutine(fn) else getattr(fn, "func", type(fn).__call__)
-    if inspect.iscoroutinefunction(body):
-        raise SpecError(
-            f"hostcall: `{name}` is a coroutine function: calling it only makes a"
-            " coroutine. Pass a function that runs it:"
-            f" lambda *args: asyncio.run({name}(*args))"
-        )
+    if not awaits:
+        refuse_coroutines(fn)
+    body = body_of(fn)
     if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
         raise SpecError(
             f"hostcall: `{name}` is a generator function: calling it only makes a"
@@ -40,6 +36,18 @@ def check_function(fn: Any, usage: str) -> str:
             ' order="ordered"'
         )
     return name
+
+
+def refuse_coroutines(fn: Any) -> None:
+    """Refuses a coroutine function where nothing would await what it returns."""
+    if is_coroutine_function(fn):
+        name = name_of(fn)
+        raise SpecError(
+            f"hostcall: `{name}` is a coroutine function: calling it only makes a"
+            " coroutine, which nothing here awaits. hc.call, hc.host, hc.Object and"
+            " hc.tap run coroutine functions. Or pass a function that runs it:"
+            f" lambda *args: asyncio.run({name}(*args))"
+        )
 
 
 def parse_mask(where: Any, name: str, option: str = "where") -> Any:

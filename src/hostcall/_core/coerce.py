@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ def take_apart(value: Any, treedef: Any, name: str) -> list[Any]:
             hint = "Does the function lack a `return`?"
         else:
             hint = "Change what the function returns, or what result= declares"
+        hint = _unawaited(value) or hint
         raise ResultError(
             f"hostcall: `{name}` returned a structure that differs from its result=."
             f" Expected {_words(treedef)}, got {_words(got)}. {hint}"
@@ -78,6 +80,12 @@ def _coerce(
     _refuse_masked(value, dtype, shape, where)
     array = _as_numpy(value, where)
     if not is_numeric(array.dtype):
+        unawaited = _unawaited(value)
+        if unawaited:
+            raise ResultError(
+                f"hostcall: {where()} should be {_named(dtype, shape)}, got a"
+                f" coroutine. {unawaited}"
+            )
         raise ResultError(
             f"hostcall: {where()} should be {_named(dtype, shape)}, got"
             f" {type(value).__name__} {_short(value)}, which is not an array of numbers"
@@ -93,6 +101,18 @@ def _coerce(
         weak = not hasattr(value, "dtype")
         array = _cast(array, dtype, weak, where)
     return array
+
+
+def _unawaited(value: Any) -> str:
+    """What to do about a plain function that returned a coroutine."""
+    if not inspect.iscoroutine(value):
+        return ""
+    value.close()  # or Python warns that it was never awaited
+    return (
+        "A plain function returned it (a lambda, or a decorator's wrapper), so nothing"
+        " awaits it: pass the `async def` function itself, a functools.partial of it,"
+        " or an `async def` that awaits it"
+    )
 
 
 def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:

@@ -70,6 +70,8 @@ class CallInfo:
         return coerce.coerce(value, aval.dtype, aval.shape, where)
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
+        # Rows that run together say by themselves which of them failed.
+        row = row or vars(error).pop("hostcall_index", ())
         text = failures.text_for_xla(error, self.name, self.place, row)
         if self.across:
             job.failed(text)

@@ -23,6 +23,7 @@ from hostcall._engine.params.tap import TapParams
 from hostcall._native import Inside, Lend, ResultForm
 from hostcall._runtime import collectors, context, deadlocks, executors, job, workers
 from hostcall._runtime.rows import run_rows
+from hostcall._runtime.tasks import run_tasks
 
 logger = logging.getLogger("hostcall")
 
@@ -250,6 +251,8 @@ def _function(
     callback = params.callback
     fn, template = callback.function, callback.template
     whole = fn if template.is_flat else _with_trees(fn, template)
+    if callback.awaits:
+        whole = _with_loop(params, info, device)
     converters = [_converter(callback.arrays, key, device) for key in template.keys]
     if isinstance(params, TapParams):
         if callback.tag is not None:
@@ -265,7 +268,7 @@ def _function(
             whole = CompressedTap(params, whole, converters)
         return whole, ResultForm.IGNORED
     form = _result_form(params)
-    if callback.timeout is not None:
+    if callback.timeout is not None and not callback.awaits:
         whole = _with_limit(whole, callback.timeout, info, device)
     if callback.lend == "out":
         whole = _with_own_results(whole)
@@ -280,6 +283,40 @@ def _with_trees(fn: Callable[..., Any], template: Template) -> Callable[..., Any
         return fn(*args, **kwargs, **out)
 
     return whole
+
+
+def _with_loop(
+    params: CallParams | TapParams, info: CallInfo, device: Any
+) -> Callable[..., Any]:
+    """A function that runs a coroutine function on the event loop, and waits."""
+    callback = params.callback
+
+    def awaited(*leaves: Any) -> Any:
+        here = context.current()
+        row = callback.template.fill(leaves)
+        (value,) = _run_tasks(callback, [row], lambda _: here, info, device, leaves)
+        return value
+
+    return awaited
+
+
+def _run_tasks(
+    callback: Any,
+    rows: list[Any],
+    current: Callable[[int], Any],
+    info: CallInfo,
+    device: Any,
+    leaves: Sequence[Any],
+) -> list[Any]:
+    return run_tasks(
+        callback.function,
+        rows,
+        current,
+        (device, info.guard),
+        concurrency=callback.concurrency,
+        timeout=callback.timeout,
+        describe=lambda stuck: _late(info, leaves, callback.timeout or 0.0, stuck),
+    )
 
 
 def _with_limit(
@@ -331,12 +368,28 @@ def _runner(
     callback = params.callback
 
     def run(rows: list[Any], indices: list[Any]) -> list[Any]:
+        try:
+            return together(rows, indices)
+        except BaseException as error:
+            number = vars(error).pop("hostcall_row", None)
+            if number is not None:
+                vars(error)["hostcall_index"] = indices[number]
+            raise
+
+    def together(rows: list[Any], indices: list[Any]) -> list[Any]:
         here = context.current()
+
+        def current(row: int) -> Any:
+            return here and here.at_row(indices[row])
+
+        filled = [callback.template.fill(row) for row in rows]
+        if callback.awaits:
+            return _run_tasks(callback, filled, current, info, device, rows[0])
         return run_rows(
             executor_of(callback),
             callback.function,
-            [callback.template.fill(row) for row in rows],
-            lambda row: here and here.at_row(indices[row]),
+            filled,
+            current,
             (device, info.guard),
             callback.timeout,
             lambda which: _late(info, rows[0], callback.timeout or 0.0, which),

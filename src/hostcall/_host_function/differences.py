@@ -114,7 +114,7 @@ class Differences:
     def jacobian(self, *args: Any) -> Any:
         """The Jacobian, in the structure that a Jacobian rule returns."""
         wide = _wide(args)
-        out = self.function.fn(*wide)
+        out = self.function.run(*wide)
 
         def column(place: _Place) -> list[np.ndarray]:
             return self._slope(wide, place, out)
@@ -124,7 +124,7 @@ class Differences:
     def diagonal(self, position: int, *args: Any) -> np.ndarray:
         """The derivative of an elementwise function with respect to one argument."""
         wide = _wide(args)
-        out = self.function.fn(*wide) if self.scheme == "forward" else None
+        out = self.function.run(*wide) if self.scheme == "forward" else None
         place = _Place(position, 0, np.ones(np.shape(args[position])))
         (slope,) = self._slope(wide, place, out)
         return slope
@@ -148,7 +148,7 @@ class Differences:
         """Error estimates (see `difference_error`), in the structure of a Jacobian."""
         args = tree.tree_map(_on_host, args)
         wide = _wide(args)
-        out = self.function.fn(*wide)
+        out = self.function.run(*wide)
         known = [Precision(np.asarray(o).dtype) for o in tree.tree_leaves(out)]
 
         def column(place: _Place) -> list[np.ndarray]:
@@ -304,7 +304,7 @@ class Differences:
         leaves[place.number] = moved
         new = list(args)
         new[place.position] = treedef.unflatten(leaves)
-        return [np.asarray(o) for o in tree.tree_leaves(self.function.fn(*new))]
+        return [np.asarray(o) for o in tree.tree_leaves(self.function.run(*new))]
 
 
 @dataclass(frozen=True)

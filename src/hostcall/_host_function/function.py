@@ -15,6 +15,7 @@ import jax
 from hostcall import _jax
 from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
+from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.source import Place, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
@@ -41,6 +42,7 @@ from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 from hostcall._primitives.call.make import make_with
 from hostcall._primitives.call.options import check_options
+from hostcall._runtime.tasks import run_one
 
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
@@ -69,7 +71,7 @@ class HostFunction(Generic[P, R]):
         self.fn, self.rules = fn, Rules()
         self.result, self.nondiff = options.pop("result"), options.pop("nondiff")
         checked = {key: options[key] for key in options if key not in ("tag", "cache")}
-        check_options(self.__qualname__, **checked)
+        check_options(self.__qualname__, awaits=is_coroutine_function(fn), **checked)
         if callable(options["vmap_method"]):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
         self.options = options
@@ -180,6 +182,13 @@ class HostFunction(Generic[P, R]):
             options, self.fn, template, results, fills, place, operands, mask
         )
         return results.fill(leaves)
+
+    def run(self, *args: Any) -> Any:
+        """Calls the function on this thread, or on the event loop and waits."""
+        if is_coroutine_function(self.fn):
+            return run_one(self.fn, args)
+        fn: Function = self.fn
+        return fn(*args)
 
     def nondiff_of(self, n: int) -> tuple[int, ...]:
         """The positions in `nondiff`, among n arguments."""

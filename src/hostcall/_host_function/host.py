@@ -29,6 +29,7 @@ class Options(TypedDict, total=False):
     lend: Lend
     timeout: float | None
     executor: Any
+    concurrency: int | None
     name: str | None
     tag: str | None
     nondiff: int | tuple[int, ...]
@@ -60,6 +61,7 @@ def host(
     lend: Lend = False,
     timeout: float | None = None,
     executor: Any = None,
+    concurrency: int | None = None,
     name: str | None = None,
     tag: str | None = None,
     nondiff: int | tuple[int, ...] = (),
@@ -78,7 +80,8 @@ def host(
         def _(primals, tangents): ...
 
     Args:
-        fn: as in `hc.call`. Without it, `host` returns a decorator.
+        fn: as in `hc.call`; it and its rules may be coroutine functions. Without it,
+            `host` returns a decorator.
         result: what `fn` returns. Either a spec as in `hc.call`; or a function from the
             arguments, with a ShapeDtypeStruct for each array, to a spec; or
             `hc.like(i)`, an array like argument `i`; `hc.same_tree(i)`, a pytree like
@@ -94,6 +97,7 @@ def host(
         executor: as in `hc.call`, for rules too. The function or rule and its arguments
             are sent to the other process. Residuals that it leaves come back, so they
             must be picklable.
+        concurrency: as in `hc.call`; the function and its rules count together.
         order: as in `hc.call`. Only pure functions have derivatives.
         name: the function's name in messages and traces.
         tag: as in `hc.call`; for rules in host code too.
@@ -142,7 +146,7 @@ def host(
     if fn is None:
         options = {k: v for k, v in locals().items() if k != "fn"}
         return functools.partial(host, **options)
-    shown = name or check_function(fn, "hc.host(fn, result=...)")
+    shown = name or check_function(fn, "hc.host(fn, result=...)", awaits=True)
     check_tag(tag, shown)
     positions = checked(shown, result, nondiff)
     given = {"order": order, "lend": lend, "arrays": arrays}
@@ -160,6 +164,7 @@ def host(
         arrays=arrays,
         timeout=timeout,
         executor=executor,
+        concurrency=concurrency,
         tag=tag,
         cache=part,
     )

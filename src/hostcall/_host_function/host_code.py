@@ -29,6 +29,7 @@ from hostcall._host_function.kept import options_of
 from hostcall._host_function.primitive import Arrays, Tangents, Value
 from hostcall._host_function.residuals import say_that_it_runs_again, store
 from hostcall._host_function.results import elementwise, with_axes
+from hostcall._host_function.sendable import code_of
 from hostcall._host_function.trees import pick, spread, spread_known
 from hostcall._primitives.call.batching import WHOLE
 from hostcall._primitives.call.make import make_with
@@ -43,18 +44,6 @@ Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "trans
 # (function to run, its arguments, function that makes arrays of its value, what that
 # function needs besides the value).
 Steps = tuple[Callable[..., Any], Any, Callable[[Any, Any], Any], Any]
-
-
-def code_of(function: Any, which: str, index: int = 0) -> Callable[..., Any]:
-    """One of the functions that the user gave to a HostFunction."""
-    given = function.rules
-    if which == "value":
-        return function.fn  # type: ignore[no-any-return]
-    if which == "jvp":
-        return given.jvp.rule or given.jvp.each[index]  # type: ignore[no-any-return]
-    if which in ("forward", "backward"):
-        return given.vjp.fwd if which == "forward" else given.vjp.bwd  # type: ignore[no-any-return]
-    return getattr(given, which).rule  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -222,6 +211,16 @@ class HostCode(Value):
         run, sent, finish, more = start(self, operands)
         return run, sent, lambda value: tuple(finish(value, more))
 
+    def hostcall_awaits(self) -> bool:
+        return self._awaits
+
+    @cached_property
+    def _awaits(self) -> bool:
+        return sendable.awaits(self.site.function, self.kind)
+
+    def hostcall_lane(self) -> Any:  # the function and its rules are one
+        return self.site.function.fn
+
     @cached_property
     def _start(self) -> Callable[[Any, Any], Steps] | None:
         # Not a bound method: that would be a cycle, and keep the user's function until
@@ -269,6 +268,10 @@ class HostCode(Value):
         run, sent = self._push(operands[:n], operands[n:m], outs, wants_outs=False)
         return run, sent, self._pushed, False
 
+    def _several(self, steps: Any, sent: Any) -> tuple[Callable[..., Any], Any]:
+        run = sendable.awaited if self.hostcall_awaits() else sendable.driven
+        return run, (steps, *sent)
+
     def _push(
         self, arrays: Any, tangents: Any, outs: Any, wants_outs: bool
     ) -> tuple[Callable[..., Any], Any]:
@@ -283,10 +286,11 @@ class HostCode(Value):
             positions = sorted(set(pick(trees.positions, self.nz)))
             terms = [(self._code("jvp", p), whole[p]) for p in positions]
             sent = (terms, fn if outs is None else None, outs, args)
-            return sendable.push_each, sent
+            return self._several(sendable.push_each, sent)
         like = trees.result_of_zeros
         fn = fn if wants_outs else None
-        return sendable.push_whole, (self._code("jvp"), fn, like, args, whole)
+        both = (self._code("jvp"), fn, like, args, whole)
+        return self._several(sendable.push_whole, both)
 
     def _pushed(self, value: Any, wants_outs: bool) -> Arrays:
         outs, out_dot = value
@@ -340,7 +344,8 @@ class HostCode(Value):
         codes = self._code("forward"), self._code("backward")
         args = self._arguments(operands[:n])
         again = (*codes, self.name, args, self._given(given))
-        return sendable.both_halves, again, self._pulled_again, (handle, given)
+        run, sent = self._several(sendable.both_halves, again)
+        return run, sent, self._pulled_again, (handle, given)
 
     def _given(self, cotangents: Any) -> tuple[Any, ...]:
         """The arguments of the backward rule besides its residuals."""

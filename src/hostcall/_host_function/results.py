@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import is_array_like
+from hostcall._runtime.tasks import run_one
 
 tree = jax.tree_util
 
@@ -149,7 +151,7 @@ def _inferred(fn: Callable[..., Any], args: Any, name: str) -> Any:
         lambda x: np.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x, args
     )
     try:
-        value = fn(*zeros)
+        value = run_one(fn, zeros) if is_coroutine_function(fn) else fn(*zeros)
     except Exception as error:
         raise SpecError(
             f"hostcall: `{name}` has result='infer', and failed on zeros:"

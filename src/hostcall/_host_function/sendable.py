@@ -1,33 +1,85 @@
 """What runs in the middle of host code, and may run in another process (`executor=`).
 
 A worker on another machine has none of this process's treedefs and residuals. So it
-gets one function and its arguments: the user's function, or one of the three here that
-call several of them. `host_code` prepares the arguments, and takes the value apart.
+gets one function and its arguments: the user's function, or one of the three generators
+here, which call several of them and yield what these return. `host_code` prepares the
+arguments, and takes the value apart.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, TypeAlias
 
 import jax
 
+from hostcall._core.coroutines import is_coroutine_function
 from hostcall._host_function.rules import forward_pair
 from hostcall._host_function.trees import is_pair
+
+Steps: TypeAlias = Generator[Any, Any, Any]
 
 
 def same(value: Any) -> Any:
     return value
 
 
-def push_each(terms: Any, fn: Any, outs: Any, args: Any) -> Any:
+def code_of(function: Any, which: str, index: int = 0) -> Callable[..., Any]:
+    """One of the functions that the user gave to a HostFunction."""
+    given = function.rules
+    if which == "value":
+        return function.fn  # type: ignore[no-any-return]
+    if which == "jvp":
+        return given.jvp.rule or given.jvp.each[index]  # type: ignore[no-any-return]
+    if which in ("forward", "backward"):
+        return given.vjp.fwd if which == "forward" else given.vjp.bwd  # type: ignore[no-any-return]
+    return getattr(given, which).rule  # type: ignore[no-any-return]
+
+
+def awaits(function: Any, kind: str) -> bool:
+    """Whether host code of this kind may call a coroutine function of the user's."""
+    given, fn = function.rules, function.fn
+    if kind in ("jvp", "both"):
+        called = [fn, given.jvp.rule, *given.jvp.each]
+    elif kind == "backward":  # it runs the forward rule if its residual was dropped
+        called = [given.vjp.fwd, given.vjp.bwd]
+    else:
+        called = [code_of(function, kind)]
+    return any(is_coroutine_function(each) for each in called if each is not None)
+
+
+def driven(steps: Any, *args: Any) -> Any:
+    """Runs one of the generators below: each value that it yields goes back to it."""
+    generator, value = steps(*args), None
+    while True:
+        try:
+            value = generator.send(value)
+        except StopIteration as end:
+            return end.value
+
+
+async def awaited(steps: Any, *args: Any) -> Any:
+    """`driven`, if some of the functions are coroutine functions."""
+    generator, value = steps(*args), None
+    while True:
+        try:
+            value = generator.send(value)
+        except StopIteration as end:
+            return end.value
+        if inspect.isawaitable(value):
+            value = await value
+
+
+def push_each(terms: Any, fn: Any, outs: Any, args: Any) -> Steps:
     """(result, tangent); the tangent is the sum over the rules of the arguments."""
     if fn is not None:
-        outs = fn(*args)
+        outs = yield fn(*args)
     total: Any = None
     for rule, tangent in terms:
-        term = rule(tangent, outs, *args)
+        term = yield rule(tangent, outs, *args)
         total = term if total is None else jax.tree_util.tree_map(_add, total, term)
     return outs, total
 
@@ -36,18 +88,18 @@ def _add(left: Any, right: Any) -> Any:
     return left + right
 
 
-def push_whole(rule: Any, fn: Any, like: Any, args: Any, tangents: Any) -> Any:
+def push_whole(rule: Any, fn: Any, like: Any, args: Any, tangents: Any) -> Steps:
     """(result, tangent), by a rule that returns both or only the tangent."""
-    value = rule(args, tangents)
+    value = yield rule(args, tangents)
     if is_pair(value, jax.tree_util.tree_structure(like)):
         return value
-    return None if fn is None else fn(*args), value
+    return None if fn is None else (yield fn(*args)), value
 
 
-def both_halves(forward: Any, backward: Any, name: str, args: Any, given: Any) -> Any:
+def both_halves(forward: Any, backward: Any, name: str, args: Any, given: Any) -> Steps:
     """(residual, cotangents), if the store has dropped the residual."""
-    _, residual = forward_pair(forward(*args), name)
-    return residual, backward(residual, *given)
+    _, residual = forward_pair((yield forward(*args)), name)
+    return residual, (yield backward(residual, *given))
 
 
 class Sendable:

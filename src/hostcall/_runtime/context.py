@@ -136,19 +136,21 @@ def _history(template: Any, kept: list[Any]) -> tuple[Earlier, ...]:
     )
 
 
-def place_in_batch() -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-    """Where this thread's call is in its batch: (axes of the batch, index along each).
+def place_in_batch(
+    here: Current | None = None,
+) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
+    """Where a call, this thread's or `here`, is in its batch: (axes, index along each).
 
     The devices of a shard_map count as the outermost axes. The axes are (name, size)
     for each mesh axis, then the size of each batch axis. None if the index is not
     known: the program was lowered without its devices, or an executor runs rows on the
     thread that waits for them. Cost: 0.1 us without a mesh.
     """
-    found = _native.current()
+    found = _native.current() if here is None else None
     if found is not None and found[0].mesh is None:
         batch, index = found[0].params.grid, found[2] or ()
     else:
-        here = current()
+        here = here or current()
         assert here is not None
         batch = (*here.mesh_shape.items(), *here.grid)
         index = (*here.mesh_coords.values(), *here.row)

@@ -31,7 +31,7 @@ import numpy as np
 from hostcall import _native
 from hostcall._core.errors import CallTimeoutError
 from hostcall._core.source import name_of
-from hostcall._runtime import executors, pools, waits, workers
+from hostcall._runtime import executors, pools, steps, waits, workers
 
 # Seconds. Waits return to Python this often: a KeyboardInterrupt is raised on one of
 # XLA's threads only between two Python instructions. Dead workers are looked for too.
@@ -150,10 +150,6 @@ def _bytes_of(rows: Sequence[Row], shared: list[np.ndarray], pickler: Any) -> li
     return pickled
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def run_rows(
     executor: Any,
     fn: Callable[..., Any],
@@ -224,7 +220,7 @@ class _Run:
         once: bool,
     ) -> None:
         self._executor, self._name = executor, name_of(fn)
-        self._fn, self._rows, self._finish = _split(fn, rows)
+        self._fn, self._rows, self._finish = steps.split(fn, rows)
         self._workers = executors.workers_of(executor, once)
         self._shared = shared
         call = _native.current()
@@ -363,25 +359,11 @@ class _Run:
         rows = chunk if row is None else chunk[row : row + 1]
         which = self._rows_of(rows)
         try:
+            if len(rows) == 1:
+                error.__dict__["hostcall_row"] = rows.start
             if isinstance(error, Exception):
                 sent = (self._fn, self._rows[rows.start])
                 executors.explain(error, self._executor, self._name, which, sent)
             raise error
         finally:
             del error
-
-
-def _split(
-    fn: Callable[..., Any], rows: list[Row]
-) -> tuple[Callable[..., Any], list[Row], list[Callable[[Any], Any]]]:
-    """The function and rows for the workers, and for each row what finishes it here."""
-    steps = getattr(fn, "hostcall_steps", None)
-    if steps is None:
-        return fn, rows, [_same] * len(rows)
-    split = [steps(*args, **kwargs) for args, kwargs in rows]
-    there: list[Row] = [((part, *args), {}) for part, args, _ in split]
-    return _apply, there, [finish for *_, finish in split]
-
-
-def _apply(part: Callable[..., Any], *args: Any) -> Any:
-    return part(*args)

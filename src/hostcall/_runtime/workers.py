@@ -30,12 +30,18 @@ delegates: dict[int, int] = {}
 # What `hc.current()` answers on a worker, as a function.
 _stand_in = threading.local()
 
+# The same in a coroutine (tasks.py), whose thread runs others in between. Threads that
+# asyncio.to_thread starts in it inherit the answer.
+in_task: contextvars.ContextVar[Callable[[], Any] | None] = contextvars.ContextVar(
+    "hostcall_current", default=None
+)
+
 # Set on the threads of the default pool.
 _in_pool = threading.local()
 
 
 def stand_in() -> Any | None:
-    current = getattr(_stand_in, "current", None)
+    current = getattr(_stand_in, "current", None) or in_task.get()
     return None if current is None else current()
 
 

@@ -8,6 +8,7 @@ objects live as long as anything can call them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import pickle
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hostcall._core.errors import HostcallError
+from hostcall._runtime.tasks import settled
 
 logger = logging.getLogger("hostcall")
 
@@ -90,7 +92,18 @@ class Group:
                     continue
                 if member.value is _UNMADE:
                     self._fill(place, member)
-                return method(member.value)(*args, **kwargs)
+                return settled(method(member.value)(*args, **kwargs))
+
+    def take(self, place: Place, who: str, held: contextlib.ExitStack) -> Any:
+        """Locks the object at a place, until `held` is closed, and returns it."""
+        while True:
+            member = self.members.get(place) or self._join(place, who)
+            held.enter_context(member.lock)
+            if member.gone:
+                continue
+            if member.value is _UNMADE:
+                self._fill(place, member)
+            return member.value
 
     def _join(self, place: Place, who: str) -> Member:
         with self.lock:
@@ -102,7 +115,7 @@ class Group:
 
     def _fill(self, place: Place, member: Member) -> None:
         try:
-            value = self.make(place[1])
+            value = settled(self.make(place[1]))
             for method in self.methods:
                 if not callable(getattr(value, method, None)):
                     raise HostcallError(_lacks(self.name, method, value))
@@ -123,7 +136,7 @@ class Group:
             with member.lock:
                 if member.value is _UNMADE:
                     continue
-                state = member.value if save is None else save(member.value)
+                state = member.value if save is None else settled(save(member.value))
                 try:
                     objects[index] = pickle.dumps(state)
                 except Exception as error:
@@ -151,7 +164,7 @@ class Group:
                 value, member.value = member.value, _UNMADE
                 try:
                     if value is not _UNMADE and self.end is not None:
-                        self.end(value)
+                        settled(self.end(value))
                 except Exception as error:
                     failures.append(error)
         return failures

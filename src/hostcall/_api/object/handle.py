@@ -19,6 +19,7 @@ from hostcall._api.object.declaration import check, hook, maker
 from hostcall._api.object.group import CLOSED, Group
 from hostcall._core import failures, mistakes
 from hostcall._core.arguments import check_function, parse_mask
+from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
@@ -41,19 +42,24 @@ class Object:
     which is the same one in each call and each program.
 
     Args:
-        factory: makes an object. If it has a required argument, it gets the object's
-            index, a tuple: the row along each batch axis, the outermost vmap first.
+        factory: makes an object: a class, a function or a coroutine function. If it has
+            a required argument, it gets the object's index, a tuple: the row along each
+            batch axis, the outermost vmap first.
             Inside shard_map and pmap the device's mesh coordinates come first. Without
             any of these, the index is ().
         methods: maps the name of each method to what it returns, described like
             `result` of `hc.call`. Each method becomes an attribute: a function `(*args,
             where=None, fill=None, **kwargs)`. Its arguments reach the object's method
             as in `hc.call`: arrays and numbers as NumPy arrays, all else unchanged.
+            Coroutine methods of a class run on the event loop; if the factory is not a
+            class, and `vmap_method` is "parallel", a thread waits for each of them.
         order: "ordered": each call runs exactly once, after the previous ordered call.
             "unordered": exactly once, in program order within straight-line code.
         name: the name in messages. Default: the factory's.
         vmap_method: "sequential": the rows run in row order. "parallel": all at once.
         executor: a pool of threads for "parallel", as in `hc.call`.
+        concurrency: if coroutine methods are declared: how many of their calls (rows,
+            with "parallel") wait at the same time; as in `hc.call`.
         close: ends an object: a method's name, which objects may lack, or a function of
             the object. None: objects are just dropped.
         save: returns an object's state: a method's name, or a function of the object.
@@ -100,15 +106,20 @@ class Object:
         name: str | None = None,
         vmap_method: Literal["sequential", "parallel"] = "sequential",
         executor: Any = None,
+        concurrency: int | None = None,
         close: str | Callable[[Any], Any] | None = "close",
         save: str | Callable[[Any], Any] | None = None,
         restore: str | Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        said = check_function(factory, "hc.Object(factory, methods={...})")
+        usage = "hc.Object(factory, methods={...})"
+        said = check_function(factory, usage, awaits=True)
         said = said.rpartition("<locals>.")[2]
         name = name or ("object" if said == "<lambda>" else said)
         check(name, methods, order, vmap_method)
-        check_options(name, order, vmap_method, "numpy", False, None, executor)
+        kind = factory if isinstance(factory, type) else None
+        awaits = any(is_coroutine_function(getattr(kind, m, None)) for m in methods)
+        how = ("numpy", False, None, executor, concurrency)
+        check_options(name, order, vmap_method, *how, awaits=awaits)
         if (save is None) != (restore is None):
             raise SpecError(
                 f"hostcall: `{name}` has only one of save= and restore=. Pass both, or"
@@ -119,8 +130,12 @@ class Object:
         self._group = Group(name, make, tuple(methods), end)
         self._save = hook(name, "save", save)
         self._restore = hook(name, "restore", restore)
-        options = {"order": order, "vmap_method": vmap_method, "executor": executor}
-        kind = factory if isinstance(factory, type) else None
+        options = {
+            "order": order,
+            "vmap_method": vmap_method,
+            "executor": executor,
+            "concurrency": concurrency,
+        }
         for method, result in methods.items():
             self.__dict__[method] = _method(self._group, method, result, options, kind)
 
@@ -264,21 +279,38 @@ class _Entry:
     It calls the method of the object that belongs to the calling row and device.
     """
 
-    def __init__(self, group: Group, method: str, named: bool) -> None:
-        self.group, self.named = group, named
+    def __init__(self, group: Group, method: str, named: bool, awaits: bool) -> None:
+        self.group, self.named, self.awaits = group, named, awaits
         self.who, self.method = f"{method}()", operator.attrgetter(method)
         self.__qualname__ = f"{group.name}.{method}"
 
     def __call__(self, *args: Any) -> Any:
         args, kwargs = args if self.named else (args, {})
-        place = context.place_in_batch()
-        if place is None:
+        place = self._place(context.place_in_batch())
+        return self.group.enter(place, self.who, self.method, args, kwargs)
+
+    def hostcall_awaits(self) -> bool:
+        """Whether the method is known to be a coroutine function."""
+        return self.awaits
+
+    def hostcall_lane(self) -> Any:  # all methods of the object are one
+        return self.group
+
+    def hostcall_enter(self, here: Any, held: Any, args: Any, _: Any) -> Any:
+        """Locks the row's object until `held` is closed; returns what to await."""
+        args, kwargs = args if self.named else (args, {})
+        place = self._place(context.place_in_batch(here))
+        value = self.group.take(place, self.who, held)
+        return functools.partial(self.method(value), *args, **kwargs)
+
+    def _place(self, found: Any) -> Any:
+        if found is None:
             raise HostcallError(
                 f"hostcall: {self.who} of `{self.group.name}` can't tell which object"
                 " is meant: the program was lowered for a mesh without devices, or the"
                 " executor runs rows on the thread that waits for them"
             )
-        return self.group.enter(place, self.who, self.method, args, kwargs)
+        return found
 
     def __reduce__(self) -> NoReturn:
         raise SpecError(
@@ -298,8 +330,9 @@ def _method(
     options: dict[str, Any],
     kind: type | None,
 ) -> Callable[..., Any]:
-    positional, named = _Entry(group, name, False), _Entry(group, name, True)
-
+    awaits = is_coroutine_function(getattr(kind, name, None))
+    positional = _Entry(group, name, False, awaits)
+    named = _Entry(group, name, True, awaits)
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
     )

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from hostcall import _native
+from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.order import Order
 from hostcall._core.source import Place, name_of
 from hostcall._core.spec import Results, Static, Template
@@ -38,6 +39,8 @@ class Callback:
         lend: whether it gets views of XLA's memory, or Buffers of it.
         timeout: the limit in seconds, or None.
         executor: runs the rows of a parallel call; see _runtime/executors.py.
+        concurrency: how many calls of a coroutine function wait at the same time, or
+            None for the default.
         tag: the name in statistics, `status()` and collectors; None for the function's
             name.
         cache: where results are kept, a `Part` of _engine/caching.py; or None. It is
@@ -54,6 +57,7 @@ class Callback:
     lend: Lend = False
     timeout: float | None = None
     executor: Static | None = None
+    concurrency: int | None = None
     tag: str | None = None
     cache: Any = field(default=None, compare=False)
     place: Place = field(compare=False)
@@ -61,6 +65,11 @@ class Callback:
     @cached_property
     def function(self) -> Callable[..., Any]:
         return self.fn.value  # type: ignore[no-any-return]
+
+    @cached_property
+    def awaits(self) -> bool:
+        """Whether the function is a coroutine function."""
+        return is_coroutine_function(self.function)
 
     @cached_property
     def name(self) -> str:

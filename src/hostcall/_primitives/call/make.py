@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import Place
@@ -88,6 +89,8 @@ def make_with(
     """`make`, with the options as `HostFunction.options` gives them."""
     options = dict(options)
     executor = options.pop("executor")
+    if not is_coroutine_function(fn):  # a plain rule of a coroutine function
+        options.pop("concurrency", None)
     how = {key: options.pop(key) for key in ("order", "vmap_method")}
     callback = Callback(
         fn=Static(fn),

@@ -21,6 +21,8 @@ def check_options(
     lend: Any,
     timeout: Any,
     executor: Any,
+    concurrency: Any = None,
+    awaits: bool = False,
 ) -> None:
     def choose(option: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise SpecError(
@@ -47,6 +49,10 @@ def check_options(
             f"hostcall: timeout= of `{name}` should be a number of seconds above 0,"
             f" got {timeout!r}"
         )
+    if concurrency is not None:
+        _check_concurrency(name, concurrency, awaits)
+    if awaits:
+        _check_awaits(name, arrays, lend, executor)
     if executor is not None:
         if not is_executor(executor):
             raise SpecError(
@@ -58,6 +64,41 @@ def check_options(
             raise SpecError(
                 f"hostcall: `{name}` has executor= and vmap_method={vmap_method!r}."
                 ' Rows go to an executor with vmap_method="parallel"'
+            )
+
+
+def _check_concurrency(name: str, concurrency: Any, awaits: bool) -> None:
+    if not awaits:
+        raise SpecError(
+            f"hostcall: `{name}` has concurrency= and is not a coroutine function. Make"
+            " it an `async def`, or leave out concurrency=: rows of a plain function"
+            ' run on the threads of executor= with vmap_method="parallel"'
+        )
+    if (
+        not isinstance(concurrency, int)
+        or isinstance(concurrency, bool)
+        or concurrency < 1
+    ):
+        raise SpecError(
+            f"hostcall: concurrency= of `{name}` should be how many of its calls wait"
+            f" at the same time, an int of 1 or more, got {concurrency!r}"
+        )
+
+
+def _check_awaits(name: str, arrays: Any, lend: Any, executor: Any) -> None:
+    why = {
+        "executor=": executor is not None
+        and "it runs on the event loop, with concurrency= in place of executor=",
+        f"lend={lend!r}": lend
+        and "it runs on another thread and could outlive the memory it was lent",
+        "arrays='cuda'": arrays == "cuda"
+        and "XLA's memory and stream are its own only while XLA's thread runs",
+    }
+    for option, reason in why.items():
+        if reason:
+            raise SpecError(
+                f"hostcall: the coroutine function `{name}` can't have {option}:"
+                f" {reason}. Leave out {option}"
             )
 
 

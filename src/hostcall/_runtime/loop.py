@@ -1,0 +1,117 @@
+"""The event loop on which coroutine functions run: hostcall's own, or the user's.
+
+hostcall's own loop runs on one daemon thread, which the first call of a coroutine
+function starts. So it works where another loop runs already, such as in a notebook.
+
+The end of the process: `atexit` runs `_stop` after the engine has waited for all calls
+(_runtime/lifecycle.py), and after objects were closed, which may need the loop (this
+module is imported before both). It cancels what still runs on the loop, a task of the
+user's for example, and ends the thread before the interpreter ends.
+
+A forked child has no thread for the loop. It forgets the loop without closing it, since
+that would wake or close what the parent still uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hostcall._core.errors import HostcallError
+
+# Seconds that cancelled tasks have to end at the end of the process.
+_LAST = 2.0
+
+_lock = threading.Lock()  # protects the three below; never held while anything waits
+_own: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+_given: asyncio.AbstractEventLoop | None = None
+_forgotten: list[Any] = []  # in a forked child, the parent's loops
+
+
+def use(loop: asyncio.AbstractEventLoop | None) -> None:
+    """From now on calls use this loop of the user's; None for hostcall's own."""
+    global _given
+    with _lock:
+        _given = loop
+
+
+def current() -> asyncio.AbstractEventLoop:
+    """The loop for a call that begins now; starts hostcall's own if it is needed."""
+    global _own, _thread
+    with _lock:
+        if _given is not None:
+            if _given.is_closed():
+                raise HostcallError(
+                    "hostcall: the event loop given by hc.configure(loop=) is closed."
+                    " Give a running loop, or hc.configure(loop='own') for hostcall's"
+                )
+            return _given
+        if _own is None:
+            _own = _new_loop()
+            _thread = threading.Thread(
+                target=_run, args=(_own,), daemon=True, name="hostcall-loop"
+            )
+            _thread.start()
+        return _own
+
+
+def is_here(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether the calling thread runs this loop."""
+    return asyncio._get_running_loop() is loop
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        uvloop: Any = importlib.import_module("uvloop")
+    except ImportError:
+        return asyncio.new_event_loop()
+    found: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return found
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    # Stopped by `_stop`: what still runs is cancelled, then the loop is closed.
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=_LAST))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+def _stop() -> None:
+    global _own
+    with _lock:
+        loop, thread = _own, _thread
+    if loop is None or thread is None or not thread.is_alive():
+        return
+    _call(loop, loop.stop)
+    # A task that blocks the loop is left behind with the thread, a daemon.
+    thread.join(2 * _LAST)
+
+
+def _call(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any]) -> None:
+    try:
+        loop.call_soon_threadsafe(fn)
+    except RuntimeError:  # it was closed meanwhile
+        return
+
+
+def _after_fork() -> None:
+    global _own, _thread, _lock
+    _lock = threading.Lock()  # a thread of the parent may have held the old one
+    _forgotten.append((_own, _thread))
+    _own = _thread = None
+
+
+atexit.register(_stop)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,226 @@
+"""Coroutine functions as host functions: what runs together, where, and in what order."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+from hostcall._runtime import loop as event_loop
+from hostcall._runtime import tasks
+from tests.limits import HANG_SECONDS, holds_in_time
+
+F32 = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+async def twice(x):
+    await asyncio.sleep(0)
+    return 2 * x
+
+
+class Callable:
+    async def __call__(self, x):
+        return await twice(x)
+
+    async def method(self, x):
+        return await twice(x)
+
+
+class Together:
+    """Coroutines that go on when so many of them have come."""
+
+    def __init__(self, parties):
+        self.barrier = asyncio.Barrier(parties)
+        self.most = self.now = 0
+
+    async def __call__(self, x):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        async with asyncio.timeout(HANG_SECONDS):
+            await self.barrier.wait()
+        self.now -= 1
+        return 2 * x
+
+
+def rows(fn, **options):
+    return jax.vmap(lambda x: hc.call(fn, F32, x, vmap_method="parallel", **options))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        twice,
+        functools.partial(twice),
+        functools.partial(functools.partial(twice)),
+        Callable(),
+        Callable().method,
+    ],
+)
+@pytest.mark.parametrize("mode", [jax.jit, lambda f: f])
+def test_every_kind_of_coroutine_function(fn, mode):
+    assert mode(lambda x: hc.call(fn, F32, x))(3.0) == 6.0
+
+
+@pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+@pytest.mark.parametrize("method", ["parallel", "sequential", None])
+def test_rows_equal_those_of_the_same_function_without_jit(order, method):
+    async def plain(xs):
+        return [await twice(x) for x in xs]
+
+    f = jax.vmap(lambda x: hc.call(twice, F32, x, order=order, vmap_method=method))
+    xs = np.arange(50, dtype=np.float32)
+    np.testing.assert_array_equal(jax.jit(f)(xs), asyncio.run(plain(xs)))
+
+
+def test_rows_of_a_batch_wait_together():
+    together = Together(40)
+    f = jax.jit(rows(together, concurrency=40))
+    np.testing.assert_array_equal(f(jnp.arange(40.0)), 2 * np.arange(40.0))
+
+
+@pytest.mark.parametrize(("given", "most"), [(None, 32), (4, 4)])
+def test_at_most_so_many_run_at_once(given, most):
+    together = Together(most)
+    options = {} if given is None else {"concurrency": given}
+    f = jax.jit(rows(together, **options))
+    f(jnp.arange(2.0 * most)).block_until_ready()
+    assert together.most == most
+
+
+def test_calls_of_several_threads_and_programs_wait_together():
+    # A program with a call that is not pure runs on the thread that dispatches it. XLA
+    # runs others on its own threads, of which it may have only one.
+    together = Together(4)
+    f = jax.jit(lambda x: hc.call(together, F32, x, order="unordered"))
+    g = jax.jit(lambda x: 1 + hc.call(together, F32, x, order="unordered"))
+    values: dict[int, float] = {}
+
+    def run(number):
+        values[number] = float((f, g)[number % 2](float(number)))
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+    assert values == {0: 0.0, 1: 3.0, 2: 4.0, 3: 7.0}
+
+
+def test_current_answers_in_the_coroutine_after_it_has_waited():
+    async def where(x):
+        before = hc.current()
+        await asyncio.sleep(0)
+        after = hc.current()
+        assert before == after
+        assert after.name.endswith("where")
+        inside = await asyncio.to_thread(hc.current)
+        assert inside == after
+        return np.float32(after.row[0])
+
+    f = jax.jit(rows(where))
+    np.testing.assert_array_equal(f(jnp.zeros(5)), np.arange(5))
+    assert hc.current() is None
+
+
+def test_jax_in_a_coroutine_computes_on_the_device_of_callbacks():
+    async def compute(x):
+        first = jnp.sin(x)
+        await asyncio.sleep(0)
+        second = jnp.cos(x)
+        assert first.devices() == second.devices()
+        return first + second
+
+    f = jax.jit(lambda x: hc.call(compute, F32, x))
+    np.testing.assert_allclose(f(0.5), np.sin(0.5) + np.cos(0.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("arrays", ["numpy", "jax"])
+def test_trees_and_kinds_of_arrays(arrays):
+    async def swap(tree, *, name):
+        kinds = {"numpy": np.ndarray, "jax": jax.Array}
+        assert isinstance(tree["a"], kinds[arrays])
+        assert name == "n"
+        return tree["b"], tree["a"]
+
+    tree = {"a": jnp.arange(3.0), "b": jnp.float32(1)}
+    spec = (F32, jax.ShapeDtypeStruct((3,), jnp.float32))
+    b, a = jax.jit(lambda t: hc.call(swap, spec, t, name="n", arrays=arrays))(tree)
+    np.testing.assert_array_equal(a, tree["a"])
+    assert b == 1
+
+
+def test_where_leaves_out_rows():
+    seen = []
+
+    async def see(x):
+        seen.append(float(x))
+        return x
+
+    f = jax.vmap(
+        lambda x: hc.call(see, F32, x, where=x > 1, fill=-1.0, vmap_method="parallel")
+    )
+    np.testing.assert_array_equal(jax.jit(f)(jnp.arange(4.0)), [-1, -1, 2, 3])
+    assert sorted(seen) == [2.0, 3.0]
+
+
+def test_taps_keep_their_order_and_barrier_waits_for_them():
+    seen = []
+
+    async def slow(x):
+        await asyncio.sleep(0.01 if x == 0 else 0)
+        seen.append(float(x))
+
+    @jax.jit
+    def f(x):
+        hc.tap(slow, x)
+        hc.tap(slow, x + 1)
+        return x
+
+    f(0.0).block_until_ready()
+    hc.barrier()
+    assert seen == [0.0, 1.0]
+
+
+# --- Loops -------------------------------------------------------------------------
+
+
+def test_inside_a_running_loop():
+    async def main():
+        f = jax.jit(lambda x: hc.call(twice, F32, x))
+        there = await asyncio.to_thread(f, 2.0)
+        return float(f(1.0)), float(there)
+
+    assert asyncio.run(main()) == (2.0, 4.0)
+
+
+def test_a_loop_of_the_users_runs_the_coroutines():
+    threads = set()
+
+    async def where(x):
+        await asyncio.sleep(0)
+        threads.add(threading.get_ident())
+        return x
+
+    async def main():
+        hc.configure(loop=asyncio.get_running_loop())
+        f = jax.jit(rows(where))
+        try:
+            out = await asyncio.to_thread(lambda: np.asarray(f(jnp.arange(4.0))))
+        finally:
+            hc.configure(loop="own")
+        np.testing.assert_array_equal(out, np.arange(4))
+
+    asyncio.run(main())
+    assert threads == {threading.get_ident()}
+
+
+def test_nothing_is_left_behind():
+    jax.jit(rows(twice))(jnp.arange(4.0)).block_until_ready()
+    assert holds_in_time(lambda: not tasks._lanes)
+    assert holds_in_time(lambda: not asyncio.all_tasks(event_loop.current()))
