@@ -26,6 +26,7 @@ from benchmarks import (
     rows_tap,
     rows_tools,
     rows_trace,
+    rows_waiting,
     rows_watch,
 )
 from benchmarks.harness import measure
@@ -36,6 +37,7 @@ ROWS = (
     *rows_cache.ROWS,
     *rows_parallel.ROWS,
     *rows_pools.ROWS,
+    *rows_waiting.ROWS,
     *rows_growth.ROWS,
     *rows_around.ROWS,
     *rows_tap.ROWS,

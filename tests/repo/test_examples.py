@@ -27,6 +27,8 @@ def test_example(path, run_python):
     pytest.importorskip("scipy")
     if path.stem == "progress":
         pytest.importorskip("tqdm")
+    if path.stem == "remote_simulator":
+        pytest.importorskip("aiohttp")
     if path.stem == "recorder":
         pytest.importorskip("zarr")
     assert run_python(RUN, str(path)).stdout
@@ -44,6 +46,7 @@ def test_there_are_examples():
         "parallel_rows",
         "progress",
         "recorder",
+        "remote_simulator",
         "rollout",
         "torch_bridge",
         "trace",

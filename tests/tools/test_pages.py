@@ -16,7 +16,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 PROGRAM = re.compile(
     r"^```py(?:thon)?\n(.*?)^```(?:\n```text\n(.*?)^```)?", re.M | re.S
 )
-PAGES = {"progress": 3, "recording": 5, "tracing": 5, "watches": 3, "watching": 6}
+PAGES = {
+    "progress": 3,
+    "recording": 5,
+    "tracing": 5,
+    "waiting": 9,
+    "watches": 3,
+    "watching": 6,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,12 @@ from hostcall._core.spec import (
 )
 from hostcall._engine.params.call import Arrays, Callback, Lend
 from hostcall._primitives.call.make import make
-from hostcall._primitives.call.options import check_keep, check_options
+from hostcall._primitives.call.options import (
+    check_keep,
+    check_options,
+    parse_coalesce,
+    refuse_no_arrays,
+)
 
 # A `result` that is one array; type checkers see any other tree as Any.
 OneArray: TypeAlias = jax.ShapeDtypeStruct | jax.typing.ArrayLike
@@ -46,6 +51,8 @@ def call(
     timeout: float | None = ...,
     executor: Any = ...,
     concurrency: int | None = ...,
+    coalesce: int | None = ...,
+    wait: float | None = ...,
     keep: int | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -67,6 +74,8 @@ def call(
     timeout: float | None = ...,
     executor: Any = ...,
     concurrency: int | None = ...,
+    coalesce: int | None = ...,
+    wait: float | None = ...,
     keep: int | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -88,6 +97,8 @@ def call(  # type: ignore[overload-cannot-match]  # JAX is Any in `make check`
     timeout: float | None = ...,
     executor: Any = ...,
     concurrency: int | None = ...,
+    coalesce: int | None = ...,
+    wait: float | None = ...,
     keep: int | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -108,6 +119,8 @@ def call(
     timeout: float | None = None,
     executor: Any = None,
     concurrency: int | None = None,
+    coalesce: int | None = None,
+    wait: float | None = None,
     keep: int | None = None,
     tag: str | None = None,
     **kwargs: Any,
@@ -160,6 +173,13 @@ def call(
         concurrency: of a coroutine function: how many of its calls (rows of a batch
             with vmap_method="parallel", devices, programs) wait at the same time.
             Default: 32. The first row that fails cancels the others of its batch.
+        coalesce: merges up to so many calls of `fn` (of devices, threads, programs and
+            rows of a batch) that come within `wait` seconds into one. `fn` gets all
+            arguments with a new axis in front, one entry for each call, and returns
+            results with that axis. An error goes to all of them, `timeout` limits the
+            merged call, and `hc.current()` answers for one of them. Pure calls only.
+        wait: with `coalesce=`: how many seconds a call waits for others at most. When
+            `coalesce` calls have come, they are made at once. Default: 0.002.
         keep: with `where=`: keeps the arguments of the last `keep` executions of this
             place on each device, whether or not `where` was True. When `fn` is called,
             `hc.current().history` has them, and `hc.current().execution` counts them
@@ -218,10 +238,15 @@ def call(
     check_options(name, order, vmap_method, *how)
     if keep is not None:
         check_keep(name, keep, where is not None, vmap_method)
+    others = {"lend=": bool(lend), "executor=": executor is not None}
+    others |= {"keep=": keep is not None, "arrays='cuda'": arrays == "cuda"}
+    merged = parse_coalesce(name, coalesce, wait, order, vmap_method, others)
     check_tag(tag, name)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also)
+    if merged is not None and not operands:
+        refuse_no_arrays(name)
     results = parse_result(result, name)
     if order == "pure" and not results.avals:
         mistakes.refuse_unneeded("hc.call", name)
@@ -236,6 +261,7 @@ def call(
         timeout=timeout,
         executor=None if executor is None else Static(executor),
         concurrency=concurrency,
+        coalesce=merged,
         tag=tag,
         place=users_place(),
     )

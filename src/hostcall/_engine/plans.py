@@ -15,6 +15,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.spec import Template, packed_bits
 from hostcall._engine import caching
+from hostcall._engine.coalescing import Coalesced
 from hostcall._engine.counters import counters_of, note
 from hostcall._engine.info import CallInfo
 from hostcall._engine.masks import CompressedCall, CompressedTap
@@ -114,6 +115,7 @@ def make_plan(
     if compressed:
         keys = (None, *keys)
     converters = [_converter(callback.arrays, key, device) for key in keys]
+    made = converters
     if compressed:
         converters = [None] * len(keys)
     args, shapes = [], []
@@ -122,8 +124,11 @@ def make_plan(
         dtype = np.dtype(operand.dtype)
         shape = operand.shape[sum(flags) :]
         shapes.append((shape, str(dtype)))
-        # What looks rows up in a cache converts those that it does not find.
-        convert = None if getattr(callback, "cache", None) else converters[i]
+        # A cache converts the rows that it does not find; a call of several, their stack.
+        by_engine = not isinstance(params, CallParams) or not (
+            callback.cache or callback.coalesce
+        )
+        convert = converters[i] if by_engine else None
         args.append(_leaf(dtype, shape, packed, flags, convert=convert))
     results = []
     for aval, fill in zip(params.avals, callback.fills, strict=True):
@@ -147,6 +152,9 @@ def make_plan(
             rows = caching.Rows(params, info, shapes, converters, compressed, device)
             function, form = caching.cached(function, rows), ResultForm.TUPLE
             runner = runner and caching.cached_rows(runner, rows)
+        if isinstance(params, CallParams) and callback.coalesce is not None:
+            function = Coalesced(params, operands, info, function, made)
+            runner = function.rows if grid else None
     if info.across:
         function = job.until_failure(function)
         runner = runner and job.until_failure(runner)

@@ -204,7 +204,7 @@ class _Run:
     ) -> None:
         self._loop, self._key, self.limit = loop, key, limit
         self._fn, self._rows, self._current = fn, rows, current
-        self._ambient, self._name = ambient, name
+        self._settings, self._name = workers.Settings(ambient), name
         self._context = contextvars.copy_context()
         self._values: list[Any] = [None] * len(rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -312,7 +312,7 @@ class _Run:
         # and SystemExit end the loop.
         try:
             args, kwargs = self._rows[number]
-            self._values[number] = await _made(self._fn, args, kwargs, self._ambient)
+            self._values[number] = await _made(self._fn, args, kwargs, self._settings)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -350,27 +350,25 @@ class _Run:
 
 
 async def _made(
-    fn: Callable[..., Any], args: Any, kwargs: Any, ambient: tuple[Any, Any]
+    fn: Callable[..., Any], args: Any, kwargs: Any, settings: workers.Settings
 ) -> Any:
-    with workers.as_host_code(ambient):
-        awaitable = fn(*args, **kwargs)
+    awaitable = settings.run(functools.partial(fn, *args, **kwargs))
     if not inspect.isawaitable(awaitable):
         return awaitable  # a plain function of a HostFunction's or an object's
     if not inspect.iscoroutine(awaitable):
         return await awaitable  # a future, which runs no code of its own
-    return await _stepped(awaitable, ambient)
+    return await _stepped(awaitable, settings.run)
 
 
 @types.coroutine
-def _stepped(inner: Any, ambient: tuple[Any, Any]) -> Generator[Any, Any, Any]:
+def _stepped(inner: Any, run: Callable[..., Any]) -> Generator[Any, Any, Any]:
     """Awaits, with the settings of host code during each step, not between them."""
     step: Callable[[Any], Any] = inner.send
     given: Any = None
     try:
         while True:
             try:
-                with workers.as_host_code(ambient):
-                    waits_for = step(given)
+                waits_for = run(step, given)
             except StopIteration as end:
                 return end.value
             try:

@@ -72,6 +72,33 @@ def default_pool() -> futures.ThreadPoolExecutor:
         return _pool
 
 
+class Settings:
+    """The settings of JAX that host code of a call has, for short steps of it.
+
+    `ambient` is the call's host device, and its guard or None.
+    """
+
+    def __init__(self, ambient: tuple[Any, Any]) -> None:
+        device, guard = ambient
+        given = {_native.Ambient.DEVICE: device, _native.Ambient.GUARD: guard}
+        self._given = [
+            (each.swap, each.set, each.setting, value)
+            for each in _jax.ambient_settings()
+            if (value := given.get(each.kind, each.value)) is not None
+        ]
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Calls `step(*args)` with the settings, and puts the thread's own back."""
+        before = [swap(setting, value) for swap, _, setting, value in self._given]
+        try:
+            return step(*args)
+        finally:
+            for (_, put_back, setting, _), value in zip(
+                self._given, before, strict=True
+            ):
+                put_back(setting, value)
+
+
 class as_host_code:
     """Gives a worker the settings that the waiting thread would have in its callback.
 

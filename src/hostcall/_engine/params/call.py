@@ -41,6 +41,7 @@ class Callback:
         executor: runs the rows of a parallel call; see _runtime/executors.py.
         concurrency: how many calls of a coroutine function wait at the same time, or
             None for the default.
+        coalesce: (the most calls that are merged, seconds that one waits), or None.
         tag: the name in statistics, `status()` and collectors; None for the function's
             name.
         cache: where results are kept, a `Part` of _engine/caching.py; or None. It is
@@ -58,6 +59,7 @@ class Callback:
     timeout: float | None = None
     executor: Static | None = None
     concurrency: int | None = None
+    coalesce: tuple[int, float] | None = None
     tag: str | None = None
     cache: Any = field(default=None, compare=False)
     place: Place = field(compare=False)

@@ -10,6 +10,7 @@ from hostcall._primitives.call import batching
 from hostcall._runtime.executors import is_executor
 
 _ARRAYS = ("numpy", "jax", "dlpack", "cuda")
+_WAIT = 0.002  # seconds that a call waits for others without `wait=`
 _METHODS = (*batching.ROWS, *batching.WHOLE)
 
 
@@ -100,6 +101,62 @@ def _check_awaits(name: str, arrays: Any, lend: Any, executor: Any) -> None:
                 f"hostcall: the coroutine function `{name}` can't have {option}:"
                 f" {reason}. Leave out {option}"
             )
+
+
+def parse_coalesce(
+    name: str,
+    coalesce: Any,
+    wait: Any,
+    order: Any,
+    vmap_method: Any,
+    others: dict[str, bool],
+) -> tuple[int, float] | None:
+    """(size, seconds) of coalesce= and wait=, or None if calls are not merged.
+
+    `others` says of options that don't go with coalesce= whether they were given.
+    """
+    if coalesce is None:
+        if wait is not None:
+            raise SpecError(
+                f"hostcall: `{name}` has wait= and no coalesce=. Calls wait for others"
+                " to be merged with: give coalesce=, or leave out wait="
+            )
+        return None
+    if not isinstance(coalesce, int) or isinstance(coalesce, bool) or coalesce < 1:
+        raise SpecError(
+            f"hostcall: coalesce= of `{name}` should be how many calls are merged into"
+            f" one at most, an int of 1 or more, got {coalesce!r}"
+        )
+    wait = _WAIT if wait is None else wait
+    if isinstance(wait, bool) or not isinstance(wait, (int, float)) or wait < 0:
+        raise SpecError(
+            f"hostcall: wait= of `{name}` should be the seconds that a call waits for"
+            f" others, a number of 0 or more, got {wait!r}"
+        )
+    if order != "pure":
+        raise SpecError(
+            f"hostcall: `{name}` has coalesce= and order={order!r}. Merged calls have"
+            " no order among each other: leave out order=, or coalesce="
+        )
+    if vmap_method not in (None, "sequential", "parallel"):
+        raise SpecError(
+            f"hostcall: `{name}` has coalesce= and vmap_method={vmap_method!r}. With"
+            " coalesce= the rows of a batch are merged anyway: leave out vmap_method="
+        )
+    for option, given in others.items():
+        if given:
+            raise SpecError(
+                f"hostcall: `{name}` has coalesce= and {option}, which is for calls"
+                f" that are made one by one: leave out {option}, or coalesce="
+            )
+    return coalesce, float(wait)
+
+
+def refuse_no_arrays(name: str) -> None:
+    raise SpecError(
+        f"hostcall: `{name}` has coalesce= and no array among its arguments, so it"
+        " could not tell how many calls were merged: pass one, or leave out coalesce="
+    )
 
 
 def check_keep(name: str, keep: Any, masked: bool, vmap_method: Any) -> None:

@@ -1,0 +1,125 @@
+"""Merges calls that come at about the same time into one call (`hc.call(coalesce=)`).
+
+Calls of one place, by any device, thread or program, meet in a `_Batch`. The thread
+that opens a batch is its leader. It waits for others, at most `wait` seconds, and then
+calls the function with all entries; the others wait for the outcome.
+
+Guarantees
+  * A batch has at most `size` entries. A call with more rows (a vmap) fills several.
+  * A batch that is full is called at once; no call joins a batch that has been closed.
+  * An error goes to every thread that has entries in the batch.
+  * A thread that is interrupted (Ctrl-C) leaves; its entries are still computed. If the
+    leader is interrupted, the others are too, since nobody is left to make the call.
+
+Memory and threads: a place's lock protects its open batch, and entries are added under
+it. It is held for these few steps only. Once closed, a batch belongs to its leader,
+which writes the outcome before it sets `done`; the others read it after that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# Seconds. Waits return to Python this often, as in _runtime/rows.py.
+_LOOK = 0.1
+
+# Takes the entries of a batch, and returns one result for each.
+Together = Callable[[list[Any]], Sequence[Any]]
+
+
+class _Batch:
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self.full = threading.Event()
+        self.done = threading.Event()
+        self.values: Sequence[Any] = ()
+        self.error: BaseException | None = None
+
+    def finish(self, together: Together) -> None:
+        try:
+            self.values = together(self.entries)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.entries = []
+            self.done.set()
+
+
+class Meeting:
+    """Where the calls of one place meet.
+
+    Args:
+        size: how many entries a batch has at most.
+        wait: how many seconds a call waits for others.
+    """
+
+    def __init__(self, size: int, wait: float) -> None:
+        self._size, self._wait = size, wait
+        self._lock = threading.Lock()  # protects `_open` and its entries
+        self._open: _Batch | None = None
+
+    def call(self, entries: Sequence[Any], together: Together) -> list[Any]:
+        """Adds entries to batches; returns their results when all have been called.
+
+        Args:
+            entries: what the batches gather, one for each row.
+            together: makes the call. Any of the threads in a batch may be the one that
+                uses its own.
+
+        Raises:
+            BaseException: what `together` raised, for the first batch that failed.
+        """
+        parts, leads = self._join(entries)
+        try:
+            for batch in leads:
+                self._lead(batch, together)
+        finally:
+            for batch in leads:
+                if not batch.done.is_set():  # this thread was interrupted
+                    self._close(batch)
+                    batch.error = batch.error or KeyboardInterrupt()
+                    batch.done.set()
+        values: list[Any] = []
+        for batch, mine in parts:
+            while not batch.done.wait(_LOOK):
+                pass
+            if batch.error is not None:
+                raise batch.error
+            values += batch.values[mine.start : mine.stop]
+        return values
+
+    def _join(
+        self, entries: Sequence[Any]
+    ) -> tuple[list[tuple[_Batch, range]], list[_Batch]]:
+        """Where the entries went, and the batches that this thread leads."""
+        parts, leads = [], []
+        with self._lock:
+            while entries:
+                if self._open is None:
+                    self._open = _Batch()
+                    leads.append(self._open)
+                batch = self._open
+                start = len(batch.entries)
+                taken = entries[: self._size - start]
+                batch.entries += taken
+                entries = entries[len(taken) :]
+                parts.append((batch, range(start, len(batch.entries))))
+                if len(batch.entries) == self._size:
+                    self._open = None
+                    batch.full.set()
+        return parts, leads
+
+    def _lead(self, batch: _Batch, together: Together) -> None:
+        end = time.monotonic() + self._wait
+        while not batch.full.is_set() and (left := end - time.monotonic()) > 0:
+            batch.full.wait(min(left, _LOOK))
+        self._close(batch)
+        batch.finish(together)
+
+    def _close(self, batch: _Batch) -> None:
+        with self._lock:
+            if self._open is batch:
+                self._open = None
