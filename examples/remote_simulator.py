@@ -66,7 +66,7 @@ class Client:
         self.address = address
         self.session: aiohttp.ClientSession | None = None
 
-    async def step(self, x: np.ndarray, push: np.ndarray) -> np.ndarray:
+    async def step(self, x: np.ndarray, push: np.ndarray) -> np.floating:
         if self.session is None:
             limits = aiohttp.TCPConnector(limit=ROWS)
             self.session = aiohttp.ClientSession(self.address, connector=limits)
@@ -75,7 +75,7 @@ class Client:
             answer.raise_for_status()
             return np.float32((await answer.json())["x"])
 
-    async def close(self, _: np.ndarray) -> np.ndarray:
+    async def close(self, _: np.ndarray) -> np.integer:
         if self.session is not None:
             await self.session.close()
         return np.int32(0)
@@ -108,7 +108,7 @@ def main() -> None:
         path = np.asarray(rollout(start))
         hc.call(client.close, jnp.int32(0), 0)  # on the loop of the session
 
-    expected, x = [], np.arange(ROWS)
+    expected, x = [], np.arange(ROWS, dtype=float)
     for push in np.linspace(0, 1, STEPS):
         x = 0.5 * x + push
         expected.append(x)
