@@ -39,7 +39,7 @@ class Forever:
 
     async def __call__(self, x):
         self.begun.append(int(x))
-        if x in self.failing:
+        if int(x) in self.failing:
             raise Mine(f"row {int(x)}")
         try:
             await asyncio.Event().wait()
@@ -205,6 +205,19 @@ def test_concurrency_is_for_coroutine_functions():
         hc.call(np.sin, F32, 1.0, concurrency=3)
     with pytest.raises(hc.errors.SpecError, match="not a coroutine function. Make it"):
         hc.host(np.sin, result=F32, concurrency=3)
+
+
+def test_rules_that_could_not_run():
+    function = hc.host(lambda x: x, result=hc.like(0))
+    for rule in (
+        lambda: function.defjvp(same, where="jax"),
+        lambda: function.defbatch(same),
+    ):
+        with pytest.raises(hc.errors.SpecError, match="a coroutine function and JAX"):
+            rule()
+    lends = hc.host(lambda x: x, result=hc.like(0), lend=True)
+    with pytest.raises(hc.errors.SpecError, match="`same` can't have lend=True"):
+        lends.defvjp(same, same)
 
 
 def test_configure_refuses_what_is_no_loop():

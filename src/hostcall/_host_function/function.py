@@ -35,6 +35,7 @@ from hostcall._host_function.rules import (
     Vjp,
     Where,
     among,
+    check_coroutines,
     check_rule,
     check_where,
 )
@@ -346,6 +347,7 @@ class HostFunction(Generic[P, R]):
                 batched call is that of this code.
         """
         check_rule(rule, self.__name__, "defbatch(rule)")
+        check_coroutines(self.__name__, "jax", [rule], self.options)
         self.rules.add(self.__name__, "batch", rule)
         return rule
 
@@ -374,6 +376,7 @@ class HostFunction(Generic[P, R]):
 
     def _where(self, where: Any, *rules: Any) -> Where:
         check_where(where, self.__name__)
+        check_coroutines(self.__name__, where, rules, self.options)
         if any(isinstance(rule, HostFunction) for rule in rules):
             return "jax"
         if where == "host" and _jax.is_tracing():

@@ -29,7 +29,6 @@ from hostcall._host_function.kept import options_of
 from hostcall._host_function.primitive import Arrays, Tangents, Value
 from hostcall._host_function.residuals import say_that_it_runs_again, store
 from hostcall._host_function.results import elementwise, with_axes
-from hostcall._host_function.sendable import code_of
 from hostcall._host_function.trees import pick, spread, spread_known
 from hostcall._primitives.call.batching import WHOLE
 from hostcall._primitives.call.make import make_with
@@ -81,7 +80,7 @@ class HostCode(Value):
     def code(self) -> Callable[..., Any]:
         """The user's function that names it in messages."""
         if self.kind not in ("jvp", "both"):
-            return code_of(self.site.function, self.kind)
+            return sendable.code_of(self.site.function, self.kind)
         jvp = self.site.function.rules.jvp
         return jvp.rule or next(filter(None, jvp.each))  # type: ignore[no-any-return]
 
@@ -236,10 +235,10 @@ class HostCode(Value):
         found = self._codes.get((which, index))
         if found is None:
             function = self.site.function
-            found = code_of(function, which, index)
+            found = sendable.code_of(function, which, index)
             executor = function.options["executor"]
             if executor is not None:
-                again = code_of, (function, which, index)
+                again = sendable.code_of, (function, which, index)
                 found = sendable.Sendable(found, again, pools.by_name(executor))
             self._codes[which, index] = found
         return found
@@ -269,8 +268,7 @@ class HostCode(Value):
         return run, sent, self._pushed, False
 
     def _several(self, steps: Any, sent: Any) -> tuple[Callable[..., Any], Any]:
-        run = sendable.awaited if self.hostcall_awaits() else sendable.driven
-        return run, (steps, *sent)
+        return sendable.awaited if self._awaits else sendable.driven, (steps, *sent)
 
     def _push(
         self, arrays: Any, tangents: Any, outs: Any, wants_outs: bool
@@ -341,10 +339,10 @@ class HostCode(Value):
             say_that_it_runs_again(
                 self.name, source_of(self.site.function.fn), self.site.place
             )
-        codes = self._code("forward"), self._code("backward")
         args = self._arguments(operands[:n])
-        again = (*codes, self.name, args, self._given(given))
-        run, sent = self._several(sendable.both_halves, again)
+        codes = self._code("forward"), self._code("backward")
+        sent = (*codes, self.name, args, self._given(given))
+        run, sent = self._several(sendable.both_halves, sent)
         return run, sent, self._pulled_again, (handle, given)
 
     def _given(self, cotangents: Any) -> tuple[Any, ...]:
@@ -396,10 +394,9 @@ class HostCode(Value):
         return self._cotangents(self.site.trees.transposed_leaves(value), given)
 
     def _jacobian(self, operands: Any) -> Steps:
-        return self._code("jacobian"), self._arguments(operands), self._blocks, None
-
-    def _blocks(self, value: Any, _: Any) -> Arrays:
-        return self.site.trees.jacobian_leaves(value)  # type: ignore[no-any-return]
+        blocks = self.site.trees.jacobian_leaves
+        args = self._arguments(operands)
+        return self._code("jacobian"), args, lambda value, _: blocks(value), None
 
 
 _jax.hold_weakly_in_caches(HostCode)

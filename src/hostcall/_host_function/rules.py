@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.source import name_of
+from hostcall._primitives.call.options import check_awaits
 
 Where = Literal["host", "jax"]
 Function = Callable[..., Any]
@@ -102,6 +104,23 @@ def _refuse_mixture(name: str, kind: str) -> None:
 def check_rule(rule: Any, name: str, usage: str) -> None:
     if not callable(rule):
         raise SpecError(f"hostcall: {usage} of `{name}` wants a function, got {rule!r}")
+
+
+def check_coroutines(
+    name: str, where: Where, rules: Sequence[Any], options: dict[str, Any]
+) -> None:
+    """Refuses coroutine functions that could not run as the rules of a function."""
+    for rule in rules:
+        if rule is None or not is_coroutine_function(rule):
+            continue
+        if where == "jax":
+            raise SpecError(
+                f"hostcall: the rule `{name_of(rule)}` of `{name}` is a coroutine"
+                " function and JAX code. JAX traces such a rule, and can't await"
+                " anything: make it a plain function"
+            )
+        given = (options[option] for option in ("arrays", "lend", "executor"))
+        check_awaits(name_of(rule), *given)
 
 
 def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:

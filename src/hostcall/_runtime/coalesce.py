@@ -46,6 +46,7 @@ class _Batch:
         finally:
             self.entries = []
             self.done.set()
+            del self  # the error's traceback holds this frame
 
 
 class Meeting:
@@ -73,6 +74,7 @@ class Meeting:
             BaseException: what `together` raised, for the first batch that failed.
         """
         parts, leads = self._join(entries)
+        batch: _Batch | None = None
         try:
             for batch in leads:
                 self._lead(batch, together)
@@ -82,14 +84,13 @@ class Meeting:
                     self._close(batch)
                     batch.error = batch.error or KeyboardInterrupt()
                     batch.done.set()
-        values: list[Any] = []
-        for batch, mine in parts:
-            while not batch.done.wait(_LOOK):
-                pass
-            if batch.error is not None:
-                raise batch.error
-            values += batch.values[mine.start : mine.stop]
-        return values
+        values, error = _gathered(parts)
+        if error is None:
+            return values
+        try:
+            raise error
+        finally:  # breaks the cycle error -> traceback -> this frame -> error
+            del error, batch, leads, parts
 
     def _join(
         self, entries: Sequence[Any]
@@ -123,3 +124,17 @@ class Meeting:
         with self._lock:
             if self._open is batch:
                 self._open = None
+
+
+def _gathered(
+    parts: list[tuple[_Batch, range]],
+) -> tuple[list[Any], BaseException | None]:
+    """Waits for the batches; the results of these entries, or the first error."""
+    values: list[Any] = []
+    for batch, mine in parts:
+        while not batch.done.wait(_LOOK):
+            pass
+        if batch.error is not None:
+            return [], batch.error
+        values += batch.values[mine.start : mine.stop]
+    return values, None

@@ -53,7 +53,7 @@ def check_options(
     if concurrency is not None:
         _check_concurrency(name, concurrency, awaits)
     if awaits:
-        _check_awaits(name, arrays, lend, executor)
+        check_awaits(name, arrays, lend, executor)
     if executor is not None:
         if not is_executor(executor):
             raise SpecError(
@@ -86,7 +86,8 @@ def _check_concurrency(name: str, concurrency: Any, awaits: bool) -> None:
         )
 
 
-def _check_awaits(name: str, arrays: Any, lend: Any, executor: Any) -> None:
+def check_awaits(name: str, arrays: Any, lend: Any, executor: Any) -> None:
+    """Refuses options that a coroutine function can't have."""
     why = {
         "executor=": executor is not None
         and "it runs on the event loop, with concurrency= in place of executor=",
