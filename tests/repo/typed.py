@@ -19,6 +19,15 @@ def scale(x: jax.Array, by: float = 2.0) -> jax.Array:
     return x * by
 
 
+@hc.host(result=hc.like(0), vmap_method="parallel")
+async def asked(x: jax.Array) -> jax.Array:
+    return x
+
+
+async def remote(x: jax.Array) -> jax.Array:
+    return x
+
+
 def length(x: jax.Array) -> jax.Array:
     return x
 
@@ -43,6 +52,8 @@ def host_functions(x: jax.Array) -> None:
     made = hc.host(length, result=hc.like(0), vmap_method="parallel", tag="length")
     assert_type(made(x), jax.Array)
     assert_type(hc.finite_difference(made)(x), jax.Array)
+    assert_type(asked(x), jax.Array)
+    assert_type(hc.host(remote, result=hc.like(0), concurrency=8)(x), jax.Array)
     hc.host(np.multiply, result=hc.elementwise)(x, np.ones(3))
     hc.host(length)  # type: ignore
     hc.host(length, result=hc.like(0), lend="in")  # type: ignore

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Required, TypedDict, Unpack, overload
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, Required, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
@@ -37,8 +37,25 @@ class Options(TypedDict, total=False):
     version: str | int | None
 
 
+class Decorator(Protocol):
+    """What `host` returns without a function, for type checkers."""
+
+    @overload
+    def __call__(
+        self, fn: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> HostFunction[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> HostFunction[P, R]: ...
+
+
 @overload  # a ufunc's own overloads are for scalars first
 def host(fn: np.ufunc, **options: Unpack[Options]) -> HostFunction[..., Any]: ...
+
+
+@overload
+def host(
+    fn: Callable[P, Coroutine[Any, Any, R]], **options: Unpack[Options]
+) -> HostFunction[P, R]: ...
 
 
 @overload
@@ -46,9 +63,7 @@ def host(fn: Callable[P, R], **options: Unpack[Options]) -> HostFunction[P, R]: 
 
 
 @overload
-def host(
-    **options: Unpack[Options],
-) -> Callable[[Callable[P, R]], HostFunction[P, R]]: ...
+def host(**options: Unpack[Options]) -> Decorator: ...
 
 
 def host(
