@@ -112,13 +112,13 @@ ROWS = (
     ),
     Row(
         "256 rows that wait for nothing, coroutines, a row",
-        (at_most(1.5, "JAX, asyncio.run"),),
+        (at_most(2, "JAX, asyncio.run"),),
         waiting(0),
         rounds=9,
     ),
     Row(
         "8 threads, a simulator of 2 ms a call, coalesce=8",
-        (times_faster(4, base="one by one"),),
+        (times_faster(3, base="one by one"),),
         merged,
         "ms",
         5,

@@ -35,8 +35,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from hostcall import _native
 from hostcall._core.errors import CallTimeoutError, HostcallError
-from hostcall._runtime import flights, task_texts, workers
+from hostcall._runtime import flights, task_texts, waits, workers
 from hostcall._runtime.steps import Row
 
 logger = logging.getLogger("hostcall")
@@ -93,6 +94,8 @@ class TaskRun:
         self._loop, self._key, self.limit = loop, key, limit
         self._fn, self._rows, self._current = fn, rows, current
         self._settings, self._name = workers.Settings(ambient), name
+        call = _native.current()
+        self._place = 0 if call is None else call[0].number
         self._context = contextvars.copy_context()
         self._values: list[Any] = [None] * len(rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -200,6 +203,8 @@ class TaskRun:
     async def _row(self, number: int) -> None:
         # Nothing but CancelledError may leave a task: asyncio lets KeyboardInterrupt
         # and SystemExit end the loop.
+        # In a trace, a row of its own: others run on this thread meanwhile.
+        lane = waits.Lane(self._place, number, 1) if _native.events_on() else None
         try:
             args, kwargs = self._rows[number]
             self._values[number] = await _made(self._fn, args, kwargs, self._settings)
@@ -207,6 +212,9 @@ class TaskRun:
             raise
         except BaseException as error:
             self._fail(number, error)
+        finally:
+            if lane is not None:
+                lane.end()
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number]
