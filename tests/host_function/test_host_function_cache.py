@@ -2,6 +2,7 @@
 and the function runs once for each distinct row.
 """
 
+import asyncio
 import pickle
 
 import jax
@@ -354,3 +355,18 @@ def test_hits_and_misses_are_counted():
     jax.vmap(parallel)(X)
     found = hc.monitor.stats()["parallel"]
     assert (found.hits, found.misses) == (1, 3)
+
+
+def test_rows_of_a_coroutine_function():
+    ran = []
+
+    async def double(x):
+        ran.append(float(x))
+        await asyncio.sleep(0)
+        return 2 * x
+
+    f = hc.host(double, result=hc.like(0), cache="memory", vmap_method="parallel")
+    for _ in range(2):
+        np.testing.assert_array_equal(jax.jit(jax.vmap(f))(X), 2 * X)
+        np.testing.assert_array_equal(f(X[0]), 2 * X[0])
+    assert sorted(ran) == sorted(set(X.tolist()))

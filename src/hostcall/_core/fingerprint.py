@@ -49,6 +49,8 @@ def _told(thing: Any, depth: int) -> Any:
         return type(thing.__self__).__qualname__, _told(thing.__func__, depth - 1)
     if isinstance(thing, FunctionType):
         return _told_function(thing, depth - 1)
+    if hasattr(thing, "hostcall_parts"):  # hostcall's own callables
+        return type(thing).__qualname__, _told(thing.hostcall_parts(), depth - 1)
     inner = getattr(thing, "__wrapped__", None)  # jax.jit and its like
     if inner is None and callable(thing):
         inner = type(thing).__call__

@@ -12,7 +12,6 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.errors import SpecError
-from hostcall._core.fingerprint import fingerprint
 from hostcall._core.spec import Template, packed_bits
 from hostcall._engine import caching
 from hostcall._engine.coalescing import Coalesced
@@ -35,39 +34,7 @@ _LENDS = {
     "buffers": Lend.BUFFERS,
 }
 
-# Fields of a call's or tap's parameters that its key has.
-_IN_KEY = (
-    *("order", "masked", "grid", "batched", "levels", "keep"),
-    *("rows", "when_full", "on", "every", "sample", "batch", "always", "through"),
-    *("kind", "partitioned"),
-)
-
 # --- Plans -------------------------------------------------------------------------
-
-
-def key_of(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
-    """The key by which programs find a call: equal in all processes for equal calls.
-
-    It says what the call is: the function, the avals, the options. A program that was
-    compiled in another process looks its calls up here, so it finds no call of another
-    kind. It also says where the program runs: JAX 0.10's disk cache may return a
-    program that was compiled without host callbacks for one that has them, and XLA
-    would run that on a thread of its own.
-    """
-    callback = params.callback
-    return fingerprint(
-        (
-            callback.function,
-            callback.tag,
-            callback.arrays,
-            callback.lend,
-            [(a.shape, str(a.dtype)) for a in (*operands, *params.avals)],
-            type(params).__name__,
-            params.vmap_method,
-            params.runs_where_dispatched,
-            [getattr(params, option, None) for option in _IN_KEY],
-        )
-    )
 
 
 def make_plan(
@@ -124,11 +91,8 @@ def make_plan(
         dtype = np.dtype(operand.dtype)
         shape = operand.shape[sum(flags) :]
         shapes.append((shape, str(dtype)))
-        # A cache converts the rows that it does not find; a call of several, their stack.
-        by_engine = not isinstance(params, CallParams) or not (
-            callback.cache or callback.coalesce
-        )
-        convert = converters[i] if by_engine else None
+        # A cache converts what it does not find, and merged calls their stack.
+        convert = None if callback.cache or callback.coalesce else converters[i]
         args.append(_leaf(dtype, shape, packed, flags, convert=convert))
     results = []
     for aval, fill in zip(params.avals, callback.fills, strict=True):

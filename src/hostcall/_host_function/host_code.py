@@ -28,7 +28,7 @@ from hostcall._host_function import rules, sendable
 from hostcall._host_function.kept import options_of
 from hostcall._host_function.primitive import Arrays, Tangents, Value
 from hostcall._host_function.residuals import say_that_it_runs_again, store
-from hostcall._host_function.results import elementwise, with_axes
+from hostcall._host_function.results import aligned, elementwise
 from hostcall._host_function.trees import pick, spread, spread_known
 from hostcall._primitives.call.batching import WHOLE
 from hostcall._primitives.call.make import make_with
@@ -109,7 +109,7 @@ class HostCode(Value):
             args = list(args)
             mask = args.pop(self._mask_at)
         if site.function.result is elementwise and options["vmap_method"] in WHOLE:
-            args = self._aligned(args, options)
+            args = aligned(args, site.trees, self.kind, options)
         template, results = self._form(len(args))
         return make_with(
             options, self, template, results, self._fills(), site.place, args, mask
@@ -152,33 +152,12 @@ class HostCode(Value):
             return len(self.site.trees.in_avals) - 1
         return 0 if self.kind == "backward" else self.nz.count(False) - 1
 
-    def _aligned(self, args: Arrays, options: dict[str, Any]) -> Arrays:
-        """Gives the operands of an elementwise function as many axes as the result.
-
-        A batch is one more axis in front of each operand. Without this, a batch of 16
-        scalars beside one row of 9 would be (16,) beside (1, 9), which does not
-        broadcast, and a batch of 9 scalars beside 9 rows of 9 would be taken for a row.
-        The operands and results of the other rules have axes of their own; if those
-        differ in number from the result's, the rows run one by one.
-        """
-        trees = self.site.trees
-        axes = len(trees.results.avals[0].shape)
-        if self.kind not in ("value", "jvp", "both"):
-            avals = trees.in_avals[: len(trees.template.keys)]
-            if any(len(aval.shape) != axes for aval in avals):
-                options["vmap_method"] = "sequential"
-            return args
-        if self.kind != "value" and options["vmap_method"] == "expand_dims":
-            # A rule may ignore the very argument that has the batch.
-            options["vmap_method"] = "broadcast_all"
-        return with_axes(args, axes)
-
     def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         del args, tangents
         site, advice = self.site, self.site.function.advice
-        if self.kind == "value":
-            raise rules.no_derivative(self.name, site.place, advice)
-        raise rules.not_again(self.name, self.code, site.place, advice)
+        if self.kind != "value":
+            raise rules.not_again(self.name, self.code, site.place, advice)
+        raise rules.no_derivative(self.name, site.place, advice)
 
     def shared(self, dims: Sequence[int | None]) -> Value:
         """A backward rule does not take out a residual that the rows share."""
@@ -219,6 +198,9 @@ class HostCode(Value):
 
     def hostcall_lane(self) -> Any:  # the function and its rules are one
         return self.site.function.fn
+
+    def hostcall_parts(self) -> Any:  # for _core/fingerprint.py
+        return self.kind, self.code
 
     @cached_property
     def _start(self) -> Callable[[Any, Any], Steps] | None:
@@ -388,10 +370,11 @@ class HostCode(Value):
         n = linear.count(False)
         args = self._arguments(spread_known(operands[:n], linear))
         sent = (trees.cotangents(operands[n:]), *trees.nonlinear(args))
-        return self._code("transpose"), sent, self._transposed, operands[n:]
 
-    def _transposed(self, value: Any, given: Any) -> Arrays:
-        return self._cotangents(self.site.trees.transposed_leaves(value), given)
+        def finish(value: Any, given: Any) -> Arrays:
+            return self._cotangents(trees.transposed_leaves(value), given)
+
+        return self._code("transpose"), sent, finish, operands[n:]
 
     def _jacobian(self, operands: Any) -> Steps:
         blocks = self.site.trees.jacobian_leaves

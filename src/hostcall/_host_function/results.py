@@ -163,3 +163,29 @@ def _inferred(fn: Callable[..., Any], args: Any, name: str) -> Any:
         return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
     return tree.tree_map(spec, value)
+
+
+def aligned(
+    args: list[Any], trees: Any, kind: str, options: dict[str, Any]
+) -> list[Any]:
+    """Gives the operands of an elementwise function as many axes as the result.
+
+    `kind` says which of its codes takes them; `options` are those of the call, whose
+    vmap_method may change.
+
+    A batch is one more axis in front of each operand. Without this, a batch of 16
+    scalars beside one row of 9 would be (16,) beside (1, 9), which does not
+    broadcast, and a batch of 9 scalars beside 9 rows of 9 would be taken for a row.
+    The operands and results of the other rules have axes of their own; if those
+    differ in number from the result's, the rows run one by one.
+    """
+    axes = len(trees.results.avals[0].shape)
+    if kind not in ("value", "jvp", "both"):
+        avals = trees.in_avals[: len(trees.template.keys)]
+        if any(len(aval.shape) != axes for aval in avals):
+            options["vmap_method"] = "sequential"
+        return args
+    if kind != "value" and options["vmap_method"] == "expand_dims":
+        # A rule may ignore the very argument that has the batch.
+        options["vmap_method"] = "broadcast_all"
+    return with_axes(args, axes)

@@ -21,7 +21,7 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core.errors import ExportError
 from hostcall._core.source import is_anonymous
-from hostcall._engine import plans, targets
+from hostcall._engine import keys, plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import Callback
 from hostcall._runtime import host_device
@@ -92,7 +92,7 @@ def _key(program: _jax.Program, info: CallInfo, avals: Sequence[Any]) -> int:
 
     Raises ExportError for an export of a function that can't be identified.
     """
-    key = plans.key_of(info.params, avals)
+    key = keys.key_of(info.params, avals)
     if not program.is_exported:
         return key
     if is_anonymous(info.callback.function):
