@@ -19,6 +19,7 @@ enum class EventKind : uint8_t {
   kTeam,      ///< a device is in a call that several devices make together
   kRow,       ///< a worker runs rows of a call with vmap_method="parallel"
   kWait,      ///< a Python thread waits in hc.barrier
+  kFeed,      ///< a device waits for an item of a feed
 };
 
 enum class EventState : uint8_t {

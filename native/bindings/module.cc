@@ -9,6 +9,7 @@
 #include "base/signals.h"
 #include "base/slot_table.h"
 #include "bindings/call_bindings.h"
+#include "bindings/feed_bindings.h"
 #include "bindings/handler_bindings.h"
 #include "bindings/plan_bindings.h"
 #include "bindings/tap_bindings.h"
@@ -85,6 +86,7 @@ NB_MODULE(_native, m) {
   // report these as leaks at exit.
   nb::set_leak_warnings(false);
 
+  InitFeeds(m);
   InitPlans(m);
   InitTaps(m);
   InitCalls(m);

@@ -13,10 +13,12 @@
 
 #include "base/engine.h"
 #include "base/flight.h"
+#include "bindings/feed_bindings.h"
 #include "bindings/keywords.h"
 #include "buffer/buffer_call.h"
 #include "handlers/plan_state.h"
 #include "invoke/invoke.h"
+#include "plan/feed_take.h"
 #include "plan/push_tap.h"
 
 namespace nb = nanobind;
@@ -69,6 +71,7 @@ struct PlanSpec {
   std::optional<TapSettings> tap;
   std::optional<BufferSettings> buffers;
   std::optional<int64_t> keep;
+  std::optional<FeedSpec> feed;
 };
 
 Ref Own(nb::handle object) { return Ref::Borrow(object.ptr()); }
@@ -154,6 +157,7 @@ Counted<Plan> MakePlan(PlanSpec spec) {
   plan->tap = std::move(spec.tap);
   if (spec.buffers) plan->buffers = std::move(*spec.buffers);
   plan->keep = spec.keep;
+  if (spec.feed) plan->feed = {spec.feed->ring.ring, std::move(spec.feed->devices)};
   plan->Seal();
   return counted;
 }
@@ -278,14 +282,24 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     GilRelease unlocked(plan.history != nullptr);  // Pass takes a lock
     if (Masked(plan, -1, -1, in.data(), targets.data(), &before)) return out;
   }
+  std::optional<FeedTake> take;
+  std::optional<FeedWait> wait;
+  if (plan.feed) {
+    GilRelease unlocked;
+    take.emplace(plan, -1, in.data(), targets.data());
+    if (take->Go(0) == FeedTake::Went::kDone) return out;
+    wait.emplace(*plan.feed->ring);
+  }
   const int64_t start = Ticks();
-  Flight flight(plan.NewEvent(EventKind::kCall, -1, -1, start));
+  Flight flight(plan.NewEvent(plan.feed ? EventKind::kFeed : EventKind::kCall, -1,
+                              -1, start));
   flight.Entered(start);
   bool ok;
   {
     CallScope scope(plan, -1, -1);
     scope.call().start = start;
     scope.call().before = plan.history ? &before : nullptr;
+    scope.call().feed = take ? &*take : nullptr;
     ok = Invoke(plan, scope.call(), in.data(), targets.data());
     if (!ok) ++plan.counters->errors;
     if (Engine::Get().IsLeftBehind()) {
@@ -329,7 +343,8 @@ const Keywords<PlanSpec>& PlanFields() {
                    .Field<&PlanSpec::literals>("literals")
                    .Field<&PlanSpec::tap>("tap")
                    .Field<&PlanSpec::buffers>("buffers")
-                   .Field<&PlanSpec::keep>("keep"));
+                   .Field<&PlanSpec::keep>("keep")
+                   .Field<&PlanSpec::feed>("feed"));
   return *fields;
 }
 

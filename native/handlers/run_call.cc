@@ -13,6 +13,7 @@
 #include "handlers/ffi.h"
 #include "handlers/host_callback.h"
 #include "invoke/invoke.h"
+#include "plan/feed_take.h"
 
 namespace hostcall {
 namespace {
@@ -58,6 +59,11 @@ void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
   }
 }
 
+/// How long a device waits for an item before it enters Python, where the wait is
+/// seen by hc.monitor.status(), and ends by Ctrl-C and by timeout=. A wait within
+/// this time costs no Python.
+constexpr int64_t kPatienceNs = 10'000'000;
+
 /// Attaches to Python and runs all rows; native code runs without Python, unless it
 /// fails. Returns the text of the error, empty for success. The caller has entered
 /// the engine, and does not hold the GIL.
@@ -68,8 +74,23 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     native = RunNative(plan, operands, results, site.stream);
     if (native.ok()) return "";
   }
+  std::optional<FeedTake> take;
+  if (plan.feed) {
+    if (TakeNow(plan, site.ordinal, results)) return "";
+    take.emplace(plan, site.ordinal, operands, results);
+    if (take->Go(0) == FeedTake::Went::kDone) return "";
+  }
   const int64_t start = Ticks();
-  Flight flight(EventOf(plan, EventKind::kCall, site, start));
+  Flight flight(
+      EventOf(plan, plan.feed ? EventKind::kFeed : EventKind::kCall, site, start));
+  std::optional<FeedWait> wait;
+  if (take) {
+    wait.emplace(*plan.feed->ring);
+    if (take->Go(kPatienceNs) == FeedTake::Went::kDone) {
+      flight.Ended(Ticks(), EventState::kEnded);
+      return "";
+    }
+  }
   GilGuard gil;
   if (gil.first_on_foreign_thread()) MarkForeignThread();
   const PlainFloats plain;
@@ -82,6 +103,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     scope.call().counted = true;
     scope.call().stream = site.stream;
     scope.call().before = site.before;
+    scope.call().feed = take ? &*take : nullptr;
     bool ok = false;
     if (!native.ok()) {
       RaiseStatus(plan, native);

@@ -7,6 +7,7 @@
 #include "buffer/buffer_call.h"
 #include "invoke/results.h"
 #include "plan/arrays.h"
+#include "plan/feed_take.h"
 #include "plan/rows.h"
 
 namespace hostcall {
@@ -234,6 +235,29 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
   return true;
 }
 
+/// Takes the items of a feed. While there is none, runs the plan's function, which
+/// waits for one, or raises. False with a Python error set.
+bool TakeItems(const Plan& plan, ActiveCall& call) {
+  FeedTake& take = *call.feed;
+  for (;;) {
+    FeedTake::Went went;
+    {
+      GilRelease unlocked;  // an item's bytes are copied in there
+      went = take.Go(0);
+    }
+    if (went == FeedTake::Went::kDone) return true;
+    Ref lane = Ref::Steal(PyLong_FromSize_t(take.lane()));
+    PyObject* stack[] = {lane.get()};
+    Ref waited =
+        lane ? Ref::Steal(CallPython(plan.function.get(), stack, 1, nullptr))
+             : Ref();
+    if (!waited) {
+      call.failed_row = take.row();
+      return false;
+    }
+  }
+}
+
 /// Copies one leaf of the events, which begins at `offset` of their payloads, into
 /// an array with an axis for the events in front.
 void CopyRun(const Leaf& leaf, size_t offset, TapEvent& first, size_t count,
@@ -296,6 +320,7 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
     return static_cast<bool>(
         Ref::Steal(CallPython(plan.function.get(), nullptr, 0, nullptr)));
   }
+  if (plan.feed) return TakeItems(plan, call);
   // The common case: one row, nothing packed, nothing masked.
   if (plan.grid.empty() && !plan.packed && !plan.runner) {
     // The const_cast is safe: of the arrays that the function gets, only lent ones

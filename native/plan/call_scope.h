@@ -13,6 +13,8 @@
 
 namespace hostcall {
 
+class FeedTake;  // plan/feed_take.h
+
 /// A call under way. Lives on the stack of the thread that makes it. It is in a
 /// list of all calls and in a chain of its thread's calls.
 struct ActiveCall {
@@ -29,6 +31,7 @@ struct ActiveCall {
   const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
   size_t taps = 0;  ///< events in the run that begins with `tap`; 0 if it is alone
   const Before* before = nullptr;  ///< with `keep=`: the executions before; or null
+  FeedTake* feed = nullptr;        ///< of a feed: how far it came; else null
   bool foreign = false;            ///< the thread is XLA's, not Python's
   bool counted = false;            ///< included in Engine::in_flight
   bool interrupted = false;        ///< KeyboardInterrupt was sent to its thread

@@ -22,6 +22,7 @@
 #include "base/team_settings.h"
 #include "plan/history.h"
 #include "plan/outcome.h"
+#include "queue/feed_ring.h"
 #include "queue/tap_queue.h"
 
 namespace hostcall {
@@ -134,6 +135,21 @@ struct TapLayout {
   size_t bytes = 0;             ///< the payload of an event, with padding
 };
 
+/// The settings of a feed: its results are an item of a ring, and a bool that says
+/// whether there was one. The function is called only if none is ready: it gets the
+/// lane, and returns when there may be one, or raises.
+struct FeedSettings {
+  std::shared_ptr<FeedRing> ring;  ///< never null
+  /// For each lane, the ordinal of its device; empty: all devices use the one lane.
+  std::vector<int> devices;
+
+  size_t LaneOf(int device) const {
+    const auto found = std::find(devices.begin(), devices.end(), device);
+    return found == devices.end() ? 0
+                                  : static_cast<size_t>(found - devices.begin());
+  }
+};
+
 /// A plan owns its Python objects. Signatures of the functions among them are
 /// written (arguments) -> result.
 class Plan : public TapOwner {
@@ -171,8 +187,9 @@ class Plan : public TapOwner {
   ResultForm form = ResultForm::kTree;
   bool literals = true;  ///< stores Python's numbers as scalars; else `coerce` does
   Lend lend = Lend::kCopy;
-  std::optional<TapSettings> tap;  ///< null: the plan is a call's
-  TapLayout layout;                ///< set by Seal for a tap, else empty
+  std::optional<TapSettings> tap;    ///< null: the plan is a call's
+  TapLayout layout;                  ///< set by Seal for a tap, else empty
+  std::optional<FeedSettings> feed;  ///< null: not a feed's, or made elsewhere
   /// How many executions `keep=` keeps the arguments of; null: none are counted.
   std::optional<int64_t> keep;
   std::unique_ptr<History> history;  ///< set by Seal if `keep` is, else null

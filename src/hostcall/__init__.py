@@ -4,6 +4,7 @@ Call the host, and hand values to it:
     call             calls a Python function and brings its results back
     tap              hands values to a function, while the program goes on
     tap_through      a tap tied to a value, which keeps JAX's fast dispatch
+    feed             brings the items of an iterator or data loader into programs
     print            prints a formatted line, as a tap (not in a star import)
     Object           a host object whose methods programs call; under vmap one per row
     current          tells a callback its device, mesh coordinates and row
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
         testing,
         tools,
     )
+    from hostcall._api.feed.feed import feed
     from hostcall._api.object.handle import Object
     from hostcall._compat.buffer_callback import buffer_callback
     from hostcall._compat.callbacks import io_callback, pure_callback
@@ -118,6 +120,7 @@ _LATER = {
     "breakpoint": "tools.breakpoint",
     "buffer_callback": "_compat.buffer_callback",
     "elementwise": "_host_function.results",
+    "feed": "_api.feed.feed",
     "finite_difference": "_host_function.differences",
     "host": "_host_function.host",
     "io_callback": "_compat.callbacks",
@@ -180,6 +183,7 @@ __all__ = [
     "derivatives",
     "elementwise",
     "errors",
+    "feed",
     "finite_difference",
     "host",
     "host_callback",

@@ -11,6 +11,8 @@
     ├── UnwrittenError(RuntimeError)   the function did not write all of its `out`
     ├── CallTimeoutError(TimeoutError) the function took longer than `timeout=`
     ├── DeadlockError(RuntimeError)    a callback would wait for its own program
+    ├── FeedError(RuntimeError)        a feed can't give an item: none came in time, ...
+    │   └── FeedEndError               its items have ended (on_end="raise")
     └── WatchError(RuntimeError)       a value that `hostcall.watch` checks is bad
 
 The first four are raised when a call is written or traced. The others fail the program
@@ -27,6 +29,8 @@ from hostcall._core.errors import (
     DerivativeError,
     EscapeError,
     ExportError,
+    FeedEndError,
+    FeedError,
     HostcallError,
     ResultError,
     SpecError,
@@ -41,6 +45,8 @@ __all__ = [
     "DerivativeError",
     "EscapeError",
     "ExportError",
+    "FeedEndError",
+    "FeedError",
     "HostcallError",
     "ResultError",
     "SpecError",

@@ -366,6 +366,10 @@ FIELDS: dict[str, dict[str, object]] = {
         "always": False,
         "batch": 0,
     },
+    "FeedSettings": {
+        "ring": _native.FeedRing(leaves=[8], lanes=1, capacity=1),
+        "devices": [],
+    },
 }
 
 

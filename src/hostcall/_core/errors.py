@@ -39,6 +39,14 @@ class DeadlockError(HostcallError, RuntimeError):
     """A callback started a program that would wait for the program that called it."""
 
 
+class FeedError(HostcallError, RuntimeError):
+    """A feed can't give an item: its source gave none in time, or the feed is closed."""
+
+
+class FeedEndError(FeedError):
+    """A program wanted an item after the last one of a feed with on_end="raise"."""
+
+
 class ExportError(HostcallError, NotImplementedError):
     """A program was exported or serialized, and its host functions can't go with it."""
 
@@ -50,6 +58,8 @@ __all__ = [
     "DerivativeError",
     "EscapeError",
     "ExportError",
+    "FeedEndError",
+    "FeedError",
     "HostcallError",
     "ResultError",
     "SpecError",

@@ -150,6 +150,7 @@ def make_plan(
         tap=tap,
         buffers=None if in_place is None else in_place[1],
         keep=getattr(params, "keep", None),
+        feed=None if elsewhere or isinstance(params, TapParams) else params.fed(),
     )
 
 

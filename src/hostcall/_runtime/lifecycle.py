@@ -47,7 +47,7 @@ import threading
 
 from hostcall import _jax, _native
 from hostcall._core import failures
-from hostcall._runtime import delivery, fork, host_device, watcher
+from hostcall._runtime import delivery, feeds, fork, host_device, watcher
 
 logger = logging.getLogger("hostcall")
 
@@ -86,6 +86,7 @@ def end(*, interpreter: bool = True) -> None:
         _ending = True
     try:
         watcher.watch_the_end()
+        feeds.process_ends()
         _wait_for_programs()
         delivery.flush(None, "the end of the process")
         delivery.call_at_barrier(ending=True)
@@ -93,6 +94,7 @@ def end(*, interpreter: bool = True) -> None:
         _wait_for_calls(interpreter)
         # After the last call, since a call may still have pushed taps.
         delivery.stop()
+        feeds.end_all()
         # After all waits, since it interrupts what hangs in them.
         watcher.stop()
         # Releases what dropped programs held; the watcher did so until it ended.

@@ -7,7 +7,7 @@ import threading
 from hostcall import _native
 
 # The C++ enum EventKind (native/base/event.h), and those that Python code makes.
-KINDS = ("call", "tap", "delivery", "team", "rows", "wait")
+KINDS = ("call", "tap", "delivery", "team", "rows", "wait", "feed")
 ROW, WAIT = KINDS.index("rows"), KINDS.index("wait")
 
 _lock = threading.Lock()

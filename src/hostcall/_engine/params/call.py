@@ -136,6 +136,10 @@ class CallParams:
         """(function, settings) of a call that works on XLA's buffers, else None."""
         return None
 
+    def fed(self) -> _native.FeedSettings | None:
+        """The ring whose items are the results, for a feed; else None."""
+        return None
+
     def __repr__(self) -> str:
         parts = [self.callback.name, self.order]
         if self.masked:

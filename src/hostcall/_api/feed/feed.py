@@ -1,0 +1,282 @@
+"""`hc.feed`: the items of a loader, in compiled programs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hostcall import _jax, _native
+from hostcall._api.feed.items import parse_spec, reader, spec_of
+from hostcall._api.feed.sources import read_source
+from hostcall._core.arguments import check_tag, parse_mask
+from hostcall._core.errors import SpecError
+from hostcall._core.source import name_of, users_place
+from hostcall._core.spec import Results, Static, Template
+from hostcall._engine.params.call import Callback
+from hostcall._engine.params.feed import FeedParams
+from hostcall._primitives.feed import lowering  # noqa: F401  (registers)
+from hostcall._primitives.feed.primitive import bind
+from hostcall._runtime.feeds import _PATIENCE, CLOSED, Puller, Stream
+
+_ENDS = ("mask", "raise", "repeat")
+
+
+class Feed:
+    """The items of a source, for compiled programs. `hc.feed` makes one.
+
+    Attributes:
+        spec: the pytree of jax.ShapeDtypeStruct that describes an item.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        spec: Any,
+        *,
+        batch: int | None,
+        prefetch: int,
+        on_end: str,
+        timeout: float | None,
+        tag: str | None,
+    ) -> None:
+        name = tag or _name(source)
+        check_tag(tag, name)
+        _check(name, prefetch, on_end, timeout)
+        given = read_source(source, batch, name)
+        if on_end == "repeat" and not given.again:
+            raise SpecError(
+                f'hostcall: the feed `{name}` has on_end="repeat", and its source is an'
+                " iterator, which can be iterated only once. Give a function that"
+                " returns a new iterator, hc.feed(lambda: make_iterator())"
+            )
+        self._place = users_place()
+        puller = Puller(name, given, on_end)
+        try:
+            self.spec = spec_of(puller.first(), name) if spec is None else spec
+            items = parse_spec(self.spec, name)
+            ring = _native.FeedRing(
+                leaves=[_bytes(aval) for aval in items.avals],
+                lanes=1,
+                capacity=prefetch,
+            )
+        except BaseException:
+            puller.close(CLOSED)
+            raise
+        where = f"{name} ({self._place.file}:{self._place.line})"
+        self._stream = Stream(puller, ring, timeout, where)
+        self._items = items
+        puller.begin(ring, reader(items, name))
+
+    def __call__(self, *, rows: Any = None, where: Any = None) -> tuple[Any, jax.Array]:
+        """The next item, and whether there was one.
+
+        Args:
+            rows: under vmap, takes an item for each row if this depends on the row: any
+                array, or pytree of arrays, of the vmapped function. Its values are not
+                used. Without it one item serves all rows.
+            where: a bool scalar. If it is False, no item is taken, and the result is
+                zeros and False.
+
+        Returns:
+            (item, ok): a pytree like `spec`, and a bool scalar. At the end of the items
+            `ok` is False and the item zeros, if on_end="mask".
+        """
+        puller = self._stream.puller
+        puller.check_open()
+        name = puller.name
+        operands = [_marker(leaf) for leaf in jax.tree.leaves(rows)]
+        masked = where is not None
+        if masked:
+            operands.insert(0, parse_mask(where, name))
+        count = len(operands) - masked
+        results = Results.flat(
+            (*self._items.avals, _jax.ShapedArray((), np.dtype(np.bool_))),
+            (*self._items.keys, None),
+        )
+        callback = Callback(
+            fn=Static(self._stream),
+            template=Template.flat(*(None,) * count),
+            results=results,
+            fills=(None,) * len(results.avals),
+            tag=None,
+            place=users_place(),
+        )
+        params = FeedParams(
+            callback=callback,
+            avals=results.avals,
+            order="ordered",
+            vmap_method="sequential",
+            sharding=None,
+            masked=masked,
+        )
+        *leaves, ok = bind(*operands, params=params)
+        return self._items.fill(leaves), ok
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last item that a program took.
+
+        Whatever has been pulled ahead does not count. Wait for the programs first
+        (jax.block_until_ready), or the position is that of some step on the way.
+
+        Returns:
+            {"epoch": int, "item": int}, with the source's own state under "source" if
+            it has one (get_state, state_dict).
+        """
+        return self._stream.puller.position()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on behind the item after which `state()` was called.
+
+        A source with a state of its own gets it back (set_state, load_state_dict). Any
+        other is iterated from the start of the epoch, and as many items are skipped; an
+        iterator, which can't be started again, is only skipped forwards. Waits for the
+        source meanwhile.
+
+        Raises:
+            SpecError: this is no state of a feed.
+            FeedError: the source can't go to this position, or the feed is closed.
+        """
+        try:
+            epoch, item = int(state["epoch"]), int(state["item"])
+        except (TypeError, KeyError, ValueError) as error:
+            raise SpecError(
+                f"hostcall: restore() of the feed `{self._stream.puller.name}` wants"
+                f" what state() returned, a dict with 'epoch' and 'item', got {state!r}"
+            ) from error
+        puller, saved = self._stream.puller, state.get("source")
+        puller.ask(lambda: puller.restore(epoch, item, saved))
+
+    def reset(self) -> None:
+        """Starts the next epoch: items that were pulled ahead are dropped, and the
+        source is iterated again from its start.
+
+        Raises:
+            FeedError: the source is an iterator, or the feed is closed.
+        """
+        puller = self._stream.puller
+        puller.ask(puller.reset)
+
+    def close(self) -> None:
+        """Ends the feed's thread. Nothing is pulled after this.
+
+        A program that wants an item then fails with a FeedError. If the source is in
+        the middle of an item, close() waits for it, but at most for a second.
+        """
+        self._stream.puller.close(CLOSED, _PATIENCE)
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        puller = self._stream.puller
+        return f"<hc.feed of {puller.name}, {puller.state()}>"
+
+
+def feed(
+    source: Any,
+    spec: Any = None,
+    *,
+    batch: int | None = None,
+    prefetch: int = 4,
+    on_end: Literal["mask", "raise", "repeat"] = "mask",
+    timeout: float | None = None,
+    tag: str | None = None,
+) -> Feed:
+    """Brings the items of an iterator or data loader into compiled programs.
+
+    `batch, ok = feed()` in a compiled program takes the next item. A thread of the
+    feed's own pulls items ahead, so that the device waits only if the source is slower
+    than the program.
+
+    Args:
+        source: an iterable, an iterator, or a function that returns one, such as
+            PyTorch's or grain's DataLoader or a tf.data.Dataset. A function that
+            requires an argument gets the number of the epoch, from 0. With `batch=`: an
+            array, a pytree of arrays, a pandas.DataFrame or a pyarrow.Table (an item is
+            then a dict of columns). Only the feed's thread touches the source.
+        spec: describes an item: a pytree of jax.ShapeDtypeStruct. None takes it from
+            the first item, for which this waits.
+        batch: cuts arrays and tables into items of so many rows. Rows at the end that
+            do not fill an item are left out.
+        prefetch: how many items are pulled ahead, and so how many are in memory.
+        on_end: what a program gets after the last item. "mask": zeros, and `ok` is
+            False. "raise": it fails with a FeedEndError. "repeat": the next epoch;
+            the source is iterated again, which must not be an iterator.
+        timeout: a limit in seconds. If a program waits longer for an item, it fails
+            with a FeedError that says where the source is.
+        tag: the name in messages, `hc.monitor.stats()` and `feeds()`. Default: the
+            name of the source, or of its type.
+
+    Returns:
+        A Feed. Call it in programs; its methods are `state`, `restore`, `reset` and
+        `close`, and it is a context manager, which closes it.
+
+    Raises:
+        SpecError: an argument is invalid, or the first item holds no numbers.
+        FeedError: the source gave no item, and there is no `spec`.
+        jax.errors.JaxRuntimeError: in a program: the source failed, or an item does not
+            fit `spec` (ResultError). `hc.reraise()` and `hc.last_error()` give the
+            exception itself. Items before it are still taken.
+
+    Under transformations:
+        jit, scan, fori_loop, while_loop (bodies and conditions), cond: one item each
+            time it is reached, in program order across programs.
+        vmap: one item for all rows; one for each row, in row order, with `rows=`.
+        grad: a constant. Nothing is pulled again, also not by remat.
+        jit over sharded arrays: one item, for all devices.
+        shard_map: one item for each device, in the order in which they come.
+        jax.export: refused by other processes, as for `hc.call`.
+
+    Cost: 0.1 us and one copy of the item, without Python, if an item is ready. An item
+        costs the feed's thread one more copy, and its check. A program with a feed is
+        dispatched like one with ordered calls.
+    """
+    return Feed(
+        source,
+        spec,
+        batch=batch,
+        prefetch=prefetch,
+        on_end=on_end,
+        timeout=timeout,
+        tag=tag,
+    )
+
+
+def _check(name: str, prefetch: Any, on_end: Any, timeout: Any) -> None:
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
+        raise SpecError(
+            f"hostcall: prefetch= of the feed `{name}` should be a number of items, an"
+            f" int of 1 or more, got {prefetch!r}"
+        )
+    if on_end not in _ENDS:
+        raise SpecError(
+            f"hostcall: on_end= of the feed `{name}` should be one of"
+            f" {', '.join(map(repr, _ENDS))}, got {on_end!r}"
+        )
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise SpecError(
+            f"hostcall: timeout= of the feed `{name}` should be a number of seconds"
+            f" above 0, got {timeout!r}"
+        )
+
+
+def _name(source: Any) -> str:
+    named = getattr(source, "__qualname__", None)
+    return name_of(source) if named is not None else type(source).__qualname__
+
+
+def _bytes(aval: Any) -> int:
+    return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
+
+
+def _marker(leaf: Any) -> Any:
+    """An array without elements and derivatives, that has the rows of `leaf`."""
+    if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
+        leaf = jax.random.key_data(leaf)
+    return jnp.ravel(jax.lax.stop_gradient(leaf))[:0].astype(bool)

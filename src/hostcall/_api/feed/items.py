@@ -1,0 +1,89 @@
+"""The items of a feed: their spec, and the check of each one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core import coerce
+from hostcall._core.errors import ResultError, SpecError
+from hostcall._core.spec import Results, is_numeric, parse_result
+
+
+def spec_of(item: Any, name: str) -> Any:
+    """The spec of items like this one, with the dtypes that JAX gives their leaves."""
+
+    def describe(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, jax.Array):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if hasattr(leaf, "detach"):  # a torch tensor
+            leaf = leaf.detach()
+        array = np.asarray(leaf)
+        if not is_numeric(array.dtype):
+            raise SpecError(
+                f"hostcall: item 0{jax.tree_util.keystr(path)} of the feed `{name}` is"
+                f" a {type(leaf).__name__} ({array.dtype}), which JAX arrays can't"
+                " hold. Let the source leave it out, or turn it into numbers"
+            )
+        return jax.ShapeDtypeStruct(array.shape, _jax.canonical_dtype(array.dtype))
+
+    return jax.tree_util.tree_map_with_path(describe, item)
+
+
+def parse_spec(spec: Any, name: str) -> Results:
+    """What `spec` declares, and one bool: whether there is an item."""
+    results = parse_result(spec, name)
+    if not results.avals:
+        raise SpecError(
+            f"hostcall: the items of the feed `{name}` have no leaves. Does the source"
+            " give None?"
+        )
+    return results
+
+
+def reader(results: Results, name: str) -> Callable[[Any, int], list[np.ndarray]]:
+    """A function that checks an item, and returns its leaves as arrays."""
+    treedef, avals = results.treedef, results.avals
+    paths = [path.removeprefix("result") for path in results.paths()]
+
+    def read(value: Any, item: int) -> list[np.ndarray]:
+        try:
+            leaves = treedef.flatten_up_to(value)
+        except (ValueError, TypeError) as error:
+            got = jax.tree.map(lambda _: 0, value)
+            raise ResultError(
+                f"hostcall: item {item} of the feed `{name}` has another structure than"
+                f" spec=. Expected {_words(treedef)}, got"
+                f" {_words(jax.tree.structure(got))}"
+            ) from error
+        return [
+            _leaf(leaf, aval, f"item {item}{path} of the feed `{name}`")
+            for leaf, aval, path in zip(leaves, avals, paths, strict=True)
+        ]
+
+    return read
+
+
+def _leaf(leaf: Any, aval: Any, where: str) -> np.ndarray:
+    shape = getattr(leaf, "shape", None)
+    keys = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
+    if shape is not None and tuple(shape) != aval.shape and not keys:
+        text = (
+            f"hostcall: {where} should have the shape {list(aval.shape)}, got"
+            f" {list(shape)}"
+        )
+        if tuple(shape[1:]) == aval.shape[1:] and 0 < shape[0] < aval.shape[0]:
+            text += (
+                ". Is it the last batch, which is not full? Items can't differ in size:"
+                " let the source leave it out (drop_last=True), or fill it up"
+            )
+        raise ResultError(text)
+    return coerce.coerce(leaf, aval.dtype, aval.shape, lambda: where)
+
+
+def _words(treedef: Any) -> str:
+    return str(treedef).removeprefix("PyTreeDef(").removesuffix(")")

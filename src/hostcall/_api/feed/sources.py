@@ -1,0 +1,164 @@
+"""Reads what users give as the source of a feed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall._core.errors import SpecError
+from hostcall._runtime.feeds import Opened
+
+
+class OpenSource:
+    """A source as a feed's thread sees it.
+
+    Attributes:
+        again: whether it can be iterated a second time.
+    """
+
+    def __init__(self, make: Callable[[int], Any], again: bool) -> None:
+        self._make, self.again = make, again
+
+    def open(self, epoch: int) -> Opened:
+        made = self._make(epoch)
+        if callable(getattr(made, "as_numpy_iterator", None)):  # a tf.data.Dataset
+            made = made.as_numpy_iterator()
+        return _opened(made)
+
+
+def _opened(made: Any) -> Opened:
+    """Iterates `made`, with the state of its iterator or else its own.
+
+    grain's iterators have get_state and set_state, torchdata's StatefulDataLoader and
+    the data sets of Hugging Face have state_dict and load_state_dict.
+    """
+    iterator = iter(made)
+    for holder in (iterator, made):
+        for save, load in _STATES:
+            save_own = getattr(holder, save, None)
+            load_own = getattr(holder, load, None)
+            if not callable(save_own) or not callable(load_own):
+                continue
+
+            def restored(
+                state: Any, load: Callable[[Any], Any] = load_own
+            ) -> Iterator[Any]:
+                load(state)
+                return iter(made) if holder is made else iterator
+
+            return Opened(iterator, save_own, restored)
+    return Opened(iterator)
+
+
+_STATES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
+    """The source of `hc.feed(source, batch=batch)`."""
+    if batch is not None:
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise SpecError(
+                f"hostcall: batch= of the feed `{name}` should be a number of rows, an"
+                f" int of 1 or more, got {batch!r}"
+            )
+        columns = _columns(source, name)
+        rows = _rows_of(columns, batch, name)
+        return OpenSource(lambda epoch: _slices(columns, rows, batch), again=True)
+    if hasattr(source, "__next__"):
+        return OpenSource(lambda epoch: source, again=False)
+    if _is_table(source):
+        raise SpecError(
+            f"hostcall: the source `{name}` is a {type(source).__name__}, and iterating"
+            " it does not give its rows. Say how many rows an item has: batch=32"
+        )
+    if hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator"):
+        return OpenSource(lambda epoch: source, again=True)
+    if callable(source):
+        return OpenSource(_by_epoch(source, name), again=True)
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        return OpenSource(
+            lambda epoch: (source[i] for i in range(len(source))), again=True
+        )
+    raise SpecError(
+        f"hostcall: the source of a feed should be an iterable, an iterator, or a"
+        f" function that returns one, got {source!r}"
+    )
+
+
+def _by_epoch(function: Callable[..., Any], name: str) -> Callable[[int], Any]:
+    """Calls the function with the number of the epoch, if it wants an argument."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C, with an unknown signature
+        return lambda epoch: function()
+    needed = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if not needed:
+        return lambda epoch: function()
+    if len(needed) > 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        raise SpecError(
+            f"hostcall: the source `{name}` of a feed should require no argument, or"
+            " only the number of the epoch, but it requires"
+            f" {', '.join(p.name for p in needed)}. Write hc.feed(lambda: ...) or"
+            " hc.feed(lambda epoch: ...)"
+        )
+    return function
+
+
+# --- Arrays and tables ---------------------------------------------------------------
+
+
+def _is_table(source: Any) -> bool:
+    """Whether this is a data frame of pandas or a table of pyarrow."""
+    kinds = {f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(source).__mro__}
+    return bool(kinds & {"pandas.DataFrame", "pyarrow.Table", "pyarrow.RecordBatch"})
+
+
+def _columns(source: Any, name: str) -> Any:
+    """A pytree of NumPy arrays whose first axis are the rows."""
+    if _is_table(source):
+        if hasattr(source, "to_pydict"):
+            return {
+                key: source.column(key).to_numpy(zero_copy_only=False)
+                if type(source).__name__ == "RecordBatch"
+                else source.column(key).to_numpy()
+                for key in source.schema.names
+            }
+        return {str(key): source[key].to_numpy() for key in source.columns}
+    if callable(source) or hasattr(source, "__next__"):
+        raise SpecError(
+            f"hostcall: the feed `{name}` has batch=, which is for arrays and tables,"
+            f" and its source is a {type(source).__name__}. Leave out batch=, and let"
+            " the source give batches"
+        )
+    return jax.tree.map(np.asarray, source)
+
+
+def _rows_of(columns: Any, batch: int, name: str) -> int:
+    leaves = jax.tree.leaves(columns)
+    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
+    if len(sizes) != 1 or None in sizes:
+        raise SpecError(
+            f"hostcall: the arrays of the feed `{name}` should have the rows as their"
+            " first axis, and equally many, got the shapes"
+            f" {', '.join(str(leaf.shape) for leaf in leaves)}"
+        )
+    (rows,) = sizes
+    if rows < batch:
+        raise SpecError(
+            f"hostcall: the feed `{name}` has batch={batch}, and only {rows} rows"
+        )
+    return int(rows)
+
+
+def _slices(columns: Any, rows: int, batch: int) -> Iterator[Any]:
+    """The batches. Rows at the end that do not fill one are left out."""
+    for start in range(0, rows - batch + 1, batch):
+        yield jax.tree.map(lambda c, at=start: c[at : at + batch], columns)

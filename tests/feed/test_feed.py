@@ -1,0 +1,384 @@
+"""`hc.feed` in compiled programs: order, ends, control flow, vmap, grad, errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+from hostcall.errors import FeedEndError, FeedError, ResultError
+
+
+def count(n: int) -> Callable[[], Iterator[dict[str, Any]]]:
+    """A source whose items tell their number twice."""
+
+    def items() -> Iterator[dict[str, Any]]:
+        for i in range(n):
+            yield {"x": np.full((3,), i, np.float32), "n": np.int32(i)}
+
+    return items
+
+
+@pytest.fixture
+def numbers() -> Iterator[hc._api.feed.feed.Feed]:
+    with hc.feed(count(20)) as feed:
+        yield feed
+
+
+def test_a_scan_takes_each_item_once_in_order(numbers):
+    @jax.jit
+    def run():
+        def body(total, _):
+            item, ok = numbers()
+            return total + item["x"], (item["n"], ok)
+
+        return jax.lax.scan(body, jnp.zeros(3), length=15)
+
+    total, (ns, oks) = run()
+    assert ns.tolist() == list(range(15)) and oks.all()
+    assert total.tolist() == [sum(range(15))] * 3
+    total, (ns, oks) = run()
+    assert ns.tolist() == [15, 16, 17, 18, 19] + [0] * 10
+    assert oks.tolist() == [True] * 5 + [False] * 10
+    assert total.tolist() == [15 + 16 + 17 + 18 + 19] * 3
+
+
+def test_programs_and_eager_calls_share_one_order(numbers):
+    one = jax.jit(lambda: numbers()[0]["n"])
+    two = jax.jit(lambda: (numbers()[0]["n"], numbers()[0]["n"]))
+    assert int(one()) == 0
+    assert [int(n) for n in two()] == [1, 2]
+    assert int(numbers()[0]["n"]) == 3
+    pending = [one() for _ in range(5)]  # dispatched one after another
+    assert [int(n) for n in pending] == [4, 5, 6, 7, 8]
+
+
+def test_a_while_loop_ends_with_the_items(numbers):
+    @jax.jit
+    def by_body():
+        def body(state):
+            steps, total, _ = state
+            item, ok = numbers()
+            return steps + ok, total + item["n"], ok
+
+        return jax.lax.while_loop(lambda s: s[2], body, (0, 0, True))
+
+    steps, total, ok = by_body()
+    assert (int(steps), int(total), bool(ok)) == (20, sum(range(20)), False)
+    numbers.reset()
+    in_condition = jax.jit(
+        lambda: jax.lax.while_loop(lambda n: numbers()[1], lambda n: n + 1, 0)
+    )
+    assert int(in_condition()) == 20
+
+
+def test_fori_loop_and_the_taken_branch_only(numbers):
+    @jax.jit
+    def run():
+        def body(i, seen):
+            n = jax.lax.cond(i % 2 == 0, lambda: numbers()[0]["n"], lambda: -1)
+            return seen.at[i].set(n)
+
+        return jax.lax.fori_loop(0, 6, body, jnp.zeros(6, int))
+
+    assert run().tolist() == [0, -1, 1, -1, 2, -1]
+
+
+def test_where_takes_no_item_and_shows_zeros(numbers):
+    take = jax.jit(lambda w: numbers(where=w))
+    item, ok = take(False)
+    assert not ok and item["x"].tolist() == [0, 0, 0]
+    item, ok = take(True)
+    assert ok and int(item["n"]) == 0
+    item, ok = take(True)
+    assert int(item["n"]) == 1
+
+
+def test_vmap_gives_one_item_to_all_rows(numbers):
+    out = jax.jit(jax.vmap(lambda x: x + numbers()[0]["n"]))(jnp.arange(3))
+    assert out.tolist() == [0, 1, 2]
+    assert int(numbers()[0]["n"]) == 1
+
+
+def test_vmap_with_rows_gives_each_row_its_own(numbers):
+    def row(x):
+        item, ok = numbers(rows=x)
+        return item["n"], item["x"], ok
+
+    ns, xs, oks = jax.jit(jax.vmap(row))(jnp.arange(3.0))
+    assert ns.tolist() == [0, 1, 2] and xs[:, 0].tolist() == [0, 1, 2] and oks.all()
+    ns, _, _ = jax.vmap(jax.vmap(row))(jnp.zeros((2, 2)))
+    assert ns.tolist() == [[3, 4], [5, 6]]
+    ns, _, oks = jax.vmap(row)(jnp.zeros(20))
+    assert ns.tolist() == [*range(7, 20), *[0] * 7]
+    assert oks.sum() == 13
+
+
+def test_vmap_of_where(numbers):
+    mask = jnp.array([True, False, True])
+    ns, oks = jax.vmap(lambda w: (numbers(where=w)[0]["n"] + 10, numbers(where=w)[1]))(
+        mask
+    )
+    assert ns.tolist() == [10, 10, 10] and oks.tolist() == [True, False, True]
+    ns = jax.vmap(lambda w: numbers(where=w, rows=w)[0]["n"])(mask)
+    assert ns.tolist() == [2, 0, 3]
+    none = jax.vmap(lambda w: numbers(where=w)[1])(jnp.zeros(3, bool))
+    assert not none.any() and int(numbers()[0]["n"]) == 4
+
+
+def test_vmap_of_where_within_rows(numbers):
+    def row(x, w):
+        return numbers(where=w, rows=x)[0]["n"]
+
+    inner = jax.vmap(row, in_axes=(0, None))
+    ns = jax.jit(jax.vmap(inner, in_axes=(None, 0)))(
+        jnp.zeros(2), jnp.array([True, False])
+    )
+    assert ns.tolist() == [[0, 1], [0, 0]]
+
+
+def test_vmap_of_while_loop(numbers):
+    def row(n):
+        def body(state):
+            i, total = state
+            return i + 1, total + numbers()[0]["n"]
+
+        return jax.lax.while_loop(lambda s: s[0] < n, body, (0, 0))[1]
+
+    totals = jax.jit(jax.vmap(row))(jnp.array([1, 3]))
+    assert totals.tolist() == [0, 0 + 1 + 2]
+
+
+def test_an_item_is_a_constant_under_grad(numbers):
+    def loss(w):
+        item, _ = numbers()
+        return (w * (item["x"] + 1)).sum()
+
+    value, slope = jax.jit(jax.value_and_grad(loss))(2.0)
+    assert (float(value), float(slope)) == (6, 3)
+    slope = jax.jit(jax.grad(jax.checkpoint(lambda w: jnp.sin(loss(w)))))(2.0)
+    assert np.isclose(slope, 6 * np.cos(12))
+    assert int(numbers()[0]["n"]) == 2  # neither took a second item
+    slope = jax.vmap(jax.grad(lambda w: w * numbers(rows=w)[0]["n"]))(jnp.ones(2))
+    assert slope.tolist() == [3, 4]
+
+
+def test_the_end_can_fail_the_program():
+    with hc.feed(count(2), on_end="raise", tag="two") as feed:
+        take = jax.jit(lambda: feed()[0]["n"])
+        assert [int(take()), int(take())] == [0, 1]
+        for _ in range(2):
+            with pytest.raises(FeedEndError) as found, hc.reraise():
+                take()
+        feed.reset()
+        assert int(take()) == 0
+    assert str(found.value) == (
+        "hostcall: the feed `two` has ended after 2 items, and a program wants another"
+        ' (on_end="raise"). Run fewer steps, call feed.reset() before the next epoch,'
+        ' or use "mask"'
+    )
+
+
+def test_repeat_counts_epochs():
+    epochs = []
+
+    def items(epoch):
+        epochs.append(epoch)
+        return iter([np.int32(10 * epoch), np.int32(10 * epoch + 1)])
+
+    with hc.feed(items, on_end="repeat", prefetch=1) as feed:
+        ns = jax.jit(lambda: jax.lax.scan(lambda c, _: (c, feed()[0]), 0, length=5)[1])
+        assert ns().tolist() == [0, 1, 10, 11, 20]
+        assert feed.state() == {"epoch": 2, "item": 1}
+    assert epochs[:3] == [0, 1, 2]
+
+
+def test_an_empty_epoch_is_not_repeated_for_ever():
+    used = iter([np.int32(1)])
+    with hc.feed(lambda: used, on_end="repeat", tag="used") as feed:
+        assert int(feed()[0]) == 1
+        with pytest.raises(FeedError, match=r"gave no item in epoch 1, so on_end="):
+            feed()
+
+
+class Broken(Exception):
+    pass
+
+
+def test_what_the_source_raises_fails_the_program_as_itself():
+    error = Broken("disk")
+
+    def items():
+        yield np.int32(1)
+        raise error
+
+    with hc.feed(items) as feed:
+        take = jax.jit(lambda: feed()[0])
+        assert int(take()) == 1
+        for _ in range(2):
+            with pytest.raises(Broken) as found, hc.reraise():
+                take()
+            assert found.value is error
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Broken: disk"):
+            jax.block_until_ready(take())
+        feed.reset()
+        assert int(take()) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (
+            {"x": np.zeros(2, np.float32)},
+            "item 1['x'] of the feed `odd` should have the shape [3], got [2]. Is it the"
+            " last batch, which is not full? Items can't differ in size: let the source"
+            " leave it out (drop_last=True), or fill it up",
+        ),
+        (
+            {"x": np.zeros((3, 3), np.float32)},
+            "item 1['x'] of the feed `odd` should have the shape [3], got [3, 3]",
+        ),
+        (
+            {"y": np.zeros(3, np.float32)},
+            "item 1 of the feed `odd` has another structure than spec=. Expected"
+            " {'x': *}, got {'y': *}",
+        ),
+        (
+            {"x": np.zeros(3, np.complex64)},
+            "item 1['x'] of the feed `odd` should be float32, got complex64. hostcall"
+            " does not convert complex to float silently",
+        ),
+    ],
+)
+def test_an_item_that_does_not_fit_is_named(bad, text):
+    good = {"x": np.ones(3, np.float32)}
+    with hc.feed([good, bad], tag="odd") as feed:
+        take = jax.jit(lambda: feed()[0]["x"])
+        assert take().tolist() == [1, 1, 1]
+        with pytest.raises(ResultError) as found, hc.reraise():
+            take()
+        assert text in str(found.value)
+
+
+def test_a_source_that_gives_nothing_in_time():
+    go = threading.Event()
+
+    def items():
+        yield np.int32(1)
+        go.wait()
+        yield np.int32(2)
+
+    with hc.feed(items, timeout=0.1, tag="late") as feed:
+        take = jax.jit(lambda: feed()[0])
+        assert int(take()) == 1
+        with pytest.raises(FeedError) as found, hc.reraise():
+            take()
+        go.set()
+        assert (
+            "the source of the feed `late` gave no item for timeout=0.1 s; it is at"
+            in str(found.value)
+        )
+        assert int(feed()[0]) == 2
+
+
+def test_close_ends_the_thread_and_programs_say_so():
+    pulled = []
+
+    def items():
+        for i in range(1000):
+            pulled.append(i)
+            yield np.int32(i)
+
+    with hc.feed(items, prefetch=3, tag="closing") as feed:
+        take = jax.jit(lambda: feed()[0])
+        assert int(take()) == 0
+        thread = feed._stream.puller._thread
+    assert not thread.is_alive()
+    seen = len(pulled)
+    assert seen <= 5
+    with pytest.raises(FeedError) as found, hc.reraise():
+        take()
+    assert len(pulled) == seen
+    assert str(found.value) == (
+        "hostcall: the feed `closing` was closed. Make another hc.feed, or close it"
+        " later"
+    )
+    feed.close()  # again
+    with pytest.raises(FeedError, match="was closed"):
+        feed.reset()
+
+
+def test_an_unused_feed_is_collected_with_its_thread(in_time):
+    feed = hc.feed(count(100))
+    jax.jit(lambda: feed()[0]["n"])()
+    thread = feed._stream.puller._thread
+    del feed
+    jax.clear_caches()
+    assert in_time(lambda: not thread.is_alive())
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint2", "bool", "bfloat16", "complex64"])
+def test_dtypes(dtype):
+    values = np.array([1, 0, 1, 1, 0], jnp.dtype(dtype))
+    with hc.feed([values, values[::-1]]) as feed:
+        got = jax.jit(lambda: [feed()[0], feed()[0]])()
+        assert (np.asarray(got[0]) == values).all()
+        assert (np.asarray(got[1]) == values[::-1]).all()
+        assert got[0].dtype == values.dtype
+
+
+def test_keys_and_jax_arrays_are_items():
+    keys = jax.random.split(jax.random.key(0), 3)
+    with hc.feed({"k": k, "x": jnp.float32(i)} for i, k in enumerate(keys)) as feed:
+        item, _ = jax.jit(lambda: feed())()
+        assert (jax.random.key_data(item["k"]) == jax.random.key_data(keys[0])).all()
+        item, _ = feed()
+        assert float(item["x"]) == 1
+
+
+def test_a_feed_in_a_partitioned_program_gives_one_item_to_all(numbers):
+    mesh = jax.make_mesh((4,), ("d",))
+    rows = jax.sharding.NamedSharding(mesh, jax.P("d"))
+    xs = jax.device_put(jnp.arange(8.0), rows)
+    run = jax.jit(lambda xs: xs + numbers()[0]["n"])
+    run(xs)
+    out = run(xs)
+    assert out.tolist() == (np.arange(8.0) + 1).tolist()
+
+
+def test_shard_map_gives_each_device_an_item(numbers):
+    mesh = jax.make_mesh((4,), ("d",))
+    run = jax.jit(
+        jax.shard_map(
+            lambda x: x + numbers()[0]["n"],
+            mesh=mesh,
+            in_specs=jax.P("d"),
+            out_specs=jax.P("d"),
+        )
+    )
+    assert sorted(run(jnp.zeros(4)).tolist()) == [0, 1, 2, 3]
+    assert sorted(run(jnp.zeros(4)).tolist()) == [4, 5, 6, 7]
+
+
+def test_threads_share_a_feed():
+    with hc.feed(count(400)) as feed:
+        take = jax.jit(
+            lambda: jax.lax.scan(lambda c, _: (c, feed()[0]["n"]), 0, length=50)[1]
+        )
+        seen: list[list[int]] = []
+        threads = [
+            threading.Thread(target=lambda: seen.append(take().tolist()))
+            for _ in range(8)
+        ]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert sorted(n for ns in seen for n in ns) == list(range(400))
+    assert all(ns == sorted(ns) for ns in seen)
