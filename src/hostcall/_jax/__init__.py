@@ -11,6 +11,7 @@ versions differ, the code tests whether a name exists, and never compares versio
     program       what JAX knows about the program of an equation that it lowers
     custom_call   the operations that hostcall emits into such a program
     effects       effects, and the tokens that stand for them
+    hoisting      keeps calls with effects in the scans that they are in
     dispatch      reports the programs that a thread dispatches
     execution     settings that JAX reads before it runs a program
     devices       devices, clients, and arrays on them
@@ -27,6 +28,7 @@ from hostcall._jax.dispatch import *  # noqa: F403
 from hostcall._jax.dtypes import *  # noqa: F403
 from hostcall._jax.effects import *  # noqa: F403
 from hostcall._jax.execution import *  # noqa: F403
+from hostcall._jax.hoisting import *  # noqa: F403
 from hostcall._jax.lowering import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
 from hostcall._jax.reports import *  # noqa: F403

@@ -12,6 +12,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
 from jax._src.interpreters import mlir as _mlir
 
+from hostcall._jax.hoisting import keep_in_loops
 from hostcall._jax.lowering import lower_by
 
 Effect = _effects.Effect
@@ -26,6 +27,7 @@ def register_effect(effect_type: type, ordered: bool) -> None:
     # Without this, partial evaluation under grad drops effectful equations of a scan
     # that have no outputs.
     _effects.partial_eval_kept_effects.add_type(effect_type)
+    keep_in_loops(effect_type)
     if ordered:
         _effects.ordered_effects.add_type(effect_type)
         _effects.shardable_ordered_effects.add_type(effect_type)

@@ -1,0 +1,132 @@
+"""Keeps JAX from moving calls with effects out of a scan under grad.
+
+When JAX splits a scan into what it knows and what is linear, it evaluates equations
+once, before the loop, if all their operands are loop-invariant. It does so with
+equations that have effects, too: a call with constant operands would run once, not once
+a step. This happens in two places of jax/_src/lax/control_flow/loops.py, under
+linearize (`_scan_known_hoisting`) and under remat (`_scan_partial_eval_custom`).
+
+The remedy: both places get the loop's body with its effectful equations in disguise. A
+disguised equation tells partial evaluation that its results are not known, whatever its
+operands are, and takes the disguise off as it is put into the loop. Everything else is
+hoisted as before. JAX's own callbacks are left as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from jax._src import core as _core
+from jax._src import effects as _effects
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax.control_flow import loops as _loops
+
+_kept: set[type] = set()
+
+_disguised_p = _core.Primitive("host_call_in_a_loop")
+_disguised_p.multiple_results = True
+
+
+class _Hidden:
+    """An equation, as a parameter of its disguise."""
+
+    def __init__(self, eqn: Any) -> None:
+        self.eqn = eqn
+
+
+def keep_in_loops(effect_type: type) -> None:
+    """Equations with this effect stay in the scans that they are in."""
+    _kept.add(effect_type)
+
+
+def _stays(effects: Any) -> bool:
+    return any(type(effect) in _kept for effect in effects)
+
+
+def _disguise(jaxpr: Any) -> Any:
+    """The body of a loop with its effectful equations disguised."""
+    if not _stays(jaxpr.effects):
+        return jaxpr
+    inner = jaxpr.jaxpr  # a ClosedJaxpr's; since 0.12 a Jaxpr is its own
+    eqns = [
+        eqn.replace(primitive=_disguised_p, params={"hidden": _Hidden(eqn)})
+        if _stays(eqn.effects)
+        else eqn
+        for eqn in inner.eqns
+    ]
+    changed = inner.replace(eqns=eqns)
+    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+
+
+def _stage(trace: Any, *tracers: Any, hidden: _Hidden) -> list[Any]:
+    """Puts the equation into the loop; its results are not known."""
+    eqn = hidden.eqn
+    operands = [trace.instantiate_const(tracer) for tracer in tracers]
+    outs = [
+        _pe.JaxprTracer(trace, _pe.PartialVal.unknown(v.aval), None)
+        for v in eqn.outvars
+    ]
+    recipe = _pe.new_eqn_recipe(
+        trace, operands, outs, eqn.primitive, eqn.params, eqn.effects, eqn.source_info
+    )
+    if _effects.partial_eval_kept_effects.filter_in(eqn.effects):
+        trace.effect_handles.append(_pe.EffectHandle(operands, recipe))
+    for out in outs:
+        out.recipe = recipe
+    return outs
+
+
+_pe.custom_partial_eval_rules[_disguised_p] = _stage
+
+
+# --- The two places ------------------------------------------------------------------
+
+_in_rule = threading.local()  # `yes`: the rule for remat is about to hoist
+
+
+@contextlib.contextmanager
+def _hoisting(yes: bool) -> Any:
+    before = getattr(_in_rule, "yes", False)
+    _in_rule.yes = yes
+    try:
+        yield
+    finally:
+        _in_rule.yes = before
+
+
+class _PartialEval:
+    """JAX's module partial_eval as loops.py sees it, with one function replaced."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_pe, name)
+
+    @staticmethod
+    def partial_eval_jaxpr_nounits(jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
+        # loops.py also splits the bodies of while loops by this function. There,
+        # nothing is hoisted, and a known call must stay known.
+        if getattr(_in_rule, "yes", False):
+            jaxpr = _disguise(jaxpr)
+        with _hoisting(False):
+            return _pe.partial_eval_jaxpr_nounits(jaxpr, *args, **kwargs)
+
+
+def _install() -> None:
+    hoist = _loops._scan_known_hoisting
+    rules = _pe.partial_eval_jaxpr_custom_rules
+    rule = rules[_loops.scan_p]
+
+    def known_hoisting(jaxpr: Any, *args: Any) -> Any:
+        return hoist(_disguise(jaxpr), *args)
+
+    def partial_eval_custom(*args: Any, **kwargs: Any) -> Any:
+        with _hoisting(True):
+            return rule(*args, **kwargs)
+
+    _loops._scan_known_hoisting = known_hoisting
+    _loops.pe = _PartialEval()
+    rules[_loops.scan_p] = partial_eval_custom
+
+
+_install()
