@@ -8,6 +8,7 @@ rows_parallel.py parallel rows on pools
 rows_growth.py   the cost of one among many
 rows_around.py   dispatch, eager calls, import, tracing
 rows_tap.py      taps
+rows_feed.py     feeds
 rows_drop_in.py  the drop-ins beside JAX's callbacks
 rows_buffers.py  buffer callbacks
 rows_host.py     host functions with derivatives

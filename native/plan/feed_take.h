@@ -20,6 +20,7 @@ inline bool TakeNow(const Plan& plan, int device, void* const* results) {
                                           reinterpret_cast<char* const*>(results));
   if (took != FeedRing::Took::kItem) return false;
   *static_cast<bool*>(results[plan.results.size() - 1]) = true;
+  plan.counters->native_calls.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
 
@@ -86,6 +87,7 @@ class FeedTake {
     const size_t last = plan_.results.size() - 1;
     if (took == FeedRing::Took::kItem) {
       *reinterpret_cast<bool*>(targets[last]) = true;
+      plan_.counters->native_calls.fetch_add(1, std::memory_order_relaxed);
     } else if (took == FeedRing::Took::kEnd) {
       for (size_t i = 0; i <= last; ++i) FillRow(plan_.results[i], targets[i]);
     }

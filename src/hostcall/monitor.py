@@ -2,6 +2,7 @@
 
     status         the running calls and the running tap, with their threads' stacks
     stats          what calls and taps have cost, by tag or function
+    feeds          where feeds are, and who waited for whom, how long
     tap_queue      how full the queue of taps is, and how many taps it has handled
     pinned_memory  the pinned memory for copies to and from GPUs
     discard_taps   drops the queued taps
@@ -12,12 +13,13 @@
 
 `report` returns `Finding`s, `flight` a `Flight`, which is a list of `FlightRecord`s,
 `status` an `ActiveCall` for each call, `stats` a `CallStats` for each tag or function,
-`tap_queue` a `TapQueue`, and `pinned_memory` a `PinnedMemory` for each pool. None of
-them starts a thread or a program.
+`feeds` a `FeedStats` for each feed, `tap_queue` a `TapQueue`, and `pinned_memory` a
+`PinnedMemory` for each pool. None of them starts a thread or a program.
 """
 
 from hostcall._api.barrier import discard_taps
 from hostcall._api.events import events
+from hostcall._api.feed.stats import FeedStats, feeds
 from hostcall._api.flight import Flight, FlightRecord, flight
 from hostcall._api.report import Finding, report
 from hostcall._api.status import (
@@ -35,6 +37,7 @@ from hostcall._runtime.delivery import at_barrier
 __all__ = [
     "ActiveCall",
     "CallStats",
+    "FeedStats",
     "Finding",
     "Flight",
     "FlightRecord",
@@ -43,6 +46,7 @@ __all__ = [
     "at_barrier",
     "discard_taps",
     "events",
+    "feeds",
     "flight",
     "pinned_memory",
     "report",

@@ -41,6 +41,7 @@ def test_there_are_examples():
         "derivatives",
         "buffers_gpu",
         "environment",
+        "feed_training",
         "old_training",
         "other_device",
         "parallel_rows",

@@ -145,6 +145,7 @@ FACES = {
     "tap": hc.tap,
     "through": hc.tap_through,
     "print": hc.print,
+    "feed": hc.feed,
 }
 
 

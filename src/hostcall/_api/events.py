@@ -105,7 +105,8 @@ class events:
         Its fields:
             kind: "call", "tap", "delivery", "team" (a device in a call that several
                 devices make together), "rows" (a worker runs rows of a call with
-                vmap_method="parallel"), or "wait" (a thread in `hc.barrier()`).
+                vmap_method="parallel"), "wait" (a thread in `hc.barrier()`),
+                or "feed" (a device waits for an item of a feed).
             state: "ended" or "failed"; a tap that failed was dropped.
             device: the ordinal, or -1.
             place: the number of the place, for `name`.

@@ -40,7 +40,7 @@ class DeadlockError(HostcallError, RuntimeError):
 
 
 class FeedError(HostcallError, RuntimeError):
-    """A feed can't give an item: its source gave none in time, or the feed is closed."""
+    """A feed can't give an item: none came in time, or the feed is closed."""
 
 
 class FeedEndError(FeedError):

@@ -199,6 +199,12 @@ def original(report: BaseException) -> BaseException | None:
     return found
 
 
+def kept(number: int) -> BaseException | None:
+    """The exception that `keep` gave this number, if it is still kept."""
+    found = _kept.get(number)
+    return None if found is None else found.get()
+
+
 def is_kept(error: BaseException) -> bool:
     """Whether a callback raised this object."""
     with _lock:

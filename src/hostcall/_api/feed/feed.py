@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._api.feed.items import parse_spec, reader, spec_of
+from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import read_source
 from hostcall._core.arguments import check_tag, parse_mask
 from hostcall._core.errors import SpecError
@@ -19,7 +22,8 @@ from hostcall._engine.params.call import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import lowering  # noqa: F401  (registers)
 from hostcall._primitives.feed.primitive import bind
-from hostcall._runtime.feeds import _PATIENCE, CLOSED, Puller, Stream
+from hostcall._runtime.feed_puller import CLOSED, Puller
+from hostcall._runtime.feeds import PATIENCE, Stream
 
 _ENDS = ("mask", "raise", "repeat")
 
@@ -40,6 +44,7 @@ class Feed:
         prefetch: int,
         on_end: str,
         timeout: float | None,
+        sharding: Any,
         tag: str | None,
     ) -> None:
         name = tag or _name(source)
@@ -57,9 +62,11 @@ class Feed:
         try:
             self.spec = spec_of(puller.first(), name) if spec is None else spec
             items = parse_spec(self.spec, name)
+            shards = None if sharding is None else Shards(sharding, items, name)
+            blocks = items.avals if shards is None else shards.blocks
             ring = _native.FeedRing(
-                leaves=[_bytes(aval) for aval in items.avals],
-                lanes=1,
+                leaves=[_bytes(aval) for aval in blocks],
+                lanes=1 if shards is None else len(shards.devices),
                 capacity=prefetch,
             )
         except BaseException:
@@ -67,8 +74,9 @@ class Feed:
             raise
         where = f"{name} ({self._place.file}:{self._place.line})"
         self._stream = Stream(puller, ring, timeout, where)
-        self._items = items
-        puller.begin(ring, reader(items, name))
+        self._items, self._shards, self._blocks = items, shards, tuple(blocks)
+        read = reader(items, name)
+        puller.begin(ring, read if shards is None else shards.cut(read))
 
     def __call__(self, *, rows: Any = None, where: Any = None) -> tuple[Any, jax.Array]:
         """The next item, and whether there was one.
@@ -87,13 +95,18 @@ class Feed:
         puller = self._stream.puller
         puller.check_open()
         name = puller.name
+        if rows is not None and self._shards is not None:
+            raise SpecError(
+                f"hostcall: the feed `{name}` has sharding=, and rows= wants an item"
+                " for each row of a vmap. Leave out one of the two"
+            )
         operands = [_marker(leaf) for leaf in jax.tree.leaves(rows)]
         masked = where is not None
         if masked:
             operands.insert(0, parse_mask(where, name))
         count = len(operands) - masked
         results = Results.flat(
-            (*self._items.avals, _jax.ShapedArray((), np.dtype(np.bool_))),
+            (*self._blocks, _jax.ShapedArray((), np.dtype(np.bool_))),
             (*self._items.keys, None),
         )
         callback = Callback(
@@ -111,8 +124,13 @@ class Feed:
             vmap_method="sequential",
             sharding=None,
             masked=masked,
+            devices=() if self._shards is None else self._shards.devices,
         )
-        *leaves, ok = bind(*operands, params=params)
+        if self._shards is None:
+            *leaves, ok = bind(*operands, params=params)
+        else:
+            take = functools.partial(bind, params=params)
+            *leaves, ok = self._shards.over(take, operands)
         return self._items.fill(leaves), ok
 
     def state(self) -> dict[str, Any]:
@@ -165,7 +183,7 @@ class Feed:
         A program that wants an item then fails with a FeedError. If the source is in
         the middle of an item, close() waits for it, but at most for a second.
         """
-        self._stream.puller.close(CLOSED, _PATIENCE)
+        self._stream.puller.close(CLOSED, PATIENCE)
 
     def __enter__(self) -> Feed:
         return self
@@ -186,6 +204,7 @@ def feed(
     prefetch: int = 4,
     on_end: Literal["mask", "raise", "repeat"] = "mask",
     timeout: float | None = None,
+    sharding: jax.sharding.Sharding | None = None,
     tag: str | None = None,
 ) -> Feed:
     """Brings the items of an iterator or data loader into compiled programs.
@@ -210,6 +229,10 @@ def feed(
             the source is iterated again, which must not be an iterator.
         timeout: a limit in seconds. If a program waits longer for an item, it fails
             with a FeedError that says where the source is.
+        sharding: a jax.NamedSharding. Each leaf of an item is then an array with this
+            sharding: each device takes its block from its process, without
+            communication. The source gives the part of its own process, as for
+            jax.make_array_from_process_local_data, and `spec` describes that part.
         tag: the name in messages, `hc.monitor.stats()` and `feeds()`. Default: the
             name of the source, or of its type.
 
@@ -229,7 +252,8 @@ def feed(
             time it is reached, in program order across programs.
         vmap: one item for all rows; one for each row, in row order, with `rows=`.
         grad: a constant. Nothing is pulled again, also not by remat.
-        jit over sharded arrays: one item, for all devices.
+        jit over sharded arrays: one item, for all devices; with `sharding=`, its
+            block for each device. `ok` is then agreed over the processes.
         shard_map: one item for each device, in the order in which they come.
         jax.export: refused by other processes, as for `hc.call`.
 
@@ -244,6 +268,7 @@ def feed(
         prefetch=prefetch,
         on_end=on_end,
         timeout=timeout,
+        sharding=sharding,
         tag=tag,
     )
 
@@ -272,7 +297,7 @@ def _name(source: Any) -> str:
 
 
 def _bytes(aval: Any) -> int:
-    return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
+    return int(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize)
 
 
 def _marker(leaf: Any) -> Any:

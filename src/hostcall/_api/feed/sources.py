@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from hostcall._core.errors import SpecError
-from hostcall._runtime.feeds import Opened
+from hostcall._runtime.feed_source import Opened
 
 
 class OpenSource:
@@ -39,19 +39,22 @@ def _opened(made: Any) -> Opened:
     iterator = iter(made)
     for holder in (iterator, made):
         for save, load in _STATES:
-            save_own = getattr(holder, save, None)
-            load_own = getattr(holder, load, None)
-            if not callable(save_own) or not callable(load_own):
-                continue
-
-            def restored(
-                state: Any, load: Callable[[Any], Any] = load_own
-            ) -> Iterator[Any]:
-                load(state)
-                return iter(made) if holder is made else iterator
-
-            return Opened(iterator, save_own, restored)
+            if callable(getattr(holder, save, None)) and hasattr(holder, load):
+                again = made if holder is made else iterator
+                return Opened(
+                    iterator,
+                    getattr(holder, save),
+                    _loader(getattr(holder, load), again),
+                )
     return Opened(iterator)
+
+
+def _loader(load: Callable[[Any], Any], again: Any) -> Callable[[Any], Iterator[Any]]:
+    def restored(state: Any) -> Iterator[Any]:
+        load(state)
+        return iter(again)  # an iterator is its own
+
+    return restored
 
 
 _STATES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
@@ -143,8 +146,8 @@ def _columns(source: Any, name: str) -> Any:
 
 def _rows_of(columns: Any, batch: int, name: str) -> int:
     leaves = jax.tree.leaves(columns)
-    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
-    if len(sizes) != 1 or None in sizes:
+    sizes = {int(leaf.shape[0]) if leaf.ndim else -1 for leaf in leaves}
+    if len(sizes) != 1 or -1 in sizes:
         raise SpecError(
             f"hostcall: the arrays of the feed `{name}` should have the rows as their"
             " first axis, and equally many, got the shapes"
@@ -155,7 +158,7 @@ def _rows_of(columns: Any, batch: int, name: str) -> int:
         raise SpecError(
             f"hostcall: the feed `{name}` has batch={batch}, and only {rows} rows"
         )
-    return int(rows)
+    return rows
 
 
 def _slices(columns: Any, rows: int, batch: int) -> Iterator[Any]:

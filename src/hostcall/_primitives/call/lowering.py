@@ -110,6 +110,8 @@ def _team(
     Returns (settings of this process's team or None, the device whose results all
     processes take or None, whether that device belongs to another process).
     """
+    if getattr(info.params, "devices", ()):  # a sharded feed: each takes its part
+        return None, None, False
     settings, mode = _native.TeamSettings, _native.TeamMode
     local, mesh = program.local, program.mesh
     if local is None:

@@ -1,0 +1,163 @@
+"""Rows: what an item of a feed costs, and how well source and program overlap."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+import hostcall as hc
+from benchmarks.harness import Case, Row, at_most, times_faster
+
+F32 = jnp.float32
+ITEM = np.ones(16384, np.float32)  # 64 KiB
+SPEC = jax.ShapeDtypeStruct(ITEM.shape, ITEM.dtype)
+
+
+def rest(v: Any, seconds: float) -> Any:
+    time.sleep(seconds)
+    return v
+
+
+def slow(seconds: float) -> Callable[[], Iterator[np.ndarray]]:
+    def items() -> Iterator[np.ndarray]:
+        while True:
+            time.sleep(seconds)
+            yield ITEM
+
+    return items
+
+
+def per_step(run: Callable[[], Any], n: int) -> Case:
+    """Microseconds a step of a program of `n` steps."""
+    jax.block_until_ready(run())
+
+    def once() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        return (time.perf_counter() - start) / n * 1e6
+
+    return once
+
+
+def looped(take: Callable[[], Any], n: int, work: float = 0.0) -> Callable[[], Any]:
+    """A compiled loop that takes an item, and works for so many seconds, a step."""
+
+    def f() -> Any:
+        def body(_: Any, c: Any) -> Any:
+            c = c + take()[0]
+            if work:
+                c = hc.call(rest, jax.ShapeDtypeStruct((), F32), c, work)
+            return c
+
+        return jax.lax.fori_loop(0, n, body, F32(0))
+
+    return jax.jit(f)
+
+
+def filled(item: np.ndarray, n: int) -> Case:
+    """A round takes items that are all there: as many as the ring has places."""
+    feed = hc.feed(lambda: itertools.repeat(item), prefetch=n, tag="bench")
+    run = per_step(looped(lambda: feed()[0], n), n)
+
+    def ready() -> int:
+        (found,) = (f for f in hc.monitor.feeds() if f.name == "bench")
+        return found.ready
+
+    def once() -> float:
+        while ready() < n:
+            time.sleep(0.001)
+        return run()
+
+    return once
+
+
+def small(quick: bool) -> dict[str, Case]:
+    n = 2000
+    ones = jnp.ones(n)
+    empty = jax.jit(lambda: jax.lax.fori_loop(0, n, lambda i, c: c + ones[i], F32(0)))
+    fed, without = filled(np.ones(1, np.float32), n), per_step(empty, n)
+    return {"hostcall": lambda: fed() - without(), "without items": without}
+
+
+def large(quick: bool) -> dict[str, Case]:
+    n = 256
+    source = itertools.repeat(ITEM)
+    target = np.empty_like(ITEM)
+
+    def copies() -> float:
+        start = time.perf_counter()
+        for _ in range(n):
+            np.copyto(target, ITEM)
+        return (time.perf_counter() - start) / n * 1e6
+
+    by_call = looped(lambda: hc.call(lambda: next(source), SPEC, order="ordered"), n)
+    by_jax = looped(lambda: io_callback(lambda: next(source), SPEC, ordered=True), n)
+    return {
+        "hostcall": filled(ITEM, n),
+        "one memcpy": copies,
+        "hc.call(next, ...)": per_step(by_call, n),
+        "JAX": per_step(by_jax, n),
+    }
+
+
+def overlap(milliseconds: float) -> Callable[[bool], dict[str, Case]]:
+    def cases(quick: bool) -> dict[str, Case]:
+        seconds, n = milliseconds * 1e-3, max(10, int(100 / milliseconds))
+        feed = hc.feed(slow(seconds))
+        fed = looped(lambda: feed()[0], n, seconds)
+        source = slow(seconds)()
+        jitted = jax.jit(
+            lambda c, x: hc.call(rest, jax.ShapeDtypeStruct((), F32), c + x[0], seconds)
+        )
+
+        def loop() -> Any:
+            c = F32(0)
+            for _ in range(n):
+                c = jitted(c, next(source))
+            return c
+
+        alone = looped(lambda: (F32(0),), n, seconds)
+        by_jax = looped(
+            lambda: io_callback(lambda: next(source), SPEC, ordered=True), n, seconds
+        )
+        return {
+            "hostcall": per_step(fed, n),
+            "without items": per_step(alone, n),
+            "hc.call(next, ...)": per_step(
+                looped(
+                    lambda: hc.call(lambda: next(source), SPEC, order="ordered"),
+                    n,
+                    seconds,
+                ),
+                n,
+            ),
+            "JAX": per_step(by_jax, n),
+            "a Python loop": per_step(loop, n),
+        }
+
+    return cases
+
+
+ROWS = (
+    Row("an item of 4 bytes that is ready", (at_most(0.3, None),), small),
+    Row(
+        "an item of 64 KiB that is ready",
+        (times_faster(5), at_most(2, "one memcpy")),
+        large,
+    ),
+    *(
+        Row(
+            f"a step of {t:g} ms with a source of {t:g} ms",
+            (at_most(1.1, "without items"),),
+            overlap(t),
+        )
+        for t in (0.5, 5)
+    ),
+)

@@ -1,0 +1,149 @@
+"""A feed with `sharding=`: which part of an item each device takes.
+
+The source of each process gives the process's own block, as
+jax.make_array_from_process_local_data wants it. The feed's thread cuts that block into
+the blocks of the process's devices, and each device takes its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core.errors import SpecError
+from hostcall._core.spec import Results
+
+Slices = tuple[slice, ...]
+
+
+class Shards:
+    """How the items of a feed lie on the devices of a mesh.
+
+    Attributes:
+        devices: the ordinals of this process's devices, one for each lane of the ring.
+        blocks: the avals of one device's part of each leaf.
+    """
+
+    def __init__(self, sharding: Any, items: Results, name: str) -> None:
+        if not isinstance(sharding, jax.NamedSharding) or not isinstance(
+            sharding.mesh, jax.sharding.Mesh
+        ):
+            raise SpecError(
+                f"hostcall: sharding= of the feed `{name}` should be a"
+                f" jax.NamedSharding on a mesh of devices, got {sharding!r}"
+            )
+        if any(key is not None for key in items.keys):
+            raise SpecError(
+                f"hostcall: the feed `{name}` has sharding= and items with typed PRNG"
+                " keys. Feed their jax.random.key_data, and wrap it in the program"
+            )
+        self.sharding, self._name = sharding, name
+        me = jax.process_index()
+        mine = [d for d in sharding.mesh.devices.flat if d.process_index == me]
+        self.devices = tuple(_jax.ordinal(device) for device in mine)
+        self.blocks: list[Any] = []
+        self._cuts: list[list[Slices]] = []  # for each leaf, the part of each device
+        for aval, path in zip(items.avals, items.paths(), strict=True):
+            shape, cuts = self._cut(aval.shape, mine, path.removeprefix("result"))
+            self.blocks.append(aval.update(shape=shape))
+            self._cuts.append(cuts)
+
+    def _cut(
+        self, shape: tuple[int, ...], mine: list[Any], path: str
+    ) -> tuple[tuple[int, ...], list[Slices]]:
+        """(the shape of a device's block, the part of this process's item for each)."""
+        parts = self._parts(len(shape), shape, path)
+        # Which of the parts each device has, counted along each axis.
+        where = self.sharding.devices_indices_map(parts)
+        at = [
+            tuple(s.indices(n)[0] for s, n in zip(where[d], parts, strict=True))
+            for d in mine
+        ]
+        block, places = [], []
+        for axis, size in enumerate(shape):
+            own = sorted({index[axis] for index in at})
+            if size % len(own):
+                raise SpecError(
+                    f"hostcall: item{path} of the feed `{self._name}` has the shape"
+                    f" {list(shape)}, and axis {axis} can't be cut into {len(own)}"
+                    f" equal parts, as {self.sharding.spec} wants"
+                )
+            block.append(size // len(own))
+            places.append({index: i for i, index in enumerate(own)})
+        cuts = [
+            tuple(
+                slice(places[a][i] * n, (places[a][i] + 1) * n)
+                for a, (i, n) in enumerate(zip(index, block, strict=True))
+            )
+            for index in at
+        ]
+        return tuple(block), cuts
+
+    def _parts(self, ndim: int, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
+        spec, sizes = tuple(self.sharding.spec), self.sharding.mesh.shape
+        if len(spec) > ndim:
+            raise SpecError(
+                f"hostcall: item{path} of the feed `{self._name}` has the shape"
+                f" {list(shape)}, which has no axis for {self.sharding.spec}. Give it"
+                " one, or feed it by another hc.feed without sharding="
+            )
+        names = [(a,) if isinstance(a, str) else a or () for a in spec]
+        names += [()] * (ndim - len(spec))
+        return tuple(math.prod(sizes[axis] for axis in axes) for axes in names)
+
+    def cut(
+        self, read: Callable[[Any, int], list[np.ndarray]]
+    ) -> Callable[[Any, int], list[np.ndarray]]:
+        """`read`, with the arrays cut into the parts of the devices."""
+
+        def cut(value: Any, item: int) -> list[np.ndarray]:
+            leaves = read(value, item)
+            return [
+                np.ascontiguousarray(leaf[cuts[lane]]).reshape(block.shape)
+                for lane in range(len(self.devices))
+                for leaf, cuts, block in zip(
+                    leaves, self._cuts, self.blocks, strict=True
+                )
+            ]
+
+        return cut
+
+    def over(
+        self, bind: Callable[..., list[Any]], operands: Sequence[Any]
+    ) -> list[Any]:
+        """Runs `bind` on each device of the mesh, and puts its blocks together.
+
+        With several processes, an item is there only if all have one: sources that
+        end at different items then stop all processes at the same step.
+        """
+        mesh, spec = self.sharding.mesh, self.sharding.spec
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise SpecError(
+                f"hostcall: the feed `{self._name}` has sharding=, and is called inside"
+                " shard_map, which has only one device's part of the mesh. Call it"
+                " outside, and pass the item in with in_specs="
+            )
+
+        def block(*given: Any) -> list[Any]:
+            *leaves, ok = bind(*given)
+            if jax.process_count() > 1:
+                ok = jax.lax.pmin(ok.astype(jnp.int32), mesh.axis_names) != 0
+                leaves = [jnp.where(ok, x, jnp.zeros((), x.dtype)) for x in leaves]
+            return [*leaves, ok]
+
+        # Their values are the same on all devices that hold the same part, which
+        # shard_map can't see.
+        outs = jax.shard_map(
+            block,
+            mesh=mesh,
+            in_specs=(jax.P(),) * len(operands),
+            out_specs=[*[spec] * len(self.blocks), jax.P()],
+            check_vma=False,
+        )(*operands)
+        return list(outs)

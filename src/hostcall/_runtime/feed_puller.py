@@ -1,0 +1,383 @@
+"""The threads of feeds. Each owns one iterator, and puts its items into a ring.
+
+The idea: only the feed's own thread touches the source, since iterators are not safe to
+use from several threads, and the ring (native/queue/feed_ring.h) hands the items to the
+devices. A device enters Python only if it has waited for 10 ms, or if no item can come.
+
+Who holds whom, and so what ends a thread
+  * A feed and the programs that use it hold its `Stream`. The thread holds the
+    `Puller`, never the stream. So a stream that nothing can use any more is collected,
+    and closes its puller.
+  * The thread looks at `closed` before each pull, and waits only in the ring, which
+    `close` wakes. A source that blocks holds its thread, a daemon, until it returns.
+
+What other threads want of the iterator (reset, restore) is a job for the thread, which
+runs between two pulls.
+
+The position after each item that devices have not taken yet is kept, so the position of
+the last item that was taken is known, whatever has been pulled ahead.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from hostcall import _jax
+from hostcall._core import failures
+from hostcall._core.errors import FeedEndError, FeedError
+from hostcall._native import FeedEnding
+from hostcall._runtime import host_device, workers
+from hostcall._runtime.feed_source import Opened, Source
+
+# Seconds. A wait returns to Python this often, so that Ctrl-C is noticed.
+_SLICE = 0.05
+
+# The reasons why a feed gives nothing any more. Each completes "the feed `x` ...".
+CLOSED = "was closed. Make another hc.feed, or close it later"
+INTERRUPTED = "was closed by Ctrl-C. Make another hc.feed"
+ENDING = "was closed, since the process is ending"
+FORKED = (
+    "belongs to the process from which this one was forked, and its thread does not"
+    " exist here. Start workers with multiprocessing's 'spawn' or 'forkserver' method,"
+    " and make the feed in the worker"
+)
+
+_NOTHING = object()
+living: weakref.WeakSet[Puller] = weakref.WeakSet()
+
+
+class _Failure:
+    """What a source raised, for all who want items after it.
+
+    The object is not held here once somebody has got it: its traceback then leads to
+    the program, which holds the feed, and no garbage collector sees that circle. It is
+    kept among the newest failures, as those of calls are.
+    """
+
+    def __init__(self, error: BaseException, name: str) -> None:
+        self._error: BaseException | None = error
+        self._name, self._said, self._number = name, failures.summary(error), 0
+
+    def __call__(self) -> BaseException:
+        error = self._error
+        if error is not None:
+            self._number, self._error = failures.keep(error), None
+            return error
+        return failures.kept(self._number) or FeedError(
+            f"hostcall: the source of the feed `{self._name}` has failed before with"
+            f" {self._said}. It gives nothing until reset() or restore() is called"
+        )
+
+
+class Puller:
+    """A feed's thread, and what it shares with others.
+
+    Attributes:
+        name: the feed's name in messages.
+        error: makes what programs raise after the last item; None while items may
+            come, or if they see the end as ok=False.
+        closed: the reason why nothing is pulled any more, or "".
+    """
+
+    def __init__(self, name: str, source: Source, on_end: str) -> None:
+        self.name, self.source, self.on_end = name, source, on_end
+        self.error: Callable[[], BaseException] | None = None
+        self.closed = ""
+        self.ring: Any = None
+        self.since: float | None = None  # when the pull that is under way began
+        self.epoch = self._item = 0
+        self._read: Callable[[Any, int], list[Any]] = lambda value, item: []
+        self._opened: Opened | None = None
+        self._held: Any = _NOTHING  # the first item, pulled to learn the spec
+        self._idle = False
+        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._begun = threading.Event()
+        self._lock = threading.Lock()  # guards the next two, for moments
+        self._base = 0  # items that devices had taken when `_after[0]` was the position
+        self._after: deque[dict[str, Any]] = deque([{"epoch": 0, "item": 0}])
+        self._as_host = False
+        self._thread = threading.Thread(
+            target=self._run, daemon=True, name=f"hostcall-feed {name}"
+        )
+        living.add(self)
+        self._thread.start()
+
+    # --- For other threads
+
+    @property
+    def thread(self) -> int:
+        return self._thread.ident or 0
+
+    def first(self) -> Any:
+        """Pulls the first item, which is also the first that devices get."""
+
+        def peek() -> Any:
+            if self._held is _NOTHING:
+                self._held = self._next()
+            return self._held
+
+        value = self.ask(peek, wake=False)
+        if value is _NOTHING:
+            raise FeedError(
+                f"hostcall: the source of the feed `{self.name}` gave no item, so there"
+                " is none to take the spec from. Give spec=, a pytree of"
+                " jax.ShapeDtypeStruct, if it may be empty"
+            )
+        return value
+
+    def begin(self, ring: Any, read: Callable[[Any, int], list[Any]]) -> None:
+        """Starts to pull ahead. `read(value, number)` makes the item's arrays."""
+        self.ring, self._read = ring, read
+        self._begun.set()
+
+    def ask(self, job: Callable[[], Any], wake: bool = True) -> Any:
+        """Runs a job on the feed's thread, between two pulls."""
+        if threading.get_ident() == self.thread:
+            raise FeedError(
+                f"hostcall: the source of the feed `{self.name}` called the feed's own"
+                " reset() or restore(), which would wait for the source. Call it where"
+                " the program is called"
+            )
+        self.check_open()
+        future: Future[Any] = Future()
+        self._jobs.append((future, job))
+        if wake:
+            self.ring.wake()
+        else:
+            self._begun.set()
+        while True:
+            try:
+                return future.result(_SLICE)
+            except TimeoutError:
+                if future.done():
+                    raise
+                self.check_open()
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise FeedError(f"hostcall: the feed `{self.name}` {self.closed}")
+
+    def close(self, why: str, patience: float = 0.0) -> None:
+        """Ends the thread. Nothing is pulled after this."""
+        if not self.closed:
+            self.closed = why
+            if self.ring is not None:
+                self.ring.close()
+            self._begun.set()
+        if patience and threading.get_ident() != self.thread:
+            self._thread.join(patience)
+
+    def position(self) -> dict[str, Any]:
+        """The position after the last item that was taken."""
+        with self._lock:
+            self._forget_taken()
+            return copy.deepcopy(self._after[0])
+
+    def state(self) -> str:
+        if self.closed:
+            return "closed"
+        if self.error is not None:
+            return "failed" if isinstance(self.error, _Failure) else "ended"
+        if self._idle:
+            return "ended"
+        return "full" if self.since is None else "pulling"
+
+    def why_stopped(self) -> None:
+        """Raises the reason why no item comes, unless there has been a reset."""
+        self.check_open()
+        error = self.error
+        if error is not None:
+            raise error()
+
+    # --- Jobs
+
+    def reset(self) -> None:
+        """Starts the next epoch."""
+        if not self.source.again:
+            raise FeedError(_once(self.name, "reset() can't start it again"))
+        self._start_at(self.epoch + 1, 0, None)
+
+    def restore(self, epoch: int, item: int, saved: Any) -> None:
+        """Goes on as after the item of this number."""
+        if saved is None and not self.source.again:
+            self._skip_to(epoch, item)
+        else:
+            self._start_at(epoch, item, saved)
+
+    def _start_at(self, epoch: int, item: int, saved: Any) -> None:
+        self.ring.clear()
+        self._held, self.error, self._idle = _NOTHING, None, False
+        self.epoch, self._item = epoch, 0
+        self._opened = opened = self.source.open(epoch)
+        if saved is not None:
+            if opened.load is None:
+                raise FeedError(
+                    f"hostcall: the state for the feed `{self.name}` holds a state of"
+                    " its source, and the source can't take one: it has neither"
+                    " set_state nor load_state_dict. Make the feed with the source"
+                    " that it had when the state was saved"
+                )
+            opened.iterator = opened.load(saved)
+            self._item = item
+        self._note_start(saved)
+        self._skip(item - self._item)
+
+    def _skip_to(self, epoch: int, item: int) -> None:
+        now = self.position()
+        ahead = item - now["item"]
+        if ahead < 0 or epoch != now["epoch"]:
+            raise FeedError(_once(self.name, f"restore() can't go back to item {item}"))
+        self._skip(ahead - self.ring.drop(ahead))
+
+    def _skip(self, count: int) -> None:
+        """Pulls items that devices do not get. The ring is empty if there are any."""
+        for _ in range(count):
+            if self.closed:
+                return
+            if self._next() is _NOTHING:
+                raise FeedError(
+                    f"hostcall: the feed `{self.name}` can't go on after item"
+                    f" {self._item + count}: its source gave only {self._item} items."
+                    " Is it the source with which the state was saved?"
+                )
+            self._item += 1
+        if count:
+            self._note_start(None)
+
+    def _note_start(self, saved: Any) -> None:
+        position = {"epoch": self.epoch, "item": self._item}
+        if saved is not None:
+            position["source"] = saved
+        elif self._item:
+            position = self._position()
+        with self._lock:
+            self._base = self.ring.counts()["taken"]
+            self._after = deque([position])
+
+    # --- The thread
+
+    def _run(self) -> None:
+        try:
+            while not self.closed:
+                self._step()
+        finally:
+            # The source may hold anything, also what leads to programs of this feed.
+            self._opened, self._held, self.error = None, _NOTHING, None
+            del self.source
+            self._read = lambda value, item: []
+
+    def _step(self) -> None:
+        while self._jobs:
+            future, job = self._jobs.popleft()
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+        if self.ring is None:
+            self._begun.wait()
+            if self.ring is None:  # a job came
+                self._begun.clear()
+        elif self._idle:
+            self.ring.idle()
+        elif self.ring.reserve():
+            self._pull()
+
+    def _pull(self) -> None:
+        try:
+            value = self._next()
+            if value is _NOTHING:
+                self._end_epoch()
+                return
+            arrays = self._read(value, self._item)
+            self._item += 1
+            position = self._position()
+        except BaseException as error:
+            self._finish(_Failure(error, self.name))
+            return
+        with self._lock:
+            # Before the push: no device can have taken it then.
+            self._after.append(position)
+            self._forget_taken()
+        self.ring.push(arrays)
+
+    def _next(self) -> Any:
+        """The next item, or _NOTHING at the end."""
+        if self._held is not _NOTHING:
+            value, self._held = self._held, _NOTHING
+            return value
+        if not self._as_host and _jax.back_ends_started():
+            # JAX code in the source computes on a client of its own. The program that
+            # waits for the item may occupy its client's only stream.
+            workers.as_host_code((host_device.above(None), None)).__enter__()
+            self._as_host = True
+        self.since = time.monotonic()
+        try:
+            if self._opened is None:
+                self._opened = self.source.open(self.epoch)
+            return next(self._opened.iterator, _NOTHING)
+        finally:
+            self.since = None
+
+    def _end_epoch(self) -> None:
+        if self.on_end == "mask":
+            self._idle = True
+            self.ring.finish(FeedEnding.END)
+        elif self.on_end == "raise":
+            text = _ended(self.name, self._item)
+            self._finish(lambda: FeedEndError(text))
+        elif self._item == 0:
+            text = _empty(self.name, self.epoch)
+            self._finish(lambda: FeedError(text))
+        else:
+            self.epoch, self._item = self.epoch + 1, 0
+            self._opened = None
+
+    def _finish(self, error: Callable[[], BaseException]) -> None:
+        self.error, self._idle = error, True
+        self.ring.finish(FeedEnding.STOPPED)
+
+    def _position(self) -> dict[str, Any]:
+        """The position after the item that was pulled last."""
+        position = {"epoch": self.epoch, "item": self._item}
+        if self._opened is not None and self._opened.save is not None:
+            # A copy: the source may go on changing what it returned.
+            position["source"] = copy.deepcopy(self._opened.save())
+        return position
+
+    def _forget_taken(self) -> None:
+        """Drops positions before the last taken item's. The lock is held."""
+        taken = self.ring.counts()["taken"]
+        while self._base < taken and len(self._after) > 1:
+            self._after.popleft()
+            self._base += 1
+
+
+def _ended(name: str, count: int) -> str:
+    return (
+        f"hostcall: the feed `{name}` has ended after {count} items, and a program"
+        ' wants another (on_end="raise"). Run fewer steps, call feed.reset() before the'
+        ' next epoch, or use "mask"'
+    )
+
+
+def _empty(name: str, epoch: int) -> str:
+    return (
+        f"hostcall: the source of the feed `{name}` gave no item in epoch {epoch}, so"
+        ' on_end="repeat" would repeat it for ever. Does it give an iterator that was'
+        " used up before?"
+    )
+
+
+def _once(name: str, what: str) -> str:
+    return (
+        f"hostcall: the source of the feed `{name}` is an iterator, which can be"
+        f" iterated only once: {what}. Give a function that returns a new iterator,"
+        " hc.feed(lambda: make_iterator())"
+    )

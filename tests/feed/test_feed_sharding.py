@@ -1,0 +1,88 @@
+"""Feeds with sharding=: each device takes its block of an item."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from meshes import grid, line
+
+import hostcall as hc
+from hostcall.errors import SpecError
+
+
+def items(n, shape=(8, 4)):
+    for i in range(n):
+        yield np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1000 * i
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [
+        (line, jax.P("x")),
+        (line, jax.P(None, "x")),
+        (line, jax.P()),
+        (grid, jax.P("x", "y")),
+        (grid, jax.P("y")),
+        (grid, jax.P(("y", "x"))),
+    ],
+)
+def test_each_device_takes_its_block(mesh, spec):
+    sharding = jax.NamedSharding(mesh(), spec)
+    with hc.feed(lambda: items(3), sharding=sharding) as feed:
+        take = jax.jit(feed)
+        for want in items(3):
+            got, ok = take()
+            assert ok
+            assert got.sharding.is_equivalent_to(sharding, 2)
+            whole = jax.device_put(want, sharding)
+            for ours, theirs in zip(
+                got.addressable_shards, whole.addressable_shards, strict=True
+            ):
+                assert ours.index == theirs.index
+                assert (np.asarray(ours.data) == np.asarray(theirs.data)).all()
+        got, ok = take()
+        assert not ok
+        assert not got.any()
+
+
+def test_a_training_loop_over_a_mesh_stops_at_the_end():
+    sharding = jax.NamedSharding(line(), jax.P("x"))
+    source = lambda: ({"x": x, "y": x[:, 0]} for x in items(5))
+    with hc.feed(source, sharding=sharding) as feed:
+
+        @jax.jit
+        def epoch(w):
+            def body(state):
+                w, steps, _ = state
+                batch, ok = feed()
+                slope = jax.grad(lambda w: (w * batch["x"]).sum())(w)
+                return w + slope, steps + ok, ok
+
+            return jax.lax.while_loop(lambda s: s[2], body, (w, 0, True))
+
+        w, steps, _ = epoch(jnp.float32(0))
+        assert int(steps) == 5
+        assert float(w) == sum(x.sum() for x in items(5))
+        assert feed.state() == {"epoch": 0, "item": 5}
+
+
+def test_what_does_not_fit_is_named():
+    sharding = jax.NamedSharding(line(), jax.P("x"))
+    for source, text in (
+        ([np.zeros((6, 2))], r"axis 0 can't be cut into 4 equal parts"),
+        ([np.float32(1)], r"has no axis for .*'x'"),
+    ):
+        with pytest.raises(SpecError, match=text):
+            hc.feed(source, sharding=sharding)
+    with pytest.raises(SpecError, match="should be a jax.NamedSharding on a mesh"):
+        hc.feed([np.zeros(4)], sharding=jax.P("x"))
+    with hc.feed([np.zeros(4)], sharding=sharding) as feed:
+        with pytest.raises(SpecError, match="has sharding=, and rows="):
+            feed(rows=1)
+        inside = jax.shard_map(
+            lambda: feed()[0], mesh=line(), in_specs=(), out_specs=jax.P("x")
+        )
+        with pytest.raises(SpecError, match="is called inside shard_map"):
+            jax.jit(inside)()
