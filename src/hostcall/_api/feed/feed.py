@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
+from hostcall._api.call import call
+from hostcall._api.feed.indexed import Indexed
 from hostcall._api.feed.items import parse_spec, reader, spec_of
 from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import read_source
@@ -74,6 +76,8 @@ class Feed:
             raise
         where = f"{name} ({self._place.file}:{self._place.line})"
         self._stream = Stream(puller, ring, timeout, where)
+        get = given.get
+        self._indexed = get and Indexed(get, reader(items, name), prefetch)
         self._items, self._shards, self._blocks = items, shards, tuple(blocks)
         read = reader(items, name)
         puller.begin(ring, read if shards is None else shards.cut(read))
@@ -133,6 +137,44 @@ class Feed:
             *leaves, ok = self._shards.over(take, operands)
         return self._items.fill(leaves), ok
 
+    def at(self, i: Any) -> Any:
+        """The item of number `i`, from a source with `__getitem__`; a pure read.
+
+        It takes nothing from the stream. Numbers with a constant stride are read ahead,
+        and up to 64 MiB of items are kept, the least recently used going first.
+
+        Args:
+            i: an int scalar, from 0.
+
+        Raises:
+            SpecError: the source has no `__getitem__`, or the feed has `sharding=`.
+            IndexError: there is no such item; in a program, as a JaxRuntimeError.
+
+        Under transformations:
+            vmap: all rows are read in one call.
+            grad: a constant. remat may read an item again.
+            jit: JAX may drop, merge or repeat the read, as for a pure `hc.call`.
+        """
+        name = self._stream.puller.name
+        if self._indexed is None or self._shards is not None:
+            why = "its source has no items by number"
+            raise SpecError(
+                f"hostcall: feed.at(i) of `{name}`:"
+                f" {why if self._indexed is None else 'it has sharding='}. It is for"
+                " sequences, and for arrays and tables with batch="
+            )
+        spec = tuple(
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._items.avals
+        )
+        leaves = call(
+            self._indexed.gather,
+            spec,
+            jnp.asarray(i, int),
+            vmap_method="expand_dims",
+            tag=f"{name}.at",
+        )
+        return self._items.fill(leaves)
+
     def state(self) -> dict[str, Any]:
         """The position after the last item that a program took.
 
@@ -184,6 +226,8 @@ class Feed:
         the middle of an item, close() waits for it, but at most for a second.
         """
         self._stream.puller.close(CLOSED, PATIENCE)
+        if self._indexed is not None:
+            self._indexed.close(CLOSED)
 
     def __enter__(self) -> Feed:
         return self
@@ -237,8 +281,8 @@ def feed(
             name of the source, or of its type.
 
     Returns:
-        A Feed. Call it in programs; its methods are `state`, `restore`, `reset` and
-        `close`, and it is a context manager, which closes it.
+        A Feed. Call it in programs; its methods are `at`, `state`, `restore`, `reset`
+        and `close`, and it is a context manager, which closes it.
 
     Raises:
         SpecError: an argument is invalid, or the first item holds no numbers.

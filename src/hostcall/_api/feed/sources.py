@@ -18,10 +18,16 @@ class OpenSource:
 
     Attributes:
         again: whether it can be iterated a second time.
+        get: the item of a number, or None if the source has no numbers.
     """
 
-    def __init__(self, make: Callable[[int], Any], again: bool) -> None:
-        self._make, self.again = make, again
+    def __init__(
+        self,
+        make: Callable[[int], Any],
+        again: bool,
+        get: Callable[[int], Any] | None = None,
+    ) -> None:
+        self._make, self.again, self.get = make, again, get
 
     def open(self, epoch: int) -> Opened:
         made = self._make(epoch)
@@ -70,7 +76,11 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
             )
         columns = _columns(source, name)
         rows = _rows_of(columns, batch, name)
-        return OpenSource(lambda epoch: _slices(columns, rows, batch), again=True)
+        return OpenSource(
+            lambda epoch: _slices(columns, rows, batch),
+            again=True,
+            get=lambda number: _slice(columns, rows, batch, number),
+        )
     if hasattr(source, "__next__"):
         return OpenSource(lambda epoch: source, again=False)
     if _is_table(source):
@@ -79,12 +89,15 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
             " it does not give its rows. Say how many rows an item has: batch=32"
         )
     if hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator"):
-        return OpenSource(lambda epoch: source, again=True)
+        get = None if isinstance(source, dict) else getattr(source, "__getitem__", None)
+        return OpenSource(lambda epoch: source, again=True, get=get)
     if callable(source):
         return OpenSource(_by_epoch(source, name), again=True)
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return OpenSource(
-            lambda epoch: (source[i] for i in range(len(source))), again=True
+            lambda epoch: (source[i] for i in range(len(source))),
+            again=True,
+            get=source.__getitem__,
         )
     raise SpecError(
         f"hostcall: the source of a feed should be an iterable, an iterator, or a"
@@ -163,5 +176,11 @@ def _rows_of(columns: Any, batch: int, name: str) -> int:
 
 def _slices(columns: Any, rows: int, batch: int) -> Iterator[Any]:
     """The batches. Rows at the end that do not fill one are left out."""
-    for start in range(0, rows - batch + 1, batch):
-        yield jax.tree.map(lambda c, at=start: c[at : at + batch], columns)
+    for number in range(rows // batch):
+        yield _slice(columns, rows, batch, number)
+
+
+def _slice(columns: Any, rows: int, batch: int, number: int) -> Any:
+    if not 0 <= number < rows // batch:
+        raise IndexError(f"item {number} of {rows // batch}")
+    return jax.tree.map(lambda c: c[number * batch : (number + 1) * batch], columns)

@@ -1,0 +1,185 @@
+"""What can be a source, items by number, and many items from several threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+from hostcall.errors import FeedError, SpecError
+
+
+def all_of(feed, n):
+    run = jax.jit(lambda: jax.lax.scan(lambda c, _: (c, feed()), 0, length=n)[1])
+    items, oks = run()
+    return jax.tree.map(lambda leaf: leaf[np.asarray(oks)], items)
+
+
+def test_arrays_and_trees_by_batch():
+    data = {"x": np.arange(14.0).reshape(7, 2), "y": np.arange(7)}
+    with hc.feed(data, batch=3) as feed:
+        assert feed.spec["x"] == jax.ShapeDtypeStruct((3, 2), np.float32)
+        got = all_of(feed, 4)
+    assert got["x"].reshape(-1, 2).tolist() == data["x"][:6].tolist()
+    assert got["y"].reshape(-1).tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("kind", ["pandas", "pyarrow"])
+def test_tables_by_batch(kind):
+    package = pytest.importorskip(kind)
+    columns = {"a": np.arange(5), "b": np.arange(5) / 2}
+    make = package.DataFrame if kind == "pandas" else package.table
+    table = make(columns)
+    with hc.feed(table, batch=2) as feed:
+        got = all_of(feed, 3)
+    assert got["a"].reshape(-1).tolist() == [0, 1, 2, 3]
+    assert got["b"].reshape(-1).tolist() == [0, 0.5, 1, 1.5]
+    with pytest.raises(SpecError, match="Say how many rows an item has: batch=32"):
+        hc.feed(table)
+
+
+def test_a_loader_of_torch():
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.arange(8.0), torch.arange(8))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    with hc.feed(loader) as feed:
+        x, y = all_of(feed, 3)
+    assert x.reshape(-1).tolist() == y.reshape(-1).tolist() == list(range(8))
+
+
+def test_a_data_set_of_grain():
+    grain = pytest.importorskip("grain.python")
+    data = grain.MapDataset.range(10).to_iter_dataset()
+    with hc.feed(data) as feed:
+        assert all_of(feed, 4).tolist() == [0, 1, 2, 3]
+        state = feed.state()
+        rest = all_of(feed, 6).tolist()
+    with hc.feed(data) as feed:
+        feed.restore(state)
+        assert all_of(feed, 6).tolist() == rest
+
+
+WRONG = [
+    (lambda: hc.feed(3), "should be an iterable, an iterator, or a function"),
+    (lambda: hc.feed([1], batch=0), "should be a number of rows, an int of 1 or more"),
+    (lambda: hc.feed(iter([1]), batch=2), "has batch=, which is for arrays and tables"),
+    (lambda: hc.feed(np.ones(3), batch=4), "has batch=4, and only 3 rows"),
+    (lambda: hc.feed([1], prefetch=0), "prefetch= of the feed `list` should be"),
+    (lambda: hc.feed([1], on_end="stop"), "should be one of 'mask', 'raise', 'repeat'"),
+    (lambda: hc.feed([1], timeout=-1), "should be a number of seconds above 0"),
+    (lambda: hc.feed(iter([1]), on_end="repeat"), "can be iterated only once"),
+    (lambda: hc.feed(["text"]), "is a str (<U4), which JAX arrays can't hold"),
+    (lambda: hc.feed(lambda a, b: 0), "or only the number of the epoch"),
+    (lambda: hc.feed([None]), "have no leaves. Does the source give None?"),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), WRONG, ids=[text for _, text in WRONG])
+def test_wrong_arguments(make, text):
+    with pytest.raises(SpecError) as found:
+        make()
+    assert text in str(found.value)
+
+
+def test_an_empty_source_needs_a_spec():
+    with pytest.raises(FeedError, match="gave no item, so there is none to take the"):
+        hc.feed([])
+    with hc.feed([], jax.ShapeDtypeStruct((2,), np.float32)) as feed:
+        item, ok = feed()
+        assert not ok
+        assert item.tolist() == [0, 0]
+
+
+# --- Items by number ------------------------------------------------------------------
+
+
+class Rows:
+    def __init__(self, n):
+        self.n, self.read = n, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        if i >= self.n:
+            raise IndexError(i)
+        self.read.append(i)
+        return {"x": np.full(2, i, np.float32)}
+
+
+def test_items_by_number():
+    rows = Rows(50)
+    with hc.feed(rows) as feed:
+        pick = jax.jit(lambda i: feed.at(i)["x"])
+        assert pick(7).tolist() == [7, 7]
+        assert jax.vmap(pick)(jnp.array([3, 9, 3]))[:, 0].tolist() == [3, 9, 3]
+        slope = jax.grad(lambda w: (w * feed.at(5)["x"]).sum())(1.0)
+        assert slope == 10
+        assert int(feed()[0]["x"][0]) == 0  # the stream has not moved
+        with pytest.raises(IndexError), hc.reraise():
+            pick(60)
+
+
+def test_strides_are_read_ahead(in_time):
+    rows = Rows(50)
+    with hc.feed(rows, prefetch=3) as feed:
+        for i in (20, 22, 24):
+            feed.at(i)
+        assert in_time(lambda: {26, 28, 30} <= set(rows.read))
+        before = rows.read.count(26)
+        assert feed.at(26)["x"].tolist() == [26, 26]
+        assert rows.read.count(26) == before == 1
+
+
+def test_sources_without_numbers():
+    feed = hc.feed(iter([np.int32(1)]), tag="it")
+    with feed, pytest.raises(SpecError, match="its source has no items by number"):
+        feed.at(0)
+
+
+# --- Stress ---------------------------------------------------------------------------
+
+
+def test_bursts_failures_and_resets_from_several_threads():
+    rng = random.Random(0)
+    pulled = []
+
+    def items(epoch):
+        for i in range(500):
+            if rng.random() < 0.01:
+                threading.Event().wait(0.001)
+            if i == 400 and epoch % 3 == 2:
+                raise ValueError(f"epoch {epoch}")
+            pulled.append((epoch, i))
+            yield np.array([epoch, i], np.int32)
+
+    with hc.feed(items, prefetch=3) as feed:
+        take = jax.jit(lambda: jax.lax.scan(lambda c, _: (c, feed()), 0, length=50)[1])
+        for epoch in range(6):
+            seen: list[tuple[int, int]] = []
+
+            def work(seen=seen):
+                while True:
+                    try:
+                        got, oks = jax.block_until_ready(take())
+                    except jax.errors.JaxRuntimeError:
+                        return
+                    seen.extend(map(tuple, got[np.asarray(oks)].tolist()))
+                    if not oks.all():
+                        return
+
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+            assert len(set(seen)) == len(seen)
+            assert {e for e, _ in seen} <= {epoch}
+            if epoch % 3 != 2:
+                assert sorted(seen) == [(epoch, i) for i in range(500)]
+            feed.reset()
