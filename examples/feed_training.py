@@ -3,8 +3,10 @@
 The loader is PyTorch's if torch is installed, else a plain one of the same name.
 """
 
+import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +21,29 @@ X = rng.normal(size=(ROWS, 16)).astype(np.float32)
 TRUE = rng.normal(size=16).astype(np.float32)
 Y = X @ TRUE
 
-try:
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
 
-    def make_loader(seed: int) -> DataLoader:
-        order = torch.Generator().manual_seed(seed)
-        data = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
-        return DataLoader(data, BATCH, shuffle=True, drop_last=True, generator=order)
-except ImportError:
+class DataLoader:
+    """Stands for PyTorch's, with as much of it as this program needs."""
 
-    class DataLoader:  # type: ignore[no-redef]
-        def __init__(self, seed: int) -> None:
-            self._seed = seed
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
 
-        def __iter__(self) -> Iterator[list[np.ndarray]]:
-            order = np.random.default_rng(self._seed).permutation(ROWS)
-            for rows in order.reshape(-1, BATCH):
-                yield [X[rows], Y[rows]]
+    def __iter__(self) -> Iterator[list[np.ndarray]]:
+        order = np.random.default_rng(self._seed).permutation(ROWS)
+        for rows in order.reshape(-1, BATCH):
+            yield [X[rows], Y[rows]]
 
-    def make_loader(seed: int) -> DataLoader:
+
+def make_loader(seed: int) -> Iterable[Any]:
+    if importlib.util.find_spec("torch") is None:
         return DataLoader(seed)
+    torch: Any = importlib.import_module("torch")
+    data = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    order = torch.Generator().manual_seed(seed)
+    loader: Iterable[Any] = torch.utils.data.DataLoader(
+        data, BATCH, shuffle=True, drop_last=True, generator=order
+    )
+    return loader
 
 
 def step(w: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -49,6 +53,7 @@ def step(w: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array
 
 def by_python_loop() -> tuple[jax.Array, list[float]]:
     jitted, w, losses = jax.jit(step), jnp.zeros(16), []
+    loss = jnp.inf
     for epoch in range(EPOCHS):
         for x, y in make_loader(epoch):
             w, loss = jitted(w, np.asarray(x), np.asarray(y))

@@ -121,18 +121,57 @@ def devices(rng: random.Random) -> None:
     assert np.all(np.asarray(jax.jit(f)(x)) == 5)
 
 
+def feeds(rng: random.Random) -> None:
+    count = rng.randrange(1, 2000)
+    items = lambda: (np.full(3, i, np.float32) for i in range(count))
+    with hc.feed(items, prefetch=rng.randrange(1, 9)) as feed:
+
+        @jax.jit
+        def total():
+            def body(state):
+                item, ok = feed()
+                return state[0] + item[0], ok
+
+            return jax.lax.while_loop(lambda s: s[1], body, (jnp.float32(0), True))[0]
+
+        for _ in range(rng.randrange(1, 4)):
+            assert float(total()) == sum(range(count))
+            feed.reset()
+
+
 # Programs over several devices from several threads may wait for each other in XLA's
 # queues, with or without host calls. So one thread at a time runs them.
 _ALONE = threading.Lock()
 
 
 def one(rng: random.Random) -> None:
-    work = rng.choice([call, eager, rows, tap, buffers, fails, tap_fails, devices])
+    work = rng.choice(
+        [call, eager, rows, tap, buffers, fails, tap_fails, devices, feeds]
+    )
     if work is devices:
         with _ALONE:
             work(rng)
     else:
         work(rng)
+
+
+def million_items() -> None:
+    """A million items reach one program, each once and in order."""
+    items = lambda: (np.int32(i) for i in range(1_000_000))
+    with hc.feed(items, prefetch=64) as feed:
+
+        @jax.jit
+        def run():
+            def body(state):
+                good, count, _ = state
+                item, ok = feed()
+                return good & (~ok | (item == count)), count + ok, ok
+
+            return jax.lax.while_loop(lambda s: s[2], body, (True, 0, True))
+
+        good, count, _ = run()
+    assert good
+    assert count == 1_000_000
 
 
 # --- First part ----------------------------------------------------------------------
@@ -278,6 +317,7 @@ def main() -> None:
         work_until_told(given.child, given.seconds)
         return
     print(f"seed {given.seed}", flush=True)
+    million_items()
     churn(given.seconds, given.seed)
     ends(given.processes, given.seed)
 
