@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 
 SOURCE = """
 import itertools, json, os, sys, threading, time
@@ -139,3 +140,42 @@ def test_killed_and_resumed_gives_the_same_numbers(run_python, tmp_path):
     run_python(TRAIN, parts)
     with open(whole) as a, open(parts) as b:
         assert json.load(a) == json.load(b)
+
+
+TWO = """
+import os, sys
+import jax
+print("ready", flush=True)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+import jax.numpy as jnp, numpy as np
+import hostcall as hc
+
+me = jax.process_index()
+sharding = jax.NamedSharding(jax.make_mesh((4,), ("d",)), jax.P("d"))
+mine = (np.full((2, 3), 10 * i + me, np.float32) for i in range(5 + 2 * me))
+feed = hc.feed(mine, sharding=sharding)
+
+@jax.jit
+def run():
+    def body(state):
+        total, count, _ = state
+        x, ok = feed()
+        return jnp.where(ok, total + x.sum(), total), count + ok, ok
+    return jax.lax.while_loop(lambda s: s[2], body, (jnp.float32(0), 0, True))
+
+total, count, _ = run()
+assert int(count) == 5, count
+assert float(total) == sum(12 * 10 * i + 6 for i in range(5)), total
+"""
+
+
+def test_two_processes_feed_their_parts_and_stop_together(start_python, run_python):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    first = start_python(TWO, port, "0", env=env)
+    run_python(TWO, port, "1", env=env)
+    out, err = first.communicate(timeout=120)
+    assert first.returncode == 0, out + err

@@ -120,7 +120,9 @@ class Shards:
         """Runs `bind` on each device of the mesh, and puts its blocks together.
 
         With several processes, an item is there only if all have one: sources that
-        end at different items then stop all processes at the same step.
+        end at different items then stop all processes at the same step. Blocks of
+        processes that had an item are not zeroed there: XLA's CPU compiler aborts on a
+        constant behind such a collective in a loop (hlo_cse.cc, jaxlib 0.12.0.1).
         """
         mesh, spec = self.sharding.mesh, self.sharding.spec
         if jax.sharding.get_abstract_mesh().manual_axes:
@@ -134,7 +136,6 @@ class Shards:
             *leaves, ok = bind(*given)
             if jax.process_count() > 1:
                 ok = jax.lax.pmin(ok.astype(jnp.int32), mesh.axis_names) != 0
-                leaves = [jnp.where(ok, x, jnp.zeros((), x.dtype)) for x in leaves]
             return [*leaves, ok]
 
         # Their values are the same on all devices that hold the same part, which
