@@ -94,17 +94,22 @@ def large(quick: bool) -> dict[str, Case]:
     source = itertools.repeat(ITEM)
     target, cold = np.empty_like(ITEM), np.ones((n, ITEM.size), np.float32)
 
-    def copies() -> float:
-        start = time.perf_counter()
-        for each in cold:
-            np.copyto(target, each)
-        return (time.perf_counter() - start) / n * 1e6
+    def copies(rows: Any) -> Case:
+        def once() -> float:
+            start = time.perf_counter()
+            for each in rows:
+                np.copyto(target, each)
+            return (time.perf_counter() - start) / n * 1e6
+
+        return once
 
     by_call = looped(lambda: hc.call(lambda: next(source), SPEC, order="ordered"), n)
     by_jax = looped(lambda: io_callback(lambda: next(source), SPEC, ordered=True), n)
     return {
         "hostcall": filled(ITEM, n),
-        "one memcpy": copies,
+        # The ring's items are not in the cache here; those of hc.call and JAX are.
+        "one memcpy": copies([ITEM] * n),
+        "one memcpy, not in the cache": copies(cold),
         "hc.call(next, ...)": per_step(by_call, n),
         "JAX": per_step(by_jax, n),
     }
@@ -152,7 +157,7 @@ ROWS = (
     Row("an item of 4 bytes that is ready", (at_most(0.3, None),), small),
     Row(
         "an item of 64 KiB that is ready",
-        (times_faster(2), at_most(2, "one memcpy")),
+        (times_faster(5), at_most(2, "one memcpy")),
         large,
     ),
     *(

@@ -301,7 +301,7 @@ def feed(
         shard_map: one item for each device, in the order in which they come.
         jax.export: refused by other processes, as for `hc.call`.
 
-    Cost: 0.1 us and one copy of the item, without Python, if an item is ready. An item
+    Cost: 0.3 us and one copy of the item, without Python, if an item is ready. An item
         costs the feed's thread one more copy, and its check. A program with a feed is
         dispatched like one with ordered calls.
     """
