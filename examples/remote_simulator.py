@@ -67,11 +67,13 @@ class Client:
         self.session: aiohttp.ClientSession | None = None
 
     async def step(self, x: np.ndarray, push: np.ndarray) -> np.floating:
-        if self.session is None:
+        session = self.session
+        if session is None:
             limits = aiohttp.TCPConnector(limit=ROWS)
-            self.session = aiohttp.ClientSession(self.address, connector=limits)
+            session = aiohttp.ClientSession(self.address, connector=limits)
+            self.session = session
         asked = {"x": float(x), "push": float(push)}
-        async with self.session.post("/step", json=asked) as answer:
+        async with session.post("/step", json=asked) as answer:
             answer.raise_for_status()
             return np.float32((await answer.json())["x"])
 

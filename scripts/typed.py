@@ -29,7 +29,9 @@ PYRIGHT = {
     "reportUnnecessaryTypeIgnoreComment": True,
     "reportMissingImports": False,
     "reportMissingTypeStubs": False,
-    # Whatever jax.jit, jax.grad and SciPy return is unknown to pyright.
+    # Whatever jax.jit, jax.grad, SciPy and libraries that are not installed return, or
+    # define as a type, is unknown to pyright.
+    "reportUnknownParameterType": False,
     "reportUnknownArgumentType": False,
     "reportUnknownLambdaType": False,
     "reportUnknownMemberType": False,
