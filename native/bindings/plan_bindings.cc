@@ -15,6 +15,7 @@
 #include "base/flight.h"
 #include "bindings/feed_bindings.h"
 #include "bindings/keywords.h"
+#include "bindings/setting_bindings.h"
 #include "buffer/buffer_call.h"
 #include "handlers/plan_state.h"
 #include "invoke/invoke.h"
@@ -348,33 +349,11 @@ const Keywords<PlanSpec>& PlanFields() {
   return *fields;
 }
 
-void InitEnums(nb::module_& m) {
-  nb::enum_<Lend>(m, "Lend")
-      .value("COPY", Lend::kCopy)
-      .value("ARGS", Lend::kArgs)
-      .value("OUT", Lend::kOut)
-      .value("BUFFERS", Lend::kBuffers);
-  nb::enum_<ResultForm>(m, "ResultForm")
-      .value("LEAF", ResultForm::kLeaf)
-      .value("TUPLE", ResultForm::kTuple)
-      .value("NOTHING", ResultForm::kNothing)
-      .value("TREE", ResultForm::kTree)
-      .value("IGNORED", ResultForm::kIgnored);
-  nb::enum_<Inside>(m, "Inside")
-      .value("NEVER", Inside::kNever)
-      .value("ASKED", Inside::kAsked)
-      .value("XLAS_THREADS", Inside::kXlasThreads)
-      .value("EVERYWHERE", Inside::kEverywhere);
-  nb::enum_<TeamMode>(m, "TeamMode")
-      .value("ONCE", TeamMode::kOnce)
-      .value("EACH", TeamMode::kEach);
-}
-
 }  // namespace
 
 void InitPlans(nb::module_& m) {
   SetBlockMaker(&MakeBlock);
-  InitEnums(m);
+  InitSettings(m);
   BindStruct(m, Keywords<LeafSpec>("Leaf")
                     .Field<&LeafSpec::dtype>("dtype")
                     .Field<&LeafSpec::shape>("shape")
@@ -383,15 +362,6 @@ void InitPlans(nb::module_& m) {
                     .Field<&LeafSpec::batched>("batched")
                     .Field<&LeafSpec::convert>("convert")
                     .Field<&LeafSpec::fill>("fill"));
-  BindStruct(m, Keywords<TeamSettings>("TeamSettings")
-                    .Field<&TeamSettings::mode>("mode")
-                    .Field<&TeamSettings::size>("size")
-                    .Field<&TeamSettings::leader>("leader"));
-  BindStruct(m, Keywords<BufferSettings>("BufferSettings")
-                    .Field<&BufferSettings::aliases>("aliases")
-                    .Field<&BufferSettings::debug>("debug")
-                    .Field<&BufferSettings::address>("address")
-                    .Field<&BufferSettings::status>("status"));
 
   nb::class_<PlanHandle>(m, "Plan")
       .def("__init__",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
+from hostcall._runtime import flights
 from hostcall.monitor import FlightRecord
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -172,6 +173,7 @@ def test_it_prints_as_a_table():
 
 
 def test_a_timeout_logs_it(caplog):
+    flights._told.clear()  # each reason is logged once in 10 s
     leave = threading.Event()
     late = jax.jit(lambda x: hc.call(lambda x: leave.wait(60), SCALAR, x, timeout=0.1))
     with pytest.raises(jax.errors.JaxRuntimeError, match="took longer than"):
