@@ -90,7 +90,7 @@ def test_programs_in_twenty_orders_and_two_processes(run_python, tmp_path):
     ]
     assert len(orders) == 20
     asked = sum(orders[0])
-    assert asked >= 8
+    assert asked >= 7  # jax 0.10 caches no program with host callbacks, as the ordered
     assert orders[1:] == [(asked, 0)] * 19
 
 

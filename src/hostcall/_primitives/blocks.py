@@ -90,8 +90,9 @@ class Equation(abc.ABC):
 
     def avals(self, shapes: Sequence[Sequence[int]]) -> list[Any]:
         """The avals of the operands' blocks, of these shapes."""
+        # New ones: those of the whole may have a sharding, which a block has not.
         return [
-            aval.update(shape=tuple(shape))
+            _jax.ShapedArray(tuple(shape), aval.dtype)
             for aval, shape in zip(self._avals, shapes, strict=True)
         ]
 
