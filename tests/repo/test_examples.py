@@ -11,6 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
+# Optional packages of examples.
+WANTS = {
+    "feed_checkpoint": "orbax.checkpoint",
+    "progress": "tqdm",
+    "recorder": "zarr",
+    "remote_simulator": "aiohttp",
+}
+
 RUN = """
     import runpy, sys
     sys.argv = sys.argv[1:]
@@ -25,12 +33,8 @@ MAIN = """
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path, run_python):
     pytest.importorskip("scipy")
-    if path.stem == "progress":
-        pytest.importorskip("tqdm")
-    if path.stem == "remote_simulator":
-        pytest.importorskip("aiohttp")
-    if path.stem == "recorder":
-        pytest.importorskip("zarr")
+    if path.stem in WANTS:
+        pytest.importorskip(WANTS[path.stem])
     assert run_python(RUN, str(path)).stdout
 
 
@@ -41,6 +45,7 @@ def test_there_are_examples():
         "derivatives",
         "buffers_gpu",
         "environment",
+        "feed_checkpoint",
         "feed_training",
         "old_training",
         "other_device",
