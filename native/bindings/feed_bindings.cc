@@ -84,6 +84,8 @@ void InitFeeds(nb::module_& m) {
                 std::make_shared<FeedRing>(std::move(leaves), lanes, capacity)};
           },
           nb::arg("leaves"), nb::arg("lanes"), nb::arg("capacity"))
+      .def_prop_ro("lanes",
+                   [](const FeedHandle& self) { return self.ring->lanes(); })
       .def("reserve",
            [](const FeedHandle& self) {
              GilRelease unlocked;

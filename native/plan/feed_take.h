@@ -16,9 +16,9 @@ namespace hostcall {
 /// ready: the common case. False: FeedTake does the rest.
 inline bool TakeNow(const Plan& plan, int device, void* const* results) {
   if (!plan.grid.empty() || plan.packed || plan.masked) return false;
-  const auto took = plan.feed->ring->Take(plan.feed->LaneOf(device),
-                                          reinterpret_cast<char* const*>(results));
-  if (took != FeedRing::Took::kItem) return false;
+  const size_t lane = plan.feed->LaneOf(device);
+  auto* const* targets = reinterpret_cast<char* const*>(results);
+  if (!plan.feed->ring->TakeItem(lane, targets)) return false;
   *static_cast<bool*>(results[plan.results.size() - 1]) = true;
   plan.counters->native_calls.fetch_add(1, std::memory_order_relaxed);
   return true;

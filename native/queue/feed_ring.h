@@ -11,7 +11,17 @@
 //   * A lane takes each item once, in the order in which they were put.
 //   * An item's memory is not written again before every lane has copied its part.
 //   * Finish lets the lanes take what is there before they see the end; Close does
-//     not: after it, nothing is taken.
+//     not.
+//   * Close, Clear and Drop come after the same item for all lanes.
+//
+// The last point is what the line is for. Devices of one program meet in
+// collectives, so if one fails before an item that another got, the other waits for
+// ever; and if one gets the first item after a Clear where another got one before
+// it, they go on with different items. So these three draw a line where the lane
+// that is ahead is. Lanes behind it go on, as their items are still there; one at
+// the line gets nothing. Clear and Drop wait until all are there, then level the
+// lanes and take the line away. The lanes of a program that has failed never come,
+// so the wait has a limit.
 //
 // One lock guards everything but the items' bytes; each side holds it for a few
 // instructions, and never while it copies more than a few of them. Why the bytes
@@ -24,7 +34,7 @@
 //   5. lane: copies the bytes; the item is not freed, since this lane is missing
 //   6. lane: under the lock, notes that it has copied. The last lane frees the item
 //
-// Clear and Drop change the numbers, so they first wait until nobody copies.
+// Clear and Drop change the numbers, so they also wait until nobody copies.
 //
 // A finer scheme (one atomic a side, as in a queue without locks) would save 20 ns
 // of the 60 that an item costs beside its copy, but it could not have several
@@ -37,6 +47,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <mutex>
 #include <new>
 #include <stdexcept>
@@ -67,10 +78,17 @@ class FeedRing {
     int64_t stall_ns = 0;  ///< how long these took
   };
 
+  using Patience = std::chrono::nanoseconds;
+  /// Far more than lanes of a program that runs need to meet.
+  static constexpr Patience kPatience = std::chrono::seconds(10);
+
   /// `leaves` are the bytes of each leaf of one lane's part of an item. Throws
   /// std::bad_alloc.
   FeedRing(std::vector<size_t> leaves, size_t lanes, size_t capacity)
-      : leaves_(std::move(leaves)), capacity_(capacity), taken_(lanes, 0) {
+      : leaves_(std::move(leaves)),
+        capacity_(capacity),
+        taken_(lanes, 0),
+        ends_(lanes, 0) {
     if (lanes == 0 || capacity == 0) throw std::invalid_argument("an empty ring");
     for (size_t bytes : leaves_) {
       offsets_.push_back(part_);
@@ -131,24 +149,24 @@ class FeedRing {
     ending_ = ending;
     items_.notify_all();
   }
-  /// Forgets all items and the end, and counts from zero again.
-  void Clear() {
+  /// Forgets all items and the end, and counts from zero again. Waits for lanes
+  /// that are behind others, for at most `patience`. Does nothing after Close.
+  void Clear(Patience patience = kPatience) {
     std::unique_lock<std::mutex> lock(mutex_);
-    AwaitCopies(lock);
-    std::fill(taken_.begin(), taken_.end(), 0);
+    if (!AwaitLanes(lock, patience)) return;
     std::fill(missing_.begin(), missing_.end(), 0);
     put_ = freed_ = 0;
-    ending_ = Ending::kNone;
+    Level(0);
   }
-  /// Takes up to `n` items that no lane has taken, for all lanes, without copying.
-  /// Returns how many there were.
-  int64_t Drop(int64_t n) {
+  /// Takes up to `n` items that no lane has taken, for all lanes, without copying,
+  /// and forgets the end. Returns how many there were. Waits as Clear does.
+  int64_t Drop(int64_t n, Patience patience = kPatience) {
     std::unique_lock<std::mutex> lock(mutex_);
-    AwaitCopies(lock);
+    if (!AwaitLanes(lock, patience)) return 0;
     const int64_t from = *std::max_element(taken_.begin(), taken_.end());
     const int64_t dropped = std::min(n, put_ - from);
-    std::fill(taken_.begin(), taken_.end(), from + dropped);
     while (freed_ < from + dropped) missing_[freed_++ % capacity_] = 0;
+    Level(from + dropped);
     return dropped;
   }
 
@@ -160,18 +178,21 @@ class FeedRing {
     woken_ = true;
     space_.notify_all();
   }
-  /// Ends everything, for ever.
+  /// Ends everything, for ever. Lanes that are behind another still get the items
+  /// that it got.
   void Close() {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (!closed_) DrawLine();
     closed_ = true;
     space_.notify_all();
     items_.notify_all();
+    quiet_.notify_all();
   }
 
   // --- The lanes' side. Called by any thread.
 
-  /// Takes an item and copies its leaves to `targets`. Waits for one for at most
-  /// `wait_ns`; 0 does not wait.
+  /// Takes an item and copies its leaves to `targets`, or takes notice of the end.
+  /// Waits for one of them for at most `wait_ns`; 0 does not wait.
   Took Take(size_t lane, char* const* targets, int64_t wait_ns = 0) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (wait_ns > 0 && NothingFor(lane)) {
@@ -179,20 +200,19 @@ class FeedRing {
                       [&] { return !NothingFor(lane); });
     }
     const Took found = Found(lane);
-    if (found != Took::kItem) return found;
-    const int64_t item = taken_[lane]++;
-    const char* from = Part(item, lane);
-    ++copying_;
-    // Copying so little takes less time than giving the lock back and forth.
-    const bool unlocks = part_ > 1024;
-    if (unlocks) lock.unlock();
-    for (size_t i = 0; i < leaves_.size(); ++i) {
-      // A leaf without elements may have no address.
-      if (leaves_[i] != 0) std::memcpy(targets[i], from + offsets_[i], leaves_[i]);
+    if (found == Took::kItem) CopyNext(lane, targets, lock);
+    if (found == Took::kEnd) {
+      ++ends_[lane];
+      if (quiet_wanted_) quiet_.notify_all();
     }
-    if (unlocks) lock.lock();
-    Copied(item);
-    return Took::kItem;
+    return found;
+  }
+  /// Takes an item if one is ready, and no notice of the end.
+  bool TakeItem(size_t lane, char* const* targets) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (Found(lane) != Took::kItem) return false;
+    CopyNext(lane, targets, lock);
+    return true;
   }
   /// What the lane would find, after a wait of at most `wait_ns` for something.
   Took Await(size_t lane, int64_t wait_ns) {
@@ -216,6 +236,7 @@ class FeedRing {
   }
 
  private:
+  static constexpr int64_t kNoLine = std::numeric_limits<int64_t>::max();
   static constexpr size_t kAlign = 64;  // a cache line, and JAX's own alignment
 
   static int64_t Since(std::chrono::steady_clock::time_point start) {
@@ -225,10 +246,39 @@ class FeedRing {
   }
   bool HasSpace() const { return put_ - freed_ < static_cast<int64_t>(capacity_); }
   Took Found(size_t lane) const {
-    if (closed_) return Took::kStopped;
+    if (At(lane) >= line_) return closed_ ? Took::kStopped : Took::kNothing;
     if (taken_[lane] != put_) return Took::kItem;
     if (ending_ == Ending::kNone) return Took::kNothing;
     return ending_ == Ending::kEnd ? Took::kEnd : Took::kStopped;
+  }
+  /// Items and ends that the lane has seen since Clear or Drop.
+  int64_t At(size_t lane) const { return taken_[lane] + ends_[lane]; }
+  void DrawLine() {
+    line_ = 0;
+    for (size_t lane = 0; lane < lanes(); ++lane) line_ = std::max(line_, At(lane));
+  }
+  bool AllAtTheLine() const {
+    for (size_t lane = 0; lane < lanes(); ++lane) {
+      if (At(lane) < line_) return false;
+    }
+    return true;
+  }
+  /// Copies the lane's next item, which is there. The lock is held, but not
+  /// meanwhile.
+  void CopyNext(size_t lane, char* const* targets,
+                std::unique_lock<std::mutex>& lock) {
+    const int64_t item = taken_[lane]++;
+    const char* from = Part(item, lane);
+    ++copying_;
+    // Copying so little takes less time than giving the lock back and forth.
+    const bool unlocks = part_ > 1024;
+    if (unlocks) lock.unlock();
+    for (size_t i = 0; i < leaves_.size(); ++i) {
+      // A leaf without elements may have no address.
+      if (leaves_[i] != 0) std::memcpy(targets[i], from + offsets_[i], leaves_[i]);
+    }
+    if (unlocks) lock.lock();
+    Copied(item);
   }
   bool NothingFor(size_t lane) const { return Found(lane) == Took::kNothing; }
   char* Part(int64_t item, size_t lane) const {
@@ -262,10 +312,28 @@ class FeedRing {
     }
     if (copying_ == 0 && quiet_wanted_) quiet_.notify_all();
   }
-  void AwaitCopies(std::unique_lock<std::mutex>& lock) {
+  /// Waits until all lanes have seen as much, and nobody copies. No lane takes
+  /// anything then until Level is called. False: the ring is closed.
+  bool AwaitLanes(std::unique_lock<std::mutex>& lock, Patience patience) {
+    if (closed_) return false;
+    DrawLine();
     quiet_wanted_ = true;
-    quiet_.wait(lock, [&] { return copying_ == 0; });
+    const bool met = quiet_.wait_for(lock, patience, [&] {
+      return closed_ || (copying_ == 0 && AllAtTheLine());
+    });
+    // Lanes that have not come by now belong to a program that has failed.
+    if (!met) line_ = 0;
+    quiet_.wait(lock, [&] { return closed_ || copying_ == 0; });
     quiet_wanted_ = false;
+    return !closed_;
+  }
+  /// All lanes have taken `taken` items and no end, and go on from there.
+  void Level(int64_t taken) {
+    std::fill(taken_.begin(), taken_.end(), taken);
+    std::fill(ends_.begin(), ends_.end(), 0);
+    ending_ = Ending::kNone;
+    line_ = kNoLine;
+    items_.notify_all();  // lanes may have waited at the line
   }
 
   const std::vector<size_t> leaves_;
@@ -277,6 +345,8 @@ class FeedRing {
   mutable std::mutex mutex_;  ///< guards all below
   std::condition_variable items_, space_, quiet_;
   std::vector<int64_t> taken_;   ///< items that each lane has begun to copy
+  std::vector<int64_t> ends_;    ///< how often each has seen the end
+  int64_t line_ = kNoLine;       ///< lanes that have seen as much take nothing
   std::vector<size_t> missing_;  ///< lanes that have not copied the item of a slot
   int64_t put_ = 0;              ///< items that the producer has put
   int64_t freed_ = 0;            ///< items, from the first, that all have copied

@@ -18,6 +18,8 @@ using Took = FeedRing::Took;
 namespace {
 
 constexpr int64_t kLong = 600'000'000'000;
+constexpr FeedRing::Patience kAtOnce{0};
+constexpr FeedRing::Patience kPatient{kLong};
 
 /// Each item is one number, once small and once as a long leaf; and an empty leaf.
 std::vector<size_t> Leaves() { return {8, 0, 1000}; }
@@ -93,8 +95,8 @@ void DropTakesWithoutCopying() {
   FeedRing ring(Leaves(), 2, 4);
   int64_t value;
   for (int64_t i = 0; i < 4; ++i) Put(ring, i);
-  Take(ring, 1, &value);  // this lane is ahead
-  assert(ring.Drop(2) == 2);
+  Take(ring, 1, &value);               // this lane is ahead
+  assert(ring.Drop(2, kAtOnce) == 2);  // as if lane 0 were of a failed program
   for (size_t lane : {0, 1}) {
     assert(Take(ring, lane, &value) == Took::kItem && value == 3);
   }
@@ -178,6 +180,92 @@ void ClearWhileOthersTake() {
   taker.join();
 }
 
+/// Clear and Drop come after the same item for all lanes, also around ends.
+void LanesMeetAtClearAndDrop() {
+  constexpr size_t kLanes = 4;
+  FeedRing ring(Leaves(), kLanes, 3);
+  std::vector<std::vector<int64_t>> seen(kLanes);
+  std::vector<std::thread> threads;
+  std::atomic<size_t> running{kLanes};
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    threads.emplace_back([&, lane] {
+      for (int i = 0; i < 3000; ++i) {
+        int64_t value = -1;  // stays so at an end
+        Took took = Took::kNothing;
+        while (took == Took::kNothing) took = Take(ring, lane, &value, 1'000'000);
+        assert(took == Took::kItem || took == Took::kEnd);
+        seen[lane].push_back(value);
+      }
+      --running;
+    });
+  }
+  for (int64_t i = 0; running != 0; ++i) {
+    // Lanes that have all they want leave the others alone.
+    if (ring.Reserve()) {
+      Write(ring, i);
+      ring.Commit();
+    }
+    if (running != kLanes) continue;
+    if (i % 7 == 0) ring.Finish(FeedRing::Ending::kEnd);
+    if (i % 7 == 0 || i % 5 == 0) ring.Clear(kPatient);
+    if (i % 11 == 0) ring.Drop(1, kPatient);
+    if (i % 13 == 0) ring.Drop(0, kPatient);
+    ring.Wake();
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& each : seen) assert(each == seen[0]);
+}
+
+void LanesMeetAtTheClose() {
+  constexpr size_t kLanes = 4;
+  for (int round = 0; round < 100; ++round) {
+    FeedRing ring(Leaves(), kLanes, 5);
+    std::vector<int64_t> last(kLanes, -1);
+    std::vector<std::thread> threads;
+    for (size_t lane = 0; lane < kLanes; ++lane) {
+      threads.emplace_back([&, lane] {
+        while (Take(ring, lane, &last[lane], kLong) == Took::kItem) continue;
+      });
+    }
+    std::thread closer([&] {
+      while (ring.counts().put < round) std::this_thread::yield();
+      ring.Close();
+    });
+    for (int64_t i = 0; Put(ring, i); ++i) continue;
+    closer.join();
+    for (std::thread& thread : threads) thread.join();
+    for (int64_t each : last) assert(each == last[0]);
+  }
+}
+
+/// A lane of a program that failed never comes to the line.
+void ClearWaitsOnlySoLong() {
+  FeedRing ring(Leaves(), 2, 4);
+  int64_t value;
+  for (int64_t i = 0; i < 3; ++i) Put(ring, i);
+  Take(ring, 1, &value);
+  ring.Clear(kAtOnce);
+  Put(ring, 7);
+  for (size_t lane : {0, 1}) {
+    assert(Take(ring, lane, &value) == Took::kItem && value == 7);
+  }
+}
+
+void CloseEndsAWaitForLanes() {
+  FeedRing ring(Leaves(), 2, 4);
+  int64_t value;
+  for (int64_t i = 0; i < 2; ++i) Put(ring, i);
+  Take(ring, 1, &value);
+  std::thread closer([&] { ring.Close(); });
+  ring.Clear(kPatient);  // lane 0 does not come
+  closer.join();
+  ring.Clear(kPatient);
+  assert(ring.Drop(1, kPatient) == 0);
+  assert(Take(ring, 1, &value) == Took::kStopped);
+  assert(Take(ring, 0, &value) == Took::kItem && value == 0);
+  assert(Take(ring, 0, &value) == Took::kStopped);
+}
+
 void CloseEndsAllWaits() {
   FeedRing empty(Leaves(), 1, 1), full(Leaves(), 1, 1);
   Put(full, 0);
@@ -203,6 +291,10 @@ int main() {
   LanesNeedNotKeepInStep();
   SeveralTakersOfOneLane();
   ClearWhileOthersTake();
+  LanesMeetAtClearAndDrop();
+  LanesMeetAtTheClose();
+  ClearWaitsOnlySoLong();
+  CloseEndsAWaitForLanes();
   CloseEndsAllWaits();
   std::puts("feed_ring: items in order, each taken once by each lane");
 }
