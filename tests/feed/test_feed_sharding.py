@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 from meshes import grid, line
 
 import hostcall as hc
-from hostcall.errors import SpecError
+from hostcall.errors import FeedError, SpecError
 
 
 def items(n, shape=(8, 4)):
@@ -86,3 +89,72 @@ def test_what_does_not_fit_is_named():
         )
         with pytest.raises(SpecError, match="is called inside shard_map"):
             jax.jit(inside)()
+
+
+# --- Devices stay together ------------------------------------------------------------
+
+
+def endless():
+    return (np.full((4,), i, np.float32) for i in itertools.count())
+
+
+def test_a_reset_under_a_program_comes_at_one_item_for_all_devices():
+    sharding = jax.NamedSharding(line(), jax.P("x"))
+    with hc.feed(endless, sharding=sharding) as feed:
+        step = lambda c, _: (c, feed()[0])
+        run = jax.jit(lambda: jax.lax.scan(step, 0, length=500)[1])
+        for _ in range(10):
+            first = run()
+            feed.reset()
+            for got in (np.asarray(first), np.asarray(run())):
+                assert (got == got[:, :1]).all()
+
+
+def test_a_close_under_a_program_fails_all_devices_at_one_item(in_time):
+    sharding = jax.NamedSharding(line(), jax.P("x"))
+    for _ in range(10):
+        feed = hc.feed(endless, sharding=sharding, tag="shut")
+        step = lambda c, _, feed=feed: (c + feed()[0].sum(), None)
+        run = jax.jit(lambda step=step: jax.lax.scan(step, 0.0, length=10**6)[0])
+        with pytest.raises(FeedError, match="`shut` was closed"), hc.reraise():
+            total = run()
+            assert in_time(lambda feed=feed: feed.state()["item"] > 20)
+            feed.close()
+            total.block_until_ready()
+
+
+def test_a_timeout_closes_the_feed_for_all_devices():
+    go = threading.Event()
+
+    def source():
+        yield np.zeros(4, np.float32)
+        go.wait()
+
+    sharding = jax.NamedSharding(line(), jax.P("x"))
+    with hc.feed(source, sharding=sharding, timeout=0.2, tag="late") as feed:
+        step = lambda c, _: (c + feed()[0].sum(), None)
+        run = jax.jit(lambda: jax.lax.scan(step, 0.0, length=3)[0])
+        with pytest.raises(FeedError) as found, hc.reraise():
+            run()
+        said = str(found.value)
+        assert said.startswith(
+            "hostcall: the feed `late` was closed, since its source gave no item for"
+            " timeout=0.2 s; it is at"
+        )
+        assert said.endswith("raise timeout=, or prefetch= if it comes in bursts")
+        with pytest.raises(
+            FeedError, match="was closed, since its source gave no item"
+        ):
+            feed()
+        go.set()
+
+
+def test_where_stands_for_cond():
+    sharding = jax.NamedSharding(line(), jax.P("x"))
+    with hc.feed(endless, sharding=sharding) as feed:
+        step = lambda c, p: (c, feed(where=p))
+        wanted = jnp.array([True, False, True, False, False, True])
+        got, oks = jax.jit(lambda: jax.lax.scan(step, 0, wanted)[1])()
+        assert oks.tolist() == wanted.tolist()
+        assert np.asarray(got)[:, 0].tolist() == [0, 0, 1, 0, 0, 2]
+        assert feed.state() == {"epoch": 0, "item": 3}

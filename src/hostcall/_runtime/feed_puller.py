@@ -20,6 +20,7 @@ the last item that was taken is known, whatever has been pulled ahead.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
@@ -29,51 +30,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from hostcall import _jax
-from hostcall._core import failures
 from hostcall._core.errors import FeedEndError, FeedError
 from hostcall._native import FeedEnding
-from hostcall._runtime import host_device, workers
+from hostcall._runtime import feed_texts, workers
 from hostcall._runtime.feed_source import Opened, Source
 
 # Seconds. A wait returns to Python this often, so that Ctrl-C is noticed.
 _SLICE = 0.05
 
-# The reasons why a feed gives nothing any more. Each completes "the feed `x` ...".
-CLOSED = "was closed. Make another hc.feed, or close it later"
-INTERRUPTED = "was closed by Ctrl-C. Make another hc.feed"
-ENDING = "was closed, since the process is ending"
-FORKED = (
-    "belongs to the process from which this one was forked, and its thread does not"
-    " exist here. Start workers with multiprocessing's 'spawn' or 'forkserver' method,"
-    " and make the feed in the worker"
-)
-
 _NOTHING = object()
 living: weakref.WeakSet[Puller] = weakref.WeakSet()
-
-
-class _Failure:
-    """What a source raised, for all who want items after it.
-
-    The object is not held here once somebody has got it: its traceback then leads to
-    the program, which holds the feed, and no garbage collector sees that circle. It is
-    kept among the newest failures, as those of calls are.
-    """
-
-    def __init__(self, error: BaseException, name: str) -> None:
-        self._error: BaseException | None = error
-        self._name, self._said, self._number = name, failures.summary(error), 0
-
-    def __call__(self) -> BaseException:
-        error = self._error
-        if error is not None:
-            self._number, self._error = failures.keep(error), None
-            return error
-        return failures.kept(self._number) or FeedError(
-            f"hostcall: the source of the feed `{self._name}` has failed before with"
-            f" {self._said}. It gives nothing until reset() or restore() is called"
-        )
 
 
 class Puller:
@@ -134,7 +100,8 @@ class Puller:
 
     def begin(self, ring: Any, read: Callable[[Any, int], list[Any]]) -> None:
         """Starts to pull ahead. `read(value, number)` makes the item's arrays."""
-        self.ring, self._read = ring, read
+        self._read = read
+        self.ring = ring  # from now on the thread may pull
         self._begun.set()
 
     def ask(self, job: Callable[[], Any], wake: bool = True) -> Any:
@@ -147,18 +114,23 @@ class Puller:
             )
         self.check_open()
         future: Future[Any] = Future()
-        self._jobs.append((future, job))
+        entry = future, job
+        self._jobs.append(entry)
         if wake:
             self.ring.wake()
         else:
             self._begun.set()
-        while True:
-            try:
-                return future.result(_SLICE)
-            except TimeoutError:
-                if future.done():
-                    raise
-                self.check_open()
+        try:
+            while True:
+                try:
+                    return future.result(_SLICE)
+                except TimeoutError:
+                    if future.done():  # just now, or it raised this itself
+                        return future.result()
+                    self.check_open()
+        finally:
+            with contextlib.suppress(ValueError):  # the thread has taken it
+                self._jobs.remove(entry)
 
     def check_open(self) -> None:
         if self.closed:
@@ -184,7 +156,7 @@ class Puller:
         if self.closed:
             return "closed"
         if self.error is not None:
-            return "failed" if isinstance(self.error, _Failure) else "ended"
+            return "failed" if isinstance(self.error, feed_texts.Failure) else "ended"
         if self._idle:
             return "ended"
         return "full" if self.since is None else "pulling"
@@ -201,8 +173,8 @@ class Puller:
     def reset(self) -> None:
         """Starts the next epoch."""
         if not self.source.again:
-            raise FeedError(_once(self.name, "reset() can't start it again"))
-        self._start_at(self.epoch + 1, 0, None)
+            raise FeedError(feed_texts.once(self.name, "reset() can't start it again"))
+        self._start_at(self.position()["epoch"] + 1, 0, None)
 
     def restore(self, epoch: int, item: int, saved: Any) -> None:
         """Goes on as after the item of this number."""
@@ -212,42 +184,46 @@ class Puller:
             self._start_at(epoch, item, saved)
 
     def _start_at(self, epoch: int, item: int, saved: Any) -> None:
-        self.ring.clear()
-        self._held, self.error, self._idle = _NOTHING, None, False
-        self.epoch, self._item = epoch, 0
-        self._opened = opened = self.source.open(epoch)
+        # If this raises, the feed goes on as before.
+        self._be_host()
+        opened = self.source.open(epoch)
         if saved is not None:
             if opened.load is None:
-                raise FeedError(
-                    f"hostcall: the state for the feed `{self.name}` holds a state of"
-                    " its source, and the source can't take one: it has neither"
-                    " set_state nor load_state_dict. Make the feed with the source"
-                    " that it had when the state was saved"
-                )
-            opened.iterator = opened.load(saved)
-            self._item = item
-        self._note_start(saved)
+                raise FeedError(feed_texts.no_state(self.name))
+            # A copy: the source may change what it got.
+            opened.iterator = opened.load(copy.deepcopy(saved))
+        self.ring.clear()
+        self._held, self.error, self._idle = _NOTHING, None, False
+        self.epoch, self._item = epoch, 0 if saved is None else item
+        self._opened = opened
+        self._note_start(copy.deepcopy(saved))
         self._skip(item - self._item)
 
     def _skip_to(self, epoch: int, item: int) -> None:
         now = self.position()
         ahead = item - now["item"]
         if ahead < 0 or epoch != now["epoch"]:
-            raise FeedError(_once(self.name, f"restore() can't go back to item {item}"))
-        self._skip(ahead - self.ring.drop(ahead))
+            raise FeedError(
+                feed_texts.once(self.name, f"restore() can't go back to item {item}")
+            )
+        dropped = self.ring.drop(ahead)  # the ring forgets its end too
+        self.error, self._idle = None, False
+        self._skip(ahead - dropped)
 
     def _skip(self, count: int) -> None:
         """Pulls items that devices do not get. The ring is empty if there are any."""
-        for _ in range(count):
-            if self.closed:
-                return
-            if self._next() is _NOTHING:
-                raise FeedError(
-                    f"hostcall: the feed `{self.name}` can't go on after item"
-                    f" {self._item + count}: its source gave only {self._item} items."
-                    " Is it the source with which the state was saved?"
-                )
-            self._item += 1
+        wanted = self._item + count
+        try:
+            while self._item < wanted and not self.closed:
+                if self._next() is _NOTHING:
+                    raise FeedError(feed_texts.too_few(self.name, wanted, self._item))
+                self._item += 1
+        except BaseException as error:
+            self._note_start(None)
+            failure = feed_texts.Failure(error, self.name)
+            failure()  # the caller gets it
+            self._finish(failure)
+            raise
         if count:
             self._note_start(None)
 
@@ -267,6 +243,8 @@ class Puller:
         try:
             while not self.closed:
                 self._step()
+        except BaseException as error:
+            self.close(feed_texts.died(error))
         finally:
             # The source may hold anything, also what leads to programs of this feed.
             self._opened, self._held, self.error = None, _NOTHING, None
@@ -299,7 +277,7 @@ class Puller:
             self._item += 1
             position = self._position()
         except BaseException as error:
-            self._finish(_Failure(error, self.name))
+            self._finish(feed_texts.Failure(error, self.name))
             return
         with self._lock:
             # Before the push: no device can have taken it then.
@@ -312,28 +290,35 @@ class Puller:
         if self._held is not _NOTHING:
             value, self._held = self._held, _NOTHING
             return value
-        if not self._as_host and _jax.back_ends_started():
-            # JAX code in the source computes on a client of its own. The program that
-            # waits for the item may occupy its client's only stream.
-            workers.as_host_code((host_device.above(None), None)).__enter__()
-            self._as_host = True
+        self._be_host()
         self.since = time.monotonic()
         try:
             if self._opened is None:
                 self._opened = self.source.open(self.epoch)
-            return next(self._opened.iterator, _NOTHING)
+                if not self.source.again:
+                    # Only its state leads back to the start.
+                    position = self._position()
+                    with self._lock:
+                        self._after[0] = position
+            with self.source.lock:
+                return next(self._opened.iterator, _NOTHING)
         finally:
             self.since = None
+
+    def _be_host(self) -> None:
+        # The program that waits for the item may occupy its client's only stream.
+        if not self._as_host:
+            self._as_host = workers.be_host_code()
 
     def _end_epoch(self) -> None:
         if self.on_end == "mask":
             self._idle = True
             self.ring.finish(FeedEnding.END)
         elif self.on_end == "raise":
-            text = _ended(self.name, self._item)
+            text = feed_texts.ended(self.name, self._item)
             self._finish(lambda: FeedEndError(text))
         elif self._item == 0:
-            text = _empty(self.name, self.epoch)
+            text = feed_texts.empty(self.name, self.epoch)
             self._finish(lambda: FeedError(text))
         else:
             self.epoch, self._item = self.epoch + 1, 0
@@ -357,27 +342,3 @@ class Puller:
         while self._base < taken and len(self._after) > 1:
             self._after.popleft()
             self._base += 1
-
-
-def _ended(name: str, count: int) -> str:
-    return (
-        f"hostcall: the feed `{name}` has ended after {count} items, and a program"
-        ' wants another (on_end="raise"). Run fewer steps, call feed.reset() before the'
-        ' next epoch, or use "mask"'
-    )
-
-
-def _empty(name: str, epoch: int) -> str:
-    return (
-        f"hostcall: the source of the feed `{name}` gave no item in epoch {epoch}, so"
-        ' on_end="repeat" would repeat it for ever. Does it give an iterator that was'
-        " used up before?"
-    )
-
-
-def _once(name: str, what: str) -> str:
-    return (
-        f"hostcall: the source of the feed `{name}` is an iterator, which can be"
-        f" iterated only once: {what}. Give a function that returns a new iterator,"
-        " hc.feed(lambda: make_iterator())"
-    )

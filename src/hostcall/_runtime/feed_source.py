@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,5 +29,9 @@ class Source(Protocol):
     @property
     def again(self) -> bool:
         """Whether it can be iterated a second time."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held for each item, if others read items by their numbers meanwhile."""
 
     def open(self, epoch: int) -> Opened: ...

@@ -11,21 +11,15 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import Any
 
 from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import FeedError
 from hostcall._native import FeedFound
 from hostcall._runtime import workers
-from hostcall._runtime.feed_puller import (
-    CLOSED,
-    ENDING,
-    FORKED,
-    INTERRUPTED,
-    Puller,
-    living,
-)
+from hostcall._runtime.feed_puller import Puller, living
+from hostcall._runtime.feed_texts import CLOSED, ENDING, FORKED, INTERRUPTED
 
 # Seconds. A wait returns to Python this often, so that Ctrl-C is noticed.
 _SLICE = 0.05
@@ -77,17 +71,22 @@ class Stream:
         ):
             self._late(f"{now - start:.0f} s, and the process is ending")
 
-    def _late(self, limit: str) -> NoReturn:
+    def _late(self, limit: str) -> None:
         frame = sys._current_frames().get(self.puller.thread)
         where = "its thread has ended"
         if frame is not None:
             last = traceback.extract_stack(frame)[-1]
             where = f"it is at {last.filename}:{last.lineno} in {last.name}"
-        raise FeedError(
-            f"hostcall: the source of the feed `{self.puller.name}` gave no item for"
-            f" {limit}; {where}. If it only is slow, raise timeout=, or prefetch= if it"
-            " comes in bursts"
+        why = (
+            f"gave no item for {limit}; {where}. If it only is slow, raise timeout=, or"
+            " prefetch= if it comes in bursts"
         )
+        if self.ring.lanes > 1:
+            # All devices must fail, and before the same item: one that went on would
+            # wait for the others in a collective. The next look finds the feed closed.
+            self.puller.close(f"was closed, since its source {why}")
+            return
+        raise FeedError(f"hostcall: the source of the feed `{self.puller.name}` {why}")
 
     def __del__(self) -> None:
         self.puller.close(CLOSED)
@@ -120,7 +119,8 @@ def _after_fork() -> None:
         puller._lock = threading.Lock()  # a thread of the parent may have held it
         # Never destroyed: a condition variable's destructor waits for its waiters, and
         # the threads of these do not exist here.
-        _native.keep_for_ever(puller.ring)
+        if puller.ring is not None:
+            _native.keep_for_ever(puller.ring)
 
 
 # This module is imported before the engine begins, so this hook runs after the engine's

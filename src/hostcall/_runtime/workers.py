@@ -19,7 +19,7 @@ from typing import Any
 from hostcall import _jax, _native
 from hostcall._core import config
 from hostcall._core.errors import CallTimeoutError
-from hostcall._runtime import flights
+from hostcall._runtime import flights, host_device
 
 _lock = threading.Lock()
 _pool: futures.ThreadPoolExecutor | None = None
@@ -128,6 +128,18 @@ class as_host_code:
         _stand_in.current = self._before
         for put_back, setting, value in self._saved:
             put_back(setting, value)
+
+
+def be_host_code() -> bool:
+    """Makes this thread run host code from now on, on behalf of no call.
+
+    JAX then computes on a client for host code. False if JAX has no client so far: ask
+    again later, as this would start one.
+    """
+    if not _jax.back_ends_started():
+        return False
+    as_host_code((host_device.above(None), None)).__enter__()
+    return True
 
 
 # --- One call with a time limit ----------------------------------------------------

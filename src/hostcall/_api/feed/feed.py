@@ -24,7 +24,8 @@ from hostcall._engine.params.call import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import lowering  # noqa: F401  (registers)
 from hostcall._primitives.feed.primitive import bind
-from hostcall._runtime.feed_puller import CLOSED, Puller
+from hostcall._runtime.feed_puller import Puller
+from hostcall._runtime.feed_texts import CLOSED
 from hostcall._runtime.feeds import PATIENCE, Stream
 
 _ENDS = ("mask", "raise", "repeat")
@@ -76,10 +77,11 @@ class Feed:
             raise
         where = f"{name} ({self._place.file}:{self._place.line})"
         self._stream = Stream(puller, ring, timeout, where)
-        get = given.get
-        self._indexed = get and Indexed(get, reader(items, name), prefetch)
+        read, get = reader(items, name), given.get
+        self._indexed = get and Indexed(
+            get, read, items.avals, given.lock, prefetch, name
+        )
         self._items, self._shards, self._blocks = items, shards, tuple(blocks)
-        read = reader(items, name)
         puller.begin(ring, read if shards is None else shards.cut(read))
 
     def __call__(self, *, rows: Any = None, where: Any = None) -> tuple[Any, jax.Array]:
@@ -147,8 +149,10 @@ class Feed:
             i: an int scalar, from 0.
 
         Raises:
-            SpecError: the source has no `__getitem__`, or the feed has `sharding=`.
-            IndexError: there is no such item; in a program, as a JaxRuntimeError.
+            SpecError: the source has no `__getitem__`, the feed has `sharding=`, or `i`
+                is no int scalar.
+            IndexError: there is no such item, or `i` is negative; in a program, as a
+                JaxRuntimeError.
 
         Under transformations:
             vmap: all rows are read in one call.
@@ -162,6 +166,12 @@ class Feed:
                 f"hostcall: feed.at(i) of `{name}`:"
                 f" {why if self._indexed is None else 'it has sharding='}. It is for"
                 " sequences, and for arrays and tables with batch="
+            )
+        if jnp.shape(i) != () or not jnp.issubdtype(jnp.result_type(i), jnp.integer):
+            raise SpecError(
+                f"hostcall: feed.at(i) of the feed `{name}` wants an int scalar, got"
+                f" {jnp.result_type(i)}{list(jnp.shape(i))}. Under jax.vmap, i is a"
+                " scalar for each row"
             )
         spec = tuple(
             jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._items.avals
@@ -262,7 +272,8 @@ def feed(
             PyTorch's or grain's DataLoader or a tf.data.Dataset. A function that
             requires an argument gets the number of the epoch, from 0. With `batch=`: an
             array, a pytree of arrays, a pandas.DataFrame or a pyarrow.Table (an item is
-            then a dict of columns). Only the feed's thread touches the source.
+            then a dict of columns). Only the feed's thread
+            touches the source; with `at` others do too, one at a time.
         spec: describes an item: a pytree of jax.ShapeDtypeStruct. None takes it from
             the first item, for which this waits.
         batch: cuts arrays and tables into items of so many rows. Rows at the end that
@@ -293,9 +304,13 @@ def feed(
 
     Under transformations:
         jit, scan, fori_loop, while_loop (bodies and conditions), cond: one item each
-            time it is reached, in program order across programs.
+            time it is reached, in program order across programs. With `sharding=`, use
+            `feed(where=p)` instead of cond, in which XLA ends the process.
         vmap: one item for all rows; one for each row, in row order, with `rows=`.
-        grad: a constant. Nothing is pulled again, also not by remat.
+        grad: a constant. Nothing is pulled again, also not by remat. But JAX runs a
+            while_loop twice under grad or linearize if only some of what it carries is
+            differentiated, and its feeds take items twice: use scan, with `where=` for
+            steps that take none.
         jit over sharded arrays: one item, for all devices; with `sharding=`, its
             block for each device. `ok` is then agreed over the processes.
         shard_map: one item for each device, in the order in which they come.

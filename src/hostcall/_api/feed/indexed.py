@@ -1,9 +1,9 @@
 """`feed.at(i)`: items by their number, from sources with `__getitem__`.
 
-A lock lets one thread at a time into the source. What was read is kept, the least
-recently used goes first. If the numbers that are asked for have a constant stride, a
-thread reads the next ones ahead. The thread holds this object only while it reads, so
-that an unused one is collected.
+The source's lock lets one thread at a time into it, also the feed's own. What was read
+is kept, the least recently used goes first. If the numbers that are asked for have a
+constant stride, a thread reads the next ones ahead. The thread holds this object only
+while it reads, so that an unused one is collected.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import queue
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from hostcall._core.errors import FeedError
+from hostcall._runtime import workers
 
 # Bytes of items that are kept, beside the newest.
 _KEPT_BYTES = 64 << 20
@@ -29,10 +31,17 @@ class Indexed:
     """Reads items by number."""
 
     def __init__(
-        self, get: Callable[[int], Any], read: Callable[[Any, int], Leaves], ahead: int
+        self,
+        get: Callable[[int], Any],
+        read: Callable[[Any, int], Leaves],
+        avals: Sequence[Any],
+        source_lock: AbstractContextManager[Any],
+        ahead: int,
+        name: str,
     ) -> None:
-        self._get, self._read, self._ahead = get, read, ahead
-        self._lock = threading.Lock()  # guards the source and all below
+        self._get, self._read, self._avals, self._ahead = get, read, avals, ahead
+        self._name, self._source_lock = name, source_lock
+        self._lock = threading.Lock()  # guards all below, for moments
         self._kept: OrderedDict[int, Leaves] = OrderedDict()
         self._bytes = 0
         self._last = self._stride = 0
@@ -42,6 +51,10 @@ class Indexed:
     def gather(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
         """The items of these numbers, stacked along the axes of `numbers`."""
         flat = [int(n) for n in numbers.reshape(-1)]
+        if not flat:  # a vmap over no rows
+            return tuple(
+                np.empty(numbers.shape + a.shape, a.dtype) for a in self._avals
+            )
         rows = [self._item(n) for n in flat]
         self._expect(flat)
         return tuple(
@@ -55,25 +68,39 @@ class Indexed:
             self._wanted.put(None)
 
     def _item(self, number: int) -> Leaves:
+        if number < 0:
+            raise IndexError(
+                f"hostcall: feed.at({number}) of the feed `{self._name}`: items have"
+                " numbers from 0. Add the length of the source, if you mean its end"
+            )
+        found = self._find(number)
+        if found is None:
+            with self._source_lock:
+                found = self._find(number)  # another thread may have read it
+                if found is None:
+                    found = self._read(self._get(number), number)
+                    found = [leaf.copy() for leaf in found]
+                    self._keep(number, found)
+        return found
+
+    def _find(self, number: int) -> Leaves | None:
         with self._lock:
             if self.closed:
-                raise FeedError(f"hostcall: the feed {self.closed}")
-            found = self._kept.get(number)
-            if found is None:
-                found = self._read(self._get(number), number)
-                self._kept[number] = found = [leaf.copy() for leaf in found]
-                self._bytes += sum(leaf.nbytes for leaf in found)
-                while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
-                    _, gone = self._kept.popitem(last=False)
-                    self._bytes -= sum(leaf.nbytes for leaf in gone)
-            else:
+                raise FeedError(f"hostcall: the feed `{self._name}` {self.closed}")
+            if number in self._kept:
                 self._kept.move_to_end(number)
-            return found
+            return self._kept.get(number)
+
+    def _keep(self, number: int, item: Leaves) -> None:
+        with self._lock:
+            self._kept[number] = item
+            self._bytes += sum(leaf.nbytes for leaf in item)
+            while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
+                _, gone = self._kept.popitem(last=False)
+                self._bytes -= sum(leaf.nbytes for leaf in gone)
 
     def _expect(self, flat: list[int]) -> None:
         """Asks the thread for the next items, if the numbers go on as before."""
-        if not flat:
-            return
         with self._lock:
             stride, before = flat[-1] - self._last, self._stride
             self._last, self._stride = flat[-1], stride
@@ -108,7 +135,9 @@ class Indexed:
 def _read_ahead(
     reader: weakref.ref[Indexed], wanted: queue.SimpleQueue[int | None]
 ) -> None:
+    host = False
     while (number := wanted.get()) is not None:
+        host = host or workers.be_host_code()
         there = reader()
         if there is None:
             return

@@ -29,20 +29,32 @@ def spec_of(item: Any, name: str) -> Any:
                 f" a {type(leaf).__name__} ({array.dtype}), which JAX arrays can't"
                 " hold. Let the source leave it out, or turn it into numbers"
             )
-        return jax.ShapeDtypeStruct(array.shape, _jax.canonical_dtype(array.dtype))
+        return jax.ShapeDtypeStruct(array.shape, _native_order(array.dtype))
 
     return jax.tree_util.tree_map_with_path(describe, item)
 
 
 def parse_spec(spec: Any, name: str) -> Results:
     """What `spec` declares, and one bool: whether there is an item."""
-    results = parse_result(spec, name)
+    results = parse_result(jax.tree.map(_in_native_order, spec), name)
     if not results.avals:
         raise SpecError(
             f"hostcall: the items of the feed `{name}` have no leaves. Does the source"
             " give None?"
         )
     return results
+
+
+def _native_order(dtype: Any) -> Any:
+    """JAX's dtype for this one. Its bytes may be in another order, as in some files."""
+    return _jax.canonical_dtype(np.dtype(dtype).newbyteorder("="))
+
+
+def _in_native_order(leaf: Any) -> Any:
+    dtype = getattr(leaf, "dtype", None)
+    if not isinstance(dtype, np.dtype) or dtype.isnative:
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, dtype.newbyteorder("="))
 
 
 def reader(results: Results, name: str) -> Callable[[Any, int], list[np.ndarray]]:

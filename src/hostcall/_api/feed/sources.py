@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -19,6 +21,8 @@ class OpenSource:
     Attributes:
         again: whether it can be iterated a second time.
         get: the item of a number, or None if the source has no numbers.
+        lock: held by who asks the source for an item. Without numbers only the feed's
+            thread does, and the lock is none.
     """
 
     def __init__(
@@ -28,6 +32,9 @@ class OpenSource:
         get: Callable[[int], Any] | None = None,
     ) -> None:
         self._make, self.again, self.get = make, again, get
+        self.lock: AbstractContextManager[Any] = (
+            nullcontext() if get is None else threading.Lock()
+        )
 
     def open(self, epoch: int) -> Opened:
         made = self._make(epoch)
@@ -81,6 +88,8 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
             again=True,
             get=lambda number: _slice(columns, rows, batch, number),
         )
+    if isinstance(source, type) and not hasattr(type(source), "__iter__"):
+        return OpenSource(_by_epoch(source, name), again=True)  # its objects iterate
     if hasattr(source, "__next__"):
         return OpenSource(lambda epoch: source, again=False)
     if _is_table(source):
