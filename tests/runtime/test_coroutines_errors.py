@@ -98,6 +98,49 @@ def test_the_loop_survives_what_would_end_it(kind):
     assert jax.jit(lambda x: hc.call(same, F32, x))(1.0) == 1
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_the_loop_survives_what_ends_a_task_of_the_users(kind, caplog):
+    async def leave():
+        raise kind(3)
+
+    async def gathers(x):
+        await asyncio.gather(leave())
+
+    with pytest.raises((jax.errors.JaxRuntimeError, kind)):
+        jax.jit(lambda x: hc.call(gathers, F32, x))(1.0).block_until_ready()
+    assert jax.jit(lambda x: hc.call(same, F32, x))(1.0) == 1
+    assert "a task on hostcall's event loop raised" in caplog.text
+
+
+def test_a_loop_whose_thread_does_not_start(run_python):
+    done = run_python(
+        """
+        import threading
+        import jax, jax.numpy as jnp
+        import hostcall as hc
+        F32 = jax.ShapeDtypeStruct((), jnp.float32)
+        start, failing = threading.Thread.start, [RuntimeError("no thread")]
+
+        def starts(thread):
+            if thread.name == "hostcall-loop" and failing:
+                raise failing.pop()
+            start(thread)
+
+        threading.Thread.start = starts
+
+        async def same(x):
+            return x
+
+        for _ in range(2):
+            try:
+                print(hc.call(same, F32, 1.0))
+            except RuntimeError as error:
+                print(error)
+        """
+    )
+    assert done.stdout.splitlines() == ["no thread", "1.0"]
+
+
 def test_a_task_that_others_cancel():
     async def cancelled(x):
         asyncio.current_task().cancel()

@@ -17,12 +17,15 @@ from __future__ import annotations
 import asyncio
 import atexit
 import importlib
+import logging
 import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from hostcall._core.errors import HostcallError
+
+logger = logging.getLogger("hostcall")
 
 # Seconds that cancelled tasks have to end at the end of the process.
 _LAST = 2.0
@@ -31,6 +34,7 @@ _lock = threading.Lock()  # protects the three below; never held while anything 
 _own: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
 _given: asyncio.AbstractEventLoop | None = None
+_stopping = threading.Event()  # set by `_stop`, once
 _forgotten: list[Any] = []  # in a forked child, the parent's loops
 
 
@@ -53,17 +57,23 @@ def current() -> asyncio.AbstractEventLoop:
                 )
             return _given
         if _own is None:
-            _own = _new_loop()
-            _thread = threading.Thread(
-                target=_run, args=(_own,), daemon=True, name="hostcall-loop"
+            loop = _new_loop()
+            thread = threading.Thread(
+                target=_run, args=(loop,), daemon=True, name="hostcall-loop"
             )
-            _thread.start()
+            thread.start()  # if it fails, the next call tries again
+            _own, _thread = loop, thread
         return _own
 
 
 def is_here(loop: asyncio.AbstractEventLoop) -> bool:
     """Whether the calling thread runs this loop."""
     return asyncio._get_running_loop() is loop
+
+
+def is_any_here() -> bool:
+    """Whether the calling thread runs a loop, of whomever."""
+    return asyncio._get_running_loop() is not None
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -77,7 +87,13 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
-    loop.run_forever()
+    while not _stopping.is_set():
+        # asyncio lets SystemExit and KeyboardInterrupt of a task end the loop. Whoever
+        # awaits that task gets the exception when the loop runs again.
+        try:
+            loop.run_forever()
+        except BaseException as error:
+            logger.error("a task on hostcall's event loop raised", exc_info=error)
     # Stopped by `_stop`: what still runs is cancelled, then the loop is closed.
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
@@ -94,6 +110,7 @@ def _stop() -> None:
         loop, thread = _own, _thread
     if loop is None or thread is None or not thread.is_alive():
         return
+    _stopping.set()
     _call(loop, loop.stop)
     # A task that blocks the loop is left behind with the thread, a daemon.
     thread.join(2 * _LAST)
