@@ -227,3 +227,38 @@ def test_nothing_is_left_behind():
     jax.jit(rows(twice))(jnp.arange(4.0)).block_until_ready()
     assert holds_in_time(lambda: not task_run.lanes_of)
     assert holds_in_time(lambda: not asyncio.all_tasks(event_loop.current()))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_function_that_calls_itself_needs_no_place_of_its_own(limit):
+    async def down(n):
+        if n <= 0:
+            return np.float32(0)
+        return float(await asyncio.to_thread(program, n - 1)) + 1
+
+    program = jax.jit(lambda n: hc.call(down, F32, n, concurrency=limit))
+    assert program(1.0) == 1
+    assert program(4.0) == 4
+
+
+def test_a_barrier_in_a_tap():
+    caught = []
+
+    async def tap(x):
+        try:
+            hc.barrier()
+        except hc.errors.HostcallError as error:
+            caught.append(str(error))
+        try:
+            await asyncio.to_thread(hc.barrier)
+        except hc.errors.HostcallError as error:
+            caught.append(str(error))
+
+    def f(x):
+        hc.tap(tap, x)
+        return x
+
+    jax.jit(f)(1.0)
+    hc.barrier()
+    text = "hc.barrier() inside a tap would wait for the tap"
+    assert [text in each for each in caught] == [True, True]

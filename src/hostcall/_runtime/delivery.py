@@ -16,7 +16,7 @@ from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import HostcallError
 from hostcall._core.source import name_of, place_of
-from hostcall._runtime import tap_failures
+from hostcall._runtime import tap_failures, workers
 
 logger = logging.getLogger("hostcall")
 
@@ -80,7 +80,7 @@ def call_at_barrier(*, ending: bool) -> None:
 
 
 def refuse_inside_a_tap(who: str) -> None:
-    if _native.on_tap_worker():
+    if _native.on_tap_worker() or workers.in_tap.get():
         raise HostcallError(
             f"hostcall: {who} inside a tap would wait for the tap itself. Call it where"
             " the program is called"

@@ -6,7 +6,8 @@ order in which they came, whichever calls, devices and programs they belong to.
 
 Guarantees
   * Results are in row order.
-  * Of one function at most `concurrency` rows run at the same time.
+  * Of one function at most `concurrency` rows run at the same time. Rows that it calls
+    in itself count apart from those that wait for them.
   * The first row that fails cancels the others of its call, and its error is raised.
   * A timeout or an interrupt (Ctrl-C, the end of the process) cancels all rows of the
     call. The call then waits for them to end, for a second at most: a coroutine may
@@ -54,6 +55,13 @@ _BLOCKED = 5.0
 lanes_of: dict[asyncio.AbstractEventLoop, dict[Any, Lane]] = {}
 
 
+# The functions of the tasks above, outermost first: of a coroutine, or of a thread that
+# asyncio.to_thread started in one.
+_above: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
+    "hostcall_above", default=()
+)
+
+
 class Lane:
     """The rows of one function on one loop: how many run, and which wait."""
 
@@ -91,12 +99,19 @@ class TaskRun:
         key: Any,
         limit: int,
     ) -> None:
-        self._loop, self._key, self.limit = loop, key, limit
+        above = _above.get()
+        # The tasks above hold their places until these rows have ended. So calls of a
+        # function in itself have a lane for each depth.
+        self._key = key, above.count(key)
+        self._loop, self.limit = loop, limit
         self._fn, self._rows, self._current = fn, rows, current
         self._settings, self._name = workers.Settings(ambient), name
         call = _native.current()
         self._place = 0 if call is None else call[0].number
         self._context = contextvars.copy_context()
+        self._context.run(_above.set, (*above, key))
+        if _native.on_tap_worker():
+            self._context.run(workers.in_tap.set, True)
         self._values: list[Any] = [None] * len(rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._done = threading.Lock()

@@ -36,6 +36,11 @@ in_task: contextvars.ContextVar[Callable[[], Any] | None] = contextvars.ContextV
     "hostcall_current", default=None
 )
 
+# Whether a coroutine is a tap's, for which the worker of taps waits.
+in_tap: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "hostcall_in_tap", default=False
+)
+
 # Set on the threads of the default pool.
 _in_pool = threading.local()
 
