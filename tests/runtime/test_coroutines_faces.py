@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 
 import jax
@@ -238,3 +239,27 @@ def test_a_method_that_fails_keeps_the_objects():
         f(jnp.arange(4.0)).block_until_ready()
     np.testing.assert_array_equal(f(jnp.arange(4.0) + 5), np.arange(4) + 5)
     fails.close()
+
+
+def test_an_object_that_is_freed_on_the_thread_of_the_loop():
+    closed = threading.Event()
+
+    class Closing:
+        async def step(self, x):
+            return x
+
+        async def close(self):
+            closed.set()
+
+    held = [hc.Object(Closing, methods={"step": F32})]
+    held[0].step(1.0)
+
+    async def frees(x):
+        held.clear()
+        gc.collect()
+        return x
+
+    assert jax.jit(lambda x: hc.call(frees, F32, x))(1.0) == 1
+    jax.clear_caches()
+    gc.collect()
+    assert closed.wait(HANG_SECONDS)

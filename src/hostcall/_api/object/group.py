@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hostcall._core.errors import HostcallError
+from hostcall._runtime import loop
 from hostcall._runtime.tasks import settled
 
 logger = logging.getLogger("hostcall")
@@ -175,8 +176,14 @@ class Group:
             logger.error("closing an object of `%s` failed", self.name, exc_info=error)
 
     def __del__(self) -> None:
-        if self.members:
+        if not self.members:
+            return
+        if not loop.is_any_here():
             self.finish()
+            return
+        # The garbage collector ran in a coroutine. A `close` that is one too needs the
+        # loop, so another thread waits for it; Python waits for that thread at the end.
+        threading.Thread(target=self.finish, name="hostcall-close").start()
 
 
 _living: weakref.WeakSet[Group] = weakref.WeakSet()
