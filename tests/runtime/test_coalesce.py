@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from limits import HANG_SECONDS
+from limits import HANG_SECONDS, holds_in_time
 
 import hostcall as hc
+from hostcall._engine import coalescing
+from hostcall._runtime import coalesce
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -146,7 +148,92 @@ def test_coroutine_functions():
     np.testing.assert_array_equal(jax.jit(f)(jnp.arange(5.0)), 2 * np.arange(5.0))
 
 
+def test_a_function_that_returns_its_own_buffer():
+    buffer = np.zeros(2, np.float32)
+
+    def same(x):
+        buffer[: len(x)] = x
+        return buffer[: len(x)]
+
+    f = jax.vmap(lambda x: hc.call(same, F32, x, coalesce=2, wait=0.0))
+    np.testing.assert_array_equal(jax.jit(f)(jnp.arange(8.0)), np.arange(8.0))
+
+
+def test_a_leader_keeps_no_batch_open_while_it_makes_another_call():
+    meeting = coalesce.Meeting(4, 0.01)
+    entered, end, sizes = threading.Event(), threading.Event(), []
+
+    def together(entries):
+        sizes.append(len(entries))
+        if len(entries) == 4:
+            entered.set()
+            assert end.wait(HANG_SECONDS)
+        return entries
+
+    def alone():
+        assert entered.wait(HANG_SECONDS)
+        try:
+            return meeting.call([9], together)
+        finally:
+            end.set()
+
+    rows = list(range(5))
+    assert on_threads([lambda: meeting.call(rows, together), alone]) == [rows, [9]]
+    assert sizes == [4, 1, 1]
+
+
+def test_a_merged_function_that_runs_a_program_with_itself():
+    def call(x):
+        return hc.call(less, F32, x, coalesce=4, wait=0.002)
+
+    def less(xs):
+        return np.array([inner(x - 100) if x >= 100 else x for x in xs], np.float32)
+
+    inner = jax.jit(call)
+    inner(0.0)
+    out = jax.jit(jax.vmap(call))(jnp.arange(5.0) + 100)
+    np.testing.assert_array_equal(out, np.arange(5.0))
+
+
 # --- Errors --------------------------------------------------------------------------
+
+
+def test_an_interrupt_right_after_a_batch_was_opened():
+    meeting = coalesce.Meeting(4, 0.01)
+    join, interrupts = meeting._join, [KeyboardInterrupt()]
+
+    def joins(*given):
+        left = join(*given)
+        if interrupts:
+            raise interrupts.pop()
+        return left
+
+    meeting._join = joins
+    with pytest.raises(KeyboardInterrupt):
+        meeting.call([1], list)
+    assert on_threads([lambda: meeting.call([2], list)]) == [[2]]
+
+
+def test_a_follower_on_the_thread_of_the_loop():
+    """It would block the loop that the leader's call needs."""
+
+    async def same(x):
+        return x
+
+    async def outer(x):
+        return merged(x)
+
+    merged = compiled(same, coalesce=2, wait=1.0)
+    program = jax.jit(lambda x: hc.call(outer, F32, x))
+    leader = threading.Thread(target=lambda: merged(1.0))
+    leader.start()
+    assert holds_in_time(
+        lambda: any(m._open for m in list(coalescing._meetings.values()))
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="await asyncio.to_thread"):
+        program(2.0).block_until_ready()
+    leader.join(HANG_SECONDS)
+    assert not leader.is_alive()
 
 
 def test_an_error_goes_to_all():

@@ -17,6 +17,7 @@ import numpy as np
 from hostcall._core import coerce
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
+from hostcall._runtime import tasks
 from hostcall._runtime.coalesce import Meeting
 
 # Where the calls of each function meet, while a program with such a call exists. The
@@ -65,11 +66,14 @@ class Coalesced:
         self._meeting = _meeting_of(params, operands)
 
     def __call__(self, *arrays: np.ndarray) -> Any:
-        (value,) = self._meeting.call([arrays], self._together)
+        (value,) = self.rows([arrays], [])
         return value
 
     def rows(self, rows: list[Any], _: list[Any]) -> list[Any]:
         """The runner of a batch: each row is an entry."""
+        callback = self._params.callback
+        if callback.awaits:  # another thread may make the call, and need the loop
+            tasks.refuse_on_loop(callback.function)
         return self._meeting.call(rows, self._together)
 
     def _together(self, entries: list[Any]) -> Sequence[Any]:
@@ -90,4 +94,6 @@ class Coalesced:
             path = self._params.callback.results.paths()[number]
             return f"{path} of `{self._info.name}`, called for {count} with coalesce=,"
 
-        return coerce.coerce(value, aval.dtype, (count, *aval.shape), where)
+        array = coerce.coerce(value, aval.dtype, (count, *aval.shape), where)
+        # The function may write its buffer again before all entries have been read.
+        return array.copy()

@@ -7,6 +7,8 @@ calls the function with all entries; the others wait for the outcome.
 Guarantees
   * A batch has at most `size` entries. A call with more rows (a vmap) fills several.
   * A batch that is full is called at once; no call joins a batch that has been closed.
+  * A batch is open only while its leader waits for others, not while the leader makes
+    another call. So a function may run programs that call itself.
   * An error goes to every thread that has entries in the batch.
   * A thread that is interrupted (Ctrl-C) leaves; its entries are still computed. If the
     leader is interrupted, the others are too, since nobody is left to make the call.
@@ -73,45 +75,53 @@ class Meeting:
         Raises:
             BaseException: what `together` raised, for the first batch that failed.
         """
-        parts, leads = self._join(entries)
-        batch: _Batch | None = None
+        parts: list[tuple[_Batch, range]] = []
+        leads: list[_Batch] = []
         try:
-            for batch in leads:
-                self._lead(batch, together)
+            # One batch after the other: a batch is open only while its leader waits.
+            while entries:
+                entries = self._join(entries, parts, leads)
+                if leads and not leads[-1].done.is_set():
+                    self._lead(leads[-1], together)
         finally:
-            for batch in leads:
-                if not batch.done.is_set():  # this thread was interrupted
-                    self._close(batch)
-                    batch.error = batch.error or KeyboardInterrupt()
-                    batch.done.set()
+            if leads and not leads[-1].done.is_set():  # this thread was interrupted
+                self._leave(leads[-1])
         values, error = _gathered(parts)
         if error is None:
             return values
         try:
             raise error
         finally:  # breaks the cycle error -> traceback -> this frame -> error
-            del error, batch, leads, parts
+            del error, leads, parts
 
     def _join(
-        self, entries: Sequence[Any]
-    ) -> tuple[list[tuple[_Batch, range]], list[_Batch]]:
-        """Where the entries went, and the batches that this thread leads."""
-        parts, leads = [], []
+        self,
+        entries: Sequence[Any],
+        parts: list[tuple[_Batch, range]],
+        leads: list[_Batch],
+    ) -> Sequence[Any]:
+        """Puts entries into the open batch. Returns those that it has no room for.
+
+        Args:
+            entries: what is left of the call's.
+            parts: gets the batch, and where the entries are in it.
+            leads: gets the batch if this thread leads it, before others can join it: an
+                interrupt may come at any time.
+        """
         with self._lock:
-            while entries:
-                if self._open is None:
-                    self._open = _Batch()
-                    leads.append(self._open)
-                batch = self._open
-                start = len(batch.entries)
-                taken = entries[: self._size - start]
-                batch.entries += taken
-                entries = entries[len(taken) :]
-                parts.append((batch, range(start, len(batch.entries))))
-                if len(batch.entries) == self._size:
-                    self._open = None
-                    batch.full.set()
-        return parts, leads
+            batch = self._open
+            if batch is None:
+                batch = _Batch()
+                leads.append(batch)
+                self._open = batch
+            start = len(batch.entries)
+            taken = entries[: self._size - start]
+            batch.entries += taken
+            parts.append((batch, range(start, len(batch.entries))))
+            if len(batch.entries) == self._size:
+                self._open = None
+                batch.full.set()
+        return entries[len(taken) :]
 
     def _lead(self, batch: _Batch, together: Together) -> None:
         end = time.monotonic() + self._wait
@@ -119,6 +129,11 @@ class Meeting:
             batch.full.wait(min(left, _LOOK))
         self._close(batch)
         batch.finish(together)
+
+    def _leave(self, batch: _Batch) -> None:
+        self._close(batch)
+        batch.error = batch.error or KeyboardInterrupt()
+        batch.done.set()
 
     def _close(self, batch: _Batch) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ code that meets a coroutine. task_run.py says what holds while they run.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -51,9 +52,7 @@ def run_tasks(
         CallTimeoutError: the rows are late.
         DeadlockError: this thread is the loop's, and would wait for itself.
     """
-    loop = loops.current()
-    if loops.is_here(loop):
-        raise DeadlockError(task_texts.would_wait(name_of(fn)))
+    loop = refuse_on_loop(fn)
     limit = concurrency or CONCURRENCY
     with contextlib.ExitStack() as held:
         part, there, finish = _prepared(fn, rows, current, held)
@@ -62,6 +61,18 @@ def run_tasks(
         )
         values = run.wait(timeout, describe)
     return [end(value) for end, value in zip(finish, values, strict=True)]
+
+
+def refuse_on_loop(fn: Callable[..., Any]) -> asyncio.AbstractEventLoop:
+    """The loop, unless this thread is the loop's and would wait for itself.
+
+    Raises:
+        DeadlockError: it is.
+    """
+    loop = loops.current()
+    if loops.is_here(loop):
+        raise DeadlockError(task_texts.would_wait(name_of(fn)))
+    return loop
 
 
 def _prepared(
