@@ -168,6 +168,18 @@ def captures(x):
     return lambda y: x + y
 
 
+def decorated(fn):
+    @functools.wraps(fn)
+    def wrapper(x):
+        return fn(x)
+
+    return wrapper
+
+
+def wrapped_sine(x):
+    return sine(x)
+
+
 WRONG = {
     "no cache": (sine, {"version": 2}, "has version= and no cache="),
     "a word": (sine, {"cache": "disk"}, r"should be 'memory', a diskcache.Cache or"),
@@ -184,6 +196,16 @@ WRONG = {
         "define it at the top level",
     ),
     "closure": (captures(1), {"cache": DISK, "version": 1}, "define it at the top"),
+    "wrapper": (
+        decorated(wrapped_sine),
+        {"cache": DISK, "version": 1},
+        "a decorator's wrapper",
+    ),
+    "ufunc": (
+        np.frompyfunc(sine, 1, 1),
+        {"cache": DISK, "version": 1},
+        "a ufunc of np.frompyfunc",
+    ),
     "method": (Model().predict, {"cache": DISK, "version": 1}, "define it at the top"),
     "partial": (
         functools.partial(captures, 1),

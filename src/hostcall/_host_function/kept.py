@@ -77,17 +77,31 @@ def _check_disk(shown: str, fn: Any, version: Any) -> None:
             " function, of its rules, or of what they call changes: older results are"
             " then not found"
         )
-    bound = getattr(fn, "__self__", None)
-    has_name = hasattr(fn, "__qualname__") or isinstance(fn, np.ufunc)
-    of_object = bound is not None and not isinstance(bound, types.ModuleType)
-    if is_anonymous(fn) or not has_name or of_object:
+    if not _goes_by_name(fn):
         raise SpecError(
             f"hostcall: `{shown}` has a cache that outlives the process, whose entries"
             f" go by the function's module and name. `{name_of(fn)}` may be one of"
-            " several functions of that name (a lambda, a closure, a partial, a bound"
-            " method): define it at the top level of a module, with all that it uses"
-            " as arguments, or use cache='memory'"
+            " several functions of that name (a lambda, a closure, a decorator's"
+            " wrapper, a partial, a bound method, a ufunc of np.frompyfunc): define it"
+            " at the top level of a module, with all that it uses as arguments, or"
+            " use cache='memory'"
         )
+
+
+def _goes_by_name(fn: Any) -> bool:
+    """Whether the function is the only one of its module and name."""
+    if isinstance(fn, np.ufunc):
+        own = getattr(np, fn.__name__, None) is fn
+        return own or hasattr(fn, "__module__")
+    bound = getattr(fn, "__self__", None)
+    if bound is not None and not isinstance(bound, types.ModuleType):
+        return False
+    # functools.wraps gives a wrapper the name of what it wraps; its code has its own.
+    code = getattr(fn, "__code__", None)
+    closes = getattr(fn, "__closure__", None) or "<locals>" in getattr(
+        code, "co_qualname", ""
+    )
+    return not (is_anonymous(fn) or closes) and hasattr(fn, "__qualname__")
 
 
 def _place(fn: Any) -> str:
