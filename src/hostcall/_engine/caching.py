@@ -8,15 +8,19 @@ A row's key is a digest of
 
   * what is the same in all calls of a plan: which of the function's codes it is, the
     shapes and dtypes of arguments and results, and the fills of masked rows;
-  * the structure of the arguments with the static ones, pickled;
+  * the structure of the arguments with the static ones, pickled, and what functions and
+    classes in them are (pickles have their names only);
   * the bytes of its arrays. So -0.0 differs from 0.0, and a NaN equals itself.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+import itertools
 import pickle
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +28,12 @@ from typing import Any
 import numpy as np
 
 from hostcall._core.errors import SpecError
+from hostcall._core.fingerprint import fingerprint
 from hostcall._core.spec import Static, Template
 from hostcall._engine.counters import tally_of
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
-from hostcall._runtime import host_device
+from hostcall._runtime import host_device, loop, workers
 from hostcall._runtime.caches import Cache, Values
 
 Converters = Sequence[Callable[[Any], Any] | None]
@@ -38,6 +43,41 @@ _SMALL = 4096
 
 # Static arguments that can't change, so that one pickle serves all calls.
 _CONSTANT = (str, bytes, type(None), type, types.FunctionType)
+
+
+# Each function and class that was a static argument, or its class. Two of one name get
+# two numbers.
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next = itertools.count()
+
+
+class _Pickler(pickle.Pickler):
+    """Notes the functions and classes that it meets, which it pickles by name.
+
+    Args:
+        file: as for pickle.Pickler.
+        in_memory: whether the keys are for this process. Others know a function by its
+            code, and a class by its name alone.
+    """
+
+    def __init__(self, file: io.BytesIO, in_memory: bool) -> None:
+        super().__init__(file)
+        self._in_memory, self.met = in_memory, list[int]()
+
+    def persistent_id(self, thing: Any) -> None:
+        if not isinstance(thing, (type, types.FunctionType)):
+            return
+        if self._in_memory:
+            self.met.append(_numbers.setdefault(thing, next(_next)))
+        elif isinstance(thing, types.FunctionType):
+            self.met.append(fingerprint(thing))
+
+
+def _pickled(tree: Any, in_memory: bool) -> bytes:
+    file = io.BytesIO()
+    pickler = _Pickler(file, in_memory)
+    pickler.dump(tree)
+    return file.getvalue() + repr(pickler.met).encode()
 
 
 @dataclass(frozen=True)
@@ -111,7 +151,8 @@ class Rows:
             x.value if isinstance(x, Static) else _Array for x in self._template.leaves
         ]
         try:
-            return pickle.dumps(self._template.treedef.unflatten(marks))
+            tree = self._template.treedef.unflatten(marks)
+            return _pickled(tree, self._part.cache.in_memory)
         except Exception as error:
             raise SpecError(
                 f"hostcall: `{self._info.name}` has cache=, whose keys hold its static"
@@ -152,7 +193,10 @@ class Rows:
             if value is not None:
                 self._tally.add(1, 0)
                 return [self._arrays(value)]
-        values, n = self._part.cache.values_of(keys, missing, self._may_wait)
+        # What a task's threads wait for, the task waits for; and a loop must not wait.
+        alone = workers.stand_in() is None and not loop.is_any_here()
+        may_wait = self._may_wait and alone
+        values, n = self._part.cache.values_of(keys, missing, may_wait)
         self._tally.add(len(rows) - n, n)
         return [self._arrays(value) for value in values]
 

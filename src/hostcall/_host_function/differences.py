@@ -134,7 +134,9 @@ class Differences:
         if position not in self.slopes:
             function = self.function
             lend = bool(function.options["lend"])
-            options = options_of(function.options, ("slope", position))
+            options = options_of(
+                function.options, ("slope", position, self.scheme, self.step)
+            )
             options |= {"lend": lend, "name": function.__name__ + "'"}
             self.slopes[position] = HostFunction(
                 _Diagonal(self, position),

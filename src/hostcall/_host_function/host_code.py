@@ -22,6 +22,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError
+from hostcall._core.fingerprint import fingerprint
 from hostcall._core.source import name_of, source_of
 from hostcall._core.spec import Results, Template
 from hostcall._host_function import rules, sendable
@@ -117,7 +118,13 @@ class HostCode(Value):
 
     def _options(self) -> dict[str, Any]:
         function = self.site.function
-        options = options_of(function.options, (self.kind, self.nz), self.site.trees)
+        label: tuple[Any, ...] = self.kind, self.nz
+        # version= says which code computes the value; a rule can be set again.
+        if function.options.get("cache") is not None and self.kind != "value":
+            found = function.differences
+            how = None if found is None else (found.scheme, found.step)
+            label += fingerprint(self.code), how
+        options = options_of(function.options, label, self.site.trees)
         if self.kind != "value":
             options["lend"] = bool(options["lend"])
         if self.keeps_objects:

@@ -9,7 +9,7 @@ Guarantees, for the calls of one HostFunction in this process
   * If the computation fails, nothing is kept, and one of those that waited computes.
   * Waits do not hold the GIL, and Ctrl-C ends them.
 
-Why nothing waits in a circle:
+Why nothing waits in a circle, if host code runs its programs in its own thread:
 
   1. A call computes all the keys that it has claimed before it waits for others'.
   2. A call in a program that host code started may be needed by the very computation
@@ -59,6 +59,7 @@ class Cache:
 
     def __init__(self, given: Any, name: str) -> None:
         self._given, self.name = given, name
+        self.in_memory = isinstance(given, str)
         self._store = _store_of(given, name)
         self._under_way: dict[bytes, _Flight] = {}
 
@@ -166,6 +167,9 @@ _bytes = 0
 _lock = threading.Lock()  # protects the two above
 
 
+_gone: list[int] = []  # owners whose entries the next `fit` drops
+
+
 class _Memory:
     """The entries of one function among those of the process, which share a limit."""
 
@@ -181,6 +185,8 @@ class _Memory:
 
     def put(self, key: bytes, value: Values) -> None:
         global _bytes
+        if _size(value) > config.cache_bytes():
+            return  # else it would drop all others, and then itself
         with _lock:
             _drop((self._owner, key))
             _kept[self._owner, key] = value
@@ -192,13 +198,11 @@ class _Memory:
             for key in [key for key in _kept if key[0] == self._owner]:
                 _drop(key)
 
-    def __del__(self) -> None:
+    def __del__(self, gone: list[int] = _gone) -> None:
         # With the last reference to the function, nobody can ask for its values. The
         # lock could be held by this very thread, if the garbage collector runs in it.
-        _gone.append(self._owner)
-
-
-_gone: list[int] = []  # owners whose entries the next `fit` drops
+        # `gone` is an argument, since a module's names are None when Python ends.
+        gone.append(self._owner)
 
 
 def fit() -> None:

@@ -160,8 +160,9 @@ class Object:
             " since programs refer to it. Pickle what its save() returns"
         )
 
-    def __del__(self) -> None:
-        _native.bury()  # frees calls that have ended, which still hold the group
+    def __del__(self, bury: Callable[[], Any] = _native.bury) -> None:
+        # An argument, since a module's names are None when Python ends.
+        bury()  # frees calls that have ended, which still hold the group
 
     def __enter__(self) -> Object:
         self._group.check_open("__enter__()")
