@@ -113,7 +113,9 @@ def test_a_result_that_is_too_large_leaves_the_others():
 
 
 def test_a_cached_coroutine_function_that_calls_itself():
-    """Rows of one call wait for programs that claim each other's keys."""
+    """Rows of one call wait for programs that claim each other's keys. They take five
+    threads of asyncio.to_thread at a time, which has that many on one core.
+    """
 
     async def factorial(n):
         if n <= 1:
@@ -126,8 +128,8 @@ def test_a_cached_coroutine_function_that_calls_itself():
     jax.jit(jax.vmap(f))(np.ones(2, np.float32)).block_until_ready()
     program(1.0)
     program(2.0)
-    rows = np.array([7, 5], np.float32)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(rows), [5040, 120])
+    rows = np.array([4, 3], np.float32)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(rows), [24, 6])
 
 
 def test_the_thread_of_a_loop_does_not_wait_for_another_computation():
