@@ -191,7 +191,7 @@ def test_one_process_of_a_job_draws(run_python):
 # --- Notebooks ------------------------------------------------------------------------
 
 
-def test_a_notebook_shows_a_widget(run_python):
+def test_a_notebook_shows_a_widget(run_python, tmp_path):
     done = run_python(
         """
         import json, nbformat
@@ -213,7 +213,7 @@ def test_a_notebook_shows_a_widget(run_python):
         data = [list(output.get("data", {})) for output in book.cells[0].outputs]
         print("says:", json.dumps({"data": data, "states": states}))
         """,
-        env={"IPYTHONDIR": "", "JUPYTER_PLATFORM_DIRS": "1"},
+        env={"IPYTHONDIR": str(tmp_path), "JUPYTER_PLATFORM_DIRS": "1"},
     )
     (text,) = re.findall("says: (.*)", done.stdout)
     told = json.loads(text)
