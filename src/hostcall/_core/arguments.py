@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,6 +49,32 @@ def refuse_coroutines(fn: Any) -> None:
             " hc.tap run coroutine functions. Or pass a function that runs it:"
             f" lambda *args: asyncio.run({name}(*args))"
         )
+
+
+def of_a_number(
+    function: Callable[..., Any], refusal: Callable[[str], str]
+) -> Callable[[int], Any]:
+    """Calls a user's function with a number, or without one if it requires none.
+
+    Args:
+        function: requires no argument, or only the number.
+        refusal: makes the text of the SpecError for any other, given the names of the
+            arguments that it requires.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C, with an unknown signature
+        return lambda number: function()
+    needed = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if not needed:
+        return lambda number: function()
+    if len(needed) > 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        raise SpecError(refusal(", ".join(p.name for p in needed)))
+    return function
 
 
 def parse_mask(where: Any, name: str, option: str = "where") -> Any:

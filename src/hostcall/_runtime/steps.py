@@ -13,7 +13,8 @@ from typing import Any
 Row = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _same(value: Any) -> Any:
+def same(value: Any) -> Any:
+    """Finishes a row whose value is its result."""
     return value
 
 
@@ -23,11 +24,11 @@ def split(
     """The function and rows to run elsewhere, and for each row what finishes it."""
     steps = getattr(fn, "hostcall_steps", None)
     if steps is None:
-        return fn, rows, [_same] * len(rows)
+        return fn, rows, [same] * len(rows)
     split = [steps(*args, **kwargs) for args, kwargs in rows]
     there: list[Row] = [((part, *args), {}) for part, args, _ in split]
-    return _apply, there, [finish for *_, finish in split]
+    return apply, there, [finish for *_, finish in split]
 
 
-def _apply(part: Callable[..., Any], *args: Any) -> Any:
+def apply(part: Callable[..., Any], *args: Any) -> Any:
     return part(*args)

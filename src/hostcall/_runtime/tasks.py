@@ -90,15 +90,7 @@ def _prepared(
         ((enter(fn, current(number), held, args, kwargs),), {})
         for number, (args, kwargs) in enumerate(rows)
     ]
-    return _apply, entered, [_same] * len(entered)
-
-
-def _apply(method: Callable[[], Any]) -> Any:
-    return method()
-
-
-def _same(value: Any) -> Any:
-    return value
+    return steps.apply, entered, [steps.same] * len(entered)
 
 
 def _lane_of(fn: Any) -> Any:

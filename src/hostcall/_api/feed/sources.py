@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hostcall._core.arguments import of_a_number
 from hostcall._core.errors import SpecError
 from hostcall._runtime.feed_source import Opened
 
@@ -116,25 +116,14 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
 
 def _by_epoch(function: Callable[..., Any], name: str) -> Callable[[int], Any]:
     """Calls the function with the number of the epoch, if it wants an argument."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C, with an unknown signature
-        return lambda epoch: function()
-    needed = [
-        p
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if not needed:
-        return lambda epoch: function()
-    if len(needed) > 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
-        raise SpecError(
+    return of_a_number(
+        function,
+        lambda needed: (
             f"hostcall: the source `{name}` of a feed should require no argument, or"
-            " only the number of the epoch, but it requires"
-            f" {', '.join(p.name for p in needed)}. Write hc.feed(lambda: ...) or"
-            " hc.feed(lambda epoch: ...)"
-        )
-    return function
+            f" only the number of the epoch, but it requires {needed}. Write"
+            " hc.feed(lambda: ...) or hc.feed(lambda epoch: ...)"
+        ),
+    )
 
 
 # --- Arrays and tables ---------------------------------------------------------------

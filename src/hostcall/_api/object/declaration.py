@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hostcall._core.arguments import of_a_number
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import parse_result
 
@@ -47,24 +47,14 @@ def check(name: str, methods: Any, order: Any, vmap_method: Any) -> None:
 
 def maker(factory: Callable[..., Any], name: str) -> Callable[[Any], Any]:
     """A function from an object's index to a new object, for every kind of factory."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # written in C, with an unknown signature
-        return lambda index: factory()
-    needed = [
-        p
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if not needed:
-        return lambda index: factory()
-    if len(needed) > 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
-        raise SpecError(
+    return of_a_number(
+        factory,
+        lambda needed: (
             f"hostcall: the factory of `{name}` should require no argument, or only the"
-            f" object's index, but it requires {', '.join(p.name for p in needed)}."
-            " Write lambda: ... or lambda index: ..."
-        )
-    return factory
+            f" object's index, but it requires {needed}. Write lambda: ... or lambda"
+            " index: ..."
+        ),
+    )
 
 
 def hook(
