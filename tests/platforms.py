@@ -40,7 +40,10 @@ def set_up(platform: str) -> None:
     folder = tempfile.TemporaryDirectory()
     driver = fake_driver(Path(folder.name))
     os.environ["HOSTCALL_CUDA_DRIVER"] = str(driver)
+    # Read when hostcall is imported, and not for the processes that tests start.
+    os.environ["HOSTCALL_HANDLERS_ON_CPU"] = "staged "
     use_fake_driver(driver)
+    del os.environ["HOSTCALL_HANDLERS_ON_CPU"]
     folder.cleanup()  # the library stays loaded
 
 
@@ -96,5 +99,5 @@ def use_fake_driver(driver: Path) -> ctypes.CDLL:
     _streams.extend(library.fakeStreamCreate() for _ in range(8))
     assert not _native.cuda_missing()  # opens the driver that the environment names
     _native.set_streams_for_tests(_streams)
-    targets.kind_on_cpu = "staged "
+    assert targets._ON_CPU == "staged "
     return library

@@ -1,26 +1,21 @@
 #include "bindings/plan_bindings.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstring>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "base/engine.h"
-#include "base/flight.h"
+#include "bindings/eager_bindings.h"
 #include "bindings/feed_bindings.h"
 #include "bindings/keywords.h"
 #include "bindings/setting_bindings.h"
-#include "buffer/buffer_call.h"
 #include "handlers/plan_state.h"
-#include "invoke/invoke.h"
-#include "plan/feed_take.h"
-#include "plan/push_tap.h"
 
 namespace nb = nanobind;
 
@@ -73,6 +68,7 @@ struct PlanSpec {
   std::optional<BufferSettings> buffers;
   std::optional<int64_t> keep;
   std::optional<FeedSpec> feed;
+  std::string text;
 };
 
 Ref Own(nb::handle object) { return Ref::Borrow(object.ptr()); }
@@ -158,15 +154,11 @@ Counted<Plan> MakePlan(PlanSpec spec) {
   plan->tap = std::move(spec.tap);
   if (spec.buffers) plan->buffers = std::move(*spec.buffers);
   plan->keep = spec.keep;
+  plan->text = std::move(spec.text);
   if (spec.feed) plan->feed = {spec.feed->ring.ring, std::move(spec.feed->devices)};
   plan->Seal();
   return counted;
 }
-
-/// Python's reference to a plan.
-struct PlanHandle {
-  Counted<Plan> plan;
-};
 
 /// Keeps a plan in the table of slots for as long as this object lives. The
 /// executable holds it.
@@ -198,123 +190,25 @@ Counted<Plan> MakeBlock(const Plan& whole, std::string_view block,
   }
 }
 
-// --- Plans run without a program
+/// Python's function that reads texts, owned. Guarded by the GIL.
+PyObject* g_read_text = nullptr;
 
-/// The addresses of the operands' memory, which the caller's list keeps alive.
-/// Throws if they don't fit the plan.
-std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
-  if (operands.size() != plan.operands()) {
-    throw nb::value_error("the number of operands differs from the plan's");
+Counted<Plan> ReadText(std::string_view text, bool on_cuda,
+                       const std::vector<BufferType>* buffers, std::string* error) {
+  try {
+    nb::object types = nb::none();
+    if (buffers != nullptr) types = nb::cast(*buffers);
+    const nb::object made =
+        nb::handle(g_read_text)(nb::str(text.data(), text.size()), on_cuda, types);
+    if (buffers != nullptr) return nb::cast<PlanHandle&>(made).plan;
+  } catch (nb::python_error& e) {
+    // Without the traceback, which shows hostcall's own frames only.
+    *error = nb::str(e.value()).c_str();
+    if (error->empty()) *error = e.what();
+  } catch (const std::exception& e) {
+    *error = e.what();
   }
-  std::vector<const void*> in;
-  const size_t first = plan.masked ? 1 : 0;
-  for (nb::handle operand : operands) {
-    auto* array = reinterpret_cast<PyArrayObject*>(operand.ptr());
-    if (!PyArray_Check(operand.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
-      throw nb::type_error("operands must be row-major arrays");
-    }
-    const size_t bytes = in.size() < first
-                             ? static_cast<size_t>(plan.mask_rows)
-                             : plan.args[in.size() - first].buffer_bytes();
-    if (static_cast<size_t>(PyArray_NBYTES(array)) != bytes) {
-      throw nb::value_error("an operand's size differs from the plan's");
-    }
-    in.push_back(PyArray_DATA(array));
-  }
-  return in;
-}
-
-/// Queues a tap of arrays on the host. Returns false if it was dropped.
-bool PushEagerly(const PlanHandle& handle, nb::list operands) {
-  const Plan& plan = *handle.plan;
-  if (!plan.tap) throw nb::type_error("not a plan of a tap");
-  const std::vector<const void*> in = Buffers(plan, operands);
-  Entry entry;
-  if (!entry) throw std::runtime_error("hostcall: the engine is closed");
-  for (;;) {
-    try {
-      GilRelease unlocked;  // it may wait for the worker, which needs the GIL
-      return PushTap(plan, -1, -1, in.data());
-    } catch (const PushInterrupted&) {
-      // GilRelease has ended with its block, so the GIL is held here. Python's
-      // handler raises the interrupt on the main thread; other threads go on
-      // waiting.
-      if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    }
-  }
-}
-
-/// Runs a plan on arrays of the host, without a compiled program. Returns a list of
-/// new arrays.
-nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
-  const Plan& plan = *handle.plan;
-  std::vector<const void*> in = Buffers(plan, operands);
-  nb::list out;
-  std::vector<void*> targets;
-  for (const Leaf& leaf : plan.results) {
-    std::vector<npy_intp> dims(plan.grid.begin(), plan.grid.end());
-    dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
-    Py_INCREF(leaf.dtype.get());  // PyArray_Empty steals a reference
-    PyObject* array =
-        PyArray_Empty(static_cast<int>(dims.size()), dims.data(), leaf.descr(), 0);
-    if (array == nullptr) throw nb::python_error();
-    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
-    // The result takes the place of the argument's memory, which stays unchanged.
-    if (plan.buffers.Aliases(targets.size())) {
-      const int arg = plan.buffers.aliases[targets.size()];
-      std::memcpy(data, in[arg], plan.args[arg].buffer_bytes());
-      in[arg] = data;
-    }
-    targets.push_back(data);
-    out.append(nb::steal(array));
-  }
-  if (plan.buffers.address != 0) {
-    NativeStatus status;
-    {
-      nb::gil_scoped_release unlocked;
-      status = RunNative(plan, in.data(), targets.data(), nullptr);
-    }
-    if (status.ok()) return out;
-    RaiseStatus(plan, status);
-    throw nb::python_error();
-  }
-  Before before;
-  {
-    GilRelease unlocked(plan.history != nullptr);  // Pass takes a lock
-    if (Masked(plan, -1, -1, in.data(), targets.data(), &before)) return out;
-  }
-  std::optional<FeedTake> take;
-  std::optional<FeedWait> wait;
-  if (plan.feed) {
-    GilRelease unlocked;
-    take.emplace(plan, -1, in.data(), targets.data());
-    if (take->Go(0) == FeedTake::Went::kDone) return out;
-    wait.emplace(*plan.feed->ring);
-  }
-  const int64_t start = Ticks();
-  Flight flight(plan.NewEvent(plan.feed ? EventKind::kFeed : EventKind::kCall, -1,
-                              -1, start));
-  flight.Entered(start);
-  bool ok;
-  {
-    CallScope scope(plan, -1, -1);
-    scope.call().start = start;
-    scope.call().before = plan.history ? &before : nullptr;
-    scope.call().feed = take ? &*take : nullptr;
-    ok = Invoke(plan, scope.call(), in.data(), targets.data());
-    if (!ok) ++plan.counters->errors;
-    if (Engine::Get().IsLeftBehind()) {
-      // The interpreter finalizes, and this daemon thread would return into JAX's
-      // C++, which asks for the GIL. So it stays here (base/engine.h).
-      GilRelease unlocked;
-      StayForEver();
-    }
-  }
-  const int64_t end = Ticks();
-  plan.counters->python_ticks += end - start;
-  flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
-  if (!ok) throw nb::python_error();
-  return out;
+  return {};
 }
 
 const Keywords<PlanSpec>& PlanFields() {
@@ -345,7 +239,8 @@ const Keywords<PlanSpec>& PlanFields() {
                    .Field<&PlanSpec::tap>("tap")
                    .Field<&PlanSpec::buffers>("buffers")
                    .Field<&PlanSpec::keep>("keep")
-                   .Field<&PlanSpec::feed>("feed"));
+                   .Field<&PlanSpec::feed>("feed")
+                   .Field<&PlanSpec::text>("text"));
   return *fields;
 }
 
@@ -353,6 +248,14 @@ const Keywords<PlanSpec>& PlanFields() {
 
 void InitPlans(nb::module_& m) {
   SetBlockMaker(&MakeBlock);
+  SetTextReader(&ReadText);
+  m.def(
+      "set_text_reader",
+      [](nb::callable function) {
+        Py_INCREF(function.ptr());
+        Py_XSETREF(g_read_text, function.ptr());
+      },
+      nb::arg("function"));
   InitSettings(m);
   BindStruct(m, Keywords<LeafSpec>("Leaf")
                     .Field<&LeafSpec::dtype>("dtype")
@@ -363,13 +266,11 @@ void InitPlans(nb::module_& m) {
                     .Field<&LeafSpec::convert>("convert")
                     .Field<&LeafSpec::fill>("fill"));
 
-  nb::class_<PlanHandle>(m, "Plan")
-      .def("__init__",
-           [](PlanHandle* self, nb::kwargs given) {
-             new (self) PlanHandle{MakePlan(PlanFields().Read(given))};
-           })
-      .def("invoke", &InvokeEagerly, nb::arg("operands"))
-      .def("push", &PushEagerly, nb::arg("operands"));
+  nb::class_<PlanHandle> plan(m, "Plan");
+  plan.def("__init__", [](PlanHandle* self, nb::kwargs given) {
+    new (self) PlanHandle{MakePlan(PlanFields().Read(given))};
+  });
+  BindEager(plan);
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
       .def(nb::init<const PlanHandle&, uint64_t, bool>(), nb::arg("plan"),
            nb::arg("key"), nb::arg("across"))

@@ -17,6 +17,55 @@ XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 XLA_FFI_TypeId g_cuda_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 
 BlockMaker g_block_maker = nullptr;
+TextReader g_text_reader = nullptr;
+
+/// The state of a place with this plan.
+std::unique_ptr<PlanState> StateFor(Counted<Plan> plan) {
+  auto state = std::make_unique<PlanState>();
+  if (plan->team) state->team = std::make_unique<Team>(*plan->team);
+  if (plan->tap) {
+    state->throttle = Throttle::For(plan->tap->every_steps, plan->tap->every_ns,
+                                    plan->tap->sample);
+  }
+  state->plan = std::move(plan);
+  return state;
+}
+
+/// Asks Python to read a text. Returns XLA's error, or null with the plan in
+/// `*plan` if there are buffers.
+XLA_FFI_Error* ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
+                        bool on_cuda, const std::vector<BufferType>* buffers,
+                        Counted<Plan>* plan) {
+  Entry entry;
+  if (!entry) {
+    return MakeError(frame->api, ClosedText(),
+                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
+  }
+  // On a thread that compiles, loads or runs the program. If it holds the GIL, so
+  // does the guard; no lock of XLA's is known to be held here.
+  std::string fault;
+  GilGuard gil;
+  *plan = g_text_reader(text, on_cuda, buffers, &fault);
+  if (fault.empty()) return nullptr;
+  return MakeError(frame->api, fault, XLA_FFI_Error_Code_FAILED_PRECONDITION);
+}
+
+/// The types of all operands and results that are not tokens.
+std::vector<BufferType> TypesOf(const XLA_FFI_CallFrame* frame) {
+  std::vector<BufferType> all;
+  const auto add = [&all](int64_t size, void* const* items) {
+    for (int64_t i = 0; i < size; ++i) {
+      const auto* buffer = static_cast<const XLA_FFI_Buffer*>(items[i]);
+      if (buffer->dtype == XLA_FFI_DataType_TOKEN) continue;
+      BufferType& type = all.emplace_back();
+      type.push_back(buffer->dtype);
+      type.insert(type.end(), buffer->dims, buffer->dims + buffer->rank);
+    }
+  };
+  add(frame->args.size, frame->args.args);
+  add(frame->rets.size, frame->rets.rets);
+  return all;
+}
 
 /// Finds the plan of a place, and gives XLA a state for it.
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
@@ -32,7 +81,21 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   const uint64_t count = Attribute(frame, "count");
   Counted<Plan> plan =
       Slots(count >= kAcross).Find(Attribute(frame, "key"), count % kAcross);
-  if (!plan) {
+  std::unique_ptr<PlanState> state;
+  if (const XLA_FFI_ByteSpan* span = TextAttribute(frame, "text")) {
+    // A program that was lowered here finds its own plan. One that was exported has
+    // no name; one that was serialized elsewhere may find a plan of another call.
+    const std::string_view text(span->ptr, span->len);
+    if (!plan || plan->text != text) {
+      plan = {};
+      const bool on_cuda = type == &g_cuda_type_id;
+      if (XLA_FFI_Error* e = ReadText(frame, text, on_cuda, nullptr, &plan)) {
+        return e;
+      }
+      state = std::make_unique<PlanState>();
+      state->late = std::make_unique<LateState>(text, on_cuda);
+    }
+  } else if (!plan) {
     return MakeError(frame->api,
                      "hostcall: this program calls a host function that this "
                      "process doesn't have. It was exported or compiled in another "
@@ -40,7 +103,8 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
                      "it here",
                      XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
-  if (const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block")) {
+  const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block");
+  if (block != nullptr && plan) {
     Entry entry;
     if (!entry) {
       return MakeError(frame->api, ClosedText(),
@@ -53,13 +117,7 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
     plan = g_block_maker(*plan, {block->ptr, block->len}, &fault);
     if (!plan) return MakeError(frame->api, fault);
   }
-  auto state = std::make_unique<PlanState>();
-  if (plan->team) state->team = std::make_unique<Team>(*plan->team);
-  if (plan->tap) {
-    state->throttle = Throttle::For(plan->tap->every_steps, plan->tap->every_ns,
-                                    plan->tap->sample);
-  }
-  state->plan = std::move(plan);
+  if (!state) state = StateFor(std::move(plan));
   XLA_FFI_State_Set_Args args;
   args.struct_size = XLA_FFI_State_Set_Args_STRUCT_SIZE;
   args.extension_start = nullptr;
@@ -75,6 +133,26 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
 }  // namespace
 
 void SetBlockMaker(BlockMaker maker) { g_block_maker = maker; }
+void SetTextReader(TextReader reader) { g_text_reader = reader; }
+
+LateState::~LateState() { delete made_.load(std::memory_order_relaxed); }
+
+XLA_FFI_Error* LateState::Get(XLA_FFI_CallFrame* frame, const PlanState** state) {
+  *state = made_.load(std::memory_order_acquire);
+  if (*state != nullptr) return nullptr;
+  const std::vector<BufferType> buffers = TypesOf(frame);
+  Counted<Plan> plan;
+  if (XLA_FFI_Error* e = ReadText(frame, text_, on_cuda_, &buffers, &plan)) {
+    return e;
+  }
+  std::unique_ptr<PlanState> mine = StateFor(std::move(plan));
+  // On failure `*state` becomes the one that another thread has published.
+  if (made_.compare_exchange_strong(*state, mine.get(),
+                                    std::memory_order_acq_rel)) {
+    *state = mine.release();
+  }
+  return nullptr;
+}
 
 SlotTable<Plan>& Slots(bool across) {
   // Never destroyed: XLA may instantiate programs during static destruction.
@@ -110,6 +188,7 @@ XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
   get.state = nullptr;
   if (XLA_FFI_Error* error = frame->api->XLA_FFI_State_Get(&get)) return error;
   *state = static_cast<const PlanState*>(get.state);
+  if ((*state)->late) return (*state)->late->Get(frame, state);
   return nullptr;
 }
 

@@ -12,10 +12,12 @@
 //   4. XLA:      destroys the executable, and the state with it, after the run
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/slot_table.h"
 #include "base/team.h"
@@ -42,11 +44,47 @@ using BlockMaker = Counted<Plan> (*)(const Plan& whole, std::string_view block,
                                      std::string* error);
 void SetBlockMaker(BlockMaker maker);
 
+/// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
+using BufferType = std::vector<int64_t>;
+/// Reads the text that describes a call of registered host code
+/// (_primitives/travel.py). Without `buffers`, when the program is loaded, it only
+/// checks the text and makes no plan. With them, the operands and results of a run,
+/// it makes the plan, if they are what the text says. An empty `*error` means
+/// success. The GIL is held. Set once, by the bindings.
+using TextReader = Counted<Plan> (*)(std::string_view text, bool on_cuda,
+                                     const std::vector<BufferType>* buffers,
+                                     std::string* error);
+void SetTextReader(TextReader reader);
+
+struct PlanState;
+
+/// The state of a place whose call is described by a text. The first run makes the
+/// plan, for two reasons: shapes that were symbolic are known then, and a text from
+/// a file is not trusted, so its shapes are compared with XLA's buffers once.
+///
+/// Threads. All devices of a program may come at the same time. Each makes a plan,
+/// with no lock; the first to publish its state wins, and the others drop theirs.
+class LateState {
+ public:
+  LateState(std::string_view text, bool on_cuda) : text_(text), on_cuda_(on_cuda) {}
+  ~LateState();
+  LateState(const LateState&) = delete;
+  LateState& operator=(const LateState&) = delete;
+  /// The state, made if there is none yet. Returns XLA's error or null.
+  XLA_FFI_Error* Get(XLA_FFI_CallFrame* frame, const PlanState** state);
+
+ private:
+  const std::string text_;
+  const bool on_cuda_;
+  std::atomic<const PlanState*> made_{nullptr};  ///< owned
+};
+
 /// Read by all threads that execute the place; not changed after it was made.
 struct PlanState {
-  Counted<Plan> plan;
+  Counted<Plan> plan;                  ///< null only if `late` is not
   std::unique_ptr<Team> team;          ///< null: each device calls alone
   std::shared_ptr<Throttle> throttle;  ///< null: every tap goes through
+  std::unique_ptr<LateState> late;
 };
 
 /// The ids of PlanState in XLA's registries of types. XLA's CPU runtime has one

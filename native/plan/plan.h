@@ -192,6 +192,7 @@ class Plan : public TapOwner {
   std::optional<FeedSettings> feed;  ///< null: not a feed's, or made elsewhere
   /// How many executions `keep=` keeps the arguments of; null: none are counted.
   std::optional<int64_t> keep;
+  std::string text;  ///< describes a call of registered host code; else empty
   std::unique_ptr<History> history;  ///< set by Seal if `keep` is, else null
   BufferSettings buffers;            ///< all defaults unless `lend` is kBuffers
   bool packed = false;  ///< whether XLA packs some leaf's elements; set by Seal

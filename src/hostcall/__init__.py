@@ -28,6 +28,12 @@ Functions with rules:
     bridge           HostFunctions from PyTorch, autograd and SymPy, and from JAX
                      functions for other devices
 
+Programs that leave the process:
+    register         names host code, which an exported program calls by its name
+    export           exports a function with host calls, as bytes for other processes
+    Exported         what both return: the program, and what it needs
+    load             reads such bytes, and checks that their names are registered here
+
 Waiting, errors, settings:
     barrier          waits for programs and taps, and raises what taps raised
     reraise          a block in which a program raises its callback's own exception
@@ -76,6 +82,7 @@ from hostcall._core import interpreter  # noqa: F401  (refuses sub-interpreters,
 from hostcall._api.barrier import barrier
 from hostcall._api.call import call
 from hostcall._api.configure import configure
+from hostcall._api.export.register import register
 from hostcall._api.print import print as print
 from hostcall._api.tap import tap, tap_through
 from hostcall._core.errors import HostcallError
@@ -95,6 +102,7 @@ if TYPE_CHECKING:
         testing,
         tools,
     )
+    from hostcall._api.export.export import Exported, export, load
     from hostcall._api.feed.feed import feed
     from hostcall._api.object.handle import Object
     from hostcall._compat.buffer_callback import buffer_callback
@@ -114,17 +122,20 @@ __version__ = "0.1.0"
 
 # Imported lazily: together they take longer to import than everything else.
 _LATER = {
+    "Exported": "_api.export.export",
     "HostFunction": "_host_function.function",
     "Object": "_api.object.handle",
     "Recorder": "tools.recorder",
     "breakpoint": "tools.breakpoint",
     "buffer_callback": "_compat.buffer_callback",
     "elementwise": "_host_function.results",
+    "export": "_api.export.export",
     "feed": "_api.feed.feed",
     "finite_difference": "_host_function.differences",
     "host": "_host_function.host",
     "io_callback": "_compat.callbacks",
     "like": "_host_function.results",
+    "load": "_api.export.export",
     "patch_jax": "_compat.patch",
     "pure_callback": "_compat.callbacks",
     "progress": "tools.progress",
@@ -168,6 +179,7 @@ def __dir__() -> list[str]:
 # builtins.
 __all__ = [
     "Current",
+    "Exported",
     "HostFunction",
     "HostcallError",
     "Object",
@@ -183,6 +195,7 @@ __all__ = [
     "derivatives",
     "elementwise",
     "errors",
+    "export",
     "feed",
     "finite_difference",
     "host",
@@ -190,10 +203,12 @@ __all__ = [
     "io_callback",
     "last_error",
     "like",
+    "load",
     "monitor",
     "patch_jax",
     "progress",
     "pure_callback",
+    "register",
     "reraise",
     "same_tree",
     "tap",

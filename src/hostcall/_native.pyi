@@ -166,9 +166,14 @@ class Plan:
         buffers: BufferSettings | None,
         keep: int | None,
         feed: FeedSettings | None,
+        text: str,
     ) -> None: ...
     def invoke(self, operands: list[np.ndarray]) -> list[np.ndarray]: ...
     def push(self, operands: list[np.ndarray]) -> bool: ...
+
+def set_text_reader(
+    function: Callable[[str, bool, list[list[int]] | None], Plan | None],
+) -> None: ...
 
 class Slot:
     """Keeps a plan in the engine's table while this object lives.

@@ -5,6 +5,8 @@
     ├── BatchingError(ValueError)      vmap can't batch the call as it is written
     ├── DerivativeError(ValueError)    no rule gives this derivative
     ├── ExportError(NotImplementedError)  the program's host functions can't be exported
+    ├── LoadError(ValueError)          a file that hc.load reads is damaged or foreign
+    ├── RegistryError(LookupError)     a name of hc.register is missing, or taken
     │
     ├── ResultError(ValueError)        the function's result does not fit `result`
     ├── EscapeError(RuntimeError)      the function kept a view of lent memory
@@ -15,11 +17,12 @@
     │   └── FeedEndError               its items have ended (on_end="raise")
     └── WatchError(RuntimeError)       a value that `hostcall.watch` checks is bad
 
-The first four are raised when a call is written or traced. The others fail the program
-that is running, like any exception of the function: JAX raises a JaxRuntimeError with
-their text, and `hostcall.reraise()` and `hostcall.last_error()` give the exception
-itself. A WatchError needs neither: it is raised in place of the JaxRuntimeError, with
-the values that were bad. `Watched` is the type of the entries of its history.
+The first six are raised when a call is written or traced, or a program is loaded. The
+others fail the program that is running, like any exception of the function: JAX raises
+a JaxRuntimeError with their text, and `hostcall.reraise()` and `hostcall.last_error()`
+give the exception itself. A WatchError needs neither: it is raised in place of the
+JaxRuntimeError, with the values that were bad. `Watched` is the type of the entries of
+its history.
 """
 
 from hostcall._core.errors import (
@@ -32,6 +35,8 @@ from hostcall._core.errors import (
     FeedEndError,
     FeedError,
     HostcallError,
+    LoadError,
+    RegistryError,
     ResultError,
     SpecError,
     UnwrittenError,
@@ -48,6 +53,8 @@ __all__ = [
     "FeedEndError",
     "FeedError",
     "HostcallError",
+    "LoadError",
+    "RegistryError",
     "ResultError",
     "SpecError",
     "UnwrittenError",

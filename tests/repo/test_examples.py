@@ -17,6 +17,7 @@ WANTS = {
     "progress": "tqdm",
     "recorder": "zarr",
     "remote_simulator": "aiohttp",
+    "serve": "aiohttp",
 }
 
 RUN = """
@@ -54,6 +55,7 @@ def test_there_are_examples():
         "recorder",
         "remote_simulator",
         "rollout",
+        "serve",
         "torch_bridge",
         "trace",
         "training_log",

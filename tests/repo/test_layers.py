@@ -418,6 +418,7 @@ _OF_A_PLAN = {
     "counters": _native.Counters(),
     "signature": 0,
     "place": 0,
+    "text": "",
     "tells": False,
     "elsewhere": False,
     "sends": False,

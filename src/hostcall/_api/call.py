@@ -221,9 +221,8 @@ def call(
         remat: a pure call runs again in the backward pass; other calls do not.
         shard_map, pmap: `fn` runs once per shard; `hostcall.current()` says for which.
         jit over sharded arrays: `fn` runs once, on the whole value.
-        jax.export: the program runs only in this process; other processes refuse it.
-            Exporting a call of a lambda, a partial or a nested function fails at once
-            (`ExportError`).
+        jax.export, hc.export: `fn` must be registered (`hc.register`), else
+            `ExportError`; arguments that are not arrays must be numbers or texts.
 
     Cost: on a CPU 0.4 us for a scalar in a compiled loop, and two copies of each array
     (none with `lend`). A pure call keeps JAX's fast dispatch; any other call loses it.

@@ -6,7 +6,7 @@ import string
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import numpy as np
 
@@ -15,8 +15,10 @@ from hostcall._core.captured import has_tracers_text
 from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
+from hostcall._core.portable import Malformed, NotPortable, read_plain, tell_plain
 from hostcall._core.spec import Static
 from hostcall._engine.params.tap import Rows, WhenFull
+from hostcall._engine.portable import add_kind
 
 
 def print(
@@ -96,6 +98,8 @@ class Printer:
     Printers of equal lines are equal, so tracing a line again hits JAX's caches.
     """
 
+    hostcall_kind: ClassVar = "print"  # for _engine/portable.py
+
     fmt: str
     file: Static | None
     flush: bool
@@ -116,6 +120,29 @@ class Printer:
         file.write(text + self.end)
         if self.flush:
             file.flush()
+
+
+def _tell(printer: Printer, _: bool) -> Any:
+    if printer.file is not None:
+        raise NotPortable(
+            "file= is a stream of this process. Leave it out: the line goes to what"
+            " sys.stdout is where the program runs"
+        )
+    told = {"fmt": printer.fmt, "flush": printer.flush, "end": printer.end}
+    return {**told, "options": tell_plain(printer.options, "a NumPy print option")}
+
+
+def _read(told: Any) -> tuple[Printer, dict[str, Any]]:
+    options = read_plain(told["options"])
+    for name, _ in options:
+        if name not in _DEFAULTS:
+            raise Malformed(f"the print option {name!r}")
+    texts = {key: str(told[key]) for key in ("fmt", "end")}
+    printer = Printer(file=None, flush=bool(told["flush"]), options=options, **texts)
+    return printer, {}
+
+
+add_kind("print", _tell, _read)
 
 
 def _printable(value: Any) -> Any:

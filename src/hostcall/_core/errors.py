@@ -51,6 +51,14 @@ class ExportError(HostcallError, NotImplementedError):
     """A program was exported or serialized, and its host functions can't go with it."""
 
 
+class LoadError(HostcallError, ValueError):
+    """A file or text that describes a program can't be read, or does not fit."""
+
+
+class RegistryError(HostcallError, LookupError):
+    """A name is not registered here, or is taken (`hc.register`)."""
+
+
 __all__ = [
     "BatchingError",
     "CallTimeoutError",
@@ -61,6 +69,8 @@ __all__ = [
     "FeedEndError",
     "FeedError",
     "HostcallError",
+    "LoadError",
+    "RegistryError",
     "ResultError",
     "SpecError",
     "UnwrittenError",

@@ -250,7 +250,9 @@ def parse_result(result: Any, name: str) -> Results:
                 " that shape and dtype"
             )
         shape = tuple(leaf.shape)
-        if not all(isinstance(dim, (int, np.integer)) for dim in shape):
+        if not all(
+            isinstance(dim, (int, np.integer)) or _jax.is_symbolic(dim) for dim in shape
+        ):
             raise SpecError(
                 f"hostcall: {where} of `{name}` has the shape {shape}. Sizes must be"
                 " integers that are known when the program is traced"

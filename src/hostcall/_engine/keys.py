@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hostcall._core.fingerprint import fingerprint
+from hostcall._core.registry import name_of_held
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.tap import TapParams
 
@@ -29,7 +30,7 @@ def key_of(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
     callback = params.callback
     return fingerprint(
         (
-            callback.function,
+            name_of_held(callback.function) or callback.function,
             callback.tag,
             callback.arrays,
             callback.lend,

@@ -49,6 +49,7 @@ def make_plan(
     tap: _native.TapSettings | None = None,
     tells: bool = False,
     elsewhere: bool = False,
+    text: str = "",
 ) -> _native.Plan:
     """Builds the native plan of a call or tap.
 
@@ -66,6 +67,7 @@ def make_plan(
         tells: whether one more result tells all processes whether the call failed
             (native/plan/outcome.h).
         elsewhere: whether another process makes the call; all take its results.
+        text: describes the call in other processes (_primitives/travel.py), or "".
     """
     callback = params.callback
     grid = params.grid
@@ -151,6 +153,7 @@ def make_plan(
         buffers=None if in_place is None else in_place[1],
         keep=getattr(params, "keep", None),
         feed=None if elsewhere or isinstance(params, TapParams) else params.fed(),
+        text=text,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -30,7 +31,7 @@ _HANDLERS = {
 # The prefix of the handlers that serve the CPU. Tests set "staged " to run the CUDA
 # handlers on a fake driver, which uses host memory as device memory
 # (tests/platforms.py).
-kind_on_cpu = ""
+_ON_CPU = os.environ.get("HOSTCALL_HANDLERS_ON_CPU", "")
 
 _started = False
 _started_cuda = False
@@ -39,10 +40,9 @@ _lock = threading.Lock()
 
 
 def start() -> None:
-    """Registers the engine with XLA, once.
+    """Starts the engine, once: its threads, and what it does at the process's end.
 
-    Called at the first lowering or eager call, not at import: it takes time, though it
-    starts no back end.
+    Called when a program is lowered or loaded, and at the first eager call.
     """
     global _started, _has_host_callbacks
     if _started:
@@ -50,13 +50,10 @@ def start() -> None:
     with _lock:
         if _started:
             return
-        handlers = _native.handlers()
-        _register("cpu", handlers["type"], kind_on_cpu)
         inside = _jax.host_callback_handler()
         if inside is not None:
             _native.set_host_callback_handler(inside, _native.run_pending)
             _has_host_callbacks = True
-        jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
         for setting in _jax.ambient_settings():
             _native.add_ambient_setting(**setting._asdict(), unset=_jax.UNSET)
         _native.set_report_converter(failures.in_place_of)
@@ -70,7 +67,7 @@ def has_host_callbacks() -> bool:
 
 
 def start_on(client: Any | None) -> None:
-    """Does what `start` does, and registers the CUDA handlers if `client` has GPUs."""
+    """Does what `start` does, and prepares for CUDA if `client` has GPUs."""
     global _started_cuda
     start()
     if client is None or client.platform not in ("cuda", "gpu") or _started_cuda:
@@ -81,20 +78,30 @@ def start_on(client: Any | None) -> None:
     with _lock:
         if _started_cuda:
             return
-        # The "graph" handler itself tells XLA that it may be recorded into a command
-        # buffer: the CUDA plugin accepts no traits at registration.
-        _register("CUDA", _native.handlers()["cuda type"], "cuda ")
         _native.limit_pinned(config.pinned_bytes(), config.tap_queue_bytes())
         _started_cuda = True
 
 
-def _register(platform: str, plan_type: Any, kind: str) -> None:
-    """Registers the plan type, then the handlers.
+def _register() -> None:
+    """Registers the handlers with XLA: each plan type, then the handlers that use it.
 
-    XLA needs the type before the handlers that use it, and both before it compiles a
-    program that names them.
+    At import, since a program that was exported or serialized may be loaded before
+    anything is lowered here. It takes 0.1 ms and starts no back end; JAX keeps the
+    entries for CUDA until its plugin asks for them.
     """
     handlers = _native.handlers()
-    jax.ffi.register_ffi_type("hostcall_plan", plan_type, platform=platform)
-    for target, name in _HANDLERS.items():
-        jax.ffi.register_ffi_target(target, handlers[kind + name], platform=platform)
+    for platform, plan_type, kind in (
+        ("cpu", "type", _ON_CPU),
+        # The "graph" handler itself tells XLA that it may be recorded into a command
+        # buffer: the CUDA plugin accepts no traits at registration.
+        ("CUDA", "cuda type", "cuda "),
+    ):
+        made = handlers[plan_type]
+        jax.ffi.register_ffi_type("hostcall_plan", made, platform=platform)
+        for target, name in _HANDLERS.items():
+            handler = handlers[kind + name]
+            jax.ffi.register_ffi_target(target, handler, platform=platform)
+    jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
+
+
+_register()

@@ -184,6 +184,10 @@ class HostFunction(Generic[P, R]):
         )
         return results.fill(leaves)
 
+    @property
+    def hostcall_held(self) -> Any:  # for _core/registry.py
+        return self if self.options["order"] == "pure" else self.fn
+
     def run(self, *args: Any) -> Any:
         """Calls the function on this thread, or on the event loop and waits."""
         if is_coroutine_function(self.fn):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -64,6 +64,8 @@ class HostCode(Value):
             this looks like the last use.
     """
 
+    hostcall_kind: ClassVar = "host"  # for _engine/portable.py
+
     site: Any  # a site.Site
     kind: Kind
     avals: tuple[Any, ...] = field(compare=False)
@@ -102,10 +104,9 @@ class HostCode(Value):
     # --- In a program --------------------------------------------------------------
 
     def run(self, args: Arrays) -> Arrays:
-        site, code, mask = self.site, self.code, None
-        # For `name_of` and `source_of`, which the engine asks.
-        vars(self).update(__qualname__=name_of(code), hostcall_source=source_of(code))
-        options = self._options()
+        site, mask = self.site, None
+        self.describe()
+        options = self.options()
         if site.trees.fills is not None:
             args = list(args)
             mask = args.pop(self._mask_at)
@@ -116,7 +117,13 @@ class HostCode(Value):
             options, self, template, results, self._fills(), site.place, args, mask
         )
 
-    def _options(self) -> dict[str, Any]:
+    def describe(self) -> None:
+        """Says for `name_of` and `source_of`, which the engine asks, what this is."""
+        code = self.code
+        vars(self).update(__qualname__=name_of(code), hostcall_source=source_of(code))
+
+    def options(self) -> dict[str, Any]:
+        """The options of its calls, as `make_with` takes them."""
         function = self.site.function
         label: tuple[Any, ...] = self.kind, self.nz
         # version= says which code computes the value; a rule can be set again.

@@ -127,18 +127,8 @@ def _devices(context: Any) -> list[Any] | None:
 
 
 def keep_alive(program: Program, thing: Any) -> None:
-    """Keeps `thing` alive as long as the executable of this program.
-
-    A module that is lowered for export has no executable here and may be called at any
-    later time, so it keeps `thing` until the process ends.
-    """
-    if program.is_exported:
-        exported.append(thing)
-    else:
-        program.ctx.module_context.add_keepalive(thing)
-
-
-exported: list[Any] = []
+    """Keeps `thing` alive as long as the executable of this program."""
+    program.ctx.module_context.add_keepalive(thing)
 
 
 def run_where_dispatched(program: Program) -> None:

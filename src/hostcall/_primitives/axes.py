@@ -11,9 +11,9 @@ Dims = Sequence[int | None]  # for each operand the index of its batch axis, if 
 
 
 def size_of(operands: Sequence[Any], dims: Dims) -> int:
-    """The number of rows."""
+    """The number of rows; symbolic in an export with symbolic shapes."""
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
-    return int(size)
+    return size  # type: ignore[no-any-return]
 
 
 def in_front(operands: Sequence[Any], dims: Dims) -> list[Any]:

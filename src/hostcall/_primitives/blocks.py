@@ -21,16 +21,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core.order import Order, effects_of
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
-from hostcall._primitives import slots
-from hostcall._primitives.emit import emit
-
-NUMBER = _jax.ShapedArray((), np.dtype(np.int32))
+from hostcall._primitives import planning, slots
+from hostcall._primitives.emit import NUMBER, emit
 
 # --- A link: it turns the order of effects into a data dependency --------------------
 
@@ -79,10 +76,10 @@ class Equation(abc.ABC):
         self.client = program.client
         self.by_ordinal = program.by_ordinal
         self.across = program.across
-        self._inside = slots.calls_inside(program, info.params)
+        self._inside = planning.calls_inside(program, info.params)
         info.plan_of_block = self.plan_of_block  # type: ignore[attr-defined]
         self._avals = _jax.physical_avals(program.ctx.avals_in)
-        self.attributes = slots.put(program, info, self._avals, **settings)
+        self.attributes = slots.put(program, info, self._avals, whole=False, **settings)
 
     @abc.abstractmethod
     def plan_of_block(self, block: str) -> _native.Plan:
@@ -99,7 +96,7 @@ class Equation(abc.ABC):
     def make_plan(
         self, info: CallInfo, avals: Sequence[Any], **settings: Any
     ) -> _native.Plan:
-        return slots.make_plan(self.client, self._inside, info, avals, **settings)
+        return planning.make_plan(self.client, self._inside, info, avals, **settings)
 
 
 def emit_block(
@@ -141,7 +138,6 @@ def lower_blocks(
             the function of one device, (number, *blocks) -> number.
         unpartitioned: the function that stands in the program until it is partitioned.
     """
-    _refuse(program, equation)
     order = equation.params.order
 
     # As unique as the equation's own name, and the same in each process.
@@ -154,17 +150,6 @@ def lower_blocks(
         return []
 
     return _jax.lower_by(program.ctx, parts, *operands)
-
-
-def _refuse(program: _jax.Program, equation: Equation) -> None:
-    """Refuses a program that would be loaded without being lowered."""
-    if program.is_exported:
-        slots.refuse_export(
-            equation.params.callback,
-            "each device calls it for its own block, and this process chooses the"
-            " blocks when it compiles the program. Give the whole value (on='once',"
-            " partitioned=False)",
-        )
 
 
 def _partitioned(

@@ -10,6 +10,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.errors import HostcallError
 from hostcall._core.order import ORDERED, Order
+from hostcall._engine import targets
 from hostcall._primitives.across import Source
 
 # --- The custom call ------------------------------------------------------------------
@@ -75,6 +76,8 @@ def emit_with_token(
 
     def one(token: Any | None, operands: Sequence[Any], more: Sequence[Any]) -> Any:
         avals_out = [*ctx.avals_out, *more]
+        if returns_token and _jax.has_symbolic(avals_out):
+            return _linked(program, target, token, operands, avals_out, how)
         return _jax.custom_call(
             program,
             target,
@@ -97,6 +100,57 @@ def emit_with_token(
         return source.share(program, token, results, avals, how["has_side_effect"])
 
     return _jax.on_each_device(program, in_region, token, operands, returns_token)
+
+
+NUMBER = _jax.ShapedArray((), np.dtype(np.int32))
+
+
+def _linked(
+    program: _jax.Program,
+    target: str,
+    token: Any | None,
+    operands: Sequence[Any],
+    avals_out: Sequence[Any],
+    how: dict[str, Any],
+) -> tuple[list[Any], Any]:
+    """Emits a call with a token and symbolic shapes, which XLA does not put together.
+
+    In place of the token the call takes and returns a number, which carries no
+    information. A link before it and one behind it, of known shapes, have the token:
+    (token, 0) -> (token, number), and (token, number) -> (token, number).
+    """
+
+    def link(token: Any, number: Any) -> Any:
+        (number,), token = _jax.custom_call(
+            program,
+            targets.LINK_TARGET,
+            token,
+            [number],
+            [NUMBER],
+            [NUMBER],
+            returns_token=True,
+            has_side_effect=True,
+            attributes={},
+        )
+        return token, number
+
+    (zero,) = _jax.lower_traced(program.ctx, lambda: [np.int32(0)], (), ())
+    token, number = link(token, zero)
+    how = dict(how)
+    if how["aliases"]:
+        how["aliases"] = {i + 1: o + 1 for i, o in how["aliases"].items()}
+    (number, *results), _ = _jax.custom_call(
+        program,
+        target,
+        None,
+        [number, *operands],
+        [NUMBER, *program.ctx.avals_in],
+        [NUMBER, *avals_out],
+        returns_token=False,
+        **how,
+    )
+    token, _ = link(token, number)
+    return results, token
 
 
 def check_place(program: _jax.Program, sharding: Any, name: str) -> None:

@@ -36,9 +36,15 @@ class Stream:
     """
 
     def __init__(
-        self, puller: Puller, ring: Any, timeout: float | None, source: str
+        self,
+        puller: Puller,
+        ring: Any,
+        sizes: list[int],
+        timeout: float | None,
+        source: str,
     ) -> None:
         self.puller, self.ring, self.timeout = puller, ring, timeout
+        self.sizes = sizes  # bytes of each leaf of an item, or of its block
         self.__qualname__ = puller.name
         self.hostcall_source = source  # the key of its statistics
 

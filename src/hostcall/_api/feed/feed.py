@@ -67,8 +67,9 @@ class Feed:
             items = parse_spec(self.spec, name)
             shards = None if sharding is None else Shards(sharding, items, name)
             blocks = items.avals if shards is None else shards.blocks
+            sizes = [_bytes(aval) for aval in blocks]
             ring = _native.FeedRing(
-                leaves=[_bytes(aval) for aval in blocks],
+                leaves=sizes,
                 lanes=1 if shards is None else len(shards.devices),
                 capacity=prefetch,
             )
@@ -76,13 +77,17 @@ class Feed:
             puller.close(CLOSED)
             raise
         where = f"{name} ({self._place.file}:{self._place.line})"
-        self._stream = Stream(puller, ring, timeout, where)
+        self._stream = Stream(puller, ring, sizes, timeout, where)
         read, get = reader(items, name), given.get
         self._indexed = get and Indexed(
             get, read, items.avals, given.lock, prefetch, name
         )
         self._items, self._shards, self._blocks = items, shards, tuple(blocks)
         puller.begin(ring, read if shards is None else shards.cut(read))
+
+    @property
+    def hostcall_held(self) -> Stream:  # for _core/registry.py
+        return self._stream
 
     def __call__(self, *, rows: Any = None, where: Any = None) -> tuple[Any, jax.Array]:
         """The next item, and whether there was one.
@@ -314,7 +319,8 @@ def feed(
         jit over sharded arrays: one item, for all devices; with `sharding=`, its
             block for each device. `ok` is then agreed over the processes.
         shard_map: one item for each device, in the order in which they come.
-        jax.export: refused by other processes, as for `hc.call`.
+        jax.export, hc.export: the feed must be registered (`hc.register`) in each
+            process; one with `sharding=` stays.
 
     Cost: 0.3 us and one copy of the item, without Python, if an item is ready. An item
         costs the feed's thread one more copy, and its check. A program with a feed is

@@ -61,8 +61,11 @@ class Group:
         make: Callable[[tuple[int, ...]], Any],
         methods: tuple[str, ...],
         end: Callable[..., Any] | None,
+        declared: dict[str, Any],
     ) -> None:
         self.name, self.make, self.methods, self.end = name, make, methods, end
+        self.declared = declared  # what hc.Object was given
+        self.number = ""  # of the object in exported programs; "" until it has one
         self.lock = threading.Lock()
         self.members: dict[Place, Member] = {}
         self.ended = ""  # or the reason that `check_open` gives

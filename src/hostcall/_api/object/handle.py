@@ -127,17 +127,27 @@ class Object:
             )
         make = maker(factory, name)
         end = hook(name, "close", close, optional=True)
-        self._group = Group(name, make, tuple(methods), end)
         self._save = hook(name, "save", save)
         self._restore = hook(name, "restore", restore)
-        options = {
+        declared = {
+            "factory": factory,
+            "methods": dict(methods),
+            "name": name,
             "order": order,
             "vmap_method": vmap_method,
             "executor": executor,
             "concurrency": concurrency,
+            "close": close,
+            "save": save,
+            "restore": restore,
         }
-        for method, result in methods.items():
-            self.__dict__[method] = _method(self._group, method, result, options, kind)
+        self._attach(Group(name, make, tuple(methods), end, declared))
+
+    def _attach(self, group: Group) -> None:
+        """Makes this the handle of a group, with a function for each method."""
+        self._group = group
+        for method in group.methods:
+            self.__dict__[method] = _method(group, method)
 
     def __getattr__(self, name: str) -> Any:  # not called for declared methods
         group = self.__dict__.get("_group")
@@ -274,14 +284,17 @@ def _raise(failures: Sequence[BaseException]) -> None:
 # --- Calls ---------------------------------------------------------------------------
 
 
-class _Entry:
+class Entry:
     """The function that programs call for one method.
 
     It calls the method of the object that belongs to the calling row and device.
     """
 
-    def __init__(self, group: Group, method: str, named: bool, awaits: bool) -> None:
-        self.group, self.named, self.awaits = group, named, awaits
+    hostcall_kind = "object"  # for _engine/portable.py
+
+    def __init__(self, group: Group, method: str, named: bool) -> None:
+        self.group, self.name, self.named = group, method, named
+        self.awaits = is_coroutine_function(_definition(group, method))
         self.who, self.method = f"{method}()", operator.attrgetter(method)
         self.__qualname__ = f"{group.name}.{method}"
 
@@ -324,20 +337,21 @@ _OPTIONS = frozenset({"where", "fill"})
 _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 
 
-def _method(
-    group: Group,
-    name: str,
-    result: Any,
-    options: dict[str, Any],
-    kind: type | None,
-) -> Callable[..., Any]:
-    awaits = is_coroutine_function(getattr(kind, name, None))
-    positional = _Entry(group, name, False, awaits)
-    named = _Entry(group, name, True, awaits)
+def _definition(group: Group, method: str) -> Any:
+    """The method as its class defines it; None if the factory is not a class."""
+    factory = group.declared["factory"]
+    return getattr(factory, method, None) if isinstance(factory, type) else None
+
+
+def _method(group: Group, name: str) -> Callable[..., Any]:
+    keys = ("order", "vmap_method", "executor", "concurrency")
+    options = {key: group.declared[key] for key in keys}
+    kind, result = group.declared["factory"], group.declared["methods"][name]
+    positional, named = Entry(group, name, False), Entry(group, name, True)
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
     )
-    called = getattr(kind, name, None)  # known only if the factory is a class
+    called = _definition(group, name)
     bound = isinstance(called, types.FunctionType) and types.MethodType(called, kind)
 
     def method(*args: Any, where: Any = None, fill: Any = None, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hostcall import _native
+from hostcall._core.errors import LoadError
 from hostcall._engine.params.call import CallParams
 from hostcall._runtime.feeds import Stream
 
@@ -25,5 +26,18 @@ class FeedParams(CallParams):
 
     def fed(self) -> _native.FeedSettings | None:
         stream = self.callback.function
-        assert isinstance(stream, Stream)
+        if not isinstance(stream, Stream):  # the program comes from a file
+            raise LoadError(
+                f"hostcall: the program takes items of the feed {self.callback.name!r},"
+                " and what is registered here under its name is no hc.feed"
+            )
+        # The engine copies items of the ring's size into the results' memory.
+        sizes = [a.size * a.dtype.itemsize for a in self.avals[:-1]]
+        if sizes != stream.sizes or len(self.avals[-1].shape):
+            raise LoadError(
+                f"hostcall: the program takes items of {sizes} bytes from the feed"
+                f" {self.callback.name!r}, and the items of the feed that is registered"
+                f" here have {stream.sizes}. Give the feed the spec= that it had where"
+                " the program was exported, or count its version= up"
+            )
         return _native.FeedSettings(ring=stream.ring, devices=self.devices)

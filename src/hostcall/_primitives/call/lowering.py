@@ -14,7 +14,7 @@ from hostcall._core.order import ORDERED
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
-from hostcall._primitives import slots
+from hostcall._primitives import planning, slots
 from hostcall._primitives.across import Source
 from hostcall._primitives.call.primitive import call_p
 from hostcall._primitives.eager import row_major
@@ -104,7 +104,7 @@ def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
 
 def _team(
     program: _jax.Program, info: CallInfo, leader: Any | None
-) -> tuple[_native.TeamSettings | None, Source | None, bool]:
+) -> tuple[planning.Team | None, Source | None, bool]:
     """How the devices of the program make the call together.
 
     Returns (settings of this process's team or None, the device whose results all
@@ -112,7 +112,6 @@ def _team(
     """
     if getattr(info.params, "devices", ()):  # a sharded feed: each takes its part
         return None, None, False
-    settings, mode = _native.TeamSettings, _native.TeamMode
     local, mesh = program.local, program.mesh
     if local is None:
         # A lowering that does not know the program's devices (an export, or a jit
@@ -122,10 +121,10 @@ def _team(
         if n <= 1 or jax.process_count() > 1:
             return None, None, False
         if mesh is not None:  # a mesh without devices: an abstract one
-            return settings(mode=mode.EACH, size=n, leader=None), None, False
-        return settings(mode=mode.ONCE, size=n, leader=None), None, False
+            return planning.Team("EACH", n, None), None, False
+        return planning.Team("ONCE", n, None), None, False
     if mesh is not None:
-        return settings(mode=mode.EACH, size=len(local), leader=None), None, False
+        return planning.Team("EACH", len(local), None), None, False
     devices = program.devices
     assert devices is not None
     if leader is None:
@@ -144,7 +143,7 @@ def _team(
         info.caller = leader.process_index
     elsewhere = leader not in local
     caller = _jax.ordinal(local[0] if elsewhere else leader)
-    team = settings(mode=mode.ONCE, size=len(local), leader=caller)
+    team = planning.Team("ONCE", len(local), caller)
     return team, source, elsewhere
 
 

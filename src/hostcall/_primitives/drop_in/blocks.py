@@ -15,7 +15,8 @@ from hostcall import _jax, _native
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine import targets
 from hostcall._engine.params.drop_in import DropInInfo, DropInParams
-from hostcall._primitives.blocks import NUMBER, Equation, emit_block, lower_blocks
+from hostcall._primitives.blocks import Equation, emit_block, lower_blocks
+from hostcall._primitives.emit import NUMBER
 
 block_call_p = _jax.Primitive("host_block_call")
 

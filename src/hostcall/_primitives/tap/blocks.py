@@ -12,7 +12,8 @@ from hostcall._core.errors import SpecError
 from hostcall._engine import targets
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._primitives.blocks import NUMBER, Equation, emit_block, lower_blocks
+from hostcall._primitives.blocks import Equation, emit_block, lower_blocks
+from hostcall._primitives.emit import NUMBER
 from hostcall._primitives.tap.primitive import arguments, block_index
 from hostcall._runtime import delivery, host_device
 

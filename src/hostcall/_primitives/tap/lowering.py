@@ -21,10 +21,10 @@ from hostcall._primitives.emit import (
 from hostcall._primitives.tap import blocks
 from hostcall._primitives.tap.primitive import (
     arguments,
+    describe,
     flag_of,
     queued,
     tap_p,
-    whole,
 )
 from hostcall._runtime import delivery, host_device
 
@@ -36,14 +36,12 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     targets.start_on(program.client)
     delivery.start()
     _native.bury()  # frees the slots of programs that died since the last lowering
-    info = TapInfo(params, program.by_ordinal, program.mesh)
+    info = describe(params, program.by_ordinal, program.mesh, ctx.avals_in)
     check_place(program, None, info.name)
-    if params.on == "shards" and info.mesh is None:
-        place = tuple(whole(aval.shape) for aval in arguments(ctx.avals_in, params))
-        info.places = dict.fromkeys(info.devices, place)
     nested = host_device.is_host(program.client)
-    tap = params.settings(_leader(program, params.leader), nested)
-    attributes = slots.put(program, info, ctx.avals_in, tap=tap)
+    only = _leader(program, params.leader)
+    tap = params.settings(only, nested)
+    attributes = slots.put(program, info, ctx.avals_in, only=only, tap=tap)
     first = 1 if params.masked else 0
     with _jax.named(ctx, info.label):
         return emit(

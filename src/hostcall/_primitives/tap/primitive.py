@@ -110,6 +110,17 @@ def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]
     return list(found.values())
 
 
+def describe(
+    params: TapParams, devices: dict[int, Any], mesh: Any | None, avals: Sequence[Any]
+) -> TapInfo:
+    """The description of a tap whose devices all have the whole values."""
+    info = TapInfo(params, devices, mesh)
+    if params.on == "shards" and mesh is None:
+        place = tuple(whole(aval.shape) for aval in arguments(avals, params))
+        info.places = dict.fromkeys(devices, place)
+    return info
+
+
 def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in shape)
 

@@ -1,0 +1,144 @@
+#include "bindings/eager_bindings.h"
+
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "base/engine.h"
+#include "base/flight.h"
+#include "buffer/buffer_call.h"
+#include "invoke/invoke.h"
+#include "plan/feed_take.h"
+#include "plan/push_tap.h"
+
+namespace nb = nanobind;
+
+namespace hostcall {
+namespace {
+
+/// The addresses of the operands' memory, which the caller's list keeps alive.
+/// Throws if they don't fit the plan.
+std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
+  if (operands.size() != plan.operands()) {
+    throw nb::value_error("the number of operands differs from the plan's");
+  }
+  std::vector<const void*> in;
+  const size_t first = plan.masked ? 1 : 0;
+  for (nb::handle operand : operands) {
+    auto* array = reinterpret_cast<PyArrayObject*>(operand.ptr());
+    if (!PyArray_Check(operand.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
+      throw nb::type_error("operands must be row-major arrays");
+    }
+    const size_t bytes = in.size() < first
+                             ? static_cast<size_t>(plan.mask_rows)
+                             : plan.args[in.size() - first].buffer_bytes();
+    if (static_cast<size_t>(PyArray_NBYTES(array)) != bytes) {
+      throw nb::value_error("an operand's size differs from the plan's");
+    }
+    in.push_back(PyArray_DATA(array));
+  }
+  return in;
+}
+
+/// Queues a tap of arrays on the host. Returns false if it was dropped.
+bool PushEagerly(const PlanHandle& handle, nb::list operands) {
+  const Plan& plan = *handle.plan;
+  if (!plan.tap) throw nb::type_error("not a plan of a tap");
+  const std::vector<const void*> in = Buffers(plan, operands);
+  Entry entry;
+  if (!entry) throw std::runtime_error("hostcall: the engine is closed");
+  for (;;) {
+    try {
+      GilRelease unlocked;  // it may wait for the worker, which needs the GIL
+      return PushTap(plan, -1, -1, in.data());
+    } catch (const PushInterrupted&) {
+      // GilRelease has ended with its block, so the GIL is held here. Python's
+      // handler raises the interrupt on the main thread; other threads go on
+      // waiting.
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+  }
+}
+
+/// Runs a plan on arrays of the host, without a compiled program. Returns a list of
+/// new arrays.
+nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
+  const Plan& plan = *handle.plan;
+  std::vector<const void*> in = Buffers(plan, operands);
+  nb::list out;
+  std::vector<void*> targets;
+  for (const Leaf& leaf : plan.results) {
+    std::vector<npy_intp> dims(plan.grid.begin(), plan.grid.end());
+    dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
+    Py_INCREF(leaf.dtype.get());  // PyArray_Empty steals a reference
+    PyObject* array =
+        PyArray_Empty(static_cast<int>(dims.size()), dims.data(), leaf.descr(), 0);
+    if (array == nullptr) throw nb::python_error();
+    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
+    // The result takes the place of the argument's memory, which stays unchanged.
+    if (plan.buffers.Aliases(targets.size())) {
+      const int arg = plan.buffers.aliases[targets.size()];
+      std::memcpy(data, in[arg], plan.args[arg].buffer_bytes());
+      in[arg] = data;
+    }
+    targets.push_back(data);
+    out.append(nb::steal(array));
+  }
+  if (plan.buffers.address != 0) {
+    NativeStatus status;
+    {
+      nb::gil_scoped_release unlocked;
+      status = RunNative(plan, in.data(), targets.data(), nullptr);
+    }
+    if (status.ok()) return out;
+    RaiseStatus(plan, status);
+    throw nb::python_error();
+  }
+  Before before;
+  {
+    GilRelease unlocked(plan.history != nullptr);  // Pass takes a lock
+    if (Masked(plan, -1, -1, in.data(), targets.data(), &before)) return out;
+  }
+  std::optional<FeedTake> take;
+  std::optional<FeedWait> wait;
+  if (plan.feed) {
+    GilRelease unlocked;
+    take.emplace(plan, -1, in.data(), targets.data());
+    if (take->Go(0) == FeedTake::Went::kDone) return out;
+    wait.emplace(*plan.feed->ring);
+  }
+  const int64_t start = Ticks();
+  Flight flight(plan.NewEvent(plan.feed ? EventKind::kFeed : EventKind::kCall, -1,
+                              -1, start));
+  flight.Entered(start);
+  bool ok;
+  {
+    CallScope scope(plan, -1, -1);
+    scope.call().start = start;
+    scope.call().before = plan.history ? &before : nullptr;
+    scope.call().feed = take ? &*take : nullptr;
+    ok = Invoke(plan, scope.call(), in.data(), targets.data());
+    if (!ok) ++plan.counters->errors;
+    if (Engine::Get().IsLeftBehind()) {
+      // The interpreter finalizes, and this daemon thread would return into JAX's
+      // C++, which asks for the GIL. So it stays here (base/engine.h).
+      GilRelease unlocked;
+      StayForEver();
+    }
+  }
+  const int64_t end = Ticks();
+  plan.counters->python_ticks += end - start;
+  flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
+  if (!ok) throw nb::python_error();
+  return out;
+}
+
+}  // namespace
+
+void BindEager(nb::class_<PlanHandle>& plan) {
+  plan.def("invoke", &InvokeEagerly, nb::arg("operands"))
+      .def("push", &PushEagerly, nb::arg("operands"));
+}
+
+}  // namespace hostcall

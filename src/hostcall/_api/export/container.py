@@ -1,0 +1,77 @@
+"""The bytes of an exported program: a header in JSON, and what jax.export wrote.
+
+    15 bytes   b"hostcall export"
+     1 byte    the version of this layout
+     8 bytes   the header's length, little-endian
+    32 bytes   SHA-256 of all that follows
+               the header, then jax.export's bytes
+
+The checksum finds damage. It proves nothing about where the bytes come from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from hostcall._core.errors import LoadError
+
+_MAGIC = b"hostcall export"
+_LAYOUT = 1
+_START = len(_MAGIC) + 1 + 8 + 32
+
+
+def pack(header: dict[str, Any], program: bytes) -> bytes:
+    said = json.dumps(header, sort_keys=True).encode()
+    behind = said + program
+    return b"".join(
+        (
+            _MAGIC,
+            bytes([_LAYOUT]),
+            len(said).to_bytes(8, "little"),
+            hashlib.sha256(behind).digest(),
+            behind,
+        )
+    )
+
+
+def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """(header, jax.export's bytes). Raises LoadError, which names the wrong part."""
+    if not data.startswith(_MAGIC):
+        raise LoadError(
+            f"hostcall: these {len(data)} bytes are not a program that hc.export wrote:"
+            f" they start with {data[:16]!r}. What jax.export wrote is read by"
+            " jax.export.deserialize"
+        )
+    if len(data) < _START:
+        raise LoadError(
+            f"hostcall: the exported program ends within its first {_START} bytes"
+            f" ({len(data)} are there). It was cut off: copy it again"
+        )
+    at = len(_MAGIC)
+    if data[at] != _LAYOUT:
+        raise LoadError(
+            f"hostcall: the exported program has version {data[at]} of the file layout,"
+            f" and this hostcall reads version {_LAYOUT}. Load it with the version that"
+            " wrote it, or export it again"
+        )
+    length = int.from_bytes(data[at + 1 : at + 9], "little")
+    behind = data[_START:]
+    if length > len(behind):
+        raise LoadError(
+            f"hostcall: the exported program ends within its header, which should have"
+            f" {length} bytes ({len(behind)} are there). It was cut off: copy it again"
+        )
+    if hashlib.sha256(behind).digest() != data[at + 9 : _START]:
+        raise LoadError(
+            "hostcall: the exported program's checksum does not fit: bytes were"
+            " changed, or are missing at the end. Copy it again"
+        )
+    try:
+        header = json.loads(behind[:length])
+    except ValueError as error:
+        raise LoadError(
+            f"hostcall: the header of the exported program can't be read: {error}"
+        ) from error
+    return header, behind[length:]

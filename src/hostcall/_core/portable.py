@@ -1,0 +1,253 @@
+"""Trees, dtypes and constants as JSON, for programs that leave the process.
+
+Each `tell_*` makes plain lists, texts and numbers; the `read_*` of the same name makes
+the object again. Reading runs no code of the text: types are looked up by names that
+this process has registered, and constants are numbers and texts.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core.spec import Results, Static, Template
+
+
+class NotPortable(Exception):
+    """Something can't leave the process; the text says why, and completes a sentence
+    that ends in "can't be exported: ".
+    """
+
+
+class Malformed(Exception):
+    """A text is not what `tell_*` makes; says which part."""
+
+
+_SIZE = "symbolic size"  # the one key of a dict that stands for such a size
+
+# --- Constants ----------------------------------------------------------------------
+
+
+def tell_plain(value: Any, what: str) -> Any:
+    """A constant as JSON has it; tuples become lists. NotPortable for anything else."""
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    if isinstance(value, tuple):
+        return [tell_plain(each, what) for each in value]
+    if _jax.is_symbolic(value):
+        return _tell_size(value)
+    raise NotPortable(
+        f"{what} is {value!r}. Only None, bools, numbers and texts leave the process;"
+        " let the registered function hold everything else"
+    )
+
+
+def read_plain(told: Any) -> Any:
+    """The constant; lists become tuples."""
+    return tuple(map(read_plain, told)) if isinstance(told, list) else told
+
+
+def tell_bytes(value: bytes | None) -> str | None:
+    return None if value is None else base64.b64encode(value).decode()
+
+
+def read_bytes(told: str | None) -> bytes | None:
+    return None if told is None else base64.b64decode(told, validate=True)
+
+
+# --- Arrays -------------------------------------------------------------------------
+
+
+def tell_dtype(dtype: Any) -> str:
+    return str(np.dtype(dtype).name)
+
+
+def read_dtype(told: str) -> np.dtype:
+    found = getattr(ml_dtypes, told, None)
+    try:
+        return np.dtype(told if found is None else found)
+    except TypeError as error:
+        raise Malformed(f"the dtype {told!r}") from error
+
+
+def _tell_size(size: Any) -> Any:
+    return {_SIZE: str(size)} if _jax.is_symbolic(size) else int(size)
+
+
+def tell_avals(avals: Sequence[Any]) -> list[Any]:
+    return [[tell_dtype(a.dtype), *map(_tell_size, a.shape)] for a in avals]
+
+
+def read_avals(told: list[Any]) -> tuple[Any, ...]:
+    return tuple(
+        _jax.ShapedArray(tuple(map(int, shape)), read_dtype(dtype))
+        for dtype, *shape in told
+    )
+
+
+def tell_keys(keys: Sequence[Any]) -> list[str | None]:
+    return [None if key is None else _jax.key_impl(key) for key in keys]
+
+
+def read_keys(told: list[str | None]) -> tuple[Any, ...]:
+    return tuple(None if impl is None else _jax.key_dtype(impl) for impl in told)
+
+
+# --- Trees --------------------------------------------------------------------------
+
+
+def tell_tree(treedef: Any) -> Any:
+    """A leaf is "*", None is None, a node is [kind, what the kind needs, *children]."""
+    data = treedef.node_data()
+    if data is None:
+        return "*"
+    node_type, aux = data
+    children = [tell_tree(child) for child in treedef.children()]
+    if node_type is type(None):
+        return None
+    if node_type is tuple:
+        return ["tuple", None, *children]
+    if node_type is list:
+        return ["list", None, *children]
+    if node_type is dict:
+        if not all(type(key) is str for key in aux):
+            raise NotPortable(
+                f"an argument or result holds a dict with the keys {list(aux)}, and"
+                " only texts can be keys there"
+            )
+        return ["dict", list(aux), *children]
+    named = _jax.node_name(node_type)
+    if named is None:
+        raise NotPortable(
+            f"an argument or result holds a {node_type.__qualname__}, a pytree type"
+            " that has no name for other processes. Give it one in all processes, with"
+            " jax.export.register_pytree_node_serialization or, for a named tuple,"
+            " jax.export.register_namedtuple_serialization"
+        )
+    name, to_bytes = named
+    return ["node", [name, tell_bytes(bytes(to_bytes(aux)))], *children]
+
+
+def read_tree(told: Any) -> Any:
+    return jax.tree.structure(_node_of(told))
+
+
+def _node_of(told: Any) -> Any:
+    if told == "*":
+        return 0
+    if told is None:
+        return None
+    kind, more, *rest = told
+    children = [_node_of(child) for child in rest]
+    if kind == "tuple":
+        return tuple(children)
+    if kind == "list":
+        return children
+    if kind == "dict":
+        return dict(zip(more, children, strict=True))
+    if kind != "node":
+        raise Malformed(f"a pytree of kind {kind!r}")
+    name, aux = more
+    make = _jax.node_maker(name)
+    if make is None:
+        raise Malformed(
+            f"the pytree type {name!r}, which this process does not know. Import the"
+            " module that names it by jax.export.register_pytree_node_serialization"
+        )
+    return make(read_bytes(aux) or b"", children)
+
+
+def tell_template(template: Template) -> Any:
+    marks: list[Any] = []
+    paths = iter(_static_paths(template))
+    for leaf in template.leaves:
+        if isinstance(leaf, Static):
+            marks.append({"is": tell_plain(leaf.value, f"the argument {next(paths)}")})
+        else:
+            (told,) = tell_keys([leaf])
+            marks.append(told)
+    return [tell_tree(template.treedef), marks]
+
+
+def read_template(told: Any) -> Template:
+    structure, marks = told
+    leaves = tuple(
+        Static(read_plain(mark["is"]))
+        if isinstance(mark, dict)
+        else read_keys([mark])[0]
+        for mark in marks
+    )
+    treedef = read_tree(structure)
+    if treedef.num_leaves != len(leaves):
+        raise Malformed(f"{len(leaves)} arguments in a tree of {treedef.num_leaves}")
+    return Template(treedef, leaves)
+
+
+def _static_paths(template: Template) -> list[str]:
+    whole = template.treedef.unflatten(template.leaves)
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        whole, is_leaf=lambda x: isinstance(x, Static)
+    )
+    return [
+        ("args" if path[0].idx == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
+        for path, leaf in flat
+        if isinstance(leaf, Static)
+    ]
+
+
+def tell_results(results: Results) -> Any:
+    return [
+        tell_tree(results.treedef),
+        tell_avals(results.avals),
+        tell_keys(results.keys),
+    ]
+
+
+def read_results(told: Any) -> Results:
+    structure, avals, keys = told
+    return Results(read_tree(structure), read_avals(avals), read_keys(keys))
+
+
+# --- The text -----------------------------------------------------------------------
+
+
+def write(told: Any) -> str:
+    """The text of what `tell_*` made; equal for equal things, in every process."""
+    return json.dumps(told, separators=(",", ":"), sort_keys=True)
+
+
+def sizes_in(told: Any) -> list[str]:
+    """The symbolic sizes in what `tell_*` made, each once."""
+    found: dict[str, None] = {}
+
+    def look(part: Any) -> None:
+        if isinstance(part, dict):
+            if part.keys() == {_SIZE}:
+                found[part[_SIZE]] = None
+            else:
+                for value in part.values():
+                    look(value)
+        elif isinstance(part, list):
+            for value in part:
+                look(value)
+
+    look(told)
+    return list(found)
+
+
+def with_sizes(told: Any, values: dict[str, int]) -> Any:
+    """The same with numbers in place of the symbolic sizes."""
+    if isinstance(told, dict):
+        if told.keys() == {_SIZE}:
+            return values[told[_SIZE]]
+        return {key: with_sizes(value, values) for key, value in told.items()}
+    if isinstance(told, list):
+        return [with_sizes(value, values) for value in told]
+    return told

@@ -1,0 +1,187 @@
+"""Equations of calls and taps as JSON, for programs that leave the process.
+
+The function goes by a name: that of `hc.register`, or, for the callables that hostcall
+itself makes (a HostFunction's rules, the printer of `hc.print`, an object's methods), a
+kind and what the kind needs. All else is written down by value.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from hostcall._core import portable, registry
+from hostcall._core.portable import Malformed, NotPortable
+from hostcall._core.source import Place
+from hostcall._core.spec import Static
+from hostcall._engine.params.call import Callback, CallParams
+from hostcall._engine.params.feed import FeedParams
+from hostcall._engine.params.tap import TapParams
+
+
+class Kind(NamedTuple):
+    """How one class of hostcall's own callables travels.
+
+    Attributes:
+        tell: (callable, whether the program is exported) -> JSON; raises NotPortable.
+        read: JSON -> (the callable, fields of its `Callback` that don't travel).
+    """
+
+    tell: Callable[[Any, bool], Any]
+    read: Callable[[Any], tuple[Any, dict[str, Any]]]
+
+
+# hostcall's own callables say their kind in `hostcall_kind`. The module that knows how
+# a kind travels is imported when the kind is met: a process that loads a program may
+# not have needed it so far.
+_HOMES = {
+    "print": "hostcall._api.print",
+    "object": "hostcall._api.object.portable",
+    "host": "hostcall._host_function.portable",
+}
+_kinds: dict[str, Kind] = {}
+
+
+def add_kind(kind: str, tell: Any, read: Any) -> None:
+    """Called by the module of a kind, when it is imported."""
+    _kinds[kind] = Kind(tell, read)
+
+
+def _kind(name: Any) -> Kind:
+    if name not in _HOMES:
+        raise Malformed(f"a function of kind {name!r}")
+    if name not in _kinds:
+        importlib.import_module(_HOMES[name])
+    return _kinds[name]
+
+
+# Parameters that the function, or whoever lowers the program, knows better.
+_NOT_TOLD = ("callback", "avals", "sharding", "vmap_method", "devices")
+_FIELDS_OF_CALLBACK = ("arrays", "lend", "timeout", "concurrency", "coalesce", "tag")
+_TYPES: dict[str, type] = {"call": CallParams, "tap": TapParams, "feed": FeedParams}
+_NAMES = {made: name for name, made in _TYPES.items()}
+
+
+# --- Telling ------------------------------------------------------------------------
+
+
+def tell(params: Any, operands: Sequence[Any], *, exported: bool) -> dict[str, Any]:
+    """An equation as JSON.
+
+    Args:
+        params: its parameters.
+        operands: their avals.
+        exported: whether the program is exported. Otherwise the text also decides
+            whether JAX's compilation cache finds it, so it has nothing that changes
+            from run to run or when a line is moved.
+
+    Raises NotPortable.
+    """
+    name, callback = _NAMES.get(type(params)), params.callback
+    if name is None:
+        raise NotPortable(
+            "it is a buffer callback or stands for one of JAX's own callbacks, whose"
+            " options name things of this process. Use hc.call, hc.tap or hc.host"
+        )
+    if getattr(params, "devices", ()):
+        raise NotPortable("it is a feed with sharding=, which names devices")
+    told: dict[str, Any] = {
+        "equation": name,
+        "function": _tell_function(callback, exported),
+        "operands": portable.tell_avals(operands),
+        "template": portable.tell_template(callback.template),
+        "results": portable.tell_results(callback.results),
+        "fills": [portable.tell_bytes(fill) for fill in callback.fills],
+        "avals": portable.tell_avals(params.avals),
+        "parallel": params.vmap_method == "parallel",
+        "params": {
+            f.name: portable.tell_plain(getattr(params, f.name), f"{f.name}=")
+            for f in fields(params)
+            if f.name not in _NOT_TOLD
+        },
+        "callback": {
+            name: portable.tell_plain(getattr(callback, name), f"{name}=")
+            for name in _FIELDS_OF_CALLBACK
+        },
+    }
+    if exported:
+        place = callback.place
+        told["place"] = [os.path.basename(place.file), place.line, place.function]
+    return told
+
+
+def _tell_function(callback: Callback, exported: bool) -> Any:
+    function = callback.function
+    kind = getattr(type(function), "hostcall_kind", None)
+    if kind is not None:
+        return [kind, _kind(kind).tell(function, exported)]
+    name = registry.name_of_held(function)
+    if name is None:
+        raise NotPortable(
+            "it has no name in other processes. Give it one where it is defined, for"
+            f" example @hc.register({_suggested(callback)!r}, version=1), and in every"
+            " process that loads the program"
+        )
+    if callback.executor is not None:
+        raise NotPortable(
+            "its executor= is an object of this process. Write"
+            " hc.register(name)(hc.host(function, executor=...)) in each process"
+        )
+    return ["registered", list(name)]
+
+
+def _suggested(callback: Callback) -> str:
+    last = callback.name.rpartition(".")[2]
+    return f"my_package.{last if last.isidentifier() else 'function'}"
+
+
+def names_in(told: Any) -> list[registry.Name]:
+    """The registered names that an equation needs."""
+    kind, more = told["function"]
+    named = more if kind == "registered" else more.get("registered")
+    return [registry.Name(*named)] if named else []
+
+
+# --- Reading ------------------------------------------------------------------------
+
+
+def check(told: Any) -> None:
+    """Raises RegistryError or Malformed if the function of an equation is not here."""
+    for name in names_in(told):
+        registry.find(*name)
+    if told["function"][0] != "registered":
+        _kind(told["function"][0])
+
+
+def read(told: Any) -> Any:
+    """The parameters of an equation without symbolic sizes.
+
+    Raises RegistryError if its function is not registered here.
+    """
+    check(told)
+    kind, more = told["function"]
+    extra: dict[str, Any] = {}
+    if kind == "registered":
+        function = registry.held_of(registry.find(*more))
+    else:
+        function, extra = _kind(kind).read(more)
+    file, line, where = told.get("place", ["a loaded program", 0, "?"])
+    callback = Callback(
+        fn=Static(function),
+        template=portable.read_template(told["template"]),
+        results=portable.read_results(told["results"]),
+        fills=tuple(map(portable.read_bytes, told["fills"])),
+        place=Place(file, line, where),
+        **{key: portable.read_plain(value) for key, value in told["callback"].items()},
+        **extra,
+    )
+    cls = _TYPES[told["equation"]]
+    plain = {key: portable.read_plain(value) for key, value in told["params"].items()}
+    if cls is not TapParams:
+        plain["avals"] = portable.read_avals(told["avals"])
+        plain["sharding"] = None
+        plain["vmap_method"] = "parallel" if told["parallel"] else "sequential"
+    return cls(callback=callback, **plain)

@@ -1,0 +1,98 @@
+"""A HostFunction's code in programs that leave the process (_engine/portable.py).
+
+The HostFunction goes by its registered name, and brings its rules, its pool and its
+cache with it where the program is loaded. What the call site knows goes by value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from hostcall._core import portable, registry
+from hostcall._core.errors import LoadError
+from hostcall._core.portable import Malformed, NotPortable
+from hostcall._core.source import Place, name_of, source_of
+from hostcall._core.spec import Static
+from hostcall._engine.portable import add_kind
+from hostcall._host_function.host_code import HostCode, Kind
+from hostcall._host_function.site import Site
+from hostcall._host_function.trees import Trees
+
+
+def _tell(code: HostCode, _: bool) -> Any:
+    function, trees = code.site.function, code.site.trees
+    name = registry.name_of_held(function)
+    if name is None:
+        raise NotPortable(
+            "it has no name in other processes. Register the hc.host function, not the"
+            f' function in it: f = hc.register("my_package.{trees.name}", version=1)(f)'
+            " (as a decorator above its @hc.host), in every process that loads the"
+            " program"
+        )
+    return {
+        "registered": list(name),
+        "kind": code.kind,
+        "avals": portable.tell_avals(code.avals),
+        "nz": list(code.nz),
+        "take": code.take,
+        "name": trees.name,
+        "template": portable.tell_template(trees.template),
+        "in": portable.tell_avals(trees.in_avals),
+        "results": portable.tell_results(trees.results),
+        "nondiff": list(trees.nondiff),
+        "fills": trees.fills and [portable.tell_bytes(fill) for fill in trees.fills],
+    }
+
+
+def _read(told: Any) -> tuple[HostCode, dict[str, Any]]:
+    name = registry.Name(*told["registered"])
+    function = registry.find(*name)
+    kind = told["kind"]
+    if kind not in get_args(Kind):
+        raise Malformed(f"the rule {kind!r}")
+    fills = told["fills"]
+    trees = Trees(
+        name=str(told["name"]),
+        template=portable.read_template(told["template"]),
+        in_avals=portable.read_avals(told["in"]),
+        results=portable.read_results(told["results"]),
+        nondiff=portable.read_plain(told["nondiff"]),
+        fills=fills and tuple(map(portable.read_bytes, fills)),
+    )
+    _check(function, kind, name)
+    site = Site(function, trees, Place("a loaded program", 0, trees.name))
+    code = HostCode(
+        site,
+        kind,
+        portable.read_avals(told["avals"]),
+        tuple(map(bool, told["nz"])),
+        bool(told["take"]),
+    )
+    code.describe()
+    options = code.options()
+    executor = options["executor"]
+    return code, {
+        "executor": None if executor is None else Static(executor),
+        "cache": options["cache"],
+    }
+
+
+def _check(function: Any, kind: str, name: registry.Name) -> None:
+    """Raises LoadError if what is registered here lacks the rule that is called."""
+    rules = getattr(function, "rules", None)
+    if rules is None:
+        raise LoadError(
+            f"hostcall: the program calls {name} as a hc.host function, and here"
+            f" {name_of(function)} ({source_of(function)}) is registered, which is a"
+            " plain function. Register the result of hc.host"
+        )
+    needs = {"both": "jvp", "forward": "vjp", "backward": "vjp"}.get(kind, kind)
+    if kind != "value" and getattr(rules, needs) is None:
+        raise LoadError(
+            f"hostcall: the program calls the {kind} rule of {name}, and what is"
+            f" registered here has no def{needs}. Give it the rules that it had where"
+            " the program was exported, or count its version= up"
+        )
+
+
+add_kind("host", _tell, _read)

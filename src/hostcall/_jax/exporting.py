@@ -1,0 +1,154 @@
+"""What leaves the process with a program: trees, key types, symbolic sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.export import _export
+from jax._src.interpreters import mlir as _mlir
+from jax._src.lib.mlir import ir as _ir
+
+
+def node_name(node_type: type) -> tuple[str, Callable[[Any], bytes]] | None:
+    """(name, function that makes bytes of auxiliary data) of a pytree type.
+
+    Users give both by jax.export.register_pytree_node_serialization, or by
+    register_namedtuple_serialization.
+    """
+    found: tuple[str, Callable[[Any], bytes]] | None
+    found = _export.serialization_registry.get(node_type)
+    return found
+
+
+def node_maker(name: str) -> Callable[[bytes, Sequence[Any]], Any] | None:
+    """A function (auxiliary data, children) -> node, for a name that was registered."""
+    found = _export.deserialization_registry.get(name)
+    if found is None:
+        return None
+    _, read, make = found
+    return lambda aux, children: make(read(aux), children)
+
+
+def key_impl(dtype: Any) -> str:
+    """The name of the implementation behind the dtype of typed keys."""
+    return str(dtype._impl.name)
+
+
+def key_dtype(impl: str) -> Any:
+    """The dtype of typed keys with this implementation. Raises ValueError."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+# --- Symbolic sizes ------------------------------------------------------------------
+
+
+def is_symbolic(size: Any) -> bool:
+    return not _core.is_constant_dim(size) and _core.is_dim(size)
+
+
+def has_symbolic(avals: Sequence[Any]) -> bool:
+    """Whether some of these shapes are symbolic. A token has no shape."""
+    return any(is_symbolic(n) for aval in avals for n in getattr(aval, "shape", ()))
+
+
+def evaluate_sizes(
+    texts: Sequence[str], known: Sequence[tuple[str, int]]
+) -> list[int] | None:
+    """The values of symbolic sizes, given other sizes with their values.
+
+    A size that is not among the known ones is computed from its variables. These are
+    solved from the known sizes, as far as one is linear in one unknown variable. None
+    if something stays unknown, or if the known sizes contradict each other.
+    """
+    direct = dict(known)
+    if any(direct[text] != value for text, value in known):
+        return None
+    if all(text in direct for text in texts):
+        return [direct[text] for text in texts]
+    joined = ", ".join([*texts, *(text for text, _ in known)])
+    sizes = jax.export.symbolic_shape(joined)
+    wanted, given = sizes[: len(texts)], sizes[len(texts) :]
+    values: dict[str, int] = {}
+    left = list(zip(given, (value for _, value in known), strict=True))
+    while left:
+        later = [
+            (size, value) for size, value in left if not _solve(size, value, values)
+        ]
+        if len(later) == len(left):
+            break
+        left = later
+    needed = {name for size in wanted for name in _variables(size)}
+    if not needed <= values.keys():
+        return None
+    for size, (_, value) in zip(given, known, strict=True):
+        if set(_variables(size)) <= values.keys() and _value(size, values) != value:
+            return None
+    return [_value(size, values) for size in wanted]
+
+
+def _variables(size: Any) -> set[str]:
+    if not is_symbolic(size):
+        return set()
+    return set(map(str, size._get_vars()))
+
+
+def _value(size: Any, values: dict[str, int]) -> int:
+    return int(size._evaluate(values)) if is_symbolic(size) else int(size)
+
+
+def _solve(size: Any, value: int, values: dict[str, int]) -> bool:
+    """Puts the one unknown variable of a size into `values`, if it can be found."""
+    unknown = _variables(size) - values.keys()
+    if not unknown:
+        return True
+    if len(unknown) > 1:
+        return False
+    (name,) = unknown
+    # Linear in the unknown: the slope is the same over any step. Otherwise the check
+    # at the end finds the mistake.
+    at = [_value(size, {**values, name: n}) for n in (1, 2)]
+    slope = at[1] - at[0]
+    if slope == 0 or (value - at[0]) % slope:
+        return False
+    found = 1 + (value - at[0]) // slope
+    if _value(size, {**values, name: found}) != value:
+        return False
+    values[name] = found
+    return True
+
+
+def shapes_of_results(ctx: Any, avals: Sequence[Any]) -> list[Any] | None:
+    """The shapes of results as values of the program, which XLA needs in a custom call
+    if one of them is symbolic; else None.
+    """
+    if not has_symbolic(avals):
+        return None
+    return [
+        _mlir.eval_dynamic_shape_as_tensor(ctx, getattr(aval, "shape", ()))
+        for aval in avals
+    ]
+
+
+def client_of(platform: str) -> Any:
+    """The client of a platform on which this process runs programs."""
+    return _xla_bridge.get_backend(platform)
+
+
+def attribute_texts(module: str, name: str) -> list[str]:
+    """The texts that the custom calls of a module have as this attribute."""
+    found: list[str] = []
+
+    def look(op: Any) -> Any:
+        if "mhlo.backend_config" in op.attributes:
+            config = op.attributes["mhlo.backend_config"]
+            if isinstance(config, _ir.DictAttr) and name in config:
+                found.append(str(_ir.StringAttr(config[name]).value))
+        return _ir.WalkResult.ADVANCE
+
+    with _mlir.make_ir_context():
+        _ir.Module.parse(module).operation.walk(look)
+    return found

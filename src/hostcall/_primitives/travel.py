@@ -1,0 +1,249 @@
+"""Calls that a program takes with it out of the process, as texts.
+
+The text of a call of registered host code stands in the program, beside the name of its
+slot (slots.py), or in an exported program in place of it. It says all that the engine
+must know to make the call's plan (`_engine/portable.py` has the equation). XLA hands it
+back when it loads the program, here or elsewhere:
+
+    lowered here        the slot's plan is found, and its text is this one: no Python
+    exported            there is no slot: `_read_text`
+    serialized          the slot, if there is one of that name, may be of another call,
+                        and then has another text: `_read_text`
+
+`_read_text` is called twice. When the program is loaded it checks the text: the names
+must be registered here. When the program first runs it makes the plan. Symbolic shapes
+are known then, and the shapes in the text are compared with those of XLA's buffers.
+
+What is read comes from a file, so nothing in it is trusted: names are looked up in the
+registry, and everything else is numbers and texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall import _jax, _native
+from hostcall._core import portable
+from hostcall._core.errors import HostcallError, LoadError
+from hostcall._core.portable import Malformed, NotPortable
+from hostcall._engine import portable as equations
+from hostcall._engine import targets
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.tap import TapParams
+from hostcall._primitives import planning
+from hostcall._primitives.tap.primitive import describe
+from hostcall._runtime import delivery, host_device
+
+# Counted up when older versions of hostcall could not read the texts.
+FORMAT = 1
+ATTRIBUTE = "text"
+
+
+# --- Telling ------------------------------------------------------------------------
+
+
+def tell(
+    program: _jax.Program,
+    info: CallInfo,
+    avals: Sequence[Any],
+    team: planning.Team | None,
+    only: Sequence[int],
+) -> str:
+    """The text of a call or tap. `only` are the ordinals of the devices that tap.
+
+    Raises NotPortable.
+    """
+    told = equations.tell(info.params, avals, exported=program.is_exported)
+    if program.across:
+        raise NotPortable("its program runs over several processes")
+    if program.automatic:
+        raise NotPortable("it is in a shard_map that is manual over some axes only")
+    told["hostcall"] = FORMAT
+    told["team"] = None if team is None else list(team)
+    told["only"] = list(only)
+    outs = getattr(info.params, "out_avals", ())
+    told["linked"] = info.params.order != "pure" and _jax.has_symbolic(outs)
+    told["mesh"] = _tell_mesh(program.mesh)
+    return portable.write(told)
+
+
+def _tell_mesh(mesh: Any) -> Any:
+    """[names of axes, their sizes, ids of devices]; None without devices."""
+    if mesh is None or isinstance(mesh, jax.sharding.AbstractMesh):
+        return None
+    if not all(isinstance(name, str) for name in mesh.axis_names):
+        return None
+    ids = [int(device.id) for device in mesh.devices.flat]
+    return [list(mesh.axis_names), list(mesh.devices.shape), ids]
+
+
+# --- Reading ------------------------------------------------------------------------
+
+
+def parse(text: str) -> Any:
+    """What a text says. Raises LoadError."""
+    try:
+        told = json.loads(text)
+        version = told["hostcall"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise LoadError(
+            "hostcall: the program has a call whose description can't be read"
+            f" ({type(error).__name__}: {error}). It was damaged, or not made by"
+            " hostcall"
+        ) from error
+    if version != FORMAT:
+        raise LoadError(
+            f"hostcall: the program has a call in version {version} of hostcall's"
+            f" format, and this hostcall reads version {FORMAT}. Export it with this"
+            " version, or load it with the one that exported it"
+        )
+    return told
+
+
+def _read_text(
+    text: str, on_cuda: bool, buffers: list[list[int]] | None
+) -> _native.Plan | None:
+    """Checks a text, and makes the plan of its call. Called by the engine.
+
+    Args:
+        text: what `tell` made.
+        on_cuda: whether the program runs on CUDA, else on the CPU.
+        buffers: XLA's types and shapes of the operands and results; None when the
+            program is loaded.
+
+    Returns:
+        The plan; None when the program is loaded.
+    """
+    told = parse(text)
+    try:
+        platform = "cuda" if on_cuda else "cpu"
+        client = _client(platform)
+        targets.start_on(client)
+        sizes = portable.sizes_in(told)
+        if buffers is not None:
+            wanted = _buffers_of(told)
+            told = _with_sizes(told, sizes, wanted, buffers)
+            _check_buffers(told, buffers)
+        elif sizes:
+            equations.check(told)
+            return None
+        plan = _make(told, text, platform, client)
+    except HostcallError:
+        raise
+    except Exception as error:
+        what = f"leads to {error!r}"
+        if isinstance(error, Malformed):
+            what = f"names {error}"
+        elif isinstance(error, KeyError):
+            what = f"lacks {error}"
+        raise LoadError(
+            f"hostcall: the program has a call whose description {what}. It was"
+            " damaged, or another version of hostcall made it"
+        ) from error
+    return None if buffers is None else plan
+
+
+def _make(told: Any, text: str, platform: str, client: Any) -> _native.Plan:
+    params = equations.read(told)
+    operands = portable.read_avals(told["operands"])
+    by_ordinal = {_jax.ordinal(device): device for device in client.local_devices()}
+    mesh = _read_mesh(told["mesh"], client)
+    team = None if told["team"] is None else planning.Team(*told["team"])
+    tap = None
+    info: CallInfo
+    if isinstance(params, TapParams):
+        delivery.start()
+        only = portable.read_plain(told["only"])
+        tap = params.settings(only, host_device.is_host(client))
+        info = describe(params, by_ordinal, mesh, operands)
+    else:
+        info = CallInfo(params, by_ordinal, mesh)
+    inside = planning.inside_of((platform,), params)
+    return planning.make_plan(
+        client, inside, info, operands, tap=tap, team=team, text=text
+    )
+
+
+def _client(platform: str) -> Any:
+    """The client on which this thread loads a program: host code's own inside it."""
+    default = getattr(_jax.default_device.value, "client", None)
+    return _jax.client_of(platform) if default is None else default
+
+
+def _buffers_of(told: Any) -> list[Any]:
+    """[dtype, *shape] of the operands and results that the program passes."""
+    operands, params = told["operands"], told["params"]
+    if told["equation"] == "tap":
+        first, last = int(params["masked"]), len(operands) - int(params["always"])
+        return [*operands, *(operands[first:last] if params["through"] else [])]
+    grid = params["grid"]
+    results = [[dtype, *grid, *shape] for dtype, *shape in told["avals"]]
+    number = [["int32"]] if told["linked"] else []  # see emit.py
+    return [*number, *operands, *number, *results]
+
+
+def _with_sizes(
+    told: Any, sizes: list[str], wanted: list[Any], buffers: list[list[int]]
+) -> Any:
+    """What `told` says, with the sizes that these buffers have."""
+    if not sizes:
+        return told
+    known = []
+    for (_, *symbolic), (_, *actual) in zip(wanted, buffers, strict=True):
+        for size, value in zip(symbolic, actual, strict=True):
+            known += [(name, value) for name in portable.sizes_in(size)]
+    values = _jax.evaluate_sizes(sizes, known)
+    if values is None:
+        raise LoadError(
+            f"hostcall: the sizes {', '.join(sizes)} of a call don't follow from the"
+            f" shapes of its arguments and results, {[name for name, _ in known]}. Pass"
+            " an array to the call that has the missing size as a dimension"
+        )
+    return portable.with_sizes(told, dict(zip(sizes, values, strict=True)))
+
+
+def _check_buffers(told: Any, buffers: list[list[int]]) -> None:
+    """Refuses a text that says more or less memory than XLA passes."""
+    wanted = [[_XLAS_DTYPES.get(t), *shape] for t, *shape in _buffers_of(told)]
+    if wanted != buffers:
+        raise LoadError(
+            "hostcall: the program passes other arrays to a call than its description"
+            f" says (XLA's dtypes and shapes: {buffers}, described: {wanted}). It was"
+            " changed after hostcall made it"
+        )
+
+
+# XLA_FFI_DataType in XLA's c_api.h.
+_XLAS_DTYPES = {
+    "bool": 1,
+    **{"int8": 2, "int16": 3, "int32": 4, "int64": 5},
+    **{"uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9},
+    **{"float16": 10, "float32": 11, "float64": 12, "bfloat16": 16},
+    **{"complex64": 15, "complex128": 18, "int4": 21, "uint4": 22},
+    **{"float8_e5m2": 19, "float8_e4m3fn": 20, "float8_e4m3b11fnuz": 23},
+    **{"float8_e5m2fnuz": 24, "float8_e4m3fnuz": 25, "int2": 26, "uint2": 27},
+    **{"float8_e4m3": 28, "float8_e3m4": 29, "float4_e2m1fn": 32},
+    "float8_e8m0fnu": 33,
+}
+
+
+def _read_mesh(told: Any, client: Any) -> Any:
+    if told is None:
+        return None
+    names, shape, ids = told
+    by_id = {device.id: device for device in client.devices()}
+    if not set(ids) <= by_id.keys():
+        raise LoadError(
+            f"hostcall: the program runs on the devices {ids}, and this process has"
+            f" {sorted(by_id)}"
+        )
+    devices = np.array([by_id[i] for i in ids], dtype=object).reshape(shape)
+    return jax.sharding.Mesh(devices, tuple(names))
+
+
+_native.set_text_reader(_read_text)

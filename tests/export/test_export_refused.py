@@ -1,0 +1,377 @@
+"""What can't leave the process, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import registered as r
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import serialize_executable
+
+import hostcall as hc
+from hostcall import _native
+from hostcall._primitives import travel
+
+pytest.importorskip("flatbuffers")
+X = jnp.linspace(0.1, 1.0, 4)
+SCALAR = jax.ShapeDtypeStruct((), np.float32)
+
+
+def plain(v):
+    return np.sin(v)
+
+
+def into(ctx, out, v):
+    np.asarray(out)[...] = np.asarray(v)
+
+
+NEEDS_A_NAME = {
+    "call": lambda fn, x: hc.call(fn, SCALAR, x),
+    "ordered": lambda fn, x: hc.call(fn, SCALAR, x, order="ordered"),
+    "tap": lambda fn, x: (hc.tap(fn, x), x)[1],
+    "host": lambda fn, x: hc.host(fn, result=hc.like(0))(x),
+}
+JAXS_OWN = {
+    "pure_callback": lambda fn, x: hc.pure_callback(fn, SCALAR, x),
+    "io_callback": lambda fn, x: hc.io_callback(fn, SCALAR, x),
+    "debug": lambda fn, x: (hc.debug.callback(fn, x), x)[1],
+    "buffer_callback": lambda fn, x: hc.buffer_callback(into, SCALAR)(x),
+}
+KINDS = {**NEEDS_A_NAME, **JAXS_OWN}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fn", [plain, lambda v: v, functools.partial(plain)])
+def test_exported_without_a_name(kind, fn):
+    wanted = "has no name in other processes" if kind in NEEDS_A_NAME else "Use hc.call"
+    with pytest.raises(hc.errors.ExportError, match=f"can't be exported: .*{wanted}"):
+        hc.export(lambda x: KINDS[kind](fn, x))(1.0)
+
+
+def test_the_error_says_what_to_write():
+    with pytest.raises(NotImplementedError) as error:  # as for JAX's callbacks
+        hc.export(lambda x: hc.call(plain, x, x))(1.0)
+    assert "@hc.register('my_package.plain', version=1)" in str(error.value)
+    assert "test_export_refused.py" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_serialized_without_a_name(kind):
+    compiled = jax.jit(lambda x: KINDS[kind](plain, x)).lower(1.0).compile()
+    with pytest.raises(hc.errors.ExportError, match="can't be serialized: "):
+        serialize_executable.serialize(compiled)
+
+
+@pytest.mark.parametrize("serialized", [False, True])
+def test_blocks_of_devices(serialized):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("x")))
+    for f in (
+        lambda x: hc.tap(r.seen, x, on="shards"),
+        lambda x: hc.debug.callback(r.seen, x, partitioned=True),
+    ):
+        with pytest.raises(hc.errors.ExportError, match="Give the whole value"):
+            if serialized:
+                serialize_executable.serialize(jax.jit(f).lower(x).compile())
+            else:
+                hc.export(f)(x)
+
+
+class Odd:
+    pass
+
+
+class Unnamed(tuple):
+    __slots__ = ()
+
+
+jax.tree_util.register_pytree_node(
+    Unnamed, lambda x: (tuple(x), None), lambda _, xs: Unnamed(xs)
+)
+
+
+def any_of(*args, **kwargs):
+    return np.float32(0)
+
+
+hc.register("tests.any_of")(any_of)
+
+
+@pytest.mark.parametrize(
+    ("f", "why"),
+    [
+        (lambda x: hc.call(any_of, SCALAR, x, Odd()), r"the argument args\[1\] is <"),
+        (lambda x: hc.call(any_of, SCALAR, x, o=b"x"), r"kwargs\['o'\] is b'x'"),
+        (lambda x: hc.call(any_of, SCALAR, {1: x}), r"a dict with the keys \[1\]"),
+        (lambda x: hc.call(any_of, SCALAR, Unnamed((x,))), "holds a Unnamed, a pytree"),
+        (lambda x: hc.print("{}", x, file=sys.stderr), "file= is a stream"),
+    ],
+)
+def test_arguments_that_stay(f, why):
+    with pytest.raises(hc.errors.ExportError, match=why):
+        hc.export(f)(1.0)
+
+
+def test_objects_that_stay():
+    methods = {"step": SCALAR}
+    nameless = hc.Object(lambda: r.Walk(), methods=methods)
+    hooked = hc.Object(r.Walk, methods=methods, close=lambda walk: None)
+    for env, why in ((nameless, "has no name in other"), (hooked, "close= of the hc")):
+        with pytest.raises(hc.errors.ExportError, match=why):
+            hc.export(env.step)(1.0)
+    compiled = jax.jit(r.walk.step).lower(1.0).compile()
+    with pytest.raises(hc.errors.ExportError, match="objects are in this process"):
+        serialize_executable.serialize(compiled)
+
+
+def test_a_pool_of_threads_of_a_plain_function():
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        f = jax.vmap(
+            lambda x: hc.call(r.sine, SCALAR, x, vmap_method="parallel", executor=pool)
+        )
+        with pytest.raises(hc.errors.ExportError, match=r"hc.host\(function, executor"):
+            hc.export(f)(X)
+        np.testing.assert_allclose(f(X), np.sin(X), rtol=1e-6)
+
+
+def test_no_arrays():
+    with pytest.raises(hc.errors.SpecError, match="no array among the arguments"):
+        hc.export(lambda: r.feed()[0])()
+
+
+@pytest.mark.parametrize("order", [-1, True, 1.0])
+def test_vjp_order(order):
+    with pytest.raises(hc.errors.SpecError, match="vjp_order= of hc.export should be"):
+        hc.export(plain, vjp_order=order)
+
+
+def test_a_number_is_given_again_once_its_program_is_gone(in_time):
+    gc.collect()
+    before = _native.live_slots()
+    texts = set()
+    for _ in range(3):
+        f = jax.jit(lambda x: hc.call(plain, x, x))
+        texts.add(re.search(r"count = (\d+)", f.lower(1.0).as_text())[1])
+        f(1.0)
+        del f
+        jax.clear_caches()
+        assert in_time(lambda: _native.live_slots() == before)
+    assert len(texts) == 1
+
+
+# --- Names --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "a b", ".a", "1a", "a..b", 3, None])
+def test_names(name):
+    with pytest.raises(hc.errors.SpecError, match="hc.register got the name"):
+        hc.register(name)(plain)
+
+
+@pytest.mark.parametrize("version", [-1, "1", 1.0, True])
+def test_versions(version):
+    with pytest.raises(hc.errors.SpecError, match="version= of 'tests.x' should be"):
+        hc.register("tests.x", version=version)(plain)
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("thing", "why"), [(3, "not callable"), (Unhashable(), "hashed")]
+)
+def test_things(thing, why):
+    with pytest.raises(hc.errors.SpecError, match=why):
+        hc.register("tests.x")(thing)
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(hc.errors.RegistryError, match="'tests.sine' version 2 is reg"):
+        hc.register("tests.sine", version=2)(plain)
+    with pytest.raises(hc.errors.RegistryError, match="can't get the name 'tests.new'"):
+        hc.register("tests.new")(r.sine)
+    assert hc.register("tests.sine", version=2)(r.sine) is r.sine
+
+
+def test_a_cell_that_runs_again_registers_its_function_again():
+    def define(k):
+        @hc.register("tests.cell")
+        def cell(x):
+            return x + np.float32(k)
+
+        return cell
+
+    first = define(1)
+    data = bytes(hc.export(lambda x: hc.call(first, x, x))(X))
+    older = hc.load(data)
+    np.testing.assert_allclose(older.call(X), X + 1)
+    define(2)
+    np.testing.assert_allclose(older.call(X), X + 1)  # compiled before
+    jax.clear_caches()
+    np.testing.assert_allclose(hc.load(data).call(X), X + 2)
+
+
+def test_two_versions_side_by_side():
+    one = hc.register("tests.both", version=1)(lambda x: x + np.float32(1))
+    two = hc.register("tests.both", version=2)(lambda x: x + np.float32(2))
+    data = [bytes(hc.export(lambda x, f=f: hc.call(f, x, x))(X)) for f in (one, two)]
+    for k, each in enumerate(data, 1):
+        np.testing.assert_allclose(hc.load(each).call(X), X + k)
+
+
+# --- Files --------------------------------------------------------------------------
+
+DATA = bytes(hc.export(lambda x: hc.call(r.sine, x, x, order="ordered"))(X))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "these 0 bytes are not a program that hc.export wrote"),
+        (b"PK\x03\x04 a zip file", "are not a program that hc.export wrote"),
+        (DATA[:20], "ends within its first"),
+        (DATA[:15] + b"\x09" + DATA[16:], "version 9 of the file layout"),
+        (DATA[:100], "ends within its header"),
+        (DATA[:-1], "checksum does not fit"),
+        (DATA + b"x", "checksum does not fit"),
+        (DATA[:200] + b"\0" + DATA[201:], "checksum does not fit"),
+    ],
+)
+def test_damaged_files(data, why):
+    with pytest.raises(hc.errors.LoadError, match=why):
+        hc.load(data)
+
+
+def test_another_type():
+    with pytest.raises(hc.errors.SpecError, match=r"takes bytes, got str\. For a file"):
+        hc.load("program.bin")
+
+
+def rewritten(change):
+    """DATA with another header or program, and a checksum that fits."""
+    from hostcall._api.export import container
+
+    header, program = container.unpack(DATA)
+    return container.pack(*change(header, program))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda h, p: ([], p), "manifest of the exported program lacks a field"),
+        (lambda h, p: ({**h, "calls": 3}, p), "manifest of the exported program lacks"),
+        (lambda h, p: ({**h, "more": 3}, p), "manifest of the exported program lacks"),
+        (lambda h, p: (h, b""), "jax.export can't read the program in the file"),
+        (lambda h, p: (h, b"\xff" * 64), "jax.export can't read the program"),
+    ],
+)
+def test_foreign_files(change, why):
+    with pytest.raises(hc.errors.LoadError, match=why):
+        hc.load(rewritten(change))
+
+
+# --- Texts in programs ----------------------------------------------------------------
+
+
+def texts_of(f, *specs):
+    from hostcall import _jax
+
+    module = hc.export(f)(*specs).exported.mlir_module()
+    return _jax.attribute_texts(module, travel.ATTRIBUTE)
+
+
+def everything(x):
+    hc.tap(r.seen, x, every=2)
+    hc.print("{}", x)
+    return hc.call(r.sine, x, x) + jax.vmap(r.cube)(x) + r.feed()[0] + r.walk.step(x[0])
+
+
+TEXTS = texts_of(everything, X)
+
+
+def test_texts_are_read_as_they_were_written():
+    for text in TEXTS:
+        assert travel._read_text(text, False, None) is None
+
+
+def parts_of(told, path=()):
+    yield path
+    items = []
+    if isinstance(told, (dict, list)):
+        items = told.items() if isinstance(told, dict) else enumerate(told)
+    for key, value in items:
+        yield from parts_of(value, (*path, key))
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_changed_text_is_refused_or_read(data):
+    """Never anything but an error of hostcall's."""
+    told = json.loads(data.draw(st.sampled_from(TEXTS)))
+    paths = [path for path in parts_of(told) if path]
+    path = data.draw(st.sampled_from(paths))
+    inner = told
+    for key in path[:-1]:
+        inner = inner[key]
+    if isinstance(inner, dict) and data.draw(st.booleans()):
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = data.draw(ANY)
+    with contextlib.suppress(hc.HostcallError):
+        travel._read_text(json.dumps(told), False, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "description can't be read"),
+        ("[]", "description can't be read"),
+        ('{"hostcall":99}', "version 99 of hostcall's format"),
+        ('{"hostcall":1}', "lacks 'function'"),
+    ],
+)
+def test_texts_that_are_none(text, why):
+    with pytest.raises(hc.errors.LoadError, match=why):
+        travel._read_text(text, False, None)
+
+
+def test_shapes_that_are_not_the_programs():
+    """Otherwise the engine would read or write behind XLA's memory."""
+    (text,) = texts_of(lambda x: hc.call(r.sine, x, x), X)
+    call = jax.ffi.ffi_call("hostcall_call", X)
+    np.testing.assert_allclose(call(X, text=text), np.sin(X), rtol=1e-6)
+    for changed in (
+        text.replace('"float32",4', '"float32",9'),
+        text.replace('"float32",4', '"float32"'),
+        text.replace('"float32",4', '"float64",4'),
+        text.replace('"operands":[["float32",4]]', '"operands":[]'),
+    ):
+        assert changed != text
+        with pytest.raises(jax.errors.JaxRuntimeError, match="hostcall: the program"):
+            call(X, text=changed)
