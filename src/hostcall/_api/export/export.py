@@ -229,15 +229,16 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
         raise RegistryError(registry.missing(lacking))
     try:
         exported = jax.export.deserialize(bytearray(program))
+        texts = _texts(exported, 0)
     except ImportError:
         raise
     except Exception as error:
         raise LoadError(
             "hostcall: jax.export can't read the program in the file, which jax"
-            f" {manifest.jax} wrote (this is {jax.__version__}):"
-            f" {type(error).__name__}: {error}"
+            f" {manifest.jax} wrote (this is {jax.__version__}; JAX reads what it or an"
+            f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    return Exported(exported, manifest, _objects(_texts(exported, 0)))
+    return Exported(exported, manifest, _objects(texts))
 
 
 # --- The manifest --------------------------------------------------------------------
