@@ -45,7 +45,7 @@ test-optional:
 	scripts/compiler.sh
 	$(OPTIONAL)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
 	  ".[demo,test,torch,numba,autograd,sympy,dask,loky,cache,gymnasium]" jax-tqdm \
-	  grain orbax-checkpoint
+	  grain orbax-checkpoint tensorflow-cpu torchdata
 	$(OPTIONAL)/bin/python -m pytest tests/bridge tests/runtime/test_executors.py tests/runtime/test_rows.py \
 	  tests/runtime/test_dask_workers.py tests/host_function/test_host_function_cache_disk.py \
 	  tests/feed/test_feed_sources.py \

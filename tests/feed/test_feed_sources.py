@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,89 @@ def test_a_data_set_of_grain():
     with hc.feed(data) as feed:
         feed.restore(state)
         assert all_of(feed, 6).tolist() == rest
+
+
+@pytest.fixture
+def stateful():
+    """A function that makes a StatefulDataLoader of torchdata."""
+    # torchdata calls what newer releases of torch warn of.
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+    data = pytest.importorskip("torchdata.stateful_dataloader")
+    torch = pytest.importorskip("torch")
+    numbers = torch.utils.data.TensorDataset(torch.arange(24))
+
+    def make(shuffle):
+        order = torch.Generator()
+        order.manual_seed(1)
+        return data.StatefulDataLoader(
+            numbers, batch_size=2, shuffle=shuffle, generator=order
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_of_torchdata_goes_on_in_the_middle(stateful, shuffle):
+    with hc.feed(stateful(shuffle)) as feed:
+        (first,) = all_of(feed, 3)
+        state = feed.state()
+        (rest,) = all_of(feed, 12)
+    assert "source" in state  # the loader's own, not a count of items to skip
+    seen = np.concatenate([first, rest]).reshape(-1).tolist()
+    assert sorted(seen) == list(range(24))
+    assert (seen != sorted(seen)) == shuffle
+    with hc.feed(stateful(shuffle)) as feed:  # in another process, say
+        feed.restore(state)
+        assert all_of(feed, 12)[0].tolist() == rest.tolist()
+        feed.reset()
+        assert len(all_of(feed, 20)[0]) == 12
+
+
+@pytest.fixture
+def tf(monkeypatch):
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own imports use what is deprecated
+        return pytest.importorskip("tensorflow")
+
+
+TF_SOURCES = {
+    "the data set": lambda data: data,
+    "arrays": lambda data: data.as_numpy_iterator(),
+    "eager tensors": iter,
+    "a function": lambda data: lambda: data,
+}
+
+
+@pytest.mark.parametrize("kind", TF_SOURCES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_data_set_of_tensorflow(tf, kind, dtype):
+    data = tf.data.Dataset.range(10)
+    data = data.map(lambda i: {"x": tf.cast(i, dtype), "i": i})
+    data = data.batch(3, drop_remainder=True)
+    with hc.feed(TF_SOURCES[kind](data)) as feed:
+        got = all_of(feed, 5)
+    assert got["x"].dtype == dtype
+    assert got["x"].reshape(-1).tolist() == got["i"].reshape(-1).tolist()
+    assert got["i"].reshape(-1).tolist() == list(range(9))
+
+
+def test_a_data_set_of_tensorflow_goes_on_by_its_count(tf):
+    data = tf.data.Dataset.range(10).shuffle(10, seed=3, reshuffle_each_iteration=False)
+    with hc.feed(data) as feed:
+        first = all_of(feed, 4).tolist()
+        state = feed.state()
+        rest = all_of(feed, 9).tolist()
+    assert state == {"epoch": 0, "item": 4}
+    assert sorted(first + rest) == list(range(10))
+    with hc.feed(data) as feed:
+        feed.restore(state)
+        assert all_of(feed, 9).tolist() == rest
+
+
+def test_texts_of_tensorflow(tf):
+    with pytest.raises(SpecError, match="which JAX arrays can't hold"):
+        hc.feed(tf.data.Dataset.from_tensors(tf.constant("text")))
 
 
 WRONG = [

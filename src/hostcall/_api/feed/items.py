@@ -22,7 +22,7 @@ def spec_of(item: Any, name: str) -> Any:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         if hasattr(leaf, "detach"):  # a torch tensor
             leaf = leaf.detach()
-        array = np.asarray(leaf)
+        array = np.asarray(_of_tensorflow(leaf))
         if not is_numeric(array.dtype):
             raise SpecError(
                 f"hostcall: item 0{jax.tree_util.keystr(path)} of the feed `{name}` is"
@@ -73,11 +73,22 @@ def reader(results: Results, name: str) -> Callable[[Any, int], list[np.ndarray]
                 f" {_words(jax.tree.structure(got))}"
             ) from error
         return [
-            _leaf(leaf, aval, f"item {item}{path} of the feed `{name}`")
+            _leaf(_of_tensorflow(leaf), aval, f"item {item}{path} of the feed `{name}`")
             for leaf, aval, path in zip(leaves, avals, paths, strict=True)
         ]
 
     return read
+
+
+def _of_tensorflow(leaf: Any) -> Any:
+    """The array of one of TensorFlow's eager tensors; anything else as it is.
+
+    The iterator of a `tf.data.Dataset` gives such tensors, unlike the data set itself,
+    which a feed asks for arrays. NumPy can't read those of bfloat16.
+    """
+    if type(leaf).__module__.partition(".")[0] != "tensorflow":
+        return leaf
+    return leaf.numpy() if hasattr(leaf, "numpy") else leaf
 
 
 def _leaf(leaf: Any, aval: Any, where: str) -> np.ndarray:
