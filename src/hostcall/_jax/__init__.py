@@ -12,6 +12,7 @@ versions differ, the code tests whether a name exists, and never compares versio
     custom_call   the operations that hostcall emits into such a program
     effects       effects, and the tokens that stand for them
     hoisting      keeps calls with effects in the scans that they are in
+    while_loops   refuses loops with feeds that JAX would run twice
     dispatch      reports the programs that a thread dispatches
     execution     settings that JAX reads before it runs a program
     devices       devices, clients, and arrays on them
@@ -35,3 +36,4 @@ from hostcall._jax.lowering import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
 from hostcall._jax.reports import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403
+from hostcall._jax.while_loops import *  # noqa: F403

@@ -1,7 +1,8 @@
 """The feed primitive itself: impl, abstract eval, batching.
 
 It has no rule for derivatives. Its operands are bools, whose tangents are always zero,
-so JAX never asks for one: an item is a constant.
+so JAX never asks for one: an item is a constant. Where a derivative would take items
+twice, it is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core import failures
+from hostcall._core.errors import DerivativeError
 from hostcall._core.order import effects_of
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.axes import size_of
@@ -52,6 +54,20 @@ def _abstract_eval(*operands: Any, params: FeedParams) -> tuple[list[Any], set[A
 
 
 _jax.def_effectful_abstract_eval(feed_p, _abstract_eval)
+
+
+def _would_run_twice(params: dict[str, Any]) -> DerivativeError:
+    name = params["params"].callback.name
+    return DerivativeError(
+        f"hostcall: jax.linearize or jax.grad of a while_loop that takes items of the"
+        f" feed `{name}`, of whose carried values only some are differentiated. JAX"
+        " would run the loop twice, with other items the second time, so the derivative"
+        " would not be that of the value. Use lax.scan, with where= for steps that take"
+        " no item, or jax.jvp, which runs the loop once"
+    )
+
+
+_jax.refuse_in_split_while_loops(feed_p, _would_run_twice)
 
 
 # --- batching ----------------------------------------------------------------------
