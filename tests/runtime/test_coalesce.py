@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,65 @@ def test_a_function_that_returns_its_own_buffer():
 
     f = jax.vmap(lambda x: hc.call(same, F32, x, coalesce=2, wait=0.0))
     np.testing.assert_array_equal(jax.jit(f)(jnp.arange(8.0)), np.arange(8.0))
+
+
+def test_a_function_with_its_own_buffer_called_by_several_threads():
+    """The results of one merged call are copied before the function runs again, also
+    for calls of other shapes, which do not meet.
+    """
+    buffer, inside = np.zeros(64, np.float32), []
+
+    def same(x):
+        inside.append(1)
+        assert len(inside) == 1
+        out = buffer[: x.size].reshape(x.shape)
+        out[:] = x
+        time.sleep(0)  # lets another thread run
+        inside.pop()
+        return out
+
+    def program(shape):
+        spec = jax.ShapeDtypeStruct(shape, jnp.float32)
+        f = jax.jit(lambda x: hc.call(same, spec, x, coalesce=2, wait=0.0))
+        f(np.zeros(shape, np.float32)).block_until_ready()
+        return f
+
+    programs = program(()), program((3,)), program((4, 4))
+
+    def calls(thread):
+        f, shape = programs[thread % 3], [(), (3,), (4, 4)][thread % 3]
+        for i in range(150):
+            x = np.full(shape, 1000 * thread + i, np.float32)
+            np.testing.assert_array_equal(f(x), x)
+        return True
+
+    assert on_threads([lambda n=n: calls(n) for n in range(6)]) == [True] * 6
+
+
+def test_a_wait_for_a_turn_is_named_in_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(coalescing, "_TOLD", 0.0)
+    entered, end = threading.Event(), threading.Event()
+
+    def slow(x):
+        entered.set()
+        assert end.wait(HANG_SECONDS)
+        return x
+
+    f = compiled(slow, coalesce=1)
+
+    def second():
+        assert entered.wait(HANG_SECONDS)
+        watch = threading.Thread(target=watches)
+        watch.start()
+        out = float(f(2.0))
+        watch.join(HANG_SECONDS)
+        return out
+
+    def watches():
+        assert holds_in_time(lambda: "for another one to end" in caplog.text)
+        end.set()
+
+    assert on_threads([lambda: float(f(1.0)), second]) == [1, 2]
 
 
 def test_a_leader_keeps_no_batch_open_while_it_makes_another_call():

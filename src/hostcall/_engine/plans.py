@@ -119,7 +119,7 @@ def make_plan(
             function, form = caching.cached(function, rows), ResultForm.TUPLE
             runner = runner and caching.cached_rows(runner, rows)
         if isinstance(params, CallParams) and callback.coalesce is not None:
-            function = Coalesced(params, operands, info, function, made)
+            function = Coalesced(params, operands, info, function, made, device)
             runner = function.rows if grid else None
     if info.across:
         function = job.until_failure(function)
