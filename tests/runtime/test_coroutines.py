@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 
 import jax
@@ -239,6 +240,55 @@ def test_a_function_that_calls_itself_needs_no_place_of_its_own(limit):
     program = jax.jit(lambda n: hc.call(down, F32, n, concurrency=limit))
     assert program(1.0) == 1
     assert program(4.0) == 4
+
+
+def warm(*programs):
+    """JAX runs the first call of a program alone: it must not run inside itself."""
+    for program in programs:
+        program(np.float32(0)).block_until_ready()
+
+
+def test_more_depths_than_asyncio_has_threads():
+    deep = (os.cpu_count() or 1) + 4 + 6
+
+    async def down(n):
+        if n <= 0:
+            return np.float32(0)
+        return float(await asyncio.to_thread(program, n - 1)) + 1
+
+    program = jax.jit(lambda n: hc.call(down, F32, n, concurrency=1))
+    warm(program)
+    assert program(np.float32(min(deep, 24))) == min(deep, 24)
+
+
+def test_functions_that_call_each_other_do_not_wait_in_a_circle():
+    met = threading.Barrier(2)
+
+    def make(other):
+        async def down(n):
+            if n >= 2:  # both functions are full before either calls the other
+                await asyncio.to_thread(met.wait, HANG_SECONDS)
+            if n <= 0:
+                return np.float32(0)
+            return float(await asyncio.to_thread(programs[other], n - 1)) + 1
+
+        return jax.jit(
+            lambda n: hc.call(down, F32, n, concurrency=1, timeout=HANG_SECONDS)
+        )
+
+    programs = [make(1), make(0)]
+    warm(*programs)
+    outs = [None, None]
+
+    def run(number):
+        outs[number] = float(programs[number](np.float32(2)))
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outs == [2, 2]
 
 
 def test_a_barrier_in_a_tap():

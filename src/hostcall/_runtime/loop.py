@@ -21,11 +21,17 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hostcall._core.errors import HostcallError
 
 logger = logging.getLogger("hostcall")
+
+# Threads for asyncio.to_thread, made when needed. asyncio's own limit is the number of
+# cores plus 4. A coroutine function that calls itself keeps a thread for each depth,
+# and would wait for ever for the next one; `concurrency` bounds the rows anyway.
+_THREADS = 512
 
 # Seconds that cancelled tasks have to end at the end of the process.
 _LAST = 2.0
@@ -58,6 +64,9 @@ def current() -> asyncio.AbstractEventLoop:
             return _given
         if _own is None:
             loop = _new_loop()
+            loop.set_default_executor(
+                ThreadPoolExecutor(_THREADS, thread_name_prefix="hostcall-to-thread")
+            )
             thread = threading.Thread(
                 target=_run, args=(loop,), daemon=True, name="hostcall-loop"
             )

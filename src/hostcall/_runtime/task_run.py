@@ -6,8 +6,8 @@ order in which they came, whichever calls, devices and programs they belong to.
 
 Guarantees
   * Results are in row order.
-  * Of one function at most `concurrency` rows run at the same time. Rows that it calls
-    in itself count apart from those that wait for them.
+  * Of one function at most `concurrency` rows run at the same time at each depth: rows
+    that coroutines call count apart from those that programs of the user's call.
   * The first row that fails cancels the others of its call, and its error is raised.
   * A timeout or an interrupt (Ctrl-C, the end of the process) cancels all rows of the
     call. The call then waits for them to end, for a second at most: a coroutine may
@@ -100,9 +100,11 @@ class TaskRun:
         limit: int,
     ) -> None:
         above = _above.get()
-        # The tasks above hold their places until these rows have ended. So calls of a
-        # function in itself have a lane for each depth.
-        self._key = key, above.count(key)
+        # The tasks above hold their places until these rows have ended. So there is a
+        # lane for each depth, and places are only waited for by rows of the same depth,
+        # which end without a place of it. Two functions that call each other would wait
+        # in a circle if each had one lane for itself.
+        self._key = key, len(above)
         self._loop, self.limit = loop, limit
         self._fn, self._rows, self._current = fn, rows, current
         self._settings, self._name = workers.Settings(ambient), name
@@ -172,6 +174,8 @@ class TaskRun:
         try:
             self._loop.call_soon_threadsafe(step)
         except RuntimeError as error:
+            # Nothing runs on a closed loop, so nobody else uses its lanes any more.
+            lanes_of.pop(self._loop, None)
             raise HostcallError(task_texts.closed(self._name)) from error
 
     def _late(self) -> str:

@@ -1,0 +1,58 @@
+"""Coroutine functions on a loop of the user's that ends under them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from limits import HANG_SECONDS
+
+import hostcall as hc
+from hostcall._runtime import task_run
+
+F32 = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+@pytest.mark.parametrize("timeout", [None, HANG_SECONDS])
+def test_a_loop_that_is_closed_while_a_call_runs(timeout):
+    loop, begun = asyncio.new_event_loop(), threading.Event()
+
+    async def waits(x):
+        begun.set()
+        await asyncio.Event().wait()
+
+    f = jax.jit(lambda x: hc.call(waits, F32, x, timeout=timeout))
+    outcome = []
+
+    def call():
+        try:
+            outcome.append(f(1.0).block_until_ready())
+        except jax.errors.JaxRuntimeError as error:
+            outcome.append(str(error))
+
+    hc.configure(loop=loop)
+    runs = threading.Thread(target=loop.run_forever)
+    runs.start()
+    try:
+        caller = threading.Thread(target=call)
+        caller.start()
+        assert begun.wait(HANG_SECONDS)
+        loop.call_soon_threadsafe(loop.stop)
+        runs.join(HANG_SECONDS)
+        tasks = asyncio.all_tasks(loop)
+        loop.close()
+        caller.join(HANG_SECONDS)
+        assert not caller.is_alive()
+    finally:
+        hc.configure(loop="own")
+    assert loop not in task_run.lanes_of
+    (text,) = outcome
+    assert "the event loop was closed before the coroutine function" in text
+    assert "Keep the loop of hc.configure(loop=) open until the programs" in text
+    # asyncio warns of tasks that are dropped while they wait; the test closed the loop
+    # under this one on purpose.
+    for task in tasks:
+        task._log_destroy_pending = False
