@@ -35,6 +35,7 @@ Programs that leave the process:
     load             reads such bytes, and checks that their names are registered here
 
 Waiting, errors, settings:
+    retrying         an executor= that is made anew when a worker dies
     barrier          waits for programs and taps, and raises what taps raised
     reraise          a block in which a program raises its callback's own exception
     last_error       returns the exception that a callback raised last
@@ -84,6 +85,7 @@ from hostcall._api.call import call
 from hostcall._api.configure import configure
 from hostcall._api.export.register import register
 from hostcall._api.print import print as print
+from hostcall._api.retrying import retrying
 from hostcall._api.tap import tap, tap_through
 from hostcall._core.errors import HostcallError
 from hostcall._core.failures import last_error
@@ -210,6 +212,7 @@ __all__ = [
     "pure_callback",
     "register",
     "reraise",
+    "retrying",
     "same_tree",
     "tap",
     "tap_through",

@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from hostcall._runtime.retrying import now
+
 
 def by_name(given: Any) -> bool:
     """Whether the executor sends functions by name, with pickle.
@@ -35,6 +37,7 @@ def by_name(given: Any) -> bool:
     The standard library's process pools do. Those of Dask, Ray and loky send a function
     without an importable name by value.
     """
+    given = now(given)
     kind = type(given)
     if kind.__module__.partition(".")[0] == "multiprocessing":
         return kind.__name__ != "ThreadPool"

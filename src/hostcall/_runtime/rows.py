@@ -16,11 +16,8 @@ Guarantees
 from __future__ import annotations
 
 import functools
-import io
-import itertools
+import logging
 import math
-import os
-import pickle
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
@@ -31,7 +28,10 @@ import numpy as np
 from hostcall import _native
 from hostcall._core.errors import CallTimeoutError
 from hostcall._core.source import name_of
-from hostcall._runtime import executors, pools, steps, waits, workers
+from hostcall._runtime import chunks, executors, steps, waits, workers
+from hostcall._runtime.retrying import Retrying
+
+logger = logging.getLogger("hostcall")
 
 # Seconds. Waits return to Python this often: a KeyboardInterrupt is raised on one of
 # XLA's threads only between two Python instructions. Dead workers are looked for too.
@@ -40,120 +40,11 @@ _LOOK = 0.1
 _CHUNKS = 4  # for each worker
 _UNDER_WAY = 2  # chunks for each worker, if they can't be taken back
 
-Row = tuple[tuple[Any, ...], dict[str, Any]]
-
-# The runs of this process. A chunk carries its run's number, which can be pickled.
-_under_way: dict[int, _Run] = {}
-_numbers = itertools.count()
-
-# Token and process id together name this process: another machine may have a process
-# with the same id, and a forked child has the same token.
-_TOKEN = os.urandom(8).hex()
-
-
-def _process() -> tuple[str, int]:
-    return _TOKEN, os.getpid()
-
-
-def run_chunk(
-    where: tuple[tuple[str, int], int, int, str | None],
-    fn: Callable[..., Any],
-    rows: Sequence[Any],
-    *shared: Any,
-) -> list[Any]:
-    """Runs a chunk; called by the executor, in this or another process or machine.
-
-    The exception of a row that fails gets the row's index in the chunk as an attribute.
-
-    Args:
-        where: the run's process and number, the number of the first row, and the leash.
-        fn: the function.
-        rows: (args, kwargs) of each row, or bytes if they were sent.
-        *shared: arrays that all rows share, as `Workers.share` made them.
-    """
-    process, run_number, start, leash = where
-    if process != _process():
-        if leash is not None:
-            pools.begin(leash, start)
-
-        def go_on(i: int) -> None:
-            if leash is not None and not os.path.exists(leash):
-                raise _dropped()
-
-        return _run_each(fn, rows, shared, go_on)
-    run = _under_way.get(run_number)
-    if run is None:
-        raise _dropped()
-
-    def begin(i: int) -> None:
-        if start + i >= run.until:
-            raise _dropped()
-        workers.stand_in_by(functools.partial(run.current, start + i))
-
-    started = _native.ticks()
-    try:
-        with workers.as_host_code(run.ambient):
-            return _run_each(fn, rows, shared, begin)
-    finally:
-        _native.note_event(waits.ROW, run.place, started, start, len(rows))
-
-
-def _dropped() -> Exception:
-    return futures.CancelledError(
-        "hostcall: this row did not begin: another row failed, or the call is late"
-    )
-
-
-def _run_each(
-    fn: Callable[..., Any],
-    rows: Sequence[Any],
-    shared: Sequence[Any],
-    begin: Callable[[int], None],
-) -> list[Any]:
-    values = []
-    for i, row in enumerate(rows):
-        try:
-            begin(i)
-            if isinstance(row, bytes):
-                row = _Unpickler(row, shared).load()
-            args, kwargs = row
-            values.append(fn(*args, **kwargs))
-        except BaseException as error:
-            # Through `__dict__`, since some exceptions refuse to have attributes set.
-            error.__dict__["hostcall_row"] = i
-            raise
-    return values
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, row: bytes, shared: Sequence[Any]) -> None:
-        super().__init__(io.BytesIO(row))
-        self._shared = shared
-
-    def persistent_load(self, number: Any) -> Any:
-        return pools.fresh(self._shared[number])
-
-
-def _bytes_of(rows: Sequence[Row], shared: list[np.ndarray], pickler: Any) -> list[Any]:
-    """Pickles each row, with a number in place of each array that all rows share."""
-    numbers = {id(array): number for number, array in enumerate(shared)}
-
-    class Pickler(pickler):  # type: ignore[misc]
-        def persistent_id(self, thing: Any) -> int | None:
-            return numbers.get(id(thing))
-
-    pickled = []
-    for row in rows:
-        file = io.BytesIO()
-        Pickler(file, pickle.HIGHEST_PROTOCOL).dump(row)
-        pickled.append(file.getvalue())
-    return pickled
-
 
 def run_rows(
     executor: Any,
     fn: Callable[..., Any],
-    rows: list[Row],
+    rows: list[chunks.Row],
     current: Callable[[int], Any],
     ambient: tuple[Any, Any],
     timeout: float | None,
@@ -191,11 +82,53 @@ def run_rows(
             own = workers.pool_of(len(rows))
         executor = own or workers.default_pool()
     try:
+        if isinstance(executor, Retrying):
+            settings = (current, ambient, list(shared), once)
+            return _retried(executor, fn, rows, settings, timeout, describe)
         run = _Run(executor, fn, rows, current, ambient, list(shared), once)
         return run.values(timeout, describe)
     finally:
         if own is not None:
             own.shutdown(wait=False)
+
+
+def _retried(
+    retrying: Retrying,
+    fn: Callable[..., Any],
+    rows: list[chunks.Row],
+    settings: tuple[Callable[[int], Any], Any, list[np.ndarray], bool],
+    timeout: float | None,
+    describe: Callable[[str], str],
+) -> list[Any]:
+    """Runs rows on the pools of `retrying`, and those again whose worker has died."""
+    current, ambient, shared, once = settings
+    left = 0 if once else retrying.retries
+    end = None if timeout is None else time.monotonic() + timeout
+    values: dict[int, Any] = {}
+    while True:
+        numbers = [i for i in range(len(rows)) if i not in values]
+        here = functools.partial(_at, current, numbers)
+        pool, these = retrying.pool(), [rows[i] for i in numbers]
+        run = _Run(pool, fn, these, here, ambient, shared, once, numbers, len(rows))
+        seconds = None if end is None else max(end - time.monotonic(), 1e-3)
+        try:
+            values.update(zip(numbers, run.values(seconds, describe), strict=True))
+            return [values[i] for i in range(len(rows))]
+        except futures.BrokenExecutor as error:
+            retrying.drop(pool)
+            if left == 0:
+                raise
+            left -= 1
+            values.update(run.there())
+            logger.warning(
+                "`%s` goes on with a new pool, since a worker has died; %d of %d rows"
+                " are sent again (hc.retrying, %d more times). The failure was: %s",
+                *(name_of(fn), len(rows) - len(values), len(rows), left, error),
+            )
+
+
+def _at(current: Callable[[int], Any], numbers: Sequence[int], i: int) -> Any:
+    return current(numbers[i])
 
 
 class _Run:
@@ -213,12 +146,18 @@ class _Run:
         self,
         executor: Any,
         fn: Callable[..., Any],
-        rows: list[Row],
+        rows: list[chunks.Row],
         current: Callable[[int], Any],
         ambient: tuple[Any, Any],
         shared: list[np.ndarray],
         once: bool,
+        numbers: Sequence[int] | None = None,
+        total: int = 0,
     ) -> None:
+        # In messages: the number of each row in the call, and how many rows that has.
+        self._numbers = range(len(rows)) if numbers is None else numbers
+        self._total = total or len(rows)
+        self._done: set[int] = set()
         self._executor, self._name = executor, name_of(fn)
         self._fn, self._rows, self._finish = steps.split(fn, rows)
         self._workers = executors.workers_of(executor, once)
@@ -226,7 +165,7 @@ class _Run:
         call = _native.current()
         self.place = 0 if call is None else call[0].number
         self.ambient, self.current, self.until = ambient, current, len(rows)
-        self._number = next(_numbers)
+        self._number = next(chunks.numbers)
         self._started: dict[Any, range] = {}  # the rows that each task runs
         self._lanes: dict[Any, waits.Lane] = {}  # while traced, for other processes
         self._values: list[Any] = [None] * len(rows)
@@ -244,7 +183,7 @@ class _Run:
             try:
                 # Before anything is submitted: a chunk looks its run up here. No lock,
                 # since each run has its own key.
-                _under_way[self._number] = self
+                chunks.under_way[self._number] = self
                 self._workers.open()
                 self._run(describe)
             except (CallTimeoutError, KeyboardInterrupt, SystemExit):
@@ -263,7 +202,7 @@ class _Run:
             for lane in self._lanes.values():
                 lane.end()
             self._lanes = {}
-            _under_way.pop(self._number, None)
+            chunks.under_way.pop(self._number, None)
             self.until = 0  # rows on threads of this process no longer begin,
             self._workers.drop()  # nor do rows in other processes
             try:
@@ -274,6 +213,10 @@ class _Run:
             finally:
                 started.clear()
                 self._workers.forget()
+
+    def there(self) -> dict[int, Any]:
+        """The results of the rows that ended before the run failed, by number."""
+        return {self._numbers[i]: self._finish[i](self._values[i]) for i in self._done}
 
     def _wait_for(self, running: list[Any], started: dict[Any, range]) -> None:
         while futures.wait(running, _LOOK).not_done:
@@ -287,13 +230,13 @@ class _Run:
         at_once = n
         if count is not None and not self._workers.takes_back:
             at_once = _UNDER_WAY * count
-        chunks = [range(i, min(i + size, n)) for i in range(0, n, size)]
+        unsent = [range(i, min(i + size, n)) for i in range(0, n, size)]
         if count is None:
             self._shared = []  # Dask may have no workers yet to send shared arrays to
         self._there = [self._workers.share(array) for array in self._shared]
         while True:
-            while chunks and self._failed is None and len(self._started) < at_once:
-                chunk = chunks.pop(0)
+            while unsent and self._failed is None and len(self._started) < at_once:
+                chunk = unsent.pop(0)
                 self._started[self._send(chunk)] = chunk
             # Here only chunks before a failed one are waited for: one of them may fail
             # too, and is then the first. `_wait_for` waits for those behind it.
@@ -319,6 +262,7 @@ class _Run:
                 self._lanes.pop(task).end()
             if error is None:
                 self._values[chunk.start : chunk.stop] = value
+                self._done.update(chunk)
             elif self._failed is None or chunk.start < self._failed[0].start:
                 # `until` first: a chunk that can't be cancelled any more reads it
                 # before each of its rows.
@@ -330,20 +274,22 @@ class _Run:
         rows: Sequence[Any] = self._rows[chunk.start : chunk.stop]
         if executors.sends(self._executor):
             try:
-                rows = _bytes_of(rows, self._shared, self._workers.pickler())
+                rows = chunks.bytes_of(rows, self._shared, self._workers.pickler())
             except Exception as error:
                 self._raise(chunk, error)
-        where = (_process(), self._number, chunk.start, self._workers.leash)
-        task = self._workers.submit(run_chunk, where, self._fn, rows, *self._there)
+        where = (chunks.process(), self._number, chunk.start, self._workers.leash)
+        task = self._workers.submit(
+            chunks.run_chunk, where, self._fn, rows, *self._there
+        )
         if executors.sends(self._executor) and _native.events_on():
             self._lanes[task] = waits.Lane(self.place, chunk.start, len(chunk))
         return task
 
     def _rows_of(self, rows: range) -> str:
-        n = len(self._rows)
+        first, last = self._numbers[rows[0]], self._numbers[rows[-1]]
         if len(rows) == 1:
-            return f"row {rows[0]} of {n}"
-        return f"one of rows {rows[0]} to {rows[-1]} of {n}"
+            return f"row {first} of {self._total}"
+        return f"one of rows {first} to {last} of {self._total}"
 
     def _look_for_dead(self, which: str, unfinished: list[int]) -> None:
         dead = self._workers.dead(unfinished)
@@ -360,7 +306,7 @@ class _Run:
         which = self._rows_of(rows)
         try:
             if len(rows) == 1:
-                error.__dict__["hostcall_row"] = rows.start
+                error.__dict__["hostcall_row"] = self._numbers[rows.start]
             if isinstance(error, Exception):
                 sent = (self._fn, self._rows[rows.start])
                 executors.explain(error, self._executor, self._name, which, sent)
