@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TextIO
 
+import jax
 import numpy as np
 
 from hostcall._api.tap import tap
@@ -17,7 +18,7 @@ from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
 from hostcall._core.portable import Malformed, NotPortable, read_plain, tell_plain
 from hostcall._core.spec import Static
-from hostcall._engine.params.tap import Rows, WhenFull
+from hostcall._engine.params.tap import On, Rows, WhenFull
 from hostcall._engine.portable import add_kind
 
 
@@ -29,6 +30,7 @@ def print(
     rows: Rows = "batched",
     when_full: WhenFull = "block",
     every: int | float | None = None,
+    on: On | jax.Device = "once",
     file: TextIO | None = None,
     flush: bool = False,
     end: str = "\n",
@@ -48,6 +50,10 @@ def print(
         when_full: what happens if the tap queue is full, as in `hc.tap`.
         every: prints one line in so many executions (an int), or in so many seconds (a
             float), as in `hc.tap`.
+        on: in a jitted program over several devices, "once": one line with the whole
+            value, in one process; "process": one line in each process, with what that
+            process holds; "shards": one for each block; a device: one line, in that
+            device's process. As in `hc.tap`.
         file: where to print. Default: what `sys.stdout` is when the line is printed, so
             that notebooks and tests that capture output get it.
         flush: whether to flush the file after the line.
@@ -59,7 +65,7 @@ def print(
 
     NumPy's print options apply as they are when the program is traced.
 
-    Under transformations: as for `hc.tap` with on="once".
+    Under transformations: as for `hc.tap`.
 
     Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
@@ -80,6 +86,7 @@ def print(
         rows=rows,
         when_full=when_full,
         every=every,
+        on=on,
     )
 
 
@@ -87,7 +94,7 @@ _FACE = Face(
     "hc.print",
     "hc.print({args})",
     options_of(print, "fmt"),
-    {"ordered": 'order="ordered"', "partitioned": 'hc.tap with on="shards"'},
+    {"ordered": 'order="ordered"', "partitioned": 'on="shards"'},
 )
 
 

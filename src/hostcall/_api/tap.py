@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import jax
+
 from hostcall._core import mistakes
 from hostcall._core.arguments import (
     check_function,
-    check_on_of_tap,
     check_tag,
     parse_mask,
+    parse_on_of_tap,
 )
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
@@ -42,7 +44,7 @@ def tap(
     when_full: WhenFull = "block",
     rows: Rows = "batched",
     remat: Remat = "once",
-    on: On = "once",
+    on: On | jax.Device = "once",
     arrays: Arrays = "numpy",
     every: int | float | None = None,
     sample: float | None = None,
@@ -85,10 +87,15 @@ def tap(
             their indices. "each": one per row, in order; see `hc.current().row`.
         remat: under jax.checkpoint, "once": only the forward pass taps. "repeat": the
             backward pass taps again when it recomputes the values.
-        on: in a jitted program over several devices, "once": one delivery of the whole
-            value, which is gathered even if `where` or `every` drops the tap. "shards":
-            each device delivers its block, without communication; equal blocks are
-            delivered once. See `hc.current().device` and `.index`.
+        on: in a jitted program over several devices, also of several processes: "once":
+            one delivery of the whole value, in the process of the program's first
+            device. All devices gather it, even if `where` or `every` drops the tap. A
+            device: the same, in that device's process. "process": one delivery in each
+            process that runs the program, with the part of the value that its devices
+            hold together; only these devices communicate. A value that all hold whole
+            is delivered whole. "shards": each device delivers its block, without
+            communication; equal blocks of a process are delivered once. See
+            `hc.current().device`, `.process` and `.index`.
         arrays: as in `hc.call`, except "cuda".
         every: an int n lets the first of every n executions tap. A run of a program
             with more than n executions is counted separately: with every=100, a scan of
@@ -117,7 +124,8 @@ def tap(
     Raises:
         SpecError: an option or argument is invalid, `fn` can't take the arguments, or
             `fn` uses a traced value of an enclosing function instead of taking it as an
-            argument.
+            argument. With on="process", when the program is compiled: the blocks of a
+            process do not make one array (JAX raises it as a JaxRuntimeError).
 
     If `fn` raises, the program goes on. The exception is logged (the first three with
     tracebacks, further ones as counts), and the next `hc.barrier()` raises it.
@@ -131,7 +139,8 @@ def tap(
         jvp, grad: taps primal values where they are computed; for derivatives, see
             `hc.derivatives`. JAX runs a linearized while_loop, with its taps, again for
             each tangent.
-        shard_map, pmap: each shard taps its own value, even if psum made all equal.
+        shard_map, pmap: each shard taps its own value, even if psum made all equal,
+            whatever `on` is; a device is refused.
         jit over sharded arrays: see `on`.
 
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes
@@ -269,7 +278,7 @@ def prepare(
     if batch is not None:
         _check_batch(called, batch, order, rows)
     check_tag(tag, called)
-    check_on_of_tap(on, called)
+    on, device = parse_on_of_tap(on, called)
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
     if where is not None:
@@ -300,6 +309,7 @@ def prepare(
         when_full=when_full,
         remat=remat,
         on=on,
+        device=device,
         every=every,
         sample=sample,
         batch=batch,

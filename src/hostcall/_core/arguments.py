@@ -114,16 +114,13 @@ def parse_on(on: Any, name: str) -> Any:
     )
 
 
-def check_on_of_tap(on: Any, name: str) -> None:
+def parse_on_of_tap(on: Any, name: str) -> tuple[Any, jax.Device | None]:
+    """(on, device) for a tap's parameters: a device taps once, with the whole value."""
     if isinstance(on, jax.Device):
+        return "once", on
+    if not isinstance(on, str) or on not in ("once", "process", "shards"):
         raise SpecError(
-            f"hostcall: on= of the tap `{name}` should be 'once' or 'shards', got the"
-            f" device {on}. A tap gets the same whole value from any device: write"
-            " on='once'. For one device's block, write on='shards' and check"
-            " hc.current().device in the function"
+            f"hostcall: on= of the tap `{name}` should be 'once', 'process', 'shards'"
+            f" or a device, such as jax.devices()[0], got {on!r}"
         )
-    if not isinstance(on, str) or on not in ("once", "shards"):
-        raise SpecError(
-            f"hostcall: on= of the tap `{name}` should be 'once' or 'shards', got"
-            f" {on!r}"
-        )
+    return on, None

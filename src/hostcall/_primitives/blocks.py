@@ -10,7 +10,8 @@ that carries no information:
     ran    = parts(before, x)  custom-partitioned: each device does its own block
     link(ran)                  has the effect, so what comes later waits for the blocks
 
-No part moves data between devices, since the number is the same on all of them.
+No part moves data between devices, since the number is the same on all of them, unless
+`regroup` asks for other blocks than the compiler chose.
 """
 
 from __future__ import annotations
@@ -120,6 +121,14 @@ def emit_block(
 
 # --- The whole equation ---------------------------------------------------------------
 
+# (the sharding of an operand, its shape, its number) -> the sharding that it gets.
+Regroup = Callable[[Any, Sequence[int], int], Any]
+
+
+def _as_they_are(sharding: Any, shape: Sequence[int], number: int) -> Any:
+    del shape, number
+    return sharding
+
 
 def lower_blocks(
     program: _jax.Program,
@@ -127,6 +136,7 @@ def lower_blocks(
     equation: Equation,
     block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
     unpartitioned: Callable[..., Any],
+    regroup: Regroup = _as_they_are,
 ) -> list[Any]:
     """Lowers an equation without results to its three parts.
 
@@ -137,6 +147,8 @@ def lower_blocks(
         block: (replicated sharding, the sharding of each operand, the shape of each) ->
             the function of one device, (number, *blocks) -> number.
         unpartitioned: the function that stands in the program until it is partitioned.
+        regroup: chooses the sharding of each operand, given the compiler's choice and
+            the operand's shape. If it chooses another one, the compiler moves the data.
     """
     order = equation.params.order
 
@@ -145,7 +157,7 @@ def lower_blocks(
 
     def parts(*arrays: Any) -> list[Any]:
         before = link_p.bind(jnp.int32(0), order=order, name="")
-        ran = _partitioned(block, unpartitioned)(before, *arrays)
+        ran = _partitioned(block, unpartitioned, regroup)(before, *arrays)
         link_p.bind(ran, order=order, name=name)
         return []
 
@@ -155,6 +167,7 @@ def lower_blocks(
 def _partitioned(
     block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
     unpartitioned: Callable[..., Any],
+    regroup: Regroup,
 ) -> Any:
     # Imported here because it takes 10 ms, which most programs need not pay.
     from jax.experimental.custom_partitioning import (
@@ -168,7 +181,10 @@ def _partitioned(
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
         everywhere = args[0].sharding
-        shardings = [_even(arg, everywhere) for arg in args[1:]]
+        shardings = [
+            regroup(_even(arg, everywhere), arg.shape, i)
+            for i, arg in enumerate(args[1:])
+        ]
         one = block(everywhere, shardings, [arg.shape for arg in args[1:]])
         return mesh, one, result.sharding, (everywhere, *shardings)
 

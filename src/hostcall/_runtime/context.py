@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _native
+from hostcall import _jax, _native
 from hostcall._core.order import Order
 from hostcall._runtime import workers
 
@@ -53,8 +53,12 @@ class Current:
             later vmap is in front. Else empty.
         rows: the indices of the delivered rows, one array for each vmap, the outermost
             first, if `where` of such a tap differs between rows; else None.
-        index: in a tap with on="shards", the place of each array's block in the
-            whole array, as a tuple of slices; else None.
+        index: in a tap with on="shards" or on="process", the place of each array's
+            block in the whole array, as a tuple of slices; else None.
+        block: the same as numbers: which block each array's is, along each axis; None
+            where `index` is.
+        process: the number of this process in the job (`jax.process_index()`).
+        processes: how many processes the job has. Without `jax.distributed` it is 1.
         execution: in a call with keep=, how many executions of this place came before
             in this run of the program on this device, called or not; else None.
         history: in a call with keep=, the last of these, the oldest first. In the first
@@ -89,6 +93,18 @@ class Current:
     history: tuple[Earlier, ...] = ()
     grid: tuple[int, ...] = ()
     mesh_shape: dict[Any, int] = field(default_factory=dict)
+    process: int = 0
+    processes: int = 1
+
+    @property
+    def block(self) -> tuple[tuple[int, ...], ...] | None:
+        if self.index is None:
+            return None
+        # Blocks of one array are equally large, so a block's start tells its number.
+        return tuple(
+            tuple(p.start // ((p.stop - p.start) or 1) for p in parts)
+            for parts in self.index
+        )
 
     def at_row(self, row: tuple[int, ...]) -> Current:
         return replace(self, row=tuple(row))
@@ -107,6 +123,7 @@ def current() -> Current | None:
     if events is not None:
         runs, steps = np.frombuffer(events, np.int64).reshape(2, -1)
     device = info.devices.get(ordinal)
+    process, processes = _jax.place_in_job()
     return Current(
         name=info.name,
         place=info.place,
@@ -126,6 +143,8 @@ def current() -> Current | None:
         history=() if before is None else _history(info.callback.template, before[1]),
         grid=getattr(info.params, "grid", ()),
         mesh_shape={} if info.mesh is None else dict(info.mesh.shape),
+        process=process,
+        processes=processes,
     )
 
 

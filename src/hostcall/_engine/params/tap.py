@@ -12,7 +12,7 @@ from hostcall._engine.params.call import Callback
 WhenFull = Literal["block", "drop_newest", "drop_oldest"]
 Rows = Literal["batched", "each"]
 Remat = Literal["once", "repeat"]
-On = Literal["once", "shards"]
+On = Literal["once", "process", "shards"]
 WHEN_FULL: tuple[WhenFull, ...] = ("block", "drop_newest", "drop_oldest")
 
 
@@ -26,11 +26,13 @@ class TapParams:
             (`hc.tap_through`).
         masked: whether the first operand is the mask `where`.
         rows: under vmap, "batched" delivers the batch at once, "each" row by row.
-        when_full, remat, on, every, sample, batch: as given to `hc.tap`.
+        when_full, remat, every, sample, batch: as given to `hc.tap`.
+        on: as given to `hc.tap`; "once" if that was a device.
         always: whether the last operand is the flag `always`, one bool for all rows.
         through: whether the equation returns its arguments.
         leader: the index of the device that taps a whole value, in a program that is
-            partitioned over devices; None for this process's first device.
+            partitioned over devices; None for the program's first device, or `device`.
+        device: the device that taps a whole value, if `on` was one.
         grid: the sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of these axes.
         flags: with rows="batched", for each vmap in the order of application (the
@@ -52,6 +54,7 @@ class TapParams:
     always: bool = False
     through: bool = False
     leader: int | None = None
+    device: Any = None
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
     flags: tuple[tuple[bool, ...], ...] = ()

@@ -1,4 +1,9 @@
-"""A tap of shards: each device of a partitioned program taps its own block."""
+"""A tap of blocks in a partitioned program: of each device, or of each process.
+
+With on="shards" each device taps its own block. With on="process" all devices of a
+process are given the part of the value that they hold together (`parts.py`), and the
+first of them taps.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,9 @@ from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.blocks import Equation, emit_block, lower_blocks
 from hostcall._primitives.emit import NUMBER
-from hostcall._primitives.tap.primitive import arguments, block_index
+from hostcall._primitives.tap import parts
+from hostcall._primitives.tap.indices import block_index
+from hostcall._primitives.tap.primitive import arguments
 from hostcall._runtime import delivery, host_device
 
 # --- The tap of one device ------------------------------------------------------------
@@ -76,10 +83,17 @@ class TapBlocks(Equation):
 # --- The whole tap --------------------------------------------------------------------
 
 
+def serves(program: _jax.Program, params: TapParams) -> bool:
+    """Whether the tap of this program is one of blocks."""
+    if params.on == "process":  # within one process the part is the whole value
+        return program.is_partitioned and program.across
+    return params.on == "shards" and program.is_partitioned
+
+
 def lower(
     program: _jax.Program, operands: Sequence[Any], params: TapParams
 ) -> list[Any]:
-    """The lowering of a tap with on="shards" in a partitioned program."""
+    """The lowering of a tap for which `serves` is true."""
     _refuse(params, program.ctx.avals_in)
     targets.start_on(program.client)
     delivery.start()
@@ -91,7 +105,13 @@ def lower(
         return partial(_tap_block, equation=equation, places=places)
 
     nowhere = partial(_tap_block, equation=equation, places=())
-    return lower_blocks(program, operands, equation, block, nowhere)
+    if params.on == "shards":
+        return lower_blocks(program, operands, equation, block, nowhere)
+    group = parts.grouping(params)
+    return lower_blocks(program, operands, equation, block, nowhere, group)
+
+
+_HOLDER = {"shards": "device", "process": "process"}
 
 
 def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
@@ -102,8 +122,8 @@ def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
     else:
         return
     raise SpecError(
-        f"hostcall: the tap `{params.callback.name}` has on='shards' and {what}."
-        " A device has some of the rows only, or parts of them: use"
+        f"hostcall: the tap `{params.callback.name}` has on={params.on!r} and {what}."
+        f" A {_HOLDER[params.on]} has some of the rows only, or parts of them: use"
         f" {instead}, or on='once'"
     )
 

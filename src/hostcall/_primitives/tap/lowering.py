@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hostcall import _jax, _native
+from hostcall._core.errors import HostcallError
 from hostcall._engine import plans, targets, throttle
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
@@ -19,6 +20,7 @@ from hostcall._primitives.emit import (
     emit_through_jax,
 )
 from hostcall._primitives.tap import blocks
+from hostcall._primitives.tap.indices import whole
 from hostcall._primitives.tap.primitive import (
     arguments,
     describe,
@@ -31,15 +33,15 @@ from hostcall._runtime import delivery, host_device
 
 def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     program = _jax.program_of(ctx)
-    if params.on == "shards" and program.is_partitioned:
+    if blocks.serves(program, params):
         return blocks.lower(program, operands, params)
     targets.start_on(program.client)
     delivery.start()
     _native.bury()  # frees the slots of programs that died since the last lowering
     info = describe(params, program.by_ordinal, program.mesh, ctx.avals_in)
-    check_place(program, None, info.name)
+    check_place(program, params.device, info.name)
     nested = host_device.is_host(program.client)
-    only = _leader(program, params.leader)
+    only = _leader(program, params)
     tap = params.settings(only, nested)
     attributes = slots.put(program, info, ctx.avals_in, only=only, tap=tap)
     first = 1 if params.masked else 0
@@ -58,18 +60,21 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
 _NONE_HERE = (-1,)  # no device has this ordinal
 
 
-def _leader(program: _jax.Program, leader: int | None) -> tuple[int, ...]:
-    """Ordinals of the devices that tap; empty if all do.
+def _leader(program: _jax.Program, params: TapParams) -> tuple[int, ...]:
+    """Ordinals of the devices here that tap; empty if all do.
 
-    If all devices of the program hold the same values, one of them taps: number
-    `leader` of the program, or this process's first.
+    If all devices of the program hold the same values, one of them taps. It belongs to
+    one of the processes that run the program, and in the others no device taps.
     """
     local, devices = program.local, program.devices
     if local is None or devices is None or program.mesh is not None:
         return ()
-    if leader is None:
-        return (_jax.ordinal(local[0]),)
-    device = devices[leader]
+    device = params.device or devices[params.leader or 0]
+    if device not in devices:
+        raise HostcallError(
+            f"hostcall: the tap `{params.callback.name}` has on={device}, which is not"
+            f" among the devices of the program: {devices}"
+        )
     return (_jax.ordinal(device),) if device in local else _NONE_HERE
 
 

@@ -16,12 +16,15 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import errors, failures
+from hostcall._core.errors import SpecError
 from hostcall._core.order import effects_of
 from hostcall._engine import plans, targets, throttle
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.axes import in_front, size_of
 from hostcall._primitives.eager import row_major
+from hostcall._primitives.tap import parts
+from hostcall._primitives.tap.indices import block_index, whole
 from hostcall._runtime import delivery, fork, host_device
 
 tap_p = _jax.Primitive("host_tap")
@@ -86,18 +89,42 @@ tap_p.def_impl(_impl)
 
 
 def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]]:
-    """(device, place, operands) for each delivery of an eager tap.
+    """(device, place, operands) for each delivery of an eager tap in this process.
 
     Among devices that hold identical blocks, only the first taps.
     """
     sharded = [x for x in operands if isinstance(x, jax.Array) and len(x.devices()) > 1]
-    if params.on == "once" or not sharded:
-        place = None
-        if params.on == "shards":
-            place = tuple(whole(np.shape(x)) for x in arguments(operands, params))
-        return [(_home(operands), place, list(operands))]
+    if params.on == "shards" and sharded:
+        return _of_each_device(operands, sharded[0], params)
+    home, place = params.device or _home(operands), None
+    if params.on == "once":
+        _refuse_parts(operands, params)
+        # Each process runs this line, and one of them delivers.
+        if home.process_index != _jax.process_of(home):
+            return []
+        return [(home, place, list(operands))]
+    found, indices = [], []
+    for number, x in enumerate(operands):
+        index = whole(np.shape(x))
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            shards = x.addressable_shards
+            part = parts.assembled(shards, x.shape)
+            if part is None:
+                text = parts.apart_text(params, number, x.shape, _jax.process_of(home))
+                raise SpecError(f"{text}.{parts.INSTEAD}")
+            x, index = part
+        found.append(x)
+        indices.append(index)
+    here = [d for d in _devices(operands) if d.process_index == _jax.process_of(d)]
+    home = min(here, key=lambda device: device.id) if here else home
+    return [(home, tuple(arguments(indices, params)), found)]
+
+
+def _of_each_device(
+    operands: Any, sharded: jax.Array, params: TapParams
+) -> list[tuple[Any, Any, list[Any]]]:
     found: dict[str, tuple[Any, Any, list[Any]]] = {}
-    for device in (shard.device for shard in sharded[0].addressable_shards):
+    for device in (shard.device for shard in sharded.addressable_shards):
         blocks, indices = [], []
         for x in operands:
             shards = x.addressable_shards if isinstance(x, jax.Array) else ()
@@ -110,33 +137,39 @@ def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]
     return list(found.values())
 
 
+def _refuse_parts(operands: Any, params: TapParams) -> None:
+    """Refuses values of which other processes hold parts: no program gathers them."""
+    for x in operands:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            continue
+        if not x.is_fully_replicated:
+            raise SpecError(
+                f"hostcall: the tap `{params.callback.name}` was called outside of"
+                f" jax.jit with an array of shape {list(x.shape)} that is sharded over"
+                " several processes, so that this one has parts of it only. Tap in a"
+                " function under jax.jit, which gathers it, or use on='process' or"
+                " on='shards' for the parts"
+            )
 def describe(
     params: TapParams, devices: dict[int, Any], mesh: Any | None, avals: Sequence[Any]
 ) -> TapInfo:
     """The description of a tap whose devices all have the whole values."""
     info = TapInfo(params, devices, mesh)
-    if params.on == "shards" and mesh is None:
+    if params.on != "once" and mesh is None:
         place = tuple(whole(aval.shape) for aval in arguments(avals, params))
         info.places = dict.fromkeys(devices, place)
     return info
 
 
-def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(0, size) for size in shape)
-
-
-def block_index(index: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The index with both ends of each slice, which JAX omits at the array's ends."""
-    return tuple(
-        slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)
-    )
+def _devices(operands: Any) -> list[Any]:
+    arrays = [operand for operand in operands if isinstance(operand, jax.Array)]
+    return [device for array in arrays[:1] for device in array.devices()]
 
 
 def _home(operands: Any) -> Any:
-    for operand in operands:
-        if isinstance(operand, jax.Array):
-            return min(operand.devices(), key=lambda device: device.id)
-    return _jax.here()
+    """The first device of the first array, which may be another process's."""
+    found = _devices(operands)
+    return min(found, key=lambda device: device.id) if found else _jax.here()
 
 
 # --- abstract eval -----------------------------------------------------------------
