@@ -144,7 +144,9 @@ def test_ctrl_c_in_a_compiled_program_closes_its_bar(run_python, tmp_path):
 
 
 def test_one_process_of_a_job_draws(run_python):
-    """Both run the same program. A factory of the user's draws in each."""
+    """Both run the same programs. The steps of the first come to its first device's
+    process alone, those of the second to both, where a factory of the user's draws.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -172,6 +174,11 @@ def test_one_process_of_a_job_draws(run_python):
                 return c + 1
             return lambda x: jax.lax.fori_loop(0, 6, body, x)
 
+        turned = jax.NamedSharding(
+            jax.sharding.Mesh(np.array(jax.devices()[::-1]), "x"), P("x"))
+        y = jax.make_array_from_callback((8,), turned, lambda i: np.arange(8.0)[i])
+        jax.jit(loop(desc="turned"))(y).block_until_ready()
+        hc.barrier()
         for options in ({"desc": "whole"}, {"bar": Mine}):
             f = loop(**options)
             jax.jit(f)(x).block_until_ready()
@@ -184,8 +191,10 @@ def test_one_process_of_a_job_draws(run_python):
         first, second = (job.result() for job in jobs)
     assert len(re.findall(r"whole: 100%\|#+\| 6/6", first.stderr)) == 2
     assert "whole" not in second.stderr
-    for done in (first, second):
-        assert re.findall("says: (.*)", done.stdout) == ["6", "6"]
+    assert "turned" not in first.stderr
+    assert len(re.findall(r"turned: 100%\|#+\| 6/6", second.stderr)) == 1
+    assert re.findall("says: (.*)", first.stdout) == ["6", "6"]
+    assert re.findall("says: (.*)", second.stdout) == ["6"]
 
 
 # --- Notebooks ------------------------------------------------------------------------

@@ -26,9 +26,12 @@ class CallInfo:
     Attributes:
         across: whether several processes run its program.
         caller: the process whose results all processes take, or None.
+        of_program: the devices of its program, those of other processes too; None if
+            there is one, empty if they are not known.
     """
 
     across = False
+    of_program: tuple[Any, ...] | None = None
     caller: int | None = None
 
     def __init__(

@@ -89,6 +89,13 @@ def program_of(ctx: Any) -> Program:
     )
 
 
+def all_devices(program: Program) -> tuple[Any, ...] | None:
+    """The devices of a program; None if there is one, empty if they are not known."""
+    if program.devices is not None:
+        return tuple(program.devices)
+    return None if program.size == 1 and program.mesh is None else ()
+
+
 def ordinal(device: Any) -> int:
     """The number that XLA gives a handler for this device.
 

@@ -77,6 +77,7 @@ class Equation(abc.ABC):
         self.client = program.client
         self.by_ordinal = program.by_ordinal
         self.across = program.across
+        self.of_program = _jax.all_devices(program)
         self._inside = planning.calls_inside(program, info.params)
         info.plan_of_block = self.plan_of_block  # type: ignore[attr-defined]
         self._avals = _jax.physical_avals(program.ctx.avals_in)

@@ -61,6 +61,7 @@ def put(
         return {travel.ATTRIBUTE: text}
     key = keys.key_of(info.params, avals)
     inside = calls_inside(program, info.params)
+    info.of_program = _jax.all_devices(program)
     plan = make_plan(program.client, inside, info, avals, text=text, **more)
     slot = _native.Slot(plan, key, program.across)
     keep(program, slot, info.name, why)

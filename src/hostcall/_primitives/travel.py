@@ -163,6 +163,7 @@ def _make(told: Any, text: str, platform: str, client: Any) -> _native.Plan:
         info = describe(params, by_ordinal, mesh, operands)
     else:
         info = CallInfo(params, by_ordinal, mesh)
+    info.of_program = None if team is None else ()
     inside = planning.inside_of((platform,), params)
     return planning.make_plan(
         client, inside, info, operands, tap=tap, team=team, text=text

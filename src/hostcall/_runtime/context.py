@@ -57,6 +57,9 @@ class Current:
             block in the whole array, as a tuple of slices; else None.
         block: the same as numbers: which block each array's is, along each axis; None
             where `index` is.
+        devices: the devices of the program, in its order, those of other processes
+            too; `device` alone outside of programs. Empty if they are not known, as for
+            a shard_map over an abstract mesh.
         process: the number of this process in the job (`jax.process_index()`).
         processes: how many processes the job has. Without `jax.distributed` it is 1.
         execution: in a call with keep=, how many executions of this place came before
@@ -93,6 +96,7 @@ class Current:
     history: tuple[Earlier, ...] = ()
     grid: tuple[int, ...] = ()
     mesh_shape: dict[Any, int] = field(default_factory=dict)
+    devices: tuple[Any, ...] = ()
     process: int = 0
     processes: int = 1
 
@@ -143,6 +147,7 @@ def current() -> Current | None:
         history=() if before is None else _history(info.callback.template, before[1]),
         grid=getattr(info.params, "grid", ()),
         mesh_shape={} if info.mesh is None else dict(info.mesh.shape),
+        devices=(device,) if info.of_program is None else info.of_program,
         process=process,
         processes=processes,
     )

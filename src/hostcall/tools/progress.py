@@ -65,7 +65,8 @@ class Progress:
                 called as bar(desc=, total=, unit=, initial=) and returns an object with
                 tqdm's methods `update(n)`, `set_postfix_str(text, refresh=False)` and
                 `close()`, such as functools.partial(tqdm.tqdm, colour="green"). In a
-                job of several processes, "auto" and "rich" draw in the first one only.
+                job of several processes, "auto" and "rich" draw in the first one only,
+                or if it does not run the program, in that of its first device.
             rows: under vmap, "batched": one bar for the batch; "each": a bar for each
                 of the first 16 rows.
             **metrics: numbers or texts to show after the bar, with three digits.
@@ -94,7 +95,7 @@ class Progress:
         checks.check(step, total, initial, bar, rows, metrics)
         if isinstance(bar, str) and jax.process_index() != 0:
             # The tap stays, since all processes must run the same program.
-            bar = drawing.unseen
+            bar = functools.partial(drawing.in_place_of_the_first, bar)
         is_known = isinstance(total, (int, np.integer))
         known = int(total) if is_known else None
         loop = bars.Loop(known, desc, unit, initial, bar, rows)

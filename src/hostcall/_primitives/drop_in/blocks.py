@@ -50,6 +50,7 @@ class CallBlocks(Equation):
     def plan_of_block(self, block: str) -> _native.Plan:
         avals = self.avals(json.loads(block)["shapes"])
         info = self._info(_with_number(self.params), self)
+        info.of_program = self.of_program
         return self.make_plan(info, [NUMBER, *avals])
 
 

@@ -62,6 +62,7 @@ class TapBlocks(Equation):
     def plan_of_block(self, block: str) -> _native.Plan:
         told = json.loads(block)
         info = TapInfo(self.params, self.by_ordinal, None)
+        info.of_program = self.of_program
         info.places = self._here(told["places"])
         tap = self.params.settings(tuple(info.places), self._nested, linked=True)
         return self.make_plan(info, self.avals(told["shapes"]), tap=tap)

@@ -8,7 +8,6 @@ from collections import deque
 from contextlib import ExitStack
 from typing import Any
 
-import jax
 import numpy as np
 
 import hostcall as hc
@@ -96,7 +95,9 @@ class Bar:
                 self.longest_pause = max(self.longest_pause, now - self.moved)
             self.moves, self.moved = self.moves + 1, now
         # Each device of a shard_map delivers, to its own process.
-        devices = math.prod(here.mesh_shape.values()) // jax.process_count()
+        devices = math.prod(here.mesh_shape.values()) // here.processes
+        if here.mesh_shape and here.devices:
+            devices = sum(d.process_index == here.process for d in here.devices)
         self.is_done = len(parts) >= devices and all(
             part.total is not None and (part.done >= part.total).all() for part in parts
         )

@@ -10,6 +10,8 @@ import sys
 import types
 from typing import Any
 
+import hostcall as hc
+
 REDRAW = 0.02  # seconds between two drawings of one bar
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
@@ -47,8 +49,23 @@ class Drawn:
         self.bar.close()
 
 
-def unseen(**_: Any) -> Any:
-    """A factory of bars that show nothing."""
+def in_place_of_the_first(bar: str, **options: Any) -> Any:
+    """A factory for processes other than the first: most of its bars show nothing.
+
+    The first process draws, unless it gets no step: it has no device of the program, or
+    the program is partitioned and its first device is another process's.
+    """
+    here = hc.current()
+    owners = {device.process_index for device in here.devices} if here else set()
+    if here is not None and len(owners) > 1:
+        first = here.devices[0].process_index == here.process
+        if first and (0 not in owners or not here.mesh_shape):
+            return _factory(bar)(**options)
+    return unseen()
+
+
+def unseen() -> Any:
+    """A bar that shows nothing."""
 
     def nothing(*_: Any, **__: Any) -> None:
         pass
