@@ -1,6 +1,7 @@
 """`hostcall.monitor`: what is running, what it has cost, and what is queued.
 
-    status         the running calls and the running tap, with their threads' stacks
+    status         the running calls and the running tap, with their threads' stacks,
+                   of this process or of all processes of the job
     stats          what calls and taps have cost, by tag or function
     feeds          where feeds are, and who waited for whom, how long
     tap_queue      how full the queue of taps is, and how many taps it has handled
@@ -12,9 +13,10 @@
     at_barrier     calls a function at each barrier and at the end of the process
 
 `report` returns `Finding`s, `flight` a `Flight`, which is a list of `FlightRecord`s,
-`status` an `ActiveCall` for each call, `stats` a `CallStats` for each tag or function,
-`feeds` a `FeedStats` for each feed, `tap_queue` a `TapQueue`, and `pinned_memory` a
-`PinnedMemory` for each pool. None of them starts a thread or a program.
+`status` an `ActiveCall` for each call or a `ProcessStatus` for each process, `stats` a
+`CallStats` for each tag or function, `feeds` a `FeedStats` for each feed, `tap_queue` a
+`TapQueue`, and `pinned_memory` a `PinnedMemory` for each pool. None of them starts a
+thread or a program.
 """
 
 from hostcall._api.barrier import discard_taps
@@ -26,6 +28,7 @@ from hostcall._api.status import (
     ActiveCall,
     CallStats,
     PinnedMemory,
+    ProcessStatus,
     TapQueue,
     pinned_memory,
     stats,
@@ -42,6 +45,7 @@ __all__ = [
     "Flight",
     "FlightRecord",
     "PinnedMemory",
+    "ProcessStatus",
     "TapQueue",
     "at_barrier",
     "discard_taps",

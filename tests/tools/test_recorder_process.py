@@ -239,6 +239,8 @@ with hc.Recorder(folder) as rec:
     def whole(x):
         def body(i, c):
             rec(step=i, x=c, few=c[:, 0], on="shards")
+            rec(step=i, total=c.sum(), w=c + 0)
+            rec(step=i, y=c, on="process")
             return c + 1
         return jax.lax.fori_loop(0, 10, body, x)
     whole(x)
@@ -271,7 +273,14 @@ def test_the_processes_of_a_job_share_a_folder(tmp_path, run_python):
     steps, x = run.array("x")
     np.testing.assert_array_equal(steps, np.arange(10))
     np.testing.assert_array_equal(x, want + np.arange(10)[:, None, None])
+    steps, y = run.array("y")
+    np.testing.assert_array_equal(y, want + np.arange(10)[:, None, None])
     table = run.table().to_pylist()
+    totals = [(r["step"], r["process"]) for r in table if r["total"] is not None]
+    assert sorted(totals) == [(step, 0) for step in range(10)]  # once in the job
+    assert run.zarr("w", process=0)[1].shape == (10, 8, 20)
+    with pytest.raises(hc.HostcallError, match="process 1 has no array 'w'"):
+        run.zarr("w", process=1)
     few = {(r["step"], r["index"]): r for r in table if r["few"] is not None}
     assert len(few) == 80
     for (step, index), row in few.items():

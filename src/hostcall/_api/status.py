@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 from hostcall import _native
+from hostcall._core.errors import SpecError
 from hostcall._engine.counters import Tally, all_counters, all_tallies
-from hostcall._runtime import workers
+from hostcall._runtime import answers, running
 
 
 @dataclass(frozen=True)
@@ -75,23 +74,89 @@ class CallStats:
     misses: int = 0
 
 
-def status() -> list[ActiveCall]:
+@dataclass(frozen=True)
+class ProcessStatus:
+    """What a process of the job is doing (`hc.monitor.status(processes="all")`).
+
+    Attributes:
+        process: its number in the job.
+        answered: whether it answered in time. If not, it has ended, is stopped, has not
+            run anything of hostcall's yet, or its C code keeps the GIL.
+        calls: its running calls and its running tap, oldest first.
+        taps: how many taps it has queued.
+        main: the stack of its main thread. A frame of JAX's at the end is a wait for a
+            program.
+        pid: the number that its operating system gives it, or None.
+    """
+
+    process: int
+    answered: bool
+    calls: tuple[ActiveCall, ...] = ()
+    taps: int = 0
+    main: str = ""
+    pid: int | None = None
+
+    def __str__(self) -> str:
+        if not self.answered:
+            return (
+                f"process {self.process} did not answer: it has ended, is stopped, or"
+                " has not run anything of hostcall's yet"
+            )
+        what = "\n".join(map(str, self.calls)) or "no call is running"
+        return (
+            f"process {self.process} (pid {self.pid}), {self.taps} taps queued:"
+            f" {what}\nIts main thread:\n{self.main}"
+        )
+
+
+@overload
+def status() -> list[ActiveCall]: ...
+@overload
+def status(*, processes: Literal["all"], limit: float = 5.0) -> list[ProcessStatus]: ...
+def status(*, processes: Literal["all"] | None = None, limit: float = 5.0) -> Any:
     """The running calls and the running tap, oldest first, each with its stack.
 
     If a program hangs, call this function from another thread or from a signal handler.
 
+    Args:
+        processes: "all": asks all processes of the job (`jax.distributed`), each of
+            which answers on a thread of its own, also while its main thread waits in a
+            program. None: this process only.
+        limit: seconds to wait for the other processes' answers.
+
+    Returns:
+        An `ActiveCall` for each call; with processes="all" a `ProcessStatus` for each
+        process, those that do not answer too.
+
+    Raises:
+        SpecError: an argument is invalid.
+        jax.errors.JaxRuntimeError: the job's service, in the first process, is gone.
+
     Cost: nothing until it is called, except one stored pointer per call; then the time
-    to format the stacks.
+    to format the stacks. In a job of several processes a thread looks for questions
+    twice a second, so their answers take up to half a second.
     """
-    frames = sys._current_frames()
-    calls = []
-    for info, thread, seconds, row in _native.active():
-        thread = workers.delegates.get(thread, thread)
-        frame = frames.get(thread)
-        stack = "".join(traceback.format_stack(frame)) if frame else ""
-        name = info.callback.tag or info.name
-        calls.append(ActiveCall(name, info.place, seconds, row or (), thread, stack))
-    return sorted(calls, key=lambda call: -call.seconds)
+    if processes is None:
+        return [ActiveCall(*call) for call in running.running()]
+    if processes != "all":
+        raise SpecError(
+            f"hostcall: processes= of hc.monitor.status should be 'all', got"
+            f" {processes!r}. Leave it out for this process only"
+        )
+    if not isinstance(limit, (int, float)) or not limit > 0:
+        raise SpecError(
+            f"hostcall: limit= of hc.monitor.status should be seconds above 0, got"
+            f" {limit!r}"
+        )
+    found = []
+    for process, said in answers.ask(limit).items():
+        if said is None:
+            found.append(ProcessStatus(process, answered=False))
+            continue
+        calls = tuple(ActiveCall(*call) for call in running.untold(said))
+        rest = {"taps": said["taps"], "main": said["main"], "pid": said["pid"]}
+        found.append(ProcessStatus(process, answered=True, calls=calls, **rest))
+    return found
 
 
 def stats() -> dict[str, CallStats]:

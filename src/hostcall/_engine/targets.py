@@ -10,7 +10,7 @@ import jax
 
 from hostcall import _jax, _native
 from hostcall._core import config, errors, failures
-from hostcall._runtime import lifecycle
+from hostcall._runtime import answers, lifecycle
 
 TARGET = "hostcall_call"
 TAP_TARGET = "hostcall_tap"
@@ -70,6 +70,7 @@ def start_on(client: Any | None) -> None:
     """Does what `start` does, and prepares for CUDA if `client` has GPUs."""
     global _started_cuda
     start()
+    answers.start()
     if client is None or client.platform not in ("cuda", "gpu") or _started_cuda:
         return
     missing = _native.cuda_missing()

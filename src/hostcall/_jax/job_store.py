@@ -48,17 +48,12 @@ class JobStore:
     def put_bytes(self, key: str, value: bytes) -> None:
         self._client.key_value_set_bytes(key, value)
 
-    def wait_for_bytes(self, key: str, seconds: float) -> bytes | None:
-        """The bytes under a key as soon as they are there; None if they did not come.
-
-        A wait that ends without them stays in the service until the key is set. So this
-        is for keys that somebody will set, not for polling.
-        """
-        limit = int(seconds * 1000)
+    def get_bytes(self, key: str) -> bytes | None:
+        """The bytes under a key, or None if there are none yet."""
         try:
-            found: bytes = self._client.blocking_key_value_get_bytes(key, limit)
+            found: bytes = self._client.key_value_try_get_bytes(key)
         except jax.errors.JaxRuntimeError as error:
-            if not str(error).startswith("DEADLINE_EXCEEDED"):
+            if not str(error).startswith("NOT_FOUND"):
                 raise
             return None
         return found

@@ -92,6 +92,16 @@ def emit_with_token(
     if program.mesh is not None or program.size == 1:
         return one(token, operands, ())  # type: ignore[no-any-return]
 
+    if source is not None and token is not None and not operands:
+        # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region that
+        # a token alone enters and an all-reduce leaves.
+        raise HostcallError(
+            "hostcall: a call with results and without array arguments, which comes"
+            " after another effect or has order='ordered', can't be compiled for"
+            " several processes: XLA would crash. Give it an array argument that the"
+            " function ignores, such as jnp.zeros(())"
+        )
+
     def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
         if source is None:
             return one(token, operands, ())

@@ -47,7 +47,7 @@ import threading
 
 from hostcall import _jax, _native
 from hostcall._core import failures
-from hostcall._runtime import delivery, feeds, fork, host_device, watcher
+from hostcall._runtime import answers, delivery, feeds, fork, host_device, watcher
 
 logger = logging.getLogger("hostcall")
 
@@ -95,6 +95,8 @@ def end(*, interpreter: bool = True) -> None:
         # After the last call, since a call may still have pushed taps.
         delivery.stop()
         feeds.end_all()
+        # After all waits: other processes may ask what this one waits for.
+        answers.stop()
         # After all waits, since it interrupts what hangs in them.
         watcher.stop()
         # Releases what dropped programs held; the watcher did so until it ended.
@@ -127,6 +129,7 @@ def _wait_for_calls(interpreter: bool) -> None:
 
 def _after_fork() -> None:
     fork.after_fork()
+    answers.after_fork()
     delivery.after_fork()
     if not _native.forked():  # JAX had not started
         watcher.start()

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import jax
+
 import hostcall as hc
 from hostcall.errors import HostcallError, SpecError
 from hostcall.tools._recorder import errors
@@ -105,7 +107,7 @@ class Recorder:
         where: Any = None,
         every: int | float | None = None,
         sample: float | None = None,
-        on: Literal["once", "shards"] = "once",
+        on: Literal["once", "process", "shards"] | jax.Device = "once",
         **values: Any,
     ) -> None:
         """Records values, in a compiled program or outside of one.
@@ -117,10 +119,11 @@ class Recorder:
                 microseconds more.
             every: as in `hc.tap`: one in so many calls, or one in so many seconds.
             sample: as in `hc.tap`: the share of calls that are recorded.
-            on: as in `hc.tap`. "shards": in a jitted program over several devices, each
-                writes its blocks of the values, without communication. Then a small
-                array has a row for each element, with the columns `device` and `index`
-                (`index0`, `index1` for two axes).
+            on: as in `hc.tap`. "once": one process records the whole values. "shards":
+                in a jitted program over several devices, each writes its blocks of the
+                values, without communication. "process": each process writes its part.
+                In both, a small array has a row for each element, with the columns
+                `device` and `index` (`index0`, `index1` for two axes).
             **values: numbers, arrays, and pytrees of them: `grads={"w": x}` has the
                 name "grads.w". The names "time", "process", "device", "row" and
                 "index" are taken.
@@ -144,9 +147,10 @@ class Recorder:
             raise HostcallError(
                 f"hostcall: the recorder of {self._store.folder} is closed"
             )
-        if on == "shards" and (sample is not None or isinstance(every, float)):
+        in_parts = on in ("process", "shards")
+        if in_parts and (sample is not None or isinstance(every, float)):
             raise SpecError(
-                "hostcall: with on='shards' a recorder takes no sample= and no every="
+                f"hostcall: with on={on!r} a recorder takes no sample= and no every="
                 " in seconds: devices would choose different steps. Use an int for"
                 " every="
             )
@@ -155,9 +159,9 @@ class Recorder:
         arrays = arrays_of(values)
         if not arrays:
             raise SpecError("hostcall: a recorder was called without a value")
-        fields = fields_of(arrays, on)
+        fields = fields_of(arrays, in_parts)
         options = {"where": where, "every": every, "sample": sample, "on": on}
-        if on == "once":
+        if not in_parts:
             self._tap(fields, arrays, options)
             return
         # A tap for all scalars and one for each other value. Among devices that hold

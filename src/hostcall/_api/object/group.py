@@ -53,6 +53,9 @@ class Group:
     `lock` guards `members` and `ended`. A thread that holds a member's lock may take
     it; the other order would deadlock. `enter` looks up a member without `lock`, so the
     member may have left the group by then: `gone` says so.
+
+    `waiting` has pickled states of objects that are not made yet, and the function that
+    puts a state into an object, or None if the state is the object. `lock` guards it.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Group:
         self.number = ""  # of the object in exported programs; "" until it has one
         self.lock = threading.Lock()
         self.members: dict[Place, Member] = {}
+        self.waiting: dict[Place, bytes] = {}
+        self.put_state: Callable[[Any, Any], Any] | None = None
         self.ended = ""  # or the reason that `check_open` gives
         _living.add(self)
 
@@ -112,17 +117,24 @@ class Group:
     def _join(self, place: Place, who: str) -> Member:
         with self.lock:
             self.check_open(who)
-            before = next(iter(self.members), place)[0]
+            before = next(iter([*self.members, *self.waiting]), place)[0]
             if before != place[0]:
                 raise HostcallError(_other_batch(who, self.name, before, place[0]))
             return self.members.setdefault(place, Member())
 
     def _fill(self, place: Place, member: Member) -> None:
+        with self.lock:
+            state, put = self.waiting.get(place), self.put_state
         try:
-            value = settled(self.make(place[1]))
+            if state is not None and put is None:
+                value = pickle.loads(state)
+            else:
+                value = settled(self.make(place[1]))
             for method in self.methods:
                 if not callable(getattr(value, method, None)):
                     raise HostcallError(_lacks(self.name, method, value))
+            if state is not None and put is not None:
+                settled(put(value, pickle.loads(state)))
         except BaseException:
             member.gone = True
             with self.lock:
@@ -130,10 +142,17 @@ class Group:
                     del self.members[place]
             raise
         member.value = value
+        with self.lock:
+            self.waiting.pop(place, None)
 
     def snapshot(self, save: Callable[..., Any] | None) -> dict[str, Any]:
-        """Pickles each object, or what `save` returns for it."""
+        """Pickles each object, or what `save` returns for it.
+
+        `waiting` has the states of objects that nobody has called since `wait_for`.
+        """
         with self.lock:
+            waiting = {index: state for (_, index), state in self.waiting.items()}
+            batches = [place[0] for place in [*self.members, *self.waiting]]
             members = sorted(self.members.items(), key=lambda item: item[0][1])
         objects = {}
         for (_, index), member in members:
@@ -147,18 +166,28 @@ class Group:
                     raise HostcallError(
                         _unpicklable(self.name, index, error)
                     ) from error
-        batch = members[0][0][0] if members else ()
-        return {"batch": batch, "objects": objects}
+        for index in objects:
+            waiting.pop(index, None)  # it was made meanwhile
+        batch = batches[0] if batches else ()
+        return {"batch": batch, "objects": objects, "waiting": waiting}
 
     def put(self, values: Mapping[Place, Any]) -> None:
         """Puts objects into an empty group."""
         with self.lock:
             self.members.update({p: Member(value) for p, value in values.items()})
 
+    def wait_for(
+        self, states: Mapping[Place, bytes], put: Callable[[Any, Any], Any] | None
+    ) -> None:
+        """Keeps states for objects that will be made from them at their first call."""
+        with self.lock:
+            self.waiting, self.put_state = dict(states), put
+
     def drop(self, keep: Collection[Place] = (), ended: str = "") -> list[Exception]:
         """Closes objects as soon as no thread is in them. Returns what that raised."""
         with self.lock:
             self.ended = self.ended or ended
+            self.waiting = {}
             places = [place for place in self.members if place not in keep]
             going = [self.members.pop(p) for p in sorted(places, key=lambda p: p[1])]
         failures = []

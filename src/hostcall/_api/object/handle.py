@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import pickle
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from hostcall import _jax, _native
+from hostcall._api.object import everywhere
 from hostcall._api.object.declaration import check, hook, maker
+from hostcall._api.object.entry import Entry, definition
 from hostcall._api.object.group import CLOSED, Group
 from hostcall._core import failures, mistakes
 from hostcall._core.arguments import check_function, parse_mask
@@ -204,7 +205,9 @@ class Object:
         self._wait("renew")
         _raise(self._group.drop())
 
-    def save(self) -> dict[str, Any]:
+    def save(
+        self, *, processes: Literal["all"] | None = None, limit: float = 300.0
+    ) -> dict[str, Any]:
         """Returns a snapshot of all objects, which can be pickled, for a checkpoint.
 
         Waits for the programs that this thread has dispatched. An object that programs
@@ -212,17 +215,45 @@ class Object:
         `save=` its state) is pickled separately, so what two objects share is stored
         twice.
 
+        Args:
+            processes: "all": the objects of all processes of the job, in one snapshot
+                that each process gets. All processes have to call it. None: those of
+                this process.
+            limit: seconds to wait for the other processes.
+
         Raises:
             jax.errors.JaxRuntimeError: a program failed, and nothing raised that yet.
             HostcallError: an object can't be pickled, or `save` was called from inside
-                a callback or after close().
+                a callback or after close(); with processes="all" also, in each process,
+                if this happens in one, or two have an object with the same index.
         """
+        group = self._group
+        if everywhere.check(processes, limit, f"save() of `{group.name}`"):
+            return everywhere.gather(group.name, self._snapshot, limit)
+        snapshot = self._snapshot()
+        waiting = snapshot.pop("waiting")
+        if waiting:
+            raise HostcallError(
+                f"hostcall: save() of `{group.name}` can't tell whether"
+                f" {len(waiting)} objects are this process's own: restore(...,"
+                " processes='all') brought their states, and no call has come to them"
+                " yet. Use save(processes='all')"
+            )
+        return snapshot
+
+    def _snapshot(self) -> dict[str, Any]:
         failures = self._wait("save", log=False)
         if failures:
             raise failures[0]
         return self._group.snapshot(self._save)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(
+        self,
+        state: dict[str, Any] | None,
+        *,
+        processes: Literal["all"] | None = None,
+        limit: float = 300.0,
+    ) -> None:
         """Goes back to a snapshot that `save` returned, in this process or another.
 
         The objects become those of the snapshot, with its batch. With `restore=`, their
@@ -232,21 +263,34 @@ class Object:
 
         The snapshot is unpickled, so it must come from a trusted source.
 
+        Args:
+            state: the snapshot. With processes="all" that of process 0 goes to all;
+                the others may pass None.
+            processes: "all": the objects of all processes of the job. All have to call
+                it. A process makes an object from its state when the first call comes
+                to that object, so the job may have other processes or another order of
+                devices than the one that saved. None: those of this process.
+            limit: seconds to wait for the other processes.
+
         Raises:
             SpecError: `state` is not a snapshot.
             Exception: what `restore=` raised, or closing an object.
         """
-        if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
-            raise SpecError(
-                f"hostcall: restore() of `{self._group.name}` takes what save()"
-                f" returned, got {type(state).__name__}"
-            )
+        group, put = self._group, self._restore
+        who = f"restore() of `{group.name}`"
+        if everywhere.check(processes, limit, who):
+            state = everywhere.scatter(group.name, state, self._refuse, limit)
+            assert state is not None
+            self._wait("restore")
+            _raise(everywhere.restore(group, state, put))
+            return
+        self._refuse(state)
+        assert state is not None
         self._wait("restore")
         states = {
             (state["batch"], index): pickle.loads(pickled)
             for index, pickled in state["objects"].items()
         }
-        group, put = self._group, self._restore
         failures = group.drop(keep=states if put else ())
         if put is None:
             group.put(states)
@@ -255,6 +299,13 @@ class Object:
             for place, value in states.items():
                 group.enter(place, "restore()", into, (value,), {})
         _raise(failures)
+
+    def _refuse(self, state: Any) -> None:
+        if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
+            raise SpecError(
+                f"hostcall: restore() of `{self._group.name}` takes what save()"
+                f" returned, got {type(state).__name__}"
+            )
 
     def _wait(self, what: str, log: bool = True) -> list[BaseException]:
         """Waits for this thread's programs. Returns their failures."""
@@ -284,63 +335,8 @@ def _raise(failures: Sequence[BaseException]) -> None:
 # --- Calls ---------------------------------------------------------------------------
 
 
-class Entry:
-    """The function that programs call for one method.
-
-    It calls the method of the object that belongs to the calling row and device.
-    """
-
-    hostcall_kind = "object"  # for _engine/portable.py
-
-    def __init__(self, group: Group, method: str, named: bool) -> None:
-        self.group, self.name, self.named = group, method, named
-        self.awaits = is_coroutine_function(_definition(group, method))
-        self.who, self.method = f"{method}()", operator.attrgetter(method)
-        self.__qualname__ = f"{group.name}.{method}"
-
-    def __call__(self, *args: Any) -> Any:
-        args, kwargs = args if self.named else (args, {})
-        place = self._place(context.place_in_batch())
-        return self.group.enter(place, self.who, self.method, args, kwargs)
-
-    def hostcall_awaits(self) -> bool:
-        """Whether the method is known to be a coroutine function."""
-        return self.awaits
-
-    def hostcall_lane(self) -> Any:  # all methods of the object are one
-        return self.group
-
-    def hostcall_enter(self, here: Any, held: Any, args: Any, _: Any) -> Any:
-        """Locks the row's object until `held` is closed; returns what to await."""
-        args, kwargs = args if self.named else (args, {})
-        place = self._place(context.place_in_batch(here))
-        value = self.group.take(place, self.who, held)
-        return functools.partial(self.method(value), *args, **kwargs)
-
-    def _place(self, found: Any) -> Any:
-        if found is None:
-            raise HostcallError(
-                f"hostcall: {self.who} of `{self.group.name}` can't tell which object"
-                " is meant: the program was lowered for a mesh without devices, or the"
-                " executor runs rows on the thread that waits for them"
-            )
-        return found
-
-    def __reduce__(self) -> NoReturn:
-        raise SpecError(
-            f"hostcall: the objects of `{self.group.name}` are in this process, but its"
-            " executor= runs rows in other processes. Pass a pool of threads"
-        )
-
-
 _OPTIONS = frozenset({"where", "fill"})
 _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
-
-
-def _definition(group: Group, method: str) -> Any:
-    """The method as its class defines it; None if the factory is not a class."""
-    factory = group.declared["factory"]
-    return getattr(factory, method, None) if isinstance(factory, type) else None
 
 
 def _method(group: Group, name: str) -> Callable[..., Any]:
@@ -351,7 +347,7 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
     )
-    called = _definition(group, name)
+    called = definition(group, name)
     bound = isinstance(called, types.FunctionType) and types.MethodType(called, kind)
 
     def method(*args: Any, where: Any = None, fill: Any = None, **kwargs: Any) -> Any:

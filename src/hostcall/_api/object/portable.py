@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hostcall._api.object.entry import Entry
 from hostcall._api.object.group import Group
-from hostcall._api.object.handle import Entry, Object
+from hostcall._api.object.handle import Object
 from hostcall._core import portable, registry
 from hostcall._core.portable import NotPortable
 from hostcall._core.spec import parse_result

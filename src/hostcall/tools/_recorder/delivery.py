@@ -68,7 +68,7 @@ class Place:
         here = delivery.here
         what = None
         if here.index is not None and here.transforms:
-            what = "on='shards' is under vmap"
+            what = "on='shards' or on='process' is under vmap"
         elif here.rows is not None:
             what = "where= differs between the rows of a vmap"
         elif "step" in self.names and any(delivery.flags(self.names.index("step"))):

@@ -28,8 +28,8 @@ class Field:
         shape: the shape of one event, without the axes of a vmap.
         dtype: the dtype that is stored.
         kind: where it is stored: in a "column"; as a row for each of its "elements",
-            for a small value of which each device taps its own block; or in a Zarr
-            "array".
+            for a small value of which each device or process taps its own part; or in
+            a Zarr "array".
     """
 
     name: str
@@ -52,14 +52,19 @@ def text_of(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
     return f"{dtype.name}[{','.join(map(str, shape))}]" if shape else dtype.name
 
 
-def fields_of(arrays: dict[str, Any], on: str) -> tuple[Field, ...]:
-    """The fields of a call."""
+def fields_of(arrays: dict[str, Any], in_parts: bool) -> tuple[Field, ...]:
+    """The fields of a call.
+
+    Args:
+        arrays: the values.
+        in_parts: whether devices or processes tap parts of them.
+    """
     found = []
     for name, array in arrays.items():
         kind: Literal["column", "elements", "array"] = "column"
         if array.size > MOST_IN_A_COLUMN:
             kind = "array"
-        elif on == "shards" and array.ndim:
+        elif in_parts and array.ndim:
             kind = "elements"
         dtype = np.dtype(np.int64) if name == "step" else _stored(array.dtype)
         found.append(Field(name, array.shape, dtype, kind))

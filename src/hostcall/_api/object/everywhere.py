@@ -1,0 +1,125 @@
+"""Snapshots of an `hc.Object` over all processes of a job.
+
+Each process has the objects that its devices call. Where a device is, the next job
+decides anew: it may have another number of processes, or another order of devices. So
+`restore` gives each process the whole snapshot, and a process takes an object's state
+out of it when the first call comes to that object (`Group.wait_for`). States that are
+left belong to other processes' objects.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from hostcall import _jax
+from hostcall._api.object.group import Group
+from hostcall._core.errors import HostcallError, SpecError
+from hostcall._runtime import exchange
+
+Snapshot = dict[str, Any]
+
+
+def check(processes: Any, limit: Any, who: str) -> bool:
+    """Whether all processes take part; refuses wrong options."""
+    if processes is None:
+        return False
+    if processes != "all":
+        raise SpecError(
+            f"hostcall: processes= of {who} should be 'all', got {processes!r}. Leave"
+            " it out for the objects of this process"
+        )
+    if not isinstance(limit, (int, float)) or not limit > 0:
+        raise SpecError(
+            f"hostcall: limit= of {who} should be seconds above 0, got {limit!r}"
+        )
+    return True
+
+
+def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:
+    """One snapshot of the objects of all processes, the same in each.
+
+    `part` makes this process's own, with its waiting states. If it raises, all raise.
+    """
+    failure: Exception | None = None
+    own: dict[str, Any]
+    try:
+        own = part()
+    except Exception as error:
+        failure, own = error, {"error": f"{type(error).__name__}: {error}"}
+    given = exchange.of_all(f"save() of `{name}`", pickle.dumps(own), limit)
+    if failure is not None:
+        raise failure
+    parts = [pickle.loads(one) for one in given]
+    for process, one in enumerate(parts):
+        if "error" in one:
+            raise HostcallError(
+                f"hostcall: save() of `{name}` failed in process {process}:"
+                f" {one['error']}"
+            )
+    return _joined(name, parts)
+
+
+def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
+    batches = {part["batch"] for part in parts if part["objects"] or part["waiting"]}
+    if len(batches) > 1:
+        raise HostcallError(
+            f"hostcall: the processes' objects of `{name}` belong to different batches:"
+            f" {sorted(map(str, batches))}. Save them in each process, with save()"
+        )
+    objects: dict[Any, bytes] = {}
+    holders: dict[Any, int] = {}
+    for process, part in enumerate(parts):
+        for index, state in part["objects"].items():
+            if index in objects:
+                raise HostcallError(
+                    f"hostcall: processes {holders[index]} and {process} each have an"
+                    f" object {index} of `{name}`, since each ran a program of its own."
+                    " One snapshot can't hold both: call save() without processes= in"
+                    " each process, and keep a file for each"
+                )
+            objects[index], holders[index] = state, process
+    for part in parts:
+        for index, state in part["waiting"].items():
+            objects.setdefault(index, state)  # nobody has called this object since
+    ordered = dict(sorted(objects.items()))
+    return {"batch": batches.pop() if batches else (), "objects": ordered}
+
+
+def scatter(name: str, state: Any, refuse: Callable[[Any], None], limit: float) -> Any:
+    """The state that process 0 has given. `refuse` raises if it is no snapshot."""
+    failure: Exception | None = None
+    own: bytes | None = None
+    if _jax.place_in_job()[0] == 0:
+        try:
+            refuse(state)
+            own = pickle.dumps((state, None))
+        except Exception as error:
+            failure, own = error, pickle.dumps((None, str(error)))
+    given = exchange.of_first(f"restore() of `{name}`", own, limit)
+    if failure is not None:
+        raise failure
+    state, text = pickle.loads(given)
+    if text is not None:
+        raise HostcallError(
+            f"hostcall: restore() of `{name}` failed in process 0, which gives all"
+            f" processes its snapshot: {text}"
+        )
+    return state
+
+
+def restore(group: Group, state: Snapshot, put: Any) -> list[Exception]:
+    """Puts states into the objects here, and keeps the others for their first calls.
+
+    Returns what closing objects raised.
+    """
+    states = {(state["batch"], index): s for index, s in state["objects"].items()}
+    with group.lock:
+        here = set(group.members) & set(states) if put else set()
+    failures = group.drop(keep=here)
+    group.wait_for({p: s for p, s in states.items() if p not in here}, put)
+    for place in here:
+        value = pickle.loads(states[place])
+        group.enter(place, "restore()", lambda one: lambda v: put(one, v), (value,), {})
+    return failures

@@ -1,0 +1,69 @@
+"""What this process is doing now: its running calls, and its threads' stacks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from typing import Any, NamedTuple
+
+from hostcall import _native
+from hostcall._core.source import Place
+from hostcall._runtime import workers
+
+
+class Running(NamedTuple):
+    """A running call, as plain values that can be sent to another process."""
+
+    name: str
+    place: Place
+    seconds: float
+    row: tuple[int, ...]
+    thread: int
+    stack: str
+
+
+def running() -> list[Running]:
+    """The running calls and the running tap, oldest first."""
+    frames = sys._current_frames()
+    calls = []
+    for info, thread, seconds, row in _native.active():
+        thread = workers.delegates.get(thread, thread)
+        name = info.callback.tag or info.name
+        calls.append(
+            Running(
+                name, info.place, seconds, row or (), thread, _stack(frames, thread)
+            )
+        )
+    return sorted(calls, key=lambda call: -call.seconds)
+
+
+def told() -> dict[str, Any]:
+    """What the process is doing, in types that JSON has."""
+    main = threading.main_thread().ident or 0
+    return {
+        "pid": os.getpid(),
+        "calls": [
+            {
+                **call._asdict(),
+                "place": [call.place.file, call.place.line, call.place.function],
+            }
+            for call in running()
+        ],
+        "taps": _native.tap_queue()["pending"],
+        "main": _stack(sys._current_frames(), main),
+    }
+
+
+def untold(said: dict[str, Any]) -> list[Running]:
+    """The calls that `told` has written."""
+    return [
+        Running(**{**call, "place": Place(*call["place"]), "row": tuple(call["row"])})
+        for call in said["calls"]
+    ]
+
+
+def _stack(frames: dict[int, Any], thread: int) -> str:
+    frame = frames.get(thread)
+    return "".join(traceback.format_stack(frame)) if frame else ""

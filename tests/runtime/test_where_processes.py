@@ -1,0 +1,389 @@
+"""Where host code runs in a job of several processes, and what they tell each other."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import jax
+import numpy as np
+import pytest
+from jobs import run_job
+
+import hostcall as hc
+
+# --- Taps ----------------------------------------------------------------------------
+
+TAPS = """
+import contextlib, io, re
+devices = np.array(jax.devices())
+square = Mesh(devices.reshape(2, 2), ("p", "l"))  # p: the processes
+line, turned = Mesh(devices, ("x",)), Mesh(devices[::-1], ("x",))
+mixed = Mesh(devices[[0, 2, 1, 3]], ("x",))
+X = np.arange(32, dtype=np.float32).reshape(4, 8)
+whole = (slice(0, 4), slice(0, 8))
+def rows(a, b): return (slice(a, b), slice(0, 8))
+def cols(a, b): return (slice(0, 4), slice(a, b))
+# Sharding -> what process 0 and what process 1 hold of it.
+held = {
+    "replicated": (square, P(), whole, whole),
+    "over processes": (square, P("p"), rows(0, 2), rows(2, 4)),
+    "inside a process": (square, P("l"), whole, whole),
+    "both axes": (square, P("p", "l"), rows(0, 2), rows(2, 4)),
+    "both turned": (square, P("l", "p"), cols(0, 4), cols(4, 8)),
+    "one axis": (line, P("x"), rows(0, 2), rows(2, 4)),
+    "columns": (line, P(None, "x"), cols(0, 4), cols(4, 8)),
+    "from the last": (turned, P("x"), rows(2, 4), rows(0, 2)),
+}
+seen = []
+def see(x):
+    seen.append((hc.current(), x))
+def taken():
+    hc.barrier()
+    found, seen[:] = seen[:], []
+    for here, x in found:
+        assert (here.process, here.processes) == (me, 2)
+        assert here.device.process_index == me
+    return found
+
+for name, (mesh, spec, *parts) in held.items():
+    x = put(X, NamedSharding(mesh, spec))
+    for jit in (True, False):
+        def run(on, order="unordered"):
+            f = lambda x: (hc.tap(see, x, on=on, order=order), x * 2)[1]
+            (jax.jit(f) if jit else f)(x)
+            return taken()
+        if jit:
+            first = mesh.devices.flat[0]
+            for order in ("unordered", "ordered"):
+                found = run("once", order)
+                assert len(found) == (first.process_index == me), name
+                for here, value in found:
+                    assert here.device == first and here.index is None
+                    assert here.devices == tuple(mesh.devices.flat)
+                    np.testing.assert_array_equal(value, X)
+            for device in jax.devices():
+                assert [h.device for h, _ in run(device)] == [device] * (
+                    device.process_index == me)
+        for order in ("unordered", "ordered"):
+            ((here, value),) = run("process", order)
+            assert here.index == (parts[me],), (name, here.index)
+            np.testing.assert_array_equal(value, X[parts[me]])
+    f = jax.jit(lambda x: (hc.tap(see, x, on="process"), x * 2)[1])
+    text = f.lower(x).compile().as_text()
+    for group in re.findall(r"replica_groups=\\{(\\{.*?\\})\\}", text):
+        for ids in re.findall(r"\\{([\\d,]+)\\}", group):
+            there = {mesh.devices.flat[int(i)].process_index for i in ids.split(",")}
+            assert len(there) == 1, (name, group)
+    say(name)
+
+# Blocks of a process that lie apart.
+for mode in (jax.jit, lambda f: f):
+    try:
+        mode(lambda x: hc.tap(see, x, on="process"))(put(X, NamedSharding(mixed, P("x"))))
+        say("no error")
+    except (hc.errors.SpecError, jax.errors.JaxRuntimeError) as error:
+        assert f"`see` has on='process', but the blocks of args[0]" in str(error), error
+        assert "process 0 holds" in str(error) or me == 1
+        assert "do not make one array" in str(error) and "Use on='shards'" in str(error)
+        say("apart")
+try:
+    hc.tap(see, put(X, NamedSharding(line, P("x"))))
+except hc.errors.SpecError as error:
+    assert "outside of jax.jit with an array of shape [4, 8] that is sharded over" in str(error)
+    say("parts")
+try:
+    one = Mesh(devices[:2], ("x",))
+    jax.jit(lambda x: hc.tap(see, x, on=devices[3])).lower(
+        jax.ShapeDtypeStruct((4,), np.float32, sharding=NamedSharding(one, P("x"))))
+except hc.HostcallError as error:
+    assert "`see` has on=" in str(error) and "not among the devices of the" in str(error)
+    say("not among")
+
+# every=, sample=, where=, batches, blocks and more arrays of different kinds.
+x = put(X, NamedSharding(line, P("x")))
+def steps(x):
+    def body(i, c):
+        hc.tap(see, c, on="process", every=3)
+        hc.tap(see, c, on="process", where=i == 4)
+        hc.tap(see, c, on="process", sample=0.5)
+        return c + 1
+    return jax.lax.fori_loop(0, 10, body, x)
+jax.jit(steps)(x)
+starts = sorted(float(v[0, 0]) - 16 * me for _, v in taken())
+assert [s for s in (0, 3, 4, 6, 9) if s not in starts] == [], starts
+assert 4 + 1 < len(starts) < 4 + 1 + 10
+jax.jit(jax.vmap(lambda v: hc.tap(see, v, on="process")))(x)
+((here, value),) = taken()
+assert here.block == ((me, 0),) and here.transforms
+np.testing.assert_array_equal(value, X[2 * me : 2 * me + 2])
+try:
+    jax.jit(jax.vmap(lambda v: hc.tap(see, v, on="process", rows="each")))(x)
+except hc.errors.SpecError as error:
+    assert "on='process' and rows='each'. A process has some of the rows" in str(error)
+    say("rows")
+jax.jit(lambda x: hc.tap(see, x[:0], on="process"))(x)  # no elements
+((here, value),) = taken()
+assert value.shape == (0, 8)
+
+# In a shard_map each shard taps; programs of one process are its own.
+shards = jax.shard_map(lambda v: (hc.tap(see, v, on="process"), v)[1], mesh=line,
+                       in_specs=P("x"), out_specs=P("x"))
+jax.jit(shards)(x)
+assert sorted(h.mesh_coords["x"] for h, _ in taken()) == [2 * me, 2 * me + 1]
+for on in ("once", "process"):
+    jax.jit(lambda v: hc.tap(see, v, on=on))(np.float32(me))
+    ((here, value),) = taken()
+    assert value == me and here.devices == (here.device,)
+
+# hc.print
+out = io.StringIO()
+def prints(x):
+    hc.print("once {}", x.sum(), file=out)
+    hc.print("process {}", x[:, 0], on="process", file=out)
+    hc.print("shard {}", x[:, 0], on="shards", file=out)
+    jax.debug.callback(lambda v: out.write(f"debug {v}\\n"), x.sum())
+    hc.debug.print("drop-in {}", x.sum())
+with contextlib.redirect_stdout(out):
+    jax.jit(prints)(x)
+    jax.effects_barrier(); hc.barrier()
+lines = sorted(out.getvalue().splitlines())
+mine = [f"process [{16 * me}. {16 * me + 8.:.0f}.]".replace("[ ", "["),
+        f"shard [{16 * me}.]", f"shard [{16 * me + 8}.]"]
+first = ["debug 496.0", "drop-in 496.0", "once 496.0"] if me == 0 else []
+assert [" ".join(l.split()).replace("[ ", "[") for l in lines] == sorted(first + mine), lines
+say("printed")
+"""
+
+
+def test_where_taps_and_prints_run(run_python):
+    """The oracle for each sharding is a table of what the processes hold."""
+    first, second = run_job(run_python, TAPS)
+    assert first == second
+    assert first[-4:] == ["parts", "not among", "rows", "printed"]
+    assert first[-6:-4] == ["apart"] * 2
+    assert len(first) == 8 + 6
+
+
+# --- Status --------------------------------------------------------------------------
+
+STATUS = """
+from hostcall import _jax
+store = _jax.job_store()
+line = Mesh(np.array(jax.devices()), ("x",))
+x = put(np.arange(4, dtype=np.float32), NamedSharding(line, P("x")))
+def until(condition, what):
+    for _ in range(120):
+        found = hc.monitor.status(processes="all", limit=60)
+        if condition(found):
+            return found
+        threading.Event().wait(0.05)
+    raise AssertionError((what, [str(f) for f in found]))
+if me == 1:
+    first, second = hc.monitor.status(processes="all", limit=1)
+    assert not first.answered and second.answered and second.pid == os.getpid()
+    assert "process 0 did not answer: it has ended, is stopped, or" in str(first)
+    say("silent")
+store.meet("asked", 60)
+# The processes' first meeting in a collective has a limit of 30 s.
+jax.jit(lambda x: x.sum())(x).block_until_ready()
+
+def looks(v):
+    # This callback holds up both processes: 0 waits in the all-reduce.
+    def stuck(found):
+        return "in waits_for_it" in found[0].main and found[1].calls
+    first, second = until(stuck, "stuck")
+    assert first.answered and first.calls == () and first.process == 0
+    (call,) = second.calls
+    assert call.name == "looks, in 1" and call.place.file == "<string>"
+    assert call.seconds > 0 and "in looks" in call.stack
+    assert f"process 0 (pid {first.pid}), 0 taps queued: no call is running" in str(first)
+    assert "looks, in 1, for " in str(second)
+    say("stuck")
+    return v
+def shard(v):
+    v = hc.call(looks, v, v, where=jax.lax.axis_index("x") == 2, tag="looks, in 1")
+    return jax.lax.psum(v, "x")
+f = jax.jit(jax.shard_map(shard, mesh=line, in_specs=P("x"), out_specs=P()))
+def waits_for_it():
+    f(x).block_until_ready()
+waits_for_it()
+
+# From the process whose main thread waits, about a tap that the other one is in.
+seen, leave = threading.Event(), threading.Event()
+def slow(v):
+    seen.set()
+    assert leave.wait(60)
+jax.jit(lambda v: hc.tap(slow, v, tag="slow", on=jax.devices()[0]))(x)
+if me == 0:
+    assert seen.wait(60)
+store.meet("tapped", 60)
+if me == 1:
+    first, _ = hc.monitor.status(processes="all", limit=60)
+    assert [c.name for c in first.calls] == ["slow"] and first.taps == 1
+    say("tap")
+store.meet("told", 60)
+leave.set()
+hc.barrier()
+for wrong, text in [({"processes": "some"}, "should be 'all', got 'some'"),
+                    ({"processes": "all", "limit": 0}, "seconds above 0, got 0")]:
+    try:
+        hc.monitor.status(**wrong)
+    except hc.errors.SpecError as error:
+        assert text in str(error)
+        say("refused")
+assert store.folder("hostcall/") == {}
+assert "hostcall-answers" in {t.name for t in threading.enumerate()}
+# One process asks for the job's service to be gone before the end, the other leaves it
+# to JAX; neither may crash or hang.
+store.meet("end", 60)
+if sys.argv[5] == "shutdown":
+    jax.distributed.shutdown()
+    assert hc.monitor.status(processes="all")[0].answered
+say("end")
+"""
+
+
+@pytest.mark.parametrize("end", ["shutdown", "exit"])
+def test_status_of_all_processes(run_python, end):
+    first, second = run_job(run_python, STATUS, end)
+    assert first == ["refused", "refused", "end"]
+    assert second == ["silent", "stuck", "tap", "refused", "refused", "end"]
+
+
+def test_status_of_all_without_a_job():
+    (here,) = hc.monitor.status(processes="all")
+    assert here.process == 0
+    assert here.answered
+    assert here.calls == ()
+    assert "test_status_of_all_without_a_job" in here.main
+
+
+# --- Objects -------------------------------------------------------------------------
+
+OBJECTS = """
+path, part = sys.argv[5], sys.argv[6]
+order = jax.devices() if part == "save" else jax.devices()[::-1]
+line = Mesh(np.array(order), ("x",))
+x = put(np.zeros((4, 2), np.float32), NamedSharding(line, P("x")))
+class Counter:
+    def __init__(self, index): self.n = 100 * index[0]
+    def add(self, _):
+        self.n += 1
+        return np.float32(self.n)
+    def get(self): return self.n
+    def set(self, n): self.n = n
+one = jax.ShapeDtypeStruct((), np.float32)
+how = {"save": "get", "restore": "set"} if sys.argv[7] == "states" else {}
+made = hc.Object(Counter, methods={"add": one}, order="unordered", name="made", **how)
+alone = hc.Object(lambda: Counter((7,)), methods={"add": one}, name="alone", **how)
+def shard(v):
+    return v + made.add(0)
+add = jax.jit(jax.shard_map(shard, mesh=line, in_specs=P("x"), out_specs=P("x")))
+total = jax.jit(lambda x: alone.add(0) + 0 * x.sum())
+def blocks(out):
+    return {s.index[0].start or 0: float(s.data.ravel()[0]) for s in out.addressable_shards}
+mine = range(2 * me, 2 * me + 2) if part == "save" else range(2 - 2 * me, 4 - 2 * me)
+assert sorted(blocks(add(x))) == list(mine)
+if part == "save":
+    add(x), total(x)
+    jax.effects_barrier()
+    assert len(made.save()["objects"]) == 2
+    snapshot = made.save(processes="all")
+    assert snapshot["batch"] == (("x", 4),) and list(snapshot["objects"]) == [(i,) for i in range(4)]
+    both = {"made": snapshot, "alone": alone.save(processes="all")}
+    assert list(both["alone"]["objects"]) == [()]
+    if me == 0:
+        pickle.dump(both, open(path, "wb"))
+    # Each process has its own object of a program of its own.
+    own = hc.Object(lambda: Counter((1,)), methods={"add": one}, name="own")
+    jax.jit(lambda: own.add(0))()
+    try:
+        own.save(processes="all")
+    except hc.HostcallError as error:
+        assert "processes 0 and 1 each have an object () of `own`" in str(error), error
+        say("own")
+    class Stuck(Counter):
+        def __init__(self): self.n, self.lock = 0, threading.Lock()
+    stuck = hc.Object(Stuck, methods={"add": one}, name="stuck")
+    jax.jit(lambda x: stuck.add(0) + 0 * x.sum())(x).block_until_ready()
+    try:
+        stuck.save(processes="all")
+    except hc.HostcallError as error:
+        assert "object () of `stuck` can't be saved" in str(error)
+        assert (me == 0) != ("save() of `stuck` failed in process 0: HostcallError: " in str(error))
+        say("pickled")
+    try:
+        jax.jit(lambda x: hc.call(lambda: np.float32(1), one, order="ordered") + x.sum())(x)
+    except hc.HostcallError as error:
+        assert "XLA would crash. Give it an array argument" in str(error)
+        say("no argument")
+    if me == 0:
+        try:
+            made.save(processes="all", limit=1)
+        except hc.HostcallError as error:
+            assert "save() of `made` waited 1 s for all processes of the job, and processes [1] have not come" in str(error)
+            say("absent")
+else:  # in a new job, whose devices are in another order
+    both = pickle.load(open(path, "rb")) if me == 0 else {"made": None, "alone": None}
+    for thing, name in ((made, "made"), (alone, "alone")):
+        thing.restore(both[name], processes="all")
+    try:
+        made.save()
+    except hc.HostcallError as error:
+        count = 2 if how else 4
+        assert f"whether {count} objects are this process's own" in str(error), error
+        say("whose")
+    before = made.save(processes="all")
+    assert list(before["objects"]) == [(i,) for i in range(4)]
+    got = blocks(add(x))
+    # Two calls in the job that saved, then this one.
+    assert got == {i: 100.0 * i + 3 for i in mine}, got
+    assert float(total(x)) == 702
+    again = made.save(processes="all")
+    assert [pickle.loads(s) if how else pickle.loads(s).n for s in again["objects"].values()] == [
+        100 * i + 3 for i in range(4)]
+    made.renew()
+    assert blocks(add(x)) == {i: 100.0 * i + 1 for i in mine}
+    say("restored")
+    try:
+        alone.restore({"no": "snapshot"} if me == 0 else None, processes="all")
+    except hc.HostcallError as error:
+        assert "restore() of `alone` takes what save() returned, got dict" in str(error)
+        say("no snapshot")
+for wrong, text in [({"processes": 2}, "processes= of save() of `made` should be 'all', got 2"),
+                    ({"processes": "all", "limit": "1"}, "should be seconds above 0, got '1'")]:
+    try:
+        made.save(**wrong)
+    except hc.errors.SpecError as error:
+        assert text in str(error), error
+        say("refused")
+hc.barrier()
+"""
+
+
+@pytest.mark.parametrize("how", ["states", "objects"])
+def test_objects_of_all_processes(how, run_python, tmp_path):
+    """The job that restores has its devices in another order than the one that saved."""
+    path = str(tmp_path / "objects")
+    first, second = run_job(run_python, OBJECTS, path, "save", how)
+    refused = ["refused"] * 2
+    assert first == ["own", "pickled", "no argument", "absent", *refused]
+    assert second == ["own", "pickled", "no argument", *refused]
+    with open(path, "rb") as file:
+        assert set(pickle.load(file)) == {"made", "alone"}
+    for said in run_job(run_python, OBJECTS, path, "restore", how):
+        assert said == ["whose", "restored", "no snapshot", *refused]
+
+
+def test_objects_of_all_without_a_job():
+    number = jax.ShapeDtypeStruct((), np.int32)
+    dice = random.Random(3)
+    with hc.Object(lambda: dice, methods={"getrandbits": number}, name="dice") as bits:
+        draw = jax.jit(lambda: bits.getrandbits(16))
+        draw()
+        state = bits.save(processes="all")
+        assert state == bits.save()
+        after = [int(draw()) for _ in range(3)]
+        bits.restore(state, processes="all")
+        assert [int(draw()) for _ in range(3)] == after
