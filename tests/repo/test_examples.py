@@ -59,6 +59,7 @@ def test_there_are_examples():
         "torch_bridge",
         "trace",
         "training_log",
+        "two_processes",
         "watch",
     }
 

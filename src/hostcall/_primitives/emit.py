@@ -97,9 +97,10 @@ def emit_with_token(
         # a token alone enters and an all-reduce leaves.
         raise HostcallError(
             "hostcall: a call with results and without array arguments, which comes"
-            " after another effect or has order='ordered', can't be compiled for"
-            " several processes: XLA would crash. Give it an array argument that the"
-            " function ignores, such as jnp.zeros(())"
+            " after another effect or has order='ordered', can't be compiled for a"
+            " program over several processes, since XLA would crash. Give it where=,"
+            " which may be jnp.array(True), or an array that the function ignores; to a"
+            " feed, feed(where=jnp.array(True))"
         )
 
     def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
