@@ -1,0 +1,193 @@
+"""on="once", on="process", on=device in one process, and what hc.current() says of it."""
+
+from __future__ import annotations
+
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import hostcall as hc
+from hostcall._primitives.tap import parts
+
+ORDERS = pytest.mark.parametrize("order", ["unordered", "ordered"])
+MODES = pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
+X = np.arange(32, dtype=np.float32).reshape(4, 8)
+
+
+@pytest.fixture
+def x():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+    return jax.device_put(X, NamedSharding(mesh, P("a", "b")))
+
+
+@pytest.fixture
+def taken():
+    """A function to tap, and what it got: (hc.current(), value) of each delivery."""
+    seen = []
+
+    def see(value):
+        seen.append((hc.current(), value))
+
+    def take():
+        hc.barrier()
+        found, seen[:] = seen[:], []
+        return found
+
+    return see, take
+
+
+@ORDERS
+@pytest.mark.parametrize("number", range(4))
+def test_a_device_taps_the_whole_value(number, order, x, taken):
+    see, take = taken
+    device = jax.devices()[number]
+    f = jax.jit(lambda x: (hc.tap(see, x, on=device, order=order), x * 2)[1])
+    for _ in range(2):
+        np.testing.assert_array_equal(f(x), X * 2)
+        ((here, value),) = take()
+        assert here.device == device
+        assert here.index is None
+        np.testing.assert_array_equal(value, X)
+
+
+@MODES
+def test_a_process_that_has_all_taps_the_whole_value_once(mode, x, taken):
+    see, take = taken
+    mode(lambda x: hc.tap(see, x, on="process"))(x)
+    ((here, value),) = take()
+    assert here.index == ((slice(0, 4), slice(0, 8)),)
+    assert here.block == ((0, 0),)
+    assert here.device == jax.devices()[0]
+    np.testing.assert_array_equal(value, X)
+
+
+@MODES
+def test_a_program_on_one_device(mode, taken):
+    see, take = taken
+    for on in ("once", "process", "shards", jax.devices()[0]):
+        mode(lambda v, on=on: hc.tap(see, v, on=on))(jnp.float32(3))
+        ((here, value),) = take()
+        assert value == 3
+        assert here.devices == (jax.devices()[0],)
+        assert (here.process, here.processes) == (0, 1)
+
+
+def test_current_has_the_devices_of_the_program(x, taken):
+    see, take = taken
+
+    def call(v):
+        see(v)
+        return v
+
+    jax.jit(lambda x: hc.call(call, x, x, order="unordered"))(x)
+    ((here, _),) = take()
+    assert here.devices == tuple(jax.devices())
+    assert here.block is None
+    mesh = Mesh(np.array(jax.devices()[::-1]), ("d",))
+    tap = lambda v: (hc.tap(see, v), v)[1]
+    over = P("d")
+    jax.jit(jax.shard_map(tap, mesh=mesh, in_specs=over, out_specs=over))(X)
+    for here, _ in take():
+        assert here.devices == tuple(jax.devices()[::-1])
+        assert here.devices[here.mesh_coords["d"]] == here.device
+    jax.jit(lambda x: hc.tap(see, x, on="shards"))(x)
+    for here, value in take():
+        assert here.devices == tuple(jax.devices())
+        ((row, column),) = here.block
+        np.testing.assert_array_equal(
+            value, X[2 * row : 2 * row + 2, 4 * column : 4 * column + 4]
+        )
+
+
+def test_prints_of_shards_and_of_the_process(x):
+    out = io.StringIO()
+
+    @jax.jit
+    def f(x):
+        hc.print("shard {:.0f}", x.sum(), on="shards", file=out)
+        hc.print("corner {}", x[:, :1].ravel(), on="process", file=out)
+        hc.print("total {:.0f}", x.sum(), on=jax.devices()[2], file=out)
+
+    f(x)
+    hc.barrier()
+    assert sorted(out.getvalue().splitlines()) == [
+        "corner [ 0.  8. 16. 24.]",
+        "shard 496",
+        "total 496",
+    ]
+
+
+def test_what_is_refused(x, taken):
+    see, _ = taken
+    with pytest.raises(
+        hc.errors.SpecError,
+        match="'once', 'process', 'shards' or a device, such as jax.devices.*got 'all'",
+    ):
+        hc.tap(see, x, on="all")
+    with pytest.raises(hc.errors.SpecError, match="on= of the tap .* got 'all'"):
+        hc.print("{}", x, on="all")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    half = jax.device_put(X, NamedSharding(mesh, P("x")))
+    with pytest.raises(
+        hc.HostcallError, match="has on=.*not among the devices of the program"
+    ):
+        jax.jit(lambda x: hc.tap(see, x, on=jax.devices()[3]))(half)
+    each = jax.shard_map(
+        lambda x: (hc.tap(see, x, on=jax.devices()[0]), x)[1],
+        mesh=mesh,
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    with pytest.raises(ValueError, match="on=device inside shard_map or pmap"):
+        jax.jit(each)(X)
+
+
+# --- What the devices of a process hold together ---------------------------------------
+
+
+def box(*ends):
+    return tuple(ends)
+
+
+HULLS = {
+    "one": ([box((0, 2), (0, 3))], box((0, 2), (0, 3))),
+    "rows": ([box((0, 2), (0, 3)), box((2, 4), (0, 3))], box((0, 4), (0, 3))),
+    "square": (
+        [box((i, i + 1), (j, j + 1)) for i in (0, 1) for j in (4, 5)],
+        box((0, 2), (4, 6)),
+    ),
+    "scalar": ([box()], box()),
+    "apart": ([box((0, 1)), box((2, 3))], None),
+    "a corner": ([box((0, 1), (0, 1)), box((0, 1), (1, 2)), box((1, 2), (0, 1))], None),
+}
+
+
+@pytest.mark.parametrize("name", HULLS)
+def test_blocks_that_make_one(name):
+    blocks, whole = HULLS[name]
+    assert parts.hull(set(blocks)) == whole
+
+
+GRIDS = {
+    "halves": ({box((0, 2)): [0], box((2, 4)): [1]}, (4,), [2]),
+    "a square": (
+        {box((i, i + 2), (j, j + 3)): [i, j] for i in (0, 2) for j in (0, 3)},
+        (4, 6),
+        [2, 2],
+    ),
+    "of different sizes": ({box((0, 3)): [0], box((3, 4)): [1]}, (4,), None),
+    "on unequally many devices": ({box((0, 2)): [0], box((2, 4)): [1, 2]}, (4,), None),
+    "overlapping": ({box((0, 2)): [0], box((1, 3)): [1]}, (4,), None),
+    "not all of it": ({box((0, 2)): [0], box((2, 4)): [1]}, (6,), None),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_parts_that_tile_a_value(name):
+    owners, shape, tiles = GRIDS[name]
+    assert parts.grid(owners, shape) == tiles
