@@ -320,7 +320,7 @@ if part == "save":
         say("no argument")
     feed = hc.feed(lambda: iter(np.arange(10 * me, 10 * me + 5, dtype=np.float32)))
     take = lambda c, _: (c, feed(where=jnp.array(True))[0])
-    items = jax.jit(lambda x: jax.lax.scan(take, x, length=3)[1])(x)
+    items = jax.jit(lambda x: jax.lax.scan(take, 0, length=3)[1] + x.sum())(x)
     assert items.addressable_shards[0].data.tolist() == [0, 1, 2]  # those of process 0
     feed.close()
     if me == 0:
