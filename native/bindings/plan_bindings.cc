@@ -136,7 +136,7 @@ Counted<Plan> MakePlan(PlanSpec spec) {
   plan->on_escape = Own(spec.info.attr("on_escape"));
   plan->on_unwritten = Own(spec.info.attr("on_unwritten"));
   plan->on_lone_failure = Own(spec.info.attr("on_lone_failure"));
-  plan->on_failure_elsewhere = Own(spec.info.attr("on_failure_elsewhere"));
+  plan->on_verdict = Own(spec.info.attr("on_verdict"));
   plan->device = Own(spec.device);
   plan->counters_owner = Own(spec.counters);
   plan->counters = nb::cast<Counters*>(spec.counters);

@@ -220,18 +220,18 @@ XLA_FFI_Error* Told(const Plan& plan, int64_t run, const std::string& error,
   return nullptr;
 }
 
-/// The text with which a program fails here if the call failed in another process
-/// with the text `said`. The GIL is held.
-std::string TextOfFailureElsewhere(const Plan& plan, const std::string& said) {
+/// The text with which a program fails here. `said` is the text of this process's
+/// own error (`is_ours`), or what another process said. The GIL is held.
+std::string TextOfVerdict(const Plan& plan, const std::string& said, bool is_ours) {
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       said.data(), static_cast<Py_ssize_t>(said.size()), "ignore"));
-  PyObject* stack[] = {text.get()};
-  Ref error = text ? Ref::Steal(CallPython(plan.on_failure_elsewhere.get(), stack,
-                                           1, nullptr))
-                   : Ref();
+  PyObject* stack[] = {text.get(), is_ours ? Py_True : Py_False};
+  Ref error = text
+                  ? Ref::Steal(CallPython(plan.on_verdict.get(), stack, 2, nullptr))
+                  : Ref();
   const char* utf8 = error ? PyUnicode_AsUTF8(error.get()) : nullptr;
   if (utf8 != nullptr) return utf8;
-  PyErr_WriteUnraisable(plan.on_failure_elsewhere.get());  // the caller can't raise
+  PyErr_WriteUnraisable(plan.on_verdict.get());  // the caller can't raise
   return said;
 }
 
@@ -247,12 +247,12 @@ XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
   if (Entry entry; entry) {
     GilGuard gil;
     if (gil.first_on_foreign_thread()) MarkForeignThread();
-    if (!is_ours) error = TextOfFailureElsewhere(plan, error);
+    error = TextOfVerdict(plan, error, is_ours);
     if (!OnForeignThread() || CurrentCall() != nullptr) WatchForReport();
   } else if (error.empty()) {
     error = ClosedText();
   }
-  // The run's other devices then fail with the same text, without asking Python.
+  // The run's other devices then fail with the same text.
   if (!is_ours) plan.failures.Note(run, error);
   return MakeError(frame->api, error);
 }

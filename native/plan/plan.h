@@ -163,7 +163,8 @@ class Plan : public TapOwner {
                   ///< held
   Ref on_unwritten;  ///< (info, leaf number): raises, since `out` was not written
   Ref on_lone_failure;  ///< (ordinal, text): one device failed, the others go on
-  Ref on_failure_elsewhere;  ///< (another process's text) -> text of XLA's error
+  Ref on_verdict;      ///< (what is said of a failure, is it ours) -> text of XLA's
+                       ///< error
   Ref out_tree;        ///< (list of result arrays) -> the `out` argument; or null
   Ref info;            ///< Python's description of the call, for errors and status
   Ref device;          ///< the device that host code finds as its default

@@ -40,6 +40,7 @@ Waiting, errors, settings:
     reraise          a block in which a program raises its callback's own exception
     last_error       returns the exception that a callback raised last
     HostcallError    the base of all errors that hostcall raises
+    recover          goes on after a program over several processes failed in all
     configure        changes settings of the process
 
 In place of JAX's own:
@@ -85,6 +86,7 @@ from hostcall._api.call import call
 from hostcall._api.configure import configure
 from hostcall._api.export.register import register
 from hostcall._api.print import print as print
+from hostcall._api.recover import recover
 from hostcall._api.retrying import retrying
 from hostcall._api.tap import tap, tap_through
 from hostcall._core.errors import HostcallError
@@ -210,6 +212,7 @@ __all__ = [
     "patch_jax",
     "progress",
     "pure_callback",
+    "recover",
     "register",
     "reraise",
     "retrying",

@@ -23,9 +23,10 @@ from hostcall._core.spec import (
     parse_fill,
     parse_result,
 )
-from hostcall._engine.params.call import Arrays, Callback, Lend
+from hostcall._engine.params.call import Arrays, Callback, Fail, Lend
 from hostcall._primitives.call.make import make
 from hostcall._primitives.call.options import (
+    check_fail,
     check_keep,
     check_options,
     parse_coalesce,
@@ -54,6 +55,7 @@ def call(
     coalesce: int | None = ...,
     wait: float | None = ...,
     keep: int | None = ...,
+    fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
 ) -> None: ...
@@ -77,6 +79,7 @@ def call(
     coalesce: int | None = ...,
     wait: float | None = ...,
     keep: int | None = ...,
+    fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
 ) -> jax.Array: ...
@@ -100,6 +103,7 @@ def call(  # type: ignore[overload-cannot-match]  # JAX is Any in `make check`
     coalesce: int | None = ...,
     wait: float | None = ...,
     keep: int | None = ...,
+    fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
 ) -> Any: ...
@@ -122,6 +126,7 @@ def call(
     coalesce: int | None = None,
     wait: float | None = None,
     keep: int | None = None,
+    fail: Fail | None = None,
     tag: str | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -184,6 +189,12 @@ def call(
             place on each device, whether or not `where` was True. When `fn` is called,
             `hc.current().history` has them, and `hc.current().execution` counts them
             all. Each execution then costs a copy of the arguments; 0 only counts.
+        fail: where the call raises in a program over several processes. "together": in
+            all of them, with the name, type, message and process of the first failure.
+            Every device of the program must reach such a call, which costs a small
+            collective. "alone": in the process where it failed; the others wait in
+            their next collective. A call with results in a jitted program over sharded
+            arrays always raises in all. Default: `hc.configure(fail=)`.
         tag: the name of this call in `hc.monitor.stats()` and `status()`. Default: the
             function's name, in `stats()` with its source line.
         **kwargs: arguments for `fn`, like `args`: all keywords that are not options.
@@ -242,6 +253,7 @@ def call(
     others |= {"keep=": keep is not None, "arrays='cuda'": arrays == "cuda"}
     merged = parse_coalesce(name, coalesce, wait, order, vmap_method, others)
     check_tag(tag, name)
+    check_fail(name, fail)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also)
@@ -262,6 +274,7 @@ def call(
         executor=None if executor is None else Static(executor),
         concurrency=concurrency,
         coalesce=merged,
+        fail=fail,
         tag=tag,
         place=users_place(),
     )

@@ -20,6 +20,8 @@ def configure(
     cache_bytes: int | None = None,
     flight: Literal["sigterm", "signals", "off"] | None = None,
     loop: asyncio.AbstractEventLoop | Literal["own"] | None = None,
+    fail: Literal["together", "alone"] | None = None,
+    fail_grace: float | None = None,
 ) -> None:
     """Changes settings of this process. Settings that are None stay as they are.
 
@@ -50,6 +52,13 @@ def configure(
             thread than the one that waits for the program. "own": a loop on a thread of
             hostcall's, made when it is first needed (uvloop's, if that is installed).
             Default: "own".
+        fail: the default of `hc.call(fail=)`, which counts when a program is compiled.
+            It also holds for the drop-ins, HostFunctions and objects. Default: "alone".
+        fail_grace: in a job of several processes: after a process has failed or ended,
+            how many seconds another one may be stuck in a collective before it ends
+            itself, with the first failure as its last line on stderr and exit code 70
+            (docs/failures_over_processes.md). 0: never. Default: 10, or the environment
+            variable HOSTCALL_FAIL_GRACE.
 
     Raises:
         SpecError: a value is not valid. No setting has changed then.
@@ -70,6 +79,16 @@ def configure(
             "hostcall: loop should be an event loop, as asyncio.get_running_loop()"
             f" returns it, or 'own' for hostcall's, got {loop!r}"
         )
+    if fail is not None and fail not in config.FAILS:
+        raise SpecError(
+            f"hostcall: fail should be one of {', '.join(map(repr, config.FAILS))}, got"
+            f" {fail!r}"
+        )
+    if fail_grace is not None and not _is_seconds(fail_grace):
+        raise SpecError(
+            "hostcall: fail_grace should be a number of seconds, 0 or more (0: a stuck"
+            f" process does not end itself), got {fail_grace!r}"
+        )
     if pinned_bytes is not None:
         pinned_bytes = _bytes(pinned_bytes, "pinned_bytes")
     if cache_bytes is not None:
@@ -88,6 +107,10 @@ def configure(
         config.set_residuals(residuals)
     if loop is not None:
         event_loop.use(None if isinstance(loop, str) else loop)
+    if fail is not None:
+        config.set_fail(fail)
+    if fail_grace is not None:
+        config.set_fail_grace(float(fail_grace))
     if flight is not None:
         config.set_flight(flight)
         flights.apply()
@@ -97,6 +120,14 @@ def configure(
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_seconds(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 <= value < float("inf")
+    )
 
 
 def _bytes(value: Any, name: str) -> int:

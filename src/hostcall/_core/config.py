@@ -35,6 +35,13 @@ _flight = os.environ.get("HOSTCALL_FLIGHT", "sigterm")
 _tap_queue_bytes = int(float(os.environ.get("HOSTCALL_TAP_QUEUE_BYTES", "256e6")))
 
 
+FAILS = ("together", "alone")
+_fail = "alone"
+
+# Seconds that a process may be stuck after another one failed; 0 for ever.
+_fail_grace = float(os.environ.get("HOSTCALL_FAIL_GRACE", "10"))
+
+
 def debug() -> bool:
     """Whether programs that are lowered now check for mistakes that are slow to detect.
 
@@ -94,3 +101,22 @@ def tap_queue_bytes() -> int:
 def set_tap_queue_bytes(size: int) -> None:
     global _tap_queue_bytes
     _tap_queue_bytes = size
+
+
+def fail() -> str:
+    """Where a call over several processes raises if it fails, one of FAILS."""
+    return _fail
+
+
+def set_fail(how: str) -> None:
+    global _fail
+    _fail = how
+
+
+def fail_grace() -> float:
+    return _fail_grace
+
+
+def set_fail_grace(seconds: float) -> None:
+    global _fail_grace
+    _fail_grace = seconds

@@ -28,11 +28,16 @@ class CallInfo:
         caller: the process whose results all processes take, or None.
         of_program: the devices of its program, those of other processes too; None if
             there is one, empty if they are not known.
+        tells: whether a failure reaches all processes by the program's own reduction.
+        origins: if each device makes a call and all fail together, the process of each
+            device of the program; empty if they are not known. Else None.
     """
 
     across = False
     of_program: tuple[Any, ...] | None = None
     caller: int | None = None
+    tells = False
+    origins: list[int] | None = None
 
     def __init__(
         self,
@@ -77,7 +82,12 @@ class CallInfo:
         row = row or vars(error).pop("hostcall_index", ())
         text = failures.text_for_xla(error, self.name, self.place, row)
         if self.across:
-            job.failed(text)
+            # A failure that the program tells all processes is noted when they learn
+            # it: until then this process's other devices still make their calls.
+            if not self.tells:
+                job.failed(text)
+            if self.origins is not None:
+                job.keep_text(text)
         return text
 
     def eager_error(self, error: Exception) -> Exception:
@@ -98,17 +108,31 @@ class CallInfo:
             text,
         )
 
-    def on_failure_elsewhere(self, said: str) -> str:
-        """The error here for a failure in another process, which said this."""
-        where = "another process"
+    def on_verdict(self, said: str, ours: bool) -> str:
+        """The error with which the program fails on a device of this process.
+
+        `said` is the error of this process, or what the failed one sent along.
+        """
+        if ours:
+            job.failed(said, tell=False)
+            return said
+        process, taken = self.caller, ""
+        if self.origins is not None:  # `said` is a device's number plus one
+            known = self.origins[int(said) - 1 :][:1]
+            process = known[0] if known else None
+            said = "" if process is None else job.text_of(process)
+        elif self.params.avals:
+            taken = ", whose results all processes take,"
+        # Without a text, a Source's caller may not be what failed: any device may have.
+        sure = process is not None and (said or self.origins is not None)
+        where = f"process {process}" if sure else "another process"
         if said:  # only the calling process's text is sent along
-            where = f"process {self.caller}: {failures.without_number(said)}"
+            where = f"{where}: {failures.without_number(said)}"
         error = errors.HostcallError(
-            f"hostcall: `{self.name}`, whose results all processes take, failed in"
-            f" {where}"
+            f"hostcall: `{self.name}`{taken} failed in {where}"
         )
         text = failures.numbered(error, failures.summary(error))
-        job.failed(text)
+        job.failed(text, tell=False)
         return text
 
     def on_escape(

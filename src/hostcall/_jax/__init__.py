@@ -18,6 +18,7 @@ versions differ, the code tests whether a name exists, and never compares versio
     devices       devices, clients, and arrays on them
     exporting     what leaves the process with an exported program
     job_store     the key-value store that the processes of a job share
+    coordination  the store of texts that the processes of a job share
     callbacks     JAX's own callbacks: primitives, effects, loggers, old flags
     reports       notices each error that JAX makes for a failed program
 
@@ -25,6 +26,7 @@ Other modules write `_jax.name`: every public name of these files is exported he
 """
 
 from hostcall._jax.callbacks import *  # noqa: F403
+from hostcall._jax.coordination import *  # noqa: F403
 from hostcall._jax.custom_call import *  # noqa: F403
 from hostcall._jax.devices import *  # noqa: F403
 from hostcall._jax.dispatch import *  # noqa: F403

@@ -119,7 +119,7 @@ class _AcrossGuard:
     """
 
     def __init__(self, before: Any) -> None:
-        self._before = before
+        self.before = before
 
     def __bool__(self) -> bool:
         frame = sys._getframe(1)
@@ -128,7 +128,7 @@ class _AcrossGuard:
             # take the fast path. True forbids that, so each of them is checked here.
             return True
         _refuse_across(frame)
-        return bool(self._before)
+        return bool(self.before)
 
 
 def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
@@ -141,7 +141,18 @@ def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
     global _refusal_across
     _refusal_across = refusal
     for setting in (_config.no_tracing, _config.no_execution):
-        setting.set_global(_AcrossGuard(setting.get_global()))
+        if not isinstance(setting.get_global(), _AcrossGuard):
+            setting.set_global(_AcrossGuard(setting.get_global()))
+
+
+def allow_programs_across() -> None:
+    """Undoes `refuse_programs_across`; programs compiled before it are found again."""
+    global _refusal_across
+    _refusal_across = None
+    for setting in (_config.no_tracing, _config.no_execution):
+        guard = setting.get_global()
+        if isinstance(guard, _AcrossGuard):
+            setting.set_global(guard.before)
 
 
 def _refuse_across(frame: Any) -> None:

@@ -6,4 +6,5 @@ eager      calls outside of compiled programs
 emit       tokens, slots, JAX's own callback
 blocks     host code on each device of a partitioned program
 across     the results of one process's call, brought to all processes
+together   calls that fail on all devices of a program if one fails
 """

@@ -36,7 +36,7 @@ from hostcall import _jax
 from hostcall._engine import targets
 
 # As in native/plan/outcome.h.
-_OUTCOME = jax.ShapeDtypeStruct((1024,), np.uint8)
+OUTCOME = jax.ShapeDtypeStruct((1024,), np.uint8)
 
 # A reduction takes some 50 us to 1 ms however small it is, so results of up to this
 # many bytes together go in one. Joining larger ones would take longer than it saves.
@@ -62,7 +62,7 @@ class Source:
     @property
     def more_avals(self) -> list[Any]:
         """The avals of the results that the call has besides the function's."""
-        return [_jax.ShapedArray(_OUTCOME.shape, _OUTCOME.dtype)] * self.tells
+        return [_jax.ShapedArray(OUTCOME.shape, OUTCOME.dtype)] * self.tells
 
     def share(
         self,
@@ -79,7 +79,7 @@ class Source:
         """
         specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         n = len(specs)
-        given = [*specs, *[_OUTCOME] * self.tells]
+        given = [*specs, *[OUTCOME] * self.tells]
         together = sum(spec.size * spec.dtype.itemsize for spec in given) <= _TOGETHER
 
         def masked(device: Any, *values: Any) -> list[Any]:

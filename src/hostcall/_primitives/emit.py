@@ -12,6 +12,7 @@ from hostcall._core.errors import HostcallError
 from hostcall._core.order import ORDERED, Order
 from hostcall._engine import targets
 from hostcall._primitives.across import Source
+from hostcall._primitives.together import Everyone
 
 # --- The custom call ------------------------------------------------------------------
 
@@ -26,12 +27,12 @@ def emit(
     has_side_effect: bool,
     aliases: dict[int, int] | None = None,
     ordered: Any = ORDERED,
-    source: Source | None = None,
+    source: Source | Everyone | None = None,
 ) -> list[Any]:
     """Emits the custom call with the tokens that its order needs; returns the results.
 
     `ordered` is the effect whose token an ordered call takes and returns. `source` is
-    the device whose results all devices take.
+    the device whose results all devices take, or says that they fail together.
     """
     ctx, token, store = program.ctx, None, None
     if order == "ordered":
@@ -63,7 +64,7 @@ def emit_with_token(
     *,
     token: Any | None,
     returns_token: bool,
-    source: Source | None,
+    source: Source | Everyone | None,
     **how: Any,
 ) -> tuple[list[Any], Any | None]:
     """Emits the custom call and returns (results, token).
@@ -89,10 +90,8 @@ def emit_with_token(
             **how,
         )
 
-    if program.mesh is not None or program.size == 1:
-        return one(token, operands, ())  # type: ignore[no-any-return]
-
-    if source is not None and token is not None and not operands:
+    alone = program.mesh is not None or program.size == 1
+    if not alone and source is not None and token is not None and not operands:
         # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region that
         # a token alone enters and an all-reduce leaves.
         raise HostcallError(
@@ -110,6 +109,8 @@ def emit_with_token(
         avals = _jax.physical_avals(ctx.avals_out)
         return source.share(program, token, results, avals, how["has_side_effect"])
 
+    if alone:
+        return in_region(token, operands)  # type: ignore[no-any-return]
     return _jax.on_each_device(program, in_region, token, operands, returns_token)
 
 

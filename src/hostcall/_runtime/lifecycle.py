@@ -19,7 +19,8 @@ The steps of `end`
   1. ENDING    wait for programs with effects
   2. DRAINING  deliver the queued taps
   3. CLOSED    no call enters Python any more; wait for the running ones
-  4. ENDED     hostcall's own threads are joined; the interpreter may end
+  4. ENDED     the job's other processes are met, or left behind if one has failed;
+               hostcall's own threads are joined; the interpreter may end
 
 How a process can end, and what happens then
 
@@ -47,7 +48,16 @@ import threading
 
 from hostcall import _jax, _native
 from hostcall._core import failures
-from hostcall._runtime import answers, delivery, feeds, fork, host_device, watcher
+from hostcall._runtime import (
+    answers,
+    delivery,
+    feeds,
+    fork,
+    host_device,
+    leaving,
+    peers,
+    watcher,
+)
 
 logger = logging.getLogger("hostcall")
 
@@ -63,6 +73,7 @@ def begin() -> None:
     """Prepares the process for its end. Called once, when the engine is first used."""
     os.register_at_fork(after_in_child=_after_fork)
     watcher.start()
+    leaving.begin()
     atexit.register(end)
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:
@@ -85,6 +96,7 @@ def end(*, interpreter: bool = True) -> None:
             return
         _ending = True
     try:
+        leaving.script_ended()
         watcher.watch_the_end()
         feeds.process_ends()
         _wait_for_programs()
@@ -95,6 +107,8 @@ def end(*, interpreter: bool = True) -> None:
         # After the last call, since a call may still have pushed taps.
         delivery.stop()
         feeds.end_all()
+        # After the last program, and while Ctrl-C is still watched.
+        leaving.leave()
         # After all waits: other processes may ask what this one waits for.
         answers.stop()
         # After all waits, since it interrupts what hangs in them.
@@ -135,6 +149,7 @@ def _after_fork() -> None:
         watcher.start()
         return
     watcher.after_fork()
+    peers.after_fork()
     # A client's destructor joins its threads, which do not exist here. A child that
     # ends by sys.exit would crash there, as it does in plain JAX, so the clients are
     # kept alive.

@@ -23,6 +23,7 @@ logger = logging.getLogger("hostcall")
 
 # "free" is for drop-ins: jax.Arrays that are not committed to a device.
 Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
+Fail = Literal["together", "alone"]
 Lend = Literal[False, True, "out", "buffers"]
 
 
@@ -42,6 +43,7 @@ class Callback:
         concurrency: how many calls of a coroutine function wait at the same time, or
             None for the default.
         coalesce: (the most calls that are merged, seconds that one waits), or None.
+        fail: as given to `hc.call`.
         tag: the name in statistics, `status()` and collectors; None for the function's
             name.
         cache: where results are kept, a `Part` of _engine/caching.py; or None. It is
@@ -60,6 +62,7 @@ class Callback:
     executor: Static | None = None
     concurrency: int | None = None
     coalesce: tuple[int, float] | None = None
+    fail: Fail | None = None
     tag: str | None = None
     cache: Any = field(default=None, compare=False)
     place: Place = field(compare=False)

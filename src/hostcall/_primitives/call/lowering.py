@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax, _native
+from hostcall._core import config
 from hostcall._core.errors import HostcallError
 from hostcall._core.order import ORDERED
 from hostcall._engine import plans, targets
@@ -24,6 +25,7 @@ from hostcall._primitives.emit import (
     emit,
     emit_through_jax,
 )
+from hostcall._primitives.together import Everyone
 from hostcall._runtime import host_device
 
 
@@ -70,36 +72,58 @@ def lower(
 
 def prepare(
     program: _jax.Program, info: CallInfo, avals: Sequence[Any], leader: Any | None
-) -> tuple[dict[str, np.uint64], Source | None]:
+) -> tuple[dict[str, np.uint64], Source | Everyone | None]:
     """Puts the call's plan into a slot that lives as long as the program.
 
-    Returns the attributes by which the program finds the slot, and the device whose
-    results all processes take, or None if the call's own process has all its devices.
+    Returns the attributes by which the program finds the slot, and how the outcome of
+    the call reaches all processes: from the device whose results they take, or from
+    every device. None if it stays where it is.
     `leader` is the device that calls; None stands for the program's first.
     """
     targets.start_on(program.client)
     _native.bury()  # frees the slots of programs that died since the last lowering
     info.across = program.across
     team, source, elsewhere = _team(program, info, leader)
+    reaches: Source | Everyone | None = source
+    if source is None and _fails_together(program, info):
+        reaches = Everyone(_size(program))
+        info.origins = [device.process_index for device in program.devices or ()]
+    info.tells = reaches is not None and reaches.tells
     attributes = slots.put(
         program,
         info,
         avals,
         team=team,
-        tells=source is not None and source.tells,
+        tells=info.tells,
         elsewhere=elsewhere,
     )
-    if source is not None:
-        source.attributes = attributes
+    if reaches is not None:
+        reaches.attributes = attributes
     if info.params.runs_where_dispatched:
         _jax.run_where_dispatched(program)
-    return attributes, source
+    return attributes, reaches
 
 
 def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
     program = _jax.program_of(ctx)
     check_place(program, params.sharding, params.callback.name)
     return lower(program, operands, ctx.avals_in, params)
+
+
+def _fails_together(program: _jax.Program, info: CallInfo) -> bool:
+    """Whether a failure of this call should raise in all processes of its program."""
+    callback = info.callback
+    # A call that works in place in GPU memory has no host memory to write the outcome
+    # to, and a sharded feed has no call.
+    if program.platforms != ("cpu",) and callback.lend == "buffers":
+        return False
+    if not program.across or getattr(info.params, "devices", None):
+        return False
+    return (callback.fail or config.fail()) == "together"
+
+
+def _size(program: _jax.Program) -> int:
+    return program.size if program.mesh is None else int(program.mesh.size)
 
 
 def _team(
@@ -135,7 +159,8 @@ def _team(
             f" of the program: {devices}"
         )
     source = None
-    if len(local) < len(devices) and info.params.avals:
+    has_results = bool(info.params.avals)
+    if len(local) < len(devices) and (has_results or _fails_together(program, info)):
         # A call that works in place in GPU memory has no host memory to write the
         # outcome to.
         on_host = program.platforms == ("cpu",) or info.callback.lend != "buffers"

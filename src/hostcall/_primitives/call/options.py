@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hostcall._core import config
 from hostcall._core.errors import SpecError
 from hostcall._core.order import ORDERS
 from hostcall._primitives.call import batching
@@ -175,4 +176,12 @@ def check_keep(name: str, keep: Any, masked: bool, vmap_method: Any) -> None:
         raise SpecError(
             f"hostcall: `{name}` has keep= and vmap_method={vmap_method!r}. It keeps"
             " rows that are called one by one: leave out vmap_method=, or keep="
+        )
+
+
+def check_fail(name: str, fail: Any) -> None:
+    if fail is not None and fail not in config.FAILS:
+        raise SpecError(
+            f"hostcall: fail= of `{name}` should be one of"
+            f" {', '.join(map(repr, config.FAILS))} or None, got {fail!r}"
         )

@@ -1,0 +1,96 @@
+"""Makes the calls of all devices of a program fail together.
+
+The idea: after its call, each device gives a number: 0 if the call went well, else the
+device's place in the program plus one. The maximum over all devices tells each of them
+whether a call failed, and on which device: one small all-reduce, before any of them can
+wait in a later collective for a device that failed. (across.py does the same for a call
+that one process makes for all; there the text of the error goes through the reduction
+too. Here several devices may fail at once, and the maximum of two texts is neither.)
+
+Guarantees
+  * A device whose call failed does not fail for XLA before the reduction, so nobody
+    waits in it for ever. Results of failed calls are zeros, and no operation sees them:
+    they pass through the verdict, which fails then.
+  * All processes name the same device. The text of its error is fetched from the job's
+    store (_runtime/job.py), where the failing process put it before the reduction.
+
+All devices must reach the call equally often. Inside a `lax.cond` whose condition
+differs between devices, those that reach it wait for the others, as in a `psum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hostcall import _jax
+from hostcall._engine import targets
+from hostcall._primitives.across import OUTCOME
+
+_DIGITS = 10  # of a device's number, in the outcome's text
+
+
+class Everyone:
+    """All devices of a program, each of which makes the call for itself.
+
+    Attributes:
+        devices: how many devices the program has.
+        tells: the call has its outcome as one more result.
+        attributes: the attributes by which the program finds the call's plan.
+    """
+
+    tells = True
+
+    def __init__(self, devices: int) -> None:
+        self.devices = devices
+        self.attributes: dict[str, np.uint64] = {}
+
+    @property
+    def more_avals(self) -> list[Any]:
+        """The avals of the results that the call has besides the function's."""
+        return [_jax.ShapedArray(OUTCOME.shape, OUTCOME.dtype)]
+
+    def share(
+        self,
+        program: _jax.Program,
+        token: Any | None,
+        results: Sequence[Any],
+        avals: Sequence[Any],
+        has_side_effect: bool,
+    ) -> tuple[list[Any], Any | None]:
+        """Passes each device's own results on, or fails on all devices."""
+        device = jax.ShapeDtypeStruct((), np.uint32)
+        (number,) = _jax.lower_traced(
+            program.ctx, _number, (device, OUTCOME), (_jax.partition_id(), results[-1])
+        )
+        number = _jax.max_over_devices(program.ctx, number, device, self.devices)
+        (verdict,) = _jax.lower_traced(program.ctx, _verdict, (device,), (number,))
+        return _jax.custom_call(
+            program,
+            targets.VERDICT_TARGET,
+            token,
+            [verdict, *results[:-1]],
+            [*self.more_avals, *avals],
+            avals,
+            returns_token=token is not None,
+            has_side_effect=has_side_effect,
+            attributes=self.attributes,
+            aliases={1 + i: i for i in range(len(avals))},
+        )
+
+
+def _number(device: Any, outcome: Any) -> list[Any]:
+    return [jnp.where(outcome[0] != 0, device + jnp.uint32(1), jnp.uint32(0))]
+
+
+def _verdict(number: Any) -> list[Any]:
+    """An outcome (native/plan/outcome.h) whose text is the device's number."""
+    powers = np.array([10**i for i in range(_DIGITS)][::-1], np.uint32)
+    digits = (number // powers) % np.uint32(10) + np.uint32(ord("0"))
+    head = jnp.concatenate([(number != 0).astype(np.uint32)[None], digits])
+    rest = jnp.zeros(OUTCOME.size - head.size, np.uint8)
+    return [jnp.concatenate([head.astype(np.uint8), rest])]

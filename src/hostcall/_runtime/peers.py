@@ -1,0 +1,377 @@
+"""What the processes of a job tell each other, and what one does when another failed.
+
+The idea: JAX's coordination service keeps a store of texts. Each process has an inbox
+in it, and a thread that waits there. A process that fails writes what failed into all
+inboxes, and the others know it some ms later, wherever their main threads are.
+
+The messages
+
+    failed   a program over several processes failed there, or an exception ended it
+    died     the process before it in the ring saw it end without a word (ring.py)
+    waits    it is at its end, and waits for this one
+    left     it has ended after a failure (told to process 0 only)
+    wake     from this process to its own thread: look what is known now
+    stop     from this process to its own thread: end
+
+The threads, both daemons, started with the engine if the job has several processes
+
+    hostcall-inbox   reads the inbox, logs what failed, and from then on looks twice a
+                     second whether this process is stuck (stuck.py). After `fail_grace`
+                     seconds it ends the process with exit code 70.
+    hostcall-ring    waits for the next process's end (ring.py), and writes this one's
+                     messages, so that a failing call waits for the service no longer
+                     than `_TELLING`.
+
+Guarantees
+  * No message is lost, overwritten, or read twice (mail.py).
+  * A message from before a `recover` is ignored after it: it has the number of the
+    recovery (`_round`).
+  * Nothing here changes what a job without failures computes, or when.
+
+Both threads are told to stop and joined before the interpreter ends (watcher.py says
+why): one by a message in its own inbox, the other through its socket. If the service
+does not answer any more, the thread that waits for it stays behind in jaxlib's C++; the
+process then ends without an answer to wait for, and the thread never comes back.
+
+`_lock` protects `_known`, `_waits`, `_gone` and `_round`; the threads, failing calls
+and the main thread change them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+
+from hostcall import _jax
+from hostcall._core import config, failures
+from hostcall._runtime import delivery, mail
+from hostcall._runtime.mail import Message
+from hostcall._runtime.ring import ADDRESSES, Ring
+from hostcall._runtime.stuck import Stuck
+
+logger = logging.getLogger("hostcall")
+
+EXIT_CODE = 70  # EX_SOFTWARE
+
+# Seconds that the inbox is read at a time. What this process finds out by itself wakes
+# the reader by a message; without the service, it must come out by itself.
+_IDLE = 5.0
+_LOOK = 0.5  # seconds between two looks whether this process is stuck
+_TELLING = 0.5  # seconds that a failing call waits until the others are told
+_FLUSH = 5.0  # seconds for taps, when the process ends itself
+_JOINING = 5.0  # seconds for a thread that waits for a service that does not answer
+
+
+_lock = threading.Lock()
+_threads: list[threading.Thread] = []
+_known: Message | None = None  # the first failure
+_waits: Message | None = None  # the first process that waits for this one
+_gone: set[int] = set()
+_ring: Ring | None = None
+_stopping = threading.Event()
+_ending = False  # a thread is ending this process, which was stuck
+_paused = False  # `recover` waits in the service, which must not count as stuck
+_round = 0  # how many recoveries there were
+_listeners: list[Callable[[Message], object]] = []
+
+
+def on_failure(fn: Callable[[Message], object]) -> None:
+    """Calls `fn(failure)` when this process learns that another one failed or died."""
+    _listeners.append(fn)
+
+
+def start() -> None:
+    """Starts the threads, if the job has several processes."""
+    global _ring
+    if _jax.job_size() == 1 or _threads:
+        return
+    _ring = Ring(_jax.job_rank(), _jax.job_size())
+    for name, run in (("inbox", _read_inbox), ("ring", _run_ring)):
+        thread = threading.Thread(target=run, daemon=True, name=f"hostcall-{name}")
+        _threads.append(thread)
+        thread.start()
+
+
+def after_fork() -> None:
+    """Forgets the threads, which do not exist in a forked child."""
+    global _lock
+    _lock = threading.Lock()
+    mail.after_fork()
+    _threads.clear()
+
+
+def started() -> bool:
+    """Whether the job has several processes, and the engine is in use."""
+    return bool(_threads)
+
+
+def all_started() -> bool:
+    """Whether all processes of the job have been here."""
+    return len(_jax.job_texts(ADDRESSES)) == _jax.job_size()
+
+
+def known() -> Message | None:
+    """The first failure of the job that this process knows of."""
+    return _known
+
+
+def gone() -> set[int]:
+    """The processes that have ended."""
+    with _lock:
+        return set(_gone)
+
+
+# --- Telling -------------------------------------------------------------------------
+
+
+def tell(text: str) -> None:
+    """Tells all processes that this one failed; waits a moment until it is told."""
+    if not _threads:
+        return
+    message = new("failed", failures.without_number(text))
+    _learn(message)
+    told = send(message, others())
+    send(new("wake"), [_jax.job_rank()])
+    told.wait(_TELLING)
+
+
+def new(kind: str, text: str = "", process: int | None = None) -> Message:
+    """A message about this process, or another one."""
+    about = _jax.job_rank() if process is None else process
+    return Message(kind, about, text, _round)
+
+
+def send(message: Message, to: list[int]) -> threading.Event:
+    """Sends a message; the event is set when it is in the inboxes."""
+    posted = mail.send(message, to)
+    if _ring is not None:
+        _ring.wake()
+    return posted
+
+
+def others() -> list[int]:
+    return [p for p in range(_jax.job_size()) if p != _jax.job_rank()]
+
+
+# --- The ring ------------------------------------------------------------------------
+
+
+def _run_ring() -> None:
+    ring = _ring
+    assert ring is not None
+    pause, begun = 0.0, time.monotonic()
+    try:
+        ring.listen()
+    except (OSError, jax.errors.JaxRuntimeError) as error:
+        logger.warning(
+            "hostcall can't notice at once that a process of the job died: %s", error
+        )
+        pause = -1.0
+    while not _stopping.is_set():
+        mail.post_all()
+        if not ring.is_joined and pause >= 0:
+            try:
+                if not ring.join(0.05):
+                    # The next process may start to use hostcall soon, or never.
+                    pause = min(max(0.1, (time.monotonic() - begun) / 10), 5.0)
+            except (OSError, jax.errors.JaxRuntimeError) as error:
+                logger.warning(
+                    "hostcall won't notice at once that process %d of the job dies: %s",
+                    ring.next,
+                    error,
+                )
+                pause = -1.0
+        ended = ring.wait(None if ring.is_joined or pause < 0 else pause)
+        if ended is not None:
+            pause = -1.0
+        if ended == "died" and not _stopping.is_set():
+            died = new("died", process=ring.next)
+            # To itself without the service, which may have died with that process.
+            _learn(died)
+            send(new("wake"), [_jax.job_rank()])
+            send(died, [p for p in others() if p != ring.next])
+    mail.post_all()
+    ring.close()
+
+
+# --- The inbox -----------------------------------------------------------------------
+
+
+def _read_inbox() -> None:
+    number, stuck = 0, None
+    while not _stopping.is_set():
+        doomed = None if _paused else _known or _waits
+        if doomed is None:
+            stuck = None
+        elif stuck is None:
+            stuck = Stuck()
+        try:
+            message = mail.read(number, _IDLE if stuck is None else _LOOK)
+        except jax.errors.JaxRuntimeError:  # the service is gone, or can't be reached
+            if _jax.job_size() == 1:  # the program has left the job
+                return
+            message = None
+            _stopping.wait(_LOOK)
+        if message is not None:
+            number += 1
+            if message.kind == "stop":
+                return
+            _learn(message)
+        elif stuck is not None and doomed is not None and not _paused:
+            grace = config.fail_grace()
+            if 0 < grace <= stuck.seconds():
+                pause(True)  # decided; and this thread still reads who has left
+                threading.Thread(
+                    target=_end_the_process,
+                    args=(doomed, grace),
+                    daemon=True,
+                    name="hostcall-ending",
+                ).start()
+
+
+def _learn(message: Message) -> None:
+    """Notes a message, and logs the first failure."""
+    global _known, _waits
+    with _lock:
+        if message.kind in ("died", "left"):
+            _gone.add(message.process)
+        if message.round != _round or message.kind in ("left", "wake"):
+            return
+        if message.kind == "waits":
+            _waits = _waits or message
+            return
+        is_first = _known is None
+        if is_first:
+            _known = message
+    if not is_first:
+        if message.kind == "died":  # what others report may only follow from it
+            logger.error("%s", message)
+        return
+    if message.process == _jax.job_rank():
+        return  # the error itself is raised here
+    logger.error(
+        "%s. This process may run no further program over several processes%s",
+        message,
+        _ends_too(),
+    )
+    for fn in list(_listeners):
+        fn(message)
+
+
+def _ends_too() -> str:
+    grace = config.fail_grace()
+    if not grace:
+        return ""
+    return f", and ends itself if it is stuck in a collective for {grace:g} s"
+
+
+def _end_the_process(failure: Message, seconds: float) -> None:
+    """Ends this process, which waits in a collective for a failed one."""
+    global _ending
+    _ending = True
+    try:
+        delivery.flush(min(_FLUSH, config.EXIT_TIMEOUT), "the end of a stuck process")
+    except BaseException:
+        logger.exception("the taps of a stuck process could not be delivered")
+    send(new("failed", f"it was stuck, since {failure}"), others()).wait(_TELLING)
+    take_leave(_FLUSH)
+    lost = delivery.pending()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    text = (
+        f"hostcall: this process has waited {seconds:g} s in a collective for a process"
+        f" that does not come, and ends with exit code {EXIT_CODE}"
+        f" (hc.configure(fail_grace=)). {lost} taps are lost.\nhostcall: {failure}\n"
+    )
+    os.write(2, text.encode("utf-8", "backslashreplace"))
+    os._exit(EXIT_CODE)
+
+
+def wait_if_ending() -> None:
+    """Waits for the end if another thread is ending this process.
+
+    The main thread may come out of its collective meanwhile, when the others leave.
+    """
+    while _ending:
+        time.sleep(_LOOK)
+
+
+def take_leave(seconds: float) -> None:
+    """Tells process 0 that this process ends now; process 0 waits for the others.
+
+    It waits until their kernels have closed their sockets: jaxlib aborts a process
+    whose service ends, even in the last moment before its own end.
+    """
+    assert _ring is not None
+    try:
+        if _jax.job_rank():
+            _ring.take_leave(0)
+            send(new("left"), [0]).wait(_TELLING)
+            return
+        until = time.monotonic() + seconds
+        while set(others()) - gone() or _ring.those_before():
+            if time.monotonic() >= until:
+                return
+            time.sleep(0.01)
+    except (OSError, jax.errors.JaxRuntimeError) as error:
+        logger.warning("process 0 can't be told that this process ends: %s", error)
+
+
+def stop() -> None:
+    """Ends both threads."""
+    if not _threads:
+        return
+    _stopping.set()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone
+        if _jax.job_size() > 1:
+            mail.post(new("stop"), _jax.job_rank())
+    if _ring is not None:
+        _ring.wake()
+    for thread in _threads:
+        thread.join(_JOINING)
+    _threads.clear()
+
+
+# --- After a failure, together (recovery.py) -----------------------------------------
+
+
+def pause(on: bool) -> None:
+    """While on, this process does not count as stuck."""
+    global _paused
+    _paused = on
+
+
+def must_end(done: threading.Event, seconds: float, what: str) -> None:
+    """Ends this process if `done` is not set in time: it waits in a collective that the
+    other processes do not come to. Without a `fail_grace` it only says so.
+    """
+
+    def wait() -> None:
+        if done.wait(seconds):
+            return
+        failure = new("failed", f"{what} does not end")
+        if config.fail_grace():
+            _end_the_process(failure, seconds)
+        logger.error("%s", failure)
+
+    threading.Thread(target=wait, daemon=True, name="hostcall-check").start()
+
+
+def round_now() -> int:
+    return _round
+
+
+def next_round() -> None:
+    """Forgets the failures so far."""
+    global _round, _known, _waits
+    with _lock:
+        _round += 1
+        _known = _waits = None

@@ -1,0 +1,177 @@
+"""Tells whether this process waits in a collective for a process that does not come.
+
+A process that is taken for stuck is ended (peers.py), so being wrong costs a run. It is
+asked only after another process has failed, died or ended. Then it is stuck while all
+of this holds, without a break:
+
+  1. The main thread does not move: same frame, same instruction (as for Ctrl-C,
+     watcher.py). A program that works on its own moves.
+  2. A Python thread is inside XLA, the same one at the same instruction. That is seen
+     on its native stack: the newest return address that is neither in the C library nor
+     in the dynamic linker is in jaxlib. A thread in `time.sleep`, in a lock's `acquire`
+     or in another extension is not inside XLA. (JAX shows no Python frame there: a
+     small program runs inside the jitted function's own C++ call.)
+  3. No thread of XLA's is in Python. If one is, a callback runs or waits, on its own.
+  4. On CPUs, the process does not compute: its threads together use less than a fifth
+     of a core. Python's own threads other than the main one are not counted: a data
+     loader says nothing about a collective. A collective that waits uses none.
+     On GPUs, whose work this can't see: a value of a program over several processes is
+     not ready, and that value stays the same.
+
+What can be wrong: a main thread that is inside jaxlib for `fail_grace` seconds without
+computing, such as one in a barrier of the coordination service. That waits for the
+failed process too, or for one that waits for it. A process whose other threads of C++
+compute is not taken for stuck, and then ends as JAX ends it, when its heartbeats have
+been missing for 100 s.
+
+Without Linux's /proc, nothing is ever taken for stuck.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from hostcall import _jax
+
+_BUSY = 0.2  # cores
+_STACK = 1 << 14  # bytes of a stack that are searched
+_TICKS = os.sysconf("SC_CLK_TCK")
+_TASKS = Path("/proc/self/task")
+_WAITING = ("libc.so", "libc-", "libpthread", "libstdc++", "ld-", "[vdso]")
+
+
+class Stuck:
+    """For how long this process has been stuck. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._where: Any = None
+        self._since = time.monotonic()
+        self._used = _cpu_seconds()
+        self._looked = self._since
+
+    def seconds(self) -> float:
+        """How long all looks so far have found it stuck, without a break."""
+        now = time.monotonic()
+        where, used = _where_it_waits(), _cpu_seconds()
+        busy = used - self._used > _BUSY * (now - self._looked)
+        if where is None or where != self._where or (busy and _on_cpus()):
+            self._since = now
+        self._where, self._used, self._looked = where, used, now
+        return now - self._since
+
+
+def _where_it_waits() -> Any:
+    """What has to stay the same while this process is stuck; None if it is not."""
+    try:
+        inside = _Inside()
+    except OSError:  # no /proc, or it may not be read
+        return None
+    frames = sys._current_frames()
+    threads = {t.ident: t for t in threading.enumerate() if _is_pythons(t)}
+    if frames.keys() - threads.keys():
+        return None
+    main = threading.main_thread().ident
+    waiting = {}
+    for ident, thread in threads.items():
+        frame = frames.get(ident or 0)
+        own = thread.name.startswith("hostcall-")
+        if frame is not None and not own and inside.xla(thread.native_id or 0):
+            waiting[ident] = (id(frame), frame.f_lasti)
+    main_frame = frames.get(main or 0)
+    if not waiting or main_frame is None:
+        return None
+    values: Any = None
+    if not _on_cpus():
+        values = _values_not_ready()
+        if not values:
+            return None
+    return id(main_frame), main_frame.f_lasti, waiting, values
+
+
+def _is_pythons(thread: threading.Thread) -> bool:
+    """Whether Python started the thread, or it is the main one."""
+    return not isinstance(thread, threading._DummyThread)
+
+
+def _on_cpus() -> bool:
+    return all(client.platform == "cpu" for client in _jax.clients())
+
+
+def _values_not_ready() -> frozenset[int]:
+    """The values of programs over several processes that are still computed."""
+    return frozenset(
+        id(array)
+        for array in jax.live_arrays()
+        if not array.is_fully_addressable and not array.is_ready()
+    )
+
+
+class _Inside:
+    """Looks at the native stacks of this process's threads.
+
+    Reads memory through /proc, which fails where a plain read would crash. The thread
+    may run meanwhile: its stack is then any mixture of before and after, and the next
+    look finds another place.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int, str]] = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            place, rights, *rest = line.split(maxsplit=5)
+            if "x" in rights:
+                start, _, end = place.partition("-")
+                name = os.path.basename(rest[-1]) if len(rest) == 4 else ""
+                self._ranges.append((int(start, 16), int(end, 16), name))
+        self._starts = [start for start, _, _ in self._ranges]
+
+    def xla(self, native_id: int) -> bool:
+        """Whether a thread waits inside jaxlib."""
+        try:
+            state = (_TASKS / str(native_id) / "syscall").read_text().split()
+            if len(state) < 3:  # it runs
+                return False
+            with open("/proc/self/mem", "rb", buffering=0) as memory:
+                memory.seek(int(state[-2], 16))
+                stack = memory.read(_STACK)
+        except OSError:  # the thread has ended
+            return False
+        for at in range(0, len(stack) - 7, 8):
+            name = self._file_of(int.from_bytes(stack[at : at + 8], sys.byteorder))
+            if name is not None and not name.startswith(_WAITING):
+                return name.startswith(("libjax", "xla_extension", "_jax"))
+        return False
+
+    def _file_of(self, address: int) -> str | None:
+        number = bisect.bisect(self._starts, address) - 1
+        if number < 0 or address >= self._ranges[number][1]:
+            return None
+        return self._ranges[number][2]
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process's threads: the main one and those of C++."""
+    main = threading.main_thread()
+    others = {
+        str(t.native_id)
+        for t in threading.enumerate()
+        if t is not main and _is_pythons(t)
+    }
+    ticks = 0
+    for task in os.listdir(_TASKS) if _TASKS.is_dir() else ():
+        if task in others:
+            continue
+        try:
+            stat = (_TASKS / task / "stat").read_text()
+        except OSError:  # it has ended
+            continue
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        ticks += int(user) + int(system)
+    return ticks / _TICKS

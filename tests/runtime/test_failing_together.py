@@ -1,0 +1,363 @@
+"""What a failure in one process of a job does in all of them (real processes)."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import jax
+import pytest
+from jobs import run_job
+
+import hostcall as hc
+from hostcall._runtime import mail, stuck
+from hostcall.errors import SpecError
+
+# --- Calls that fail in all processes -------------------------------------------------
+
+TOGETHER = """
+wrong, slow = LookupError("no such row"), threading.Event()
+fails = False
+def host(v):
+    if fails and me == size - 1:
+        raise wrong
+def late(v):
+    if fails and me == size - 1:
+        slow.wait()
+def effect(order, fn=host, **how):
+    def body(v):
+        hc.call(fn, None, v, order=order, **how)
+        return v + jax.lax.psum(v.sum(), "x")
+    return over_shards(body)
+def pure(v):
+    y = hc.call(lambda v: (host(v), v)[1], v, v, fail="together")
+    return y + jax.lax.psum(y.sum(), "x")
+def masked(v):
+    here = v[0] >= 2 * (n - 1)  # on the last device only
+    hc.call(host, None, v, order="unordered", where=here, fail="together")
+    return v + jax.lax.psum(v.sum(), "x")
+def in_a_loop(v):
+    def step(i, v):
+        hc.call(host, None, v, order="unordered", fail="together")
+        return v + jax.lax.psum(v.sum(), "x") * 0
+    return jax.lax.fori_loop(0, 3, step, v) + v.sum() * 0 + jax.lax.psum(v.sum(), "x")
+def partitioned(x):
+    hc.call(host, None, x, order="ordered", on=jax.devices()[-1], fail="together")
+    return x + x.sum()
+def configured(v):
+    hc.call(host, None, v, order="unordered")
+    return v + jax.lax.psum(v.sum(), "x")
+cases = {
+    "unordered": effect("unordered", fail="together"),
+    "ordered": effect("ordered", fail="together"),
+    "late": effect("unordered", late, fail="together", timeout=0.2),
+    "pure": over_shards(pure),
+    "masked": over_shards(masked),
+    "in_a_loop": over_shards(in_a_loop),
+    "partitioned": jax.jit(partitioned),
+    "configured": over_shards(configured),
+}
+total = jax.jit(lambda x: x.sum())
+want = float(total(x))
+mine = np.arange(2.0 * n)[[s.index[0] for s in x.addressable_shards][0]]
+for name, f in cases.items():
+    if name == "configured":
+        hc.configure(fail="together")
+    def run():
+        return np.asarray(f(x).addressable_shards[0].data)
+    fails = False
+    good = run()
+    assert (good == mine + want).all(), (name, good)
+    fails = True
+    try:
+        with hc.reraise():
+            f(x).block_until_ready()
+        say(name, "did not fail")
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+    kind, text = "LookupError", "no such row"
+    if name == "late":
+        kind, text = "CallTimeoutError", "took longer than timeout=0.2 s"
+    if me == size - 1:
+        assert said.startswith(kind) and text in said, (name, said)
+    else:
+        assert said.startswith("HostcallError: hostcall: `"), (name, said)
+        assert f"` failed in process {size - 1}: {kind}: " in said, (name, said)
+        assert text in said, (name, said)
+    fails = False
+    for refused in (f, total):
+        try:
+            refused(x)
+            say(name, "was not refused")
+        except hc.HostcallError as error:
+            assert "call hc.recover() in all" in str(error), error
+            assert text in str(error), error
+    lost = hc.recover()
+    assert len(lost) == 1 and kind in lost[0] and text in lost[0], (name, lost)
+    assert float(total(x)) == want
+    assert (run() == good).all(), name
+    say(name)
+assert hc.recover() == []
+slow.set()
+"""
+
+
+@pytest.mark.parametrize(("size", "devices"), [(2, 2), (3, 1)])
+def test_a_failure_raises_in_all_and_they_go_on(size, devices):
+    """Each case fails, is refused, is recovered from, and computes as before."""
+    ended = run_job(TOGETHER, size, devices)
+    for process in ended:
+        assert process.code == 0, process.err
+        assert process.said == ended[0].said
+        assert len(process.said) == 8
+
+
+# --- Failures that the program can't tell ---------------------------------------------
+
+ALONE = """
+from hostcall import _jax
+hc.configure(fail_grace=GRACE)
+fails = False
+class Bad(Exception):
+    pass
+def host(v):
+    if fails and me != WHO:
+        _jax.job_put(f"in the program/{me}", "yes")
+    elif fails:  # not before the others are in it: they would refuse to start it
+        for other in set(range(size)) - {me}:
+            assert _jax.job_get(f"in the program/{other}", 60)
+        ACT
+    return v
+def body(v):  # the collective needs the call's result, so it comes after the call
+    v = hc.call(host, v, v)
+    return v + jax.lax.psum(v.sum(), "x")
+f = over_shards(body)
+want = np.asarray(f(x).addressable_shards[0].data)
+from hostcall._runtime import peers
+deadline = time.monotonic() + 60
+while not peers._ring.is_joined and time.monotonic() < deadline:
+    time.sleep(0.01)
+fails = True
+"""
+
+
+def alone(
+    failing, who=1, grace=1, rest="f(x).block_until_ready()\nsay('wrong')", **how
+):
+    head = ALONE.replace("ACT", failing).replace("WHO", str(who))
+    return run_job(head.replace("GRACE", str(grace)) + rest, **how)
+
+
+STAYS = """
+try:
+    f(x).block_until_ready()
+    say("wrong")
+except BaseException as error:
+    say(type(error).__name__)
+    if me == WHO:
+        try:
+            jax.jit(lambda x: x.sum())(x)
+            say("wrong")
+        except hc.HostcallError:
+            say("refused")
+        threading.Event().wait()  # it lives on, until the test kills it
+"""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_is_stuck_ends_itself(who):
+    """The failed process lives on and never comes to the collective."""
+    rest = STAYS.replace("WHO", str(who))
+
+    def act(processes):
+        processes[1 - who].wait()
+        processes[who].kill()
+
+    ended = alone('raise LookupError("no such row")', who, rest=rest, act=act)
+    other, failed = ended[1 - who], ended[who]
+    assert other.code == 70, other
+    assert failed.said == ["JaxRuntimeError", "refused"]
+    assert other.said == []
+    assert f"hostcall: process {who} failed: LookupError: no such row (in" in other.last
+    assert "ends with exit code 70 (hc.configure(fail_grace=))" in other.err
+    assert re.search(rf"^process {who} failed: LookupError", other.err, re.M)
+
+
+def test_a_process_that_works_on_its_own_is_left_alone():
+    """It hears of the failure, and is neither ended nor slowed; its own programs run."""
+    rest = """
+if me == 1:
+    raise Bad("outside of a program")
+deadline = time.monotonic() + 60
+while peers.known() is None and time.monotonic() < deadline:
+    time.sleep(0.01)
+say(peers.known())
+time.sleep(2.5)  # longer than the grace, in one call
+local = jax.jit(lambda v: hc.call(lambda v: v + 1, v, v))
+say(float(local(np.float32(1))))
+threading.Event().wait(2.5)
+try:
+    f(x)
+except hc.HostcallError as error:
+    say("refused:", "Bad: outside of a program" in str(error))
+"""
+    other, failed = alone("pass", rest=rest)
+    assert other.said == [
+        "process 1 failed: Bad: outside of a program",
+        "2.0",
+        "refused: True",
+    ]
+    assert other.code == 0
+    assert failed.code == 1
+    assert failed.last == "Bad: outside of a program"
+
+
+@pytest.mark.parametrize("who", [1, 2])
+def test_a_process_that_is_killed(who):
+    rest = """
+try:
+    f(x).block_until_ready()
+    say("wrong")
+except Exception:
+    deadline = time.monotonic() + 60
+    while not peers.gone() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    raise
+"""
+    ended = alone("os.kill(os.getpid(), signal.SIGKILL)", who, rest=rest, size=3)
+    assert ended[who].code == -9
+    for number, process in enumerate(ended):
+        if number != who:
+            assert process.code in (1, 70), ended
+            assert process.said == []
+            assert f"process {who} died without a word (killed" in process.err
+
+
+def test_sys_exit_while_the_others_wait():
+    """It waits for them at its end; they find out, end, and it keeps its exit code."""
+    rest = """
+if me == 1:
+    sys.exit(3)
+f(x).block_until_ready()
+say("wrong")
+"""
+    other, left = alone("pass", rest=rest)
+    assert (other.code, left.code) == (70, 3)
+    assert other.last == "hostcall: process 1 is at its end and waits for this process"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_end_at_once(fails):
+    """Nobody waits for JAX's own end, whether or not a process has failed."""
+    rest = "if me == 1:\n    raise Bad('late')\n" if fails else "f(x)\n"
+    ended = alone("pass", rest=rest.replace("raise", "raise" if fails else ""))
+    assert [process.code for process in ended] == ([0, 1] if fails else [0, 0])
+
+
+def test_recover_says_who_did_not_come():
+    rest = """
+fails = False
+if me == 0:
+    try:
+        hc.recover(timeout=0.5)
+    except hc.HostcallError as error:
+        say(error)
+"""
+    ended = alone("pass", rest=rest)
+    assert re.match(
+        r"hostcall: recover\(\) has waited 0.5 s for the other processes of the job, and"
+        r" not all have called it\. Call it in all of them, after each has raised the"
+        r" failure\. The service says: DEADLINE_EXCEEDED",
+        ended[0].said[0],
+    )
+
+
+def test_a_message_that_two_processes_write_at_the_same_time():
+    """None is lost: a number of an inbox that is taken is not written again."""
+    ended = run_job(
+        """
+from hostcall._runtime import mail
+for i in range(50):
+    mail.post(mail.Message("test", me, str(i), 0), 0)
+if me == 0:
+    got = [mail.read(number, 60) for number in range(50 * size)]
+    for process in range(size):
+        assert [m.text for m in got if m.process == process] == list(map(str, range(50)))
+    assert mail.read(50 * size, 0.01) is None
+    say("done")
+hc.recover()
+""",
+        3,
+    )
+    assert [process.code for process in ended] == [0, 0, 0], ended
+    assert ended[0].said == ["done"]
+
+
+# --- Without other processes ----------------------------------------------------------
+
+
+def test_a_single_process():
+    ordered = jax.jit(
+        lambda v, fn: hc.call(fn, None, v, order="ordered"), static_argnums=1
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="division by zero"):
+        ordered(1.0, _fail)
+    assert all("ZeroDivisionError" in text for text in hc.recover())
+    assert hc.recover() == []
+    ordered(1.0, lambda v: None)
+    with pytest.raises(ZeroDivisionError), hc.reraise():
+        jax.jit(lambda v: hc.call(_fail, v, v, fail="together"))(1.0)
+
+
+def _fail(v):
+    return 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"fail": "all"}, "fail should be one of 'together', 'alone', got 'all'"),
+        ({"fail_grace": -1}, "fail_grace should be a number of seconds, 0 or more"),
+        ({"fail_grace": True}, "fail_grace should be a number of seconds, 0 or more"),
+    ],
+)
+def test_wrong_settings(how, text):
+    with pytest.raises(SpecError, match=f"hostcall: {re.escape(text)}"):
+        hc.configure(**how)
+
+
+def test_wrong_options():
+    text = "hostcall: fail= of `_fail` should be one of 'together', 'alone' or None"
+    with pytest.raises(SpecError, match=text):
+        hc.call(_fail, 1.0, 1.0, fail="all")
+    with pytest.raises(SpecError, match=r"timeout of recover\(\) should be a number"):
+        hc.recover(timeout=0)
+
+
+def test_this_process_is_not_stuck():
+    """The main thread waits in the test; only a wait inside XLA counts."""
+    begun, release = threading.Event(), threading.Event()
+    looks = []
+
+    def look():
+        begun.wait(60)
+        one = stuck.Stuck()
+        looks.append(one.seconds())
+        time.sleep(0.05)
+        looks.append(one.seconds())
+        release.set()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    # The main thread is inside XLA here; but the program's callback runs, on its own.
+    jax.jit(lambda v: hc.call(lambda v: (begun.set(), release.wait(60), v)[2], v, v))(
+        1.0
+    ).block_until_ready()
+    thread.join()
+    assert looks[1] == 0
+
+
+def test_what_a_message_says():
+    said = str(mail.Message("died", 3, "", 0))
+    assert said == "process 3 died without a word (killed, out of memory, or cut off)"
