@@ -207,7 +207,7 @@ except hc.HostcallError as error:
         "process 1 failed: Bad: outside of a program",
         "2.0",
         "refused: True",
-    ]
+    ], other
     assert other.code == 0
     assert failed.code == 1
     assert failed.last == "Bad: outside of a program"
