@@ -60,7 +60,15 @@ def _kind(name: Any) -> Kind:
 
 # Parameters that the function, or whoever lowers the program, knows better.
 _NOT_TOLD = ("callback", "avals", "sharding", "vmap_method", "devices", "device")
-_FIELDS_OF_CALLBACK = ("arrays", "lend", "timeout", "concurrency", "coalesce", "tag")
+_FIELDS_OF_CALLBACK = (
+    "arrays",
+    "lend",
+    "timeout",
+    "concurrency",
+    "coalesce",
+    "tag",
+    "fail",
+)
 _TYPES: dict[str, type] = {"call": CallParams, "tap": TapParams, "feed": FeedParams}
 _NAMES = {made: name for name, made in _TYPES.items()}
 

@@ -20,7 +20,6 @@ from hostcall._primitives.emit import (
     emit_through_jax,
 )
 from hostcall._primitives.tap import blocks
-from hostcall._primitives.tap.indices import whole
 from hostcall._primitives.tap.primitive import (
     arguments,
     describe,

@@ -150,6 +150,8 @@ def _refuse_parts(operands: Any, params: TapParams) -> None:
                 " function under jax.jit, which gathers it, or use on='process' or"
                 " on='shards' for the parts"
             )
+
+
 def describe(
     params: TapParams, devices: dict[int, Any], mesh: Any | None, avals: Sequence[Any]
 ) -> TapInfo:
