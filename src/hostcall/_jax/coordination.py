@@ -1,18 +1,22 @@
 """The coordination service of a job: a store of texts that all its processes share.
 
 JAX's own process 0 runs the service (`jax.distributed.initialize`). A set takes 0.4 ms,
-and a blocking get wakes 1 ms after the set. All functions release the GIL while they
-wait. What the service can't do raises `jax.errors.JaxRuntimeError`.
+and a look 0.3 ms. There is no blocking get here: each one that finds nothing leaves 15
+KB in the service and 20 KB in the client for ever. All functions release the GIL while
+they wait. What the service can't do raises `jax.errors.JaxRuntimeError`.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import jax
 from jax._src import distributed as _distributed
 
 from hostcall import _native
+
+_SLICE = 0.05  # seconds between two looks
 
 
 def job_size() -> int:
@@ -22,6 +26,11 @@ def job_size() -> int:
     """
     state = _distributed.global_state
     return 1 if state.client is None else int(state.num_processes)
+
+
+def job_outlives_processes() -> bool:
+    """Whether the job goes on when one of its processes has ended, or comes again."""
+    return bool(_distributed._ENABLE_RECOVERABILITY.value)
 
 
 def job_rank() -> int:
@@ -45,15 +54,19 @@ def job_put(key: str, text: str, overwrite: bool = False) -> bool:
     return True
 
 
-def job_get(key: str, seconds: float) -> str | None:
-    """Waits for the text of `key`; None if it has none after `seconds`."""
-    try:
-        text = _client().blocking_key_value_get(key, max(1, int(seconds * 1000)))
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
+def job_get(key: str, seconds: float = 0.0) -> str | None:
+    """The text of `key`; None if it has none, also after `seconds`."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return str(_client().key_value_try_get(key))
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+        left = until - time.monotonic()
+        if left <= 0:
             return None
-        raise
-    return str(text)
+        time.sleep(min(left, _SLICE))
 
 
 def job_texts(folder: str) -> list[str]:

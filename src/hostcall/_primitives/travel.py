@@ -36,7 +36,7 @@ from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives import planning
-from hostcall._primitives.tap.primitive import describe
+from hostcall._primitives.tap.description import describe
 from hostcall._runtime import delivery, host_device
 
 # Counted up when older versions of hostcall could not read the texts.

@@ -41,6 +41,7 @@ docs/design/threads.md tells the whole story.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -117,10 +118,13 @@ def end(*, interpreter: bool = True) -> None:
         _native.bury()
     except KeyboardInterrupt:
         # Without the normal exit, which would end the interpreter under running calls.
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                stream.flush()
-        os._exit(130)
+        try:
+            leaving.interrupted()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # closed, or a broken pipe
+                    stream.flush()
+        finally:
+            os._exit(130)
 
 
 def _wait_for_programs() -> None:
@@ -144,12 +148,12 @@ def _wait_for_calls(interpreter: bool) -> None:
 def _after_fork() -> None:
     fork.after_fork()
     answers.after_fork()
+    peers.after_fork()
     delivery.after_fork()
     if not _native.forked():  # JAX had not started
         watcher.start()
         return
     watcher.after_fork()
-    peers.after_fork()
     # A client's destructor joins its threads, which do not exist here. A child that
     # ends by sys.exit would crash there, as it does in plain JAX, so the clients are
     # kept alive.

@@ -37,7 +37,7 @@ class Message(NamedTuple):
         what = {
             "failed": f"failed: {self.text}",
             "died": "died without a word (killed, out of memory, or cut off)",
-            "waits": "is at its end and waits for this process",
+            "waits": "is at its end and waits for the others",
         }
         return f"process {self.process} {what.get(self.kind, self.kind)}"
 
@@ -83,9 +83,9 @@ def post(message: Message, process: int) -> None:
     _next[process] = number + 1
 
 
-def read(number: int, seconds: float) -> Message | None:
-    """Waits for message `number` to this process; None if there is none in time."""
-    text = _jax.job_get(_key(_jax.job_rank(), number), seconds)
+def read(number: int) -> Message | None:
+    """Message `number` to this process; None if there is none yet."""
+    text = _jax.job_get(_key(_jax.job_rank(), number))
     if text is None:
         return None
     fields: list[Any] = json.loads(text)

@@ -8,19 +8,23 @@ The messages
 
     failed   a program over several processes failed there, or an exception ended it
     died     the process before it in the ring saw it end without a word (ring.py)
-    waits    it is at its end, and waits for this one
+    waits    it is at its end, does not compute, and waits for the others
+    stuck    it has been stuck (stuck.py) for `fail_grace` seconds
+    moves    it is not stuck any more
     left     it has ended after a failure (told to process 0 only)
-    wake     from this process to its own thread: look what is known now
-    stop     from this process to its own thread: end
 
 The threads, both daemons, started with the engine if the job has several processes
 
-    hostcall-inbox   reads the inbox, logs what failed, and from then on looks twice a
-                     second whether this process is stuck (stuck.py). After `fail_grace`
-                     seconds it ends the process with exit code 70.
+    hostcall-inbox   looks into the inbox twice a second (less often in jobs of more
+                     than 250 processes), and logs what failed. From the first "failed",
+                     "died" or "waits" on, it looks whether this process is stuck.
     hostcall-ring    waits for the next process's end (ring.py), and writes this one's
                      messages, so that a failing call waits for the service no longer
                      than `_TELLING`.
+
+Who ends itself. A process that is stuck for `fail_grace` seconds says so, and ends with
+exit code 70 if every other one has failed, ended, waits at its end, or is stuck too.
+So one process that still works is waited for: a collective may need it only.
 
 Guarantees
   * No message is lost, overwritten, or read twice (mail.py).
@@ -29,12 +33,12 @@ Guarantees
   * Nothing here changes what a job without failures computes, or when.
 
 Both threads are told to stop and joined before the interpreter ends (watcher.py says
-why): one by a message in its own inbox, the other through its socket. If the service
+why): one by an event, the other through its socket. If the service
 does not answer any more, the thread that waits for it stays behind in jaxlib's C++; the
 process then ends without an answer to wait for, and the thread never comes back.
 
-`_lock` protects `_known`, `_waits`, `_gone` and `_round`; the threads, failing calls
-and the main thread change them.
+`_lock` protects `_known`, `_waits`, `_gone`, `_idle`, `_later` and `_round`; the
+threads, failing calls and the main thread change them.
 """
 
 from __future__ import annotations
@@ -60,10 +64,8 @@ logger = logging.getLogger("hostcall")
 
 EXIT_CODE = 70  # EX_SOFTWARE
 
-# Seconds that the inbox is read at a time. What this process finds out by itself wakes
-# the reader by a message; without the service, it must come out by itself.
-_IDLE = 5.0
-_LOOK = 0.5  # seconds between two looks whether this process is stuck
+_LOOK = 0.5  # seconds between two looks into the inbox, and whether this one is stuck
+_LOOKS = 500.0  # looks of all processes together that the service gets in a second
 _TELLING = 0.5  # seconds that a failing call waits until the others are told
 _FLUSH = 5.0  # seconds for taps, when the process ends itself
 _JOINING = 5.0  # seconds for a thread that waits for a service that does not answer
@@ -72,10 +74,13 @@ _JOINING = 5.0  # seconds for a thread that waits for a service that does not an
 _lock = threading.Lock()
 _threads: list[threading.Thread] = []
 _known: Message | None = None  # the first failure
-_waits: Message | None = None  # the first process that waits for this one
+_waits: Message | None = None  # the first process that waits for the others
 _gone: set[int] = set()
+_idle: set[int] = set()  # those that have failed, wait at their end, or are stuck
+_later: list[Message] = []  # from processes that are further, after a recovery
 _ring: Ring | None = None
 _stopping = threading.Event()
+_woken = threading.Event()  # the inbox's thread should look what is known now
 _ending = False  # a thread is ending this process, which was stuck
 _paused = False  # `recover` waits in the service, which must not count as stuck
 _round = 0  # how many recoveries there were
@@ -90,7 +95,7 @@ def on_failure(fn: Callable[[Message], object]) -> None:
 def start() -> None:
     """Starts the threads, if the job has several processes."""
     global _ring
-    if _jax.job_size() == 1 or _threads:
+    if _jax.job_size() == 1 or _threads or _jax.job_outlives_processes():
         return
     _ring = Ring(_jax.job_rank(), _jax.job_size())
     for name, run in (("inbox", _read_inbox), ("ring", _run_ring)):
@@ -105,6 +110,8 @@ def after_fork() -> None:
     _lock = threading.Lock()
     mail.after_fork()
     _threads.clear()
+    if _ring is not None:
+        _ring.after_fork()
 
 
 def started() -> bool:
@@ -138,7 +145,7 @@ def tell(text: str) -> None:
     message = new("failed", failures.without_number(text))
     _learn(message)
     told = send(message, others())
-    send(new("wake"), [_jax.job_rank()])
+    _woken.set()
     told.wait(_TELLING)
 
 
@@ -178,7 +185,7 @@ def _run_ring() -> None:
         mail.post_all()
         if not ring.is_joined and pause >= 0:
             try:
-                if not ring.join(0.05):
+                if not ring.join():
                     # The next process may start to use hostcall soon, or never.
                     pause = min(max(0.1, (time.monotonic() - begun) / 10), 5.0)
             except (OSError, jax.errors.JaxRuntimeError) as error:
@@ -188,14 +195,25 @@ def _run_ring() -> None:
                     error,
                 )
                 pause = -1.0
-        ended = ring.wait(None if ring.is_joined or pause < 0 else pause)
+        try:
+            ended = ring.wait(None if ring.is_joined or pause < 0 else pause)
+        except Exception:  # this thread also posts, so it must go on
+            logger.exception("hostcall can't notice at once that a process died")
+            ended, pause = None, -1.0
+            _stopping.wait(_LOOK)
         if ended is not None:
             pause = -1.0
+        if ended == "stranger":
+            logger.warning(
+                "hostcall won't notice at once that process %d of the job dies: another"
+                " program is at its address",
+                ring.next,
+            )
         if ended == "died" and not _stopping.is_set():
             died = new("died", process=ring.next)
             # To itself without the service, which may have died with that process.
             _learn(died)
-            send(new("wake"), [_jax.job_rank()])
+            _woken.set()
             send(died, [p for p in others() if p != ring.next])
     mail.post_all()
     ring.close()
@@ -205,28 +223,30 @@ def _run_ring() -> None:
 
 
 def _read_inbox() -> None:
-    number, stuck = 0, None
+    number, stuck, said = 0, None, False
+    look = max(_LOOK, _jax.job_size() / _LOOKS)
     while not _stopping.is_set():
-        doomed = None if _paused else _known or _waits
-        if doomed is None:
-            stuck = None
-        elif stuck is None:
-            stuck = Stuck()
         try:
-            message = mail.read(number, _IDLE if stuck is None else _LOOK)
+            message = mail.read(number)
         except jax.errors.JaxRuntimeError:  # the service is gone, or can't be reached
             if _jax.job_size() == 1:  # the program has left the job
                 return
             message = None
-            _stopping.wait(_LOOK)
         if message is not None:
             number += 1
-            if message.kind == "stop":
-                return
             _learn(message)
-        elif stuck is not None and doomed is not None and not _paused:
+            continue
+        doomed = None if _paused else _known or _waits
+        if doomed is None:
+            stuck = None
+        else:
+            stuck = stuck or Stuck()
             grace = config.fail_grace()
-            if 0 < grace <= stuck.seconds():
+            is_stuck = 0 < grace <= stuck.seconds()
+            if is_stuck != said:
+                said = is_stuck
+                send(new("stuck" if said else "moves"), others())
+            if is_stuck and _nobody_works():
                 pause(True)  # decided; and this thread still reads who has left
                 threading.Thread(
                     target=_end_the_process,
@@ -234,6 +254,14 @@ def _read_inbox() -> None:
                     daemon=True,
                     name="hostcall-ending",
                 ).start()
+        _woken.wait(look)
+        _woken.clear()
+
+
+def _nobody_works() -> bool:
+    """Whether no other process may still come to a collective."""
+    with _lock:
+        return set(others()) <= _gone | _idle
 
 
 def _learn(message: Message) -> None:
@@ -242,7 +270,15 @@ def _learn(message: Message) -> None:
     with _lock:
         if message.kind in ("died", "left"):
             _gone.add(message.process)
-        if message.round != _round or message.kind in ("left", "wake"):
+        if message.round > _round:
+            _later.append(message)
+        if message.round != _round or message.kind == "left":
+            return
+        if message.kind == "moves":
+            _idle.discard(message.process)
+            return
+        _idle.add(message.process)
+        if message.kind == "stuck":
             return
         if message.kind == "waits":
             _waits = _waits or message
@@ -280,19 +316,28 @@ def _end_the_process(failure: Message, seconds: float) -> None:
         delivery.flush(min(_FLUSH, config.EXIT_TIMEOUT), "the end of a stuck process")
     except BaseException:
         logger.exception("the taps of a stuck process could not be delivered")
-    send(new("failed", f"it was stuck, since {failure}"), others()).wait(_TELLING)
-    take_leave(_FLUSH)
-    lost = delivery.pending()
+    try:
+        send(new("failed", f"it was stuck, since {failure}"), others()).wait(_TELLING)
+        take_leave(_FLUSH)
+        # A pipe that nobody reads would keep the process.
+        flushing = threading.Thread(target=_flush_streams, daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH)
+        text = (
+            f"hostcall: this process has waited {seconds:g} s in a collective for a"
+            f" process that does not come, and ends with exit code {EXIT_CODE}"
+            f" (hc.configure(fail_grace=)). {delivery.pending()} taps are lost.\n"
+            f"hostcall: {failure}\n"
+        )
+        os.write(2, text.encode("utf-8", "backslashreplace"))
+    finally:
+        os._exit(EXIT_CODE)
+
+
+def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
+        with contextlib.suppress(Exception):  # closed, broken, or not a stream
             stream.flush()
-    text = (
-        f"hostcall: this process has waited {seconds:g} s in a collective for a process"
-        f" that does not come, and ends with exit code {EXIT_CODE}"
-        f" (hc.configure(fail_grace=)). {lost} taps are lost.\nhostcall: {failure}\n"
-    )
-    os.write(2, text.encode("utf-8", "backslashreplace"))
-    os._exit(EXIT_CODE)
 
 
 def wait_if_ending() -> None:
@@ -330,9 +375,7 @@ def stop() -> None:
     if not _threads:
         return
     _stopping.set()
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone
-        if _jax.job_size() > 1:
-            mail.post(new("stop"), _jax.job_rank())
+    _woken.set()
     if _ring is not None:
         _ring.wake()
     for thread in _threads:
@@ -375,3 +418,8 @@ def next_round() -> None:
     with _lock:
         _round += 1
         _known = _waits = None
+        _idle.clear()
+        early = [message for message in _later if message.round == _round]
+        _later.clear()
+    for message in early:
+        _learn(message)

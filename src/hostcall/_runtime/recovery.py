@@ -22,6 +22,7 @@ Steps, in all processes
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -53,14 +54,14 @@ def recover(timeout: float) -> list[str]:
     peers.pause(True)
     try:
         _wait_for_programs(until, timeout)
-        for error in failures.failures_of_effects():
+        for error in _failures_of_effects(until, timeout):
             text = failures.without_number(str(error)).removeprefix("INTERNAL: ")
             if text not in lost:
                 lost.append(text)
         nonce = _meet(until, timeout)
         peers.next_round()
         job.allow()
-        _check(nonce, max(1.0, until - time.monotonic()))
+        _check(nonce)
     finally:
         peers.pause(False)
     return lost
@@ -68,15 +69,43 @@ def recover(timeout: float) -> list[str]:
 
 def _wait_for_programs(until: float, timeout: float) -> None:
     waiting = [a for a in jax.live_arrays() if not a.is_fully_addressable]
-    while any(not array.is_ready() for array in waiting):
+    while any(map(_is_pending, waiting)):
         if time.monotonic() >= until:
-            raise HostcallError(
-                f"hostcall: recover() has waited {timeout:g} s for a program over"
-                " several processes that still runs here. It waits in a collective for"
-                " a process that failed outside of it, and can't be ended. End all"
-                " processes of the job, and restart them from the last checkpoint"
-            )
+            raise _still_runs(timeout)
         time.sleep(0.01)
+
+
+def _is_pending(array: jax.Array) -> bool:
+    try:
+        return not array.is_ready()
+    except RuntimeError:  # deleted or donated meanwhile
+        return False
+
+
+def _failures_of_effects(until: float, timeout: float) -> list[BaseException]:
+    """Waits for programs with effects too, whose results may all have been dropped."""
+    tokens = _jax.tokens()  # of this thread, as those below
+
+    def wait() -> None:
+        for token in tokens:
+            with contextlib.suppress(BaseException):  # it is raised below
+                token.block_until_ready()
+
+    waiting = threading.Thread(target=wait, daemon=True, name="hostcall-recover")
+    waiting.start()  # it may stay in XLA for ever
+    waiting.join(max(0.1, until - time.monotonic()))
+    if waiting.is_alive():
+        raise _still_runs(timeout)
+    return failures.failures_of_effects()
+
+
+def _still_runs(timeout: float) -> HostcallError:
+    return HostcallError(
+        f"hostcall: recover() has waited {timeout:g} s for a program over several"
+        " processes that still runs here. It waits in a collective for a process that"
+        " failed outside of it, and can't be ended. End all processes of the job, and"
+        " restart them from the last checkpoint"
+    )
 
 
 _meetings = 0
@@ -104,10 +133,14 @@ def _meet(until: float, timeout: float) -> int:
     return int(nonce)
 
 
-def _check(nonce: int, seconds: float) -> None:
+# Seconds for the check, which all processes compile first.
+_CHECKING = 120.0
+
+
+def _check(nonce: int) -> None:
     """Raises, or ends the process, if the processes' collectives are out of step."""
     done = threading.Event()
-    peers.must_end(done, seconds, "the check of hc.recover()")
+    peers.must_end(done, _CHECKING, "the check of hc.recover()")
     try:
         wrong = _wrong_values(nonce)
     except Exception as error:

@@ -9,15 +9,19 @@ cut, the kernels' own keepalive packets end the connection, after `_SILENT` seco
 Any set of processes that died has one before it in the ring that lives, unless all
 died. So somebody always notices, and tells the others (peers.py).
 
-Nothing is read from a connection but `_BYE`, which a process sends before it ends as it
-should. The listening socket is on the address by which this process reaches the job's
-coordination service, as Gloo's is; whoever connects learns when this process ends, and
-nothing else.
+A connection begins with a word that only the job's processes know, in both directions:
+the store has it beside the address. So a server that happens to listen at an address is
+not taken for a process, and a stranger not for the process before. After that nothing
+is read but `_BYE`, which a process sends before it ends as it should. The listening
+socket is on the address by which this process reaches the job's coordination service,
+as Gloo's is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import select
 import socket
 
@@ -26,6 +30,7 @@ from hostcall import _jax
 ADDRESSES = "hostcall/ring/"  # in the job's store
 
 _BYE = b"bye"
+_HELLO = 5.0  # seconds that the other side has to say the word
 _IDLE, _EVERY, _TIMES = 5, 5, 4  # the keepalive's, in seconds
 _SILENT = _IDLE + _EVERY * _TIMES
 
@@ -42,7 +47,9 @@ class Ring:
         self._server: socket.socket | None = None
         self._before: list[socket.socket] = []
         self._after: socket.socket | None = None
+        self._answered = False  # whether the next process has said the word
         self._rank = rank
+        self._word = secrets.token_hex(16)
 
     def listen(self) -> None:
         """Opens the listening socket, and says in the job's store where it is."""
@@ -51,25 +58,25 @@ class Ring:
         server = socket.create_server((host, 0), family=family)
         server.setblocking(False)
         self._server = server
-        address = f"{host} {server.getsockname()[1]}"
+        address = f"{host} {server.getsockname()[1]} {self._word}"
         _jax.job_put(f"{ADDRESSES}{self._rank}", address, overwrite=True)
 
     @property
     def is_joined(self) -> bool:
         return self._after is not None
 
-    def join(self, seconds: float) -> bool:
+    def join(self) -> bool:
         """Connects to the next process, if that has said where it is."""
-        address = _jax.job_get(f"{ADDRESSES}{self.next}", seconds)
-        if address is None:
+        after = _connect(self.next, _SILENT)
+        if after is None:
             return False
-        host, port = address.split()
-        self._after = socket.create_connection((host, int(port)), timeout=_SILENT)
-        self._after.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        after.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
-            self._after.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
-            self._after.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _EVERY)
-            self._after.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _TIMES)
+            after.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+            after.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _EVERY)
+            after.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _TIMES)
+        # Not answered yet: the next one's thread may be about to connect to us.
+        self._after, self._answered = after, False
         return True
 
     def wait(self, seconds: float | None) -> str | None:
@@ -77,34 +84,67 @@ class Ring:
 
         Returns:
             "died": the next process has ended without a word. "bye": it has ended as it
-            should. None: neither.
+            should. "stranger": something else is at its address. None: none of these.
         """
         reads = [s for s in (self._wake, self._server, self._after) if s is not None]
-        ready, _, _ = select.select(reads, [], [], seconds)
+        # Not `select`, which takes no descriptor above 1023.
+        poll = select.poll()
+        for one in reads:
+            poll.register(one, select.POLLIN)
+        found = {fd for fd, _ in poll.poll(None if seconds is None else 1e3 * seconds)}
+        ready = [one for one in reads if one.fileno() in found]
         if self._wake in ready:
             self._wake.recv(4096)
         if self._server is not None and self._server in ready:
-            with contextlib.suppress(BlockingIOError):  # the other one is gone again
-                self._before.append(self._server.accept()[0])
+            # The other one is gone again, or no descriptor is left.
+            with contextlib.suppress(OSError):
+                self._accept(self._server.accept()[0])
         if self._after is None or self._after not in ready:
             return None
+        return self._heard(self._after)
+
+    def _accept(self, before: socket.socket) -> None:
+        """Keeps a connection of another process of the job; closes any other."""
+        self._before = [one for one in self._before if _is_open(one)]
+        before.settimeout(_HELLO)
         try:
-            said = self._after.recv(len(_BYE))
+            known = _received(before, len(self._word)) == self._word.encode()
+            if known:
+                before.sendall(self._word.encode())
+        except OSError:
+            known = False
+        if known:
+            self._before.append(before)
+        else:
+            before.close()
+
+    def _heard(self, after: socket.socket) -> str | None:
+        """What the next process said: the word first, then the end."""
+        try:
+            if not self._answered:
+                after.settimeout(_HELLO)
+                address = _jax.job_get(f"{ADDRESSES}{self.next}") or ""
+                word = address.split()[-1:]
+                said = _received(after, len(self._word))
+                if word == [said.decode(errors="replace")]:
+                    self._answered = True
+                    return None
+                ended = "stranger"
+            else:
+                ended = "bye" if after.recv(len(_BYE)) else "died"
         except OSError:  # reset, or the keepalive had no answer
-            said = b""
-        self._after.close()
+            ended = "died" if self._answered else "stranger"
         self._after = None
-        return "bye" if said else "died"
+        after.close()
+        return ended
 
     def take_leave(self, process: int) -> None:
         """Connects to another process, which then sees when this one has ended.
 
         The socket is never closed: the kernel does that after all else.
         """
-        address = _jax.job_get(f"{ADDRESSES}{process}", 0.05)
-        if address is not None:
-            host, port = address.split()
-            farewell = socket.create_connection((host, int(port)), timeout=1.0)
+        farewell = _connect(process, 1.0)
+        if farewell is not None:
             _farewells.append(farewell.detach())
 
     def those_before(self) -> int:
@@ -118,9 +158,22 @@ class Ring:
 
     def close(self) -> None:
         """Says that this process ends as it should, and closes all sockets."""
+        if self._server is not None:  # one that has connected, and was not heard yet
+            with contextlib.suppress(OSError):
+                self._accept(self._server.accept()[0])
         for before in self._before:
             with contextlib.suppress(OSError):  # that process has ended already
                 before.send(_BYE)
+        self._close()
+
+    def after_fork(self) -> None:
+        """Closes the child's copies: they would hide the end of its parent."""
+        for farewell in _farewells:
+            os.close(farewell)
+        _farewells.clear()
+        self._close()
+
+    def _close(self) -> None:
         own = (self._wake, self._waker, self._server, self._after, *self._before)
         for one in own:
             if one is not None:
@@ -128,6 +181,28 @@ class Ring:
 
 
 _farewells: list[int] = []  # file descriptors
+
+
+def _connect(process: int, seconds: float) -> socket.socket | None:
+    """A connection to another process; None if it has not said where it is."""
+    address = _jax.job_get(f"{ADDRESSES}{process}")
+    if address is None:
+        return None
+    host, port, word = address.split()
+    made = socket.create_connection((host, int(port)), timeout=seconds)
+    made.sendall(word.encode())
+    return made
+
+
+def _received(other: socket.socket, size: int) -> bytes:
+    """So many bytes; fewer if the other side has closed."""
+    got = b""
+    while len(got) < size:
+        part = other.recv(size - len(got))
+        if not part:
+            break
+        got += part
+    return got
 
 
 def _is_open(before: socket.socket) -> bool:
@@ -141,7 +216,12 @@ def _is_open(before: socket.socket) -> bool:
 
 def _own_address(host: str) -> str:
     """The address of this machine on the way to `host`; sends nothing."""
-    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    failed: OSError | None = None
+    for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:  # such as IPv6 on a machine without it
+            failed = error
+    raise failed or OSError(f"{host} has no address")

@@ -1,8 +1,9 @@
 """Tells whether this process waits in a collective for a process that does not come.
 
-A process that is taken for stuck is ended (peers.py), so being wrong costs a run. It is
-asked only after another process has failed, died or ended. Then it is stuck while all
-of this holds, without a break:
+A process that is taken for stuck may be ended (peers.py), so being wrong costs a run.
+It is asked only after another process has failed, died, or waits at its end, and ended
+only if no other process of the job works. It is stuck while all of this holds, without
+a break:
 
   1. The main thread does not move: same frame, same instruction (as for Ctrl-C,
      watcher.py). A program that works on its own moves.
@@ -13,10 +14,13 @@ of this holds, without a break:
      small program runs inside the jitted function's own C++ call.)
   3. No thread of XLA's is in Python. If one is, a callback runs or waits, on its own.
   4. On CPUs, the process does not compute: its threads together use less than a fifth
-     of a core. Python's own threads other than the main one are not counted: a data
-     loader says nothing about a collective. A collective that waits uses none.
+     of a core. Python's own threads outside of XLA, except the main one, are not
+     counted: a data loader says nothing about a collective. One that waits uses none.
      On GPUs, whose work this can't see: a value of a program over several processes is
      not ready, and that value stays the same.
+
+A look that comes late (the process was stopped, swapped out, or its machine paused)
+says nothing about the time before, so the count begins anew.
 
 What can be wrong: a main thread that is inside jaxlib for `fail_grace` seconds without
 computing, such as one in a barrier of the coordination service. That waits for the
@@ -34,6 +38,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +47,7 @@ import jax
 from hostcall import _jax
 
 _BUSY = 0.2  # cores
+_LATE = 3.0  # seconds between two looks, after which the count begins anew
 _STACK = 1 << 14  # bytes of a stack that are searched
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TASKS = Path("/proc/self/task")
@@ -54,15 +60,17 @@ class Stuck:
     def __init__(self) -> None:
         self._where: Any = None
         self._since = time.monotonic()
-        self._used = _cpu_seconds()
+        self._used = _cpu_seconds(())
         self._looked = self._since
 
     def seconds(self) -> float:
         """How long all looks so far have found it stuck, without a break."""
         now = time.monotonic()
-        where, used = _where_it_waits(), _cpu_seconds()
-        busy = used - self._used > _BUSY * (now - self._looked)
-        if where is None or where != self._where or (busy and _on_cpus()):
+        where = _where_it_waits()
+        used = _cpu_seconds(() if where is None else where[2])
+        gap = now - self._looked
+        busy = used - self._used > _BUSY * gap and _on_cpus()
+        if where is None or where != self._where or busy or gap > _LATE:
             self._since = now
         self._where, self._used, self._looked = where, used, now
         return now - self._since
@@ -84,7 +92,7 @@ def _where_it_waits() -> Any:
         frame = frames.get(ident or 0)
         own = thread.name.startswith("hostcall-")
         if frame is not None and not own and inside.xla(thread.native_id or 0):
-            waiting[ident] = (id(frame), frame.f_lasti)
+            waiting[thread.native_id] = (id(frame), frame.f_lasti)
     main_frame = frames.get(main or 0)
     if not waiting or main_frame is None:
         return None
@@ -107,11 +115,14 @@ def _on_cpus() -> bool:
 
 def _values_not_ready() -> frozenset[int]:
     """The values of programs over several processes that are still computed."""
-    return frozenset(
-        id(array)
-        for array in jax.live_arrays()
-        if not array.is_fully_addressable and not array.is_ready()
-    )
+    pending = set()
+    for array in jax.live_arrays():
+        try:
+            if not array.is_fully_addressable and not array.is_ready():
+                pending.add(id(array))
+        except RuntimeError:  # another thread has just deleted or donated it
+            continue
+    return frozenset(pending)
 
 
 class _Inside:
@@ -156,13 +167,27 @@ class _Inside:
         return self._ranges[number][2]
 
 
-def _cpu_seconds() -> float:
-    """CPU time of this process's threads: the main one and those of C++."""
+def computes() -> bool:
+    """Whether this process computes just now; takes half a second to find out.
+
+    True if a value of a program over several processes is not ready.
+    """
+    if _values_not_ready():
+        return True
+    before, gap = _cpu_seconds(()), 0.5
+    time.sleep(gap)
+    return _on_cpus() and _cpu_seconds(()) - before > _BUSY * gap
+
+
+def _cpu_seconds(inside: Collection[int | None]) -> float:
+    """CPU time of this process's threads: the main one, those of C++, and Python's
+    threads with these native ids, which are inside XLA.
+    """
     main = threading.main_thread()
     others = {
         str(t.native_id)
         for t in threading.enumerate()
-        if t is not main and _is_pythons(t)
+        if t is not main and _is_pythons(t) and t.native_id not in inside
     }
     ticks = 0
     for task in os.listdir(_TASKS) if _TASKS.is_dir() else ():

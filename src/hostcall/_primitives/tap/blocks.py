@@ -20,8 +20,8 @@ from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.blocks import Equation, emit_block, lower_blocks
 from hostcall._primitives.emit import NUMBER
 from hostcall._primitives.tap import parts
+from hostcall._primitives.tap.description import arguments
 from hostcall._primitives.tap.indices import block_index
-from hostcall._primitives.tap.primitive import arguments
 from hostcall._runtime import delivery, host_device
 
 # --- The tap of one device ------------------------------------------------------------

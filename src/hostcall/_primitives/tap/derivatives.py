@@ -14,7 +14,8 @@ import jax
 from hostcall import _jax
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.tap import primitive
-from hostcall._primitives.tap.primitive import arguments, batched
+from hostcall._primitives.tap.description import arguments
+from hostcall._primitives.tap.primitive import batched
 
 tangent_tap_p = _jax.Primitive("host_tangent_tap")
 cotangent_tap_p = _jax.Primitive("host_cotangent_tap")

@@ -20,9 +20,8 @@ from hostcall._primitives.emit import (
     emit_through_jax,
 )
 from hostcall._primitives.tap import blocks
+from hostcall._primitives.tap.description import arguments, describe
 from hostcall._primitives.tap.primitive import (
-    arguments,
-    describe,
     flag_of,
     queued,
     tap_p,

@@ -24,6 +24,7 @@ from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.axes import in_front, size_of
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.tap import parts
+from hostcall._primitives.tap.description import arguments
 from hostcall._primitives.tap.indices import block_index, whole
 from hostcall._runtime import delivery, fork, host_device
 
@@ -34,11 +35,6 @@ _jax.hold_weakly_in_caches(TapParams)
 
 def bind(*operands: Any, params: TapParams) -> list[Any]:
     return tap_p.bind(*operands, params=params)  # type: ignore[no-any-return]
-
-
-def arguments(operands: Any, params: TapParams) -> Any:
-    """The operands without the mask, which is first, and the flag, which is last."""
-    return operands[int(params.masked) : len(operands) - params.always]
 
 
 def queued(operands: Any, params: TapParams) -> Any:
@@ -150,17 +146,6 @@ def _refuse_parts(operands: Any, params: TapParams) -> None:
                 " function under jax.jit, which gathers it, or use on='process' or"
                 " on='shards' for the parts"
             )
-
-
-def describe(
-    params: TapParams, devices: dict[int, Any], mesh: Any | None, avals: Sequence[Any]
-) -> TapInfo:
-    """The description of a tap whose devices all have the whole values."""
-    info = TapInfo(params, devices, mesh)
-    if params.on != "once" and mesh is None:
-        place = tuple(whole(aval.shape) for aval in arguments(avals, params))
-        info.places = dict.fromkeys(devices, place)
-    return info
 
 
 def _devices(operands: Any) -> list[Any]:
