@@ -28,11 +28,15 @@ def emit(
     aliases: dict[int, int] | None = None,
     ordered: Any = ORDERED,
     source: Source | Everyone | None = None,
+    avals_in: Sequence[Any] | None = None,
+    in_region: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> list[Any]:
     """Emits the custom call with the tokens that its order needs; returns the results.
 
     `ordered` is the effect whose token an ordered call takes and returns. `source` is
-    the device whose results all devices take, or says that they fail together.
+    the device whose results all devices take, or says that they fail together. `avals_in` are the avals of `operands`,
+    if they are not the equation's. `in_region` makes each device's operands from the
+    whole ones, in a program that the compiler partitions.
     """
     ctx, token, store = program.ctx, None, None
     if order == "ordered":
@@ -49,6 +53,8 @@ def emit(
         attributes=attributes,
         aliases=aliases,
         source=source,
+        avals_in=avals_in,
+        prepare=in_region,
     )
     if order == "ordered":
         _jax.set_ordered_token(ctx, ordered, token_out)
@@ -65,6 +71,8 @@ def emit_with_token(
     token: Any | None,
     returns_token: bool,
     source: Source | Everyone | None,
+    avals_in: Sequence[Any] | None = None,
+    prepare: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     **how: Any,
 ) -> tuple[list[Any], Any | None]:
     """Emits the custom call and returns (results, token).
@@ -73,6 +81,9 @@ def emit_with_token(
     the call on whole values; inside shard_map or pmap, every device makes it on its own
     block. `how` are the other parameters of `_jax.custom_call`.
     """
+    if avals_in is not None:
+        # The copy of the context is only read: tokens are set on the original.
+        program = program._replace(ctx=program.ctx.replace(avals_in=avals_in))
     ctx = program.ctx
 
     def one(token: Any | None, operands: Sequence[Any], more: Sequence[Any]) -> Any:
@@ -103,6 +114,8 @@ def emit_with_token(
         )
 
     def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
+        if prepare is not None:
+            operands = prepare(operands)
         if source is None:
             return one(token, operands, ())
         results, token = one(token, operands, source.more_avals)

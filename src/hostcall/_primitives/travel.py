@@ -64,6 +64,14 @@ def tell(
     if program.automatic:
         raise NotPortable("it is in a shard_map that is manual over some axes only")
     told["hostcall"] = FORMAT
+    if program.is_exported and team is not None:
+        # The program may run on other devices than those that it was exported on.
+        if getattr(info.params, "sharding", None) is not None:
+            raise NotPortable(
+                "it has on=, which names a device, and the program may run on other"
+                " devices. Leave out on=: the first device that comes then calls"
+            )
+        team = team._replace(leader=None)
     told["team"] = None if team is None else list(team)
     told["only"] = list(only)
     outs = getattr(info.params, "out_avals", ())
@@ -171,9 +179,17 @@ def _make(told: Any, text: str, platform: str, client: Any) -> _native.Plan:
 
 
 def _client(platform: str) -> Any:
-    """The client on which this thread loads a program: host code's own inside it."""
+    """The client on which this thread loads a program: host code's own inside it.
+
+    A default device of another platform says nothing: JAX loads a program for the
+    platform of its arguments too.
+    """
     default = getattr(_jax.default_device.value, "client", None)
-    return _jax.client_of(platform) if default is None else default
+    if default is None:
+        return _jax.client_of(platform)
+    # A GPU's client calls its platform "gpu" or "cuda".
+    fits = (default.platform == "cpu") == (platform == "cpu")
+    return default if fits or host_device.is_host(default) else _jax.client_of(platform)
 
 
 def _buffers_of(told: Any) -> list[Any]:
@@ -237,14 +253,23 @@ def _read_mesh(told: Any, client: Any) -> Any:
     if told is None:
         return None
     names, shape, ids = told
+    sizes = list(map(int, shape))
+    number = int(np.prod(sizes, dtype=np.int64))
     by_id = {device.id: device for device in client.devices()}
-    if not set(ids) <= by_id.keys():
+    # The mesh only tells functions where their block is (`hc.current()`). A program may
+    # run on other devices than those that it was exported on, and nothing says which.
+    found = [by_id[i] for i in ids if i in by_id]
+    if len(found) < number:
+        found = list(by_id.values())[:number]
+    if len(found) < number or min(sizes, default=1) < 1:
         raise LoadError(
-            f"hostcall: the program runs on the devices {ids}, and this process has"
-            f" {sorted(by_id)}"
+            f"hostcall: the program runs over {number} devices, and this process has"
+            f" {len(by_id)}. Start it with more devices (on CPUs by"
+            " jax.config.update('jax_num_cpu_devices', n), before JAX is used), or"
+            " export the program for fewer"
         )
-    devices = np.array([by_id[i] for i in ids], dtype=object).reshape(shape)
-    return jax.sharding.Mesh(devices, tuple(names))
+    devices = np.array(found[:number], dtype=object).reshape(sizes)
+    return jax.sharding.Mesh(devices, tuple(map(str, names)))
 
 
 _native.set_text_reader(_read_text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from hostcall._primitives.emit import (
     emit,
     emit_through_jax,
 )
-from hostcall._primitives.tap import blocks
+from hostcall._primitives.tap import blocks, chosen
 from hostcall._primitives.tap.description import arguments, describe
 from hostcall._primitives.tap.primitive import (
     flag_of,
@@ -29,19 +30,23 @@ from hostcall._primitives.tap.primitive import (
 from hostcall._runtime import delivery, host_device
 
 
-def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
+def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
+    operands: Sequence[Any] = given
     program = _jax.program_of(ctx)
     if blocks.serves(program, params):
         return blocks.lower(program, operands, params)
     targets.start_on(program.client)
     delivery.start()
     _native.bury()  # frees the slots of programs that died since the last lowering
-    info = describe(params, program.by_ordinal, program.mesh, ctx.avals_in)
+    number, avals = chosen.chosen(program, params), list(ctx.avals_in)
+    if number is not None:
+        operands, avals, params = chosen.with_mask(program, operands, avals, params)
+    info = describe(params, program.by_ordinal, program.mesh, avals)
     check_place(program, params.device, info.name)
     nested = host_device.is_host(program.client)
-    only = _leader(program, params)
+    only = () if number is not None else _leader(program, params)
     tap = params.settings(only, nested)
-    attributes = slots.put(program, info, ctx.avals_in, only=only, tap=tap)
+    attributes = slots.put(program, info, avals, only=only, tap=tap)
     first = 1 if params.masked else 0
     with _jax.named(ctx, info.label):
         return emit(
@@ -52,6 +57,10 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
             order=params.order,
             has_side_effect=True,
             aliases={first + i: i for i in range(len(ctx.avals_out))},
+            avals_in=avals,
+            in_region=None
+            if number is None
+            else lambda inner: chosen.only_on(program, number, inner, avals),
         )
 
 
