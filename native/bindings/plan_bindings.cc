@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -80,6 +81,25 @@ Ref Own(const std::optional<T>& object) {
   return object ? Ref::Borrow(object->ptr()) : Ref();
 }
 
+/// The product of sizes and `product`. The sizes of a loaded program come from a
+/// file, so none is trusted: throws if one is negative, or the product is no number
+/// of bytes that an array can have. A size of 0 does not hide others.
+int64_t Product(const std::vector<int64_t>& sizes, int64_t product) {
+  constexpr int64_t kMost = int64_t{1} << 60;
+  bool empty = false;
+  for (const int64_t size : sizes) {
+    if (size < 0) throw nb::value_error("a size of a call is negative");
+    if (size == 0) {
+      empty = true;
+    } else if (product > kMost / size) {
+      throw nb::value_error("the sizes of a call are too large for an array");
+    } else {
+      product *= size;
+    }
+  }
+  return empty ? 0 : product;
+}
+
 /// For a buffer that has only the flagged batch axes, returns how many of its rows
 /// one step along each axis of the grid takes (Leaf::grid_strides).
 std::vector<int64_t> GridStrides(const std::vector<int64_t>& grid,
@@ -106,6 +126,17 @@ Leaf MakeLeaf(const std::vector<int64_t>& grid, const LeafSpec& spec) {
   leaf.grid_strides = GridStrides(grid, spec.batched);
   leaf.convert = Own(spec.convert);
   leaf.fill = Own(spec.fill);
+  const int64_t item = PyDataType_ELSIZE(leaf.descr());
+  const int64_t row_bytes = Product(spec.shape, item);
+  // The engine copies a fill of this size into each masked row.
+  if (spec.fill && static_cast<int64_t>(spec.fill->size()) != row_bytes) {
+    throw nb::value_error("a fill should have the bytes of one row of its result");
+  }
+  std::vector<int64_t> rows;
+  for (size_t axis = 0; axis < grid.size(); ++axis) {
+    if (spec.batched[axis]) rows.push_back(grid[axis]);
+  }
+  Product(rows, std::max<int64_t>(row_bytes, 1));
   return leaf;
 }
 
@@ -116,6 +147,9 @@ Counted<Plan> MakePlan(PlanSpec spec) {
   Counted<Plan> counted = Counted<Plan>::Adopt(plan);
   plan->function = Own(spec.function);
   plan->grid = std::move(spec.grid);
+  Product(plan->grid, 1);
+  if (spec.keep && *spec.keep < 0) throw nb::value_error("keep is negative");
+  if (spec.team && spec.team->size < 1) throw nb::value_error("a team is empty");
   for (const LeafSpec& leaf : spec.args) {
     plan->args.push_back(MakeLeaf(plan->grid, leaf));
   }

@@ -67,6 +67,91 @@ std::vector<BufferType> TypesOf(const XLA_FFI_CallFrame* frame) {
   return all;
 }
 
+/// Bits of one element; 0 for a type that no call takes.
+int64_t BitsOf(XLA_FFI_DataType type) {
+  switch (type) {
+    case XLA_FFI_DataType_S1:
+    case XLA_FFI_DataType_U1:
+      return 1;
+    case XLA_FFI_DataType_S2:
+    case XLA_FFI_DataType_U2:
+      return 2;
+    case XLA_FFI_DataType_S4:
+    case XLA_FFI_DataType_U4:
+    case XLA_FFI_DataType_F4E2M1FN:
+      return 4;
+    case XLA_FFI_DataType_PRED:
+    case XLA_FFI_DataType_S8:
+    case XLA_FFI_DataType_U8:
+    case XLA_FFI_DataType_F8E5M2:
+    case XLA_FFI_DataType_F8E3M4:
+    case XLA_FFI_DataType_F8E4M3:
+    case XLA_FFI_DataType_F8E4M3FN:
+    case XLA_FFI_DataType_F8E4M3B11FNUZ:
+    case XLA_FFI_DataType_F8E5M2FNUZ:
+    case XLA_FFI_DataType_F8E4M3FNUZ:
+    case XLA_FFI_DataType_F8E8M0FNU:
+      return 8;
+    case XLA_FFI_DataType_S16:
+    case XLA_FFI_DataType_U16:
+    case XLA_FFI_DataType_F16:
+    case XLA_FFI_DataType_BF16:
+      return 16;
+    case XLA_FFI_DataType_S32:
+    case XLA_FFI_DataType_U32:
+    case XLA_FFI_DataType_F32:
+      return 32;
+    case XLA_FFI_DataType_S64:
+    case XLA_FFI_DataType_U64:
+    case XLA_FFI_DataType_F64:
+    case XLA_FFI_DataType_C64:
+      return 64;
+    case XLA_FFI_DataType_C128:
+      return 128;
+    default:
+      return 0;
+  }
+}
+
+size_t BytesOf(const XLA_FFI_Buffer& buffer) {
+  int64_t elements = 1;
+  for (int64_t i = 0; i < buffer.rank; ++i) elements *= buffer.dims[i];
+  return static_cast<size_t>((elements * BitsOf(buffer.dtype) + 7) / 8);
+}
+
+/// Whether the last buffers of a list have these sizes. A number or a token that
+/// only orders the call may be in front of them.
+bool Fit(int64_t size, void* const* items, const std::vector<size_t>& bytes) {
+  const auto wanted = static_cast<int64_t>(bytes.size());
+  if (size != wanted && size != wanted + 1) return false;
+  for (int64_t i = 0; i < wanted; ++i) {
+    const auto* buffer =
+        static_cast<const XLA_FFI_Buffer*>(items[size - wanted + i]);
+    if (BytesOf(*buffer) != bytes[static_cast<size_t>(i)]) return false;
+  }
+  return true;
+}
+
+/// Whether XLA's buffers have the sizes that a plan reads and writes. Python has
+/// compared the shapes in the text. This compares what the engine made of them, so
+/// that memory is safe whatever a text says.
+bool FitsBuffers(const Plan& plan, const XLA_FFI_CallFrame* frame) {
+  std::vector<size_t> in, out;
+  if (plan.masked) in.push_back(static_cast<size_t>(plan.mask_rows));
+  for (const Leaf& leaf : plan.args) in.push_back(leaf.buffer_bytes());
+  if (plan.tap && plan.tap->always) in.push_back(1);
+  if (plan.tap && plan.tap->through) {
+    for (const Leaf& leaf : plan.args) out.push_back(leaf.buffer_bytes());
+  } else if (plan.tap) {
+    if (plan.tap->linked) out.push_back(sizeof(int32_t));
+  } else {
+    for (const Leaf& leaf : plan.results) out.push_back(leaf.buffer_bytes());
+    if (plan.tells) out.push_back(kOutcomeBytes);
+  }
+  return Fit(frame->args.size, frame->args.args, in) &&
+         Fit(frame->rets.size, frame->rets.rets, out);
+}
+
 /// Finds the plan of a place, and gives XLA a state for it.
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   if (!CanFail(frame)) {
@@ -144,6 +229,12 @@ XLA_FFI_Error* LateState::Get(XLA_FFI_CallFrame* frame, const PlanState** state)
   Counted<Plan> plan;
   if (XLA_FFI_Error* e = ReadText(frame, text_, on_cuda_, &buffers, &plan)) {
     return e;
+  }
+  if (!FitsBuffers(*plan, frame)) {
+    return MakeError(frame->api,
+                     "hostcall: the program passes other arrays to a call than its "
+                     "description says. It was changed after hostcall made it",
+                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
   std::unique_ptr<PlanState> mine = StateFor(std::move(plan));
   // On failure `*state` becomes the one that another thread has published.

@@ -284,7 +284,8 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
     """The bytes of each result where the mask `where` is False; None means zeros.
 
     `fill` is a scalar for all leaves, or a pytree like the result; each of its leaves
-    is broadcast to the shape of the result's leaf.
+    is broadcast to the shape of the result's leaf. If that is symbolic, the leaf must
+    be a scalar, and its bytes are those of one element.
     """
     if fill is None:
         return (None,) * len(results.avals)
@@ -301,7 +302,10 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
             )
         try:
             value = np.asarray(leaf)
-            array = np.broadcast_to(value.astype(aval.dtype), aval.shape)
+            symbolic = _jax.has_symbolic([aval])
+            # Of a symbolic shape, one element: the plan repeats it for the real sizes.
+            shape = () if symbolic else aval.shape
+            array = np.broadcast_to(value.astype(aval.dtype), shape)
         except (TypeError, ValueError) as error:
             raise SpecError(
                 f"hostcall: fill= of `{name}` is {leaf!r} for {path}, which can't be"

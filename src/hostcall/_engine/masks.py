@@ -79,7 +79,8 @@ class CompressedCall:
         dtype = np.dtype(aval.dtype)
         if fill is None:
             return np.zeros(aval.shape, dtype)
-        row = np.frombuffer(fill, dtype).reshape(aval.shape[self._params.levels :])
+        row = np.frombuffer(fill, dtype)  # of a row, or one element for all (spec.py)
+        row = row.reshape(() if row.size == 1 else aval.shape[self._params.levels :])
         return np.broadcast_to(row, aval.shape).copy()
 
     def _call(self, arrays: list[np.ndarray]) -> list[Any]:

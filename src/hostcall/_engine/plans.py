@@ -183,9 +183,15 @@ def _leaf(
 
 
 def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:
-    """The fill of one row, repeated for the batch axes that the function sees."""
+    """The fill of one row, repeated for the batch axes that the function sees.
+
+    The fill of one element, as `parse_fill` makes it for a symbolic shape, is repeated
+    for all elements.
+    """
     if fill is None:
         return None
+    if len(fill) == np.dtype(aval.dtype).itemsize:
+        return fill * int(np.prod(aval.shape, dtype=np.int64))
     batch = int(np.prod(aval.shape[:levels], dtype=np.int64))
     return fill * batch
 

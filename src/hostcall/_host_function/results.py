@@ -81,7 +81,9 @@ def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
     front, so that the batch axes line up.
     """
     leaves = [x for x in tree.tree_leaves(args) if hasattr(x, "shape")]
-    shape = np.broadcast_shapes(*(x.shape for x in leaves))
+    shapes = [x.shape for x in leaves]
+    symbolic = _jax.has_symbolic(leaves)
+    shape = (jnp if symbolic else np).broadcast_shapes(*shapes)
     strong = [x.dtype for x in leaves if not getattr(x, "weak_type", False)]
     weak = [_SCALARS[x.dtype.kind] for x in leaves if getattr(x, "weak_type", False)]
     dtype = jnp.result_type(*strong, *weak) if leaves else jnp.result_type(float)

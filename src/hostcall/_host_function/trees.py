@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._core.spec import Results, Static, Template, wrap_keys
 from hostcall._host_function.primitive import Arrays, Tangents
@@ -255,13 +256,14 @@ class Trees:
         return values[: len(self.template.keys)]
 
     def fill_arrays(self) -> list[np.ndarray]:
-        """Each result for a False mask."""
+        """Each result for a False mask; one element of it if its shape is symbolic."""
         assert self.fills is not None
         return [
-            np.zeros(aval.shape, aval.dtype)
+            np.zeros(shape, aval.dtype)
             if fill is None
-            else np.frombuffer(fill, aval.dtype).reshape(aval.shape)
+            else np.frombuffer(fill, aval.dtype).reshape(shape)
             for fill, aval in zip(self.fills, self.results.avals, strict=True)
+            for shape in [() if _jax.has_symbolic([aval]) else aval.shape]
         ]
 
     def masking(self, arrays: Arrays, outs: Arrays) -> Arrays:

@@ -20,8 +20,9 @@ registry, and everything else is numbers and texts.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,8 +32,8 @@ from hostcall import _jax, _native
 from hostcall._core import portable
 from hostcall._core.errors import HostcallError, LoadError
 from hostcall._core.portable import Malformed, NotPortable
+from hostcall._engine import checked, targets
 from hostcall._engine import portable as equations
-from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives import planning
@@ -98,7 +99,7 @@ def parse(text: str) -> Any:
     try:
         told = json.loads(text)
         version = told["hostcall"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise LoadError(
             "hostcall: the program has a call whose description can't be read"
             f" ({type(error).__name__}: {error}). It was damaged, or not made by"
@@ -128,10 +129,11 @@ def _read_text(
         The plan; None when the program is loaded.
     """
     told = parse(text)
-    try:
-        platform = "cuda" if on_cuda else "cpu"
-        client = _client(platform)
-        targets.start_on(client)
+    platform = "cuda" if on_cuda else "cpu"
+    client = _client(platform)
+    targets.start_on(client)
+    with _reading():
+        checked.check_options(told)
         sizes = portable.sizes_in(told)
         if buffers is not None:
             wanted = _buffers_of(told)
@@ -140,10 +142,29 @@ def _read_text(
         elif sizes:
             equations.check(told)
             return None
-        plan = _make(told, text, platform, client)
+        checked.check_shapes(told)
+        params = equations.read(told)
+        operands = portable.read_avals(told["operands"])
+        mesh = _read_mesh(told["mesh"], client)
+    plan = _make(params, operands, mesh, told, text, platform, client)
+    return None if buffers is None else plan
+
+
+# What reading raises if a text is not what `tell` made. All else has another cause, and
+# is passed on as it is.
+_SAY_DAMAGED = (
+    *(Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError),
+    OverflowError,
+)
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
     except HostcallError:
         raise
-    except Exception as error:
+    except _SAY_DAMAGED as error:
         what = f"leads to {error!r}"
         if isinstance(error, Malformed):
             what = f"names {error}"
@@ -153,15 +174,21 @@ def _read_text(
             f"hostcall: the program has a call whose description {what}. It was"
             " damaged, or another version of hostcall made it"
         ) from error
-    return None if buffers is None else plan
 
 
-def _make(told: Any, text: str, platform: str, client: Any) -> _native.Plan:
-    params = equations.read(told)
-    operands = portable.read_avals(told["operands"])
+def _make(
+    params: Any,
+    operands: Sequence[Any],
+    mesh: Any,
+    told: Any,
+    text: str,
+    platform: str,
+    client: Any,
+) -> _native.Plan:
     by_ordinal = {_jax.ordinal(device): device for device in client.local_devices()}
-    mesh = _read_mesh(told["mesh"], client)
     team = None if told["team"] is None else planning.Team(*told["team"])
+    if team is not None and "place" in told:  # exported, so on any devices
+        team = team._replace(leader=None)
     tap = None
     info: CallInfo
     if isinstance(params, TapParams):
