@@ -17,6 +17,9 @@ from hostcall._core.errors import SpecError
 
 tree = jax.tree_util
 
+# Stands for any leaf. A pytree class that looks at its children may refuse numbers.
+_LEAF = object()
+
 
 class Static:
     """A leaf that isn't an array. The function gets the object itself.
@@ -98,7 +101,7 @@ class Template:
 
     def paths(self) -> list[str]:
         """How a reader would write each array: `args[0]['x']`, `kwargs['y']`."""
-        whole = self.treedef.unflatten(range(len(self.leaves)))
+        whole = self.treedef.unflatten([_LEAF] * len(self.leaves))
         flat, _ = tree.tree_flatten_with_path(whole)
         names = [
             ("args" if path[0].idx == 0 else "kwargs") + tree.keystr(path[1:])
@@ -223,7 +226,7 @@ class Results:
 
     def paths(self) -> list[str]:
         """How a reader would write each leaf: `result[0]['x']`."""
-        whole = self.treedef.unflatten(range(len(self.avals)))
+        whole = self.treedef.unflatten([_LEAF] * len(self.avals))
         flat, _ = tree.tree_flatten_with_path(whole)
         return ["result" + tree.keystr(path) for path, _ in flat]
 

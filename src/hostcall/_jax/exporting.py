@@ -72,15 +72,7 @@ def evaluate_sizes(
     joined = ", ".join([*texts, *(text for text, _ in known)])
     sizes = jax.export.symbolic_shape(joined)
     wanted, given = sizes[: len(texts)], sizes[len(texts) :]
-    values: dict[str, int] = {}
-    left = list(zip(given, (value for _, value in known), strict=True))
-    while left:
-        later = [
-            (size, value) for size, value in left if not _solve(size, value, values)
-        ]
-        if len(later) == len(left):
-            break
-        left = later
+    values = _solved(given, [value for _, value in known])
     needed = {name for size in wanted for name in _variables(size)}
     if not needed <= values.keys():
         return None
@@ -88,6 +80,36 @@ def evaluate_sizes(
         if set(_variables(size)) <= values.keys() and _value(size, values) != value:
             return None
     return [_value(size, values) for size in wanted]
+
+
+def unknown_sizes(texts: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The symbolic sizes that `evaluate_sizes` can't find from the known ones."""
+    missing = [text for text in texts if text not in known]
+    if not missing:
+        return []
+    sizes = jax.export.symbolic_shape(", ".join([*missing, *known]))
+    given = sizes[len(missing) :]
+    names = sorted(set[str]().union(*map(_variables, sizes)))
+    # Which variables can be found does not depend on their values.
+    trial = {name: 1009 + 10 * number for number, name in enumerate(names)}
+    found = _solved(given, [_value(size, trial) for size in given]).keys()
+    return [
+        text
+        for text, size in zip(missing, sizes, strict=False)
+        if not _variables(size) <= found
+    ]
+
+
+def _solved(given: Sequence[Any], at: Sequence[int]) -> dict[str, int]:
+    """The variables that follow from sizes with these values."""
+    values: dict[str, int] = {}
+    left = list(zip(given, at, strict=True))
+    while left:
+        later = [pair for pair in left if not _solve(*pair, values)]
+        if len(later) == len(left):
+            break
+        left = later
+    return values
 
 
 def _variables(size: Any) -> set[str]:
@@ -108,13 +130,15 @@ def _solve(size: Any, value: int, values: dict[str, int]) -> bool:
     if len(unknown) > 1:
         return False
     (name,) = unknown
-    # Linear in the unknown: the slope is the same over any step. Otherwise the check
-    # at the end finds the mistake.
-    at = [_value(size, {**values, name: n}) for n in (1, 2)]
-    slope = at[1] - at[0]
-    if slope == 0 or (value - at[0]) % slope:
+    first, *others = (
+        (n, _value(size, {**values, name: n})) for n in (1, 2, 3, 5, 8, 64, 1001)
+    )
+    slope = others[0][1] - first[1]
+    # Nothing else determines the unknown: mod(n, 4) does not, nor n // 2.
+    linear = all(y - first[1] == slope * (n - first[0]) for n, y in others)
+    if slope == 0 or not linear or (value - first[1]) % slope:
         return False
-    found = 1 + (value - at[0]) // slope
+    found = first[0] + (value - first[1]) // slope
     if _value(size, {**values, name: found}) != value:
         return False
     values[name] = found

@@ -78,7 +78,22 @@ def tell(
     outs = getattr(info.params, "out_avals", ())
     told["linked"] = info.params.order != "pure" and _jax.has_symbolic(outs)
     told["mesh"] = _tell_mesh(program.mesh)
+    _check_sizes(told)
     return portable.write(told)
+
+
+def _check_sizes(told: Any) -> None:
+    """Refuses a call whose plan could not be made, since a size would be unknown."""
+    if not (sizes := portable.sizes_in(told)):
+        return
+    known = portable.sizes_in(_buffers_of(told))
+    if unknown := _jax.unknown_sizes(sizes, known):
+        raise NotPortable(
+            f"the sizes {', '.join(unknown)} don't follow from the shapes of its arrays"
+            f" ({', '.join(known) or 'all constant'}). Pass the call an array that has"
+            " the missing size as a dimension (to a rule for derivatives, among the"
+            " residuals), or export with a constant size"
+        )
 
 
 def _tell_mesh(mesh: Any) -> Any:
@@ -243,10 +258,14 @@ def _with_sizes(
             known += [(name, value) for name in portable.sizes_in(size)]
     values = _jax.evaluate_sizes(sizes, known)
     if values is None:
+        unknown = _jax.unknown_sizes(sizes, [name for name, _ in known])
+        what = f"the sizes {', '.join(unknown)} of a call don't follow from"
+        if not unknown:
+            what = "the sizes of a call contradict"
         raise LoadError(
-            f"hostcall: the sizes {', '.join(sizes)} of a call don't follow from the"
-            f" shapes of its arguments and results, {[name for name, _ in known]}. Pass"
-            " an array to the call that has the missing size as a dimension"
+            f"hostcall: {what} the shapes of its arrays,"
+            f" {', '.join(f'{name} = {value}' for name, value in known)}. Pass the call"
+            " an array that has each size as a dimension, and export again"
         )
     return portable.with_sizes(told, dict(zip(sizes, values, strict=True)))
 
