@@ -102,6 +102,7 @@ _CALLBACK: dict[str, _Check] = {
     "concurrency": _or_none(_int(1)),
     "coalesce": _or_none(_coalesce),
     "tag": _or_none(lambda value: type(value) is str),
+    "fail": _one_of(None, "alone", "together"),
 }
 
 

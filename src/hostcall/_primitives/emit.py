@@ -34,8 +34,9 @@ def emit(
     """Emits the custom call with the tokens that its order needs; returns the results.
 
     `ordered` is the effect whose token an ordered call takes and returns. `source` is
-    the device whose results all devices take, or says that they fail together. `avals_in` are the avals of `operands`,
-    if they are not the equation's. `in_region` makes each device's operands from the
+    the device whose results all devices take, or says that they fail together.
+    `avals_in` are the avals of `operands`, if they are not the equation's. `in_region`
+    makes each device's operands from the
     whole ones, in a program that the compiler partitions.
     """
     ctx, token, store = program.ctx, None, None
@@ -114,7 +115,7 @@ def emit_with_token(
         )
 
     def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
-        if prepare is not None:
+        if prepare is not None and not alone:
             operands = prepare(operands)
         if source is None:
             return one(token, operands, ())
