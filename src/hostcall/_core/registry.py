@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+import weakref
 from typing import Any, NamedTuple
 
+from hostcall._core import definitions
 from hostcall._core.errors import RegistryError, SpecError
 from hostcall._core.source import name_of, source_of
 
@@ -27,10 +28,26 @@ class Name(NamedTuple):
 
 _NAME = re.compile(r"[A-Za-z_]\w*([./:-]\w+)*")
 
-# Guards both. Held for a few dictionary operations, and never while other code runs.
+
+class Registered(NamedTuple):
+    """How a name was given.
+
+    Attributes:
+        by: the statement that registered the object.
+        times: how many other objects had the name before.
+    """
+
+    by: definitions.Statement
+    times: int
+
+
+# Guards all. Held for a few dictionary operations, and never while other code runs.
 _lock = threading.Lock()
 _things: dict[Name, Any] = {}
+_given: dict[Name, Registered] = {}
 _names: dict[Any, Name] = {}  # by the object that programs hold (`held_of`)
+# What had a name before, with the reason why it has none now.
+_replaced: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def held_of(thing: Any) -> Any:
@@ -46,24 +63,47 @@ def add(thing: Any, name: str, version: int) -> None:
         RegistryError: something else has the name, or the object another name.
     """
     key = _check(thing, name, version)
-    held = held_of(thing)
+    held, by = held_of(thing), definitions.statement()
     with _lock:
         other, had = _things.get(key), _names.get(held)
-        if other is not None and other is not thing and not _same(other, thing):
-            raise RegistryError(
-                f"hostcall: the name {key} is registered for {_said(other)}, so it"
-                f" can't be given to {_said(thing)}. Use another name, or a"
-                " higher version="
-            )
+        given = _given.get(key, Registered(by, 0))
         if had is not None and had != key:
             raise RegistryError(
                 f"hostcall: {_said(thing)} is registered as {had}, so it can't get the"
                 f" name {key} too: a program would not know which to write down"
             )
-        if other is not None:
+        if other is not None and other is not thing:
+            if not definitions.is_again(other, given.by, thing, by):
+                raise RegistryError(_taken(key, other, given.by, thing))
             _names.pop(held_of(other), None)
-        _things[key] = thing
-        _names[held] = key
+            _forget(held_of(other), key, by)
+            given = Registered(by, given.times + 1)
+        _things[key], _given[key], _names[held] = thing, given, key
+
+
+def _forget(held: Any, key: Name, by: definitions.Statement) -> None:
+    why = (
+        f"its name, {key}, was given to another definition at {by.file}:{by.line}. Use"
+        " what was registered there, and trace the program again"
+    )
+    try:
+        _replaced[held] = why
+    except TypeError:
+        return  # no weak reference to it: it is said to have no name
+
+
+def why_nameless(held: Any) -> str:
+    """Why an object that had a name has none now; "" if it never had one."""
+    try:
+        return _replaced.get(held, "")
+    except TypeError:  # unhashable, or without weak references
+        return ""
+
+
+def times_replaced(key: Name) -> int:
+    """How many objects had this name before the one that has it now."""
+    found = _given.get(key)
+    return 0 if found is None else found.times
 
 
 def name_of_held(held: Any) -> Name | None:
@@ -133,18 +173,23 @@ def _check(thing: Any, name: Any, version: Any) -> Name:
     return Name(name, version)
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two objects are the same definition, made again by running its cell or
-    module a second time.
-    """
-    return type(one) is type(other) and _definition(one) == _definition(other)
+def _taken(key: Name, other: Any, by: definitions.Statement, thing: Any) -> str:
+    line = f"{by.file}:{by.line}"
+    advice = ""
+    if definitions.may_be_again(other, thing):
+        advice = (
+            ". Two functions of one factory, two lambdas, or two feeds may hold"
+            " different data, so neither replaces the other. A cell or module may be"
+            " run again as it is"
+        )
+    return (
+        f"hostcall: the name {key} is registered for {_said(other)} at {line}, so"
+        f" it can't be given to {_said(thing)}. Use another name, or a higher version="
+        f"{advice}"
+    )
 
 
-def _definition(thing: Any) -> Any:
-    qualname = getattr(thing, "__qualname__", None)
-    return (getattr(thing, "__module__", None), qualname) if qualname else id(thing)
-
-
-def _said(thing: Callable[..., Any]) -> str:
-    place = source_of(thing)
-    return f"`{name_of(thing)}`" + (f" ({place})" if place else "")
+def _said(thing: Any) -> str:
+    shown = held_of(thing) if definitions.is_feed(thing) else thing
+    name, source = name_of(shown), source_of(shown)
+    return f"`{name}`{source.removeprefix(name)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,13 @@ class Place:
 
 
 def users_place() -> Place:
+    """The place of `users_frame`."""
+    frame = users_frame()
+    code = frame.f_code
+    return Place(code.co_filename, frame.f_lineno, code.co_qualname)
+
+
+def users_frame() -> types.FrameType:
     """The innermost frame of the calling thread outside hostcall and JAX.
 
     JAX's frames are skipped too, since JAX may call hostcall's functions for the user:
@@ -44,8 +52,7 @@ def users_place() -> Place:
         (_HERE, _JAX)
     ):
         frame = frame.f_back
-    code = frame.f_code
-    return Place(code.co_filename, frame.f_lineno, code.co_qualname)
+    return frame
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -128,6 +128,11 @@ def _tell_function(callback: Callback, exported: bool) -> Any:
         return [kind, _kind(kind).tell(function, exported)]
     name = registry.name_of_held(function)
     if name is None:
+        # Callables of hostcall's own tools say why they stay; users can't name them.
+        owner = getattr(function, "__self__", function)
+        why = getattr(owner, "hostcall_stays", "") or registry.why_nameless(function)
+        if why:
+            raise NotPortable(why)
         raise NotPortable(
             "it has no name in other processes. Give it one where it is defined, for"
             f" example @hc.register({_suggested(callback)!r}, version=1), and in every"

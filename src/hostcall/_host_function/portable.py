@@ -24,8 +24,10 @@ def _tell(code: HostCode, _: bool) -> Any:
     name = registry.name_of_held(function)
     if name is None:
         raise NotPortable(
-            "it has no name in other processes. Register the hc.host function, not the"
-            f' function in it: f = hc.register("my_package.{trees.name}", version=1)(f)'
+            registry.why_nameless(function)
+            or "it has no name in other processes. Register the hc.host function, not"
+            " the function in it:"
+            f' f = hc.register("my_package.{trees.name}", version=1)(f)'
             " (as a decorator above its @hc.host), in every process that loads the"
             " program"
         )

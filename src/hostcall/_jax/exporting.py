@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,11 @@ def key_impl(dtype: Any) -> str:
 def key_dtype(impl: str) -> Any:
     """The dtype of typed keys with this implementation. Raises ValueError."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+def key_ndim(dtype: Any) -> int:
+    """How many axes the data of one typed key has."""
+    return len(dtype._impl.key_shape)
 
 
 # --- Symbolic sizes ------------------------------------------------------------------
@@ -162,17 +168,45 @@ def client_of(platform: str) -> Any:
     return _xla_bridge.get_backend(platform)
 
 
-def attribute_texts(module: str, name: str) -> list[str]:
-    """The texts that the custom calls of a module have as this attribute."""
+def marked(exported: jax.export.Exported, mark: str) -> jax.export.Exported:
+    """The same program, unequal to itself with another mark or none.
+
+    JAX keeps compiled programs by equality of what was loaded. The mark is the name of
+    a custom call that may be exported: it goes nowhere else.
+    """
+    checks = exported.disabled_safety_checks
+    inner = exported._get_vjp
+    return dataclasses.replace(
+        exported,
+        disabled_safety_checks=(
+            *checks,
+            jax.export.DisabledSafetyCheck.custom_call(mark),
+        ),
+        _get_vjp=None if inner is None else lambda one: marked(inner(one), mark),
+    )
+
+
+def attribute_texts(
+    module: str | jax.export.Exported, name: str, targets: Sequence[str]
+) -> list[str]:
+    """The texts that the custom calls of these targets have as this attribute.
+
+    Calls of other libraries may have attributes of this name too.
+    """
     found: list[str] = []
 
     def look(op: Any) -> Any:
-        if "mhlo.backend_config" in op.attributes:
-            config = op.attributes["mhlo.backend_config"]
-            if isinstance(config, _ir.DictAttr) and name in config:
-                found.append(str(_ir.StringAttr(config[name]).value))
+        target = op.attributes.get("call_target_name")
+        config = op.attributes.get("mhlo.backend_config")
+        is_ours = isinstance(target, _ir.StringAttr) and target.value in targets
+        if is_ours and isinstance(config, _ir.DictAttr) and name in config:
+            found.append(str(_ir.StringAttr(config[name]).value))
         return _ir.WalkResult.ADVANCE
 
     with _mlir.make_ir_context():
-        _ir.Module.parse(module).operation.walk(look)
+        if isinstance(module, str):
+            read = _ir.Module.parse(module)
+        else:  # without printing it, which takes long with large constants
+            read = module.mlir_module(serialized=False)
+        read.operation.walk(look)
     return found

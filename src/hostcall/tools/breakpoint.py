@@ -63,6 +63,9 @@ class _Stops:
 
     lines: tuple[Line, ...]
     __name__ = "hc.breakpoint"
+    hostcall_stays = (
+        "hc.breakpoint opens a debugger in this process, at this source. Leave it out"
+    )
 
     def __call__(self, values: dict[str, Any]) -> None:
         stop(self.lines, dict(values))

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +207,10 @@ class _Fired:
     check: Any
     action: Any
     lines: tuple[Line, ...] = ()
+    hostcall_stays: ClassVar[str] = (
+        "hc.watch raises its error in this process, with this source. Leave it out, or"
+        " return the check as a result of the program"
+    )
 
     @property
     def __name__(self) -> str:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
-import hostcall
 from hostcall import _jax
 from hostcall._api.export import container
+from hostcall._api.export.manifest import (
+    Manifest,
+    manifest_of,
+    names_in,
+    read_manifest,
+)
 from hostcall._api.object.handle import Object
-from hostcall._api.object.portable import object_of
+from hostcall._api.object.portable import descriptions, generation_of, objects_of
 from hostcall._core import registry
-from hostcall._core.errors import LoadError, RegistryError, SpecError
-from hostcall._engine import portable, targets
+from hostcall._core.errors import (
+    ExportError,
+    HostcallError,
+    LoadError,
+    RegistryError,
+    SpecError,
+)
+from hostcall._core.portable import Malformed
+from hostcall._engine import targets
 from hostcall._primitives import travel
 
 _OURS = tuple(
@@ -24,63 +36,8 @@ _OURS = tuple(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class HostCode:
-    """Host code that an exported program calls (`Manifest.calls`).
-
-    Attributes:
-        name, version: as given to `hc.register`; None and 0 for `hc.print`.
-        kind: "call", "tap", "feed", "print" or "method step"; for a `hc.host` function
-            "value", or the rule that is called: "forward", "backward", "jvp", ...
-        order: "pure", "unordered" or "ordered".
-        arguments: dtype and sizes of each array that the call gets, such as
-            "float32[b,3]".
-        results: the same, of what it returns.
-        places: at how many places of the program it is called like this.
-    """
-
-    name: str | None
-    version: int
-    kind: str
-    order: str
-    arguments: tuple[str, ...]
-    results: tuple[str, ...]
-    places: int
-
-    def __str__(self) -> str:
-        name = "hc.print" if self.name is None else f"{self.name} v{self.version}"
-        times = f", at {self.places} places" if self.places > 1 else ""
-        return (
-            f"{name}: {self.order} {self.kind}, ({', '.join(self.arguments)}) ->"
-            f" ({', '.join(self.results)}){times}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What an exported program is and needs (`Exported.manifest`).
-
-    Attributes:
-        function: the name of the exported function.
-        hostcall, jax: the versions that exported it.
-        platforms: where it runs.
-        vjp_order: how many derivatives are in the file.
-        calls: its host code.
-    """
-
-    function: str
-    hostcall: str
-    jax: str
-    platforms: tuple[str, ...]
-    vjp_order: int
-    calls: tuple[HostCode, ...]
-
-    def __str__(self) -> str:
-        lines = "".join(f"\n  {call}" for call in self.calls) or "\n  no host code"
-        return (
-            f"{self.function} for {', '.join(self.platforms)}, vjp_order="
-            f"{self.vjp_order}, by hostcall {self.hostcall} and jax {self.jax}{lines}"
-        )
+_TAPS = ("tap", "print")
+_JITTED = type(jax.jit(lambda: None))
 
 
 class Exported:
@@ -91,32 +48,74 @@ class Exported:
         manifest: what the program is and needs.
         exported: the jax.export.Exported.
         objects: the hc.Objects whose methods it calls, by name: to save, restore,
-            renew and close them. Programs exported with one object share it here too.
+            renew and close them. The second of a name is "name#2", in the order of the
+            program. Programs exported with one object share it here too.
+
+    It can be copied and pickled, as `serialize` does it.
     """
 
     def __init__(
-        self,
-        exported: jax.export.Exported,
-        manifest: Manifest,
-        objects: dict[str, Object],
+        self, exported: jax.export.Exported, manifest: Manifest, told: Sequence[Any]
     ) -> None:
-        self.exported, self.manifest, self.objects = exported, manifest, objects
+        self._told, self._unmarked = told, exported
+        self.manifest, self.objects = manifest, objects_of(told)
+        self.exported = _newer(exported, manifest, self.objects.values())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program, like the function that was exported; also inside jit, vmap
-        over nothing that was fixed at export, and grad up to `vjp_order`.
+        """Runs the program, like the function that was exported.
+
+        Under transformations:
+            jit, scan, while_loop, cond: as the exported function.
+            grad, vjp: up to `vjp_order`.
+            vmap: not supported by JAX for exported programs. Export the vmapped
+                function, with a symbolic size for the batch if it differs.
+            jvp, linearize: not supported by JAX.
+            sharded arguments: a program that was exported for one device runs on each
+                device of the arguments, on the whole values. That is refused if it has
+                taps, prints, feeds, or calls that are not pure: export the function
+                with sharded arguments (any devices of the same number will do).
+
+        Raises:
+            ExportError: the program was exported for one device, its arguments are on
+                several, and it has such calls.
         """
+        if self.exported.nr_devices == 1:
+            self._check_one_device((args, kwargs))
         return self.exported.call(*args, **kwargs)
+
+    def _check_one_device(self, values: Any) -> None:
+        # Inside jit the compiler chooses the devices, so only arrays are looked at.
+        count = max(
+            (
+                len(leaf.sharding.device_set)
+                for leaf in jax.tree.leaves(values)
+                if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            ),
+            default=1,
+        )
+        once = [c for c in self.manifest.calls if c.order != "pure" or c.kind in _TAPS]
+        if count > 1 and once:
+            raise ExportError(
+                f"hostcall: the program {self.manifest.function} was exported for one"
+                f" device, and got arguments on {count}. Each device would run it, and"
+                f" `{once[0]}` can only be made by one. Export the function with"
+                " arguments that are sharded like these, or move them to one device"
+                " (jax.device_put(x, jax.devices()[0]))"
+            )
 
     def serialize(self) -> bytes:
         """The program as bytes, for `hc.load` in any process. `bytes(x)` does the same.
 
         Needs the package flatbuffers, as jax.export does.
         """
-        program = bytes(self.exported.serialize(vjp_order=self.manifest.vjp_order))
-        return container.pack(dataclasses.asdict(self.manifest), program)
+        program = bytes(self._unmarked.serialize(vjp_order=self.manifest.vjp_order))
+        header = {**dataclasses.asdict(self.manifest), "objects": list(self._told)}
+        return container.pack(header, program)
 
     __bytes__ = serialize
+
+    def __reduce__(self) -> Any:
+        return load, (self.serialize(),)
 
     def __repr__(self) -> str:
         return f"<hc.Exported {self.manifest}>"
@@ -175,7 +174,7 @@ def export(
             f" {vjp_order!r}"
         )
     # An argument that is not used must stay: see `of`.
-    jitted: Any = f if hasattr(f, "trace") else jax.jit(f, keep_unused=True)
+    jitted: Any = f if isinstance(f, _JITTED) else jax.jit(f, keep_unused=True)
     make = jax.export.export(
         jitted, platforms=platforms, disabled_checks=(*disabled_checks, *_OURS)
     )
@@ -187,10 +186,21 @@ def export(
                 " can't export ordered calls and feeds without one. Add an argument,"
                 " such as a step number: hc.export(lambda step: ...)(0)"
             )
-        exported = make(*args, **kwargs)
+        try:
+            exported = make(*args, **kwargs)
+        except ValueError as error:
+            if jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr):
+                raise SpecError(
+                    "hostcall: the function uses none of its arguments, so jax.jit"
+                    " dropped them, and jax.export can't export ordered calls and feeds"
+                    " without one. Write jax.jit(f, keep_unused=True), or give the"
+                    " function itself to hc.export"
+                ) from error
+            raise
         texts = _texts(exported, vjp_order)
-        manifest = _manifest(exported, vjp_order, texts)
-        return Exported(exported, manifest, _objects(texts))
+        calls = [travel.parse(text)["function"] for text in dict.fromkeys(texts)]
+        manifest = manifest_of(exported, vjp_order, texts)
+        return Exported(exported, manifest, descriptions(calls))
 
     return of
 
@@ -210,6 +220,9 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             text says which part.
         RegistryError: names that this process has not registered.
 
+    Functions that were registered again (hc.register) are called by what is loaded
+    afterwards. A process may fork after loading, if it has run no JAX so far.
+
     Cost: some ms; XLA compiles the program when it is first called.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -218,18 +231,12 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             " write hc.load(pathlib.Path(path).read_bytes())"
         )
     header, program = container.unpack(bytes(data))
-    manifest = _read_manifest(header)
-    lacking = [
-        registry.Name(call.name, call.version)
-        for call in manifest.calls
-        if call.name is not None
-    ]
-    lacking = [name for name in dict.fromkeys(lacking) if not registry.is_here(name)]
+    manifest, told = read_manifest(header)
+    lacking = [name for name in names_in(manifest) if not registry.is_here(name)]
     if lacking:
         raise RegistryError(registry.missing(lacking))
     try:
         exported = jax.export.deserialize(bytearray(program))
-        texts = _texts(exported, 0)
     except ImportError:
         raise
     except Exception as error:
@@ -238,83 +245,40 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             f" {manifest.jax} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    return Exported(exported, manifest, _objects(texts))
+    try:
+        return Exported(exported, manifest, told)
+    except HostcallError:
+        raise
+    except (Malformed, TypeError, KeyError, ValueError, AttributeError) as error:
+        raise LoadError(
+            "hostcall: the objects of the exported program can't be read"
+            f" ({type(error).__name__}: {error}). It was damaged, or another version of"
+            " hostcall wrote it"
+        ) from error
 
 
-# --- The manifest --------------------------------------------------------------------
+def _uses_none(program: Any) -> bool:
+    """Whether a jaxpr uses none of its arguments."""
+    used = {id(v) for eqn in program.eqns for v in eqn.invars}
+    used |= {id(v) for v in program.jaxpr.outvars}
+    return not any(id(v) in used for v in program.jaxpr.invars)
 
 
 def _texts(exported: jax.export.Exported, vjp_order: int) -> list[str]:
     """The texts of all calls, in the program and in the programs of its derivatives."""
-    texts = _jax.attribute_texts(exported.mlir_module(), travel.ATTRIBUTE)
+    ours = (targets.TARGET, targets.TAP_TARGET)
+    texts = _jax.attribute_texts(exported, travel.ATTRIBUTE, ours)
     return texts + (_texts(exported.vjp(), vjp_order - 1) if vjp_order else [])
 
 
-def _objects(texts: Sequence[str]) -> dict[str, Object]:
-    found = (travel.parse(text)["function"] for text in dict.fromkeys(texts))
-    objects = (object_of(more) for kind, more in found if kind == "object")
-    return {made._group.name: made for made in objects}
-
-
-def _manifest(
-    exported: jax.export.Exported, vjp_order: int, texts: Sequence[str]
-) -> Manifest:
-    return Manifest(
-        function=exported.fun_name,
-        hostcall=hostcall.__version__,
-        jax=jax.__version__,
-        platforms=tuple(exported.platforms),
-        vjp_order=vjp_order,
-        calls=tuple(
-            _described(text, texts.count(text)) for text in dict.fromkeys(texts)
-        ),
-    )
-
-
-def _described(text: str, places: int) -> HostCode:
-    told = travel.parse(text)
-    kind, more = told["function"]
-    if kind == "object":
-        kind = f"method {more['method']}"
-    (name,) = portable.names_in(told) or [registry.Name("", 0)]
-    grid = told["params"]["grid"]
-    if kind == "registered":
-        kind = told["equation"]
-    elif kind == "host":
-        kind = more["kind"]
-    return HostCode(
-        name=name.name or None,
-        version=name.version,
-        kind=kind,
-        order=told["params"]["order"],
-        arguments=tuple(_spec(dtype, sizes) for dtype, *sizes in told["operands"]),
-        results=tuple(_spec(d, [*grid, *sizes]) for d, *sizes in told["avals"]),
-        places=places,
-    )
-
-
-def _spec(dtype: str, sizes: Sequence[Any]) -> str:
-    shown = [next(iter(n.values())) if isinstance(n, dict) else str(n) for n in sizes]
-    return f"{dtype}[{','.join(shown)}]"
-
-
-def _read_manifest(header: Any) -> Manifest:
-    try:
-        calls = tuple(
-            HostCode(
-                **{
-                    **call,
-                    "arguments": tuple(call["arguments"]),
-                    "results": tuple(call["results"]),
-                }
-            )
-            for call in header["calls"]
-        )
-        platforms = tuple(header["platforms"])
-        return Manifest(**{**header, "platforms": platforms, "calls": calls})
-    except (TypeError, KeyError, ValueError) as error:
-        raise LoadError(
-            "hostcall: the manifest of the exported program lacks a field, or has one"
-            f" of another type ({type(error).__name__}: {error}). Another version of"
-            " hostcall may have written it"
-        ) from error
+def _newer(
+    exported: jax.export.Exported, manifest: Manifest, objects: Iterable[Object]
+) -> jax.export.Exported:
+    """The program, so that JAX takes no compiled one that calls what was registered, or
+    the objects that were open, when equal bytes were loaded before.
+    """
+    times = [registry.times_replaced(name) for name in names_in(manifest)]
+    times += [generation_of(each) for each in objects]
+    if not any(times):
+        return exported
+    return _jax.marked(exported, f"hostcall {times}")

@@ -69,6 +69,7 @@ class Group:
         self.name, self.make, self.methods, self.end = name, make, methods, end
         self.declared = declared  # what hc.Object was given
         self.number = ""  # of the object in exported programs; "" until it has one
+        self.generation = 0  # closed groups that had this number before
         self.lock = threading.Lock()
         self.members: dict[Place, Member] = {}
         self.waiting: dict[Place, bytes] = {}

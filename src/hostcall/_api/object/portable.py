@@ -11,17 +11,18 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from hostcall import _jax
 from hostcall._api.object.entry import Entry
 from hostcall._api.object.group import Group
 from hostcall._api.object.handle import Object
 from hostcall._core import portable, registry
 from hostcall._core.portable import NotPortable
-from hostcall._core.spec import parse_result
+from hostcall._core.spec import Results, parse_result
 from hostcall._engine.portable import add_kind
 
 # The objects of this process that programs name, by number. Guards itself by the lock.
@@ -43,7 +44,8 @@ def _tell(entry: Entry, exported: bool) -> Any:
     name = registry.name_of_held(declared["factory"])
     if name is None:
         raise NotPortable(
-            f"the factory of the hc.Object `{group.name}` has no name in other"
+            registry.why_nameless(declared["factory"])
+            or f"the factory of the hc.Object `{group.name}` has no name in other"
             " processes. Register it, and in every process that loads the program:"
             f' @hc.register("my_package.{group.name}", version=1) at the class'
         )
@@ -59,7 +61,7 @@ def _tell(entry: Entry, exported: bool) -> Any:
         )
     with _lock:
         number = group.number = group.number or secrets.token_hex(8)
-        _objects[number] = group
+        _objects.setdefault(number, group)
     return {
         "registered": list(name),
         "object": number,
@@ -84,20 +86,61 @@ def object_of(told: Any) -> Object:
         for method, results in told["methods"].items()
     }
     declared = {key: told["declared"][key] for key in (*_HOOKS, *_PLAIN)}
-    made = Object(factory, methods=methods, **declared)
+    with jax.enable_x64(True):  # what it returns need not fit this process's own mode
+        made = Object(factory, methods=methods, **declared)
     number = str(told["object"])
     with _lock:
-        group = _objects.setdefault(number, made._group)
-        group.number = number
+        group = _objects.get(number)
+        if group is None or group.ended:
+            closed, group = group, made._group
+            group.number = number
+            group.generation = 0 if closed is None else closed.generation + 1
+            _objects[number] = group
     made._attach(group)
     return made
 
 
-def _spec(results: Any) -> Any:
-    def zeros() -> Any:
-        return results.fill([jnp.zeros(a.shape, a.dtype) for a in results.avals])
+def objects_of(told: Sequence[Any]) -> dict[str, Object]:
+    """The `hc.Object` of each description, by its name; the second of a name is
+    "name#2".
+    """
+    found: dict[str, Object] = {}
+    for each in told:
+        made = object_of(each)
+        name, count = made._group.name, 1
+        while name in found:
+            count += 1
+            name = f"{made._group.name}#{count}"
+        found[name] = made
+    return found
 
-    return jax.eval_shape(zeros)
+
+def generation_of(made: Object) -> int:
+    """How many objects of this number were closed, and made again by loading."""
+    return made._group.generation
+
+
+def descriptions(calls: Iterable[Any]) -> list[Any]:
+    """What `objects_of` needs of these exported calls: each object once."""
+    found: dict[str, Any] = {}
+    for kind, told in calls:
+        if kind == "object":
+            shared = {key: told[key] for key in told if key not in ("method", "named")}
+            found.setdefault(told["object"], shared)
+    return list(found.values())
+
+
+def _spec(results: Results) -> Any:
+    """The declaration, as given. No arrays are made: JAX would narrow their dtypes
+    where 64 bits are off.
+    """
+    leaves = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        if key is None
+        else jax.ShapeDtypeStruct(aval.shape[: aval.ndim - _jax.key_ndim(key)], key)
+        for aval, key in zip(results.avals, results.keys, strict=True)
+    ]
+    return results.treedef.unflatten(leaves)
 
 
 def _read(told: Any) -> tuple[Entry, dict[str, Any]]:

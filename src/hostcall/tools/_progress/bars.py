@@ -57,6 +57,10 @@ class Loop:
     rows: str
 
     __name__ = "hc.progress"
+    hostcall_stays = (
+        "hc.progress draws its bar in this process. Leave it out, or print the step"
+        " with hc.print"
+    )
 
     def __call__(self, step: Any, total: Any, metrics: dict[str, Any]) -> None:
         if one.clock() >= _bars.quiet.get(id(self), 0.0):

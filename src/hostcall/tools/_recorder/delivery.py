@@ -36,6 +36,11 @@ class Place:
             which is one thread, adds to it.
     """
 
+    hostcall_stays = (
+        "a hc.Recorder writes to a run of this process. Leave it out, or tap a"
+        " registered function (hc.register), which may record where the program runs"
+    )
+
     def __init__(
         self,
         inbox: Inbox,

@@ -1,0 +1,120 @@
+"""Whether two objects are one definition, made again.
+
+Whoever runs a cell of a notebook again, or reloads a module, defines its functions
+again, and wants the new ones. Whoever calls a factory twice makes two functions, which
+may hold other data. Python tells them apart: it compiles a cell anew each time, so a
+definition that ran again has another code object. Two closures of one factory share
+theirs.
+
+Lambdas, local functions, feeds, partials, bound methods and callable instances have no
+code of their own by which to know them. They are made again if the statement that
+registers them is: another code object, of the same line.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Any, NamedTuple
+
+from hostcall._core.source import place_of, users_frame
+
+
+class Statement(NamedTuple):
+    """A line of the user's that runs.
+
+    Attributes:
+        code: the code object that it is in.
+        file, line: where it is.
+        module: the name of its module.
+    """
+
+    code: types.CodeType
+    file: str
+    line: int
+    module: str
+
+
+def statement() -> Statement:
+    """The user's line that called hostcall on this thread."""
+    frame = users_frame()
+    code, module = frame.f_code, frame.f_globals.get("__name__", "")
+    return Statement(code, code.co_filename, frame.f_lineno, str(module))
+
+
+def is_again(one: Any, by: Statement, other: Any, now: Statement) -> bool:
+    """Whether `other`, which `now` registers, is `one`, which `by` did, made again."""
+    if _kind(one) != _kind(other):
+        return False
+    before, after = _own_code(one), _own_code(other)
+    if before is not None and after is not None and before is not after:
+        return True
+    return by.code is not now.code and _where(by) == _where(now)
+
+
+def may_be_again(one: Any, other: Any) -> bool:
+    """Whether two objects have the same definition, or lambdas of one function."""
+    return _kind(one)[:4] == _kind(other)[:4]
+
+
+def _kind(thing: Any) -> tuple[Any, ...]:
+    """Equal for objects that may come from one definition. Those without a name of
+    their own must come from the same line.
+    """
+    core = _core(thing)
+    if is_feed(thing):
+        return ("feed", thing.hostcall_held.__qualname__)
+    named = core if hasattr(core, "__qualname__") else type(core)
+    name = (type(thing).__qualname__, type(core).__qualname__)
+    found = (*name, getattr(named, "__module__", None), named.__qualname__)
+    if not _is_anonymous(core):
+        return found
+    place = place_of(core)
+    return (*found, place.file, place.line)
+
+
+def is_feed(thing: Any) -> bool:
+    held = getattr(thing, "hostcall_held", thing)
+    return held is not thing and hasattr(held, "puller")
+
+
+def _core(thing: Any) -> Any:
+    """The function behind a HostFunction, a decorator, a partial, a bound method."""
+    while True:
+        if isinstance(thing, functools.partial):
+            thing = thing.func
+        elif isinstance(thing, types.MethodType):
+            thing = thing.__func__
+        elif hasattr(type(thing), "hostcall_held") and hasattr(thing, "fn"):
+            thing = thing.fn
+        elif hasattr(thing, "__wrapped__") and not isinstance(thing, type):
+            thing = thing.__wrapped__
+        else:
+            return thing
+
+
+def _own_code(thing: Any) -> Any:
+    """What a `def` or `class` statement makes anew each time that it runs, if the
+    object holds nothing besides; else None.
+    """
+    while hasattr(type(thing), "hostcall_held") and hasattr(thing, "fn"):
+        thing = thing.fn
+    if isinstance(thing, type):
+        return None if _is_anonymous(thing) else thing
+    core = _core(thing)
+    if isinstance(thing, types.FunctionType) and isinstance(core, types.FunctionType):
+        return None if _is_anonymous(core) else core.__code__
+    return None
+
+
+def _is_anonymous(core: Any) -> bool:
+    return "<" in getattr(core, "__qualname__", "")
+
+
+def _where(by: Statement) -> tuple[Any, ...]:
+    """Of an edited cell the line and the name of the "file" are others."""
+    main = sys.modules.get("__main__")
+    if by.module == "__main__" and not hasattr(main, "__file__"):
+        return (by.module, by.code.co_qualname)
+    return (by.module, by.code.co_qualname, by.file, by.line)

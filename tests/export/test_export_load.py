@@ -1,0 +1,251 @@
+"""Files: what is in them, and what loading and calling them needs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import registered as r
+
+import hostcall as hc
+from hostcall._api.export import container
+
+pytest.importorskip("flatbuffers")
+X = jnp.linspace(0.1, 1.0, 4)
+SCALAR = jax.ShapeDtypeStruct((), np.float32)
+ONE = jnp.float32(1)
+
+
+def travelled(f, *specs, **options):
+    return hc.load(bytes(hc.export(f, **options)(*specs)))
+
+
+def sine(x):
+    return hc.call(r.sine, x, x)
+
+
+def test_a_process_may_fork_after_loading(run_python, tmp_path):
+    """As a web server does that loads first and then starts its workers."""
+    path = tmp_path / "program"
+    path.write_bytes(bytes(hc.export(lambda x: r.walk.step(x) + r.effect(x))(ONE)))
+    r.walk.renew()
+    source = f"""
+import os, pathlib, sys
+sys.path.insert(0, {str(r.__file__.rpartition("/")[0])!r})
+import numpy as np
+import hostcall as hc
+import registered
+loaded = hc.load(pathlib.Path(sys.argv[1]).read_bytes())
+child = os.fork()
+got = float(loaded.call(np.float32(3)))
+if child == 0:
+    os._exit(int(got))
+_, status = os.waitpid(child, 0)
+print(got, os.waitstatus_to_exitcode(status))
+"""
+    assert run_python(source, str(path)).stdout == "5.0 5\n"
+
+
+# --- Objects ------------------------------------------------------------------------
+
+
+def test_objects_that_only_a_derivative_calls():
+    @jax.custom_vjp
+    def f(x):
+        return 2 * x
+
+    f.defvjp(lambda x: (2 * x, None), lambda _, ct: (ct + r.walk.step(ct),))
+    r.walk.renew()
+    exported = hc.export(f, vjp_order=1)(ONE)
+    loaded = hc.load(bytes(exported))
+    assert list(exported.objects) == list(loaded.objects) == ["Walk"]
+    assert float(jax.grad(loaded.call)(ONE)) == 2
+    assert loaded.objects["Walk"].save()["objects"].keys() == {()}
+    r.walk.renew()
+
+
+def test_two_objects_of_one_class():
+    methods = {"step": SCALAR}
+    one, two = (hc.Object(r.Walk, methods=methods) for _ in range(2))
+    exported = hc.export(lambda x: one.step(x) + 10 * two.step(10 * one.step(x)))(ONE)
+    loaded = hc.load(bytes(exported))
+    assert list(exported.objects) == list(loaded.objects) == ["Walk", "Walk#2"]
+    assert float(loaded.call(ONE)) == 201
+    state = [pickle.loads(o.save()["objects"][()]) for o in loaded.objects.values()]
+    assert [walk.at for walk in state] == [2, 20]
+    one.close(), two.close()
+
+
+def test_objects_that_were_closed_are_made_again_by_loading():
+    env = hc.Object(r.Walk, methods={"step": SCALAR})
+    data = bytes(hc.export(lambda x: env.step(x))(ONE))
+    for _ in range(3):
+        loaded = hc.load(data)
+        assert [float(loaded.call(ONE)) for _ in range(2)] == [1, 2]
+        loaded.objects["Walk"].close()
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"after close\(\)"):
+            loaded.call(ONE)
+    with pytest.raises(hc.HostcallError, match=r"after close\(\)"):
+        hc.export(lambda x: env.step(x))(ONE)  # it was the object of the first load
+
+
+def test_64_bit_objects_where_64_bits_are_off():
+    with jax.enable_x64(True):
+        env = hc.Object(
+            r.Walk,
+            methods={"step": jax.ShapeDtypeStruct((), np.float64), "key": KEY},
+        )
+        data = bytes(hc.export(lambda x: env.step(x))(np.float64(1)))
+    declared = hc.load(data).objects["Walk"]._group.declared["methods"]
+    assert declared["step"].dtype == np.float64
+    assert declared["key"].dtype == KEY.dtype
+    assert declared["key"].shape == (3,)
+
+
+KEY = jax.ShapeDtypeStruct((3,), jax.random.key(0).dtype)
+
+
+# --- What is exported ----------------------------------------------------------------
+
+
+def test_a_call_of_another_library_with_a_text():
+    def f(x):
+        other = jax.ffi.ffi_call("another_library", x)(x, text="hello")
+        return sine(x) + other
+
+    check = jax.export.DisabledSafetyCheck.custom_call("another_library")
+    exported = hc.export(f, disabled_checks=[check])(X)
+    assert [call.name for call in exported.manifest.calls] == ["tests.sine"]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_jitted_function_that_uses_no_argument(used):
+    f = lambda step: r.feed()[0]
+    r.feed.reset()
+    if not used:
+        with pytest.raises(hc.errors.SpecError, match="keep_unused=True"):
+            hc.export(jax.jit(f))(0)
+    exported = hc.export(jax.jit(f, keep_unused=True) if used else f)(0)
+    assert float(hc.load(bytes(exported)).call(0)) == 0
+    assert np.allclose(hc.export(jax.jit(lambda x: jnp.ones(2)))(0).call(0), 1)
+
+
+class Net:
+    trace = 3
+
+    def __call__(self, x):
+        return sine(x)
+
+
+def test_an_object_with_an_attribute_named_like_jits():
+    np.testing.assert_allclose(travelled(Net(), X).call(X), np.sin(X), rtol=1e-6)
+
+
+def test_pickle_and_copy():
+    exported = hc.export(sine, vjp_order=0)(X)
+    for other in (pickle.loads(pickle.dumps(exported)), copy.deepcopy(exported)):
+        assert bytes(other) == bytes(exported)
+        np.testing.assert_allclose(other.call(X), np.sin(X), rtol=1e-6)
+
+
+def watched(x):
+    hc.watch(x)
+    return x
+
+
+def stopping(x):
+    hc.breakpoint(x=x)
+    return x
+
+
+def progressing(x):
+    jax.lax.fori_loop(0, 3, lambda i, c: (hc.progress(i, 3), c)[1], 0)
+    return x
+
+
+STAYING = {"hc.watch": watched, "hc.breakpoint": stopping, "hc.progress": progressing}
+
+
+@pytest.mark.parametrize("tool", STAYING)
+def test_tools_that_stay(tool):
+    with pytest.raises(hc.errors.ExportError) as error:
+        hc.export(STAYING[tool])(X)
+    assert "Leave it out" in str(error.value)
+    assert tool in str(error.value)
+    assert "hc.register(" not in str(error.value)
+
+
+def test_recorders_stay(tmp_path):
+    pytest.importorskip("pyarrow")
+    with hc.Recorder(tmp_path / "run") as recorder:
+        for where in (None, X[0] > 0):  # in batches, and one by one
+            with pytest.raises(hc.errors.ExportError, match="a hc.Recorder writes to"):
+                hc.export(lambda x, w=where: (recorder(a=x[0], where=w), x)[1])(X)
+
+
+def test_a_bridge():
+    sympy = pytest.importorskip("sympy")
+    pytest.importorskip("scipy")
+    x = sympy.Symbol("x")
+    f = hc.register("tests.bridge")(hc.bridge.sympy(sympy.sin(x), [x]))
+    np.testing.assert_allclose(travelled(f, X).call(X), np.sin(X), rtol=1e-6)
+
+
+# --- Calling ------------------------------------------------------------------------
+
+
+def tapped(x):
+    hc.tap(r.seen, x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "f", [tapped, lambda x: r.feed()[0] + x, lambda x: (hc.print("{}", x), x)[1]]
+)
+def test_one_device_called_with_several(f):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("x")))
+    loaded = travelled(f, X)
+    with pytest.raises(hc.errors.ExportError, match="for one device, and got .* on 4"):
+        loaded.call(x)
+    np.testing.assert_allclose(travelled(sine, X).call(x), np.sin(X), rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(travelled(jax.jit(sine), x).call)(x), np.sin(X), rtol=1e-6
+    )
+
+
+# --- Headers -------------------------------------------------------------------------
+
+HEADER, PROGRAM = container.unpack(bytes(hc.export(lambda x: r.walk.step(x))(ONE)))
+CALL, OBJECT = HEADER["calls"][0], HEADER["objects"][0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"vjp_order": "x"}, "vjp_order is 'x'"),
+        ({"vjp_order": -1}, "vjp_order is -1"),
+        ({"vjp_order": True}, "vjp_order is True"),
+        ({"platforms": "cpu"}, "platforms is 'cpu'"),
+        ({"function": None}, "function is None"),
+        ({"more": 1}, "more is not known here"),
+        ({"calls": [3]}, "calls is "),
+        ({"calls": [{**CALL, "version": "1"}]}, r"calls\[0\].version is '1'"),
+        ({"calls": [{**CALL, "name": ["a"]}]}, r"calls\[0\].name is \['a'\]"),
+        ({"calls": [{**CALL, "arguments": [1]}]}, r"calls\[0\].arguments is \[1\]"),
+        ({"calls": [{}]}, r"calls\[0\].arguments is missing"),
+        ({"objects": None}, "objects is None"),
+        ({"objects": [{}]}, "objects of the exported program can't be read .*KeyError"),
+        ({"objects": [{**OBJECT, "registered": 3}]}, "can't be read .*TypeError"),
+        ({"objects": [{**OBJECT, "methods": {"step": 1}}]}, "can't be read .*TypeErro"),
+        ({"objects": [{**OBJECT, "registered": ["x", 1]}]}, "'x' version 1"),
+    ],
+)
+def test_headers_of_other_types(changed, what):
+    wrong = (hc.errors.LoadError, hc.errors.RegistryError)
+    with pytest.raises(wrong, match=what):
+        hc.load(container.pack({**HEADER, **changed}, PROGRAM))
