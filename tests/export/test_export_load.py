@@ -187,7 +187,18 @@ def test_recorders_stay(tmp_path):
                 hc.export(lambda x, w=where: (recorder(a=x[0], where=w), x)[1])(X)
 
 
-def test_a_bridge():
+def test_bridges():
+    """Their values travel if they are hc.host functions. Derivatives are not named."""
+    squared = lambda x: (np.sum(x**2), 2 * x)
+    f = hc.register("tests.squared")(hc.bridge.value_and_grad(squared))
+    assert float(travelled(f, ONE).call(ONE)) == 1
+    sine = hc.register("tests.jax_sine")(hc.bridge.jax(jnp.sin))
+    for staying in (jax.grad(f), sine):
+        with pytest.raises(hc.errors.ExportError, match="a bridge makes it .* no name"):
+            hc.export(staying)(ONE)
+
+
+def test_sympys_values():
     sympy = pytest.importorskip("sympy")
     pytest.importorskip("scipy")
     x = sympy.Symbol("x")

@@ -128,7 +128,7 @@ def _tell_function(callback: Callback, exported: bool) -> Any:
         return [kind, _kind(kind).tell(function, exported)]
     name = registry.name_of_held(function)
     if name is None:
-        # Callables of hostcall's own tools say why they stay; users can't name them.
+        # Callables that hostcall makes say why they stay: users can't name them.
         owner = getattr(function, "__self__", function)
         why = getattr(owner, "hostcall_stays", "") or registry.why_nameless(function)
         if why:

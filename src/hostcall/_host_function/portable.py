@@ -24,7 +24,8 @@ def _tell(code: HostCode, _: bool) -> Any:
     name = registry.name_of_held(function)
     if name is None:
         raise NotPortable(
-            registry.why_nameless(function)
+            getattr(function.fn, "hostcall_stays", "")
+            or registry.why_nameless(function)
             or "it has no name in other processes. Register the hc.host function, not"
             " the function in it:"
             f' f = hc.register("my_package.{trees.name}", version=1)(f)'

@@ -155,6 +155,11 @@ class HostProgram(ABC):
 class _Run:
     """A program as a callable. Equal to another of the same program."""
 
+    hostcall_stays = (
+        "a bridge makes it when the program is traced, so it can have no name. Register"
+        " a hc.host function that calls the library, with rules of its own"
+    )
+
     def __init__(self, program: HostProgram) -> None:
         self.program = program
         self.__name__ = self.__qualname__ = program.name

@@ -122,6 +122,11 @@ def _seem(code: Any, both: _Both) -> None:
 class _Both:
     """`fn` with a flat gradient: a list with one entry for each floating array."""
 
+    hostcall_stays = (
+        "a bridge makes it for the derivative, so it can have no name. Register"
+        " a hc.host function that has rules of its own"
+    )
+
     fn: Callable[..., Any]
     name: str
     nondiff: tuple[int, ...]
