@@ -243,6 +243,7 @@ CALL, OBJECT = HEADER["calls"][0], HEADER["objects"][0]
         ({"vjp_order": True}, "vjp_order is True"),
         ({"platforms": "cpu"}, "platforms is 'cpu'"),
         ({"function": None}, "function is None"),
+        ({"format": 99}, "version 99 of hostcall's format.* Load it with hostcall 0"),
         ({"more": 1}, "more is not known here"),
         ({"calls": [3]}, "calls is "),
         ({"calls": [{**CALL, "version": "1"}]}, r"calls\[0\].version is '1'"),

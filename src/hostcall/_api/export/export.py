@@ -110,6 +110,7 @@ class Exported:
         """
         program = bytes(self._unmarked.serialize(vjp_order=self.manifest.vjp_order))
         header = {**dataclasses.asdict(self.manifest), "objects": list(self._told)}
+        header["format"] = travel.FORMAT
         return container.pack(header, program)
 
     __bytes__ = serialize

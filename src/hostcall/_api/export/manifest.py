@@ -134,22 +134,30 @@ _CALL: dict[str, Any] = {
     **{"version": int, "kind": str, "order": str, "places": int},
     **{"arguments": [str], "results": [str]},
 }
+_MORE = ("objects", "format")  # what is in no Manifest
 _HEADER: dict[str, Any] = {
     **{"function": str, "hostcall": str, "jax": str, "vjp_order": int},
-    **{"platforms": [str], "calls": [dict], "objects": [dict]},
+    **{"platforms": [str], "calls": [dict], "objects": [dict], "format": int},
 }
 
 
 def read_manifest(header: Any) -> tuple[Manifest, list[Any]]:
     """(manifest, descriptions of the objects) of a file. Raises LoadError."""
     _check(header, _HEADER, "")
+    if header["format"] != travel.FORMAT:
+        raise LoadError(
+            "hostcall: the exported program describes its calls in version"
+            f" {header['format']} of hostcall's format, and this hostcall reads version"
+            f" {travel.FORMAT}. Load it with hostcall {header['hostcall']}, which wrote"
+            " it, or export it again"
+        )
     for number, call in enumerate(header["calls"]):
         _check(call, _CALL, f"calls[{number}].")
     calls = []
     for call in header["calls"]:
         arrays = {key: tuple(call[key]) for key in ("arguments", "results")}
         calls.append(HostCode(**{**call, **arrays}))
-    fields = {key: value for key, value in header.items() if key != "objects"}
+    fields = {key: value for key, value in header.items() if key not in _MORE}
     fields |= {"platforms": tuple(header["platforms"]), "calls": tuple(calls)}
     return Manifest(**fields), header["objects"]
 

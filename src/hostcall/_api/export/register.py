@@ -33,12 +33,16 @@ def register(name: str, *, version: int = 1) -> Callable[[T], T]:
         A decorator, which returns what it gets: a function, what `hc.host` returned, a
         `hc.feed`, or the factory of a `hc.Object`.
 
-    Running a cell or a module again registers its functions anew. Programs that are
-    compiled later call the new ones (JAX keeps compiled programs: jax.clear_caches()).
+    Running a cell or a module again registers its objects anew, whatever they are.
+    What `hc.load` reads afterwards calls the new ones; programs that were loaded before
+    keep the old ones, and so does what `jax.export.deserialize` reads, until
+    jax.clear_caches().
 
     Raises:
         SpecError: the name, the version or the object can't be used.
-        RegistryError: something else has this name, or the object has another one.
+        RegistryError: something else has this name, or the object has another one. Two
+            closures of one factory, two lambdas, and bound methods of two objects may
+            hold different data, so they need two names.
 
     Cost: none when a program runs.
     """
