@@ -76,7 +76,7 @@ def _read(told: Any) -> tuple[HostCode, dict[str, Any]]:
     executor = options["executor"]
     return code, {
         "executor": None if executor is None else Static(executor),
-        "cache": options["cache"],
+        "cache": options.get("cache"),  # bridges' functions have none
     }
 
 

@@ -51,6 +51,11 @@ class Evaluate:
         units: for each expression, whether it has the imaginary unit.
     """
 
+    hostcall_stays = (  # read for derivatives: the user can register the value
+        "a bridge makes it when SymPy differentiates, so it can have no name. Register"
+        " hc.bridge.sympy of the derivative itself, and call that"
+    )
+
     def __init__(
         self,
         name: str,
