@@ -10,7 +10,6 @@ from jax import lax
 from meshes import grid, line
 
 import hostcall as hc
-from hostcall import _jax
 
 JaxRuntimeError = jax.errors.JaxRuntimeError
 MODES = {"eager": lambda f: f, "jit": jax.jit}
@@ -535,20 +534,6 @@ def test_values_of_two_meshes_of_one_device():
         for axes in (("a", "b"), ("x", "y"))
     )
     np.testing.assert_array_equal(jax.jit(f)(x, y), x * 3)
-
-
-def test_one_exported_module_for_cpu_and_cuda():
-    f = hc.buffer_callback(affine, spec(3))
-    check = jax.export.DisabledSafetyCheck.custom_call("hostcall_buffer")
-    exported = jax.export.export(
-        jax.jit(f), platforms=("cpu", "cuda"), disabled_checks=[check]
-    )(jnp.ones(3), jnp.ones(3))
-    assert exported.platforms == ("cpu", "cuda")
-    module = exported.mlir_module()
-    assert module.count("@hostcall_buffer") == 1
-    assert "case" not in module  # no choice of platform at run time
-    np.testing.assert_array_equal(exported.call(jnp.ones(3), jnp.ones(3)), [3, 3, 3])
-    _jax.exported.clear()  # it lives as long as the process otherwise
 
 
 def test_other_platforms_are_refused():

@@ -190,6 +190,9 @@ def test_objects_are_shared_by_programs():
 def test_one_file_for_two_platforms():
     loaded = travelled(PROGRAMS["ordered"], X, platforms=("cpu", "cuda"))
     assert loaded.exported.platforms == ("cpu", "cuda")
+    module = loaded.exported.mlir_module()
+    assert module.count("@hostcall_call") == 1
+    assert "case" not in module  # no choice of platform at run time
     np.testing.assert_allclose(loaded.call(X), np.sin(X), rtol=1e-6)
 
 

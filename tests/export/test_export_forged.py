@@ -58,7 +58,9 @@ CALLS = {
 def text_of(name):
     f, args = CALLS[name]
     module = hc.export(lambda *args: (f(*args), 2 * args[0]))(*args)
-    (text,) = _jax.attribute_texts(module.exported.mlir_module(), travel.ATTRIBUTE)
+    (text,) = _jax.attribute_texts(
+        module.exported, travel.ATTRIBUTE, ["hostcall_call", "hostcall_tap"]
+    )
     return text
 
 

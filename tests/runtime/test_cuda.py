@@ -43,6 +43,7 @@ def driver(tmp_path_factory):
 def run(run_python, driver):
     tests = str(Path(__file__).parents[1])
     env = {"HOSTCALL_CUDA_DRIVER": str(driver), "TESTS": tests}
+    env["HOSTCALL_HANDLERS_ON_CPU"] = "staged "
     return lambda program: run_python(HEAD + program, env=env).stdout
 
 

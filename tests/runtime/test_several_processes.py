@@ -20,11 +20,11 @@ def say(*what):
     os.write(1, f"says: {' '.join(map(str, what))}\\n".encode())
 me, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"localhost:{port}", 2, me)
-import hostcall as hc
 if sys.argv[4:]:
     sys.path.append(sys.argv[4])
     import platforms
     platforms.set_up("staged")
+import hostcall as hc
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 n = jax.device_count()
 mesh = jax.make_mesh((n,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

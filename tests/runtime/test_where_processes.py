@@ -232,7 +232,8 @@ for wrong, text in [({"processes": "some"}, "should be 'all', got 'some'"),
     except hc.errors.SpecError as error:
         assert text in str(error)
         say("refused")
-assert store.folder("hostcall/") == {}
+assert store.folder("hostcall/questions/") == {}
+assert store.folder("hostcall/answers/") == {}
 assert "hostcall-answers" in {t.name for t in threading.enumerate()}
 # One process asks for the job's service to be gone before the end, the other leaves it
 # to JAX; neither may crash or hang.

@@ -57,7 +57,7 @@ from hostcall import _jax
 from hostcall._core import config, failures
 from hostcall._runtime import delivery, mail
 from hostcall._runtime.mail import Message
-from hostcall._runtime.ring import ADDRESSES, Ring
+from hostcall._runtime.ring import ADDRESSES, Ring, run
 from hostcall._runtime.stuck import Stuck
 
 logger = logging.getLogger("hostcall")
@@ -98,8 +98,8 @@ def start() -> None:
     if _jax.job_size() == 1 or _threads or _jax.job_outlives_processes():
         return
     _ring = Ring(_jax.job_rank(), _jax.job_size())
-    for name, run in (("inbox", _read_inbox), ("ring", _run_ring)):
-        thread = threading.Thread(target=run, daemon=True, name=f"hostcall-{name}")
+    for name, loop in (("inbox", _read_inbox), ("ring", _run_ring)):
+        thread = threading.Thread(target=loop, daemon=True, name=f"hostcall-{name}")
         _threads.append(thread)
         thread.start()
 
@@ -171,52 +171,17 @@ def others() -> list[int]:
 
 
 def _run_ring() -> None:
-    ring = _ring
-    assert ring is not None
-    pause, begun = 0.0, time.monotonic()
-    try:
-        ring.listen()
-    except (OSError, jax.errors.JaxRuntimeError) as error:
-        logger.warning(
-            "hostcall can't notice at once that a process of the job died: %s", error
-        )
-        pause = -1.0
-    while not _stopping.is_set():
-        mail.post_all()
-        if not ring.is_joined and pause >= 0:
-            try:
-                if not ring.join():
-                    # The next process may start to use hostcall soon, or never.
-                    pause = min(max(0.1, (time.monotonic() - begun) / 10), 5.0)
-            except (OSError, jax.errors.JaxRuntimeError) as error:
-                logger.warning(
-                    "hostcall won't notice at once that process %d of the job dies: %s",
-                    ring.next,
-                    error,
-                )
-                pause = -1.0
-        try:
-            ended = ring.wait(None if ring.is_joined or pause < 0 else pause)
-        except Exception:  # this thread also posts, so it must go on
-            logger.exception("hostcall can't notice at once that a process died")
-            ended, pause = None, -1.0
-            _stopping.wait(_LOOK)
-        if ended is not None:
-            pause = -1.0
-        if ended == "stranger":
-            logger.warning(
-                "hostcall won't notice at once that process %d of the job dies: another"
-                " program is at its address",
-                ring.next,
-            )
-        if ended == "died" and not _stopping.is_set():
-            died = new("died", process=ring.next)
-            # To itself without the service, which may have died with that process.
-            _learn(died)
-            _woken.set()
-            send(died, [p for p in others() if p != ring.next])
-    mail.post_all()
-    ring.close()
+    assert _ring is not None
+    run(_ring, _stopping, mail.post_all, _next_died)
+
+
+def _next_died() -> None:
+    assert _ring is not None
+    died = new("died", process=_ring.next)
+    # To itself without the service, which may have died with that process.
+    _learn(died)
+    _woken.set()
+    send(died, [p for p in others() if p != _ring.next])
 
 
 # --- The inbox -----------------------------------------------------------------------
@@ -319,10 +284,12 @@ def _end_the_process(failure: Message, seconds: float) -> None:
     try:
         send(new("failed", f"it was stuck, since {failure}"), others()).wait(_TELLING)
         take_leave(_FLUSH)
-        # A pipe that nobody reads would keep the process.
-        flushing = threading.Thread(target=_flush_streams, daemon=True)
-        flushing.start()
-        flushing.join(_FLUSH)
+        # A pipe that nobody reads would keep the process. If the main thread is at its
+        # end, no thread can be started, and it flushes the streams itself.
+        with contextlib.suppress(RuntimeError):
+            flushing = threading.Thread(target=_flush_streams, daemon=True)
+            flushing.start()
+            flushing.join(_FLUSH)
         text = (
             f"hostcall: this process has waited {seconds:g} s in a collective for a"
             f" process that does not come, and ends with exit code {EXIT_CODE}"

@@ -20,12 +20,20 @@ as Gloo's is.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import select
 import socket
+import threading
+import time
+from collections.abc import Callable
+
+import jax
 
 from hostcall import _jax
+
+logger = logging.getLogger("hostcall")
 
 ADDRESSES = "hostcall/ring/"  # in the job's store
 
@@ -225,3 +233,59 @@ def _own_address(host: str) -> str:
         except OSError as error:  # such as IPv6 on a machine without it
             failed = error
     raise failed or OSError(f"{host} has no address")
+
+
+def run(
+    ring: Ring,
+    stopping: threading.Event,
+    post: Callable[[], object],
+    died: Callable[[], object],
+) -> None:
+    """Joins the ring and watches it, and posts messages, until `stopping` is set.
+
+    Args:
+        ring: the place of this process.
+        stopping: set, and `ring.wake` called, when this should return.
+        post: writes the messages that are to be sent; called after each `ring.wake`.
+        died: called when the next process has died without a word.
+    """
+    pause, begun = 0.0, time.monotonic()
+    try:
+        ring.listen()
+    except (OSError, jax.errors.JaxRuntimeError) as error:
+        logger.warning(
+            "hostcall can't notice at once that a process of the job died: %s", error
+        )
+        pause = -1.0
+    while not stopping.is_set():
+        post()
+        if not ring.is_joined and pause >= 0:
+            try:
+                if not ring.join():
+                    # The next process may start to use hostcall soon, or never.
+                    pause = min(max(0.1, (time.monotonic() - begun) / 10), 5.0)
+            except (OSError, jax.errors.JaxRuntimeError) as error:
+                _unwatched(ring.next, error)
+                pause = -1.0
+        try:
+            ended = ring.wait(None if ring.is_joined or pause < 0 else pause)
+        except Exception as error:  # this thread also posts, so it must go on
+            _unwatched(ring.next, error)
+            ended, pause = None, -1.0
+            stopping.wait(0.5)
+        if ended is not None:
+            pause = -1.0
+        if ended == "stranger":
+            _unwatched(ring.next, "another program is at its address")
+        if ended == "died" and not stopping.is_set():
+            died()
+    post()
+    ring.close()
+
+
+def _unwatched(process: int, why: object) -> None:
+    logger.warning(
+        "hostcall won't notice at once that process %d of the job dies: %s",
+        process,
+        why,
+    )
