@@ -115,6 +115,9 @@ def test_another_platform():
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_device_calls_in_a_shard_map(pair):
+    # XLA's threads then have host code's settings, among them its default device.
+    many = [jax.jit(lambda x: hc.call(r.sine, x, x)) for _ in range(2)]
+    jax.block_until_ready([f(on_two(PAIRS[pair][0])) for f in many for _ in range(4)])
     there = on_two(PAIRS[pair][0])
 
     @jax.shard_map(mesh=there.sharding.mesh, in_specs=P, out_specs=P)
@@ -145,10 +148,23 @@ def test_a_default_device_of_another_platform(monkeypatch):
     cpu = jax.devices("cpu")[1]
     host = host_device.above(cpu.client)
     gpu = SimpleNamespace(client=SimpleNamespace(platform="gpu"))
-    for default, wanted in ((cpu, cpu), (host, host), (gpu, cpu), (None, cpu)):
+    for default, wanted in ((cpu, cpu), (host, cpu), (gpu, cpu), (None, cpu)):
         set_to = SimpleNamespace(value=default)
         monkeypatch.setattr(_jax, "default_device", set_to)
         assert travel._client("cpu") is wanted.client
+
+
+def test_host_code_loads_a_program_for_its_own_device():
+    data = bytes(hc.export(lambda x: hc.call(r.sine, x, x))(X))
+    clients = []
+
+    def host(x):
+        clients.append(travel._client("cpu"))
+        return np.asarray(hc.load(data).call(x))
+
+    got = jax.jit(lambda x: hc.call(host, x, x))(X)
+    np.testing.assert_allclose(got, np.sin(X), rtol=1e-6)
+    assert clients == [host_device.above(jax.devices("cpu")[0].client).client]
 
 
 def test_a_mesh_with_more_devices_than_there_are():

@@ -11,7 +11,7 @@ import pytest
 from failing_jobs import run_job
 
 import hostcall as hc
-from hostcall._runtime import mail, stuck
+from hostcall._runtime import mail, ring, stuck
 from hostcall.errors import SpecError
 
 # --- Calls that fail in all processes -------------------------------------------------
@@ -345,6 +345,16 @@ hc.recover()
     )
     assert [process.code for process in ended] == [0, 0, 0], ended
     assert ended[0].said == ["done"]
+
+
+def test_the_address_of_a_machine_whose_name_is_its_loopback(monkeypatch):
+    """As on Debian: the ring must not tell other machines a loopback address."""
+    there = ring._address_towards
+    named = {"node0": "127.0.1.1", ring._ELSEWHERE: "10.1.2.3"}
+    monkeypatch.setattr(ring, "_address_towards", lambda h: named.get(h) or there(h))
+    assert ring._own_address("node0") == "10.1.2.3"
+    assert ring._own_address("localhost") in ("127.0.0.1", "::1")
+    assert ring._own_address("127.0.0.1") == "127.0.0.1"
 
 
 # --- Without other processes ----------------------------------------------------------

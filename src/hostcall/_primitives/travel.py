@@ -38,7 +38,7 @@ from hostcall._engine.info import CallInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives import planning
 from hostcall._primitives.tap.description import describe
-from hostcall._runtime import delivery, host_device
+from hostcall._runtime import context, delivery, host_device
 
 # Counted up when older versions of hostcall could not read the texts.
 FORMAT = 1
@@ -224,14 +224,18 @@ def _client(platform: str) -> Any:
     """The client on which this thread loads a program: host code's own inside it.
 
     A default device of another platform says nothing: JAX loads a program for the
-    platform of its arguments too.
+    platform of its arguments too. Nor does host code's device outside of host code:
+    XLA's threads keep the settings of the calls that they have made.
     """
     default = getattr(_jax.default_device.value, "client", None)
     if default is None:
         return _jax.client_of(platform)
+    if host_device.is_host(default):
+        inside = context.current() is not None
+        return default if inside else _jax.client_of(platform)
     # A GPU's client calls its platform "gpu" or "cuda".
     fits = (default.platform == "cpu") == (platform == "cpu")
-    return default if fits or host_device.is_host(default) else _jax.client_of(platform)
+    return default if fits else _jax.client_of(platform)
 
 
 def _buffers_of(told: Any) -> list[Any]:

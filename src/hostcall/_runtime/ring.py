@@ -20,6 +20,7 @@ as Gloo's is.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import secrets
@@ -224,6 +225,21 @@ def _is_open(before: socket.socket) -> bool:
 
 def _own_address(host: str) -> str:
     """The address of this machine on the way to `host`; sends nothing."""
+    found = _address_towards(host)
+    alone = host in ("localhost", "::1") or host.startswith("127.")
+    if alone or not ipaddress.ip_address(found).is_loopback:
+        return found
+    # Debian gives a machine's own name the address 127.0.1.1, which no other machine
+    # can reach. The way to anywhere else has an address that the others can.
+    with contextlib.suppress(OSError):  # there is none: no other machine comes
+        return _address_towards(_ELSEWHERE)
+    return found
+
+
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation, so it is nobody's
+
+
+def _address_towards(host: str) -> str:
     failed: OSError | None = None
     for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         try:
