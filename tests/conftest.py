@@ -19,11 +19,6 @@ import platforms
 import pytest
 from limits import HANG_SECONDS, PROGRAM_SECONDS, holds_in_time
 
-import hostcall as hc
-from hostcall import _native
-from hostcall._core import failures
-from hostcall._runtime import tap_failures
-
 # Installs Python's handler for SIGINT in programs that tests run. If a shell started the
 # suite in the background, the suite and its child processes inherit an ignored SIGINT.
 _PRELUDE = """
@@ -43,7 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    global hc, _native, failures, tap_failures
     platforms.set_up(config.getoption("--platform"))
+
+    # After it: hostcall registers its handlers when it is imported.
+    import hostcall as hc
+    from hostcall import _native
+    from hostcall._core import failures
+    from hostcall._runtime import tap_failures
+
     # A copy from before pytest captures output, so that a hang's stacks are not lost.
     config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 

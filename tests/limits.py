@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hostcall import _native
-
 # The limit for one test on a busy machine. On an idle one, the slowest take 20 s.
 HANG_SECONDS = 240
 # The limit for programs that tests run.
@@ -21,6 +19,8 @@ def holds_in_time(condition: Callable[[], bool]) -> bool:
     After a program's results are ready, a thread of XLA may hold it for a moment, and
     hostcall's watcher may still be freeing what it held.
     """
+    from hostcall import _native  # after platforms.set_up
+
     limit = time.monotonic() + HANG_SECONDS / 4
     while time.monotonic() < limit:
         gc.collect()
