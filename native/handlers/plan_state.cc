@@ -31,23 +31,34 @@ std::unique_ptr<PlanState> StateFor(Counted<Plan> plan) {
   return state;
 }
 
-/// Asks Python to read a text. Returns XLA's error, or null with the plan in
-/// `*plan` if there are buffers.
-XLA_FFI_Error* ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
-                        bool on_cuda, const std::vector<BufferType>* buffers,
-                        Counted<Plan>* plan) {
+/// Asks Python for a plan, on a thread that compiles, loads or runs a program.
+/// `ask` returns the plan, or puts a text into its argument. Returns XLA's error or
+/// null.
+template <typename Ask>
+XLA_FFI_Error* AskPython(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
+                         Counted<Plan>* plan, Ask ask) {
   Entry entry;
   if (!entry) {
     return MakeError(frame->api, ClosedText(),
                      XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
-  // On a thread that compiles, loads or runs the program. If it holds the GIL, so
-  // does the guard; no lock of XLA's is known to be held here.
+  // If the thread holds the GIL, so does the guard; no lock of XLA's is known to be
+  // held here.
   std::string fault;
   GilGuard gil;
-  *plan = g_text_reader(text, on_cuda, buffers, &fault);
-  if (fault.empty()) return nullptr;
-  return MakeError(frame->api, fault, XLA_FFI_Error_Code_FAILED_PRECONDITION);
+  *plan = ask(&fault);
+  return fault.empty() ? nullptr : MakeError(frame->api, fault, code);
+}
+
+/// Asks Python to read a text. Returns XLA's error, or null with the plan in
+/// `*plan` if there are buffers.
+XLA_FFI_Error* ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
+                        bool on_cuda, const std::vector<BufferType>* buffers,
+                        Counted<Plan>* plan) {
+  return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, plan,
+                   [&](std::string* fault) {
+                     return g_text_reader(text, on_cuda, buffers, fault);
+                   });
 }
 
 /// The types of all operands and results that are not tokens.
@@ -190,17 +201,12 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   }
   const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block");
   if (block != nullptr && plan) {
-    Entry entry;
-    if (!entry) {
-      return MakeError(frame->api, ClosedText(),
-                       XLA_FFI_Error_Code_FAILED_PRECONDITION);
-    }
-    // On the thread that compiles or loads the program. If it holds the GIL, so
-    // does the guard; no lock of XLA's is known to be held here.
-    std::string fault;
-    GilGuard gil;
-    plan = g_block_maker(*plan, {block->ptr, block->len}, &fault);
-    if (!plan) return MakeError(frame->api, fault);
+    const Counted<Plan> whole = std::move(plan);
+    XLA_FFI_Error* error = AskPython(
+        frame, XLA_FFI_Error_Code_INTERNAL, &plan, [&](std::string* fault) {
+          return g_block_maker(*whole, {block->ptr, block->len}, fault);
+        });
+    if (error != nullptr) return error;
   }
   if (!state) state = StateFor(std::move(plan));
   XLA_FFI_State_Set_Args args;

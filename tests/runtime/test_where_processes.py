@@ -169,7 +169,6 @@ def test_where_taps_and_prints_run(run_python):
 
 STATUS = """
 from hostcall import _jax
-store = _jax.job_store()
 line = Mesh(np.array(jax.devices()), ("x",))
 x = put(np.arange(4, dtype=np.float32), NamedSharding(line, P("x")))
 def until(condition, what):
@@ -184,7 +183,7 @@ if me == 1:
     assert not first.answered and second.answered and second.pid == os.getpid()
     assert "process 0 did not answer: it has ended, is stopped, or" in str(first)
     say("silent")
-store.meet("asked", 60)
+_jax.job_meet("asked", 60)
 # The processes' first meeting in a collective has a limit of 30 s.
 jax.jit(lambda x: x.sum())(x).block_until_ready()
 
@@ -217,12 +216,12 @@ def slow(v):
 jax.jit(lambda v: hc.tap(slow, v, tag="slow", on=jax.devices()[0]))(x)
 if me == 0:
     assert seen.wait(60)
-store.meet("tapped", 60)
+_jax.job_meet("tapped", 60)
 if me == 1:
     first, _ = hc.monitor.status(processes="all", limit=60)
     assert [c.name for c in first.calls] == ["slow"] and first.taps == 1
     say("tap")
-store.meet("told", 60)
+_jax.job_meet("told", 60)
 leave.set()
 hc.barrier()
 for wrong, text in [({"processes": "some"}, "should be 'all', got 'some'"),
@@ -232,12 +231,12 @@ for wrong, text in [({"processes": "some"}, "should be 'all', got 'some'"),
     except hc.errors.SpecError as error:
         assert text in str(error)
         say("refused")
-assert store.folder("hostcall/questions/") == {}
-assert store.folder("hostcall/answers/") == {}
+assert _jax.job_folder("hostcall/questions/") == {}
+assert _jax.job_folder("hostcall/answers/") == {}
 assert "hostcall-answers" in {t.name for t in threading.enumerate()}
 # One process asks for the job's service to be gone before the end, the other leaves it
 # to JAX; neither may crash or hang.
-store.meet("end", 60)
+_jax.job_meet("end", 60)
 if sys.argv[5] == "shutdown":
     jax.distributed.shutdown()
     assert hc.monitor.status(processes="all")[0].answered

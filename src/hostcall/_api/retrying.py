@@ -25,7 +25,9 @@ def retrying(make: Callable[[], Any], *, retries: int = 1) -> Retrying:
 
     Args:
         make: returns a new pool: a concurrent.futures executor of processes, loky's, or
-            a multiprocessing.Pool. It is called at the first call, and after a death.
+            a multiprocessing.Pool. It is called when it is first
+            needed (a program that uses it is compiled, or the first call), and after
+            a death.
         retries: how often the rows of one call are sent again, before the call fails as
             it does without `retrying`. A row may have killed its worker, and would then
             kill the next ones too.

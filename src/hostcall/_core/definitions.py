@@ -18,7 +18,7 @@ import sys
 import types
 from typing import Any, NamedTuple
 
-from hostcall._core.source import place_of, users_frame
+from hostcall._core.source import is_anonymous, place_of, users_frame
 
 
 class Statement(NamedTuple):
@@ -68,7 +68,7 @@ def _kind(thing: Any) -> tuple[Any, ...]:
     named = core if hasattr(core, "__qualname__") else type(core)
     name = (type(thing).__qualname__, type(core).__qualname__)
     found = (*name, getattr(named, "__module__", None), named.__qualname__)
-    if not _is_anonymous(core):
+    if not is_anonymous(core):
         return found
     place = place_of(core)
     return (*found, place.file, place.line)
@@ -101,15 +101,11 @@ def _own_code(thing: Any) -> Any:
     while hasattr(type(thing), "hostcall_held") and hasattr(thing, "fn"):
         thing = thing.fn
     if isinstance(thing, type):
-        return None if _is_anonymous(thing) else thing
+        return None if is_anonymous(thing) else thing
     core = _core(thing)
     if isinstance(thing, types.FunctionType) and isinstance(core, types.FunctionType):
-        return None if _is_anonymous(core) else core.__code__
+        return None if is_anonymous(core) else core.__code__
     return None
-
-
-def _is_anonymous(core: Any) -> bool:
-    return "<" in getattr(core, "__qualname__", "")
 
 
 def _where(by: Statement) -> tuple[Any, ...]:

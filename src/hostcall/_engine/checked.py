@@ -24,6 +24,10 @@ def _is_int(value: Any, least: int) -> bool:
     return type(value) is int and least <= value < 2**63
 
 
+def _is_ordinal(value: Any) -> bool:
+    return _is_int(value, -1) and value < 2**31
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
@@ -118,8 +122,9 @@ def check_options(told: Any) -> None:
     for option in ("parallel", "linked"):
         if not _BOOL(told[option]):
             raise Malformed(f"{option}={told[option]!r}")
-    if not all(_is_int(ordinal, -1) for ordinal in told["only"]):
-        raise Malformed(f"the devices {told['only']!r}")
+    only = told["only"]
+    if not isinstance(only, list) or not all(_is_ordinal(each) for each in only):
+        raise Malformed(f"the devices {only!r}")
     place = told.get("place", ["", 0, ""])
     if [type(part) for part in place] != [str, int, str]:
         raise Malformed(f"the place {place!r}")
@@ -148,7 +153,8 @@ def check_shapes(told: Any) -> None:
     for dtype, *shape in (each for avals in every for each in avals):
         if not isinstance(dtype, str) or not all(_is_int(n, 0) for n in shape):
             raise Malformed(f"the shape {shape!r} of dtype {dtype!r}")
-        read_dtype(dtype)
+        if math.prod(max(n, 1) for n in shape) * read_dtype(dtype).itemsize > 2**60:
+            raise Malformed(f"the shape {shape!r}, too large for an array")
     _check_axes("batched", params["batched"], 1 if grid else 0, operands, len(grid))
     levels = len(params["flags"]) if is_tap else params["levels"]
     if is_tap:
@@ -168,8 +174,9 @@ def check_shapes(told: Any) -> None:
     arrays = sum(not isinstance(mark, dict) for mark in told["template"][1])
     if arrays != len(operands) - masked - always:
         raise Malformed(f"{len(operands)} operands for {arrays} arguments")
-    if not is_tap:
-        _check_results(told, params["levels"])
+    if is_tap and told["avals"]:
+        raise Malformed(f"results {told['avals']!r} of a tap")
+    _check_results(told, 0 if is_tap else params["levels"])
 
 
 def _check_axes(

@@ -17,8 +17,7 @@ versions differ, the code tests whether a name exists, and never compares versio
     execution     settings that JAX reads before it runs a program
     devices       devices, clients, and arrays on them
     exporting     what leaves the process with an exported program
-    job_store     the key-value store that the processes of a job share
-    coordination  the store of texts that the processes of a job share
+    coordination  the store that the processes of a job share
     callbacks     JAX's own callbacks: primitives, effects, loggers, old flags
     reports       notices each error that JAX makes for a failed program
 
@@ -35,7 +34,6 @@ from hostcall._jax.effects import *  # noqa: F403
 from hostcall._jax.execution import *  # noqa: F403
 from hostcall._jax.exporting import *  # noqa: F403
 from hostcall._jax.hoisting import *  # noqa: F403
-from hostcall._jax.job_store import *  # noqa: F403
 from hostcall._jax.lowering import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
 from hostcall._jax.reports import *  # noqa: F403

@@ -1,14 +1,16 @@
-"""The coordination service of a job: a store of texts that all its processes share.
+"""The coordination service of a job: a store that all its processes share.
 
 JAX's own process 0 runs the service (`jax.distributed.initialize`). A set takes 0.4 ms,
 and a look 0.3 ms. There is no blocking get here: each one that finds nothing leaves 15
-KB in the service and 20 KB in the client for ever. All functions release the GIL while
-they wait. What the service can't do raises `jax.errors.JaxRuntimeError`.
+KB in the service and 20 KB in the client for ever. The store works while programs run,
+fail or hang, since no device takes part. All functions release the GIL while they wait.
+What the service can't do raises `jax.errors.JaxRuntimeError`.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,13 +21,21 @@ from hostcall import _native
 _SLICE = 0.05  # seconds between two looks
 
 
-def job_size() -> int:
-    """The number of processes; 1 without `jax.distributed.initialize`.
+def place_in_job() -> tuple[int, int]:
+    """(number of this process, number of processes). Cost: 0.2 us.
 
-    Unlike `jax.process_count`, this starts no back end.
+    Without `jax.distributed.initialize` these are 0 and 1. Unlike `jax.process_index`
+    and `jax.process_count`, this starts no back end.
     """
     state = _distributed.global_state
-    return 1 if state.client is None else int(state.num_processes)
+    if state.client is None:
+        return 0, 1
+    return int(state.process_id), int(state.num_processes or 1)
+
+
+def job_size() -> int:
+    """The number of processes; 1 without `jax.distributed.initialize`."""
+    return place_in_job()[1]
 
 
 def job_outlives_processes() -> bool:
@@ -58,20 +68,44 @@ def job_get(key: str, seconds: float = 0.0) -> str | None:
     """The text of `key`; None if it has none, also after `seconds`."""
     until = time.monotonic() + seconds
     while True:
-        try:
-            return str(_client().key_value_try_get(key))
-        except jax.errors.JaxRuntimeError as error:
-            if "NOT_FOUND" not in str(error):
-                raise
+        text: str | None = _found(_client().key_value_try_get, key)
         left = until - time.monotonic()
-        if left <= 0:
-            return None
+        if text is not None or left <= 0:
+            return text
         time.sleep(min(left, _SLICE))
 
 
-def job_texts(folder: str) -> list[str]:
-    """The texts of all keys under `folder`, which ends with a slash."""
-    return [str(text) for _, text in _client().key_value_dir_get(folder)]
+def job_put_bytes(key: str, value: bytes) -> None:
+    """Stores bytes under a new key."""
+    _client().key_value_set_bytes(key, value)
+
+
+def job_get_bytes(key: str) -> bytes | None:
+    """The bytes of `key`; None if it has none."""
+    value: bytes | None = _found(_client().key_value_try_get_bytes, key)
+    return value
+
+
+def _found(get: Callable[[str], Any], key: str) -> Any:
+    try:
+        return get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
+
+
+def job_folder(name: str) -> dict[str, str]:
+    """All texts whose keys begin with `name`, which ends with a slash, by the rest of
+    their keys.
+    """
+    found = _client().key_value_dir_get(name)
+    return {key.removeprefix(name): text for key, text in found}
+
+
+def job_delete(key: str) -> None:
+    """Removes a key; one that ends in "/" with all keys that begin with it."""
+    _client().key_value_delete(key)
 
 
 def job_count(key: str) -> int:

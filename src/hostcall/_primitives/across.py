@@ -111,18 +111,36 @@ class Source:
             values = _jax.lower_traced(program.ctx, back, shapes, parts)
         if not self.tells:
             return values, token
-        return _jax.custom_call(
-            program,
-            targets.VERDICT_TARGET,
-            token,
-            [values[-1], *values[:-1]],
-            [*self.more_avals, *avals],
-            avals,
-            returns_token=token is not None,
-            has_side_effect=has_side_effect,
-            attributes=self.attributes,
-            aliases={1 + i: i for i in range(n)},
+        return judged(
+            program, token, values[-1], values[:-1], avals, has_side_effect, self
         )
+
+
+def judged(
+    program: _jax.Program,
+    token: Any | None,
+    outcome: Any,
+    results: Sequence[Any],
+    avals: Sequence[Any],
+    has_side_effect: bool,
+    source: Any,
+) -> tuple[list[Any], Any | None]:
+    """Passes results of these avals on, or fails on this device if the outcome says so.
+
+    `source` has the attributes by which the program finds the call's plan.
+    """
+    return _jax.custom_call(
+        program,
+        targets.VERDICT_TARGET,
+        token,
+        [outcome, *results],
+        [_jax.ShapedArray(OUTCOME.shape, OUTCOME.dtype), *avals],
+        avals,
+        returns_token=token is not None,
+        has_side_effect=has_side_effect,
+        attributes=source.attributes,
+        aliases={1 + i: i for i in range(len(avals))},
+    )
 
 
 def bits(x: Any) -> list[Any]:

@@ -28,8 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._engine import targets
-from hostcall._primitives.across import OUTCOME
+from hostcall._primitives.across import OUTCOME, judged
 
 _DIGITS = 10  # of a device's number, in the outcome's text
 
@@ -69,17 +68,8 @@ class Everyone:
         )
         number = _jax.max_over_devices(program.ctx, number, device, self.devices)
         (verdict,) = _jax.lower_traced(program.ctx, _verdict, (device,), (number,))
-        return _jax.custom_call(
-            program,
-            targets.VERDICT_TARGET,
-            token,
-            [verdict, *results[:-1]],
-            [*self.more_avals, *avals],
-            avals,
-            returns_token=token is not None,
-            has_side_effect=has_side_effect,
-            attributes=self.attributes,
-            aliases={1 + i: i for i in range(len(avals))},
+        return judged(
+            program, token, verdict, results[:-1], avals, has_side_effect, self
         )
 
 

@@ -10,9 +10,11 @@ back when it loads the program, here or elsewhere:
     serialized          the slot, if there is one of that name, may be of another call,
                         and then has another text: `_read_text`
 
-`_read_text` is called twice. When the program is loaded it checks the text: the names
-must be registered here. When the program first runs it makes the plan. Symbolic shapes
-are known then, and the shapes in the text are compared with those of XLA's buffers.
+`_read_text` is called twice. When the program is loaded it checks the text, by making
+the plan as far as the shapes are known, and dropping it: so a missing name or a wrong
+item of a feed is an error before anything runs. When the program first runs it makes
+the plan that is kept. Symbolic shapes are known then, and the shapes in the text are
+compared with those of XLA's buffers.
 
 What is read comes from a file, so nothing in it is trusted: names are looked up in the
 registry, and everything else is numbers and texts.

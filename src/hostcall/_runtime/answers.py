@@ -2,8 +2,8 @@
 
 The idea: if a job hangs, the main thread of each process waits inside XLA, and nobody
 can ask it anything. So each process has a thread that looks, twice a second, for
-questions in the store that the job's processes share (_jax/job_store.py), and answers
-them there.
+questions in the store that the job's processes share (_jax/coordination.py), and
+answers them there.
 
     asker                                 each other process's thread
     put  questions/<id>
@@ -36,6 +36,7 @@ for the same service, and ends the process if it does not reply.
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from typing import Any
@@ -62,7 +63,7 @@ def start() -> None:
     """Starts the thread, once, if the job has several processes."""
     global _thread
     # Set once, and cleared in a forked child only: the first look needs no lock.
-    if _thread is not None or _jax.job_store() is None:
+    if _thread is not None or _jax.job_size() == 1:
         return
     with _lock:
         if _thread is None and not _stopped.is_set():
@@ -91,47 +92,48 @@ def ask(seconds: float) -> dict[int, dict[str, Any] | None]:
 
     Returns the answers by the number of the process; None where none came in time.
     """
-    store = _jax.job_store()
-    if store is None:
+    here, processes = _jax.place_in_job()
+    if processes == 1:
         return {0: running.told()}
     start()
-    question = f"{store.process}.{next(_numbers)}"
+    question = f"{here}.{next(_numbers)}"
     end = time.monotonic() + seconds
     said: dict[int, dict[str, Any] | None]
-    said = dict.fromkeys(range(store.processes))
-    store.put(_QUESTIONS + question, seconds)
+    said = dict.fromkeys(range(processes))
+    _jax.job_put(_QUESTIONS + question, str(seconds))
     try:
-        said[store.process] = running.told()
+        said[here] = running.told()
         while True:
             for process in [p for p, answer in said.items() if answer is None]:
-                said[process] = store.get(f"{_ANSWERS}{question}/{process}")
+                answer = _jax.job_get(f"{_ANSWERS}{question}/{process}")
+                said[process] = None if answer is None else json.loads(answer)
             if None not in said.values() or time.monotonic() >= end:
                 return said
             time.sleep(_FETCH)
     finally:
-        store.delete(_QUESTIONS + question)
-        store.delete(f"{_ANSWERS}{question}/")
+        _jax.job_delete(_QUESTIONS + question)
+        _jax.job_delete(f"{_ANSWERS}{question}/")
 
 
 def _answer() -> None:
     done: set[str] = set()
     while not _stopped.wait(_LOOK):
-        store = _jax.job_store()
-        if store is None:
+        if _jax.job_size() == 1:
             return  # the job was left: jax.distributed.shutdown()
         try:
-            done = _look(store, done)
+            done = _look(done)
         except jax.errors.JaxRuntimeError:
             # The service did not reply: it is gone, or the network is. JAX's client
             # notices the first and ends the process; the second passes.
             continue
 
 
-def _look(store: _jax.JobStore, done: set[str]) -> set[str]:
+def _look(done: set[str]) -> set[str]:
     """Answers new questions. Returns those that are there and answered."""
-    there = set(store.folder(_QUESTIONS))
+    here, there = _jax.job_rank(), set(_jax.job_folder(_QUESTIONS))
     for question in there - done:
         asker = int(question.partition(".")[0])
-        if asker != store.process:
-            store.put(f"{_ANSWERS}{question}/{store.process}", running.told())
+        if asker != here:
+            answer = json.dumps(running.told())
+            _jax.job_put(f"{_ANSWERS}{question}/{here}", answer)
     return there

@@ -7,7 +7,9 @@ debuggers, `hc.monitor.status()` and tracebacks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -127,3 +129,10 @@ def stop() -> None:
             "%d taps failed, and no barrier() raised their errors (see the log above)",
             len(errors) + more,
         )
+
+
+def flush_streams() -> None:
+    """Writes what stdout and stderr hold, before an end that would lose it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, broken, or not a stream
+            stream.flush()

@@ -1,7 +1,7 @@
 """Bytes that all processes of a job give to each other, or the first gives to all.
 
-The bytes go through the store that the processes share (_jax/job_store.py), not through
-devices: no program runs, so none that hangs or has failed is in the way.
+The bytes go through the store that the processes share (_jax/coordination.py), not
+through devices: no program runs, so none that hangs or has failed is in the way.
 
   1. Each process puts its bytes under a key of its own.
   2. Each fetches the others', looking 50 times a second, so that Ctrl-C ends the wait.
@@ -14,6 +14,7 @@ elsewhere is missing, and the others say so.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 
@@ -38,53 +39,64 @@ def of_all(what: str, own: bytes, seconds: float) -> list[bytes]:
     Raises:
         HostcallError: a process did not come in time.
     """
-    store = _jax.job_store()
-    if store is None:
+    if _jax.job_size() == 1:
         return [own]
-    return _exchange(store, what, own, range(store.processes), seconds)
+    return _exchange(what, own, range(_jax.job_size()), seconds)
 
 
 def of_first(what: str, own: bytes | None, seconds: float) -> bytes:
     """The bytes of process 0, which is the only one that has to give any."""
-    store = _jax.job_store()
-    if store is None:
+    process, processes = _jax.place_in_job()
+    if processes == 1:
         assert own is not None
         return own
-    mine = own if store.process == 0 else None
-    (found,) = _exchange(store, what, mine, range(1), seconds)
+    mine = own if process == 0 else None
+    (found,) = _exchange(what, mine, range(1), seconds)
     return found
 
 
 def _exchange(
-    store: _jax.JobStore,
-    what: str,
-    own: bytes | None,
-    givers: range,
-    seconds: float,
+    what: str, own: bytes | None, givers: range, seconds: float
 ) -> list[bytes]:
+    here = _jax.job_rank()
     name = f"hostcall/exchange/{next(_numbers)}/{what}"
     end = time.monotonic() + seconds
     if own is not None:
-        store.put_bytes(f"{name}/{store.process}", own)
+        _jax.job_put_bytes(f"{name}/{here}", own)
+    try:
+        found = _fetch_all(what, name, own, givers, end, seconds)
+        try:
+            _jax.job_meet(name, max(end - time.monotonic(), 1.0))
+        except jax.errors.JaxRuntimeError as error:
+            raise _absent(what, "a process has", seconds) from error
+        return found
+    finally:
+        # After a failure too: who has not fetched them by now fails as well.
+        if own is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone
+                _jax.job_delete(f"{name}/{here}")
+
+
+def _fetch_all(
+    what: str,
+    name: str,
+    own: bytes | None,
+    givers: range,
+    end: float,
+    seconds: float,
+) -> list[bytes]:
     found: dict[int, bytes | None] = dict.fromkeys(givers)
     if own is not None:
-        found[store.process] = own
+        found[_jax.job_rank()] = own
     while True:
         for giver in [g for g in givers if found[g] is None]:
-            found[giver] = store.get_bytes(f"{name}/{giver}")
+            found[giver] = _jax.job_get_bytes(f"{name}/{giver}")
         missing = [giver for giver in givers if found[giver] is None]
         if not missing:
-            break
+            return [value for value in found.values() if value is not None]
         if time.monotonic() >= end:
             raise _absent(what, f"processes {missing} have", seconds)
         time.sleep(_FETCH)
-    try:
-        store.meet(name, max(end - time.monotonic(), 1.0))
-    except jax.errors.JaxRuntimeError as error:
-        raise _absent(what, "a process has", seconds) from error
-    if own is not None:
-        store.delete(f"{name}/{store.process}")
-    return [value for value in found.values() if value is not None]
 
 
 def _absent(what: str, who: str, seconds: float) -> Exception:

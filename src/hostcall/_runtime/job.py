@@ -115,9 +115,7 @@ def text_of(process: int) -> str:
         return ""
     try:
         return _jax.job_get(_key(process), _FETCHING) or ""
-    except (
-        jax.errors.JaxRuntimeError
-    ):  # the service is gone: the process's number is all
+    except jax.errors.JaxRuntimeError:  # the service is gone, and the text with it
         return ""
 
 

@@ -41,7 +41,6 @@ docs/design/threads.md tells the whole story.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import sys
@@ -120,9 +119,7 @@ def end(*, interpreter: bool = True) -> None:
         # Without the normal exit, which would end the interpreter under running calls.
         try:
             leaving.interrupted()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # closed, or a broken pipe
-                    stream.flush()
+            delivery.flush_streams()
         finally:
             os._exit(130)
 

@@ -46,7 +46,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -121,7 +120,7 @@ def started() -> bool:
 
 def all_started() -> bool:
     """Whether all processes of the job have been here."""
-    return len(_jax.job_texts(ADDRESSES)) == _jax.job_size()
+    return len(_jax.job_folder(ADDRESSES)) == _jax.job_size()
 
 
 def known() -> Message | None:
@@ -287,7 +286,7 @@ def _end_the_process(failure: Message, seconds: float) -> None:
         # A pipe that nobody reads would keep the process. If the main thread is at its
         # end, no thread can be started, and it flushes the streams itself.
         with contextlib.suppress(RuntimeError):
-            flushing = threading.Thread(target=_flush_streams, daemon=True)
+            flushing = threading.Thread(target=delivery.flush_streams, daemon=True)
             flushing.start()
             flushing.join(_FLUSH)
         text = (
@@ -299,12 +298,6 @@ def _end_the_process(failure: Message, seconds: float) -> None:
         os.write(2, text.encode("utf-8", "backslashreplace"))
     finally:
         os._exit(EXIT_CODE)
-
-
-def _flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, broken, or not a stream
-            stream.flush()
 
 
 def wait_if_ending() -> None:

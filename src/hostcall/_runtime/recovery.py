@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.errors import HostcallError
-from hostcall._runtime import job, peers
+from hostcall._runtime import job, peers, stuck
 
 
 def recover(timeout: float) -> list[str]:
@@ -68,18 +68,11 @@ def recover(timeout: float) -> list[str]:
 
 
 def _wait_for_programs(until: float, timeout: float) -> None:
-    waiting = [a for a in jax.live_arrays() if not a.is_fully_addressable]
-    while any(map(_is_pending, waiting)):
+    waiting = jax.live_arrays()
+    while any(map(stuck.is_pending, waiting)):
         if time.monotonic() >= until:
             raise _still_runs(timeout)
         time.sleep(0.01)
-
-
-def _is_pending(array: jax.Array) -> bool:
-    try:
-        return not array.is_ready()
-    except RuntimeError:  # deleted or donated meanwhile
-        return False
 
 
 def _failures_of_effects(until: float, timeout: float) -> list[BaseException]:

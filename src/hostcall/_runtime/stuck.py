@@ -115,14 +115,15 @@ def _on_cpus() -> bool:
 
 def _values_not_ready() -> frozenset[int]:
     """The values of programs over several processes that are still computed."""
-    pending = set()
-    for array in jax.live_arrays():
-        try:
-            if not array.is_fully_addressable and not array.is_ready():
-                pending.add(id(array))
-        except RuntimeError:  # another thread has just deleted or donated it
-            continue
-    return frozenset(pending)
+    return frozenset(id(array) for array in jax.live_arrays() if is_pending(array))
+
+
+def is_pending(array: jax.Array) -> bool:
+    """Whether a program over several processes still computes this value."""
+    try:
+        return not array.is_fully_addressable and not array.is_ready()
+    except RuntimeError:  # another thread has just deleted or donated it
+        return False
 
 
 class _Inside:

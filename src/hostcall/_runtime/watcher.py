@@ -169,9 +169,7 @@ def _after_terminate() -> None:
             delivery.pending(),
             config.EXIT_TIMEOUT,
         )
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()
+    delivery.flush_streams()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
