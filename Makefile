@@ -4,6 +4,8 @@
 #               memory for a device's (tests/platforms.py)
 # make test-optional  the tests and examples of bridges and executors with the packages
 #               that are optional (torch, autograd, SymPy, Dask, Gymnasium, ...)
+# make docs    build the site into build/site: every program of its pages and its gallery
+#               runs, and a warning is an error
 # make pictures  draw the pictures of docs/ from runs of the programs there
 # make bench   print the table of targets, and write docs/benchmarks.md
 # make check   format, lint, types, layers, tests
@@ -28,7 +30,7 @@ NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-staged test-optional pictures bench check format sanitize soak clients wheel-check clean
+.PHONY: demo test test-staged test-optional docs pictures bench check format sanitize soak clients wheel-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
@@ -51,6 +53,14 @@ test-optional:
 	  tests/feed/test_feed_sources.py \
 	  tests/repo/test_examples.py tests/repo/test_readme.py tests/repo/test_guide.py \
 	  tests/call/test_arrays.py tests/compat/test_buffer_native.py tests/tools/test_jax_tqdm.py
+
+docs: SITE := .venv-docs
+docs:
+	scripts/venv.sh "$(PYTHON)" $(SITE)
+	scripts/compiler.sh
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(JAX) ".[demo,test,docs]"
+	PATH="$(CURDIR)/$(SITE)/bin:$$PATH" \
+	  $(SITE)/bin/python -m sphinx -W --keep-going -j 2 -b html docs build/site
 
 pictures: $(VENV)/.installed
 	$(BIN)/python scripts/pictures.py

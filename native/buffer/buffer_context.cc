@@ -74,18 +74,19 @@ PyObject* DeviceOf(const ActiveCall& call) {
 PyObject* NewContext() { return g_context_type->tp_alloc(g_context_type, 0); }
 
 bool InitContexts(PyObject* module) {
-  g_context_type =
-      MakeType(module, "ExecutionContext",
-               "What a buffer callback can ask about the call it is in.\n\n"
-               "stage   ExecutionStage.EXECUTE\n"
-               "stream  on a GPU the address of XLA's stream, on which to "
-               "work; on a CPU raises\n"
-               "        JaxRuntimeError (hc.current().stream is None there)\n"
-               "device  the jax.Device that runs the program\n"
-               "run     XLA's number of this execution; -1 for an eager call",
-               sizeof(ContextObject),
-               {{Py_tp_dealloc, Function(DeallocContext)},
-                {Py_tp_getset, context_attributes}});
+  g_context_type = MakeType(
+      module, "ExecutionContext",
+      "What a buffer callback can ask about the call it is in.\n\n"
+      "Attributes:\n"
+      "    stage: ExecutionStage.EXECUTE.\n"
+      "    stream: on a GPU the address of XLA's stream, on which to work.\n"
+      "        On a CPU it raises JaxRuntimeError (`hc.current().stream` is\n"
+      "        None there).\n"
+      "    device: the jax.Device that runs the program.\n"
+      "    run: XLA's number of this execution; -1 for an eager call.",
+      sizeof(ContextObject),
+      {{Py_tp_dealloc, Function(DeallocContext)},
+       {Py_tp_getset, context_attributes}});
   return g_context_type != nullptr;
 }
 

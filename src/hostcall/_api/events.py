@@ -102,7 +102,7 @@ class events:
     def take(self) -> np.ndarray:
         """The events that have ended since the last `take`, as a structured array.
 
-        Its fields:
+        Fields:
             kind: "call", "tap", "delivery", "team" (a device in a call that several
                 devices make together), "rows" (a worker runs rows of a call with
                 vmap_method="parallel"), "wait" (a thread in `hc.barrier()`),

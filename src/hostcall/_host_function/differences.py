@@ -51,7 +51,7 @@ def finite_difference(
             of f; "forward", 1 call per element and 1 for all, error about 1e-8;
             "complex", 1 call per element, exact to rounding, for analytic functions
             that take complex arguments.
-        step: relative to max(1, |x|). Default: eps^(1/3), eps^(1/2) and 1e-20 for the
+        step: relative to `max(1, |x|)`. Default: eps^(1/3), eps^(1/2) and 1e-20 for the
             three schemes, which suits an `fn` as exact as float64 (eps = 2e-16).
 
     Returns:
@@ -98,7 +98,7 @@ class Differences:
 
     Attributes:
         function: the HostFunction.
-        scheme, step: as given; the step is relative to max(1, |x|).
+        scheme, step: as given; the step is relative to `max(1, |x|)`.
         elementwise: all elements move at once.
         slopes: the functions that `slope` has made, by position.
     """

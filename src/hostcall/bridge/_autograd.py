@@ -30,7 +30,7 @@ def of_autograd(
 ) -> Any:
     """Makes a host function from one written with HIPS autograd's NumPy.
 
-    Autograd gives its derivatives.
+    Autograd gives its derivatives::
 
         import autograd.numpy as anp
 

@@ -36,7 +36,7 @@ def value_and_grad(
 ) -> Any:
     """Makes a host function from one that returns (value, gradient).
 
-    Optimisers take functions of this form, and adjoint solvers have it.
+    Optimisers take functions of this form, and adjoint solvers have it::
 
         @hc.bridge.value_and_grad
         def misfit(model, data):

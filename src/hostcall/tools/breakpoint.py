@@ -12,7 +12,7 @@ from hostcall.tools._values import without_derivative
 
 
 def breakpoint(*, where: Any = None, **values: Any) -> None:
-    """Opens your debugger each time a program reaches this line.
+    """Opens your debugger each time a program reaches this line::
 
         @jax.jit
         def step(x):

@@ -59,7 +59,7 @@ class Recorder:
     Args:
         folder: where the run is written. If it has a run already, this one is appended.
         sinks: functions that get the columns too, as `sink(columns)` with a dict of
-            NumPy arrays of shape (rows, *shape), in batches: those of
+            NumPy arrays of shape `(rows, *shape)`, in batches: those of
             `hostcall.tools.sinks`, or any callable. Each runs on a thread of its own. A
             slow one delays nothing; one that fails gets nothing more, and the next
             `hc.barrier()`, or `close`, raises its error. A method `close()` is called

@@ -61,7 +61,7 @@ def native(
 ) -> NativeFunction:
     """Wraps machine code, which runs without the GIL, for `hc.buffer_callback`.
 
-    The code has the C signature
+    The code has the C signature::
 
         void f(void **outputs, void **inputs, void *stream)
 

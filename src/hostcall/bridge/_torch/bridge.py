@@ -59,7 +59,7 @@ def torch(
 
     Returns:
         A `HostFunction`, which is called with arrays. The one of a module is called
-        with (params, *args), and has `parameters()` and `buffers()`, dicts of name ->
+        with `(params, *args)`, and has `parameters()` and `buffers()`, dicts of name ->
         array. Parameters and buffers that the dict leaves out are the module's own,
         without a derivative. The module is copied, and the copy shares its tensors: it
         stays in train or eval mode as it was, and what it writes to its buffers is

@@ -1,0 +1,33 @@
+"""How docstrings of hostcall become reference pages.
+
+An indented paragraph in them is a program or a table: it becomes a literal block, as if
+the line before it ended in "::". Fields of named tuples are described in `Attributes:`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def literal_blocks(
+    app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
+    for at in range(2, len(lines)):
+        before = lines[at - 2]
+        starts = lines[at].startswith("    ") and not lines[at - 1]
+        if starts and before and before[0] != " " and not before.endswith("::"):
+            lines[at - 2] += ":" if before.endswith(":") else " ::"
+
+
+def skip_fields(
+    app: Any, what: str, name: str, thing: Any, skip: bool, options: Any
+) -> bool | None:
+    text = getattr(thing, "__doc__", None) or ""
+    return True if text.startswith("Alias for field number") else None
+
+
+def setup(app: Any) -> dict[str, bool]:
+    # Before napoleon, which reads the sections.
+    app.connect("autodoc-process-docstring", literal_blocks, priority=100)
+    app.connect("autodoc-skip-member", skip_fields)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

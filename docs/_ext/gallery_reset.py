@@ -1,0 +1,15 @@
+"""Between two programs of the gallery, which one process runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+import hostcall as hc
+
+
+def reset(settings: dict[str, Any], name: str) -> None:
+    hc.barrier()
+    hc.unpatch_jax()
+    jax.config.update("jax_enable_x64", False)

@@ -1,0 +1,79 @@
+"""The site: `make docs`. Pages are Markdown; their programs run when it is built."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_ext"))
+
+project = "hostcall"
+author = "the hostcall developers"
+version = release = importlib.metadata.version("hostcall")
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+    "docstrings",
+    "sphinxcontrib.mermaid",
+]
+exclude_patterns = ["_build", "_ext", "design/rejected/*.txt"]
+nitpicky = False
+suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
+
+html_theme = "furo"
+html_title = "hostcall"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+smartquotes = False  # "pure" is typed with these quotes
+
+# --- Pages ---------------------------------------------------------------------------
+
+# Each ```python block is a cell (see _ext/cells.py). Pages stay Markdown that any reader
+# of the repository can read, and each block runs alone too (tests/repo/test_readme.py).
+nb_custom_formats = {".md": "cells.read"}
+nb_execution_mode = os.environ.get("DOCS_RUN", "force")
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_execution_timeout = 120
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+myst_fence_as_directive = ["mermaid"]  # as the repository's own pages show them
+
+# --- Reference -----------------------------------------------------------------------
+
+default_role = "code"
+autodoc_typehints = "none"  # the docstrings say them; signatures stay short
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_use_ivar = True
+napoleon_custom_sections = [
+    ("Under transformations", "params_style"),
+    ("Fields", "params_style"),
+]
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 80
+python_maximum_signature_line_length = 80
+
+# --- Gallery -------------------------------------------------------------------------
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples/gallery",
+    "gallery_dirs": "gallery",
+    "plot_gallery": nb_execution_mode != "off",
+    "abort_on_example_error": True,
+    "matplotlib_animations": True,
+    "download_all_examples": False,
+    "remove_config_comments": True,
+    "show_signature": False,
+    "min_reported_time": 1,
+    "reset_modules": ("matplotlib", "gallery_reset.reset"),
+}

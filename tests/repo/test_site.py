@@ -1,0 +1,112 @@
+"""The site builds without a warning, shows every public name once, and dates its pages.
+
+Here its programs are not run: test_readme.py, test_errors_explained.py and
+test_gallery.py run them, and so does `make docs`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hostcall as hc
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+MODULES = [
+    *("bridge", "buffers", "debug", "derivatives", "errors", "host_callback"),
+    *("monitor", "testing", "tools"),
+]
+NEEDED = (
+    *("sphinx", "myst_nb", "furo", "sphinx_copybutton", "sphinx_gallery"),
+    "sphinxcontrib.mermaid",
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for package in NEEDED:
+        pytest.importorskip(package)
+    root = tmp_path_factory.mktemp("site")
+    for name in ("docs", "examples", "src/hostcall/explain"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=ignore)
+    for name in ("README.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, root)
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", "html"],
+        cwd=root,
+        env=os.environ | {"DOCS_RUN": "off"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return root / "html"
+
+
+def test_every_page_is_there(site):
+    for page in DOCS.rglob("*.md"):
+        built = (site / page.relative_to(DOCS)).with_suffix(".html")
+        assert "<h1>" in built.read_text(), page
+
+
+def test_the_front_page_has_readmes_program_and_table(site):
+    front = (site / "index.html").read_text()
+    assert "bessel_sum" in front
+    assert "a scalar call in a compiled loop" in front
+    assert "pictures/" not in front or "_images/" in front
+
+
+def test_a_program_of_a_page_is_a_cell(site):
+    """Its source stands in a cell of a notebook, which `make docs` runs."""
+    assert 'class="cell docutils container"' in (site / "feeding.html").read_text()
+
+
+def test_every_public_name_stands_in_the_reference_once(site):
+    shown = []
+    for page in (site / "reference").glob("*.html"):
+        ids = re.findall(
+            r'<dt class="sig sig-object py" id="([^"]+)"', page.read_text()
+        )
+        shown += [name for name in ids if name.count(".") == 1 or _is_public(name)]
+    names = [f"hostcall.{name}" for name in dir(hc) if _is_shown(hc, name)]
+    for module in map(hc.__getattr__, MODULES):
+        names += [
+            f"{module.__name__}.{n}" for n in module.__all__ if _is_shown(module, n)
+        ]
+    elsewhere = {"hostcall.HostcallError", "hostcall.buffers.ExecutionStage"}
+    missing = set(names) - set(shown) - elsewhere
+    assert missing == set()
+    assert sorted(shown) == sorted(set(shown))
+
+
+def _is_public(name):
+    """Whether it is a name of a module, not of a class."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(module), attribute)
+    except ImportError:
+        return False
+
+
+def _is_shown(module, name):
+    return name[0] != "_" and not inspect.ismodule(getattr(module, name))
+
+
+PAGES = [*DOCS.glob("*.md"), *(DOCS / "migrating").glob("*.md")]
+UNDATED = {"index.md", "contributing.md", "benchmarks.md"}  # made of other pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_say_when_they_were_reviewed(page):
+    last = page.read_text().rstrip().splitlines()[-1]
+    if page.name not in UNDATED:
+        assert re.fullmatch(r"Reviewed: \d{4}-\d{2}-\d{2}\.", last), last
