@@ -36,8 +36,9 @@ smartquotes = False  # "pure" is typed with these quotes
 
 # --- Pages ---------------------------------------------------------------------------
 
-# Each ```python block is a cell (see _ext/cells.py). Pages stay Markdown that any reader
-# of the repository can read, and each block runs alone too (tests/repo/test_readme.py).
+# Each ```python block is a cell (see _ext/cells.py). Pages stay Markdown that any
+# reader of the repository can read, and each block runs alone too
+# (tests/repo/test_readme.py).
 nb_custom_formats = {".md": "cells.read"}
 nb_execution_mode = os.environ.get("DOCS_RUN", "force")
 nb_execution_raise_on_error = True

@@ -1,7 +1,7 @@
 """Sinks of a recorder: each gets batches of columns, `sink(columns)`.
 
-A batch is a dict of NumPy arrays of shape `(rows, *shape)`. Any callable is a sink; these
-write files, and `live` draws. A small vector becomes a column for each element,
+A batch is a dict of NumPy arrays of shape `(rows, *shape)`. Any callable is a sink;
+these write files, and `live` draws. A small vector becomes a column for each element,
 `norms.0`, `norms.1`. Batches differ in their columns if the recorder is called with
 different names.
 """
