@@ -355,6 +355,15 @@ WRONG = {
         "hc.tap calls `<lambda>` with the keyword evry=, which it does not take."
         " `<lambda>` takes (v). Did you mean every=?",
     ),
+    "misspelt, to a ufunc": (
+        lambda x: hc.call(np.sqrt, F32, x, ordr="ordered"),
+        "hc.call calls `sqrt` with the keyword ordr=, which it does not take. `sqrt`"
+        " takes (x, /, out=None, *,",
+    ),
+    "too many for a ufunc": (
+        lambda x: hc.call(np.sqrt, F32, x, x, x),
+        "hc.call calls `sqrt` with 3 positional arguments.",
+    ),
     "the function's, misspelt": (
         lambda x: hc.call(lambda v, scale: v, F32, x, scael=10),
         "hc.call calls `<lambda>` with the keyword scael=, which it does not take."
@@ -490,6 +499,9 @@ RIGHT = {
     "partial": lambda x: hc.call(functools.partial(two, d=1), F32, x, c=1),
     "partial given again": lambda x: hc.call(functools.partial(two, d=1), F32, x, d=2),
     "ufunc": lambda x: hc.call(np.sqrt, F32, x),
+    "a ufunc's options": lambda x: hc.call(np.add, F32, x, x, dtype=np.float32),
+    "a ufunc's out": lambda x: hc.call(np.sqrt, F32, x, lend="out"),
+    "of two results": lambda x: hc.call(np.modf, (F32, F32), x),
     "scipy": lambda x: hc.call(scipy.special.jv, F32, x, x),
     "numpy": lambda x: hc.call(np.sum, F32, x, dtype=np.float32),
     "of C": lambda x: hc.call(operator.add, F32, x, x),

@@ -8,6 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
+from inspect import Parameter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,8 +175,6 @@ def _call_method(fn: Any) -> Any:
 
 
 def _signature_accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
-    if isinstance(fn, np.ufunc):
-        return True  # a ufunc has no signature
     signature = _known_signature(fn)
     if signature is None:
         return True
@@ -215,10 +214,29 @@ def _known_signature(fn: Any) -> inspect.Signature | None:
 
 def _signature(fn: Any) -> inspect.Signature | None:
     """A function's signature; None if it has none, as many C functions."""
+    if isinstance(fn, np.ufunc):  # NumPy tells it from 2.4 on
+        return _ufunc_signature(fn)
     try:
         return inspect.signature(fn, follow_wrapped=not _is_python(fn))
     except (TypeError, ValueError):
         return None
+
+
+def _ufunc_signature(fn: np.ufunc) -> inspect.Signature:
+    numbers = [""] if fn.nin == 1 else [str(k + 1) for k in range(fn.nin)]
+    inputs = [Parameter(f"x{k}", Parameter.POSITIONAL_ONLY) for k in numbers]
+    outputs = [Parameter("out", Parameter.POSITIONAL_OR_KEYWORD, default=None)]
+    if fn.nout > 1:
+        outputs = [
+            Parameter(f"out{k + 1}", Parameter.POSITIONAL_ONLY, default=None)
+            for k in range(fn.nout)
+        ]
+        outputs.append(Parameter("out", Parameter.KEYWORD_ONLY, default=None))
+    options = ["where", "casting", "order", "dtype", "subok", "signature", "sig"]
+    if fn.signature is not None:  # over axes, such as np.matmul
+        options += ["axes", "axis", "keepdims"]
+    keywords = [Parameter(k, Parameter.KEYWORD_ONLY, default=None) for k in options]
+    return inspect.Signature([*inputs, *outputs, *keywords])
 
 
 def _is_python(fn: Any) -> bool:
