@@ -58,6 +58,11 @@ def test_functions_that_could_not_work_are_refused(fn, say, mode):
 RESULTS = {
     "text": ("3.0", "result of `host` is '3.0', which has no shape and dtype"),
     "type": (float, "which has no shape and dtype. Write jax.ShapeDtypeStruct"),
+    "like": (
+        hc.like(0),
+        "result of `host` is like(argument=0), which has no shape and dtype. It is only"
+        " for hc.host, and only as the whole result=. Here give the argument itself",
+    ),
     "in a tree": ({"a": [F32, "x"]}, "result['a'][1] of `host` is 'x'"),
     "int64": (
         jax.ShapeDtypeStruct((), np.int64),

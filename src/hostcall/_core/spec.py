@@ -249,8 +249,7 @@ def parse_result(result: Any, name: str) -> Results:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise SpecError(
                 f"hostcall: {where} of `{name}` is {leaf!r}, which has no shape and"
-                " dtype. Write jax.ShapeDtypeStruct(shape, dtype), or give an array of"
-                " that shape and dtype"
+                f" dtype. {_instead_of(leaf)}"
             )
         shape = tuple(leaf.shape)
         if not all(
@@ -281,6 +280,19 @@ def parse_result(result: Any, name: str) -> Results:
         keys.append(None)
         avals.append(_jax.ShapedArray(shape, dtype))
     return Results(treedef, tuple(avals), tuple(keys))
+
+
+def _instead_of(leaf: Any) -> str:
+    """What to write in place of a leaf of `result=` that has no shape and dtype."""
+    if callable(getattr(leaf, "spec", None)):  # hc.like, hc.same_tree
+        return (
+            "It is only for hc.host, and only as the whole result=. Here give the"
+            " argument itself, or jax.ShapeDtypeStruct(shape, dtype)"
+        )
+    return (
+        "Write jax.ShapeDtypeStruct(shape, dtype), or give an array of that shape and"
+        " dtype"
+    )
 
 
 def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ...]:
