@@ -37,11 +37,15 @@ def test_the_first_screen_has_a_program_that_ends_in_an_assert():
     assert "| JAX's callbacks | hostcall |" in screen
 
 
-def test_the_programs_with_torch(run_python):
+WITH_TORCH = [page for page in PAGES if "```python torch" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", WITH_TORCH, ids=lambda p: p.name)
+def test_the_programs_with_torch(run_python, page):
     """In a separate process: torch is large, and would stay in this one."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    text = (ROOT / "docs" / "bridges.md").read_text()
+    text = page.read_text()
     blocks = re.findall(r"^```python torch\n(.*?)^```", text, re.M | re.S)
     assert len(blocks) == text.count("```python torch")
     run_python("\n".join(blocks))
