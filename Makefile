@@ -7,7 +7,8 @@
 # make docs    build the site into build/site: every program of its pages and its gallery
 #               runs, and a warning is an error
 # make pictures  draw the pictures of docs/ from runs of the programs there
-# make bench   print the table of targets, and write docs/benchmarks.md
+# make bench   print the table of targets, and write docs/benchmarks.md; measure the
+#               sweeps, draw them in docs/pictures/, and write the tables of docs/speed.md
 # make check   format, lint, types, layers, tests
 # make sanitize  the native tests under ASan and TSan, and the Python ones under ASan
 # make soak    ten minutes of everything at once: memory, threads and descriptors stay flat;
@@ -66,7 +67,7 @@ pictures: $(VENV)/.installed
 	$(BIN)/python scripts/pictures.py
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks --write docs/benchmarks.md --pictures docs/pictures
 
 check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -18,4 +18,12 @@ rows_recorder.py recorders
 rows_trace.py    what a trace adds to a call and a tap
 rows_watch.py    watches
 rows_gpu.py      calls and taps on a GPU
+
+And the pictures of docs/speed.md, `python -m benchmarks --pictures docs/pictures`:
+
+sweeps.py          what is measured, over which sizes, and speed.json
+sweep_parts.py     programs: a call, a tap, a row, and what a call consists of
+sweep_sizes.py     programs over bytes, leaves, rows, devices and threads
+sweep_texts.py     titles, captions, and the tables of docs/speed.md
+sweep_pictures.py  the drawing
 """

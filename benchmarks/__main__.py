@@ -1,8 +1,11 @@
-"""python -m benchmarks [--quick] [--only WORD] [--write FILE] [--json FILE]"""
+"""python -m benchmarks [--quick] [--only WORD] [--write FILE] [--json FILE]
+[--pictures FOLDER] [--draw FOLDER]
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -30,6 +33,9 @@ from benchmarks import (
     rows_trace,
     rows_waiting,
     rows_watch,
+    sweep_pictures,
+    sweep_texts,
+    sweeps,
 )
 from benchmarks.harness import measure
 
@@ -57,40 +63,104 @@ ROWS = (
 )
 
 
+def draw(folder: Path) -> None:
+    """Draws speed.json of a folder, and puts its tables into speed.md beside it."""
+    known = sweeps.load(folder)
+    if not known:
+        raise FileNotFoundError(f"{folder} has no {sweeps.FILE}: measure it first")
+    for path in sweep_pictures.draw(known, folder):
+        print(f"drew {path}", file=sys.stderr)
+    page = folder.parent / "speed.md"
+    if page.exists():
+        sweep_texts.write(page, known)
+
+
+def last_run(options: argparse.Namespace) -> str:
+    """How long the last whole run took, from what it wrote."""
+    seconds = []
+    if options.write:
+        seconds.append(render.seconds_of(options.write))
+    if options.pictures:
+        seconds.append(sweeps.seconds_of(options.pictures))
+    if not seconds or 0 in seconds:
+        return "how long a whole run takes is not recorded yet"
+    return f"the last whole run took {sum(seconds) / 60:.0f} min"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Prints the table of targets."
+        prog="python -m benchmarks",
+        description="Prints the table of targets, and draws pictures of speed.",
     )
-    parser.add_argument("--only", metavar="WORD", help="rows whose name has this")
-    parser.add_argument("--quick", action="store_true", help="few rounds, coarse")
-    parser.add_argument("--write", metavar="FILE", type=Path, help="Markdown")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="all rounds")
-    parser.add_argument("--list", action="store_true", help="names of the rows")
+    add = parser.add_argument
+    add("--only", metavar="WORD", help="rows and sweeps whose name has this")
+    add("--quick", action="store_true", help="few rounds, coarse")
+    add("--write", metavar="FILE", type=Path, help="Markdown")
+    add("--json", metavar="FILE", type=Path, help="all rounds")
+    add("--pictures", metavar="FOLDER", type=Path, help="measure sweeps, and draw them")
+    add("--draw", metavar="FOLDER", type=Path, help="only draw what was measured")
+    add("--list", action="store_true", help="names of the rows and sweeps")
     options = parser.parse_args()
+    if options.draw:
+        draw(options.draw)
+        return 0
 
     word = (options.only or "").lower()
     rows = [row for row in ROWS if word in row.name.lower()]
+    chosen = [s for s in sweeps.SWEEPS if word in f"sweep: {s.name}"]
     if options.list:
         print(*(row.name for row in rows), sep="\n")
+        print(*(f"sweep: {sweep.name}" for sweep in chosen), sep="\n")
         return 0
-    if not rows:
+    if not options.pictures:
+        chosen = []
+    if not rows and not chosen:
         print(f"no row has {options.only!r} in its name; see --list", file=sys.stderr)
         return 2
 
-    begin = time.perf_counter()
+    if chosen and importlib.util.find_spec("matplotlib") is None:
+        print("--pictures needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
+
+    begin, done = time.perf_counter(), 0
+
+    def say(name: str) -> None:
+        nonlocal done
+        done += 1
+        seconds = time.perf_counter() - begin
+        print(
+            f"  {seconds:4.0f} s, {done} of {len(rows) + len(chosen)}: {name} ...",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    print(
+        f"{len(rows)} rows and {len(chosen)} sweeps; {last_run(options)}",
+        file=sys.stderr,
+    )
     results = []
     for row in rows:
-        print(f"  {row.name} ...", file=sys.stderr, flush=True)
+        say(row.name)
         results.append(measure(row, options.quick))
-    print(render.table(results))
-    print()
-    print(render.summary(results), f"{time.perf_counter() - begin:.0f} s.")
-    print(*(f"{k} {v}" for k, v in render.machine().items()), sep=", ")
-    if options.write:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text(render.document(results))
-    if options.json:
-        options.json.write_text(json.dumps(render.as_json(results), indent=1) + "\n")
+    if rows:
+        seconds = time.perf_counter() - begin
+        print(render.table(results))
+        print()
+        print(render.summary(results), f"{seconds:.0f} s.")
+        print(*(f"{k} {v}" for k, v in render.machine().items()), sep=", ")
+        if options.write:
+            options.write.parent.mkdir(parents=True, exist_ok=True)
+            options.write.write_text(render.document(results, seconds))
+        if options.json:
+            made = json.dumps(render.as_json(results), indent=1)
+            options.json.write_text(made + "\n")
+    for sweep in chosen:
+        say(f"sweep: {sweep.name}")
+        figures = sweeps.measured(sweep, options.quick)
+        sweeps.save(options.pictures, sweep.name, figures)
+    if chosen:
+        draw(options.pictures)
+        print(f"all of it took {(time.perf_counter() - begin) / 60:.1f} min")
     return 0
 
 

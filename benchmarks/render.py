@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Result, Target
@@ -100,13 +102,21 @@ def machine() -> dict[str, str]:
     return found
 
 
-def document(results: Sequence[Result]) -> str:
+def seconds_of(page: Path) -> float:
+    """How long the run took that wrote a page; 0 if it does not say."""
+    text = page.read_text() if page.exists() else ""
+    found = re.search(r"^\| seconds for all rows \| (\d+) \|$", text, re.M)
+    return float(found[1]) if found else 0.0
+
+
+def document(results: Sequence[Result], seconds: float) -> str:
     """The whole text of docs/benchmarks.md."""
-    where = "\n".join(f"| {name} | {value} |" for name, value in machine().items())
+    about = {**machine(), "seconds for all rows": f"{seconds:.0f}"}
+    where = "\n".join(f"| {name} | {value} |" for name, value in about.items())
     return f"""# Benchmarks
 
 Written by `make bench` (`python -m benchmarks --write docs/benchmarks.md`); edits are
-lost.
+lost. [Where a microsecond goes](speed.md) has pictures, and explains them.
 
 The cases of a row run in turn, in one process. Figures are medians of the rounds, and
 ratios are medians of the rounds' ratios. "JAX" is JAX's own callback doing the same

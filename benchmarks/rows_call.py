@@ -30,19 +30,23 @@ def looped(step: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
 # --- Calls in a compiled loop ---------------------------------------------------------
 
 
-def raw_call() -> Callable[[Any], Any]:
+def nothing() -> None:
+    pass
+
+
+def raw_call(
+    result: Any = SCALAR, function: Callable[[], Any] = nothing
+) -> Callable[..., Any]:
     """A handler that only enters Python and calls a function that does nothing.
 
-    That is the floor under every callback. Its result is not written."""
+    That is the floor under every callback. Its results are not written. The process
+    has one such function: the last one."""
     from hostcall import _native
     from hostcall._engine import targets
 
-    def nothing() -> None:
-        pass
-
     targets.start()
-    _native.set_raw_function(nothing)
-    return jax.ffi.ffi_call(targets.RAW_TARGET, SCALAR, has_side_effect=True)
+    _native.set_raw_function(function)
+    return jax.ffi.ffi_call(targets.RAW_TARGET, result, has_side_effect=True)
 
 
 def scalar_loop(quick: bool) -> dict[str, Case]:

@@ -52,6 +52,7 @@ _CPU_ONLY = {
     "test_buffer_callback.py": "reads Buffers with NumPy",
     "test_buffer_views.py": "reads Buffers with NumPy",
     "test_small_elements_and_no_stream": "reads unpacked elements, and wants no stream",
+    "test_benchmarks_sweeps.py": "runs the benchmarks' raw handler, which is for CPUs",
     "test_debug_mode": "debug mode looks on CPUs",
     "test_dispatch.py": "is about the CPU",
     "test_arrays_of_a_gpu_on_the_cpu": "is about the CPU",
