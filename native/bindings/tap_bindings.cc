@@ -82,7 +82,7 @@ void InitTaps(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "interrupt_pushes",
-      [](std::string text) { TapQueue::Get().Interrupt(std::move(text)); },
+      [](std::string text) { return TapQueue::Get().Interrupt(std::move(text)); },
       nb::arg("text"), nb::call_guard<nb::gil_scoped_release>());
   m.def("tap_mark", [] { return TapQueue::Get().Mark(); });
   m.def(

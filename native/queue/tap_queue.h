@@ -111,7 +111,8 @@ class TapQueue {
   void AwaitSpace(size_t bytes) { WaitForSpace(ChargeOf(bytes)); }
 
   /// Ends the waits for space that are under way; they throw PushInterrupted(text).
-  void Interrupt(std::string text) { space_.Interrupt(std::move(text)); }
+  /// Returns whether there was one.
+  bool Interrupt(std::string text) { return space_.Interrupt(std::move(text)); }
 
   /// Counts an event that was given up before it was pushed.
   void CountDropped() { dropped_.fetch_add(1, std::memory_order_relaxed); }

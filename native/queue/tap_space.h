@@ -55,12 +55,15 @@ class TapSpace {
     changed_.notify_all();
   }
 
-  /// Ends the waits that are under way; they throw PushInterrupted(text).
-  void Interrupt(std::string text) {
+  /// Ends the waits that are under way; they throw PushInterrupted(text). Returns
+  /// whether there was one: waiters are counted under the lock, so a device that
+  /// was just between two waits is not taken for one.
+  bool Interrupt(std::string text) {
     std::lock_guard<std::mutex> lock(mutex_);
     ++interrupts_;
     text_ = std::move(text);
     changed_.notify_all();
+    return waiters_.load() > 0;
   }
 
   int64_t waiters() const { return waiters_.load(); }

@@ -183,7 +183,7 @@ void AnInterruptEndsTheWaitsUnderWay() {
   TapQueue queue;
   queue.SetLimit(kSmall);
   const OwnerPtr owner = MakeOwner();
-  queue.Interrupt("nobody waits, and nobody is told later");
+  assert(!queue.Interrupt("nobody waits, and nobody is told later"));
   Send(queue, owner, 0, 0);
   std::atomic<int> told{0};
   const auto interrupted = [&](auto wait) {
@@ -197,7 +197,8 @@ void AnInterruptEndsTheWaitsUnderWay() {
   std::thread first([&] { interrupted([&] { Send(queue, owner, 1, 1); }); });
   std::thread second([&] { interrupted([&] { queue.AwaitSpace(64); }); });
   while (queue.blocked() != 2) std::this_thread::yield();
-  queue.Interrupt("now");
+  const bool any = queue.Interrupt("now");
+  assert(any);
   first.join();
   second.join();
   assert(told == 2 && queue.pushed() == 1 && queue.dropped() == 0);

@@ -127,9 +127,9 @@ def _after_interrupt() -> Signal:
             break
         # If a program waits for space in the queue, the tap that is being delivered
         # blocks it, so that tap is interrupted too.
+        # A program that is between two waits at this moment is met at the next look.
         full = _native.tap_queue()["blocked"] > 0
-        if full:
-            _native.interrupt_pushes(_text_of_interrupt())
+        full = full and _native.interrupt_pushes(_text_of_interrupt())
         if _native.interrupt_calls(taps=full) or full:
             break
         events |= _native.wait_signal(_PATIENCE)
