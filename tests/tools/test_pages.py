@@ -20,7 +20,7 @@ PAGES = {
     "progress": 3,
     "recording": 5,
     "tracing": 5,
-    "waiting": 10,
+    "waiting": 9,
     "watches": 3,
     "watching": 6,
 }

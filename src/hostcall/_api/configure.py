@@ -46,7 +46,7 @@ def configure(
             deadlock, and to stderr when SIGTERM comes and the program has no handler
             for it. "signals": also to stderr when the process dies of SIGSEGV, SIGABRT,
             SIGBUS, SIGFPE or SIGILL. This installs handlers, which call those before
-            them, such as faulthandler's; enable faulthandler first. "off": never.
+            them. faulthandler may be enabled before or after. "off": never.
             Default: "sigterm", or the environment variable HOSTCALL_FLIGHT.
         loop: the event loop on which coroutine functions run. It must run on another
             thread than the one that waits for the program. "own": a loop on a thread of

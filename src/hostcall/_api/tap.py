@@ -146,9 +146,9 @@ def tap(
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes
     the GIL, and waits only if the queue is full and `when_full="block"`. Like any
     effect, a tap costs the program JAX's fast dispatch (about 50 us a dispatch instead
-    of 4); `hc.tap_through` keeps it. On a GPU or TPU, JAX's own callback brings the
-    values to the queue at its own speed, `on` has no effect, and `hc.current()` knows
-    no device.
+    of 4); `hc.tap_through` keeps it. On a TPU or an AMD GPU, JAX's own callback brings
+    the values to the queue at its own speed, `on` has no effect, and `hc.current()`
+    knows no device.
     """
     operands, params = prepare(
         fn,

@@ -312,10 +312,10 @@ def feed(
             time it is reached, in program order across programs. With `sharding=`, use
             `feed(where=p)` instead of cond, in which XLA ends the process.
         vmap: one item for all rows; one for each row, in row order, with `rows=`.
-        grad: a constant. Nothing is pulled again, also not by remat. But JAX runs a
-            while_loop twice under grad or linearize if only some of what it carries is
-            differentiated, and its feeds take items twice: use scan, with `where=` for
-            steps that take none.
+        grad: a constant. Nothing is pulled again, also not by remat.
+        linearize: a while_loop with a feed is refused (DerivativeError), since JAX
+            would run it twice, with other items the second time. Use scan, with
+            `where=` for steps that take none, or jax.jvp.
         jit over sharded arrays: one item, for all devices; with `sharding=`, its
             block for each device. `ok` is then agreed over the processes.
         shard_map: one item for each device, in the order in which they come.

@@ -88,7 +88,8 @@ class Object:
             reached. remat: the backward pass does not call it again.
         vmap: one object per row; for nested vmaps, one per tuple of indices. The first
             call fixes the batch until `renew()`. If no argument depends on the row, JAX
-            makes one call for all rows, which is refused: pass one that does.
+            makes one call for all rows, as without vmap, which is refused once the
+            objects belong to rows: pass one that does (`where=` is enough).
         vmap of cond, of while_loop: JAX computes every branch for every row. Pass the
             condition as `where=` too.
         jvp, grad, transposition: refused, as by `hc.call`.
