@@ -48,11 +48,11 @@ test-optional:
 	scripts/compiler.sh
 	$(OPTIONAL)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
 	  ".[demo,test,torch,numba,autograd,sympy,dask,loky,cache,gymnasium]" jax-tqdm \
-	  grain orbax-checkpoint tensorflow-cpu torchdata
+	  optax osqp astropy grain orbax-checkpoint tensorflow-cpu torchdata
 	$(OPTIONAL)/bin/python -m pytest tests/bridge tests/runtime/test_executors.py tests/runtime/test_rows.py \
 	  tests/runtime/test_dask_workers.py tests/host_function/test_host_function_cache_disk.py \
 	  tests/feed/test_feed_sources.py \
-	  tests/repo/test_examples.py tests/repo/test_readme.py tests/repo/test_guide.py \
+	  tests/repo/test_examples.py tests/repo/test_gallery.py tests/repo/test_readme.py tests/repo/test_guide.py \
 	  tests/call/test_arrays.py tests/compat/test_buffer_native.py tests/tools/test_jax_tqdm.py
 
 docs: SITE := .venv-docs

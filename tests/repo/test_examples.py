@@ -54,7 +54,6 @@ def test_there_are_examples():
         "progress",
         "recorder",
         "remote_simulator",
-        "rollout",
         "serve",
         "torch_bridge",
         "trace",

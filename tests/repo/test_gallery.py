@@ -45,7 +45,12 @@ def imported(tree: ast.Module) -> set[str]:
 
 def test_there_are_programs():
     assert {path.stem for path in PROGRAMS} >= {
+        "plot_convex_layer",
         "plot_hudson_bay",
+        "plot_orbit",
+        "plot_pde_adjoint",
+        "plot_policy",
+        "plot_sunspots",
     }
     assert {path.name for path in GALLERY.glob("*.py")} == {p.name for p in PROGRAMS}
 
