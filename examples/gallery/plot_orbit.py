@@ -88,7 +88,7 @@ assert hc.testing.check(mars_velocity, np.array(100.0), rtol=1e-3)
 # The orbit between two places
 # ----------------------------
 # Lambert's problem: which orbit goes from ``r1`` to ``r2`` in a given time? All orbits
-# between the places are numbered by one variable ``z``, and a later ``z`` takes longer
+# between the places are numbered by one variable ``z``, and a larger ``z`` takes longer
 # (Bate, Mueller and White, "Fundamentals of Astrodynamics", 5.3). Bisection finds it.
 # Then two steps along a fixed slope give it exact first and second derivatives: each
 # step makes one more order right.
@@ -150,8 +150,12 @@ paths = []
 
 @jax.jit
 def search(flights):
+    def slope_twice(flight):
+        slope = jax.jacfwd(cost)(flight)
+        return slope, slope
+
     def improved(flight):
-        slope, bend = jax.jacfwd(cost)(flight), jax.jacfwd(jax.jacfwd(cost))(flight)
+        bend, slope = jax.jacfwd(slope_twice, has_aux=True)(flight)
         values, vectors = jnp.linalg.eigh(bend)
         step = vectors @ ((vectors.T @ slope) / jnp.maximum(jnp.abs(values), 1e-4))
         return flight - step * jnp.minimum(1, 15 / jnp.linalg.norm(step))
@@ -221,7 +225,7 @@ craft = solve_ivp(motion, (0, best[1]), state, t_eval=times, rtol=1e-10, atol=1e
 miss = np.linalg.norm(craft[:3, -1] - mars(best.sum())) * u.AU
 print(f"the spacecraft misses Mars by {miss.to(u.km):.1f}")
 
-figure, axes = plt.subplots(figsize=(5, 5), layout="constrained")
+figure, axes = plt.subplots(figsize=(5, 5), dpi=70)
 axes.plot(0, 0, "o", color="gold", ms=14)
 dots, trails = [], []
 for name, track, color in (
@@ -232,7 +236,7 @@ for name, track, color in (
     trails.append((axes.plot([], [], color=color, lw=1)[0], track))
     dots.append((axes.plot([], [], "o", color=color, label=name)[0], track))
 axes.set(xlim=(-1.8, 1.8), ylim=(-1.8, 1.8), aspect="equal", xlabel="AU", ylabel="AU")
-axes.legend(loc="upper right")
+axes.legend(loc="lower left")
 
 
 def draw(frame):

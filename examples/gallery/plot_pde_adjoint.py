@@ -25,10 +25,10 @@ jax.config.update("jax_enable_x64", True)
 # %%
 # The plate
 # ---------
-# A grid of 32 by 32 cells. Heat flows through the faces between cells, and its edge is
-# kept at the temperature 0. ``DIFFERENCES`` takes the temperatures of the cells to
-# their differences across the faces. With the conductances ``c`` of the faces, the heat
-# equation is
+# A grid of 32 by 32 cells. Heat flows through the faces between cells, and the edge of
+# the plate is kept at the temperature 0. ``DIFFERENCES`` takes the temperatures of the
+# cells to their differences across the faces. With the conductances ``c`` of the faces,
+# the heat equation is
 #
 # .. math:: A(c)\, u = f, \qquad A(c) = D^T \operatorname{diag}(c)\, D.
 

@@ -170,7 +170,7 @@ axes.legend(loc="lower right")
 # ----------------
 # The same environment, with random pushes and with those that were learned.
 
-figure, axes = plt.subplots(2, 1, figsize=(6, 4), layout="constrained", sharex=True)
+figure, axes = plt.subplots(2, 1, figsize=(6, 5), dpi=70, sharex=True)
 pictures = []
 for axis, name, played in zip(axes, ("random", "learned"), (slow, fast), strict=True):
     axis.set(xlim=(-2.4, 2.4), ylim=(-0.3, 1.3), yticks=[], title=name, aspect="equal")
@@ -183,12 +183,12 @@ for axis, name, played in zip(axes, ("random", "learned"), (slow, fast), strict=
 
 def draw(frame):
     for cart, pole, observations, last in pictures:
-        place, _, angle, _ = observations[min(3 * frame, last)]
+        place, _, angle, _ = observations[min(4 * frame, last)]
         cart.set_data([place], [0])
         pole.set_data([place, place + np.sin(angle)], [0, np.cos(angle)])
 
 
-animation = FuncAnimation(figure, draw, frames=STEPS // 3, interval=60)
+animation = FuncAnimation(figure, draw, frames=STEPS // 4, interval=80)
 plt.show()
 
 # %%
