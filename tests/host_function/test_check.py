@@ -48,6 +48,7 @@ def test_a_right_function():
     lines = str(report).splitlines()
     assert lines[0] == "hc.testing.check of `right`"
     assert lines[1] == "passed   result: float32[5]"
+    assert "passed   vmap: all arguments, and each alone" in lines
     assert "against the forward derivative" in str(report)
 
 
@@ -60,6 +61,7 @@ def test_several_examples_and_one_argument():
         "purity (example 0)",
     ]
     assert len(report.checks) == 27
+    assert "passed   vmap (example 0): one argument" in str(report).splitlines()
 
 
 def test_a_linear_function():

@@ -130,7 +130,7 @@ class Checks:
             got = jax.jit(jax.vmap(one))(stacked)
             which = "all arguments" if chosen == arrays else f"argument {chosen[0]}"
             self.close(got, wanted, f"vmap over {which} differs from a loop", 1e-5)
-        return f"{len(choices)} ways"
+        return "one argument" if len(arrays) == 1 else "all arguments, and each alone"
 
     def nearby(self, chosen: list[int]) -> list[Any]:
         """Other values for these arguments, near the example's."""
