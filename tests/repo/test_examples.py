@@ -16,7 +16,6 @@ WANTS = {
     "feed_checkpoint": "orbax.checkpoint",
     "progress": "tqdm",
     "recorder": "zarr",
-    "remote_simulator": "aiohttp",
     "serve": "aiohttp",
 }
 
@@ -43,11 +42,10 @@ def test_there_are_examples():
     assert {p.stem for p in EXAMPLES} >= {
         "bessel",
         "buffers",
-        "derivatives",
         "buffers_gpu",
+        "derivatives",
         "environment",
         "feed_checkpoint",
-        "feed_training",
         "old_training",
         "other_device",
         "parallel_rows",
