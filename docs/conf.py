@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "docstrings",
+    "sphinx_gallery.gen_gallery",
     "sphinxcontrib.mermaid",
 ]
 exclude_patterns = ["_build", "_ext", "design/rejected/*.txt"]

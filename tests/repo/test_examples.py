@@ -51,13 +51,11 @@ def test_there_are_examples():
         "parallel_rows",
         "progress",
         "recorder",
-        "remote_simulator",
         "serve",
         "torch_bridge",
         "trace",
         "training_log",
         "two_processes",
-        "watch",
     }
 
 
