@@ -23,7 +23,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "sphinxcontrib.mermaid",
 ]
-exclude_patterns = ["_build", "_ext", "design/rejected/*.txt"]
+exclude_patterns = ["_ext", *(f"gallery/*.{kind}" for kind in ("ipynb", "py", "json"))]
 nitpicky = False
 suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
 
@@ -76,6 +76,6 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "remove_config_comments": True,
     "show_signature": False,
-    "min_reported_time": 1,
+    "write_computation_times": False,
     "reset_modules": ("matplotlib", "gallery_reset.reset"),
 }
