@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import pickle
+import re
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -386,6 +390,40 @@ def test_the_threads_grad_mode_does_not_matter(mode):
         close(
             jax.hessian(bridge(lambda t: (t**2).sum(), derivatives=2))(X), 2 * np.eye(4)
         )
+
+
+@pytest.mark.parametrize("derivative", [False, True], ids=["value", "gradient"])
+def test_threads_take_over_torchs_number_of_threads(derivative):
+    libraries = Path("/proc/self/maps").read_text().split()
+    found = [name for name in libraries if re.search(r"/lib(gomp|iomp5|omp)[-.]", name)]
+    if not found:
+        pytest.skip("torch has another OpenMP")
+    teams = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            teams.append(ctypes.CDLL(found[0]).omp_get_max_threads())
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, ct):
+            teams.append(ctypes.CDLL(found[0]).omp_get_max_threads())
+            return 2 * ct
+
+    f = bridge(Double.apply, result=hc.like(0))
+    if derivative:
+        f = jax.grad(f)
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() + 1)  # no thread has it by itself
+    try:
+        thread = threading.Thread(target=f, args=(jnp.float32(3),))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert set(teams) == {os.cpu_count() + 1}
+    assert len(teams) == 1 + derivative
 
 
 def test_threads_at_once():

@@ -22,6 +22,12 @@ from hostcall.bridge._torch.tensors import (
 
 tree = jax.tree_util
 
+# torch.set_num_threads sets OpenMP's number for the calling thread only. Another thread
+# takes it over in the first of some operations, to which small matrix products don't
+# belong: they would run on a team of all cores, on each of XLA's threads. Asking for
+# the number takes it over too.
+take_over_number_of_threads = torch.get_num_threads
+
 
 class OnHost:
     """A function of tensors as a function of the host's arrays.
@@ -39,6 +45,7 @@ class OnHost:
         self.__qualname__ = name
 
     def __call__(self, *args: Any) -> Any:
+        take_over_number_of_threads()
         # Autograd is on in every call, whatever the calling thread has set.
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             return self._call(args)
@@ -89,6 +96,7 @@ class Graph:
 
 def forward(code: Any, args: Sequence[Any], nondiff: Sequence[int]) -> Any:
     """Returns (result, Graph). The graph owns its tensors."""
+    take_over_number_of_threads()
     inputs: list[torch.Tensor] = []
 
     def enter(leaf: Any, differentiable: bool) -> Any:
@@ -123,6 +131,7 @@ def backward(
     graph: Graph, cotangents: Sequence[Any], wanted: Sequence[bool]
 ) -> list[Any]:
     """The cotangents of the wanted tensors of the arguments; None for zero."""
+    take_over_number_of_threads()
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return backward(graph, cotangents, wanted)
