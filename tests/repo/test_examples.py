@@ -52,7 +52,6 @@ def test_there_are_examples():
         "progress",
         "recorder",
         "serve",
-        "torch_bridge",
         "trace",
         "training_log",
         "two_processes",
