@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "base/code.h"
 #include "base/engine.h"
 #include "base/flight.h"
 #include "buffer/buffer_call.h"
@@ -47,7 +48,9 @@ bool PushEagerly(const PlanHandle& handle, nb::list operands) {
   if (!plan.tap) throw nb::type_error("not a plan of a tap");
   const std::vector<const void*> in = Buffers(plan, operands);
   Entry entry;
-  if (!entry) throw std::runtime_error("hostcall: the engine is closed");
+  if (!entry)
+    throw std::runtime_error(
+        "hostcall: the engine is closed" HOSTCALL_CODE("hc-closed"));
   for (;;) {
     try {
       GilRelease unlocked;  // it may wait for the worker, which needs the GIL

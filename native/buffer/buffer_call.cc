@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/code.h"
 #include "buffer/buffer_object.h"
 #include "plan/arrays.h"
 #include "plan/rows.h"
@@ -301,7 +302,8 @@ void RaiseStatus(const Plan& plan, const NativeStatus& status) {
   }
   if (!row.empty()) row += ")";
   PyErr_Format(PyExc_RuntimeError,
-               "hostcall: native code returned %d%s; it must return 0 for success",
+               "hostcall: native code returned %d%s; it must return 0 for "
+               "success" HOSTCALL_CODE("hc-buffer"),
                static_cast<int>(status.number), row.c_str());
 }
 

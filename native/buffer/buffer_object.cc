@@ -4,6 +4,7 @@
 #include <new>
 #include <string>
 
+#include "base/code.h"
 #include "buffer/buffer_types.h"
 #include "plan/arrays.h"
 
@@ -74,12 +75,14 @@ PyObject* GetDevice(PyObject* self, void*) {
 PyObject* GetCudaInterface(PyObject* self, void*) {
   return IfOpen(self, [](BufferObject* b) -> PyObject* {
     if (!b->call->on_gpu() || b->leaf->bits != 0) {
-      PyErr_SetString(PyExc_AttributeError,
-                      !b->call->on_gpu()
-                          ? "hostcall: this Buffer is CPU memory, which has no "
-                            "__cuda_array_interface__: use numpy.asarray or DLPack"
-                          : "hostcall: __cuda_array_interface__ can't describe "
-                            "elements smaller than a byte");
+      PyErr_SetString(
+          PyExc_AttributeError,
+          !b->call->on_gpu()
+              ? "hostcall: this Buffer is CPU memory, which has no "
+                "__cuda_array_interface__: use numpy.asarray or "
+                "DLPack" HOSTCALL_CODE("hc-buffer")
+              : "hostcall: __cuda_array_interface__ can't describe "
+                "elements smaller than a byte" HOSTCALL_CODE("hc-buffer"));
       return nullptr;
     }
     Ref shape = Ref::Steal(ShapeTuple(*b->leaf));
@@ -107,7 +110,7 @@ bool OnHost(BufferObject* b) {
       PyExc_TypeError,
       "hostcall: this Buffer is GPU memory, which NumPy can't read. "
       "Use __cuda_array_interface__ (cupy.asarray, numba.cuda) or DLPack "
-      "(torch.from_dlpack), on ctx.stream");
+      "(torch.from_dlpack), on ctx.stream" HOSTCALL_CODE("hc-buffer"));
   return false;
 }
 
@@ -137,8 +140,10 @@ PyObject* ToArray(PyObject* self, PyObject* args, PyObject* kwargs) {
     if (!PyArray_EquivTypes(
             wanted, PyArray_DESCR(reinterpret_cast<PyArrayObject*>(array.get())))) {
       if (copy == Py_False) {
-        PyErr_SetString(PyExc_ValueError,
-                        "hostcall: another dtype needs a copy, but copy=False");
+        PyErr_SetString(
+            PyExc_ValueError,
+            "hostcall: another dtype needs a copy, but copy=False" HOSTCALL_CODE(
+                "hc-buffer"));
         return nullptr;
       }
       return PyObject_CallMethod(array.get(), "astype", "O", held.get());
@@ -218,12 +223,13 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
     PyErr_SetString(PyExc_BufferError,
                     "hostcall: Python's struct module has no letter for this "
                     "Buffer's dtype, so the buffer protocol can't describe it; use "
-                    "numpy.asarray");
+                    "numpy.asarray" HOSTCALL_CODE("hc-buffer"));
     return -1;
   }
   if ((flags & PyBUF_WRITABLE) != 0 && !b->writeable) {
     PyErr_SetString(PyExc_BufferError,
-                    "hostcall: this Buffer is an input, which can't be written to");
+                    "hostcall: this Buffer is an input, which can't be written "
+                    "to" HOSTCALL_CODE("hc-buffer"));
     return -1;
   }
   const size_t ndim = leaf.dims.size();
@@ -231,9 +237,9 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
       PyBUF_C_CONTIGUOUS | PyBUF_F_CONTIGUOUS | PyBUF_ANY_CONTIGUOUS;
   const bool fortran = (flags & kAnyOrder) == PyBUF_F_CONTIGUOUS;
   if (fortran && ndim > 1 && leaf.count > 1) {
-    PyErr_SetString(
-        PyExc_BufferError,
-        "hostcall: this Buffer is row-major, so it has no column-major view");
+    PyErr_SetString(PyExc_BufferError,
+                    "hostcall: this Buffer is row-major, so it has no column-major "
+                    "view" HOSTCALL_CODE("hc-buffer"));
     return -1;
   }
   // Exports point into the layout, so it is only made while there are none. All

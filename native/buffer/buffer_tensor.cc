@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/code.h"
 #include "buffer/buffer_object.h"
 #include "buffer/dlpack.h"
 #include "cuda/streams.h"
@@ -74,8 +75,11 @@ bool TypeOf(const Leaf& leaf, bool on_gpu, DLDataType* type) {
     // byte.
     if (named.bits >= 8 || on_gpu) return true;
   }
-  PyErr_Format(PyExc_BufferError,
-               "hostcall: DLPack has no type for %s; use numpy.asarray", text);
+  PyErr_Format(
+      PyExc_BufferError,
+      "hostcall: DLPack has no type for %s; use numpy.asarray" HOSTCALL_CODE(
+          "hc-buffer"),
+      text);
   return false;
 }
 
@@ -177,8 +181,10 @@ bool CheckStream(const BufferObject* b, PyObject* stream) {
   const long long number = PyLong_AsLongLong(stream);
   if (number == -1) return !PyErr_Occurred();  // the consumer wants no ordering
   if (!b->call->on_gpu()) {
-    PyErr_SetString(PyExc_BufferError,
-                    "hostcall: this Buffer is CPU memory, which has no streams");
+    PyErr_SetString(
+        PyExc_BufferError,
+        "hostcall: this Buffer is CPU memory, which has no streams" HOSTCALL_CODE(
+            "hc-buffer"));
     return false;
   }
   // 1 and 2 name the default streams, which XLA never uses.
@@ -225,7 +231,8 @@ PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
       PyErr_Format(
           PyExc_BufferError,
           "hostcall: the memory is on DLPack device (%d, %d), and can't be moved "
-          "to (%d, %d): move the array that you create from it",
+          "to (%d, %d): move the array that you create from it" HOSTCALL_CODE(
+              "hc-buffer"),
           on_gpu ? 2 : 1, on_gpu ? b->call->device_ordinal : 0, type, id);
       return nullptr;
     }
@@ -234,7 +241,7 @@ PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
     PyErr_SetString(
         PyExc_BufferError,
         "hostcall: GPU memory can't be copied here: copy the array that you create "
-        "from it");
+        "from it" HOSTCALL_CODE("hc-buffer"));
     return nullptr;
   }
   DLDataType type;

@@ -4,6 +4,8 @@
 #include <memory>
 #include <utility>
 
+#include "base/code.h"
+
 namespace hostcall {
 namespace {
 
@@ -48,7 +50,7 @@ void RefuseCapture(const CudaDriver& driver, CudaStream stream) {
   throw CudaError(
       "hostcall: the stream is being captured into a CUDA graph, in which the host "
       "can't be called. Keep XLA from capturing: set "
-      "XLA_FLAGS=--xla_gpu_enable_command_buffer=",
+      "XLA_FLAGS=--xla_gpu_enable_command_buffer=" HOSTCALL_CODE("hc-device"),
       kCudaCaptureUnsupported);
 }
 

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/code.h"
 #include "base/engine.h"
 #include "cuda/staging.h"
 #include "cuda/streams.h"
@@ -158,10 +159,10 @@ XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, void* stream,
   for (const auto* leaves : {&state->plan->args, &state->plan->results}) {
     for (const Leaf& leaf : *leaves) {
       if (leaf.bits == 0 || state->plan->grid.empty()) continue;
-      return MakeError(
-          frame->api,
-          "hostcall: in a GPU's memory, rows of elements smaller than "
-          "a byte do not begin at a byte. Use vmap_method='expand_dims'");
+      return MakeError(frame->api,
+                       "hostcall: in a GPU's memory, rows of elements smaller than "
+                       "a byte do not begin at a byte. Use "
+                       "vmap_method='expand_dims'" HOSTCALL_CODE("hc-device"));
     }
   }
   ScopedContext current(Driver(), work.stream);

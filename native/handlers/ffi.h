@@ -23,6 +23,7 @@
 #include <cxxabi.h>
 #endif
 
+#include "base/code.h"
 #include "base/detached.h"
 #include "base/engine.h"
 #include "xla/ffi/api/c_api.h"
@@ -121,7 +122,8 @@ inline std::string InterfaceFault(const XLA_FFI_CallFrame* frame) {
          ". hostcall was built for " +
          version(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR) + " and needs " +
          version(kOldestMajor, kOldestMinor) +
-         " or later: install a jaxlib from 0.10.2 on, or build hostcall with yours";
+         " or later: install a jaxlib from 0.10.2 on, or build hostcall with "
+         "yours" HOSTCALL_CODE("hc-device");
 }
 
 /// Thrown in a handler to return an error that XLA made (Guarded catches it).
@@ -241,10 +243,12 @@ inline const char* ClosedText() {
   return Engine::Get().forked()
              ? "hostcall: this process was forked from one that had started "
                "JAX, whose threads do not exist here. Start workers with "
-               "multiprocessing's 'spawn' or 'forkserver' method"
+               "multiprocessing's 'spawn' or 'forkserver' method" HOSTCALL_CODE(
+                   "hc-process")
              : "hostcall: the interpreter is shutting down, and Python can't be "
                "called any more. Wait for your programs "
-               "(jax.block_until_ready) before the script ends";
+               "(jax.block_until_ready) before the script ends" HOSTCALL_CODE(
+                   "hc-closed");
 }
 
 /// The last `catch` of a list, for everything that is not a std::exception: native
@@ -264,7 +268,8 @@ inline const char* ClosedText() {
 /// The text for an exception that HOSTCALL_CATCH_THE_REST caught.
 inline std::string TextOfTheRest() {
   return "hostcall: native code threw an object that is not a std::exception. "
-         "Report errors by its status (hc.buffers.native(..., status=True))";
+         "Report errors by its status (hc.buffers.native(..., "
+         "status=True))" HOSTCALL_CODE("hc-buffer");
 }
 
 /// The exception's text, marked as hostcall's.

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/code.h"
 #include "base/engine.h"
 #include "base/guards.h"
 #include "handlers/ffi.h"
@@ -196,7 +197,7 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
                      "hostcall: this program calls a host function that this "
                      "process doesn't have. It was exported or compiled in another "
                      "process, or its function is gone: trace, compile and export "
-                     "it here",
+                     "it here" HOSTCALL_CODE("hc-load"),
                      XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
   const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block");
@@ -237,10 +238,12 @@ XLA_FFI_Error* LateState::Get(XLA_FFI_CallFrame* frame, const PlanState** state)
     return e;
   }
   if (!FitsBuffers(*plan, frame)) {
-    return MakeError(frame->api,
-                     "hostcall: the program passes other arrays to a call than its "
-                     "description says. It was changed after hostcall made it",
-                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
+    return MakeError(
+        frame->api,
+        "hostcall: the program passes other arrays to a call than its "
+        "description says. It was changed after hostcall made it" HOSTCALL_CODE(
+            "hc-load"),
+        XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
   std::unique_ptr<PlanState> mine = StateFor(std::move(plan));
   // On failure `*state` becomes the one that another thread has published.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from hostcall._cli import run
+from hostcall._cli import explain, run
 from hostcall._cli.costs import costs, logging
 from hostcall._cli.report import missing_packages, report
 
@@ -20,6 +20,8 @@ def main() -> int:
     if sys.argv[1:2] == ["run"]:
         run.main(sys.argv[2:])
         return 0
+    if sys.argv[1:2] == ["explain"]:
+        return explain.main(sys.argv[2:])
     options = parsed()
     # SciPy computes in double precision, so the JAX programs must too.
     jax.config.update("jax_enable_x64", True)
@@ -52,7 +54,8 @@ def parsed() -> argparse.Namespace:
         description="Reports what works on this machine, fits models to the records of"
         " lynx and hares and of sunspots in JAX programs that call SciPy, checks the"
         " results against plain SciPy, and times calls. `python -m hostcall run"
-        " script.py` runs a program with its callbacks on the engine.",
+        " script.py` runs a program with its callbacks on the engine; `python -m"
+        " hostcall explain CODE` explains an error.",
     )
     parser.add_argument(
         "--quick", action="store_true", help="fewer starts and steps, coarser times"

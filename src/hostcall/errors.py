@@ -23,6 +23,9 @@ a JaxRuntimeError with their text, and `hostcall.reraise()` and `hostcall.last_e
 give the exception itself. A WatchError needs neither: it is raised in place of the
 JaxRuntimeError, with the values that were bad. `Watched` is the type of the entries of
 its history.
+
+Each has a `code`, which ends its message: `python -m hostcall explain hc-escape` prints
+the page of that code. `python -m hostcall explain` lists all codes.
 """
 
 from hostcall._core.errors import (

@@ -40,6 +40,7 @@ def test_a_pure_call_without_results(mode, result):
         " needs its results. To send values out without waiting, write"
         " hc.tap(test_a_pure_call_without_results.<locals>.log, ...); for a call that"
         ' the program waits for, add order="ordered" (or "unordered")'
+        "\n[hc-dropped] python -m hostcall explain hc-dropped"
     )
     call = mode(lambda x: hc.call(log, result, x))
     assert refused(call, X) == text.format("hc.call")
@@ -173,7 +174,10 @@ def test_a_traced_value_from_around_the_function(face, make, traced):
         assert "It has no value when " in text
         if name is not None:
             assert f"..., {name})" in text
-            assert text.endswith(", with a parameter for it")
+            assert text.endswith(
+                ", with a parameter for it"
+                "\n[hc-traced] python -m hostcall explain hc-traced"
+            )
         return x
 
     TRACED[traced](f)
@@ -206,6 +210,7 @@ def test_the_whole_message():
         " it as an argument:"
         " hc.tap(test_the_whole_message.<locals>.f.<locals>.<lambda>, ..., loss), with"
         " a parameter for it"
+        "\n[hc-traced] python -m hostcall explain hc-traced"
     )
 
 

@@ -39,7 +39,10 @@ def refusal(mode, value, result):
     if mode is jax.jit:
         with pytest.raises(JaxRuntimeError) as plain:
             jax.block_until_ready(program())
-        assert f"ResultError: {text}" in str(plain.value)
+        # The place comes between the message and the line of its code.
+        message, line = text.rsplit("\n", 1)
+        assert f"ResultError: {message} (in callback `" in str(plain.value)
+        assert str(plain.value).endswith(f"]\n{line}")
         assert f"called at {__file__}" in str(plain.value)
     return text
 

@@ -84,7 +84,8 @@ except hc.errors.RegistryError as error:
     print(error)
 """,
     )
-    (text,) = printed
+    text, code = printed
+    assert code == "[hc-registry] python -m hostcall explain hc-registry"
     assert "'tests.sine' version 2 (version 1 is registered here)" in text
     names = ("seen", "slow", "feed", "Walk", "cube")
     assert all(f"'tests.{name}' version 1" in text for name in names)

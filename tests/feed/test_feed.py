@@ -190,6 +190,7 @@ def test_the_end_can_fail_the_program():
         "hostcall: the feed `two` has ended after 2 items, and a program wants another"
         ' (on_end="raise"). Run fewer steps, call feed.reset() before the next epoch,'
         ' or use "mask"'
+        "\n[hc-feed-end] python -m hostcall explain hc-feed-end"
     )
 
 
@@ -316,6 +317,7 @@ def test_close_ends_the_thread_and_programs_say_so():
     assert str(found.value) == (
         "hostcall: the feed `closing` was closed. Make another hc.feed, or close it"
         " later"
+        "\n[hc-feed] python -m hostcall explain hc-feed"
     )
     feed.close()  # again
     with pytest.raises(FeedError, match="was closed"):

@@ -50,6 +50,7 @@ def test_a_while_loop_that_would_run_twice(feed, wrap):
         " run the loop twice, with other items the second time, so the derivative would"
         " not be that of the value. Use lax.scan, with where= for steps that take no"
         " item, or jax.jvp, which runs the loop once"
+        "\n[hc-derivative] python -m hostcall explain hc-derivative"
     )
     assert feed.state()["item"] == 0
 

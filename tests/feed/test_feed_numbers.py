@@ -77,6 +77,7 @@ def test_numbers_that_are_none():
             assert str(spec.value) == (
                 "hostcall: feed.at(i) of the feed `four` wants an int scalar, got"
                 f" {got}. Under jax.vmap, i is a scalar for each row"
+                "\n[hc-spec] python -m hostcall explain hc-spec"
             )
 
 

@@ -71,6 +71,7 @@ def test_a_restore_beyond_the_end_fails_programs_until_the_next(on_end):
         text = (
             "hostcall: the feed `short` can't go on after item 5: its source gave only"
             " 3 items. Is it the source with which the state was saved?"
+            "\n[hc-feed] python -m hostcall explain hc-feed"
         )
         with pytest.raises(FeedError) as found:
             feed.restore({"epoch": 0, "item": 5})
@@ -198,4 +199,5 @@ def test_a_thread_that_fails_closes_its_feed(monkeypatch, in_time):
         assert str(found.value) == (
             "hostcall: the feed `dead` was closed, since its thread failed with"
             " MemoryError: no memory. Make another hc.feed"
+            "\n[hc-feed] python -m hostcall explain hc-feed"
         )

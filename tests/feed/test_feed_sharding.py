@@ -145,7 +145,10 @@ def test_a_timeout_closes_the_feed_for_all_devices():
             "hostcall: the feed `late` was closed, since its source gave no item for"
             " timeout=0.2 s; it is at"
         )
-        assert said.endswith("raise timeout=, or prefetch= if it comes in bursts")
+        assert said.endswith(
+            "raise timeout=, or prefetch= if it comes in bursts"
+            "\n[hc-feed] python -m hostcall explain hc-feed"
+        )
         with pytest.raises(
             FeedError, match="was closed, since its source gave no item"
         ):

@@ -99,6 +99,7 @@ def test_an_iterator_is_skipped_forwards_only():
             "hostcall: the source of the feed `it` is an iterator, which can be"
             " iterated only once: restore() can't go back to item 5. Give a function"
             " that returns a new iterator, hc.feed(lambda: make_iterator())"
+            "\n[hc-feed] python -m hostcall explain hc-feed"
         )
         assert take(feed, 1) == [21]
         with pytest.raises(FeedError, match=r"reset\(\) can't start it again"):

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXPLAINED = sorted((ROOT / "src" / "hostcall" / "explain").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *EXPLAINED]
 # "```python torch": a program that needs a package of the optional ones.
 BLOCKS = [
-    pytest.param(needs.split(), block, id=f"{page.name}-{number}")
+    pytest.param(page, needs.split(), block, id=f"{page.name}-{number}")
     for page in PAGES
     for number, (needs, block) in enumerate(
         re.findall(r"^```python( [^\n]*)?\n(.*?)^```", page.read_text(), re.M | re.S)
@@ -21,11 +22,14 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize(("needs", "block"), BLOCKS)
-def test_block_runs(needs, block):
+@pytest.mark.parametrize(("page", "needs", "block"), BLOCKS)
+def test_block_runs(page, needs, block):
     for package in needs:
         pytest.importorskip(package)
-    exec(compile(block, "<documentation>", "exec"), {"__name__": "__main__"})
+    names = {"__name__": "__main__"}
+    exec(compile(block, "<documentation>", "exec"), names)
+    if page in EXPLAINED:  # what the program has caught has the code of the page
+        assert names["caught"].code == page.stem
 
 
 def test_the_first_screen_has_a_program_that_ends_in_an_assert():

@@ -45,6 +45,7 @@ def test_the_text():
         "  The error's .values and .also have the arrays. Write them to a file with"
         " .save(path), and read it with hostcall.tools.load_failure(path).",
         "  To see how it came about, give keep=3, and inputs as also=.",
+        "[hc-watch] python -m hostcall explain hc-watch",
     ]
     assert "and .history what was before" in str(
         fired(jax.jit(lambda x: down(x, keep=3)), 2.5)

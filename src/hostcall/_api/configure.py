@@ -66,28 +66,33 @@ def configure(
     if residuals is not None and not _is_count(residuals):
         raise SpecError(
             "hostcall: residuals should be a number of objects, 0 or more, got"
-            f" {residuals!r}"
+            f" {residuals!r}",
+            code="hc-option",
         )
     if flight is not None and flight not in config.FLIGHTS:
         raise SpecError(
             f"hostcall: flight should be one of {', '.join(map(repr, config.FLIGHTS))},"
-            f" got {flight!r}"
+            f" got {flight!r}",
+            code="hc-option",
         )
     own = isinstance(loop, str) and loop == "own"
     if loop is not None and not own and not isinstance(loop, asyncio.AbstractEventLoop):
         raise SpecError(
             "hostcall: loop should be an event loop, as asyncio.get_running_loop()"
-            f" returns it, or 'own' for hostcall's, got {loop!r}"
+            f" returns it, or 'own' for hostcall's, got {loop!r}",
+            code="hc-option",
         )
     if fail is not None and fail not in config.FAILS:
         raise SpecError(
             f"hostcall: fail should be one of {', '.join(map(repr, config.FAILS))}, got"
-            f" {fail!r}"
+            f" {fail!r}",
+            code="hc-option",
         )
     if fail_grace is not None and not _is_seconds(fail_grace):
         raise SpecError(
             "hostcall: fail_grace should be a number of seconds, 0 or more (0: a stuck"
-            f" process does not end itself), got {fail_grace!r}"
+            f" process does not end itself), got {fail_grace!r}",
+            code="hc-option",
         )
     if pinned_bytes is not None:
         pinned_bytes = _bytes(pinned_bytes, "pinned_bytes")
@@ -134,6 +139,7 @@ def _bytes(value: Any, name: str) -> int:
     size = int(value)
     if isinstance(value, bool) or size <= 0 or size != value:
         raise SpecError(
-            f"hostcall: {name} should be a number of bytes above 0, got {value!r}"
+            f"hostcall: {name} should be a number of bytes above 0, got {value!r}",
+            code="hc-option",
         )
     return size

@@ -196,13 +196,15 @@ def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
     except ValueError as error:
         raise SpecError(
             f"hostcall: hc.print can't read the format {fmt!r}: {error}. Write literal"
-            " braces twice: {{ }}"
+            " braces twice: {{ }}",
+            code="hc-arguments",
         ) from None
     if has_tracers_text(fmt):
         raise SpecError(
             f"hostcall: the format of hc.print contains the text of a tracer: {fmt!r}."
             " It looks like an f-string, which is formatted while the program is"
-            " traced, before its values exist. Write hc.print('x = {}', x)"
+            " traced, before its values exist. Write hc.print('x = {}', x)",
+            code="hc-traced",
         )
     missing = [f for f in used if _is_missing(f, positional, keywords)]
     if missing:
@@ -210,7 +212,8 @@ def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
         raise SpecError(
             f"hostcall: hc.print({fmt!r}) has no argument for its fields"
             f" {_listed(missing)}. It got {positional} positional argument{s}, and the"
-            f" keywords {_listed(list(keywords))}"
+            f" keywords {_listed(list(keywords))}",
+            code="hc-arguments",
         )
     unused = [i for i in range(positional) if i not in used]
     names = [name for name in keywords if name not in used]
@@ -220,7 +223,8 @@ def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
             f"hostcall: hc.print({fmt!r}) does not use"
             f" {_listed([f'argument {i}' for i in unused] + names)}. Each argument"
             " needs a field in the format, and an f-string has none left. Write"
-            f" hc.print('x = {{}}', x){hints}"
+            f" hc.print('x = {{}}', x){hints}",
+            code="hc-arguments",
         )
 
 

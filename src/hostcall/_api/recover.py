@@ -44,7 +44,8 @@ def recover(timeout: float = 60.0) -> list[str]:
     if not number or not 0 < timeout < float("inf"):
         raise SpecError(
             "hostcall: timeout of recover() should be a number of seconds above 0, got"
-            f" {timeout!r}"
+            f" {timeout!r}",
+            code="hc-option",
         )
     lost = recovery.recover(float(timeout))
     for text in lost:

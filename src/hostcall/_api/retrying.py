@@ -43,11 +43,13 @@ def retrying(make: Callable[[], Any], *, retries: int = 1) -> Retrying:
         raise SpecError(
             f"hostcall: hc.retrying takes a function that makes a pool, got {make!r}."
             " Write hc.retrying(lambda: ProcessPoolExecutor(4)): a pool whose worker"
-            " has died can't be used again"
+            " has died can't be used again",
+            code="hc-option",
         )
     if not isinstance(retries, int) or isinstance(retries, bool) or retries < 1:
         raise SpecError(
             f"hostcall: retries= of hc.retrying should be an int of 1 or more, got"
-            f" {retries!r}. Without retries pass the pool itself"
+            f" {retries!r}. Without retries pass the pool itself",
+            code="hc-option",
         )
     return Retrying(make, retries)

@@ -141,12 +141,14 @@ def status(*, processes: Literal["all"] | None = None, limit: float = 5.0) -> An
     if processes != "all":
         raise SpecError(
             f"hostcall: processes= of hc.monitor.status should be 'all', got"
-            f" {processes!r}. Leave it out for this process only"
+            f" {processes!r}. Leave it out for this process only",
+            code="hc-option",
         )
     if not isinstance(limit, (int, float)) or not limit > 0:
         raise SpecError(
             f"hostcall: limit= of hc.monitor.status should be seconds above 0, got"
-            f" {limit!r}"
+            f" {limit!r}",
+            code="hc-option",
         )
     found = []
     for process, said in answers.ask(limit).items():

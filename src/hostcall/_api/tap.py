@@ -249,7 +249,8 @@ def refuse_pure(params: TapParams, why: str) -> None:
     if params.order == "pure":
         raise SpecError(
             f"hostcall: order='pure' would drop the tap `{params.callback.name}`:"
-            f" {why}. Leave out order=, or use hc.tap_through and its result"
+            f" {why}. Leave out order=, or use hc.tap_through and its result",
+            code="hc-dropped",
         )
 
 
@@ -338,18 +339,21 @@ def _check_options(
         if value not in allowed:
             raise SpecError(
                 f"hostcall: {option}= of the tap `{called}` should be one of"
-                f" {', '.join(map(repr, allowed))}, got {value!r}"
+                f" {', '.join(map(repr, allowed))}, got {value!r}",
+                code="hc-option",
             )
     number = isinstance(every, (int, float)) and not isinstance(every, bool)
     if every is not None and not (number and every > 0):
         raise SpecError(
             f"hostcall: every= of the tap `{called}` should be a number of executions"
-            f" (an int) or of seconds (a float) above 0, got {every!r}"
+            f" (an int) or of seconds (a float) above 0, got {every!r}",
+            code="hc-option",
         )
     if sample is not None and not (isinstance(sample, float) and 0 < sample <= 1):
         raise SpecError(
             f"hostcall: sample= of the tap `{called}` should be a float above 0 and up"
-            f" to 1.0, the share of executions that tap, got {sample!r}"
+            f" to 1.0, the share of executions that tap, got {sample!r}",
+            code="hc-option",
         )
 
 
@@ -357,7 +361,8 @@ def _check_batch(called: str, batch: Any, order: Any, rows: Any) -> None:
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         raise SpecError(
             f"hostcall: batch= of the tap `{called}` should be the most taps that a"
-            f" call gets, an int of 1 or more, got {batch!r}"
+            f" call gets, an int of 1 or more, got {batch!r}",
+            code="hc-option",
         )
     for given, option, instead in (
         (order == "ordered", "order='ordered'", "leave out order="),
@@ -367,7 +372,8 @@ def _check_batch(called: str, batch: Any, order: Any, rows: Any) -> None:
             raise SpecError(
                 f"hostcall: the tap `{called}` has batch= and {option}. Taps of a batch"
                 f" are delivered together, not one by one between others: {instead}, or"
-                " leave out batch="
+                " leave out batch=",
+                code="hc-conflict",
             )
 
 

@@ -92,11 +92,13 @@ def buffer_callback(
         order = "unordered" if has_side_effect else "pure"
     elif order not in ORDERS:
         raise SpecError(
-            f"hostcall: order= should be one of {', '.join(ORDERS)}, got {order!r}"
+            f"hostcall: order= should be one of {', '.join(ORDERS)}, got {order!r}",
+            code="hc-option",
         )
     elif has_side_effect and order == "pure":
         raise SpecError(
-            "hostcall: order='pure' and has_side_effect=True contradict each other"
+            "hostcall: order='pure' and has_side_effect=True contradict each other",
+            code="hc-conflict",
         )
     if not callable(callback):
         raise SpecError(
@@ -112,7 +114,8 @@ def buffer_callback(
         raise SpecError(
             f"hostcall: `{name}` is machine code, which does not get shapes, and"
             f" vmap_method={method!r} would pass it a whole batch. Use 'sequential':"
-            " the engine then loops over the rows"
+            " the engine then loops over the rows",
+            code="hc-conflict",
         )
     wanted = _read_aliases(input_output_aliases)
     place = users_place()
@@ -140,7 +143,8 @@ def _described(leaf: Any, name: str) -> Any:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise SpecError(
             f"hostcall: result_shape_dtypes of `{name}` has the leaf {leaf!r}, which"
-            " has no shape and dtype. Write jax.ShapeDtypeStruct(shape, dtype)"
+            " has no shape and dtype. Write jax.ShapeDtypeStruct(shape, dtype)",
+            code="hc-result-spec",
         )
     return result_aval(leaf)
 
@@ -194,7 +198,8 @@ def _read_aliases(wanted: Any) -> list[tuple[int, int]]:
     except (AttributeError, TypeError):
         raise SpecError(
             "hostcall: input_output_aliases should be a dict of numbers, {number of an"
-            f" input leaf: number of an output leaf}}, got {wanted!r}"
+            f" input leaf: number of an output leaf}}, got {wanted!r}",
+            code="hc-option",
         ) from None
     return sorted(pairs)
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._api.tap import prepare
+from hostcall._core import codes
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.order import effects_of
 from hostcall._core.source import users_place
@@ -175,10 +176,11 @@ def inline() -> bool:
 def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
     """Emits the tap or call. `devices` is None except in a multi-device program."""
     if devices is not None and params.device_index >= len(devices):
-        raise ValueError(
+        text = (
             f"hostcall: device_index={params.device_index}, but the program runs on"
             f" {len(devices)} devices"
         )
+        raise ValueError(codes.ended(text, "hc-device"))
     if not params.identity:
         place = None
         if devices is not None:

@@ -34,7 +34,8 @@ def check_function(fn: Any, usage: str, awaits: bool = False) -> str:
             f"hostcall: `{name}` is a generator function: calling it only makes a"
             " generator. Make the generator outside the program, and pass a function"
             " that takes its next value: lambda: next(generator), with"
-            ' order="ordered"'
+            ' order="ordered"',
+            code="hc-coroutine",
         )
     return name
 
@@ -47,7 +48,8 @@ def refuse_coroutines(fn: Any) -> None:
             f"hostcall: `{name}` is a coroutine function: calling it only makes a"
             " coroutine, which nothing here awaits. hc.call, hc.host, hc.Object and"
             " hc.tap run coroutine functions. Or pass a function that runs it:"
-            f" lambda *args: asyncio.run({name}(*args))"
+            f" lambda *args: asyncio.run({name}(*args))",
+            code="hc-coroutine",
         )
 
 
@@ -73,7 +75,7 @@ def of_a_number(
     if not needed:
         return lambda number: function()
     if len(needed) > 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
-        raise SpecError(refusal(", ".join(p.name for p in needed)))
+        raise SpecError(refusal(", ".join(p.name for p in needed)), code="hc-arguments")
     return function
 
 
@@ -83,7 +85,8 @@ def parse_mask(where: Any, name: str, option: str = "where") -> Any:
         raise SpecError(
             f"hostcall: {option}= of `{name}` should be one bool, got"
             f" {mask.dtype}{list(mask.shape)}. For one bool per row, vmap the function"
-            " that makes the call"
+            " that makes the call",
+            code="hc-option",
         )
     return mask
 
@@ -91,7 +94,8 @@ def parse_mask(where: Any, name: str, option: str = "where") -> Any:
 def check_tag(tag: Any, name: str) -> None:
     if tag is not None and not (isinstance(tag, str) and tag):
         raise SpecError(
-            f"hostcall: tag= of `{name}` should be a non-empty string, got {tag!r}"
+            f"hostcall: tag= of `{name}` should be a non-empty string, got {tag!r}",
+            code="hc-option",
         )
 
 
@@ -106,11 +110,13 @@ def parse_on(on: Any, name: str) -> Any:
             f"hostcall: `{name}` can't be called with on='shards', since a call with"
             " results is made once, with the whole value. To call it on each device"
             " with its block, make the call inside jax.shard_map. To send out blocks"
-            f" without results, write hc.tap({name}, ..., on='shards')"
+            f" without results, write hc.tap({name}, ..., on='shards')",
+            code="hc-option",
         )
     raise SpecError(
         f"hostcall: on= of `{name}` should be 'once' or a device, such as"
-        f" jax.devices()[0], got {on!r}"
+        f" jax.devices()[0], got {on!r}",
+        code="hc-option",
     )
 
 
@@ -121,6 +127,7 @@ def parse_on_of_tap(on: Any, name: str) -> tuple[Any, jax.Device | None]:
     if not isinstance(on, str) or on not in ("once", "process", "shards"):
         raise SpecError(
             f"hostcall: on= of the tap `{name}` should be 'once', 'process', 'shards'"
-            f" or a device, such as jax.devices()[0], got {on!r}"
+            f" or a device, such as jax.devices()[0], got {on!r}",
+            code="hc-option",
         )
     return on, None

@@ -84,7 +84,8 @@ def _coerce(
         if unawaited:
             raise ResultError(
                 f"hostcall: {where()} should be {_named(dtype, shape)}, got a"
-                f" coroutine. {unawaited}"
+                f" coroutine. {unawaited}",
+                code="hc-coroutine",
             )
         raise ResultError(
             f"hostcall: {where()} should be {_named(dtype, shape)}, got"
@@ -191,7 +192,8 @@ def _cast(
             f"hostcall: {where()} should be {want}, got {have}"
             f"{' from Python numbers' if weak else ''}. hostcall does not convert"
             f" {kind_have} to {kind_want} silently: return"
-            f" x.astype('{want}') if that is what you mean, or declare {have}"
+            f" x.astype('{want}') if that is what you mean, or declare {have}",
+            code="hc-result-dtype",
         )
     if kind_have == "integer":
         if kind_want == "integer":
@@ -201,7 +203,8 @@ def _cast(
             if not np.array_equal(cast.astype(np.complex128), array.astype(object)):
                 raise ResultError(
                     f"hostcall: {where()} should be {want}, got {have} with values that"
-                    f" {want} can't hold exactly. Return x.astype('{want}') to round"
+                    f" {want} can't hold exactly. Return x.astype('{want}') to round",
+                    code="hc-result-dtype",
                 )
             return cast
     return array.astype(want)
@@ -217,7 +220,8 @@ def _check_range(array: np.ndarray, want: np.dtype, where: Callable[[], str]) ->
         raise ResultError(
             f"hostcall: {where()} should be {want}, got {array.dtype} holding {value},"
             f" which {want} can't hold. Declare a wider result, or return"
-            f" x.astype('{want}') to wrap around"
+            f" x.astype('{want}') to wrap around",
+            code="hc-result-dtype",
         )
 
 

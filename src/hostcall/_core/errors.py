@@ -2,61 +2,109 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hostcall._core import codes
+
 
 class HostcallError(Exception):
-    """The base class of all errors that hostcall itself raises."""
+    """The base class of all errors that hostcall itself raises.
+
+    Attributes:
+        code: what happened, as a name that stays the same between versions. `python -m
+            hostcall explain CODE` says why, and what to do.
+
+    `str(error)` ends with a line that has the code and that command. `error.args` have
+    the message without it.
+    """
+
+    code = "hc-failed"
+
+    def __init__(self, *args: Any, code: str | None = None) -> None:
+        super().__init__(*args)
+        if code is not None:
+            self.code = code
+
+    def __str__(self) -> str:
+        return codes.ended(super().__str__(), self.code)
 
 
 class SpecError(HostcallError, ValueError):
     """The `result`, options or arguments of a call are invalid."""
 
+    code = "hc-spec"
+
 
 class BatchingError(HostcallError, ValueError):
     """`vmap` can't batch a call with its options, or its own batching rule is wrong."""
+
+    code = "hc-batching"
 
 
 class DerivativeError(HostcallError, ValueError):
     """A call was differentiated or transposed, and has no rule for that."""
 
+    code = "hc-derivative"
+
 
 class ResultError(HostcallError, ValueError):
     """The function returned something that differs from what `result` declares."""
+
+    code = "hc-result"
 
 
 class EscapeError(HostcallError, RuntimeError):
     """The function kept a reference to a view of lent memory after the call."""
 
+    code = "hc-escape"
+
 
 class UnwrittenError(HostcallError, RuntimeError):
     """The function returned without writing all of its lent `out`."""
+
+    code = "hc-unwritten"
 
 
 class CallTimeoutError(HostcallError, TimeoutError):
     """The function took longer than its `timeout=`."""
 
+    code = "hc-timeout"
+
 
 class DeadlockError(HostcallError, RuntimeError):
     """A callback started a program that would wait for the program that called it."""
+
+    code = "hc-deadlock"
 
 
 class FeedError(HostcallError, RuntimeError):
     """A feed can't give an item: none came in time, or the feed is closed."""
 
+    code = "hc-feed"
+
 
 class FeedEndError(FeedError):
     """A program wanted an item after the last one of a feed with on_end="raise"."""
+
+    code = "hc-feed-end"
 
 
 class ExportError(HostcallError, NotImplementedError):
     """A program was exported or serialized, and its host functions can't go with it."""
 
+    code = "hc-export"
+
 
 class LoadError(HostcallError, ValueError):
     """A file or text that describes a program can't be read, or does not fit."""
 
+    code = "hc-load"
+
 
 class RegistryError(HostcallError, LookupError):
     """A name is not registered here, or is taken (`hc.register`)."""
+
+    code = "hc-registry"
 
 
 __all__ = [

@@ -33,7 +33,7 @@ from typing import Any
 import jax
 
 from hostcall import _jax
-from hostcall._core import config, frames
+from hostcall._core import codes, config, frames
 from hostcall._core.watch_error import WatchError
 
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
@@ -162,13 +162,20 @@ def text_for_xla(
 
 
 def numbered(exception: BaseException, said: str) -> str:
-    """Keeps an exception, and appends its number to what is said about it."""
-    return f"{said} [hostcall error {keep(exception)}]"
+    """Keeps an exception, and appends its number to what is said about it.
+
+    The line of the text's code stays the last one.
+    """
+    code = codes.code_in(said)
+    text = f"{codes.without(said)} [hostcall error {keep(exception)}]"
+    return codes.ended(text, code) if code else text
 
 
 def without_number(text: str) -> str:
-    """Removes the number from another process's text; it means nothing here."""
-    return _NUMBER.sub("", text).rstrip()
+    """Removes the number from another process's text, since it means nothing here, and
+    the line of its code, since other words will follow.
+    """
+    return codes.without(_NUMBER.sub("", text)).rstrip()
 
 
 def failures_so_far() -> int:

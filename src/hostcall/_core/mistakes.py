@@ -96,7 +96,8 @@ def refuse_unneeded(face: str, name: str) -> None:
         f"hostcall: `{name}` returns nothing, and {face} calls it with"
         ' order="pure", the default. A program drops such a call, since nothing needs'
         f" its results. To send values out without waiting, write hc.tap({name}, ...);"
-        ' for a call that the program waits for, add order="ordered" (or "unordered")'
+        ' for a call that the program waits for, add order="ordered" (or "unordered")',
+        code="hc-dropped",
     )
 
 
@@ -108,7 +109,8 @@ def refuse_traced(face: Face, fn: Any) -> None:
             f"hostcall: `{name}` {found.how}, a traced value ({found.aval}) of the"
             f" program around it. It has no value when `{name}` runs on the host. Pass"
             f" it as an argument: {face.with_argument(name, found.name)}, with a"
-            " parameter for it"
+            " parameter for it",
+            code="hc-traced",
         )
 
 
@@ -118,7 +120,8 @@ def _refuse_text(face: Face, fn: Any, text: str) -> None:
         f"hostcall: `{name}` is given the text {text!r}, which contains a traced value:"
         " an f-string is formatted while the program is traced, before its values"
         f" exist. Pass the value, {face.with_argument(name, 'x')}, and format it in the"
-        " function"
+        " function",
+        code="hc-traced",
     )
 
 
@@ -257,13 +260,14 @@ def _refuse_arguments(face: Face, fn: Any, n: int, names: Sequence[str]) -> None
         hint = face.hint(k, [] if signature is None else signature.parameters)
         if not hint and face.options:
             hint = f"The options of {face.name} are {', '.join(sorted(face.options))}"
-        raise SpecError(f"{said}{takes} {hint}".rstrip())
+        raise SpecError(f"{said}{takes} {hint}".rstrip(), code="hc-arguments")
     given = f"{n} positional argument{'' if n == 1 else 's'}"
     if names:
         given += f" and {', '.join(f'{k}=' for k in names)}"
     raise SpecError(
         f"{begin}{given}.{takes} Arguments and parameters must match:"
-        f" {face.form.format(fn=name, args='*args')}"
+        f" {face.form.format(fn=name, args='*args')}",
+        code="hc-arguments",
     )
 
 

@@ -150,25 +150,30 @@ def _check(thing: Any, name: Any, version: Any) -> Name:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise SpecError(
             f"hostcall: hc.register got the name {name!r}. Give words joined by dots,"
-            ' such as "my_package.simulate", which all processes use'
+            ' such as "my_package.simulate", which all processes use',
+            code="hc-registry",
         )
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
         raise SpecError(
             f"hostcall: version= of {name!r} should be an int of 0 or more, got"
-            f" {version!r}. Count it up when the function's results or arguments change"
+            f" {version!r}. Count it up when the function's results or arguments"
+            " change",
+            code="hc-registry",
         )
     if not callable(thing):
         raise SpecError(
             f"hostcall: hc.register({name!r}) got {thing!r}, which is not callable."
             " Register a function, a hc.host function, a hc.feed, or the factory of a"
-            " hc.Object"
+            " hc.Object",
+            code="hc-registry",
         )
     try:
         hash(held_of(thing))
     except TypeError:
         raise SpecError(
             f"hostcall: hc.register({name!r}) got {thing!r}, which can't be hashed, so"
-            " programs can't be searched for it. Register a function that calls it"
+            " programs can't be searched for it. Register a function that calls it",
+            code="hc-registry",
         ) from None
     return Name(name, version)
 

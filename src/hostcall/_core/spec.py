@@ -176,7 +176,7 @@ def canonical(leaf: Any) -> Any:
         dtype = _jax.canonical_dtype(np.int64)
         info = np.iinfo(dtype)
         if not info.min <= leaf <= info.max:
-            raise SpecError(_too_wide(str(leaf), "int", dtype))
+            raise SpecError(_too_wide(str(leaf), "int", dtype), code="hc-32-bit")
         return np.asarray(leaf, dtype)
     array = np.asarray(leaf)
     dtype = _jax.canonical_dtype(array.dtype)
@@ -187,7 +187,9 @@ def canonical(leaf: Any) -> Any:
         low, high = array.min(), array.max()
         if low < info.min or high > info.max:
             value = low if low < info.min else high
-            raise SpecError(_too_wide(str(value), str(array.dtype), dtype))
+            raise SpecError(
+                _too_wide(str(value), str(array.dtype), dtype), code="hc-32-bit"
+            )
     return array.astype(dtype)
 
 
@@ -249,7 +251,8 @@ def parse_result(result: Any, name: str) -> Results:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise SpecError(
                 f"hostcall: {where} of `{name}` is {leaf!r}, which has no shape and"
-                f" dtype. {_instead_of(leaf)}"
+                f" dtype. {_instead_of(leaf)}",
+                code="hc-result-spec",
             )
         shape = tuple(leaf.shape)
         if not all(
@@ -257,7 +260,8 @@ def parse_result(result: Any, name: str) -> Results:
         ):
             raise SpecError(
                 f"hostcall: {where} of `{name}` has the shape {shape}. Sizes must be"
-                " integers that are known when the program is traced"
+                " integers that are known when the program is traced",
+                code="hc-result-spec",
             )
         if _jax.is_key_dtype(leaf.dtype):
             keys.append(leaf.dtype)
@@ -269,13 +273,15 @@ def parse_result(result: Any, name: str) -> Results:
             raise SpecError(
                 f"hostcall: {where} of `{name}` is {dtype}, which JAX arrays can't"
                 " have. Declare a numeric dtype, or keep Python objects on the host"
-                " with hc.Object"
+                " with hc.Object",
+                code="hc-result-spec",
             )
         if _jax.canonical_dtype(dtype) != dtype:
             raise SpecError(
                 f"hostcall: {where} of `{name}` is {dtype}, but JAX is in 32-bit mode."
                 f" Declare {_jax.canonical_dtype(dtype)}, or enable 64-bit types with"
-                ' jax.config.update("jax_enable_x64", True)'
+                ' jax.config.update("jax_enable_x64", True)',
+                code="hc-32-bit",
             )
         keys.append(None)
         avals.append(_jax.ShapedArray(shape, dtype))
@@ -313,7 +319,8 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
         if isinstance(leaf, jax.core.Tracer):
             raise SpecError(
                 f"hostcall: fill= of `{name}` is traced, but it must be a constant of"
-                " the program. Pass numbers, or choose with jnp.where after the call"
+                " the program. Pass numbers, or choose with jnp.where after the call",
+                code="hc-traced",
             )
         try:
             value = np.asarray(leaf)
@@ -324,7 +331,8 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
         except (TypeError, ValueError) as error:
             raise SpecError(
                 f"hostcall: fill= of `{name}` is {leaf!r} for {path}, which can't be"
-                f" converted to {aval.dtype}{list(aval.shape)}: {error}"
+                f" converted to {aval.dtype}{list(aval.shape)}: {error}",
+                code="hc-option",
             ) from None
         out.append(array.tobytes())
     return tuple(out)

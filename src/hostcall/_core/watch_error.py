@@ -51,6 +51,8 @@ class WatchError(HostcallError, RuntimeError):
         name: the name of the watch.
     """
 
+    code = "hc-watch"
+
     def __init__(
         self,
         text: str,
@@ -69,6 +71,13 @@ class WatchError(HostcallError, RuntimeError):
         self.step, self.row, self.device = step, row, device
         self.place, self.name = place, name
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and other processes get all that it has; a device as its name."""
+        state = {**self.__dict__}
+        if self.device is not None:
+            state["device"] = str(self.device)
+        return _remade, (type(self), self.args), state
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes arrays and text to a file, for `hc.tools.load_failure`.
 
@@ -82,7 +91,7 @@ class WatchError(HostcallError, RuntimeError):
         writer = _Writer()
         told = {
             "version": _VERSION,
-            "text": str(self),
+            "text": self.args[0],
             "step": self.step,
             "row": list(self.row),
             "device": None if self.device is None else str(self.device),
@@ -124,14 +133,16 @@ class WatchError(HostcallError, RuntimeError):
             if "failure.json" not in file.namelist():
                 raise SpecError(
                     f"hostcall: {os.fspath(path)!r} has no failure.json, so"
-                    " WatchError.save did not write it"
+                    " WatchError.save did not write it",
+                    code="hc-load",
                 )
             told = json.loads(file.read("failure.json"))
             if told["version"] > _VERSION:
                 raise SpecError(
                     f"hostcall: {os.fspath(path)!r} was written by a newer hostcall"
                     f" (version {told['version']} of the file; this one reads up to"
-                    f" {_VERSION}). Update hostcall"
+                    f" {_VERSION}). Update hostcall",
+                    code="hc-load",
                 )
             read = _Reader(file).tree
             return cls(
@@ -150,6 +161,10 @@ class WatchError(HostcallError, RuntimeError):
                 place=Place(*told["place"]) if told["place"] else None,
                 name=told["name"],
             )
+
+
+def _remade(kind: type[WatchError], args: tuple[str]) -> WatchError:
+    return kind(*args, values=None)
 
 
 # Where users import them from, and what tracebacks show.
@@ -188,7 +203,8 @@ class _Writer:
             raise SpecError(
                 f"hostcall: {at} can't be saved: it is of type {type(x).__name__}."
                 " Arrays, numbers, texts and None are saved, and pytrees of them; leave"
-                " it out of the watched tree and of also="
+                " it out of the watched tree and of also=",
+                code="hc-pickle",
             )
         pairs = [
             [
@@ -206,7 +222,8 @@ class _Writer:
         array = np.asarray(x)
         if array.dtype.hasobject:
             raise SpecError(
-                f"hostcall: {at} can't be saved: it is an array of Python objects"
+                f"hostcall: {at} can't be saved: it is an array of Python objects",
+                code="hc-pickle",
             )
         # NumPy's file format does not know the dtypes of ml_dtypes (bfloat16).
         if array.dtype.isbuiltin != 1:

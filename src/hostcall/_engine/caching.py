@@ -157,7 +157,8 @@ class Rows:
             raise SpecError(
                 f"hostcall: `{self._info.name}` has cache=, whose keys hold its static"
                 f" arguments, pickled. One of them can't be pickled: {error}. Pass it"
-                " as arrays, strings or other objects that can, or drop cache="
+                " as arrays, strings or other objects that can, or drop cache=",
+                code="hc-pickle",
             ) from error
 
     def key(self, arrays: Sequence[np.ndarray]) -> bytes:
@@ -211,7 +212,8 @@ class Rows:
         if [len(part) for part in value] != self._sizes:
             raise SpecError(
                 f"hostcall: the cache of `{self._info.name}` has an entry that is not"
-                " one of its results. Is something else written to that cache?"
+                " one of its results. Is something else written to that cache?",
+                code="hc-load",
             )
         parts = zip(self._avals, self._dtypes, value, strict=True)
         return tuple(np.ndarray(aval.shape, dtype, part) for aval, dtype, part in parts)

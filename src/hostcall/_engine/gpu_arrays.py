@@ -42,7 +42,8 @@ class OnDevice:
         except jax.errors.JaxRuntimeError:
             raise errors.SpecError(
                 f"hostcall: `{self.__name__}` has arrays='cuda', and its program runs"
-                " on the CPU. Use 'numpy', 'jax' or 'dlpack' there"
+                " on the CPU. Use 'numpy', 'jax' or 'dlpack' there",
+                code="hc-device",
             ) from None
         value = self.func(*args, **kwargs)
         treedef = self._results.treedef

@@ -129,7 +129,7 @@ class CallInfo:
         if said:  # only the calling process's text is sent along
             where = f"{where}: {failures.without_number(said)}"
         error = errors.HostcallError(
-            f"hostcall: `{self.name}`{taken} failed in {where}"
+            f"hostcall: `{self.name}`{taken} failed in {where}", code="hc-failed"
         )
         text = failures.numbered(error, failures.summary(error))
         job.failed(text, tell=False)

@@ -245,7 +245,8 @@ def _function(
                     f"hostcall: the tap `{callback.name}` has batch= and a where= that"
                     " differs between the rows of a vmap, so its taps differ in size."
                     " Pass the mask as an argument instead of where=, or leave out"
-                    " batch="
+                    " batch=",
+                    code="hc-conflict",
                 )
             whole = CompressedTap(params, whole, converters)
         return whole, ResultForm.IGNORED

@@ -75,7 +75,7 @@ def start_on(client: Any | None) -> None:
         return
     missing = _native.cuda_missing()
     if missing:
-        raise errors.HostcallError(missing)
+        raise errors.HostcallError(missing, code="hc-device")
     with _lock:
         if _started_cuda:
             return

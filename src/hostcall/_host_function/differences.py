@@ -74,12 +74,14 @@ def finite_difference(
     if scheme not in ("central", "forward", "complex"):
         raise SpecError(
             f"hostcall: scheme= of `{f.__name__}` should be one of 'central',"
-            f" 'forward', 'complex', got {scheme!r}"
+            f" 'forward', 'complex', got {scheme!r}",
+            code="hc-option",
         )
     if step is not None and not (isinstance(step, (int, float)) and step > 0):
         raise SpecError(
             f"hostcall: step= of `{f.__name__}` should be a number above 0, got"
-            f" {step!r}"
+            f" {step!r}",
+            code="hc-option",
         )
     size = step or (1e-20 if scheme == "complex" else _EPS ** _POWERS[scheme])
     elementwise = f.result is results.elementwise

@@ -217,7 +217,9 @@ class HostFunction(Generic[P, R]):
         try:
             bound = inspect.signature(self.fn).bind(*args, **kwargs)
         except TypeError as error:
-            raise SpecError(f"hostcall: `{self.__name__}`: {error}") from None
+            raise SpecError(
+                f"hostcall: `{self.__name__}`: {error}", code="hc-arguments"
+            ) from None
         except ValueError:
             bound = None  # a ufunc or a builtin, which has no signature
         if bound is None or bound.kwargs:
@@ -225,7 +227,8 @@ class HostFunction(Generic[P, R]):
                 f"hostcall: `{self.__name__}` was called with the keyword arguments"
                 f" {sorted(kwargs)}, which can't be put into its positions. Rules know"
                 " arguments by position: pass them by position, or wrap the function in"
-                " one with positional arguments"
+                " one with positional arguments",
+                code="hc-arguments",
             )
         return bound.args
 
@@ -268,7 +271,8 @@ class HostFunction(Generic[P, R]):
         if not any(each):
             raise SpecError(
                 f"hostcall: defjvps of `{self.__name__}` was given no rule. Give one"
-                " per argument, or None for an argument without a derivative"
+                " per argument, or None for an argument without a derivative",
+                code="hc-rule",
             )
         self._add("jvp", Jvp(None, self._where(where, *each), each))
 
@@ -294,7 +298,8 @@ class HostFunction(Generic[P, R]):
         if residuals is not None and where == "jax":
             raise SpecError(
                 f"hostcall: defjvp of `{self.__name__}` has residuals= and JAX code,"
-                " whose residuals JAX sees: drop residuals="
+                " whose residuals JAX sees: drop residuals=",
+                code="hc-rule",
             )
         kept: Any = HOST_RESIDUALS
         if residuals is not None:
@@ -370,7 +375,8 @@ class HostFunction(Generic[P, R]):
         if self.differences is None:
             raise SpecError(
                 f"hostcall: `{self.__name__}` has no differences whose error could be"
-                f" estimated. Add them with hc.finite_difference({self.__name__})"
+                f" estimated. Add them with hc.finite_difference({self.__name__})",
+                code="hc-rule",
             )
         return self.differences.error(*args)
 
@@ -390,11 +396,4 @@ class HostFunction(Generic[P, R]):
         return where  # type: ignore[no-any-return]
 
     def _add(self, kind: str, rule: Any) -> None:
-        order = self.options["order"]
-        if order != "pure":
-            raise SpecError(
-                f"hostcall: `{self.__name__}` has order={order!r} and"
-                f" def{kind}. Derivatives run the function again, or not at all: make"
-                " it pure, and leave its effects to a hc.tap or hc.call beside it"
-            )
-        self.rules.add(self.__name__, kind, rule)
+        self.rules.add(self.__name__, kind, rule, self.options["order"])

@@ -192,12 +192,14 @@ def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[in
         raise SpecError(
             f"hostcall: result= of `{shown}` is {result!r}. The only string it takes is"
             " 'infer'; otherwise give a spec, a function, hc.like(i), hc.same_tree(i)"
-            " or hc.elementwise"
+            " or hc.elementwise",
+            code="hc-result-spec",
         )
     positions = (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
     if not all(isinstance(n, int) for n in positions):
         raise SpecError(
             f"hostcall: nondiff= of `{shown}` should be positions of arguments, got"
-            f" {nondiff!r}"
+            f" {nondiff!r}",
+            code="hc-option",
         )
     return positions

@@ -315,7 +315,8 @@ class HostCode(Value):
             raise DerivativeError(
                 f"hostcall: the forward rule of `{trees.name}` should return"
                 f" residuals in the structure of residuals=, {treedef}, got"
-                f" {jax.tree_util.tree_structure(residual)}"
+                f" {jax.tree_util.tree_structure(residual)}",
+                code="hc-rule",
             ) from error
 
     def _backward(self, operands: Any) -> Steps:

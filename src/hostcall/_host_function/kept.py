@@ -29,7 +29,8 @@ def part_of(
         if version is not None:
             raise SpecError(
                 f"hostcall: `{shown}` has version= and no cache=. It is the version of"
-                " the code whose results are kept: give cache=, or drop version="
+                " the code whose results are kept: give cache=, or drop version=",
+                code="hc-conflict",
             )
         return None
     in_memory = isinstance(cache, str) and cache == "memory"
@@ -37,13 +38,15 @@ def part_of(
     if isinstance(cache, type) or not (in_memory or is_dictionary(cache) or joblibs):
         raise SpecError(
             f"hostcall: cache= of `{shown}` should be 'memory', a diskcache.Cache or a"
-            f" joblib.Memory, got {cache!r}"
+            f" joblib.Memory, got {cache!r}",
+            code="hc-option",
         )
     _refuse_others(shown, options)
     if version is not None and type(version) not in (str, int):
         raise SpecError(
             f"hostcall: version= of `{shown}` should be a string or an int, got"
-            f" {version!r}"
+            f" {version!r}",
+            code="hc-option",
         )
     if not in_memory:
         _check_disk(shown, fn, version)
@@ -66,7 +69,7 @@ def _refuse_others(shown: str, options: Any) -> None:
             " drop cache="
         )
     if why:
-        raise SpecError(f"hostcall: `{shown}` has cache= and {why}")
+        raise SpecError(f"hostcall: `{shown}` has cache= and {why}", code="hc-conflict")
 
 
 def _check_disk(shown: str, fn: Any, version: Any) -> None:
@@ -75,7 +78,8 @@ def _check_disk(shown: str, fn: Any, version: Any) -> None:
             f"hostcall: `{shown}` has a cache that outlives the process, and no"
             " version=. Give version=1, and another number whenever the code of the"
             " function, of its rules, or of what they call changes: older results are"
-            " then not found"
+            " then not found",
+            code="hc-conflict",
         )
     if not _goes_by_name(fn):
         raise SpecError(
@@ -84,7 +88,8 @@ def _check_disk(shown: str, fn: Any, version: Any) -> None:
             " several functions of that name (a lambda, a closure, a decorator's"
             " wrapper, a partial, a bound method, a ufunc of np.frompyfunc): define it"
             " at the top level of a module, with all that it uses as arguments, or"
-            " use cache='memory'"
+            " use cache='memory'",
+            code="hc-conflict",
         )
 
 
@@ -126,11 +131,14 @@ def options_of(
 
 def clear(part: Part | None, name: str) -> None:
     if part is None:
-        raise SpecError(f"hostcall: `{name}` has no cache= that could be cleared")
+        raise SpecError(
+            f"hostcall: `{name}` has no cache= that could be cleared", code="hc-option"
+        )
     try:
         part.cache.clear()
     except NotImplementedError:
         raise SpecError(
             f"hostcall: joblib.Memory can't drop the results of `{name}` alone. Give"
-            " another version=, or call the Memory's clear(), which drops all"
+            " another version=, or call the Memory's clear(), which drops all",
+            code="hc-option",
         ) from None

@@ -39,7 +39,8 @@ class like:
                 f"hostcall: `{name}` has result=hc.like({self.argument}), and argument"
                 f" {self.argument} is not an array but {tree.tree_structure(found)}."
                 " For a result with its structure write"
-                f" hc.same_tree({self.argument})"
+                f" hc.same_tree({self.argument})",
+                code="hc-result-spec",
             )
         return found
 
@@ -64,7 +65,8 @@ def _argument(number: int, args: tuple[Any, ...], name: str, what: str) -> Any:
     if not isinstance(number, int) or not -len(args) <= number < len(args):
         raise SpecError(
             f"hostcall: `{name}` has result=hc.{what}({number!r}), and was called with"
-            f" {len(args)} arguments. Give the position of one of them, from 0"
+            f" {len(args)} arguments. Give the position of one of them, from 0",
+            code="hc-result-spec",
         )
     return args[number]
 
@@ -138,7 +140,8 @@ def spec_of(result: Any, fn: Callable[..., Any], args: Any, name: str) -> Any:
         raise SpecError(
             f"hostcall: the result= function of `{name}` failed for ({given}):"
             f" {type(error).__name__}: {error}. It gets a ShapeDtypeStruct for each"
-            " array, and should return what result= of hc.call may be"
+            " array, and should return what result= of hc.call may be",
+            code="hc-result-spec",
         ) from error
 
 
@@ -157,7 +160,8 @@ def _inferred(fn: Callable[..., Any], args: Any, name: str) -> Any:
     except Exception as error:
         raise SpecError(
             f"hostcall: `{name}` has result='infer', and failed on zeros:"
-            f" {type(error).__name__}: {error}. Say what it returns with result="
+            f" {type(error).__name__}: {error}. Say what it returns with result=",
+            code="hc-result-spec",
         ) from error
 
     def spec(leaf: Any) -> jax.ShapeDtypeStruct:

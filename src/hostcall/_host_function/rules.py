@@ -79,12 +79,20 @@ class Rules:
     jacobian: Plain | None = None
     batch: Function | None = None
 
-    def add(self, name: str, kind: str, rule: Any) -> None:
-        """Sets a rule, once, if it goes together with the others."""
+    def add(self, name: str, kind: str, rule: Any, order: str = "pure") -> None:
+        """Sets a rule, once, if it goes together with the order and other rules."""
+        if order != "pure":
+            raise SpecError(
+                f"hostcall: `{name}` has order={order!r} and def{kind}. Derivatives run"
+                " the function again, or not at all: make it pure, and leave its"
+                " effects to a hc.tap or hc.call beside it",
+                code="hc-conflict",
+            )
         if getattr(self, kind) is not None:
             raise SpecError(
                 f"hostcall: `{name}` has a rule by def{kind} already. Programs may be"
-                " compiled with it: make a new function with hc.host for another"
+                " compiled with it: make a new function with hc.host for another",
+                code="hc-rule",
             )
         others = [k for k in ("jvp", "vjp", "jacobian") if getattr(self, k)]
         if kind == "transpose" and others:
@@ -97,13 +105,17 @@ class Rules:
 def _refuse_mixture(name: str, kind: str) -> None:
     raise SpecError(
         f"hostcall: `{name}` has deftranspose and def{kind}. A linear function is its"
-        " own derivative, and deftranspose says that it is linear: drop one of the two"
+        " own derivative, and deftranspose says that it is linear: drop one of the two",
+        code="hc-rule",
     )
 
 
 def check_rule(rule: Any, name: str, usage: str) -> None:
     if not callable(rule):
-        raise SpecError(f"hostcall: {usage} of `{name}` wants a function, got {rule!r}")
+        raise SpecError(
+            f"hostcall: {usage} of `{name}` wants a function, got {rule!r}",
+            code="hc-rule",
+        )
 
 
 def check_coroutines(
@@ -117,7 +129,8 @@ def check_coroutines(
             raise SpecError(
                 f"hostcall: the rule `{name_of(rule)}` of `{name}` is a coroutine"
                 " function and JAX code. JAX traces such a rule, and can't await"
-                " anything: make it a plain function"
+                " anything: make it a plain function",
+                code="hc-coroutine",
             )
         given = (options[option] for option in ("arrays", "lend", "executor"))
         check_awaits(name_of(rule), *given)
@@ -136,7 +149,8 @@ def check_where(where: Any, name: str) -> None:
     if where not in ("host", "jax"):
         raise SpecError(
             f"hostcall: where= of a rule of `{name}` should be 'host' (Python on NumPy"
-            f" arrays) or 'jax' (JAX code), got {where!r}"
+            f" arrays) or 'jax' (JAX code), got {where!r}",
+            code="hc-rule",
         )
 
 
@@ -144,7 +158,8 @@ def forward_pair(value: Any, name: str) -> tuple[Any, Any]:
     if not isinstance(value, tuple) or len(value) != 2:
         raise DerivativeError(
             f"hostcall: the forward rule of `{name}` should return (out, residuals),"
-            f" got {type(value).__name__}"
+            f" got {type(value).__name__}",
+            code="hc-rule",
         )
     return value
 

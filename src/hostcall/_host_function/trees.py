@@ -153,7 +153,8 @@ class Trees:
         except (ValueError, TypeError) as error:
             raise DerivativeError(
                 f"hostcall: {what} of `{self.name}` should return the structure of the"
-                f" result, {self.results.treedef}, got {_structure(value)}"
+                f" result, {self.results.treedef}, got {_structure(value)}",
+                code="hc-rule",
             ) from error
 
     def argument_leaves(
@@ -173,7 +174,8 @@ class Trees:
             raise DerivativeError(
                 f"hostcall: {what} of `{self.name}` should return a tuple of {n}, one"
                 f" value for each of the arguments {list(positions)} (None for zero),"
-                f" got {got if len(got) < 80 else type(value).__name__}"
+                f" got {got if len(got) < 80 else type(value).__name__}",
+                code="hc-rule",
             )
         if self.template.is_flat and len(positions) == len(self.argument_trees):
             return [*value, *self._of_mask(None)]
@@ -190,7 +192,8 @@ class Trees:
                 raise DerivativeError(
                     f"hostcall: {what} of `{self.name}` should return for argument"
                     f" {position} the structure of that argument, {treedef}, got"
-                    f" {_structure(part)}"
+                    f" {_structure(part)}",
+                    code="hc-rule",
                 ) from error
         marks = self.template.leaves
         found = [
@@ -230,7 +233,8 @@ class Trees:
                 raise DerivativeError(
                     f"hostcall: {what} of `{self.name}` returned"
                     f" {array.dtype}{list(array.shape)} where"
-                    f" {aval.dtype}{list(aval.shape)} is wanted"
+                    f" {aval.dtype}{list(aval.shape)} is wanted",
+                    code="hc-rule",
                 )
             fitted.append(array.astype(aval.dtype))
         return fitted

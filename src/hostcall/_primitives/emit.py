@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.errors import HostcallError
+from hostcall._core import codes
+from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.order import ORDERED, Order
 from hostcall._engine import targets
 from hostcall._primitives.across import Source
@@ -111,7 +112,8 @@ def emit_with_token(
             " after another effect or has order='ordered', can't be compiled for a"
             " program over several processes, since XLA would crash. Give it where=,"
             " which may be jnp.array(True), or an array that the function ignores; to a"
-            " feed, feed(where=jnp.array(True))"
+            " feed, feed(where=jnp.array(True))",
+            code="hc-device",
         )
 
     def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
@@ -183,14 +185,16 @@ def check_place(program: _jax.Program, sharding: Any, name: str) -> None:
     """Refuses a shard_map, or an `on=device` in one, that the call can't work with."""
     if program.automatic:
         axes = sorted(map(str, program.automatic))
-        raise NotImplementedError(
+        text = (
             f"hostcall: `{name}` is called inside a shard_map that is manual over some"
             f" mesh axes only. Make it manual over {axes} too"
         )
+        raise NotImplementedError(codes.ended(text, "hc-device"))
     if program.mesh is not None and sharding is not None:
-        raise ValueError(
+        raise SpecError(
             f"hostcall: `{name}` has on=device inside shard_map or pmap, where each"
-            " device makes its own call. Drop on="
+            " device makes its own call. Drop on=",
+            code="hc-device",
         )
 
 
@@ -207,7 +211,8 @@ def check_platform(ctx: Any, what: str) -> None:
             f"hostcall: {what} is lowered for"
             f" {', '.join(platforms)}. The engine of this version serves one platform"
             " at a time: cpu and cuda, and rocm and tpu through JAX's own callback. Run"
-            ' that part on the CPU: jax.jit(f, device=jax.devices("cpu")[0])'
+            ' that part on the CPU: jax.jit(f, device=jax.devices("cpu")[0])',
+            code="hc-device",
         )
 
 

@@ -85,7 +85,8 @@ def refuse_inside_a_tap(who: str) -> None:
     if _native.on_tap_worker() or workers.in_tap.get():
         raise HostcallError(
             f"hostcall: {who} inside a tap would wait for the tap itself. Call it where"
-            " the program is called"
+            " the program is called",
+            code="hc-deadlock",
         )
 
 

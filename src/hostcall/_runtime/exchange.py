@@ -104,5 +104,6 @@ def _absent(what: str, who: str, seconds: float) -> Exception:
         f"hostcall: {what} waited {seconds:g} s for all processes of the job, and {who}"
         " not come. Each process has to call it, in the same order as the others, also"
         " those that have no object. hc.monitor.status(processes='all') shows where"
-        " they are. Then restart the job: the next such call would wait for this one"
+        " they are. Then restart the job: the next such call would wait for this one",
+        code="hc-process",
     )

@@ -174,7 +174,8 @@ def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:
         raise HostcallError(
             "hostcall: the Dask worker that ran these rows has died. Dask would run"
             " them again, but they have effects (order= is not 'pure') and must run"
-            " only once"
+            " only once",
+            code="hc-worker",
         )
     event.set()
     return fn(*args)
@@ -210,7 +211,8 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
                 f"hostcall: `{name}` or its arguments can't be sent to another process:"
                 f" {reason}. This executor sends functions by name: define `{name}` at"
                 " the top level of a module, or pass an executor that sends functions"
-                " by value (Dask, loky) or uses threads"
+                " by value (Dask, loky) or uses threads",
+                code="hc-pickle",
             ) from error
         if "pickle" in str(error):
             error.add_note(

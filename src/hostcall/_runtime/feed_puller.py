@@ -94,7 +94,8 @@ class Puller:
             raise FeedError(
                 f"hostcall: the source of the feed `{self.name}` gave no item, so there"
                 " is none to take the spec from. Give spec=, a pytree of"
-                " jax.ShapeDtypeStruct, if it may be empty"
+                " jax.ShapeDtypeStruct, if it may be empty",
+                code="hc-feed-source",
             )
         return value
 
@@ -110,7 +111,8 @@ class Puller:
             raise FeedError(
                 f"hostcall: the source of the feed `{self.name}` called the feed's own"
                 " reset() or restore(), which would wait for the source. Call it where"
-                " the program is called"
+                " the program is called",
+                code="hc-deadlock",
             )
         self.check_open()
         future: Future[Any] = Future()

@@ -14,7 +14,8 @@ def refusal(what: str) -> HostcallError:
     return HostcallError(
         f"hostcall: {what} in a process that was forked from one that had started JAX."
         " JAX's threads do not exist here. Start workers with multiprocessing's 'spawn'"
-        " or 'forkserver' method"
+        " or 'forkserver' method",
+        code="hc-process",
     )
 
 

@@ -140,5 +140,6 @@ def _refusal() -> Exception:
         " further programs over several processes: they would wait for it for ever. End"
         " all processes of the job, and restart them from the last checkpoint; or, if"
         " all of them have raised, call hc.recover() in all. Programs over this"
-        f" process's own devices still run. The first failure was: {_elsewhere}"
+        f" process's own devices still run. The first failure was: {_elsewhere}",
+        code="hc-process",
     )

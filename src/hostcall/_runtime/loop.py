@@ -59,7 +59,8 @@ def current() -> asyncio.AbstractEventLoop:
             if _given.is_closed():
                 raise HostcallError(
                     "hostcall: the event loop given by hc.configure(loop=) is closed."
-                    " Give a running loop, or hc.configure(loop='own') for hostcall's"
+                    " Give a running loop, or hc.configure(loop='own') for hostcall's",
+                    code="hc-closed",
                 )
             return _given
         if _own is None:

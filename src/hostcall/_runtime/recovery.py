@@ -48,7 +48,9 @@ def recover(timeout: float) -> list[str]:
     if gone:
         raise HostcallError(
             "hostcall: recover() needs all processes of the job, and these have ended:"
-            f" {gone}. End the others too, and restart the job from the last checkpoint"
+            f" {gone}. End the others too, and restart the job from the last"
+            " checkpoint",
+            code="hc-process",
         )
     until = time.monotonic() + timeout
     peers.pause(True)
@@ -97,7 +99,8 @@ def _still_runs(timeout: float) -> HostcallError:
         f"hostcall: recover() has waited {timeout:g} s for a program over several"
         " processes that still runs here. It waits in a collective for a process that"
         " failed outside of it, and can't be ended. End all processes of the job, and"
-        " restart them from the last checkpoint"
+        " restart them from the last checkpoint",
+        code="hc-process",
     )
 
 
@@ -120,7 +123,8 @@ def _meet(until: float, timeout: float) -> int:
         raise HostcallError(
             f"hostcall: recover() has waited {timeout:g} s for the other processes of"
             " the job, and not all have called it. Call it in all of them, after each"
-            f" has raised the failure. The service says: {reason}"
+            f" has raised the failure. The service says: {reason}",
+            code="hc-process",
         ) from None
     assert nonce is not None  # process 0 puts it before it comes to the meeting
     return int(nonce)
@@ -147,7 +151,8 @@ def _check(nonce: int) -> None:
         raise HostcallError(
             f"hostcall: recover() finds the processes out of step: {text}. A collective"
             " that only some of them began before the failure has left values behind."
-            " End all processes of the job, and restart them from the last checkpoint"
+            " End all processes of the job, and restart them from the last checkpoint",
+            code="hc-process",
         )
 
 

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from hostcall._core import config, failures
+from hostcall._core import codes, config, failures
 
 logger = logging.getLogger("hostcall")
 
@@ -72,7 +72,7 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
     if count <= IN_FULL:
         _tell_in_full(name, place, error, row, count)
     else:
-        tally.newest = failures.summary(error)[:500]
+        tally.newest = codes.without(failures.summary(error))[:500]
         if clock() >= tally.until:
             _tell_count(name, place, tally)
 

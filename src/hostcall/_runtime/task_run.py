@@ -135,7 +135,7 @@ class TaskRun:
                     flights.tell("a call takes longer than its timeout")
                     raise CallTimeoutError(describe(self._late()))
                 if self._loop.is_closed():
-                    raise HostcallError(task_texts.closed(self._name))
+                    raise HostcallError(task_texts.closed(self._name), code="hc-worker")
                 if not told and not self._begun and waited > _BLOCKED:
                     told = True
                     logger.warning(
@@ -176,7 +176,9 @@ class TaskRun:
         except RuntimeError as error:
             # Nothing runs on a closed loop, so nobody else uses its lanes any more.
             lanes_of.pop(self._loop, None)
-            raise HostcallError(task_texts.closed(self._name)) from error
+            raise HostcallError(
+                task_texts.closed(self._name), code="hc-worker"
+            ) from error
 
     def _late(self) -> str:
         # The loop's thread may change the dict meanwhile; a copy is one step of C.
@@ -240,7 +242,10 @@ class TaskRun:
         self._left -= 1
         self._lane.running -= 1
         if task.cancelled() and not self.over:
-            self._fail(number, HostcallError(task_texts.cancelled(self._name)))
+            self._fail(
+                number,
+                HostcallError(task_texts.cancelled(self._name), code="hc-worker"),
+            )
         if self._left == 0 or (self.over and not self._tasks):
             self._left = 0
             self._done.release()

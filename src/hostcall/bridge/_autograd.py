@@ -88,12 +88,14 @@ def of_autograd(
     if not isinstance(derivatives, int) or derivatives < 0:
         raise SpecError(
             f"hostcall: derivatives= of `{shown}` should be the number of times that it"
-            f" can be differentiated, 0 or more, got {derivatives!r}"
+            f" can be differentiated, 0 or more, got {derivatives!r}",
+            code="hc-option",
         )
     if vmap_method not in (None, "sequential", "sequential_unrolled", "parallel"):
         raise SpecError(
             f"hostcall: vmap_method= of `{shown}` should be 'sequential' or 'parallel',"
-            f" got {vmap_method!r}: autograd differentiates one row at a time"
+            f" got {vmap_method!r}: autograd differentiates one row at a time",
+            code="hc-option",
         )
     options = {
         "vmap_method": vmap_method,

@@ -86,13 +86,15 @@ def on_device(
         raise SpecError(
             f"hostcall: device= of `{shown}` should be a jax.Device, such as"
             f" jax.devices('gpu')[0], or None for a CPU device of hostcall's own, got"
-            f" {device!r}"
+            f" {device!r}",
+            code="hc-option",
         )
     if device is not None and device.process_index != jax.process_index():
         raise SpecError(
             f"hostcall: device= of `{shown}` is {device}, which belongs to process"
             f" {device.process_index}, but this is process {jax.process_index()}. Pass"
-            " one of jax.local_devices()"
+            " one of jax.local_devices()",
+            code="hc-device",
         )
     return JaxFunction(fn, device=device, name=name, timeout=timeout)
 

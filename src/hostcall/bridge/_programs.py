@@ -207,7 +207,8 @@ class Bridged(HostFunction[..., Any]):
         raise SpecError(
             f"hostcall: `{self.__name__}` is a bridge, whose rules come from the other"
             f" library, so it takes no def{kind}. To give a rule yourself, make the"
-            " function with hc.host"
+            " function with hc.host",
+            code="hc-rule",
         )
 
     def defbatch(self, rule: Any) -> NoReturn:

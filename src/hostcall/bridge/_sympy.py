@@ -184,7 +184,8 @@ class _Expressions:
         if sorted(kwargs) != sorted(left):
             raise SpecError(
                 f"hostcall: `{self.name}` takes an array for each of {self.symbols},"
-                f" got {len(args)} by position and the keywords {sorted(kwargs)}"
+                f" got {len(args)} by position and the keywords {sorted(kwargs)}",
+                code="hc-arguments",
             )
         return (*args, *(kwargs[name] for name in left))
 
@@ -197,7 +198,8 @@ class _Expressions:
         if len(args) != len(self.symbols):
             raise SpecError(
                 f"hostcall: `{self.name}` takes an array for each of {self.symbols},"
-                f" got {len(args)}"
+                f" got {len(args)}",
+                code="hc-arguments",
             )
         for symbol, arg in zip(self.symbols, args, strict=True):
             if symbol.is_extended_real and jnp.iscomplexobj(arg):

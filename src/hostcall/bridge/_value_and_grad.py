@@ -93,7 +93,8 @@ def value_and_grad(
     if value is not None and not callable(value):
         raise SpecError(
             f"hostcall: value= of `{shown}` should be a function of the same arguments"
-            f" that returns only the value, got {value!r}"
+            f" that returns only the value, got {value!r}",
+            code="hc-option",
         )
     options = {
         "vmap_method": vmap_method,

@@ -25,7 +25,8 @@ def read(folder: str | os.PathLike[str]) -> Run:
     if not (path / ".lock").exists():
         raise HostcallError(
             f"hostcall: {path} has no run that a recorder wrote."
-            f" hc.Recorder({str(path)!r}) makes one"
+            f" hc.Recorder({str(path)!r}) makes one",
+            code="hc-record",
         )
     return Run(path.absolute())
 
@@ -82,7 +83,8 @@ class Run:
         group = self._groups(name).get(process)
         if group is None:
             raise HostcallError(
-                f"hostcall: process {process} has no array {name!r} in {self.folder}"
+                f"hostcall: process {process} has no array {name!r} in {self.folder}",
+                code="hc-record",
             )
         return group["step"], group["value"]
 
@@ -126,7 +128,8 @@ class Run:
         if not found:
             raise HostcallError(
                 f"hostcall: {self.folder} has no array {name!r}. It has: "
-                + (", ".join(self.arrays) or "none")
+                + (", ".join(self.arrays) or "none"),
+                code="hc-record",
             )
         return dict(sorted(found.items()))
 

@@ -82,7 +82,8 @@ class Recorder:
         needed("pyarrow", "hc.Recorder")
         if not flush >= 0:
             raise SpecError(
-                f"hostcall: flush= of a recorder should be seconds, got {flush!r}"
+                f"hostcall: flush= of a recorder should be seconds, got {flush!r}",
+                code="hc-option",
             )
         # Absolute, since the program may change its directory while the writer works.
         self._store = Store(Path(folder).absolute())
@@ -145,20 +146,24 @@ class Recorder:
         """
         if self._closed:
             raise HostcallError(
-                f"hostcall: the recorder of {self._store.folder} is closed"
+                f"hostcall: the recorder of {self._store.folder} is closed",
+                code="hc-closed",
             )
         in_parts = on in ("process", "shards")
         if in_parts and (sample is not None or isinstance(every, float)):
             raise SpecError(
                 f"hostcall: with on={on!r} a recorder takes no sample= and no every="
                 " in seconds: devices would choose different steps. Use an int for"
-                " every="
+                " every=",
+                code="hc-conflict",
             )
         if step is not None:
             values = {"step": step, **values}
         arrays = arrays_of(values)
         if not arrays:
-            raise SpecError("hostcall: a recorder was called without a value")
+            raise SpecError(
+                "hostcall: a recorder was called without a value", code="hc-record"
+            )
         fields = fields_of(arrays, in_parts)
         options = {"where": where, "every": every, "sample": sample, "on": on}
         if not in_parts:

@@ -90,7 +90,8 @@ class trace:
         if not self.path.name.endswith((".json", ".json.gz")):
             raise errors.SpecError(
                 "hostcall: hc.trace() writes JSON, and can't tell from the path"
-                f" {str(path)!r} whether to compress it. End it in .json or .json.gz"
+                f" {str(path)!r} whether to compress it. End it in .json or .json.gz",
+                code="hc-option",
             )
         self._gz = self.path.suffix == ".gz"
         self._events = monitor.events()
@@ -106,7 +107,8 @@ class trace:
         if hasattr(self, "_thread"):
             raise errors.HostcallError(
                 "hostcall: this hc.trace() has run already. Make a new one with another"
-                " path for each block"
+                " path for each block",
+                code="hc-closed",
             )
         # Unbuffered: what is written is in the file, whatever happens to the process.
         self._file = open(self.path, "wb", buffering=0)

@@ -157,7 +157,8 @@ def _passes(x: Any, fired: _Fired) -> Any:
             raise SpecError(
                 f"hostcall: check= of hc.watch({fired.name}) should return a bool"
                 f" scalar, got {passes.dtype}{list(passes.shape)}. Reduce it with"
-                " jnp.all, for example"
+                " jnp.all, for example",
+                code="hc-option",
             )
         return passes
     numbers = [leaf for leaf in jax.tree.leaves(x) if can_be_bad(leaf)]

@@ -172,7 +172,8 @@ def export(
     if isinstance(vjp_order, bool) or not isinstance(vjp_order, int) or vjp_order < 0:
         raise SpecError(
             f"hostcall: vjp_order= of hc.export should be 0, 1, 2, ..., got"
-            f" {vjp_order!r}"
+            f" {vjp_order!r}",
+            code="hc-option",
         )
     # An argument that is not used must stay: see `of`.
     jitted: Any = f if isinstance(f, _JITTED) else jax.jit(f, keep_unused=True)
@@ -185,7 +186,8 @@ def export(
             raise SpecError(
                 "hostcall: hc.export got no array among the arguments, and jax.export"
                 " can't export ordered calls and feeds without one. Add an argument,"
-                " such as a step number: hc.export(lambda step: ...)(0)"
+                " such as a step number: hc.export(lambda step: ...)(0)",
+                code="hc-export",
             )
         try:
             exported = make(*args, **kwargs)
@@ -195,7 +197,8 @@ def export(
                     "hostcall: the function uses none of its arguments, so jax.jit"
                     " dropped them, and jax.export can't export ordered calls and feeds"
                     " without one. Write jax.jit(f, keep_unused=True), or give the"
-                    " function itself to hc.export"
+                    " function itself to hc.export",
+                    code="hc-export",
                 ) from error
             raise
         texts = _texts(exported, vjp_order)
@@ -229,7 +232,8 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise SpecError(
             f"hostcall: hc.load takes bytes, got {type(data).__name__}. For a file"
-            " write hc.load(pathlib.Path(path).read_bytes())"
+            " write hc.load(pathlib.Path(path).read_bytes())",
+            code="hc-load",
         )
     header, program = container.unpack(bytes(data))
     manifest, told = read_manifest(header)

@@ -58,7 +58,8 @@ class Feed:
             raise SpecError(
                 f'hostcall: the feed `{name}` has on_end="repeat", and its source is an'
                 " iterator, which can be iterated only once. Give a function that"
-                " returns a new iterator, hc.feed(lambda: make_iterator())"
+                " returns a new iterator, hc.feed(lambda: make_iterator())",
+                code="hc-feed-source",
             )
         self._place = users_place()
         puller = Puller(name, given, on_end)
@@ -109,7 +110,8 @@ class Feed:
         if rows is not None and self._shards is not None:
             raise SpecError(
                 f"hostcall: the feed `{name}` has sharding=, and rows= wants an item"
-                " for each row of a vmap. Leave out one of the two"
+                " for each row of a vmap. Leave out one of the two",
+                code="hc-conflict",
             )
         operands = [_marker(leaf) for leaf in jax.tree.leaves(rows)]
         masked = where is not None
@@ -170,7 +172,8 @@ class Feed:
             raise SpecError(
                 f"hostcall: feed.at(i) of `{name}`:"
                 f" {why if self._indexed is None else 'it has sharding='}. It is for"
-                " sequences, and for arrays and tables with batch="
+                " sequences, and for arrays and tables with batch=",
+                code="hc-feed-source",
             )
         if jnp.shape(i) != () or not jnp.issubdtype(jnp.result_type(i), jnp.integer):
             raise SpecError(
@@ -342,17 +345,20 @@ def _check(name: str, prefetch: Any, on_end: Any, timeout: Any) -> None:
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
         raise SpecError(
             f"hostcall: prefetch= of the feed `{name}` should be a number of items, an"
-            f" int of 1 or more, got {prefetch!r}"
+            f" int of 1 or more, got {prefetch!r}",
+            code="hc-option",
         )
     if on_end not in _ENDS:
         raise SpecError(
             f"hostcall: on_end= of the feed `{name}` should be one of"
-            f" {', '.join(map(repr, _ENDS))}, got {on_end!r}"
+            f" {', '.join(map(repr, _ENDS))}, got {on_end!r}",
+            code="hc-option",
         )
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise SpecError(
             f"hostcall: timeout= of the feed `{name}` should be a number of seconds"
-            f" above 0, got {timeout!r}"
+            f" above 0, got {timeout!r}",
+            code="hc-option",
         )
 
 

@@ -27,7 +27,8 @@ def spec_of(item: Any, name: str) -> Any:
             raise SpecError(
                 f"hostcall: item 0{jax.tree_util.keystr(path)} of the feed `{name}` is"
                 f" a {type(leaf).__name__} ({array.dtype}), which JAX arrays can't"
-                " hold. Let the source leave it out, or turn it into numbers"
+                " hold. Let the source leave it out, or turn it into numbers",
+                code="hc-feed-source",
             )
         return jax.ShapeDtypeStruct(array.shape, _native_order(array.dtype))
 
@@ -40,7 +41,8 @@ def parse_spec(spec: Any, name: str) -> Results:
     if not results.avals:
         raise SpecError(
             f"hostcall: the items of the feed `{name}` have no leaves. Does the source"
-            " give None?"
+            " give None?",
+            code="hc-feed-source",
         )
     return results
 

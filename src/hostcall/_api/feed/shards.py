@@ -36,12 +36,14 @@ class Shards:
         ):
             raise SpecError(
                 f"hostcall: sharding= of the feed `{name}` should be a"
-                f" jax.NamedSharding on a mesh of devices, got {sharding!r}"
+                f" jax.NamedSharding on a mesh of devices, got {sharding!r}",
+                code="hc-option",
             )
         if any(key is not None for key in items.keys):
             raise SpecError(
                 f"hostcall: the feed `{name}` has sharding= and items with typed PRNG"
-                " keys. Feed their jax.random.key_data, and wrap it in the program"
+                " keys. Feed their jax.random.key_data, and wrap it in the program",
+                code="hc-device",
             )
         self.sharding, self._name = sharding, name
         me = jax.process_index()
@@ -72,7 +74,8 @@ class Shards:
                 raise SpecError(
                     f"hostcall: item{path} of the feed `{self._name}` has the shape"
                     f" {list(shape)}, and axis {axis} can't be cut into {len(own)}"
-                    f" equal parts, as {self.sharding.spec} wants"
+                    f" equal parts, as {self.sharding.spec} wants",
+                    code="hc-device",
                 )
             block.append(size // len(own))
             places.append({index: i for i, index in enumerate(own)})
@@ -91,7 +94,8 @@ class Shards:
             raise SpecError(
                 f"hostcall: item{path} of the feed `{self._name}` has the shape"
                 f" {list(shape)}, which has no axis for {self.sharding.spec}. Give it"
-                " one, or feed it by another hc.feed without sharding="
+                " one, or feed it by another hc.feed without sharding=",
+                code="hc-device",
             )
         names = [(a,) if isinstance(a, str) else a or () for a in spec]
         names += [()] * (ndim - len(spec))
@@ -129,7 +133,8 @@ class Shards:
             raise SpecError(
                 f"hostcall: the feed `{self._name}` has sharding=, and is called inside"
                 " shard_map, which has only one device's part of the mesh. Call it"
-                " outside, and pass the item in with in_specs="
+                " outside, and pass the item in with in_specs=",
+                code="hc-device",
             )
 
         def block(*given: Any) -> list[Any]:

@@ -79,7 +79,8 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
         if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
             raise SpecError(
                 f"hostcall: batch= of the feed `{name}` should be a number of rows, an"
-                f" int of 1 or more, got {batch!r}"
+                f" int of 1 or more, got {batch!r}",
+                code="hc-option",
             )
         columns = _columns(source, name)
         rows = _rows_of(columns, batch, name)
@@ -95,7 +96,8 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
     if _is_table(source):
         raise SpecError(
             f"hostcall: the source `{name}` is a {type(source).__name__}, and iterating"
-            " it does not give its rows. Say how many rows an item has: batch=32"
+            " it does not give its rows. Say how many rows an item has: batch=32",
+            code="hc-feed-source",
         )
     if hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator"):
         get = None if isinstance(source, dict) else getattr(source, "__getitem__", None)
@@ -110,7 +112,8 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
         )
     raise SpecError(
         f"hostcall: the source of a feed should be an iterable, an iterator, or a"
-        f" function that returns one, got {source!r}"
+        f" function that returns one, got {source!r}",
+        code="hc-feed-source",
     )
 
 
@@ -150,7 +153,8 @@ def _columns(source: Any, name: str) -> Any:
         raise SpecError(
             f"hostcall: the feed `{name}` has batch=, which is for arrays and tables,"
             f" and its source is a {type(source).__name__}. Leave out batch=, and let"
-            " the source give batches"
+            " the source give batches",
+            code="hc-feed-source",
         )
     return jax.tree.map(np.asarray, source)
 
@@ -162,12 +166,14 @@ def _rows_of(columns: Any, batch: int, name: str) -> int:
         raise SpecError(
             f"hostcall: the arrays of the feed `{name}` should have the rows as their"
             " first axis, and equally many, got the shapes"
-            f" {', '.join(str(leaf.shape) for leaf in leaves)}"
+            f" {', '.join(str(leaf.shape) for leaf in leaves)}",
+            code="hc-feed-source",
         )
     (rows,) = sizes
     if rows < batch:
         raise SpecError(
-            f"hostcall: the feed `{name}` has batch={batch}, and only {rows} rows"
+            f"hostcall: the feed `{name}` has batch={batch}, and only {rows} rows",
+            code="hc-feed-source",
         )
     return rows
 

@@ -17,31 +17,36 @@ def check(name: str, methods: Any, order: Any, vmap_method: Any) -> None:
     if not isinstance(methods, Mapping) or not methods:
         raise SpecError(
             f"hostcall: methods= of `{name}` should be a dict from method names to"
-            f" result specs, got {methods!r}"
+            f" result specs, got {methods!r}",
+            code="hc-object",
         )
     for method, result in methods.items():
         if not isinstance(method, str) or not method.isidentifier() or method[0] == "_":
             raise SpecError(
                 f"hostcall: methods= of `{name}` has the key {method!r}, which is not"
-                " the name of a public method"
+                " the name of a public method",
+                code="hc-object",
             )
         if method in OWN:
             raise SpecError(
                 f"hostcall: `{name}` can't declare `{method}`, since hc.Object has its"
                 " own method of that name. Add a method with another name that calls"
-                " it, and declare that one"
+                " it, and declare that one",
+                code="hc-object",
             )
         parse_result(result, f"{name}.{method}")
     if order not in ("ordered", "unordered"):
         raise SpecError(
             f"hostcall: order= of `{name}` should be 'ordered' or 'unordered', got"
             f" {order!r}. An object has state, so its calls can't be dropped or"
-            " repeated"
+            " repeated",
+            code="hc-option",
         )
     if vmap_method not in ("sequential", "parallel"):
         raise SpecError(
             f"hostcall: vmap_method= of `{name}` should be 'sequential' or 'parallel',"
-            f" got {vmap_method!r}. Each row has its own object"
+            f" got {vmap_method!r}. Each row has its own object",
+            code="hc-option",
         )
 
 
@@ -69,7 +74,8 @@ def hook(
     if not isinstance(given, str):
         raise SpecError(
             f"hostcall: {option}= of `{name}` should be a method's name or a function,"
-            f" got {given!r}"
+            f" got {given!r}",
+            code="hc-option",
         )
 
     def by_name(value: Any, *args: Any) -> Any:

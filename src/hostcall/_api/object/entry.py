@@ -56,12 +56,14 @@ class Entry:
             raise HostcallError(
                 f"hostcall: {self.who} of `{self.group.name}` can't tell which object"
                 " is meant: the program was lowered for a mesh without devices, or the"
-                " executor runs rows on the thread that waits for them"
+                " executor runs rows on the thread that waits for them",
+                code="hc-object",
             )
         return found
 
     def __reduce__(self) -> NoReturn:
         raise SpecError(
             f"hostcall: the objects of `{self.group.name}` are in this process, but its"
-            " executor= runs rows in other processes. Pass a pool of threads"
+            " executor= runs rows in other processes. Pass a pool of threads",
+            code="hc-conflict",
         )

@@ -28,11 +28,13 @@ def check(processes: Any, limit: Any, who: str) -> bool:
     if processes != "all":
         raise SpecError(
             f"hostcall: processes= of {who} should be 'all', got {processes!r}. Leave"
-            " it out for the objects of this process"
+            " it out for the objects of this process",
+            code="hc-option",
         )
     if not isinstance(limit, (int, float)) or not limit > 0:
         raise SpecError(
-            f"hostcall: limit= of {who} should be seconds above 0, got {limit!r}"
+            f"hostcall: limit= of {who} should be seconds above 0, got {limit!r}",
+            code="hc-option",
         )
     return True
 
@@ -56,7 +58,8 @@ def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:
         if "error" in one:
             raise HostcallError(
                 f"hostcall: save() of `{name}` failed in process {process}:"
-                f" {one['error']}"
+                f" {one['error']}",
+                code="hc-failed",
             )
     return _joined(name, parts)
 
@@ -66,7 +69,8 @@ def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
     if len(batches) > 1:
         raise HostcallError(
             f"hostcall: the processes' objects of `{name}` belong to different batches:"
-            f" {sorted(map(str, batches))}. Save them in each process, with save()"
+            f" {sorted(map(str, batches))}. Save them in each process, with save()",
+            code="hc-object",
         )
     objects: dict[Any, bytes] = {}
     holders: dict[Any, int] = {}
@@ -77,7 +81,8 @@ def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
                     f"hostcall: processes {holders[index]} and {process} each have an"
                     f" object {index} of `{name}`, since each ran a program of its own."
                     " One snapshot can't hold both: call save() without processes= in"
-                    " each process, and keep a file for each"
+                    " each process, and keep a file for each",
+                    code="hc-object",
                 )
             objects[index], holders[index] = state, process
     for part in parts:
@@ -104,7 +109,8 @@ def scatter(name: str, state: Any, refuse: Callable[[Any], None], limit: float) 
     if text is not None:
         raise HostcallError(
             f"hostcall: restore() of `{name}` failed in process 0, which gives all"
-            f" processes its snapshot: {text}"
+            f" processes its snapshot: {text}",
+            code="hc-failed",
         )
     return state
 

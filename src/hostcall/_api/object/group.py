@@ -80,7 +80,8 @@ class Group:
     def check_open(self, who: str) -> None:
         if self.ended:
             raise HostcallError(
-                f"hostcall: {who} of `{self.name}` was called {self.ended}"
+                f"hostcall: {who} of `{self.name}` was called {self.ended}",
+                code="hc-closed",
             )
 
     def enter(
@@ -120,7 +121,9 @@ class Group:
             self.check_open(who)
             before = next(iter([*self.members, *self.waiting]), place)[0]
             if before != place[0]:
-                raise HostcallError(_other_batch(who, self.name, before, place[0]))
+                raise HostcallError(
+                    _other_batch(who, self.name, before, place[0]), code="hc-object"
+                )
             return self.members.setdefault(place, Member())
 
     def _fill(self, place: Place, member: Member) -> None:
@@ -133,7 +136,9 @@ class Group:
                 value = settled(self.make(place[1]))
             for method in self.methods:
                 if not callable(getattr(value, method, None)):
-                    raise HostcallError(_lacks(self.name, method, value))
+                    raise HostcallError(
+                        _lacks(self.name, method, value), code="hc-object"
+                    )
             if state is not None and put is not None:
                 settled(put(value, pickle.loads(state)))
         except BaseException:
@@ -165,7 +170,7 @@ class Group:
                     objects[index] = pickle.dumps(state)
                 except Exception as error:
                     raise HostcallError(
-                        _unpicklable(self.name, index, error)
+                        _unpicklable(self.name, index, error), code="hc-pickle"
                     ) from error
         for index in objects:
             waiting.pop(index, None)  # it was made meanwhile

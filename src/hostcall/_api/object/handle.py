@@ -125,7 +125,8 @@ class Object:
         if (save is None) != (restore is None):
             raise SpecError(
                 f"hostcall: `{name}` has only one of save= and restore=. Pass both, or"
-                " neither"
+                " neither",
+                code="hc-conflict",
             )
         make = maker(factory, name)
         end = hook(name, "close", close, optional=True)
@@ -169,7 +170,8 @@ class Object:
     def __reduce__(self) -> NoReturn:
         raise SpecError(
             f"hostcall: the hc.Object `{self._group.name}` can't be pickled or copied,"
-            " since programs refer to it. Pickle what its save() returns"
+            " since programs refer to it. Pickle what its save() returns",
+            code="hc-pickle",
         )
 
     def __del__(self, bury: Callable[[], Any] = _native.bury) -> None:
@@ -238,7 +240,8 @@ class Object:
                 f"hostcall: save() of `{group.name}` can't tell whether"
                 f" {len(waiting)} objects are this process's own: restore(...,"
                 " processes='all') brought their states, and no call has come to them"
-                " yet. Use save(processes='all')"
+                " yet. Use save(processes='all')",
+                code="hc-object",
             )
         return snapshot
 
@@ -314,7 +317,8 @@ class Object:
         if context.current() is not None:
             raise HostcallError(
                 f"hostcall: {what}() of `{name}` inside a callback would wait for the"
-                " program that made the call. Call it where the program is called"
+                " program that made the call. Call it where the program is called",
+                code="hc-deadlock",
             )
         self._group.check_open(f"{what}()")
         ended = failures.failures_of_effects() if log else _jax.wait_for_effects()

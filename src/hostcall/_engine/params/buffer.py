@@ -199,7 +199,8 @@ class BufferInfo(CallInfo):
             " an input (its values have been restored). JAX's arrays are immutable, and"
             " the caller may hold this one. Write to the output, which can share the"
             " input's memory and values (input_output_aliases). PyTorch's tensors can"
-            " always be written, so avoid its in-place operations on inputs"
+            " always be written, so avoid its in-place operations on inputs",
+            code="hc-buffer",
         )
 
     def on_unwritten(self, _: Any, number: int) -> None:

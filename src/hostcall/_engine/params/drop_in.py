@@ -252,6 +252,7 @@ def arrays_of(choice: str) -> Literal["numpy", "free"]:
     if choice not in ("jax", "numpy"):
         raise errors.SpecError(
             "hostcall: arrays= of a drop-in should be 'jax' or 'numpy', got"
-            f" {choice!r}. hostcall.call has 'dlpack' too"
+            f" {choice!r}. hostcall.call has 'dlpack' too",
+            code="hc-option",
         )
     return "free" if choice == "jax" else "numpy"

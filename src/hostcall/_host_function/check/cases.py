@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hostcall._core import codes
 from hostcall._core.errors import DerivativeError, EscapeError
 from hostcall._host_function.check.slopes import slopes
 from hostcall._host_function.function import HostFunction
@@ -75,7 +76,10 @@ class Checks:
             except Wrong as wrong:
                 status, detail = "failed", str(wrong)
             except Exception as error:
-                status, detail = "failed", f"{type(error).__name__}: {error}"
+                status, detail = (
+                    "failed",
+                    f"{type(error).__name__}: {codes.without(str(error))}",
+                )
             results.append((name, status, detail))
             if name == "result" and status == "failed":
                 break  # every later check would fail for the same reason
@@ -242,7 +246,8 @@ class Checks:
                 lent = host(self.f.fn, result=spec, lend=True)
                 jax.block_until_ready(lent(*self.args))
         except EscapeError as error:
-            return self.not_lent(f"keeps a view of its arguments ({error})")
+            said = codes.without(str(error))
+            return self.not_lent(f"keeps a view of its arguments ({said})")
         except ValueError as error:
             if "read-only" not in str(error):
                 raise
@@ -272,7 +277,7 @@ class Checks:
                         got = self.f(*inputs[k])
                         self.same(got, wanted[k], "threads at once give another result")
             except Exception as error:
-                wrong.append(str(error))
+                wrong.append(codes.without(str(error)))
 
         workers = [
             threading.Thread(target=work, args=(n,)) for n in range(self.threads)
@@ -377,4 +382,4 @@ def _short(x: Any) -> str:
 
 
 def _first_sentence(error: Exception) -> str:
-    return str(error).partition(". ")[0].removeprefix("hostcall: ")
+    return codes.without(str(error)).partition(". ")[0].removeprefix("hostcall: ")

@@ -156,7 +156,8 @@ def _team(
     if leader not in devices:
         raise HostcallError(
             f"hostcall: `{info.name}` has on={leader}, which is not among the devices"
-            f" of the program: {devices}"
+            f" of the program: {devices}",
+            code="hc-device",
         )
     source = None
     has_results = bool(info.params.avals)
@@ -215,7 +216,9 @@ def lower_through_jax(
         try:
             results: list[np.ndarray] = plan_of(hosts).invoke(hosts)
         except Exception as error:
-            raise HostcallError(info.on_error(error, None, ())) from error
+            text = info.on_error(error, None, ())
+            code = error.code if isinstance(error, HostcallError) else None
+            raise HostcallError(text, code=code) from error
         return results
 
     return emit_through_jax(

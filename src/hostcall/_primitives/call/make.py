@@ -118,5 +118,6 @@ def _check_on_device(
         if given:
             raise SpecError(
                 f"hostcall: `{callback.name}` has arrays='cuda' and {option}, which is"
-                " for arrays on the host"
+                " for arrays on the host",
+                code="hc-conflict",
             )

@@ -29,7 +29,8 @@ def check_options(
     def choose(option: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise SpecError(
             f"hostcall: {option}= of `{name}` should be one of"
-            f" {', '.join(map(repr, allowed))}, got {value!r}"
+            f" {', '.join(map(repr, allowed))}, got {value!r}",
+            code="hc-option",
         )
 
     if order not in ORDERS:
@@ -44,12 +45,14 @@ def check_options(
         other = "timeout=" if timeout is not None else 'vmap_method="parallel"'
         raise SpecError(
             f"hostcall: `{name}` has lend={lend!r} and {other}. A function on another"
-            " thread could outlive the memory it was lent: drop one of the two"
+            " thread could outlive the memory it was lent: drop one of the two",
+            code="hc-conflict",
         )
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise SpecError(
             f"hostcall: timeout= of `{name}` should be a number of seconds above 0,"
-            f" got {timeout!r}"
+            f" got {timeout!r}",
+            code="hc-option",
         )
     if concurrency is not None:
         _check_concurrency(name, concurrency, awaits)
@@ -60,12 +63,14 @@ def check_options(
             raise SpecError(
                 f"hostcall: executor= of `{name}` should be a"
                 " concurrent.futures.Executor, a Dask client or a pool such as"
-                f" multiprocessing.Pool, got {executor!r}"
+                f" multiprocessing.Pool, got {executor!r}",
+                code="hc-option",
             )
         if vmap_method != "parallel":
             raise SpecError(
                 f"hostcall: `{name}` has executor= and vmap_method={vmap_method!r}."
-                ' Rows go to an executor with vmap_method="parallel"'
+                ' Rows go to an executor with vmap_method="parallel"',
+                code="hc-conflict",
             )
 
 
@@ -74,7 +79,8 @@ def _check_concurrency(name: str, concurrency: Any, awaits: bool) -> None:
         raise SpecError(
             f"hostcall: `{name}` has concurrency= and is not a coroutine function. Make"
             " it an `async def`, or leave out concurrency=: rows of a plain function"
-            ' run on the threads of executor= with vmap_method="parallel"'
+            ' run on the threads of executor= with vmap_method="parallel"',
+            code="hc-conflict",
         )
     if (
         not isinstance(concurrency, int)
@@ -83,7 +89,8 @@ def _check_concurrency(name: str, concurrency: Any, awaits: bool) -> None:
     ):
         raise SpecError(
             f"hostcall: concurrency= of `{name}` should be how many of its calls wait"
-            f" at the same time, an int of 1 or more, got {concurrency!r}"
+            f" at the same time, an int of 1 or more, got {concurrency!r}",
+            code="hc-option",
         )
 
 
@@ -101,7 +108,8 @@ def check_awaits(name: str, arrays: Any, lend: Any, executor: Any) -> None:
         if reason:
             raise SpecError(
                 f"hostcall: the coroutine function `{name}` can't have {option}:"
-                f" {reason}. Leave out {option}"
+                f" {reason}. Leave out {option}",
+                code="hc-conflict",
             )
 
 
@@ -121,35 +129,41 @@ def parse_coalesce(
         if wait is not None:
             raise SpecError(
                 f"hostcall: `{name}` has wait= and no coalesce=. Calls wait for others"
-                " to be merged with: give coalesce=, or leave out wait="
+                " to be merged with: give coalesce=, or leave out wait=",
+                code="hc-conflict",
             )
         return None
     if not isinstance(coalesce, int) or isinstance(coalesce, bool) or coalesce < 1:
         raise SpecError(
             f"hostcall: coalesce= of `{name}` should be how many calls are merged into"
-            f" one at most, an int of 1 or more, got {coalesce!r}"
+            f" one at most, an int of 1 or more, got {coalesce!r}",
+            code="hc-option",
         )
     wait = _WAIT if wait is None else wait
     if isinstance(wait, bool) or not isinstance(wait, (int, float)) or wait < 0:
         raise SpecError(
             f"hostcall: wait= of `{name}` should be the seconds that a call waits for"
-            f" others, a number of 0 or more, got {wait!r}"
+            f" others, a number of 0 or more, got {wait!r}",
+            code="hc-option",
         )
     if order != "pure":
         raise SpecError(
             f"hostcall: `{name}` has coalesce= and order={order!r}. Merged calls have"
-            " no order among each other: leave out order=, or coalesce="
+            " no order among each other: leave out order=, or coalesce=",
+            code="hc-conflict",
         )
     if vmap_method not in (None, "sequential", "parallel"):
         raise SpecError(
             f"hostcall: `{name}` has coalesce= and vmap_method={vmap_method!r}. With"
-            " coalesce= the rows of a batch are merged anyway: leave out vmap_method="
+            " coalesce= the rows of a batch are merged anyway: leave out vmap_method=",
+            code="hc-conflict",
         )
     for option, given in others.items():
         if given:
             raise SpecError(
                 f"hostcall: `{name}` has coalesce= and {option}, which is for calls"
-                f" that are made one by one: leave out {option}, or coalesce="
+                f" that are made one by one: leave out {option}, or coalesce=",
+                code="hc-conflict",
             )
     return coalesce, float(wait)
 
@@ -157,7 +171,8 @@ def parse_coalesce(
 def refuse_no_arrays(name: str) -> None:
     raise SpecError(
         f"hostcall: `{name}` has coalesce= and no array among its arguments, so it"
-        " could not tell how many calls were merged: pass one, or leave out coalesce="
+        " could not tell how many calls were merged: pass one, or leave out coalesce=",
+        code="hc-conflict",
     )
 
 
@@ -165,17 +180,20 @@ def check_keep(name: str, keep: Any, masked: bool, vmap_method: Any) -> None:
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
         raise SpecError(
             f"hostcall: keep= of `{name}` should be a number of executions, an int of 0"
-            f" or more, got {keep!r}"
+            f" or more, got {keep!r}",
+            code="hc-option",
         )
     if not masked:
         raise SpecError(
             f"hostcall: `{name}` has keep= and no where=. It keeps the executions that"
-            " where= lets pass without a call; give where=, or leave out keep="
+            " where= lets pass without a call; give where=, or leave out keep=",
+            code="hc-conflict",
         )
     if vmap_method not in (None, "sequential"):
         raise SpecError(
             f"hostcall: `{name}` has keep= and vmap_method={vmap_method!r}. It keeps"
-            " rows that are called one by one: leave out vmap_method=, or keep="
+            " rows that are called one by one: leave out vmap_method=, or keep=",
+            code="hc-conflict",
         )
 
 
@@ -183,5 +201,6 @@ def check_fail(name: str, fail: Any) -> None:
     if fail is not None and fail not in config.FAILS:
         raise SpecError(
             f"hostcall: fail= of `{name}` should be one of"
-            f" {', '.join(map(repr, config.FAILS))} or None, got {fail!r}"
+            f" {', '.join(map(repr, config.FAILS))} or None, got {fail!r}",
+            code="hc-option",
         )

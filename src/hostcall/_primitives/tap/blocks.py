@@ -125,7 +125,8 @@ def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
     raise SpecError(
         f"hostcall: the tap `{params.callback.name}` has on={params.on!r} and {what}."
         f" A {_HOLDER[params.on]} has some of the rows only, or parts of them: use"
-        f" {instead}, or on='once'"
+        f" {instead}, or on='once'",
+        code="hc-conflict",
     )
 
 

@@ -80,7 +80,8 @@ def _leader(program: _jax.Program, params: TapParams) -> tuple[int, ...]:
     if device not in devices:
         raise HostcallError(
             f"hostcall: the tap `{params.callback.name}` has on={device}, which is not"
-            f" among the devices of the program: {devices}"
+            f" among the devices of the program: {devices}",
+            code="hc-device",
         )
     return (_jax.ordinal(device),) if device in local else _NONE_HERE
 

@@ -139,7 +139,10 @@ def _apart(
     blocks: Sequence[Box],
 ) -> Exception:
     said = ", ".join(map(_said, sorted(set(blocks))[:4]))
-    return SpecError(f"{apart_text(params, number, shape, process)}: {said}.{INSTEAD}")
+    return SpecError(
+        f"{apart_text(params, number, shape, process)}: {said}.{INSTEAD}",
+        code="hc-device",
+    )
 
 
 def _unequal(
@@ -149,7 +152,8 @@ def _unequal(
     return SpecError(
         f"hostcall: the tap `{params.callback.name}` has on='process', but the parts of"
         f" {_name(params, number)}, of shape {list(shape)}, that the processes hold are"
-        f" no even division of it: {said}.{INSTEAD}"
+        f" no even division of it: {said}.{INSTEAD}",
+        code="hc-device",
     )
 
 

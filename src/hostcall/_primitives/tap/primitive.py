@@ -107,7 +107,7 @@ def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]
             part = parts.assembled(shards, x.shape)
             if part is None:
                 text = parts.apart_text(params, number, x.shape, _jax.process_of(home))
-                raise SpecError(f"{text}.{parts.INSTEAD}")
+                raise SpecError(f"{text}.{parts.INSTEAD}", code="hc-device")
             x, index = part
         found.append(x)
         indices.append(index)
@@ -144,7 +144,8 @@ def _refuse_parts(operands: Any, params: TapParams) -> None:
                 f" jax.jit with an array of shape {list(x.shape)} that is sharded over"
                 " several processes, so that this one has parts of it only. Tap in a"
                 " function under jax.jit, which gathers it, or use on='process' or"
-                " on='shards' for the parts"
+                " on='shards' for the parts",
+                code="hc-device",
             )
 
 

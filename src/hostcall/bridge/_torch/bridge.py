@@ -108,11 +108,13 @@ def torch(
     if type(derivatives) is not int or derivatives < 0:
         raise SpecError(
             f"hostcall: derivatives= of `{shown}` should be the highest order of"
-            f" derivatives, 0 for none, got {derivatives!r}"
+            f" derivatives, 0 for none, got {derivatives!r}",
+            code="hc-option",
         )
     if lend not in (False, True):
         raise SpecError(
-            f"hostcall: lend= of `{shown}` should be True or False, got {lend!r}"
+            f"hostcall: lend= of `{shown}` should be True or False, got {lend!r}",
+            code="hc-option",
         )
     from hostcall.bridge._torch.function import make
 

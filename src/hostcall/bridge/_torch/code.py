@@ -172,13 +172,15 @@ class Module(Plain):
                 f"hostcall: the first argument of the module `{name}` should be a dict"
                 " of its parameters, got"
                 f" {type(args[0]).__name__ if args else 'nothing'}. Write"
-                " f(f.parameters(), x), or f({}, x) to use the module's own parameters"
+                " f(f.parameters(), x), or f({}, x) to use the module's own parameters",
+                code="hc-arguments",
             )
         unknown = [key for key in args[0] if key not in self.names]
         if unknown:
             raise SpecError(
                 f"hostcall: the module `{name}` has no parameters or buffers"
-                f" {unknown}. It has {list(self.names)}"
+                f" {unknown}. It has {list(self.names)}",
+                code="hc-arguments",
             )
 
 

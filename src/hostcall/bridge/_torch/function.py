@@ -255,7 +255,10 @@ def _check_sizes(avals: Any, spec: Any) -> None:
     if any(0 in x.shape for x in _shaped(avals)):
         return
     if any(0 in x.shape for x in tree.tree_leaves(spec)):
-        raise SpecError(shapes.varying("for zeros it returned an empty array"))
+        raise SpecError(
+            shapes.varying("for zeros it returned an empty array"),
+            code="hc-result-spec",
+        )
 
 
 def _is_operand(leaf: Any) -> bool:

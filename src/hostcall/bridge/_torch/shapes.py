@@ -99,14 +99,16 @@ def _dtype(dtype: Any) -> torch.dtype:
     try:
         return TORCH_DTYPES[np.dtype(dtype)]
     except KeyError:
-        raise SpecError(no_such_dtype(dtype)) from None
+        raise SpecError(no_such_dtype(dtype), code="hc-result-spec") from None
 
 
 def struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a result as JAX will have them."""
     if isinstance(leaf, torch.Tensor):
         if any(isinstance(n, torch.SymInt) for n in leaf.shape):
-            raise SpecError(varying(f"it returns {list(leaf.shape)}"))
+            raise SpecError(
+                varying(f"it returns {list(leaf.shape)}"), code="hc-result-spec"
+            )
         dtype = NUMPY_DTYPES[leaf.dtype]
     elif isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
         dtype = np.asarray(leaf).dtype
@@ -115,7 +117,8 @@ def struct(leaf: Any) -> jax.ShapeDtypeStruct:
         raise SpecError(
             f"hostcall: a function of hc.bridge.torch returned {kind.__module__}."
             f"{kind.__qualname__}, which is neither a tensor nor a pytree of tensors."
-            " Return tensors in tuples, lists and dicts, such as tuple(x.max(0))"
+            " Return tensors in tuples, lists and dicts, such as tuple(x.max(0))",
+            code="hc-result-spec",
         )
     return jax.ShapeDtypeStruct(np.shape(leaf), _jax.canonical_dtype(dtype))
 

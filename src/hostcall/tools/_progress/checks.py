@@ -92,4 +92,6 @@ def _need(is_right: bool, wanted: str, got: Any) -> None:
     if not is_right:
         is_array = isinstance(got, (np.ndarray, jax.Array))
         shown = f"{got.dtype}{list(got.shape)}" if is_array else repr(got)
-        raise hc.errors.SpecError(f"hostcall: hc.progress: {wanted}, got {shown}")
+        raise hc.errors.SpecError(
+            f"hostcall: hc.progress: {wanted}, got {shown}", code="hc-option"
+        )

@@ -82,7 +82,8 @@ class Place:
             names = ", ".join(name for name in self.names if name != "step")
             raise HostcallError(
                 f"hostcall: the values {names} can't be recorded where {what}. Record"
-                " arrays in a call of their own, outside of the vmap"
+                " arrays in a call of their own, outside of the vmap",
+                code="hc-record",
             )
         for number, field in enumerate(self.fields):
             if field.kind == "array":
@@ -93,7 +94,8 @@ class Place:
                         f"hostcall: the array {field.name!r} is recorded with the shape"
                         f" {shape}, and its earlier entries have the shape {known}: the"
                         " size of a vmap or mesh has changed. Use another name or"
-                        " folder"
+                        " folder",
+                        code="hc-record",
                     )
 
 

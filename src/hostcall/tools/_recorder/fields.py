@@ -87,28 +87,33 @@ def _array(name: str, leaf: Any) -> Any:
         raise SpecError(
             f"hostcall: a recorder can't store a value under the name {name!r}. It adds"
             " the columns time, process, device, row and index itself, and names of"
-            " arrays are names of folders"
+            " arrays are names of folders",
+            code="hc-record",
         )
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except TypeError as error:
         raise SpecError(
             f"hostcall: a recorder stores numbers and arrays, and {name}= is"
-            f" {leaf!r}, {type(leaf).__name__}"
+            f" {leaf!r}, {type(leaf).__name__}",
+            code="hc-record",
         ) from error
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise SpecError(
-            f"hostcall: {name}= is a PRNG key. Record jax.random.key_data(key)"
+            f"hostcall: {name}= is a PRNG key. Record jax.random.key_data(key)",
+            code="hc-record",
         )
     if not array.size:
         raise SpecError(
             f"hostcall: {name}= has the shape {array.shape}, so there is nothing to"
-            " record"
+            " record",
+            code="hc-record",
         )
     if name == "step" and (array.ndim or not jnp.issubdtype(array.dtype, jnp.integer)):
         raise SpecError(
             "hostcall: step= of a recorder should be an integer scalar, got"
-            f" {array.dtype}{list(array.shape)}"
+            f" {array.dtype}{list(array.shape)}",
+            code="hc-record",
         )
     return array
 

@@ -49,7 +49,8 @@ class Inbox:
             if self._closing:
                 raise HostcallError(
                     f"hostcall: {self._who} is closed, and a program still records in"
-                    " it. Close it after the last program that uses it"
+                    " it. Close it after the last program that uses it",
+                    code="hc-closed",
                 )
             if not self._items:
                 self._first = time.monotonic()
@@ -99,7 +100,8 @@ class Inbox:
                 self._changed.wait()
             if self._error is not None:
                 raise HostcallError(
-                    f"hostcall: {self._who} could not write, and records nothing more"
+                    f"hostcall: {self._who} could not write, and records nothing more",
+                    code="hc-record",
                 ) from self._error
 
     def close(self) -> None:

@@ -16,5 +16,6 @@ def needed(module: str, who: str, install: str | None = None) -> Any:
         package = install or module.split(".")[0]
         raise HostcallError(
             f"hostcall: {who} needs the package {package}, which is not installed:"
-            f' pip install "{package}"'
+            f' pip install "{package}"',
+            code="hc-record",
         ) from error

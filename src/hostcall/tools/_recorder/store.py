@@ -45,7 +45,8 @@ class Store:
             self._lock.close()
             raise HostcallError(
                 f"hostcall: another recorder, of this or another process, writes to"
-                f" {folder}. Close it, or use another folder"
+                f" {folder}. Close it, or use another folder",
+                code="hc-record",
             ) from error
         # What each name is, as text: "float32[3]". Written by threads that trace, under
         # the recorder's lock; the writer does not look at it.
@@ -85,7 +86,8 @@ class Store:
                 raise SpecError(
                     f"hostcall: the column {name!r} of {self.folder} has the type"
                     f" {known}, and is now recorded as {text}. Convert the value, or"
-                    " use another name or folder"
+                    " use another name or folder",
+                    code="hc-record",
                 )
         self._known.update(new)
 

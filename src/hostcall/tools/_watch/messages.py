@@ -64,21 +64,27 @@ def check_options(check: Any, keep: Any, action: Any, name: Any) -> None:
     if check != "finite" and not callable(check):
         raise SpecError(
             'hostcall: check= of hc.watch should be "finite" or a function of the'
-            f" tree that returns a bool, got {check!r}"
+            f" tree that returns a bool, got {check!r}",
+            code="hc-option",
         )
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
         raise SpecError(
             "hostcall: keep= of hc.watch should be a number of executions, an int of 0"
-            f" or more, got {keep!r}"
+            f" or more, got {keep!r}",
+            code="hc-option",
         )
     if action not in _ACTIONS and not callable(action):
         raise SpecError(
             f"hostcall: action= of hc.watch should be one of"
             f" {', '.join(map(repr, _ACTIONS))} or a function of the error, got"
-            f" {action!r}"
+            f" {action!r}",
+            code="hc-option",
         )
     if name is not None and not isinstance(name, str):
-        raise SpecError(f"hostcall: name= of hc.watch should be a str, got {name!r}")
+        raise SpecError(
+            f"hostcall: name= of hc.watch should be a str, got {name!r}",
+            code="hc-option",
+        )
 
 
 def can_be_bad(leaf: Any) -> bool:

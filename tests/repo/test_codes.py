@@ -1,0 +1,218 @@
+"""Codes of errors: each has a page, each page a code, and each message one code line."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+from hostcall._cli import explain
+from hostcall._core import codes, failures
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "hostcall"
+PAGES = {page.stem: page.read_text() for page in (PACKAGE / "explain").glob("*")}
+KINDS = {
+    name: getattr(hc.errors, name)
+    for name in hc.errors.__all__
+    if name.endswith("Error")
+}
+
+
+def raised() -> list[tuple[str, str, str | None]]:
+    """(place, class, code) of each error that is made in the package."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func).split(".")[-1]
+            if name not in KINDS:
+                continue
+            given = [k.value for k in node.keywords if k.arg == "code"]
+            code = ast.unparse(given[0]).strip("'") if given else None
+            found.append((f"{path.name}:{node.lineno}", name, code))
+    return found
+
+
+RAISED = raised()
+# A failure that goes through JAX's own callback has the code of the error inside.
+VARIABLE = "code"
+
+
+def test_each_error_has_a_code_with_a_page():
+    assert len(RAISED) > 300
+    for place, name, code in RAISED:
+        if code != VARIABLE:
+            assert (code or KINDS[name].code) in PAGES, place
+
+
+def test_an_error_of_the_base_class_names_its_code():
+    """Its default is for errors that stand for others; the rest say what happened."""
+    assert [
+        place for place, name, code in RAISED if (name, code) == ("HostcallError", None)
+    ] == []
+
+
+def test_each_page_has_errors():
+    used = {code or KINDS[name].code for _, name, code in RAISED}
+    assert set(PAGES) - used == set()
+
+
+def test_codes_of_native_texts_have_pages():
+    texts = [path.read_text() for path in (ROOT / "native").rglob("*.*")]
+    given = re.findall(r'HOSTCALL_CODE\(\s*"([^"]+)"\)', "".join(texts))
+    assert len(given) > 15
+    assert set(given) <= set(PAGES)
+
+
+@pytest.mark.parametrize("code", PAGES)
+def test_a_page_has_its_parts(code):
+    page = PAGES[code]
+    assert re.match(rf"# {code}: \S.*[^.]\n\n\*\*What happened\.\*\* ", page)
+    assert 15 <= len(page.splitlines()) <= 50
+    assert page.index("**Cause.**") < page.index("**Cure.**") < page.index("```python")
+    assert f'.code == "{code}"' in page
+    assert page.rstrip().endswith("```")
+    assert max(map(len, page.splitlines())) <= 100
+
+
+def test_the_overview_has_all_codes():
+    text = (ROOT / "docs" / "errors.md").read_text()
+    table = dict(re.findall(r"^\| `(hc-[^`]+)` \| (.*?) \|", text, re.M))
+    assert table == {code: explain.meaning(page) for code, page in PAGES.items()}
+    assert list(table) == sorted(table)
+
+
+# --- Messages -------------------------------------------------------------------------
+
+
+def made(name: str, **code: str) -> hc.errors.HostcallError:
+    if name == "WatchError":
+        values = {"x": np.ones(2)}
+        device = jax.devices()[0]
+        return hc.errors.WatchError("hostcall: no", values=values, device=device)
+    return KINDS[name]("hostcall: no", **code)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_message_ends_with_its_code(name):
+    error = made(name)
+    line = f"[{error.code}] python -m hostcall explain {error.code}"
+    assert str(error) == f"hostcall: no\n{line}"
+    assert error.args == ("hostcall: no",)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_copies_and_pickles_are_equal(name):
+    code = {} if name == "WatchError" else {"code": "hc-traced"}
+    error = made(name, **code)
+    error.add_note("a note")
+    for again in (
+        copy.copy(error),
+        copy.deepcopy(error),
+        *(pickle.loads(pickle.dumps(error, n)) for n in range(2, 6)),
+    ):
+        assert type(again) is type(error)
+        assert (str(again), again.args, again.code) == (
+            str(error),
+            error.args,
+            error.code,
+        )
+        assert again.__notes__ == ["a note"]
+        assert isinstance(again, KINDS[name].__mro__[2])
+
+
+def test_a_watch_error_keeps_its_values():
+    again = pickle.loads(pickle.dumps(made("WatchError")))
+    assert again.values["x"].tolist() == [1, 1]
+    assert again.device == str(jax.devices()[0])
+
+
+def test_a_class_of_a_user_has_the_code_of_its_base():
+    class Mine(hc.errors.SpecError):
+        pass
+
+    assert str(Mine("no")) == "no\n[hc-spec] python -m hostcall explain hc-spec"
+    assert str(Mine()) == "[hc-spec] python -m hostcall explain hc-spec"
+    assert Mine("no", code="hc-option").code == "hc-option"
+    assert Mine.code == "hc-spec"
+
+
+def test_a_quoted_message_keeps_its_own_code_to_itself():
+    inner = hc.errors.ResultError("hostcall: result is None")
+    outer = hc.errors.FeedError(f"hostcall: the source failed ({inner}). Mend it")
+    assert str(outer) == (
+        "hostcall: the source failed (hostcall: result is None). Mend it"
+        "\n[hc-feed] python -m hostcall explain hc-feed"
+    )
+
+
+def test_the_code_comes_after_the_number_of_the_failure():
+    error = hc.errors.ResultError("hostcall: no")
+    text = failures.text_for_xla(error, "f", "train.py:3", (2,))
+    assert re.fullmatch(
+        r"ResultError: hostcall: no \(in callback `f`, row 2, called at train.py:3\)"
+        r" \[hostcall error \d+\]\n\[hc-result\] python -m hostcall explain hc-result",
+        text,
+    )
+    assert failures.without_number(text).endswith("called at train.py:3)")
+    assert codes.code_in(text) == "hc-result"
+    other = failures.text_for_xla(ValueError("no"), "f", "train.py:3", ())
+    assert codes.code_in(other) is None
+
+
+def test_jax_reports_a_failed_program_with_the_code():
+    f = jax.jit(lambda x: hc.call(lambda v: None, x, x))
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        f(jnp.float32(1)).block_until_ready()
+    text = str(caught.value)
+    assert text.count("python -m hostcall explain") == 1
+    assert codes.code_in(text) == "hc-result"
+    assert isinstance(hc.last_error(), hc.errors.ResultError)
+
+
+# --- The command ----------------------------------------------------------------------
+
+
+def test_the_command_prints_a_page(capsys):
+    for given in ("hc-escape", "escape", "[hc-escape]", "HC-ESCAPE"):
+        assert explain.main([given]) == 0
+        assert capsys.readouterr().out == PAGES["hc-escape"]
+
+
+def test_the_command_lists_the_codes(capsys):
+    assert explain.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(PAGES)
+    meaning = explain.meaning(PAGES["hc-escape"])
+    assert f"hc-escape        {meaning}" in lines
+
+
+def test_the_command_names_the_nearest_codes(capsys):
+    assert explain.main(["hc-escpe"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "there is no code 'hc-escpe'. The nearest are hc-escape" in err
+    assert explain.main(["xyz"]) == 2
+    assert "The nearest" not in capsys.readouterr().err
+
+
+def test_the_command_of_a_message_works():
+    error = hc.errors.EscapeError("hostcall: no")
+    command = str(error).splitlines()[-1].partition("] python ")[2]
+    done = subprocess.run(
+        [sys.executable, *command.split()], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == PAGES["hc-escape"]
