@@ -29,7 +29,9 @@ def test_block_runs(page, needs, block):
     names = {"__name__": "__main__"}
     exec(compile(block, "<documentation>", "exec"), names)
     if page in EXPLAINED:  # what the program has caught has the code of the page
-        assert names["caught"].code == page.stem
+        # Taken out: its traceback leads to a compiled program, which is not garbage while
+        # the function that it calls, whose globals these are, leads to it.
+        assert names.pop("caught").code == page.stem
 
 
 def test_the_first_screen_has_a_program_that_ends_in_an_assert():
