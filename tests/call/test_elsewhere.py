@@ -90,6 +90,22 @@ def test_the_callbacks_own_exception(caplog):
     assert caught.value is error
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("returned", "code"), [(None, "hc-result"), (ValueError("no"), "hc-failed")]
+)
+def test_the_report_of_jax_ends_with_the_code(returned, code):
+    def host(x):
+        if returned is not None:
+            raise returned
+
+    f = jax.jit(lambda x: hc.call(host, x, x))
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        f(jnp.float32(1)).block_until_ready()
+    *_, last = str(caught.value).strip().splitlines()
+    assert last == f"[{code}] python -m hostcall explain {code}"
+
+
 def test_other_platforms_are_refused():
     class Context:
         class module_context:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-_LINE = re.compile(r"\n?\[(hc-[a-z0-9-]+)\] python -m hostcall explain \1(?![a-z0-9-])")
+# Compiled when a message is first read, not at import.
+_LINE = r"\n?\[(hc-[a-z0-9-]+)\] python -m hostcall explain \1(?![a-z0-9-])"
 
 
 def line(code: str) -> str:
@@ -24,10 +25,10 @@ def ended(text: str, code: str) -> str:
 
 def without(text: str) -> str:
     """The text without lines of codes."""
-    return _LINE.sub("", text)
+    return re.sub(_LINE, "", text)
 
 
 def code_in(text: str) -> str | None:
     """The code of a text, the last one if it has more lines of codes."""
-    found: list[str] = _LINE.findall(text)
+    found: list[str] = re.findall(_LINE, text)
     return found[-1] if found else None
