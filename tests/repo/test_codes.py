@@ -89,7 +89,9 @@ def test_a_page_has_its_parts(code):
 
 def test_the_overview_has_all_codes():
     text = (ROOT / "docs" / "errors.md").read_text()
-    table = dict(re.findall(r"^\| `(hc-[^`]+)` \| (.*?) \|", text, re.M))
+    table = dict(
+        re.findall(r"^\| \[`(hc-[^`]+)`\]\(errors/\1\.md\) \| (.*?) \|", text, re.M)
+    )
     assert table == {code: explain.meaning(page) for code, page in PAGES.items()}
     assert list(table) == sorted(table)
 
