@@ -9,6 +9,7 @@ numbers, and the times of both are measured here.
 """
 
 # sphinx_gallery_tags = ["feed", "training", "plots"]
+# sphinx_gallery_thumbnail_number = 2
 
 # %%
 # The data
@@ -209,6 +210,7 @@ for axis, values, title in zip(
     image = axis.imshow(metres, cmap="terrain", vmin=heights.min(), vmax=heights.max())
     axis.set(title=title, xticks=[], yticks=[])
 figure.colorbar(image, ax=axes, label="m")
+plt.show()
 
 # %%
 # Both ways took the same batches, and the network explains most of the terrain.

@@ -156,6 +156,7 @@ axis.semilogy(with_scaling, label="softplus, scaled columns")
 axis.set(xlabel="step", ylabel="loss")
 axis.legend()
 figure.tight_layout()
+plt.show()
 
 # %%
 # The bad step overflowed as described, the file has it all, and both remedies help.

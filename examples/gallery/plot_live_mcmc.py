@@ -215,6 +215,7 @@ axis.axvline(0, color="0.7", zorder=0)
 axis.set(xlabel="change of the log odds for one standard deviation")
 axis.legend()
 figure.tight_layout()
+plt.show()
 
 for name, *row in zip(NAMES, mean, deviation, fit.params, fit.bse, strict=True):
     print("{:16} {:7.3f} +- {:.3f}   statsmodels {:7.3f} +- {:.3f}".format(name, *row))

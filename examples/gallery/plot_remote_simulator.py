@@ -191,6 +191,7 @@ bottom.step(at[order] * 1e3, in_flight, where="post")
 bottom.axhline(ROWS, color="0.7", zorder=0)
 bottom.set(xlabel="ms", ylabel="requests in flight")
 figure.tight_layout()
+plt.show()
 
 # %%
 # The rows of each step were in flight together, and the paths are those of SciPy

@@ -170,6 +170,7 @@ axis.set_title("Calls in a compiled loop")
 axis.grid(True, which="major", color="0.9")
 axis.legend()
 figure.tight_layout()
+plt.show()
 
 # %%
 # Under ``vmap``

@@ -159,7 +159,7 @@ def fit(slope: Slope, params: Params, steps: int) -> tuple[Params, jax.Array]:
     return carry[0], losses
 
 
-STEPS = 300
+STEPS = 500
 fit_jit = jax.jit(fit, static_argnums=(0, 2))
 found, losses = fit_jit(hybrid, start, STEPS)
 law, losses_law = fit_jit(textbook, start, STEPS)
@@ -210,6 +210,7 @@ axes[1, 1].plot(numbers, on_lynx - decline)
 axes[1, 1].plot(numbers, d * numbers - c, "--")
 axes[1, 1].set(xlabel="thousands of hares", ylabel="growth of lynx a year")
 figure.tight_layout()
+plt.show()
 
 # %%
 # Second derivatives are asked for: with ``derivatives=2`` there is a Hessian, by torch

@@ -9,6 +9,7 @@ afterwards.
 """
 
 # sphinx_gallery_tags = ["simulator", "recording", "taps", "plots"]
+# sphinx_gallery_thumbnail_number = 2
 
 # %%
 # The start
@@ -207,8 +208,10 @@ apart = np.linalg.norm(planets - wanted, axis=-1)
 drift = np.abs(energies["energy"] / energies["energy"][0] - 1)
 
 figure, axes = plt.subplots(1, 3, figsize=(10, 3.3))
-axes[0].plot(disk, memory)
-axes[0].set(xlabel="MB written", ylabel="MB of memory", ylim=(0, None))
+axes[0].plot(disk, memory - memory[0])
+axes[0].plot(disk, disk, color="0.7", linestyle="--", label="if nothing was written")
+axes[0].set(xlabel="MB written", ylabel="growth of the memory, MB")
+axes[0].legend()
 for name, column in zip(PLANETS, apart.T, strict=True):
     axes[1].semilogy(1994.7 + some * DAY / 365.25, column, label=name.capitalize())
 axes[1].set(ylabel="AU from astropy's position", xlabel="year")
@@ -262,6 +265,7 @@ def draw(frame: int) -> None:
 film = FuncAnimation(figure, draw, frames=FRAMES, interval=80)
 html = film.to_jshtml()
 home.cleanup()
+plt.show()
 
 # %%
 # The run is complete, the planets are where astropy has them, and nearly all asteroids
