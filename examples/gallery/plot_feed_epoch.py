@@ -33,7 +33,8 @@ import hostcall as hc
 
 BATCH, EPOCHS, WIDE = 512, 6, 64
 
-with cbook.get_sample_data("jacksboro_fault_dem.npz") as file:
+file: Any = cbook.get_sample_data("jacksboro_fault_dem.npz")
+with file:
     heights = file["elevation"][::2, ::2].astype(np.float32)
 picture = (heights - heights.mean()) / heights.std()
 Y = picture.ravel()
@@ -150,7 +151,8 @@ def one_epoch(state: State) -> tuple[State, jax.Array]:
         (x, y), _ok = feed()
         return step(state, x, y)
 
-    return jax.lax.scan(body, state, length=BATCHES)
+    state, losses = jax.lax.scan(body, state, length=BATCHES)
+    return state, losses
 
 
 def by_feed(epochs: int) -> Run:

@@ -107,7 +107,9 @@ class Client:
         async with self.session.post("/step", json=asked) as answer:
             answer.raise_for_status()
             after = np.array(await answer.json(), np.float32)
-        (row,) = hc.current().row
+        current = hc.current()
+        assert current is not None
+        (row,) = current.row
         self.log.append((row, sent, time.perf_counter()))
         return after
 
@@ -201,8 +203,10 @@ expected, states = [], np.asarray(start)
 for _ in range(STEPS):
     torques = np.clip(-3 * states[:, 1], -6, 6)
     moved = [
-        pendulum(*state, torque)
-        for state, torque in zip(states.tolist(), torques.tolist(), strict=True)
+        pendulum(angle, speed, torque)
+        for (angle, speed), torque in zip(
+            states.tolist(), torques.tolist(), strict=True
+        )
     ]
     states = np.array(moved, np.float32)
     expected.append(states)

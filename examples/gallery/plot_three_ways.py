@@ -72,7 +72,7 @@ def by_numba(x: jax.Array) -> jax.Array:
 
 def in_python(x: np.ndarray) -> np.ndarray:
     after, _ = scipy.signal.lfilter([K], [1, K - 1], x, zi=(1 - K) * x[:1])
-    return after.astype(np.float32)
+    return np.asarray(after, np.float32)
 
 
 def by_python(x: jax.Array) -> jax.Array:

@@ -183,7 +183,7 @@ figure.tight_layout()
 
 def run(slope: Slope, params: Params) -> np.ndarray:
     states = path(slope, params, PELTS[:1], len(YEARS) - 1)[:, 0]
-    return np.exp(jnp.concatenate([PELTS[:1], states]))
+    return np.exp(np.concatenate([PELTS[:1], states]))
 
 
 free, free_law = run(hybrid, found), run(textbook, law)

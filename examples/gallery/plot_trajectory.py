@@ -124,7 +124,9 @@ def run(rec: hc.Recorder, x: jax.Array, v: jax.Array) -> State:
         a = acceleration(x)
         return (x, v + DAY / 2 * a, a), None
 
-    return jax.lax.scan(step, (x, v, acceleration(x)), jnp.arange(STEPS))[0]
+    start = (x, v, acceleration(x))
+    (x, v, a), _ = jax.lax.scan(step, start, jnp.arange(STEPS))
+    return x, v, a
 
 
 # %%
@@ -258,7 +260,7 @@ def draw(frame: int) -> None:
     now = turning[frame * TRAIL : (frame + 1) * TRAIL, len(GRAVITY) :]
     leading.set_data(*now[-1, :half].T)
     trailing.set_data(*now[-1, half:].T)
-    trails.set_segments(now.swapaxes(0, 1))
+    trails.set_segments(list(now.swapaxes(0, 1)))
     axis.set_title(f"year {1994.7 + frame * 1000 * DAY / 365.25:.0f}")
 
 
