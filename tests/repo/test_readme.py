@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXPLAINED = sorted((ROOT / "src" / "hostcall" / "explain").glob("*.md"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *EXPLAINED]
+EXPLAINED = sorted((ROOT / "docs" / "errors").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # "```python torch": a program that needs a package of the optional ones.
 BLOCKS = [
     pytest.param(page, needs.split(), block, id=f"{page.name}-{number}")

@@ -36,7 +36,7 @@ def site(tmp_path_factory):
     for package in NEEDED:
         pytest.importorskip(package)
     root = tmp_path_factory.mktemp("site")
-    for name in ("docs", "examples", "src/hostcall/explain"):
+    for name in ("docs", "examples"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=ignore)
     for name in ("README.md", "CONTRIBUTING.md"):

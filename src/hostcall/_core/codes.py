@@ -1,7 +1,7 @@
 """The codes of errors, such as `hc-escape`, and the line that ends a message with one.
 
 `python -m hostcall explain hc-escape` prints the page of a code, which is the file
-hostcall/explain/hc-escape.md. A message shows one code, as its last line, also if it
+docs/errors/hc-escape.md. A message shows one code, as its last line, also if it
 quotes another message with a code (docs/design/errors.md).
 """
 
