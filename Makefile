@@ -48,7 +48,7 @@ test-optional:
 	scripts/compiler.sh
 	$(OPTIONAL)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
 	  ".[demo,test,torch,numba,autograd,sympy,dask,loky,cache,gymnasium]" jax-tqdm \
-	  optax osqp astropy grain orbax-checkpoint tensorflow-cpu torchdata
+	  optax osqp astropy blackjax grain orbax-checkpoint tensorflow-cpu torchdata
 	$(OPTIONAL)/bin/python -m pytest tests/bridge tests/runtime/test_executors.py tests/runtime/test_rows.py \
 	  tests/runtime/test_dask_workers.py tests/host_function/test_host_function_cache_disk.py \
 	  tests/feed/test_feed_sources.py \

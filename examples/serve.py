@@ -37,7 +37,8 @@ def solve(rate: Any) -> np.ndarray:
         return [-rate * ys[0], -rate * ys[1] - ys[0]]
 
     found = solve_ivp(slope, (0, 2), [1, 0], t_eval=TIMES, rtol=1e-8, atol=1e-10)
-    return found.y.astype(np.float32)
+    y: np.ndarray = found.y
+    return y.astype(np.float32)
 
 
 # Both processes run this line: the file has the name only.
@@ -136,8 +137,10 @@ elif __name__ == "__main__":
         path.write_bytes(bytes(model))
         print(f"{model.manifest}\n{path.stat().st_size} bytes")
         command = [sys.executable, __file__, str(path)]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        with subprocess.Popen(command, **pipes) as server:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+            assert server.stdin is not None
+            assert server.stdout is not None
             port = int(server.stdout.readline())
             start = time.perf_counter()
             took = asyncio.run(ask(port, rate))

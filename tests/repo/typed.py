@@ -86,7 +86,6 @@ def taps(x: jax.Array) -> None:
     assert_type(hc.derivatives.tap_tangent(print, (x, x)), tuple[jax.Array, jax.Array])
     assert_type(hc.tap(print, x, every=10, end=""), None)
     assert_type(hc.print("{}", x, every=0.5), None)
-    hc.tap(print, x, on="somewhere")  # type: ignore
     hc.print(x)  # type: ignore
 
 
