@@ -33,6 +33,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 smartquotes = False  # "pure" is typed with these quotes
 
 # --- Pages ---------------------------------------------------------------------------
@@ -48,6 +49,7 @@ nb_execution_timeout = 120
 nb_merge_streams = True
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
+mermaid_height = "auto"
 myst_fence_as_directive = ["mermaid"]  # as the repository's own pages show them
 
 # --- Reference -----------------------------------------------------------------------
