@@ -68,6 +68,7 @@ PROGRAMS = {
     "host": jax.vmap(r.cube),
     "gradient": jax.grad(lambda x: jax.vmap(r.cube)(x).sum()),
     "tangent": lambda x: jax.jvp(jax.vmap(r.pushed), (x,), (x,)),
+    "differences": jax.grad(lambda x: jax.vmap(r.product)(x, 3 * x).sum()),
     "pool and cache": jax.vmap(r.pooled),
     "ordered host": lambda x: jax.vmap(r.effect)(x),
 }

@@ -284,7 +284,8 @@ def texts_of(f, *specs):
 def everything(x):
     hc.tap(r.seen, x, every=2)
     hc.print("{}", x)
-    return hc.call(r.sine, x, x) + jax.vmap(r.cube)(x) + r.feed()[0] + r.walk.step(x[0])
+    y = hc.call(r.sine, x, x) + jax.vmap(r.cube)(x) + r.feed()[0] + r.walk.step(x[0])
+    return y + jax.grad(lambda x: r.product(x, x).sum())(x)
 
 
 TEXTS = texts_of(everything, X)
@@ -344,6 +345,20 @@ def test_a_changed_text_is_refused_or_read(data):
 def test_texts_that_are_none(text, why):
     with pytest.raises(hc.errors.LoadError, match=why):
         travel._read_text(text, False, None)
+
+
+def test_differences_of_a_function_that_has_none():
+    texts = texts_of(jax.grad(lambda x: r.product(x, x).sum()), X)
+    slopes = [json.loads(text)["function"][1]["slope"] for text in texts]
+    assert sorted(slopes) == [0, 1]
+    for text, slope in zip(texts, slopes, strict=True):
+        assert travel._read_text(text, False, None) is None
+        changed = text.replace('"tests.product"', '"tests.cube"')
+        with pytest.raises(hc.errors.LoadError, match="is no elementwise function"):
+            travel._read_text(changed, False, None)
+        changed = text.replace(f'"slope":{slope}', '"slope":2')
+        with pytest.raises(hc.errors.LoadError, match="names the slope 2"):
+            travel._read_text(changed, False, None)
 
 
 def test_shapes_that_are_not_the_programs():

@@ -141,7 +141,7 @@ class Differences:
             )
             options |= {"lend": lend, "name": function.__name__ + "'"}
             self.slopes[position] = HostFunction(
-                _Diagonal(self, position),
+                Diagonal(self, position),
                 result=results.elementwise,
                 nondiff=(),
                 **options,
@@ -342,7 +342,7 @@ def _wide(args: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Diagonal:
+class Diagonal:
     """The host code of the derivative with respect to one argument."""
 
     differences: Differences

@@ -1,7 +1,8 @@
 """A HostFunction's code in programs that leave the process (_engine/portable.py).
 
 The HostFunction goes by its registered name, and brings its rules, its pool and its
-cache with it where the program is loaded. What the call site knows goes by value.
+cache with it where the program is loaded. What the call site knows goes by value. The
+slope of an elementwise function with finite differences goes by that function's name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Static
 from hostcall._engine.portable import add_kind
+from hostcall._host_function.differences import Diagonal
 from hostcall._host_function.host_code import HostCode, Kind
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
@@ -21,6 +23,10 @@ from hostcall._host_function.trees import Trees
 
 def _tell(code: HostCode, _: bool) -> Any:
     function, trees = code.site.function, code.site.trees
+    slope = None
+    if isinstance(function.fn, Diagonal):
+        slope = function.fn.position
+        function = function.fn.differences.function
     name = registry.name_of_held(function)
     if name is None:
         raise NotPortable(
@@ -34,6 +40,7 @@ def _tell(code: HostCode, _: bool) -> Any:
         )
     return {
         "registered": list(name),
+        "slope": slope,
         "kind": code.kind,
         "avals": portable.tell_avals(code.avals),
         "nz": list(code.nz),
@@ -62,6 +69,12 @@ def _read(told: Any) -> tuple[HostCode, dict[str, Any]]:
         nondiff=portable.read_plain(told["nondiff"]),
         fills=fills and tuple(map(portable.read_bytes, fills)),
     )
+    slope = told["slope"]
+    if slope is not None:
+        (arguments, _) = trees.template.treedef.children()
+        if type(slope) is not int or slope not in range(len(arguments.children())):
+            raise Malformed(f"the slope {slope!r}")
+        function = _slope(function, slope, name)
     _check(function, kind, name)
     site = Site(function, trees, Place("a loaded program", 0, trees.name))
     code = HostCode(
@@ -78,6 +91,18 @@ def _read(told: Any) -> tuple[HostCode, dict[str, Any]]:
         "executor": None if executor is None else Static(executor),
         "cache": options.get("cache"),  # bridges' functions have none
     }
+
+
+def _slope(function: Any, position: int, name: registry.Name) -> Any:
+    differences = getattr(function, "differences", None)
+    if differences is None or not differences.elementwise:
+        raise LoadError(
+            f"hostcall: the program calls the finite difference of {name}, and what is"
+            " registered here is no elementwise function with hc.finite_difference."
+            " Give it what it had where the program was exported, or count its"
+            " version= up"
+        )
+    return differences.slope(position)
 
 
 def _check(function: Any, kind: str, name: registry.Name) -> None:
