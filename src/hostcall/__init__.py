@@ -5,6 +5,7 @@ Call the host, and hand values to it:
     tap              hands values to a function, while the program goes on
     tap_through      a tap tied to a value, which keeps JAX's fast dispatch
     feed             brings the items of an iterator or data loader into programs
+    Feed             what `feed` returns
     print            prints a formatted line, as a tap (not in a star import)
     Object           a host object whose methods programs call; under vmap one per row
     current          tells a callback its device, mesh coordinates and row
@@ -107,7 +108,7 @@ if TYPE_CHECKING:
         tools,
     )
     from hostcall._api.export.export import Exported, export, load
-    from hostcall._api.feed.feed import feed
+    from hostcall._api.feed.feed import Feed, feed
     from hostcall._api.object.handle import Object
     from hostcall._compat.buffer_callback import buffer_callback
     from hostcall._compat.callbacks import io_callback, pure_callback
@@ -127,6 +128,7 @@ __version__ = "0.1.0"
 # Imported lazily: together they take longer to import than everything else.
 _LATER = {
     "Exported": "_api.export.export",
+    "Feed": "_api.feed.feed",
     "HostFunction": "_host_function.function",
     "Object": "_api.object.handle",
     "Recorder": "tools.recorder",
@@ -184,6 +186,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "Current",
     "Exported",
+    "Feed",
     "HostFunction",
     "HostcallError",
     "Object",
