@@ -51,7 +51,7 @@ test-optional:
 	  optax osqp astropy blackjax grain orbax-checkpoint tensorflow-cpu torchdata
 	$(OPTIONAL)/bin/python -m pytest tests/bridge tests/runtime/test_executors.py tests/runtime/test_rows.py \
 	  tests/runtime/test_dask_workers.py tests/host_function/test_host_function_cache_disk.py \
-	  tests/feed/test_feed_sources.py \
+	  tests/feed/test_feed_sources.py tests/export/test_export_processes.py tests/runtime/test_where_processes.py \
 	  tests/repo/test_examples.py tests/repo/test_gallery.py tests/repo/test_readme.py tests/repo/test_guide.py \
 	  tests/call/test_arrays.py tests/compat/test_buffer_native.py tests/tools/test_jax_tqdm.py
 

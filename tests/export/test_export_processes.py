@@ -48,6 +48,28 @@ def everything(x):
     return y + jax.vmap(r.cube)(x) + jax.grad(lambda x: jax.vmap(r.cube)(x).sum())(x)
 
 
+def test_a_program_beside_its_weights_that_orbax_saves(run_python, tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    model = lambda w, x: jax.vmap(r.cube)(w * x) + hc.call(r.sine, x, x)
+    weights = 2 * X
+    program = np.frombuffer(bytes(hc.export(model)(X, X)), np.uint8)
+    with ocp.StandardCheckpointer() as saved:
+        saved.save(tmp_path / "model", {"w": weights, "program": program})
+    source = f"""
+import sys
+sys.path.insert(0, {HERE!r})
+import jax, jax.numpy as jnp, orbax.checkpoint as ocp
+import hostcall as hc
+import registered as r
+with ocp.StandardCheckpointer() as saved:
+    found = saved.restore(sys.argv[1])
+model = hc.load(bytes(found["program"]))
+print(jax.jit(model.call)(found["w"], jnp.linspace(0.1, 1.0, 4)).tolist())
+"""
+    printed = run_python(source, str(tmp_path / "model")).stdout.splitlines()
+    np.testing.assert_allclose(eval(printed[-1]), model(weights, X), rtol=1e-6)
+
+
 def test_another_process_runs_it(elsewhere):
     data = bytes(hc.export(everything)(X))
     r.feed.reset()
