@@ -31,6 +31,7 @@ html_theme = "furo"
 html_title = "hostcall"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "_static" / "scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False

@@ -6,12 +6,15 @@ the line before it ended in "::". Fields of named tuples are described in `Attri
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
 def literal_blocks(
     app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]
 ) -> None:
+    for at, line in enumerate(lines):  # `Buffer`s: RST wants an end behind a mark
+        lines[at] = re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", line)
     for at in range(2, len(lines)):
         before = lines[at - 2]
         starts = lines[at].startswith("    ") and not lines[at - 1]

@@ -8,15 +8,15 @@ loader in each step of a scan. The usual Python loop over a jitted step gets the
 numbers, and the times of both are measured here.
 """
 
-# sphinx_gallery_tags = ["feed", "training", "plots"]
-# sphinx_gallery_thumbnail_number = 2
-
 # %%
 # The data
 # --------
 #
 # The elevation of Jacksboro in Tennessee comes with matplotlib. A sample is the
 # position of a pixel, and its height.
+
+# sphinx_gallery_tags = ["feed", "training", "plots"]
+# sphinx_gallery_thumbnail_number = 2
 
 import importlib.util
 import time

@@ -7,8 +7,6 @@ that are all NaN. :func:`hostcall.watch` ends the compiled program at the first 
 value and brings the steps before it. These show which sample is to blame, and why.
 """
 
-# sphinx_gallery_tags = ["errors", "training", "plots"]
-
 # %%
 # The data
 # --------
@@ -16,6 +14,8 @@ value and brings the steps before it. These show which sample is to blame, and w
 # The survey asked married women about their marriage. The regression predicts whether
 # there was an affair. The columns keep their units (years, points of a scale), and
 # nobody scaled them: that is the first half of the mistake.
+
+# sphinx_gallery_tags = ["errors", "training", "plots"]
 
 import tempfile
 from collections.abc import Callable

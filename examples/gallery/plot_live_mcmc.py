@@ -8,9 +8,6 @@ R-hat is drawn again about twice a second. In the end the posterior is compared 
 the fit of statsmodels.
 """
 
-# sphinx_gallery_tags = ["sampling", "taps", "plots"]
-# sphinx_gallery_thumbnail_number = 2
-
 # %%
 # The model
 # ---------
@@ -18,6 +15,9 @@ the fit of statsmodels.
 # statsmodels comes with a survey of married women: which of them had an affair? Each
 # third of the 6,366 answers is used. The columns are scaled, and the prior is a wide
 # normal distribution.
+
+# sphinx_gallery_tags = ["sampling", "taps", "plots"]
+# sphinx_gallery_thumbnail_number = 2
 
 import time
 from typing import Any

@@ -8,9 +8,6 @@ connection pool and one thread. The plots show each request over time, and how m
 in flight.
 """
 
-# sphinx_gallery_tags = ["simulator", "parallel", "plots"]
-# sphinx_gallery_thumbnail_number = 2
-
 # %%
 # The server
 # ----------
@@ -19,6 +16,9 @@ in flight.
 # of its own. SciPy integrates a damped pendulum, which a torque pushes. The server
 # answers when all 64 have asked, so a program that asked for one after the other would
 # wait for ever. Then each answer waits for 5 to 60 ms more, as one from far away would.
+
+# sphinx_gallery_tags = ["simulator", "parallel", "plots"]
+# sphinx_gallery_thumbnail_number = 2
 
 import asyncio
 import random

@@ -8,15 +8,15 @@ inside one compiled program, and give the same numbers. The plot shows what a ca
 for series of 1 to 10,000 weeks.
 """
 
-# sphinx_gallery_tags = ["buffers", "plots"]
-# sphinx_gallery_thumbnail_number = 2
-
 # %%
 # The kernel
 # ----------
 #
 # Exponential smoothing takes a step for each week: ``level += K * (value - level)``. A
 # step needs the one before, which is hard for vector instructions and easy for a loop.
+
+# sphinx_gallery_tags = ["buffers", "plots"]
+# sphinx_gallery_thumbnail_number = 2
 
 import time
 from collections.abc import Callable

@@ -9,15 +9,15 @@ derivatives, so one compiled program solves the equations, differentiates throug
 solver and trains both halves.
 """
 
-# sphinx_gallery_tags = ["derivatives", "training", "plots"]
-# sphinx_gallery_thumbnail_number = 2
-
 # %%
 # The data
 # --------
 #
 # Thousands of pelts of hares and lynx that the Hudson's Bay Company bought from 1900 to
 # 1920 (C. Gordon Hewitt, "The Conservation of the Wild Life of Canada", 1921).
+
+# sphinx_gallery_tags = ["derivatives", "training", "plots"]
+# sphinx_gallery_thumbnail_number = 2
 
 from collections.abc import Callable
 from typing import Any

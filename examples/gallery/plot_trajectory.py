@@ -8,9 +8,6 @@ so that the program holds one state and not 100,000. The film is made from the f
 afterwards.
 """
 
-# sphinx_gallery_tags = ["simulator", "recording", "taps", "plots"]
-# sphinx_gallery_thumbnail_number = 2
-
 # %%
 # The start
 # ---------
@@ -19,6 +16,9 @@ afterwards.
 # those of the table in E. Hairer, C. Lubich, G. Wanner, "Geometric Numerical
 # Integration" (2002), section I.2. Units are AU, days, and masses of the Sun, to which
 # those of the inner planets are added.
+
+# sphinx_gallery_tags = ["simulator", "recording", "taps", "plots"]
+# sphinx_gallery_thumbnail_number = 2
 
 import contextlib
 import resource

@@ -61,7 +61,7 @@ RESULTS = {
     "like": (
         hc.like(0),
         "result of `host` is like(argument=0), which has no shape and dtype. It is only"
-        " for hc.host, and only as the whole result=. Here give the argument itself",
+        " for hc.host, and only as the whole result=. In hc.call give the argument itself",
     ),
     "in a tree": ({"a": [F32, "x"]}, "result['a'][1] of `host` is 'x'"),
     "int64": (

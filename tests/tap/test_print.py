@@ -97,6 +97,22 @@ def test_scalars_of_small_types_take_formats_wherever_they_are(dtype, capsys):
     assert printed(capsys).split()[:2] == ["1.0", "2.0"]
 
 
+@EAGER_AND_JIT
+@pytest.mark.parametrize("dtype", [np.float32, np.int16, jnp.bfloat16, np.complex64])
+def test_a_format_holds_for_each_element(dtype, wrap, capsys):
+    spec = "+d" if dtype is np.int16 else "+.2f"
+    row = np.asarray([1, 2, -3], dtype)
+    wrap(lambda x: hc.print(f"{{:{spec}}} {{n}}", x, n=7))(jnp.stack([row, row]))
+    each = " ".join(format(element.item(), spec) for element in row)
+    assert printed(capsys) == f"[[{each}]\n [{each}]] 7\n"
+
+
+def test_a_format_of_a_batch(capsys):
+    f = jax.jit(jax.vmap(lambda x: hc.print("loss {:.3f}", x)))
+    f(jnp.array([0.5, 0.25]))
+    assert printed(capsys) == "loss [0.500 0.250]\n"
+
+
 def test_in_loops_conditions_and_vmap(capsys):
     def f(x):
         def turn(i, c):

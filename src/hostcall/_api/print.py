@@ -42,7 +42,8 @@ def print(
         fmt: a format string with braces. Not an f-string: the values do not exist yet
             when the program is traced.
         *args: pytrees. Arrays are formatted as NumPy arrays, other leaves as they are.
-            `fmt` must use each of them.
+            `fmt` must use each of them. A format such as {:.2f} holds for each element
+            of an array.
         order: as in `hc.tap`.
         where: a bool scalar. If it is False, nothing is printed.
         rows: under vmap, "batched" prints one line for the batch, "each" prints one
@@ -118,10 +119,13 @@ class Printer:
         return f"hc.print({self.fmt!r})"
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shown = [*map(_printable, args)]
+        named = {k: _printable(v) for k, v in kwargs.items()}
         with np.printoptions(**dict(self.options)):
-            text = self.fmt.format(
-                *map(_printable, args), **{k: _printable(v) for k, v in kwargs.items()}
-            )
+            try:
+                text = self.fmt.format(*shown, **named)
+            except TypeError:  # NumPy's arrays take no format specs
+                text = _EachElement().vformat(self.fmt, shown, named)
         file = sys.stdout if self.file is None else self.file.value
         # One write, so that other threads can't print between text and end.
         file.write(text + self.end)
@@ -158,6 +162,19 @@ def _printable(value: Any) -> Any:
         return value
     number = int if "int" in value.dtype.name else float
     return number(value)
+
+
+class _EachElement(string.Formatter):
+    """Formats each element of an array as its field says: {:.2f} -> [0.10 0.20]."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if not isinstance(value, np.ndarray) or not value.ndim or not format_spec:
+            return str(super().format_field(value, format_spec))
+
+        def show(element: Any) -> str:
+            return format(element.item(), format_spec)
+
+        return np.array2string(value, formatter={"all": show})
 
 
 def _print_options() -> tuple[tuple[str, Any], ...]:

@@ -188,11 +188,12 @@ def _cast(
     have = array.dtype
     kind_have, kind_want = _kind(have), _kind(want)
     if _ORDER[kind_have] > _ORDER[kind_want]:
+        meant = "round(x)" if weak and kind_want == "integer" else f"x.astype('{want}')"
         raise ResultError(
             f"hostcall: {where()} should be {want}, got {have}"
             f"{' from Python numbers' if weak else ''}. hostcall does not convert"
-            f" {kind_have} to {kind_want} silently: return"
-            f" x.astype('{want}') if that is what you mean, or declare {have}",
+            f" {kind_have} to {kind_want} silently: return {meant} if that is what you"
+            f" mean, or declare {jax.dtypes.canonicalize_dtype(have)}",
             code="hc-result-dtype",
         )
     if kind_have == "integer":

@@ -292,8 +292,9 @@ def _instead_of(leaf: Any) -> str:
     """What to write in place of a leaf of `result=` that has no shape and dtype."""
     if callable(getattr(leaf, "spec", None)):  # hc.like, hc.same_tree
         return (
-            "It is only for hc.host, and only as the whole result=. Here give the"
-            " argument itself, or jax.ShapeDtypeStruct(shape, dtype)"
+            "It is only for hc.host, and only as the whole result=. In hc.call give the"
+            " argument itself, or jax.ShapeDtypeStruct(shape, dtype). In hc.host write"
+            " a function: result=lambda x, y: (x, y)"
         )
     return (
         "Write jax.ShapeDtypeStruct(shape, dtype), or give an array of that shape and"
