@@ -1,6 +1,6 @@
 // What the search prefers: pages for users before those for developers, titles before
 // words in a text.
-const Scorer = {
+var Scorer = {
   score: ([docname, title, anchor, descr, score, filename]) => {
     if (/^(design|benchmarks|contributing)/.test(docname)) return score - 30;
     if (/^(reference|index)/.test(docname)) return score - 8;

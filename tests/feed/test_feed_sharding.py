@@ -122,9 +122,11 @@ def test_a_close_under_a_program_fails_all_devices_at_one_item(in_time):
             assert in_time(lambda feed=feed: feed.state()["item"] > 20)
             feed.close()
             total.block_until_ready()
-    for _ in jax.devices():  # each may have a failed token, which a barrier raises
+    # Each program may have left a failed token on each device, which a barrier raises.
+    for _ in range(10 * len(jax.devices())):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.effects_barrier()
+            break
 
 
 def test_a_timeout_closes_the_feed_for_all_devices():
