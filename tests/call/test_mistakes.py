@@ -331,6 +331,36 @@ def test_the_search_skips_large_objects_and_cycles():
     assert seen[-1] == X
 
 
+LEAKED = {}
+LEAKS = {
+    "computes": lambda x: LEAKED["x"] * x,
+    "converts": lambda x: np.cos(LEAKED["x"]),
+    "decides": lambda x: x if LEAKED["x"] else -x,
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_traced_value_of_a_global_variable(name):
+    """It is not looked for while the program is traced; the error says what to write."""
+    fn = LEAKS[name]
+
+    @jax.jit
+    def f(x):
+        LEAKED["x"] = x
+        return hc.call(fn, F32, x)
+
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        f(jnp.float32(1)).block_until_ready()
+    LEAKED.clear()
+    said = str(error.value)
+    assert (
+        "Error: hostcall: `<lambda>` uses a traced value, by a global variable" in said
+    )
+    assert "Pass it as an argument (in callback `<lambda>`, called at" in said
+    assert "JAX says: " in said
+    assert said.endswith("[hc-traced] python -m hostcall explain hc-traced")
+
+
 def test_outside_of_a_trace_nothing_is_traced():
     leaked = []
     jax.jit(leaked.append)(X)

@@ -158,7 +158,24 @@ def text_for_xla(
     said = summary(exception).replace("\0", "\\0")
     said = said.encode("utf-8", "backslashreplace").decode()
     at = f", row {row[0] if len(row) == 1 else row}" if row else ""
-    return numbered(exception, f"{said} (in callback `{name}`{at}, called at {place})")
+    where = f"(in callback `{name}`{at}, called at {place})"
+    if isinstance(exception, _OF_TRACERS):
+        said = (
+            f"{type(exception).__name__}: hostcall: `{name}` uses a traced value, by a"
+            " global variable or an attribute, which has no value when it runs on the"
+            f" host. Pass it as an argument {where}. JAX says:"
+            f" {said.partition(': ')[2]}"
+        )
+        return numbered(exception, codes.ended(said, "hc-traced"))
+    return numbered(exception, f"{said} {where}")
+
+
+# Closures are searched for tracers when a call is traced (_core/captured.py).
+_OF_TRACERS = (
+    jax.errors.UnexpectedTracerError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+)
 
 
 def numbered(exception: BaseException, said: str) -> str:
