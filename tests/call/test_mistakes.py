@@ -361,6 +361,15 @@ def test_a_traced_value_of_a_global_variable(name):
     assert said.endswith("[hc-traced] python -m hostcall explain hc-traced")
 
 
+def test_a_traced_value_of_a_function_that_the_host_function_jits():
+    own = lambda v: jax.jit(lambda y: np.cos(y))(v)
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.jit(lambda x: hc.call(own, F32, x))(jnp.float32(1)).block_until_ready()
+    said = str(error.value)
+    assert "or in a function that it traces itself. Such a value has no number." in said
+    assert "JAX says: The numpy.ndarray conversion method" in said
+
+
 def test_outside_of_a_trace_nothing_is_traced():
     leaked = []
     jax.jit(leaked.append)(X)

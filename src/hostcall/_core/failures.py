@@ -162,8 +162,8 @@ def text_for_xla(
     if isinstance(exception, _OF_TRACERS):
         said = (
             f"{type(exception).__name__}: hostcall: `{name}` uses a traced value, by a"
-            " global variable or an attribute, which has no value when it runs on the"
-            f" host. Pass it as an argument {where}. JAX says:"
+            " global variable or an attribute, or in a function that it traces itself."
+            f" Such a value has no number. Pass it as an argument {where}. JAX says:"
             f" {said.partition(': ')[2]}"
         )
         return numbered(exception, codes.ended(said, "hc-traced"))
