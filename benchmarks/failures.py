@@ -174,8 +174,8 @@ def main() -> None:
         for partition in os.environ.get("PARTITIONS", "shard_map jit").split():
             for kind in kinds:
                 # Process 0 has the coordination service, so its end is another case.
-                both = kind in ("kill", "raise")
-                for who in {size - 1, 0} if both else {size - 1}:
+                whos = {size - 1, 0} if kind in ("kill", "raise") else {size - 1}
+                for who in whos:
                     for way in ways:
                         if way == "plain" and kind in ("late", "timeout"):
                             continue

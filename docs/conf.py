@@ -17,15 +17,12 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "docstrings",
     "sphinx_gallery.gen_gallery",
     "sphinxcontrib.mermaid",
 ]
-exclude_patterns = ["_ext", *(f"gallery/*.{kind}" for kind in ("ipynb", "py", "json"))]
-nitpicky = False
-suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
+exclude_patterns = [f"gallery/*.{kind}" for kind in ("ipynb", "py", "json")]
 
 html_theme = "furo"
 html_title = "hostcall"
@@ -48,7 +45,6 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 120
 nb_merge_streams = True
-myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 mermaid_height = "auto"
 myst_fence_as_directive = ["mermaid"]  # as the repository's own pages show them
@@ -64,8 +60,6 @@ napoleon_custom_sections = [
     ("Under transformations", "params_style"),
     ("Fields", "params_style"),
 ]
-python_use_unqualified_type_names = True
-maximum_signature_line_length = 80
 python_maximum_signature_line_length = 80
 
 # --- Gallery -------------------------------------------------------------------------

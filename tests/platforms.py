@@ -61,8 +61,8 @@ _CPU_ONLY = {
     "test_a_million_taps_in_a_scan": "a million copies and streams take minutes",
 }
 # Tests that reach no handler, or only by calls that other tests cover: the drop-ins and
-# `hc.print` are calls and taps, and vmap and derivatives are done before a program has a
-# handler.
+# `hc.print` are calls and taps, vmap and derivatives are done before a program has a
+# handler, and checks of results, pools and loops work on what a handler has copied.
 _ABOVE_HANDLERS = (
     *("test_drop_in", "test_host_callback", "test_debug", "test_patch", "test_print"),
     *("test_tap_transforms", "test_tap_derivatives", "test_results", "test_collect"),

@@ -149,6 +149,17 @@ def words(svg):
     )
 
 
+def drawn(folder):
+    """The command that draws the figures of a folder, when it has ended."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--draw", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     pytest.importorskip("matplotlib")
@@ -159,13 +170,7 @@ def folder(tmp_path_factory):
     marks = "".join(f"<!-- figures: {name} -->\nold\n<!-- end -->\n" for name in SMALL)
     (docs / "speed.md").write_text(f"before\n{marks}after\n")
     for _ in range(2):  # a second time changes nothing
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks", "--draw", str(folder)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = drawn(folder)
         assert done.returncode == 0, done.stderr
     return folder
 
@@ -221,13 +226,7 @@ def test_how_long_the_last_run_took(tmp_path):
 
 
 def test_drawing_needs_figures(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--draw", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = drawn(tmp_path)
     assert done.returncode != 0
     assert "speed.json: measure it first" in done.stderr
 

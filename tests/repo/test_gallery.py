@@ -46,11 +46,18 @@ def imported(tree: ast.Module) -> set[str]:
 def test_there_are_programs():
     assert {path.stem for path in PROGRAMS} >= {
         "plot_convex_layer",
+        "plot_feed_epoch",
+        "plot_first_nan",
         "plot_hudson_bay",
+        "plot_live_mcmc",
         "plot_orbit",
         "plot_pde_adjoint",
         "plot_policy",
+        "plot_remote_simulator",
         "plot_sunspots",
+        "plot_three_ways",
+        "plot_torch_model",
+        "plot_trajectory",
     }
     assert {path.name for path in GALLERY.glob("*.py")} == {p.name for p in PROGRAMS}
 

@@ -70,7 +70,7 @@ def recover(timeout: float) -> list[str]:
 
 
 def _wait_for_programs(until: float, timeout: float) -> None:
-    waiting = jax.live_arrays()
+    waiting = list(filter(stuck.is_pending, jax.live_arrays()))
     while any(map(stuck.is_pending, waiting)):
         if time.monotonic() >= until:
             raise _still_runs(timeout)
