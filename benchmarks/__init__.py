@@ -5,6 +5,7 @@ render.py        the Markdown table, the JSON, the machine
 rows_call.py     calls in compiled programs
 rows_devices.py  calls in programs over several devices
 rows_parallel.py parallel rows on pools
+rows_threads.py  Python code on one thread and on two
 rows_growth.py   the cost of one among many
 rows_around.py   dispatch, eager calls, import, tracing
 rows_tap.py      taps

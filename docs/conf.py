@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "docstrings",
+    "offline",
     "sphinx_gallery.gen_gallery",
     "sphinxcontrib.mermaid",
 ]
@@ -27,7 +28,10 @@ exclude_patterns = [f"gallery/*.{kind}" for kind in ("ipynb", "py", "json")]
 html_theme = "furo"
 html_title = "hostcall"
 html_static_path = ["_static"]
+if (HERE.parent / "build" / "static").exists():  # Mermaid: see `make docs`
+    html_static_path.append("../build/static")
 html_css_files = ["site.css"]
+html_math_renderer = "mathml"
 html_search_scorer = str(HERE / "_static" / "scorer.js")
 html_copy_source = False
 html_show_sphinx = False
@@ -45,8 +49,18 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 120
 nb_merge_streams = True
+# Only what a program prints or draws is shown, not the value of its last line. A bar
+# would be a widget, which needs scripts of other hosts.
+nb_mime_priority_overrides = [
+    ("html", "text/plain", None),
+    ("html", "application/vnd.jupyter.widget-view+json", None),
+]
+suppress_warnings = ["mystnb.mime_priority"]  # values, which are left out
+nb_ipywidgets_js = {}
 myst_heading_anchors = 3
 mermaid_height = "auto"
+mermaid_fullscreen = False
+mermaid_use_local = "mermaid/mermaid.esm.min.mjs"
 myst_fence_as_directive = ["mermaid"]  # as the repository's own pages show them
 
 # --- Reference -----------------------------------------------------------------------
@@ -71,6 +85,7 @@ sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "matplotlib_animations": True,
     "download_all_examples": False,
+    "capture_repr": (),
     "remove_config_comments": True,
     "show_signature": False,
     "write_computation_times": False,

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/ from real runs (`make pictures`).
+"""Makes these pictures of docs/ from real runs (`make pictures`).
 
 bar.svg, loss.svg   the programs of docs/watching.md run on a terminal of 80 columns
 trace.svg           a trace, as a viewer shows it

@@ -1,10 +1,13 @@
 """mypy and pyright on what users write.
 
 They read README's programs, examples/ and tests/repo/typed.py. Both are strict, and
-check the package as it is installed, so that a name which its front page does not show
-to type checkers is an error here. What they leave out is the fault of other libraries:
-JAX has untyped functions, SciPy has no types at all, and some libraries of the examples
-are not installed.
+check the installed package, so that a name which `hostcall/__init__.py` hides from
+type checkers is an error here. Checks are off where other libraries fail them: JAX has
+untyped functions, SciPy has no types, and some libraries of the examples are not
+installed.
+
+mypy also reads the programs of the gallery. Most of them have no annotations, so it
+checks only what they pass to hostcall, and how they use what they get.
 """
 
 from __future__ import annotations
@@ -23,6 +26,13 @@ MYPY = (
     "--ignore-missing-imports",
     "--config-file=",
     f"--cache-dir={ROOT / '.mypy_cache' / 'users'}",
+)
+GALLERY = (
+    "--check-untyped-defs",
+    "--disable-error-code=var-annotated",  # an empty list
+    "--ignore-missing-imports",
+    "--config-file=",
+    f"--cache-dir={ROOT / '.mypy_cache' / 'gallery'}",
 )
 PYRIGHT = {
     "typeCheckingMode": "strict",
@@ -52,9 +62,14 @@ def main() -> int:
         config = folder / "pyrightconfig.json"
         config.write_text(json.dumps(PYRIGHT))
         pyright = (f"--project={config}", f"--pythonpath={sys.executable}")
-        checkers = [  # at the same time; each reads all programs in one process
-            subprocess.Popen([sys.executable, "-m", *command, *files], cwd=folder)
-            for command in (("mypy", *MYPY), ("pyright", *pyright))
+        commands = (
+            ("mypy", *MYPY, *files),
+            ("pyright", *pyright, *files),
+            ("mypy", *GALLERY, *ROOT.glob("examples/gallery/*.py")),
+        )
+        checkers = [  # at the same time; each reads its programs in one process
+            subprocess.Popen([sys.executable, "-m", *command], cwd=folder)
+            for command in commands
         ]
         statuses = [checker.wait() for checker in checkers]
         return int(any(statuses))

@@ -14,6 +14,8 @@ from typing import TextIO
 # Set before JAX is imported. With four CPU devices, sharding is real.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
+import compiled
+import hypothesis
 import jax
 import platforms
 import pytest
@@ -25,6 +27,18 @@ _PRELUDE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """
+# `pytest --hypothesis-profile many` for a search; by default the same examples in every
+# run, and few, since most are compiled.
+for name, examples in (("few", 25), ("many", 300)):
+    hypothesis.settings.register_profile(
+        name,
+        max_examples=examples,
+        derandomize=name == "few",
+        database=None,
+        deadline=None,
+    )
+hypothesis.settings.load_profile("few")
+
 STDERR = pytest.StashKey[TextIO]()
 
 
@@ -40,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     global hc, _native, failures, tap_failures
     platforms.set_up(config.getoption("--platform"))
+    compiled.once()
 
     # After it: hostcall registers its handlers when it is imported.
     import hostcall as hc
@@ -92,13 +107,28 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
     raised, _ = tap_failures.take()
     assert not raised, "a tap failed, and the test did not take its error"
     assert _native.tap_queue()["bytes"] == 0
-    assert hc.monitor.status() == []
-    assert _native.in_flight() == 0
-    failures._kept.clear()  # the frames of the last 32 errors hold programs too
-    jax.clear_caches()
-    assert holds_in_time(lambda: _native.live_slots() == 0), (
-        "a compiled program outlived its test"
-    )
+    # A thread of XLA may not have left the handler of a call whose results are there.
+    assert _idle() or holds_in_time(_idle), hc.monitor.status()
+    failures._kept.clear()  # the frames of the last errors hold programs too
+    _no_program()
+
+
+def _idle() -> bool:
+    return hc.monitor.status() == [] and _native.in_flight() == 0
+
+
+def _no_program() -> None:
+    """Checks that no compiled program with host calls lives."""
+    gc.collect()
+    _native.bury()
+    if _native.live_slots():
+        # JAX's caches hold the programs of operations outside of jit. Not always: the
+        # next tests would trace, lower and compile again what JAX has from this one.
+        jax.clear_caches()
+        assert holds_in_time(lambda: _native.live_slots() == 0), (
+            "a compiled program outlived its test"
+        )
+    gc.freeze()  # what JAX's caches hold: later collections may skip it
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Reads a page as a notebook: each ```python block is a cell, and runs in the build.
 
+Links to programs of the gallery lead to their pages.
+
 A page stays Markdown for every other reader, and each of its programs also runs alone
 (tests/repo/test_readme.py). "```python torch" runs where torch is installed.
 Other blocks, such as "```py" and "```text", are shown as they are.
@@ -14,10 +16,12 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 _BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\n", re.M | re.S)
+_GALLERY = re.compile(r"\.\./examples/gallery/(plot_\w+)\.py\)")
 _KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
 def read(text: str) -> nbformat.NotebookNode:
+    text = _GALLERY.sub(r"gallery/\1.rst)", text)
     cells, at = [], 0
     for block in _BLOCK.finditer(text):
         needs, source = block[1].split(), block[2]

@@ -6,6 +6,8 @@ A pilot brings a cart to rest at a target. Each flight is the solution of a quad
 program, with weights and a limit that only the pilot knows. OSQP solves such programs
 on the host, and the optimality conditions give their derivatives. JAX learns the
 weights and the limit from flights that it has seen.
+
+Besides hostcall it needs ``pip install matplotlib optax osqp scipy``.
 """
 
 # sphinx_gallery_tags = ["derivatives", "parallel", "taps", "training"]
@@ -187,28 +189,32 @@ print("learned:", np.exp(learned).round(3))
 # What was learned predicts flights from places that it has not seen.
 
 new = np.array([[3.5, 0.0], [-2.5, 0.3], [1.5, -0.4]])
-figure, (left, middle, right) = plt.subplots(
-    1, 3, figsize=(12, 4), layout="constrained"
+figure, (top, bottom) = plt.subplots(
+    2, sharex=True, figsize=(5.5, 5), layout="constrained"
 )
 styles = {"pilot": (pilot, "k."), "start": (start, "C0:"), "learned": (learned, "C3-")}
 for name, (theta, style) in styles.items():
     forces = np.asarray(flights(theta, new))
     speeds = forces @ SPEEDS.T + new[:, 1:]
     places = forces @ PLACES.T + new[:, :1] + new[:, 1:] * TIMES
-    left.plot(TIMES, places.T, style, label=[name, None, None])
-    middle.plot(TIMES, speeds.T, style)
+    top.plot(TIMES, places.T, style, label=[name, None, None])
+    bottom.plot(TIMES, speeds.T, style)
 limit = np.exp(pilot[2])
-middle.axhspan(-limit, limit, color="0.9")
-left.set(xlabel="seconds", title="places of three new flights")
-left.legend()
-middle.set(xlabel="seconds", title="their speeds, and the limit")
+bottom.axhspan(-limit, limit, color="0.9")
+top.set_title("places of three new flights")
+top.legend()
+bottom.set(xlabel="seconds", title="their speeds, and the limit")
 
+# %%
+# What was learned, step by step. The pilot's numbers are dotted.
+
+figure, axis = plt.subplots(figsize=(5.5, 3.5), layout="constrained")
 names = ["weight of places", "weight of speeds", "limit of speeds"]
 for i, name in enumerate(names):
-    (curve,) = right.semilogy(np.exp(thetas[:, i]), label=name)
-    right.axhline(np.exp(pilot[i]), color=curve.get_color(), ls=":")
-right.set(xlabel="step", title="what it learned; the pilot's are dotted")
-right.legend()
+    (curve,) = axis.semilogy(np.exp(thetas[:, i]), label=name)
+    axis.axhline(np.exp(pilot[i]), color=curve.get_color(), ls=":")
+axis.set_xlabel("step")
+axis.legend()
 plt.show()
 
 # %%

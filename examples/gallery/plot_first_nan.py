@@ -5,6 +5,8 @@ The first NaN of a training run
 A logistic regression on a survey of 6,366 people starts well, and ends with weights
 that are all NaN. :func:`hostcall.watch` ends the compiled program at the first bad
 value and brings the steps before it. These show which sample is to blame, and why.
+
+Besides hostcall it needs ``pip install matplotlib statsmodels``.
 """
 
 # %%
@@ -94,7 +96,7 @@ lowest = np.array([before.also[0].min() for before in found.history])
 rates = np.array([before.also[1] for before in found.history])
 margin, rate = found.also
 
-figure, (top, middle, bottom) = plt.subplots(3, sharex=True, figsize=(8, 7))
+figure, (top, middle, bottom) = plt.subplots(3, sharex=True, figsize=(5.5, 6))
 top.semilogy(steps, losses)
 top.set_ylabel("loss")
 top.set_title(f"The loss becomes {found.values['loss']} at step {found.step}")
@@ -114,14 +116,14 @@ figure.tight_layout()
 # line.
 
 worst = int(margin.argmin())
-figure, axis = plt.subplots(figsize=(8, 3))
+figure, axis = plt.subplots(figsize=(5.5, 3))
 axis.hist(found.history[-1].also[0], bins=80, alpha=0.6, label="the step before")
 axis.hist(margin, bins=80, alpha=0.6, label="the bad step")
 axis.axvline(-88.7, color="tab:red", linestyle="--")
 axis.annotate(
     f"sample {worst}",
     (margin[worst], 0),
-    (margin[worst] - 4, 250),
+    (margin[worst] + 40, 450),
     arrowprops={"arrowstyle": "->"},
 )
 axis.set(xlabel="margin", ylabel="samples")
@@ -149,7 +151,7 @@ scaled = jnp.c_[(x[:, :-1] - x[:, :-1].mean(0)) / x[:, :-1].std(0), x[:, -1]]
 with_softplus = fit(careful, x)
 with_scaling = fit(careful, scaled)
 
-figure, axis = plt.subplots(figsize=(8, 3.5))
+figure, axis = plt.subplots(figsize=(5.5, 3.5))
 axis.semilogy(losses, label="log of a probability: NaN at its end")
 axis.semilogy(with_softplus, label="softplus", zorder=0)
 axis.semilogy(with_scaling, label="softplus, scaled columns")

@@ -6,6 +6,8 @@ The Hudson Bay Company counted the pelts of hares, and of the lynx that live on 
 This program fits a predator-prey model to the record. SciPy's ``solve_ivp`` solves the
 model on the host, the adjoint equation gives its derivatives, and JAX's optimiser calls
 both from one compiled program.
+
+Besides hostcall it needs ``pip install matplotlib scipy``.
 """
 
 # sphinx_gallery_tags = ["simulator", "derivatives", "taps", "optimisation"]
@@ -172,29 +174,30 @@ errors /= np.abs(gradient).max()
 # What it found
 # -------------
 
-figure, (left, middle, right) = plt.subplots(
-    1, 3, figsize=(12, 4), layout="constrained", width_ratios=[2, 1, 1]
-)
+figure, axis = plt.subplots(figsize=(5.5, 4), layout="constrained")
 fine = np.linspace(YEARS[0], YEARS[-1], 401)
 for column, name, color in ((0, "hares", "C0"), (1, "lynx", "C3")):
     before, after = (np.exp(trajectory(p, fine)[:, column]) for p in (START, best))
-    left.plot(YEARS, PELTS[:, column], "o", color=color, label=f"{name}, pelts")
-    left.plot(fine, after, color=color, label=f"{name}, fit")
-    left.plot(fine, before, ":", color=color, alpha=0.6, label=f"{name}, start")
-left.set(
-    xlabel="year", ylabel="thousands", title="The record and the fit", ylim=(0, 130)
-)
-left.set_xticks(YEARS[::5])
-left.legend(ncols=2, fontsize="small")
+    axis.plot(YEARS, PELTS[:, column], "o", color=color, label=f"{name}, pelts")
+    axis.plot(fine, after, color=color, label=f"{name}, fit")
+    axis.plot(fine, before, ":", color=color, alpha=0.6, label=f"{name}, start")
+axis.set(xlabel="year", ylabel="thousands", ylim=(0, 130))
+axis.set_xticks(YEARS[::5])
+axis.legend(ncols=2, fontsize="small")
 
-middle.semilogy(np.array(seen) - cost + 1e-12, ".-", color="C2")
-middle.set(xlabel="solution", title="Misfit above the best")
+# %%
+# How the search went on, and how far finite differences are from the gradient of the
+# adjoint equation.
+
+figure, (top, bottom) = plt.subplots(2, figsize=(5.5, 6.5), layout="constrained")
+top.semilogy(np.array(seen) - cost + 1e-12, ".-", color="C2")
+top.set(xlabel="solution", title="Misfit above the best")
 
 names = ["alpha", "beta", "gamma", "delta", "first x", "first y"]
 for name, row in zip(names, errors.T, strict=True):
-    right.loglog(steps, row, ".-", label=name)
-right.set(xlabel="step of the difference", title="Gradient: difference - adjoint")
-right.legend(fontsize="small")
+    bottom.loglog(steps, row, ".-", label=name)
+bottom.set(xlabel="step of the difference", title="Gradient: difference - adjoint")
+bottom.legend(fontsize="small")
 plt.show()
 
 # %%

@@ -6,6 +6,8 @@ Four NUTS chains of blackjax sample a logistic regression in one compiled scan. 
 hand each step to the host while the chains run on: a plot of acceptance, step size and
 R-hat is drawn again about twice a second. In the end the posterior is compared with
 the fit of statsmodels.
+
+Besides hostcall it needs ``pip install blackjax matplotlib statsmodels``.
 """
 
 # %%
@@ -190,7 +192,7 @@ html = film.to_jshtml()
 # At the end
 # ----------
 
-figure = plt.figure(figsize=(8, 6), layout="constrained")
+figure = plt.figure(figsize=(5.5, 4.5), layout="constrained")
 monitor.draw_on(figure)
 
 # %%
@@ -204,7 +206,7 @@ draws = np.array(monitor.draws)[WARMUP:].reshape(-1, len(NAMES))
 fit: Any = statsmodels.api.Logit(had_affair, X).fit(disp=False)
 mean, deviation = draws.mean(0), draws.std(0)
 
-figure, axis = plt.subplots(figsize=(8, 4))
+figure, axis = plt.subplots(figsize=(5.5, 4))
 axis.violinplot(draws[:, 1:], orientation="horizontal", showextrema=False)
 at = np.arange(1, len(NAMES))
 axis.errorbar(

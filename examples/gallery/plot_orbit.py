@@ -5,6 +5,8 @@ A flight to Mars: astropy's planets in a JAX optimiser
 When should a spacecraft leave for Mars, and how long should it fly? Astropy knows where
 the planets are, and JAX computes the orbit between them. The derivative rule of the
 planets' places gives their velocities, and Newton's method finds the cheapest flights.
+
+Besides hostcall it needs ``pip install astropy matplotlib scipy``.
 """
 
 # sphinx_gallery_tags = ["simulator", "derivatives", "taps", "optimisation"]
@@ -192,7 +194,7 @@ left = np.linspace(100, 320, 70)
 took = np.linspace(120, 400, 70)
 cost_map = jax.jit(jax.vmap(jax.vmap(cost)))(np.stack(np.meshgrid(left, took), -1))
 
-figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+figure, axes = plt.subplots(figsize=(5.5, 4.5), layout="constrained")
 filled = axes.contourf(left, took, np.clip(cost_map, None, 20), 28, cmap="viridis_r")
 figure.colorbar(filled, label="speed to gain and to lose, km/s")
 for path in np.stack([*paths, found], axis=1):

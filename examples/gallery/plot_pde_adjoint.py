@@ -6,6 +6,8 @@ A plate conducts heat, well in some places and badly in others. From temperature
 were measured at some points, this program finds where. SciPy's sparse LU solves the
 heat equation, and its factors stay on the host for the backward pass. An optimiser of
 optax calls both from a compiled loop.
+
+Besides hostcall it needs ``pip install matplotlib optax scipy tqdm``.
 """
 
 # sphinx_gallery_tags = ["simulator", "derivatives", "taps", "optimisation"]
@@ -166,30 +168,32 @@ print(f"misfit: {misfit(start):.1f} to {misfit(found):.2f}; truth {misfit(true):
 # -------------
 # Dots are sensors, and crosses are the spots that were heated.
 
-figure, axes = plt.subplots(2, 3, figsize=(11, 7), layout="constrained")
+figure, axes = plt.subplots(2, 2, figsize=(5.5, 4.5), layout="constrained")
 maps = {
     "truth": true,
     "start": pictures[0],
     "after 10 steps": pictures[1],
     f"after {STEPS} steps": found,
 }
-for axis, (title, log_k) in zip(axes[:, :2].flat, maps.items(), strict=True):
+for axis, (title, log_k) in zip(axes.flat, maps.items(), strict=True):
     image = axis.imshow(log_k, cmap="RdBu_r", vmin=-1.8, vmax=1.8)
     axis.set(title=title, xticks=[], yticks=[])
 axes[0, 0].plot(*np.divmod(sensors, N)[::-1], "k.", ms=2)
 axes[0, 0].plot(*np.array(spots).T[::-1], "kx", ms=5)
-figure.colorbar(
-    image, ax=axes[:, :2], label="logarithm of the conductivity", shrink=0.6
-)
+figure.colorbar(image, ax=axes, label="logarithm of the conductivity", shrink=0.6)
 
+# %%
+# One of the experiments, and the search.
+
+figure, (top, bottom) = plt.subplots(2, figsize=(5.5, 6.5), layout="constrained")
 warm = np.asarray(temperatures(conductances(found), heat))[:, 5].reshape(N, N)
-image = axes[0, 2].imshow(warm, cmap="inferno")
-figure.colorbar(image, ax=axes[0, 2])
-axes[0, 2].set(title="temperatures of an experiment", xticks=[], yticks=[])
-axes[1, 2].semilogy(objectives)
-axes[1, 2].axhline(objective(true), color="k", ls=":", label="truth")
-axes[1, 2].set(title="misfit and variation", xlabel="step")
-axes[1, 2].legend()
+image = top.imshow(warm, cmap="inferno")
+figure.colorbar(image, ax=top)
+top.set(title="temperatures of an experiment", xticks=[], yticks=[])
+bottom.semilogy(objectives)
+bottom.axhline(objective(true), color="k", ls=":", label="truth")
+bottom.set(title="misfit and variation", xlabel="step")
+bottom.legend()
 plt.show()
 
 # %%

@@ -5,6 +5,8 @@ Learning to balance: Gymnasium in one compiled program
 A policy learns to balance a pole on a cart. The sixteen carts are Gymnasium's, Python
 objects with a state each, and the policy and its gradients are JAX code. Playing and
 learning are one compiled program, and a learning curve leaves it while it runs.
+
+Besides hostcall it needs ``pip install gymnasium matplotlib optax tqdm``.
 """
 
 # sphinx_gallery_tags = ["objects", "simulator", "taps", "training"]
@@ -90,7 +92,7 @@ def play(weights, key):
 # REINFORCE, with a baseline). ``hc.tap`` hands over the lengths of the episodes after
 # each update, and ``hc.progress`` shows a bar.
 
-curve = []
+updated = []
 
 
 @jax.jit
@@ -110,7 +112,7 @@ def learn(weights, key):
         (weights, state), (i, key) = carry, inputs
         played = play(weights, key)
         lengths = played[2].sum(1)
-        hc.tap(lambda lengths: curve.append(lengths.copy()), lengths)
+        hc.tap(lambda lengths: updated.append(lengths.copy()), lengths)
         hc.progress(i, UPDATES, desc="learning", mean=lengths.mean())
         change, state = optimiser.update(jax.grad(surprise)(weights, *played), state)
         return (optax.apply_updates(weights, change), state), None
@@ -122,7 +124,7 @@ def learn(weights, key):
 start = jnp.zeros(4)  # pushes at random
 learned = learn(start, jax.random.key(0))
 hc.barrier()
-curve = np.array(curve)
+curve = np.array(updated)
 
 # %%
 # Play at random, and play as learned
@@ -155,7 +157,7 @@ same = np.array_equal(seen, observations[: len(seen)])
 # The learning curve
 # ------------------
 
-figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+figure, axes = plt.subplots(figsize=(5.5, 3.8), layout="constrained")
 updates = np.arange(UPDATES)
 axes.fill_between(
     updates, curve.min(1), curve.max(1), alpha=0.2, label="shortest to longest"

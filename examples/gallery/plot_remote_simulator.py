@@ -6,6 +6,8 @@ A jitted, vmapped program steps 64 pendulums that live behind an HTTP server. Th
 function is an ``async def``, so the requests of all rows are in flight together, on one
 connection pool and one thread. The plots show each request over time, and how many were
 in flight.
+
+Besides hostcall it needs ``pip install aiohttp matplotlib scipy``.
 """
 
 # %%
@@ -165,7 +167,7 @@ print(f"A request waited for {(answered - sent).mean() * 1e3:.0f} ms on average.
 # What the pendulums did
 # ----------------------
 
-figure, axis = plt.subplots(figsize=(8, 3.5))
+figure, axis = plt.subplots(figsize=(5.5, 3.5))
 times = 0.3 * np.arange(STEPS + 1)
 colours = plt.colormaps["twilight"](np.linspace(0, 1, ROWS))
 for first, states, colour in zip(angles, path, colours, strict=True):
@@ -181,7 +183,7 @@ figure.tight_layout()
 # A line is a request. The steps of the scan are the columns: the requests of a step are
 # sent together, and the next step begins when all rows have their answers.
 
-figure, (top, bottom) = plt.subplots(2, sharex=True, figsize=(8, 6))
+figure, (top, bottom) = plt.subplots(2, sharex=True, figsize=(5.5, 5))
 top.hlines(row, sent * 1e3, answered * 1e3, color="tab:blue", linewidth=1)
 top.set_ylabel("row")
 top.set_title(f"{len(row)} requests of one compiled program")

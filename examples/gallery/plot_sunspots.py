@@ -6,6 +6,8 @@ How sure is a forecast? A parametric bootstrap answers: it makes many other hist
 that the model could have produced, fits the model to each, and forecasts from each. The
 histories and forecasts are JAX code, and the fit is a function of statsmodels that runs
 on the rows in parallel. All of it is one compiled program.
+
+Besides hostcall it needs ``pip install matplotlib scipy statsmodels``.
 """
 
 # sphinx_gallery_tags = ["parallel", "sampling"]
@@ -143,26 +145,28 @@ def numbers(roots):
     return np.maximum(roots, 0) ** 2
 
 
-figure, (left, right) = plt.subplots(
-    1, 2, figsize=(12, 4), layout="constrained", width_ratios=[2, 1]
-)
-left.plot(years[-100:], numbers(roots[-100:]), "k.-", lw=1, label="record")
-left.fill_between(
+figure, axis = plt.subplots(figsize=(5.5, 4), layout="constrained")
+axis.plot(years[-100:], numbers(roots[-100:]), "k.-", lw=1, label="record")
+axis.fill_between(
     years[-ASIDE:], numbers(low), numbers(high), alpha=0.3, label="90% of the forecasts"
 )
-left.plot(years[-ASIDE:], numbers(middle), "C0", label="median forecast")
+axis.plot(years[-ASIDE:], numbers(middle), "C0", label="median forecast")
 for row in np.asarray(forecasts)[:3]:
-    left.plot(years[-ASIDE:], numbers(row + MEAN), "C0", lw=0.5)
-left.axvline(years[-ASIDE] - 0.5, color="0.6", ls=":")
-left.set(xlabel="year", ylabel="sunspot number", title="Three forecasts of 2,000")
-left.legend(loc="upper left")
+    axis.plot(years[-ASIDE:], numbers(row + MEAN), "C0", lw=0.5)
+axis.axvline(years[-ASIDE] - 0.5, color="0.6", ls=":")
+axis.set(xlabel="year", ylabel="sunspot number", title="Three forecasts of 2,000")
+axis.legend(loc="upper left")
 
+# %%
+# The spectra of the models have a peak, which is the cycle.
+
+figure, axis = plt.subplots(figsize=(5.5, 3.8), layout="constrained")
 band = np.percentile(spectra, [5, 95], axis=0)
-right.fill_between(FREQUENCIES, *band, alpha=0.3, label="90% of the models")
-right.semilogy(FREQUENCIES, best, label="the record's model")
-right.axvspan(1 / longest, 1 / shortest, color="C1", alpha=0.3, label="its cycle, 90%")
-right.set(xlabel="cycles a year", title="Spectrum")
-right.legend()
+axis.fill_between(FREQUENCIES, *band, alpha=0.3, label="90% of the models")
+axis.semilogy(FREQUENCIES, best, label="the record's model")
+axis.axvspan(1 / longest, 1 / shortest, color="C1", alpha=0.3, label="its cycle, 90%")
+axis.set(xlabel="cycles a year", ylabel="power")
+axis.legend()
 plt.show()
 
 # %%

@@ -6,6 +6,8 @@ A filter that smooths the carbon dioxide record of Mauna Loa is written three ti
 machine code by Numba, as a Python function that calls SciPy, and in JAX. All three run
 inside one compiled program, and give the same numbers. The plot shows what a call costs
 for series of 1 to 10,000 weeks.
+
+Besides hostcall it needs ``pip install matplotlib numba scipy statsmodels``.
 """
 
 # %%
@@ -113,14 +115,14 @@ ways: dict[str, Kernel] = {
 
 smoothed = {name: np.asarray(jax.jit(way)(weeks)) for name, way in ways.items()}
 
-figure, axis = plt.subplots(figsize=(8, 3.5))
+figure, axis = plt.subplots(figsize=(5.5, 3.8))
 last = slice(-520, None)  # ten years
 axis.plot(co2.index[last], co2.iloc[last], color="0.6", label="measured")
 for width, (name, level) in zip((6, 4, 2, 1), smoothed.items(), strict=True):
     shown = level[last] + co2.iloc[0]
     axis.plot(co2.index[last], shown, linewidth=width, label=name)
 axis.set(ylabel="ppm", title="Carbon dioxide at Mauna Loa, smoothed")
-axis.legend()
+axis.legend(loc="lower right", fontsize="small")
 figure.tight_layout()
 
 # %%
@@ -134,7 +136,7 @@ figure.tight_layout()
 
 def cost(way: Kernel, n: int) -> float:
     """Seconds a call, of n weeks."""
-    x = jnp.resize(weeks, n)
+    x = jnp.resize(weeks, (n,))
     loop = jax.jit(lambda x, k: jax.lax.fori_loop(0, k, lambda _, x: way(x), x))
     loop(x, 1).block_until_ready()  # compiles; the number of calls is an argument
     calls, seconds = 1, 0.0
@@ -162,7 +164,7 @@ for name, seconds in costs.items():
 # For short series the price is that of getting to the host: nearly nothing for machine
 # code, and Python's own time for SciPy. For long ones the loop itself decides.
 
-figure, axis = plt.subplots(figsize=(8, 4.5))
+figure, axis = plt.subplots(figsize=(5.5, 4.2))
 for (name, seconds), marker in zip(costs.items(), "osD^", strict=True):
     axis.loglog(sizes, np.array(seconds) * 1e6, marker=marker, label=name)
 axis.set(xlabel="weeks in the series", ylabel="microseconds a call")

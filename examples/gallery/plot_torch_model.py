@@ -7,6 +7,8 @@ decline of the others, and a PyTorch network finds the rest from data of 21 year
 :func:`hostcall.bridge.torch` makes the network a function of JAX arrays with torch's
 derivatives, so one compiled program solves the equations, differentiates through the
 solver and trains both halves.
+
+Besides hostcall it needs ``pip install matplotlib torch``.
 """
 
 # %%
@@ -165,7 +167,7 @@ found, losses = fit_jit(hybrid, start, STEPS)
 law, losses_law = fit_jit(textbook, start, STEPS)
 print(f"misfit {losses[0]:.3f} -> {losses[-1]:.4f}; textbook {losses_law[-1]:.4f}")
 
-figure, axis = plt.subplots(figsize=(8, 3.5))
+figure, axis = plt.subplots(figsize=(5.5, 3.5))
 axis.semilogy(losses, label="JAX and torch")
 axis.semilogy(losses_law, label="textbook")
 axis.set(xlabel="step", ylabel="mean squared misfit (logarithms)")
@@ -176,9 +178,7 @@ figure.tight_layout()
 # What was found
 # --------------
 #
-# Below: the years after 1900, from the state of 1900 alone, and the interaction that
-# the network has learned. The textbook says that hares lose in proportion to the lynx,
-# and that lynx gain in proportion to the hares.
+# The years after 1900, from the state of 1900 alone.
 
 
 def run(slope: Slope, params: Params) -> np.ndarray:
@@ -187,6 +187,21 @@ def run(slope: Slope, params: Params) -> np.ndarray:
 
 
 free, free_law = run(hybrid, found), run(textbook, law)
+figure, axes = plt.subplots(2, figsize=(5.5, 5), sharex=True)
+for at, name in enumerate(["hares", "lynx"]):
+    axis = axes[at]
+    axis.plot(YEARS, np.exp(PELTS[:, at]), "k.", label="pelts")
+    axis.plot(YEARS, free[:, at], label="JAX and torch")
+    axis.plot(YEARS, free_law[:, at], label="textbook", linestyle="--")
+    axis.set(ylabel=f"thousands of {name}")
+    axis.set_xticks(YEARS[::4])
+axes[0].legend()
+figure.tight_layout()
+
+# %%
+# The interaction that the network has learned. The textbook says that hares lose in
+# proportion to the lynx, and that lynx gain in proportion to the hares.
+
 numbers = np.linspace(5, 70, 50)
 middle = np.full(50, 3.0)
 a, c, b, d = np.exp(law["rates"])
@@ -194,21 +209,14 @@ growth, decline = np.exp(found["rates"][:2])
 on_hares = net(found["net"], np.stack([middle, np.log(numbers)], 1) - 3)[:, 0]
 on_lynx = net(found["net"], np.stack([np.log(numbers), middle], 1) - 3)[:, 1]
 
-figure, axes = plt.subplots(2, 2, figsize=(10, 6), width_ratios=(3, 2))
-for at, name in enumerate(["hares", "lynx"]):
-    axis = axes[at, 0]
-    axis.plot(YEARS, np.exp(PELTS[:, at]), "k.", label="pelts")
-    axis.plot(YEARS, free[:, at], label="JAX and torch")
-    axis.plot(YEARS, free_law[:, at], label="textbook", linestyle="--")
-    axis.set(ylabel=f"thousands of {name}")
-    axis.set_xticks(YEARS[::4])
-axes[0, 0].legend()
-axes[0, 1].plot(numbers, growth + on_hares)
-axes[0, 1].plot(numbers, a - b * numbers, "--")
-axes[0, 1].set(xlabel="thousands of lynx", ylabel="growth of hares a year")
-axes[1, 1].plot(numbers, on_lynx - decline)
-axes[1, 1].plot(numbers, d * numbers - c, "--")
-axes[1, 1].set(xlabel="thousands of hares", ylabel="growth of lynx a year")
+figure, (top, bottom) = plt.subplots(2, figsize=(5.5, 5.5))
+top.plot(numbers, growth + on_hares, label="JAX and torch")
+top.plot(numbers, a - b * numbers, "--", label="textbook")
+top.set(xlabel="thousands of lynx", ylabel="growth of hares a year")
+top.legend()
+bottom.plot(numbers, on_lynx - decline)
+bottom.plot(numbers, d * numbers - c, "--")
+bottom.set(xlabel="thousands of hares", ylabel="growth of lynx a year")
 figure.tight_layout()
 plt.show()
 

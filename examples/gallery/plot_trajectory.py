@@ -6,6 +6,8 @@ The Sun, four planets and 240 asteroids near Jupiter's orbit move for 274 years,
 each step. :class:`hostcall.Recorder` writes every step to Zarr while the program runs,
 so that the program holds one state and not 100,000. The film is made from the folder
 afterwards.
+
+Besides hostcall it needs ``pip install astropy matplotlib pandas pyarrow zarr``.
 """
 
 # %%
@@ -18,7 +20,7 @@ afterwards.
 # those of the inner planets are added.
 
 # sphinx_gallery_tags = ["simulator", "recording", "taps", "plots"]
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 3
 
 import contextlib
 import resource
@@ -209,17 +211,23 @@ wanted = np.stack([of_astropy(day * DAY) for day in some])
 apart = np.linalg.norm(planets - wanted, axis=-1)
 drift = np.abs(energies["energy"] / energies["energy"][0] - 1)
 
-figure, axes = plt.subplots(1, 3, figsize=(10, 3.3))
-axes[0].plot(disk, memory - memory[0])
-axes[0].plot(disk, disk, color="0.7", linestyle="--", label="if nothing was written")
-axes[0].set(xlabel="MB written", ylabel="growth of the memory, MB")
-axes[0].legend()
+figure, axis = plt.subplots(figsize=(5.5, 3.3))
+axis.plot(disk, memory - memory[0])
+axis.plot(disk, disk, color="0.7", linestyle="--", label="if nothing was written")
+axis.set(xlabel="MB written", ylabel="growth of the memory, MB")
+axis.legend()
+figure.tight_layout()
+
+# %%
+# How far the planets are from astropy's, and how well the energy is kept.
+
+figure, (top, bottom) = plt.subplots(2, figsize=(5.5, 5.5))
 for name, column in zip(PLANETS, apart.T, strict=True):
-    axes[1].semilogy(1994.7 + some * DAY / 365.25, column, label=name.capitalize())
-axes[1].set(ylabel="AU from astropy's position", xlabel="year")
-axes[1].legend()
-axes[2].plot(1994.7 + energies["step"] * DAY / 365.25, drift)
-axes[2].set(ylabel="relative error of the energy", xlabel="year")
+    top.semilogy(1994.7 + some * DAY / 365.25, column, label=name.capitalize())
+top.set(ylabel="AU from astropy's position", xlabel="year")
+top.legend()
+bottom.plot(1994.7 + energies["step"] * DAY / 365.25, drift)
+bottom.set(ylabel="relative error of the energy", xlabel="year")
 figure.tight_layout()
 
 # %%

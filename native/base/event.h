@@ -46,7 +46,8 @@ struct Event {
 };
 
 /// Python's identifier of the calling thread, as PyThread_get_thread_ident returns
-/// it.
-inline uint64_t ThisThread() { return static_cast<uint64_t>(pthread_self()); }
+/// it. A pthread_t is a number on Linux and a pointer on macOS: this cast takes
+/// both.
+inline uint64_t ThisThread() { return (uint64_t)pthread_self(); }
 
 }  // namespace hostcall

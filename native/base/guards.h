@@ -166,9 +166,6 @@ class GilGuard {
   GilGuard(const GilGuard&) = delete;
   GilGuard& operator=(const GilGuard&) = delete;
 
-  /// Whether this guard gave the thread its thread state.
-  bool first_on_foreign_thread() const { return made_; }
-
  private:
   const bool held_before_;  ///< the caller held the GIL already: nothing to undo
   bool made_ = false;

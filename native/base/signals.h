@@ -10,24 +10,24 @@
 //   * A handler is installed for SIGINT only if there is one already, which ours
 //     calls, and for SIGTERM only if it has the default action.
 //   * The handlers are async-signal-safe. They do a lock-free fetch_or and
-//     sem_post; the one for SIGTERM writes the flight recorder, or raises the
-//     signal again in a forked child, where the watcher does not exist. Nothing
+//     post a semaphore; the one for SIGTERM writes the flight recorder, or raises
+//     the signal again in a forked child, where the watcher does not exist. Nothing
 //     that a handler uses is initialised in a handler.
 //   * SIGTERM is caught once: a second one ends the process at once.
 //   * Each event that is posted is returned by exactly one Wait. Events of the same
 //     kind that are posted before that Wait count as one.
 #pragma once
 
-#include <semaphore.h>
 #include <signal.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
 
+#include "base/clock.h"
 #include "base/flight_text.h"
+#include "base/semaphore.h"
 
 namespace hostcall {
 
@@ -88,28 +88,19 @@ class Signals {
   /// a Wait that the semaphore wakes finds them.
   static void Post(int event) {
     Pending().fetch_or(event);
-    sem_post(&Posted());
+    Posted().Post();
   }
 
   /// Returns the events that were posted since it last returned, waiting for one
   /// for at most `seconds`; 0 if none came. Only one thread waits, without the GIL.
   static int Wait(double seconds) {
-    timespec until;  // sem_timedwait knows only this clock, which may be set
-    clock_gettime(CLOCK_REALTIME, &until);
-    const auto whole = static_cast<int64_t>(seconds);
-    until.tv_sec += static_cast<time_t>(whole);
-    until.tv_nsec +=
-        static_cast<long>((seconds - static_cast<double>(whole)) * 1e9);
-    if (until.tv_nsec >= 1'000'000'000) {
-      ++until.tv_sec;
-      until.tv_nsec -= 1'000'000'000;
-    }
+    const int64_t until = NowNs() + static_cast<int64_t>(1e9 * seconds);
     for (;;) {
       if (const int events = Pending().exchange(0)) return events;
       // The semaphore counts posts, of which one exchange may have taken several.
-      // What it counts too much makes this loop look once more in vain; so does
-      // EINTR.
-      if (sem_timedwait(&Posted(), &until) != 0 && errno == ETIMEDOUT) {
+      // What it counts too much makes this loop look once more in vain.
+      const int64_t left = until - NowNs();
+      if (left <= 0 || !Posted().Wait(1e-9 * static_cast<double>(left))) {
         return Pending().exchange(0);
       }
     }
@@ -143,12 +134,8 @@ class Signals {
   }
   /// One post for each call of Post. Never destroyed: a signal may come at any
   /// time.
-  static sem_t& Posted() {
-    static sem_t* posted = [] {
-      static sem_t made;
-      sem_init(&made, 0, 0);
-      return &made;
-    }();
+  static Semaphore& Posted() {
+    static Semaphore* posted = new Semaphore;
     return *posted;
   }
   /// The Event bits that Wait has not returned yet.

@@ -52,7 +52,8 @@ class alignas(64) Mortal {
   friend class Graveyard;
   std::atomic<int64_t> count_{1};
   Mortal* next_dead_ = nullptr;  ///< the next in the graveyard; used only when dead
-  char rest_of_the_line_[64 - sizeof(void*) - sizeof(count_) - sizeof(next_dead_)];
+  [[maybe_unused]] char
+      rest_of_the_line_[64 - sizeof(void*) - sizeof(count_) - sizeof(next_dead_)];
 };
 
 /// The objects that nobody references any more. They wait for a thread that may

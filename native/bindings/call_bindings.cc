@@ -9,6 +9,7 @@
 #include "base/clock.h"
 #include "invoke/invoke.h"
 #include "plan/call_scope.h"
+#include "plan/packing.h"
 #include "plan/plan.h"
 
 namespace nb = nanobind;
@@ -70,8 +71,8 @@ nb::object Current() {
 
 /// All calls under way: a list of (info, thread, seconds, row).
 nb::list Active() {
-  // The list of calls is guarded by the GIL. So everything is copied from it before
-  // the first Python object is made:
+  // Everything is copied from the list before the first Python object is made. With
+  // a GIL, which guards the list:
   //
   //   1. this thread:  makes a Python object, which starts the garbage collector
   //   2. collector:    runs a finalizer, which releases the GIL
@@ -84,12 +85,14 @@ nb::list Active() {
     std::vector<int64_t> row;
   };
   std::vector<Seen> seen;
-  for (const ActiveCall* call = AllCalls(); call != nullptr; call = call->next) {
-    const bool batched = call->row != nullptr;
-    seen.push_back({nb::borrow(call->plan->info.get()), call->thread_id,
-                    call->start, batched,
-                    batched ? *call->row : std::vector<int64_t>()});
-  }
+  ForEachCall([&seen](const ActiveCall& call) {
+    seen.push_back({nb::borrow(call.plan->info.get()),
+                    call.thread_id,
+                    call.start,
+                    call.row != nullptr,
+                    {}});
+    if (call.row != nullptr) seen.back().row = RowWalker::Copy(*call.row);
+  });
   nb::list calls;
   const int64_t now = Ticks();
   for (const Seen& call : seen) {
@@ -112,22 +115,32 @@ void AddSetting(Ambient kind, nb::object setting, nb::object swap, nb::object se
 void InitCalls(nb::module_& m) {
   nb::class_<Counters>(m, "Counters")
       .def(nb::init<>())
-      .def_prop_ro(
-          "calls",
-          [](const Counters& c) { return c.calls + c.native_calls.load(); })
+      .def_prop_ro("calls",
+                   [](const Counters& c) {
+                     return c.Sum(&Counters::Part::calls) + c.native_calls.load();
+                   })
       .def_prop_ro("masked",
                    [](const Counters& c) { return c.masked + c.taps.masked; })
       .def_prop_ro("dropped",
                    [](const Counters& c) { return c.taps.dropped.load(); })
       .def_prop_ro("skipped",
                    [](const Counters& c) { return c.taps.skipped.load(); })
-      .def_ro("errors", &Counters::errors)
-      .def_ro("bytes_in", &Counters::bytes_in)
-      .def_ro("bytes_out", &Counters::bytes_out)
+      .def_prop_ro("errors",
+                   [](const Counters& c) { return c.Sum(&Counters::Part::errors); })
+      .def_prop_ro(
+          "bytes_in",
+          [](const Counters& c) { return c.Sum(&Counters::Part::bytes_in); })
+      .def_prop_ro(
+          "bytes_out",
+          [](const Counters& c) { return c.Sum(&Counters::Part::bytes_out); })
       .def_prop_ro("python_seconds",
-                   [](const Counters& c) { return TicksToSeconds(c.python_ticks); })
+                   [](const Counters& c) {
+                     return TicksToSeconds(c.Sum(&Counters::Part::python_ticks));
+                   })
       .def_prop_ro("gil_seconds",
-                   [](const Counters& c) { return TicksToSeconds(c.gil_ticks); })
+                   [](const Counters& c) {
+                     return TicksToSeconds(c.Sum(&Counters::Part::gil_ticks));
+                   })
       .def_prop_ro("wait_seconds", [](const Counters& c) {
         return TicksToSeconds(c.taps.waited.load());
       });

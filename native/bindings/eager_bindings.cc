@@ -117,12 +117,13 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   flight.Entered(start);
   bool ok;
   {
-    CallScope scope(plan, -1, -1);
-    scope.call().start = start;
-    scope.call().before = plan.history ? &before : nullptr;
-    scope.call().feed = take ? &*take : nullptr;
-    ok = Invoke(plan, scope.call(), in.data(), targets.data());
-    if (!ok) ++plan.counters->errors;
+    ActiveCall active(plan, -1, -1);
+    active.start = start;
+    active.before = plan.history ? &before : nullptr;
+    active.feed = take ? &*take : nullptr;
+    const CallScope scope(active);
+    ok = Invoke(plan, active, in.data(), targets.data());
+    if (!ok) plan.counters->mine().errors.Add(1);
     if (Engine::Get().IsLeftBehind()) {
       // The interpreter finalizes, and this daemon thread would return into JAX's
       // C++, which asks for the GIL. So it stays here (base/engine.h).
@@ -131,7 +132,7 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     }
   }
   const int64_t end = Ticks();
-  plan.counters->python_ticks += end - start;
+  plan.counters->mine().python_ticks.Add(end - start);
   flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
   if (!ok) throw nb::python_error();
   return out;

@@ -95,9 +95,10 @@ void InitHandlers(nb::module_& m) {
       [](nb::object buffer, uintptr_t address, size_t bytes,
          std::optional<uintptr_t> stream) {
         if (!IsBuffer(buffer.ptr())) throw nb::type_error("not a Buffer");
-        const BufferObject* to = AsBuffer(buffer.ptr());
-        if (!CheckOpen(to)) throw nb::python_error();
-        if (!to->writeable || !to->call->on_gpu() || to->leaf->bits != 0 ||
+        BufferObject* to = AsBuffer(buffer.ptr());
+        const Lease::Use use(to->lease);
+        if (!CheckOpen(use)) throw nb::python_error();
+        if (!to->writeable || !use->on_gpu() || to->leaf->bits != 0 ||
             bytes != static_cast<size_t>(to->leaf->row_bytes)) {
           throw nb::value_error("not an output of that size on a GPU");
         }
@@ -106,7 +107,7 @@ void InitHandlers(nb::module_& m) {
           // The copy may wait for streams, and what these wait for may need the
           // GIL.
           GilRelease unlocked;
-          CopyOnStream(to->call->stream, to->data, from, bytes, stream);
+          CopyOnStream(use->stream, to->data, from, bytes, stream);
         }
       },
       nb::arg("buffer"), nb::arg("address"), nb::arg("nbytes"),

@@ -15,6 +15,7 @@
 #include "bindings/tap_bindings.h"
 #include "bindings/trace_bindings.h"
 #include "buffer/buffer_object.h"
+#include "invoke/invoke.h"
 #include "plan/call_scope.h"
 
 namespace nb = nanobind;
@@ -77,7 +78,7 @@ void InitEngine(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  if (!ImportNumpy()) throw nb::python_error();
+  if (!ImportNumpy() || !InitInvoke()) throw nb::python_error();
   m.attr("__doc__") = "The engine of hostcall (see native/ in its repository).";
   // When a program dies, the watcher's thread releases the program's Python objects
   // at once. Otherwise they would stay until the next call or tap.

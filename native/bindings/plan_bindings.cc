@@ -237,7 +237,10 @@ Counted<Plan> ReadText(std::string_view text, bool on_cuda,
     if (buffers != nullptr) return nb::cast<PlanHandle&>(made).plan;
   } catch (nb::python_error& e) {
     // Without the traceback, which shows hostcall's own frames only.
-    *error = nb::str(e.value()).c_str();
+    // A text may have lone surrogates, which UTF-8 can't hold.
+    *error = nb::cast<nb::bytes>(
+                 nb::str(e.value()).attr("encode")("utf-8", "backslashreplace"))
+                 .c_str();
     if (error->empty()) *error = e.what();
   } catch (const std::exception& e) {
     *error = e.what();
@@ -290,6 +293,7 @@ void InitPlans(nb::module_& m) {
         Py_XSETREF(g_read_text, function.ptr());
       },
       nb::arg("function"));
+  PlanFields();  // made here: no thread waits for another one that makes it
   InitSettings(m);
   BindStruct(m, Keywords<LeafSpec>("Leaf")
                     .Field<&LeafSpec::dtype>("dtype")

@@ -38,9 +38,7 @@ class OpenBuffers {
     for (size_t i = 1; i < size(); ++i) {
       if (stack()[i] != nullptr) CloseBuffer(AsBuffer(stack()[i]));
     }
-    if (stack()[0] != nullptr) {
-      reinterpret_cast<ContextObject*>(stack()[0])->call = nullptr;
-    }
+    if (stack()[0] != nullptr) AsContext(stack()[0])->lease.End();
   }
   OpenBuffers(const OpenBuffers&) = delete;
   OpenBuffers& operator=(const OpenBuffers&) = delete;
@@ -48,17 +46,15 @@ class OpenBuffers {
   /// Opens all over the memory of one row. False with a Python error set.
   bool Open(char* const* args, char* const* targets) {
     for (size_t i = 0; i < size(); ++i) {
-      // Taken out of the plan: a nested call of the same place finds none, and
-      // makes its own.
-      PyObject* spare = plan_.spares[i].release();
+      PyObject* spare = plan_.spares[i].Take().release();
       if (spare == nullptr) spare = i == 0 ? NewContext() : NewBuffer();
       stack()[i] = spare;
       if (spare == nullptr) return false;
     }
-    reinterpret_cast<ContextObject*>(stack()[0])->call = &call_;
+    AsContext(stack()[0])->lease.Begin(call_);
     for (size_t i = 1; i < size(); ++i) {
       const bool out = IsOut(i);
-      OpenBuffer(AsBuffer(stack()[i]), plan_, call_, LeafOf(i),
+      OpenBuffer(AsBuffer(stack()[i]), call_, LeafOf(i),
                  out ? targets[i - 1] : args[i - 1 - outs_], out);
     }
     return true;
@@ -69,6 +65,14 @@ class OpenBuffers {
   /// afterwards. An error that is set stays set, unless a view was kept: then the
   /// error says that.
   bool Close(bool ok) {
+    // First, so that no new view comes into being while those that were kept are
+    // looked for.
+    for (size_t i = 1; i < size(); ++i) {
+      if (stack()[i] == nullptr) continue;
+      BufferObject* buffer = AsBuffer(stack()[i]);
+      buffer->lease.End();
+      if (buffer->array != nullptr) DisownWeaklyHeld(buffer->array, LeafOf(i));
+    }
     if (AnyHeld()) ok = Report() && ok;
     // WasChanged first: it restores the values of every input, even after an error.
     for (size_t i = 1 + outs_; i < size(); ++i) {
@@ -78,9 +82,8 @@ class OpenBuffers {
       ok = false;
     }
     if (stack()[0] != nullptr) {
-      auto* context = reinterpret_cast<ContextObject*>(stack()[0]);
-      context->call = nullptr;
-      if (Py_REFCNT(stack()[0]) == 1) Keep(0);
+      AsContext(stack()[0])->lease.End();
+      if (!IsHeldElsewhere(stack()[0])) Keep(0);
     }
     for (size_t i = 1; i < size(); ++i) {
       if (stack()[i] != nullptr && CloseBuffer(AsBuffer(stack()[i]))) Keep(i);
@@ -98,7 +101,7 @@ class OpenBuffers {
   }
   /// Returns an object to the plan for the next call.
   void Keep(size_t i) {
-    plan_.spares[i] = Ref::Steal(std::exchange(stack()[i], nullptr));
+    plan_.spares[i].Keep(Ref::Steal(std::exchange(stack()[i], nullptr)));
   }
   bool AnyHeld() {
     for (size_t i = 1; i < size(); ++i) {

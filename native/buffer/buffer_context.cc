@@ -6,38 +6,44 @@
 namespace hostcall {
 namespace {
 
-// References that live as long as the process; guarded by the GIL.
+// References that live as long as the process, set when hostcall is imported.
 PyTypeObject* g_context_type = nullptr;
 PyObject* g_stage = nullptr;         // ExecutionStage.EXECUTE
 PyObject* g_ended_error = nullptr;   // raised when something is used after its call
 PyObject* g_stream_error = nullptr;  // raised for `stream` on a CPU, as JAX does
 
-/// The call of a context; null with a Python error set if it has ended.
-const ActiveCall* CallOf(PyObject* self) {
-  const ActiveCall* call = reinterpret_cast<ContextObject*>(self)->call;
-  if (call == nullptr) RaiseEnded("context", "Take what you need during the call.");
-  return call;
+/// Whether the call of a context goes on; false with a Python error set if not.
+bool CheckContext(const Lease::Use& use) {
+  if (!use) RaiseEnded("context", "Take what you need during the call.");
+  return static_cast<bool>(use);
+}
+/// `get(call)` of the call of a context; null with a Python error set if it has
+/// ended.
+template <typename Get>
+PyObject* OfCall(PyObject* self, Get get) {
+  const Lease::Use use(AsContext(self)->lease);
+  return CheckContext(use) ? get(*use) : nullptr;
 }
 
 PyObject* GetStage(PyObject* self, void*) {
-  if (CallOf(self) == nullptr) return nullptr;
-  Py_INCREF(g_stage);
-  return g_stage;
+  return OfCall(self, [](const ActiveCall&) {
+    Py_INCREF(g_stage);
+    return g_stage;
+  });
 }
 PyObject* GetStream(PyObject* self, void*) {
-  const ActiveCall* call = CallOf(self);
-  if (call == nullptr) return nullptr;
-  if (call->on_gpu()) return PyLong_FromVoidPtr(call->stream);
-  PyErr_SetString(g_stream_error, "XLA FFI GPU context is not available");
-  return nullptr;
+  return OfCall(self, [](const ActiveCall& call) -> PyObject* {
+    if (call.on_gpu()) return PyLong_FromVoidPtr(call.stream);
+    PyErr_SetString(g_stream_error, "XLA FFI GPU context is not available");
+    return nullptr;
+  });
 }
 PyObject* GetContextDevice(PyObject* self, void*) {
-  const ActiveCall* call = CallOf(self);
-  return call == nullptr ? nullptr : DeviceOf(*call);
+  return DeviceOf(AsContext(self)->lease, &CheckContext);
 }
 PyObject* GetRun(PyObject* self, void*) {
-  const ActiveCall* call = CallOf(self);
-  return call == nullptr ? nullptr : PyLong_FromLongLong(call->run);
+  return OfCall(
+      self, [](const ActiveCall& call) { return PyLong_FromLongLong(call.run); });
 }
 void DeallocContext(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
@@ -67,11 +73,22 @@ PyObject* RaiseEnded(const char* what, const char* instead) {
   return nullptr;
 }
 
-PyObject* DeviceOf(const ActiveCall& call) {
-  return PyObject_CallMethod(call.plan->info.get(), "device_at", "i",
-                             call.device_ordinal);
+PyObject* DeviceOf(Lease& lease, bool (*check)(const Lease::Use& use)) {
+  Ref info;
+  int ordinal;
+  {
+    const Lease::Use use(lease);
+    if (!check(use)) return nullptr;
+    info = Ref::Borrow(use->plan->info.get());
+    ordinal = use->device_ordinal;
+  }
+  return PyObject_CallMethod(info.get(), "device_at", "i", ordinal);
 }
-PyObject* NewContext() { return g_context_type->tp_alloc(g_context_type, 0); }
+PyObject* NewContext() {
+  PyObject* made = g_context_type->tp_alloc(g_context_type, 0);
+  if (made != nullptr) Merge(made);
+  return made;
+}
 
 bool InitContexts(PyObject* module) {
   g_context_type = MakeType(

@@ -1,8 +1,10 @@
 #include "buffer/buffer_object.h"
 
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <string>
+#include <utility>
 
 #include "base/code.h"
 #include "buffer/buffer_types.h"
@@ -26,58 +28,66 @@ PyObject* ShapeTuple(const Leaf& leaf) {
 
 // --- Attributes ----------------------------------------------------------------
 
-/// `get(buffer)` of an open Buffer; of a closed one null with a Python error set.
+/// `get(buffer, call)` of an open Buffer; of a closed one null with a Python error
+/// set.
 template <typename Get>
 PyObject* IfOpen(PyObject* self, Get get) {
   BufferObject* buffer = AsBuffer(self);
-  return CheckOpen(buffer) ? get(buffer) : nullptr;
+  const Lease::Use use(buffer->lease);
+  return CheckOpen(use) ? get(buffer, *use) : nullptr;
 }
 
 PyObject* GetShape(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b) { return ShapeTuple(*b->leaf); });
+  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
+    return ShapeTuple(*b->leaf);
+  });
 }
 PyObject* GetDtype(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b) {
+  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
     Py_INCREF(b->leaf->dtype.get());
     return b->leaf->dtype.get();
   });
 }
 PyObject* GetNdim(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b) {
+  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
     return PyLong_FromSize_t(b->leaf->dims.size());
   });
 }
 PyObject* GetSize(PyObject* self, void*) {
-  return IfOpen(
-      self, [](BufferObject* b) { return PyLong_FromLongLong(b->leaf->count); });
+  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
+    return PyLong_FromLongLong(b->leaf->count);
+  });
 }
 PyObject* GetNbytes(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b) {
+  return IfOpen(self, [](BufferObject* b, const ActiveCall& call) {
     const Leaf& leaf = *b->leaf;
     // Small elements are packed on a GPU; the host sees an unpacked copy.
-    const bool packed = b->call->on_gpu() && leaf.bits != 0;
+    const bool packed = call.on_gpu() && leaf.bits != 0;
     return PyLong_FromLongLong(packed ? (leaf.count * leaf.bits + 7) / 8
                                       : leaf.row_bytes);
   });
 }
 PyObject* GetWriteable(PyObject* self, void*) {
-  return IfOpen(self,
-                [](BufferObject* b) { return PyBool_FromLong(b->writeable); });
+  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
+    return PyBool_FromLong(b->writeable);
+  });
 }
 PyObject* GetPtr(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b) { return PyLong_FromVoidPtr(b->data); });
+  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
+    return PyLong_FromVoidPtr(b->data);
+  });
 }
 
 PyObject* GetDevice(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b) { return DeviceOf(*b->call); });
+  return DeviceOf(AsBuffer(self)->lease, &CheckOpen);
 }
 
 PyObject* GetCudaInterface(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b) -> PyObject* {
-    if (!b->call->on_gpu() || b->leaf->bits != 0) {
+  return IfOpen(self, [](BufferObject* b, const ActiveCall& call) -> PyObject* {
+    if (!call.on_gpu() || b->leaf->bits != 0) {
       PyErr_SetString(
           PyExc_AttributeError,
-          !b->call->on_gpu()
+          !call.on_gpu()
               ? "hostcall: this Buffer is CPU memory, which has no "
                 "__cuda_array_interface__: use numpy.asarray or "
                 "DLPack" HOSTCALL_CODE("hc-buffer")
@@ -90,7 +100,7 @@ PyObject* GetCudaInterface(PyObject* self, void*) {
     if (!shape || !typestr) return nullptr;
     b->interface_read = true;
     // The interface forbids 0; the legacy default stream is called 1.
-    auto stream = reinterpret_cast<uintptr_t>(b->call->stream);
+    auto stream = reinterpret_cast<uintptr_t>(call.stream);
     return Py_BuildValue(
         "{sOsOs(NO)sOsisn}", "shape", shape.get(), "typestr", typestr.get(), "data",
         PyLong_FromVoidPtr(b->leaf->count == 0 ? nullptr : b->data),
@@ -101,17 +111,33 @@ PyObject* GetCudaInterface(PyObject* self, void*) {
 
 // --- Methods -------------------------------------------------------------------
 
-/// Whether the host can read the memory of an open Buffer; false with a Python
-/// error set.
-bool OnHost(BufferObject* b) {
-  if (!CheckOpen(b)) return false;
-  if (!b->call->on_gpu()) return true;
-  PyErr_SetString(
-      PyExc_TypeError,
-      "hostcall: this Buffer is GPU memory, which NumPy can't read. "
-      "Use __cuda_array_interface__ (cupy.asarray, numba.cuda) or DLPack "
-      "(torch.from_dlpack), on ctx.stream" HOSTCALL_CODE("hc-buffer"));
-  return false;
+/// A new view of the Buffer's one array. Null with a Python error set. Each reader
+/// gets a view, and may change its shape and flags. It holds a reference to the
+/// array, which is how IsHeld counts it.
+Ref ViewOf(BufferObject* b) {
+  const Lease::Use use(b->lease);
+  if (!OnHost(use)) return Ref();
+  Ref made,
+      lost;  // by whoever comes first; a second one, destroyed without the lock
+  {
+    const std::lock_guard<AttachedMutex> lock(b->mutex);
+    made = Ref::Borrow(b->array);
+  }
+  if (!made) {
+    made = LentArray(*b->leaf, b->data, b->writeable);
+    if (!made) return Ref();
+    const std::lock_guard<AttachedMutex> lock(b->mutex);
+    if (b->array == nullptr) {
+      b->array = Ref::Borrow(made.get()).release();
+    } else {  // only views of the one array are counted
+      lost = std::exchange(made, Ref::Borrow(b->array));
+    }
+  }
+  auto* whole = reinterpret_cast<PyArrayObject*>(made.get());
+  Ref view = Ref::Steal(PyArray_View(whole, nullptr, nullptr));
+  // Else it might be freed long after its last reference has gone, by this thread.
+  if (view) Merge(view.get());
+  return view;
 }
 
 /// __array__(dtype=None, copy=None)
@@ -122,16 +148,7 @@ PyObject* ToArray(PyObject* self, PyObject* args, PyObject* kwargs) {
                                    &dtype, &copy)) {
     return nullptr;
   }
-  BufferObject* b = AsBuffer(self);
-  if (!OnHost(b)) return nullptr;
-  if (b->array == nullptr) {
-    b->array = LentArray(*b->leaf, b->data, b->writeable).release();
-    if (b->array == nullptr) return nullptr;
-  }
-  // A view for each reader, who may change its shape and flags. It holds a
-  // reference to the array, which is how IsHeld counts it.
-  auto* whole = reinterpret_cast<PyArrayObject*>(b->array);
-  Ref array = Ref::Steal(PyArray_View(whole, nullptr, nullptr));
+  Ref array = ViewOf(AsBuffer(self));
   if (!array) return nullptr;
   if (dtype != Py_None) {
     PyArray_Descr* wanted = nullptr;
@@ -156,128 +173,30 @@ PyObject* ToArray(PyObject* self, PyObject* args, PyObject* kwargs) {
 PyObject* DLPackMethod(PyObject* self, PyObject* const* args, Py_ssize_t n,
                        PyObject* names) {
   BufferObject* b = AsBuffer(self);
-  return CheckOpen(b) ? ExportTensor(b, args, n, names) : nullptr;
+  const Lease::Use use(b->lease);
+  return CheckOpen(use) ? ExportTensor(b, *use, args, n, names) : nullptr;
 }
 
 PyObject* DLPackDevice(PyObject* self, PyObject*) {
-  return IfOpen(self, [](BufferObject* b) {
-    return Py_BuildValue("(ii)", b->call->on_gpu() ? 2 : 1,
-                         b->call->on_gpu() ? b->call->device_ordinal : 0);
+  return IfOpen(self, [](BufferObject*, const ActiveCall& call) {
+    return Py_BuildValue("(ii)", call.on_gpu() ? 2 : 1,
+                         call.on_gpu() ? call.device_ordinal : 0);
   });
 }
 
 PyObject* BufferRepr(PyObject* self) {
   BufferObject* b = AsBuffer(self);
-  if (b->plan == nullptr)
-    return PyUnicode_FromString("<Buffer of a call that ended>");
-  Ref shape = Ref::Steal(ShapeTuple(*b->leaf));
+  Ref shape, dtype;
+  {
+    const Lease::Use use(b->lease);
+    if (!use) return PyUnicode_FromString("<Buffer of a call that ended>");
+    shape = Ref::Steal(ShapeTuple(*b->leaf));
+    dtype = Ref::Borrow(b->leaf->dtype.get());
+  }
   if (!shape) return nullptr;
-  return PyUnicode_FromFormat("<Buffer %S%S, %s>", b->leaf->dtype.get(),
-                              shape.get(),
+  return PyUnicode_FromFormat("<Buffer %S%S, %s>", dtype.get(), shape.get(),
                               b->writeable ? "writeable" : "read-only");
 }
-
-// --- The buffer protocol -------------------------------------------------------
-
-/// The struct module's letter for a dtype; null if it has none.
-const char* FormatOf(PyArray_Descr* descr) {
-  switch (descr->type_num) {
-    case NPY_BOOL:
-      return "?";
-    case NPY_BYTE:
-      return "b";
-    case NPY_UBYTE:
-      return "B";
-    case NPY_SHORT:
-      return "h";
-    case NPY_USHORT:
-      return "H";
-    case NPY_INT:
-      return "i";
-    case NPY_UINT:
-      return "I";
-    case NPY_LONG:
-      return "l";
-    case NPY_ULONG:
-      return "L";
-    case NPY_HALF:
-      return "e";
-    case NPY_FLOAT:
-      return "f";
-    case NPY_DOUBLE:
-      return "d";
-    default:
-      return nullptr;
-  }
-}
-
-int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
-  view->obj = nullptr;
-  BufferObject* b = AsBuffer(self);
-  if (!OnHost(b)) return -1;
-  const Leaf& leaf = *b->leaf;
-  const char* format = FormatOf(leaf.descr());
-  if (format == nullptr) {
-    // NumPy then asks for __array__. A constant text, since NumPy comes here for
-    // every array of such a dtype, and formatting would cost.
-    PyErr_SetString(PyExc_BufferError,
-                    "hostcall: Python's struct module has no letter for this "
-                    "Buffer's dtype, so the buffer protocol can't describe it; use "
-                    "numpy.asarray" HOSTCALL_CODE("hc-buffer"));
-    return -1;
-  }
-  if ((flags & PyBUF_WRITABLE) != 0 && !b->writeable) {
-    PyErr_SetString(PyExc_BufferError,
-                    "hostcall: this Buffer is an input, which can't be written "
-                    "to" HOSTCALL_CODE("hc-buffer"));
-    return -1;
-  }
-  const size_t ndim = leaf.dims.size();
-  constexpr int kAnyOrder =
-      PyBUF_C_CONTIGUOUS | PyBUF_F_CONTIGUOUS | PyBUF_ANY_CONTIGUOUS;
-  const bool fortran = (flags & kAnyOrder) == PyBUF_F_CONTIGUOUS;
-  if (fortran && ndim > 1 && leaf.count > 1) {
-    PyErr_SetString(PyExc_BufferError,
-                    "hostcall: this Buffer is row-major, so it has no column-major "
-                    "view" HOSTCALL_CODE("hc-buffer"));
-    return -1;
-  }
-  // Exports point into the layout, so it is only made while there are none. All
-  // exports of a call have the same one.
-  if (b->exports == 0) {
-    try {
-      if (b->layout == nullptr) b->layout = new std::vector<Py_ssize_t>();
-      b->layout->resize(2 * ndim);
-    } catch (const std::bad_alloc&) {
-      PyErr_NoMemory();
-      return -1;
-    }
-    Py_ssize_t step = PyDataType_ELSIZE(leaf.descr());
-    for (size_t i = ndim; i-- > 0;) {
-      (*b->layout)[i] = leaf.dims[i];
-      (*b->layout)[ndim + i] = step;
-      step *= leaf.dims[i];
-    }
-  }
-  view->buf = b->data;
-  view->len = leaf.row_bytes;
-  view->itemsize = PyDataType_ELSIZE(leaf.descr());
-  view->readonly = b->writeable ? 0 : 1;
-  view->format = (flags & PyBUF_FORMAT) != 0 ? const_cast<char*>(format) : nullptr;
-  view->ndim = static_cast<int>(ndim);
-  view->shape = (flags & PyBUF_ND) != 0 && ndim != 0 ? b->layout->data() : nullptr;
-  view->strides = (flags & PyBUF_STRIDES) == PyBUF_STRIDES && ndim != 0
-                      ? b->layout->data() + ndim
-                      : nullptr;
-  view->suboffsets = nullptr;
-  view->internal = nullptr;
-  ++b->exports;
-  Py_INCREF(self);
-  view->obj = self;
-  return 0;
-}
-
-void ReleaseBuffer(PyObject* self, Py_buffer*) { --AsBuffer(self)->exports; }
 
 void DeallocBuffer(PyObject* self) {
   BufferObject* b = AsBuffer(self);
@@ -316,34 +235,40 @@ PyMethodDef buffer_methods[] = {
 
 }  // namespace
 
-bool CheckOpen(const BufferObject* buffer) {
-  if (buffer->plan != nullptr) return true;
+bool CheckOpen(const Lease::Use& use) {
+  if (use) return true;
   RaiseEnded("Buffer", "Keep a copy: numpy.array(buffer)");
   return false;
 }
 
 bool IsBuffer(PyObject* object) { return Py_TYPE(object) == g_buffer_type; }
-PyObject* NewBuffer() { return g_buffer_type->tp_alloc(g_buffer_type, 0); }
+PyObject* NewBuffer() {
+  PyObject* made = g_buffer_type->tp_alloc(g_buffer_type, 0);
+  if (made != nullptr) Merge(made);
+  return made;
+}
 
-void OpenBuffer(BufferObject* b, const Plan& plan, const ActiveCall& call,
-                const Leaf& leaf, char* data, bool writeable) {
-  b->plan = &plan;
-  b->call = &call;
+void OpenBuffer(BufferObject* b, const ActiveCall& call, const Leaf& leaf,
+                char* data, bool writeable) {
   b->leaf = &leaf;
   b->data = data;
   b->writeable = writeable;
+  b->lease.Begin(call);
 }
 
 bool IsHeld(const BufferObject* b) {
-  return b->exports != 0 || (b->array != nullptr && Py_REFCNT(b->array) > 1) ||
+  return b->exports.value() != 0 ||
+         (b->array != nullptr && IsHeldElsewhere(b->array)) ||
          (b->tensors != nullptr && (*b->tensors)->load() != 0) ||
-         (b->interface_read && Py_REFCNT(b) > 1);
+         (b->interface_read && IsHeldElsewhere(const_cast<PyObject*>(
+                                   reinterpret_cast<const PyObject*>(b))));
 }
 
-bool KeepBefore(BufferObject* b) {
+bool KeepBefore(BufferObject* b, const ActiveCall& call) {
   const int64_t bytes = b->leaf->row_bytes;
-  if (b->writeable || b->call->on_gpu() || bytes > kWatchedBytes) return true;
-  if (b->plan->buffers.Shares(b->leaf - b->plan->args.data())) return true;
+  if (b->writeable || call.on_gpu() || bytes > kWatchedBytes) return true;
+  if (call.plan->buffers.Shares(b->leaf - call.plan->args.data())) return true;
+  const std::lock_guard<AttachedMutex> lock(b->mutex);
   try {
     if (b->before == nullptr) b->before = new std::vector<char>();
     if (b->before->empty()) b->before->assign(b->data, b->data + bytes);
@@ -363,15 +288,15 @@ bool WasChanged(BufferObject* b) {
 }
 
 bool CloseBuffer(BufferObject* b) {
-  b->plan = nullptr;
-  b->call = nullptr;
-  const bool alone = Py_REFCNT(b) == 1 && !IsHeld(b);  // before the array goes
+  b->lease.End();
+  const bool alone = !IsHeldElsewhere(reinterpret_cast<PyObject*>(b)) &&
+                     !IsHeld(b);  // before the array goes
   if (b->array != nullptr) {
-    if (Py_REFCNT(b->array) > 1 && b->leaf != nullptr) Disown(b->array, *b->leaf);
+    if (IsHeldElsewhere(b->array) && b->leaf != nullptr) Disown(b->array, *b->leaf);
     Py_CLEAR(b->array);
   }
   b->leaf = nullptr;
-  b->interface_read = false;
+  b->interface_read.store(false, std::memory_order_relaxed);
   return alone;
 }
 

@@ -16,8 +16,15 @@
 //
 // The Buffer itself may be kept: once it is closed, it refuses everything.
 //
-// Threads. The GIL guards all fields. Only DLPack's deleter may run on any thread
-// without it, so its count is atomic, and lives as long as its last user.
+// Threads. The function may hand its Buffers to other threads. With a GIL, it
+// guards all fields; only DLPack's deleter may run on any thread without it, so its
+// count is atomic, and lives as long as its last user. Without a GIL:
+//
+//   * A Lease lets nobody begin to use a Buffer after the end of its call, and the
+//     call's thread waits for those that have begun, which takes some microseconds.
+//     From then on only the call's thread touches the fields, but for `exports`.
+//   * Until then, `mutex` guards the fields that are made when first needed.
+//   * The counts of references are merged, so that the call's thread can read them.
 #pragma once
 
 #include <atomic>
@@ -25,22 +32,22 @@
 #include <memory>
 #include <vector>
 
+#include "buffer/lease.h"
 #include "plan/call_scope.h"
 #include "plan/plan.h"
 
 namespace hostcall {
 
-/// The Python object `Buffer`. The plan, call and leaf are not owned, and valid
-/// only while it is open.
+/// The Python object `Buffer`. The leaf is not owned, and valid only during a use.
 struct BufferObject {
-  PyObject_HEAD const Plan* plan;  ///< null: closed
-  const ActiveCall* call;          ///< the call that lends the memory
-  const Leaf* leaf;                ///< dtype and shape
-  char* data;                      ///< the first element of the row, XLA's memory
-  bool writeable;                  ///< it is an output
-  bool interface_read;  ///< __cuda_array_interface__ was read in this call
-  Py_ssize_t exports;   ///< unreleased exports of the buffer protocol
-  PyObject* array;      ///< what __array__ returns views of; owned, or null
+  PyObject_HEAD Lease lease;         ///< of the call that lends the memory
+  AttachedMutex mutex;               ///< guards array, tensors, before and layout
+  const Leaf* leaf;                  ///< dtype and shape
+  char* data;                        ///< the first element of the row, XLA's memory
+  bool writeable;                    ///< it is an output
+  std::atomic<bool> interface_read;  ///< __cuda_array_interface__ was read
+  Tally exports;                     ///< unreleased, of the buffer protocol
+  PyObject* array;  ///< what __array__ returns views of; owned, or null
   /// The number of living DLPack tensors, shared with them; null before the first.
   std::shared_ptr<std::atomic<int64_t>>* tensors;
   /// A copy of an input that somebody might write to; null or empty if there is
@@ -53,7 +60,7 @@ struct BufferObject {
 
 /// The Python object `ExecutionContext`.
 struct ContextObject {
-  PyObject_HEAD const ActiveCall* call;  ///< not owned; null: the call has ended
+  PyObject_HEAD Lease lease;
 };
 
 /// Whether a Python object is a Buffer.
@@ -65,29 +72,35 @@ PyObject* NewContext();
 inline BufferObject* AsBuffer(PyObject* object) {
   return reinterpret_cast<BufferObject*>(object);
 }
+inline ContextObject* AsContext(PyObject* object) {
+  return reinterpret_cast<ContextObject*>(object);
+}
 
 /// Opens a Buffer over the row at `data`.
-void OpenBuffer(BufferObject* buffer, const Plan& plan, const ActiveCall& call,
-                const Leaf& leaf, char* data, bool writeable);
+void OpenBuffer(BufferObject* buffer, const ActiveCall& call, const Leaf& leaf,
+                char* data, bool writeable);
 /// Copies the values of a small input that goes to a consumer of DLPack, since
 /// every tensor of PyTorch can be written to, whatever the protocol says. False
 /// with a Python error set.
-bool KeepBefore(BufferObject* buffer);
-/// Whether an open input has been written to since KeepBefore; restores its values.
-bool WasChanged(BufferObject* buffer);
+bool KeepBefore(BufferObject* buffer, const ActiveCall& call);
 
+// The following are for the call's thread, after the lease has ended.
+
+/// Whether an input has been written to since KeepBefore; restores its values.
+bool WasChanged(BufferObject* buffer);
 /// Whether a view of the memory exists.
 bool IsHeld(const BufferObject* buffer);
-/// Closes a Buffer: from now on it refuses everything. True if nobody else holds it
+/// Lets go of the memory; also ends the lease. True if nobody else holds the Buffer
 /// or a view, so that it can be opened again for another call.
 bool CloseBuffer(BufferObject* buffer);
 
 /// Implements `__dlpack__` of an open Buffer, with its arguments.
-PyObject* ExportTensor(BufferObject* buffer, PyObject* const* args, Py_ssize_t n,
-                       PyObject* names);
+PyObject* ExportTensor(BufferObject* buffer, const ActiveCall& call,
+                       PyObject* const* args, Py_ssize_t n, PyObject* names);
 
-/// Whether a Buffer is open; false with a Python error set if not.
-bool CheckOpen(const BufferObject* buffer);
+/// Whether a use has begun before the end of the call; false with a Python error
+/// set if not.
+bool CheckOpen(const Lease::Use& use);
 
 /// Adds the types to the module. False with a Python error set.
 bool InitBuffers(PyObject* module);

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <string_view>
 #include <vector>
@@ -108,7 +109,8 @@ void Mark(DLManagedTensorVersioned& managed, uint64_t flags) {
 /// A capsule with a tensor over the Buffer's memory or a copy of it; null with a
 /// Python error set. Throws std::bad_alloc.
 template <typename Managed>
-PyObject* Capsule(BufferObject* b, DLDataType type, bool copy) {
+PyObject* Capsule(BufferObject* b, const ActiveCall& call, DLDataType type,
+                  bool copy) {
   const Leaf& leaf = *b->leaf;
   auto made = std::make_unique<Export<Managed>>();
   const size_t ndim = leaf.dims.size();
@@ -124,14 +126,15 @@ PyObject* Capsule(BufferObject* b, DLDataType type, bool copy) {
     made->copy.assign(b->data, b->data + leaf.row_bytes);
     data = made->copy.data();
   } else {
+    const std::lock_guard<AttachedMutex> lock(b->mutex);
     if (b->tensors == nullptr) {
       b->tensors = new std::shared_ptr<std::atomic<int64_t>>(
           std::make_shared<std::atomic<int64_t>>(0));
     }
     made->count = *b->tensors;
   }
-  const DLDevice device{b->call->on_gpu() ? kDLCUDA : kDLCPU,
-                        b->call->on_gpu() ? b->call->device_ordinal : 0};
+  const DLDevice device{call.on_gpu() ? kDLCUDA : kDLCPU,
+                        call.on_gpu() ? call.device_ordinal : 0};
   made->managed.tensor = {leaf.count == 0 ? nullptr : data,
                           device,
                           static_cast<int32_t>(ndim),
@@ -174,13 +177,13 @@ bool FinishWorkFor(void* theirs, void* ours) {
 }
 
 /// `stream` is the one on which the consumer will work.
-bool CheckStream(const BufferObject* b, PyObject* stream) {
-  void* ours = b->call->stream;
+bool CheckStream(const ActiveCall& call, PyObject* stream) {
+  void* ours = call.stream;
   // None stands for the legacy default stream, on a GPU.
-  if (stream == Py_None) return !b->call->on_gpu() || FinishWorkFor(nullptr, ours);
+  if (stream == Py_None) return !call.on_gpu() || FinishWorkFor(nullptr, ours);
   const long long number = PyLong_AsLongLong(stream);
   if (number == -1) return !PyErr_Occurred();  // the consumer wants no ordering
-  if (!b->call->on_gpu()) {
+  if (!call.on_gpu()) {
     PyErr_SetString(
         PyExc_BufferError,
         "hostcall: this Buffer is CPU memory, which has no streams" HOSTCALL_CODE(
@@ -197,8 +200,8 @@ bool CheckStream(const BufferObject* b, PyObject* stream) {
 namespace {
 
 /// ExportTensor, but throws std::bad_alloc.
-PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
-                   PyObject* names) {
+PyObject* Exported(BufferObject* b, const ActiveCall& call, PyObject* const* args,
+                   Py_ssize_t n, PyObject* names) {
   PyObject *stream = Py_None, *version = Py_None, *device = Py_None,
            *copy = Py_None;
   if (n != 0) {
@@ -221,19 +224,19 @@ PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
       return nullptr;
     }
   }
-  const bool on_gpu = b->call->on_gpu();
+  const bool on_gpu = call.on_gpu();
   if (device != Py_None) {
     int type = 0, id = 0;
     if (!PyArg_ParseTuple(device, "ii", &type, &id)) return nullptr;
     const bool same =
-        on_gpu ? type == kDLCUDA && id == b->call->device_ordinal : type == kDLCPU;
+        on_gpu ? type == kDLCUDA && id == call.device_ordinal : type == kDLCPU;
     if (!same) {
       PyErr_Format(
           PyExc_BufferError,
           "hostcall: the memory is on DLPack device (%d, %d), and can't be moved "
           "to (%d, %d): move the array that you create from it" HOSTCALL_CODE(
               "hc-buffer"),
-          on_gpu ? 2 : 1, on_gpu ? b->call->device_ordinal : 0, type, id);
+          on_gpu ? 2 : 1, on_gpu ? call.device_ordinal : 0, type, id);
       return nullptr;
     }
   }
@@ -245,26 +248,29 @@ PyObject* Exported(BufferObject* b, PyObject* const* args, Py_ssize_t n,
     return nullptr;
   }
   DLDataType type;
-  if (!TypeOf(*b->leaf, on_gpu, &type) || !CheckStream(b, stream)) return nullptr;
+  if (!TypeOf(*b->leaf, on_gpu, &type) || !CheckStream(call, stream)) {
+    return nullptr;
+  }
   // WaitForStream released the GIL, and another thread may have ended the call.
-  if (!CheckOpen(b)) return nullptr;
-  if (!KeepBefore(b)) return nullptr;
+  const Lease::Use still(b->lease);
+  if (!CheckOpen(still)) return nullptr;
+  if (!KeepBefore(b, call)) return nullptr;
   int major = 0, minor = 0;
   if (version != Py_None && !PyArg_ParseTuple(version, "ii", &major, &minor)) {
     return nullptr;
   }
   if (major >= 1) {
-    return Capsule<DLManagedTensorVersioned>(b, type, copy == Py_True);
+    return Capsule<DLManagedTensorVersioned>(b, call, type, copy == Py_True);
   }
-  return Capsule<DLManagedTensor>(b, type, copy == Py_True);
+  return Capsule<DLManagedTensor>(b, call, type, copy == Py_True);
 }
 
 }  // namespace
 
-PyObject* ExportTensor(BufferObject* b, PyObject* const* args, Py_ssize_t n,
-                       PyObject* names) {
+PyObject* ExportTensor(BufferObject* b, const ActiveCall& call,
+                       PyObject* const* args, Py_ssize_t n, PyObject* names) {
   try {  // an exception must not cross the interpreter's frames above
-    return Exported(b, args, n, names);
+    return Exported(b, call, args, n, names);
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }

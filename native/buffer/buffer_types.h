@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "buffer/lease.h"
 #include "plan/call_scope.h"
 
 namespace hostcall {
@@ -14,8 +15,16 @@ namespace hostcall {
 /// `instead` says what to do. Returns null.
 PyObject* RaiseEnded(const char* what, const char* instead);
 /// The jax.Device that runs the program of the call; a new reference, or null with
-/// a Python error set.
-PyObject* DeviceOf(const ActiveCall& call);
+/// a Python error set. `check` sets the error of a call that has ended. Python code
+/// answers, so it is asked after the use.
+PyObject* DeviceOf(Lease& lease, bool (*check)(const Lease::Use& use));
+
+/// Whether a Buffer is open, and the host can read its memory; false with a Python
+/// error set.
+bool OnHost(const Lease::Use& use);
+/// The slots of the buffer protocol.
+int GetBuffer(PyObject* self, Py_buffer* view, int flags);
+void ReleaseBuffer(PyObject* self, Py_buffer* view);
 
 /// Adds ExecutionContext to the module. False with a Python error set.
 bool InitContexts(PyObject* module);

@@ -1,9 +1,11 @@
 #include "handlers/host_callback.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <exception>
+#include <mutex>
 #include <utility>
 
 namespace hostcall {
@@ -13,11 +15,13 @@ constexpr size_t kWords = 16;  // XLA's answer is smaller in every version so fa
 constexpr size_t kLargest = 4096;  // bound on a frame's and the interface's bytes
 constexpr size_t kMore = 128;  // zeros behind a frame, for members of newer XLAs
 
-// All guarded by the GIL.
-XLA_FFI_Handler* g_handler = nullptr;   ///< JAX's handler; null until it is set
-void* g_callbacks[kWords];              ///< the list of callbacks: RunPending
-void* g_answer[kWords];                 ///< what GetterOf's function answers
-const XLA_FFI_Api* g_api_of = nullptr;  ///< the interface that g_api is a copy of
+// Set once, when the engine starts.
+XLA_FFI_Handler* g_handler = nullptr;  ///< JAX's handler; null until it is set
+void* g_callbacks[kWords];             ///< the list of callbacks: RunPending
+void* g_answer[kWords];                ///< what GetterOf's function answers
+std::mutex g_api_mutex;  ///< guards the writing of g_api, some nanoseconds
+/// The interface that g_api is a copy of; null before the first.
+std::atomic<const XLA_FFI_Api*> g_api_of{nullptr};
 /// The copy. A handler may still use it while its body has released the GIL, so it
 /// is written again only for another interface. Only programs for the CPU come
 /// here, and they all have the interface of jaxlib.
@@ -50,13 +54,15 @@ auto GetterOf(Api* api, long) -> decltype(&api->XLA_FFI_InvokeContext_Get) {
 const XLA_FFI_Api* Interface(const XLA_FFI_Api* api) {
   if (api->struct_size > kLargest) return nullptr;
   auto* copy = reinterpret_cast<XLA_FFI_Api*>(g_api);
-  if (g_api_of != api) {
+  if (g_api_of.load(std::memory_order_acquire) == api) return copy;
+  const std::lock_guard<std::mutex> lock(g_api_mutex);
+  if (g_api_of.load(std::memory_order_relaxed) != api) {
     std::memcpy(g_api, api, api->struct_size);
     *GetterOf(copy, 0) = [](auto* args) -> XLA_FFI_Error* {
       args->data = g_answer;
       return nullptr;
     };
-    g_api_of = api;
+    g_api_of.store(api, std::memory_order_release);
   }
   return copy;
 }

@@ -92,29 +92,29 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     }
   }
   GilGuard gil;
-  if (gil.first_on_foreign_thread()) MarkForeignThread();
   const PlainFloats plain;
   const int64_t attached = Ticks();
   flight.Entered(attached);
   std::string text;
   const auto call = [&](Lookout lookout) {
-    CallScope scope(plan, site.ordinal, site.run, lookout);
-    scope.call().start = start;
-    scope.call().counted = true;
-    scope.call().stream = site.stream;
-    scope.call().before = site.before;
-    scope.call().feed = take ? &*take : nullptr;
+    ActiveCall active(plan, site.ordinal, site.run);
+    active.start = start;
+    active.counted = true;
+    active.stream = site.stream;
+    active.before = site.before;
+    active.feed = take ? &*take : nullptr;
+    const CallScope scope(active, lookout);
     bool ok = false;
     if (!native.ok()) {
       RaiseStatus(plan, native);
     } else {
-      ok = Invoke(plan, scope.call(), operands, results);
+      ok = Invoke(plan, active, operands, results);
     }
     if (!ok) {
       if (lookout == Lookout::kScout && ScoutNow() == Scout::kAsked) {
         PyErr_Clear();  // the scout's exception; MakeInside repeats the call
       } else {
-        text = TakeError(plan, scope.call());
+        text = TakeError(plan, active);
       }
     }
     // The interpreter finalizes, and this daemon thread would return into JAX's
@@ -130,9 +130,10 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   if (!text.empty() && (!OnForeignThread() || CurrentCall() != nullptr)) {
     WatchForReport();
   }
-  plan.counters->gil_ticks += attached - start;
+  Counters::Part& counters = plan.counters->mine();
+  counters.gil_ticks.Add(attached - start);
   const int64_t end = Ticks();
-  plan.counters->python_ticks += end - attached;
+  counters.python_ticks.Add(end - attached);
   flight.Ended(end, text.empty() ? EventState::kEnded : EventState::kFailed);
   return text;
 }
@@ -246,7 +247,6 @@ XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
   if (!is_ours) error = TextOfOutcome(outcome);
   if (Entry entry; entry) {
     GilGuard gil;
-    if (gil.first_on_foreign_thread()) MarkForeignThread();
     error = TextOfVerdict(plan, error, is_ours);
     if (!OnForeignThread() || CurrentCall() != nullptr) WatchForReport();
   } else if (error.empty()) {

@@ -13,26 +13,17 @@
 namespace hostcall {
 namespace {
 
-/// The names of a vectorcall's keywords: ("out",). Borrowed; kept for ever.
-PyObject* OutKeyword() {
-  static PyObject* names = [] {
-    PyObject* name = PyUnicode_InternFromString("out");
-    PyObject* tuple = PyTuple_Pack(1, name);
-    Py_XDECREF(name);
-    return tuple;
-  }();
-  return names;
-}
+/// The names of a vectorcall's keywords: ("out",). Set by InitInvoke; kept for
+/// ever.
+PyObject* g_out_keyword = nullptr;
 
 /// Runs one row with arguments that the function owns (Lend::kCopy).
 bool RunCopied(const Plan& plan, char* const* args, char* const* targets) {
   const size_t n = plan.args.size();
   RowArrays row(n);
   for (size_t i = 0; i < n; ++i) {
-    // The spare is taken out of the plan, so that a nested call of the same place,
-    // or one on another thread, makes its own.
     row.args()[i] =
-        OwnedArray(plan.args[i], args[i], std::move(plan.spares[i])).release();
+        OwnedArray(plan.args[i], args[i], plan.spares[i].Take()).release();
     if (row.args()[i] == nullptr) return false;
     if (!Convert(plan.args[i], &row.args()[i])) return false;
   }
@@ -46,7 +37,7 @@ bool RunCopied(const Plan& plan, char* const* args, char* const* targets) {
   for (size_t i = 0; i < n; ++i) {
     const Leaf& leaf = plan.args[i];
     if (leaf.row_bytes > kSpareBytes || !AsMade(row.args()[i], leaf)) continue;
-    plan.spares[i] = Ref::Steal(std::exchange(row.args()[i], nullptr));
+    plan.spares[i].Keep(Ref::Steal(std::exchange(row.args()[i], nullptr)));
   }
   return true;
 }
@@ -85,7 +76,7 @@ bool CallLent(const Plan& plan, Loan& loan, char* const* args,
   }
   Ref value = Ref::Steal(CallPython(
       plan.function.get(), row.args(), n | PY_VECTORCALL_ARGUMENTS_OFFSET,
-      plan.lend == Lend::kOut ? OutKeyword() : nullptr));
+      plan.lend == Lend::kOut ? g_out_keyword : nullptr));
   if (!value) return false;
   if (plan.lend == Lend::kOut && value.get() == Py_None) {
     for (size_t i = 0; i < canaries.size(); ++i) {
@@ -112,9 +103,9 @@ bool RunLent(const Plan& plan, char* const* args, char* const* targets) {
 /// Runs the function on one row. False with a Python error set.
 bool RunRow(const Plan& plan, const ActiveCall& call, char* const* args,
             char* const* targets) {
-  Counters& counters = *plan.counters;
-  ++counters.calls;
-  counters.bytes_in += plan.bytes_in;
+  Counters::Part& counters = plan.counters->mine();
+  counters.calls.Add(1);
+  counters.bytes_in.Add(plan.bytes_in);
   bool ok;
   switch (plan.lend) {
     case Lend::kCopy:
@@ -126,7 +117,7 @@ bool RunRow(const Plan& plan, const ActiveCall& call, char* const* args,
     default:
       ok = RunLent(plan, args, targets);
   }
-  if (ok) counters.bytes_out += plan.bytes_out;
+  if (ok) counters.bytes_out.Add(plan.bytes_out);
   return ok;
 }
 
@@ -135,7 +126,7 @@ bool RunRow(const Plan& plan, const ActiveCall& call, char* const* args,
 bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
                 HostView& view) {
   Rows rows(plan, mask, view);
-  call.row = &rows.index();
+  const RowMark mark(call, &rows.index());  // ends before `rows`
   bool ok = true;
   do {
     if (!rows.wanted()) {
@@ -154,7 +145,6 @@ bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
     }
   } while (ok && rows.Next());
   if (!ok) call.failed_row = rows.index();
-  call.row = nullptr;
   return ok;
 }
 
@@ -214,8 +204,8 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
     }
     char* const* out = walk.targets();
     targets.emplace_back(out, out + plan.results.size());
-    ++plan.counters->calls;
-    plan.counters->bytes_in += plan.bytes_in;
+    plan.counters->mine().calls.Add(1);
+    plan.counters->mine().bytes_in.Add(plan.bytes_in);
   } while (walk.Next());
   if (targets.empty()) return true;
   PyObject* stack[] = {rows.get(), indices.get()};
@@ -230,7 +220,7 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
   for (size_t i = 0; i < targets.size(); ++i) {
     Ref value = Ref::Borrow(PyList_GET_ITEM(values.get(), i));
     if (!StoreResults(plan, value.get(), targets[i].data())) return false;
-    plan.counters->bytes_out += plan.bytes_out;
+    plan.counters->mine().bytes_out.Add(plan.bytes_out);
   }
   return true;
 }
@@ -287,6 +277,12 @@ void CopyRun(const Leaf& leaf, size_t offset, TapEvent& first, size_t count,
 
 }  // namespace
 
+bool InitInvoke() {
+  Ref name = Ref::Steal(PyUnicode_InternFromString("out"));
+  g_out_keyword = name ? PyTuple_Pack(1, name.get()) : nullptr;
+  return g_out_keyword != nullptr;
+}
+
 bool InvokeRun(const Plan& plan, TapEvent& first, size_t count) {
   const size_t n = plan.args.size(), masks = plan.masked ? 1 : 0;
   const auto rows = static_cast<int64_t>(count);
@@ -304,8 +300,8 @@ bool InvokeRun(const Plan& plan, TapEvent& first, size_t count) {
     }
     if (!Convert(leaf, &run.args()[i])) return false;
   }
-  plan.counters->calls += rows;
-  plan.counters->bytes_in += rows * plan.bytes_in;
+  plan.counters->mine().calls.Add(rows);
+  plan.counters->mine().bytes_in.Add(rows * plan.bytes_in);
   return static_cast<bool>(
       Ref::Steal(CallPython(plan.function.get(), run.args(),
                             n | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr)));
@@ -353,7 +349,7 @@ bool FilledForMask(const Plan& plan, const void* const* operands,
 }
 
 std::string TakeError(const Plan& plan, const ActiveCall& call) {
-  ++plan.counters->errors;
+  plan.counters->mine().errors.Add(1);
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);

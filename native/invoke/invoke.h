@@ -8,6 +8,10 @@
 
 namespace hostcall {
 
+/// Makes what calls need. Called once, when the module is imported. False with a
+/// Python error set.
+bool InitInvoke();
+
 /// Runs all rows of a call. `operands` and `results` are addresses of row-major
 /// buffers, on the host unless the plan works on Buffers. The GIL is held, and may
 /// be released meanwhile. Returns false with a Python error set.

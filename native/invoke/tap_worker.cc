@@ -66,12 +66,13 @@ int64_t Deliver(TapEvent& event, size_t count) {
   Flight flight(NewDelivery(plan, event, count, start));
   bool ok;
   {
-    CallScope scope(plan, event.device, -1);
-    scope.call().start = start;
-    scope.call().tap = &event;
-    scope.call().taps = count;
+    ActiveCall active(plan, event.device, -1);
+    active.start = start;
+    active.tap = &event;
+    active.taps = count;
+    const CallScope scope(active);
     try {
-      ok = count == 0 ? InvokeOne(plan, scope.call(), event)
+      ok = count == 0 ? InvokeOne(plan, active, event)
                       : InvokeRun(plan, event, count);
     } catch (const std::exception&) {  // std::bad_alloc
       PyErr_NoMemory();
@@ -79,10 +80,10 @@ int64_t Deliver(TapEvent& event, size_t count) {
     }
     // The plan's on_error keeps the error for the next barrier. The text is not
     // needed, since no program fails.
-    if (!ok) TakeError(plan, scope.call());
+    if (!ok) TakeError(plan, active);
   }
   const int64_t end = Ticks();
-  plan.counters->python_ticks += end - start;
+  plan.counters->mine().python_ticks.Add(end - start);
   flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
   return NowNs();
 }

@@ -34,6 +34,7 @@ Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
   Ref array = NewArray(leaf, leaf.dims, data,
                        writeable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);
   if (!array) return array;
+  Merge(array.get());
   // A base that is not an array and exports no writable buffer (see arrays.h).
   Py_INCREF(Py_None);
   if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()),
@@ -63,10 +64,15 @@ void Disown(PyObject* array, const Leaf& leaf) {
   Py_XSETREF(fields->base, owner);
 }
 
+void DisownWeaklyHeld(PyObject* array, const Leaf& leaf) {
+  auto* fields = reinterpret_cast<PyArrayObject_fields*>(array);
+  if (kFreeThreads && fields->weakreflist != nullptr) Disown(array, leaf);
+}
+
 bool AsMade(PyObject* object, const Leaf& leaf) {
   // Whatever the function can change without keeping a reference: weak references,
   // and the shape, dtype, flags and base that NumPy lets it set in place.
-  if (Py_REFCNT(object) != 1 || Py_TYPE(object) != &PyArray_Type) return false;
+  if (!IsSole(object) || Py_TYPE(object) != &PyArray_Type) return false;
   auto* fields = reinterpret_cast<PyArrayObject_fields*>(object);
   constexpr int kFlags = NPY_ARRAY_CARRAY | NPY_ARRAY_OWNDATA;
   return fields->weakreflist == nullptr && fields->base == nullptr &&
@@ -96,6 +102,11 @@ PyObject* Loan::Lend(size_t number, bool is_result, char* data) {
 }
 
 bool Loan::End() {
+  for (Entry& entry : entries_) {
+    DisownWeaklyHeld(entry.array.get(), entry.is_result
+                                            ? plan_.results[entry.number]
+                                            : plan_.args[entry.number]);
+  }
   const bool ok = !AnyHeld() || ReportEscapes(plan_, [this](PyObject* held) {
     for (Entry& entry : entries_) {
       if (!Held(entry)) continue;

@@ -19,6 +19,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -56,13 +57,17 @@ bool Convert(const Leaf& leaf, PyObject** array);
 Ref ArrayOfRows(const Leaf& leaf, int64_t rows);
 
 /// Returns an array over XLA's memory at `data`, which must outlive it, or Disown
-/// is needed. Null with a Python error set.
+/// is needed. Its reference count is merged. Null with a Python error set.
 Ref LentArray(const Leaf& leaf, char* data, bool writeable);
 
 /// Points an escaped array at its own copy of the values, so that at least the
 /// array itself stays safe to touch. Views of it still point at XLA's memory.
 /// Without memory for a copy, nothing changes.
 void Disown(PyObject* array, const Leaf& leaf);
+
+/// Without a GIL, disowns a lent array that has weak references: another thread may
+/// make a strong one after its references were counted.
+void DisownWeaklyHeld(PyObject* array, const Leaf& leaf);
 
 /// Called if views may have escaped a call, whether or not a Python error is set.
 ///
@@ -94,9 +99,10 @@ class Canaries {
     if (bytes <= kZeroBytes) std::memset(data, 0, static_cast<size_t>(bytes));
     if (itemsize >= 4 || bytes > kZeroBytes) words_ = bytes / kWord;
     // A new pattern each time, so that what an earlier call left in the memory
-    // can't pass for a mark. The GIL guards the seed.
-    static uint64_t seed = 0x9E3779B97F4A7C15ull;
-    seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+    // can't pass for a mark.
+    static std::atomic<uint64_t> made{1};
+    const uint64_t seed =
+        made.fetch_add(1, std::memory_order_relaxed) * 0x9E3779B97F4A7C15ull;
     value_ = 0xFFE5'0000'FFE5'0000ull | ((seed >> 16) & 0xFFFF'0000'FFFFull);
     for (int i = 0; i < count(); ++i) std::memcpy(At(i), &value_, kWord);
   }
@@ -152,7 +158,9 @@ class Loan {
     bool is_result;  ///< in plan.results; else in plan.args
     Ref array;
   };
-  static bool Held(const Entry& entry) { return Py_REFCNT(entry.array.get()) > 1; }
+  static bool Held(const Entry& entry) {
+    return IsHeldElsewhere(entry.array.get());
+  }
   bool AnyHeld() const {
     return std::any_of(entries_.begin(), entries_.end(), Held);
   }

@@ -1,12 +1,16 @@
 #include "plan/call_scope.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 #include <vector>
 
 #include "base/engine.h"
 
 namespace hostcall {
+
+std::array<CallList, kGroups> g_calls;
+
 namespace {
 
 /// The calling thread's innermost call, or null.
@@ -22,13 +26,9 @@ HOSTCALL_HOT ActiveCall* t_current = nullptr;
 HOSTCALL_HOT PyObject* t_device = nullptr;
 HOSTCALL_HOT PyObject* t_guard = nullptr;        ///< the guard, or the scout
 HOSTCALL_HOT PyObject* t_plain_guard = nullptr;  ///< the guard, never the scout
-/// Whether the calling thread was not started by Python.
-HOSTCALL_HOT bool t_foreign = false;
 /// The last run that found the calling thread without meshes. Between the calls of
 /// one run, nothing else on the thread could set one, so later calls do not ask.
 HOSTCALL_HOT int64_t t_run_without_mesh = -1;
-/// The newest call under way, or null. Guarded by the GIL.
-ActiveCall* g_calls = nullptr;
 
 /// The arguments of AddAmbientSetting. Owns a reference to each object, for ever.
 struct Setting {
@@ -43,32 +43,30 @@ struct Setting {
   PyObject* unset;  ///< what `get` returns on a thread that has set nothing
 };
 constexpr size_t kMaxAmbient = 4;  // CallScope::saved_ has as many places
-// Guarded by the GIL. Settings are added once, when the engine starts.
+// Settings are added once, when the engine starts.
 Setting g_ambient[kMaxAmbient];
 size_t g_ambient_count = 0;
 
 }  // namespace
 
 ActiveCall* CurrentCall() { return t_current; }
-ActiveCall* AllCalls() { return g_calls; }
 namespace {
 
 /// Raises KeyboardInterrupt once on each thread with a wanted call, and returns
-/// their number. The list has the newest call first, so the first one of a thread
-/// is its innermost, which is where Python code runs.
+/// their number. The first call of a thread is its innermost, which is where Python
+/// code runs.
 template <typename Wanted>
 int Interrupt(Wanted wanted) {
   std::vector<unsigned long> done;
-  for (ActiveCall* call = g_calls; call != nullptr; call = call->next) {
-    if (!wanted(*call)) continue;
-    if (std::find(done.begin(), done.end(), call->thread_id) != done.end())
-      continue;
+  ForEachCall([&](ActiveCall& call) {
+    if (!wanted(call)) return;
+    if (std::find(done.begin(), done.end(), call.thread_id) != done.end()) return;
     // CPython raises it when the thread next runs bytecode. If the call ends before
-    // that, ~CallScope takes it back.
-    PyThreadState_SetAsyncExc(call->thread_id, PyExc_KeyboardInterrupt);
-    call->interrupted = true;
-    done.push_back(call->thread_id);
-  }
+    // that, ~CallScope takes it back; it waits for the mutex that is held here.
+    PyThreadState_SetAsyncExc(call.thread_id, PyExc_KeyboardInterrupt);
+    call.interrupted = true;
+    done.push_back(call.thread_id);
+  });
   return static_cast<int>(done.size());
 }
 
@@ -83,15 +81,20 @@ int InterruptTaps() {
   return Interrupt([](const ActiveCall& call) { return call.tap != nullptr; });
 }
 bool OnlyOnThreads(const std::vector<unsigned long>& threads) {
+  std::vector<std::unique_lock<AttachedMutex>> locks;
   int64_t there = 0;
-  for (ActiveCall* call = g_calls; call != nullptr; call = call->next) {
-    if (!call->counted) continue;
-    there += std::count(threads.begin(), threads.end(), call->thread_id) != 0;
+  for (CallList& list : g_calls) {
+    locks.emplace_back(list.mutex);
+    for (ActiveCall* call = list.newest; call != nullptr; call = call->next) {
+      if (!call->counted) continue;
+      there += std::count(threads.begin(), threads.end(), call->thread_id) != 0;
+    }
   }
   return there == Engine::Get().in_flight();
 }
 void ForgetCallsAfterFork() {
-  g_calls = nullptr;
+  // New lists: a thread of the parent may have held a mutex.
+  for (CallList& list : g_calls) new (&list) CallList();
   t_current = nullptr;  // the calling thread is the only one in the child
 }
 
@@ -102,20 +105,22 @@ void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* s
   g_ambient[g_ambient_count++] = {kind, self, swap, set, get, value, unset};
 }
 
-CallScope::CallScope(const Plan& plan, int device_ordinal, int64_t run,
-                     Lookout lookout) {
-  call_.plan = &plan;
-  call_.run = run;
-  call_.device_ordinal = device_ordinal;
+CallScope::CallScope(ActiveCall& call, Lookout lookout) : call_(call) {
+  const Plan& plan = *call.plan;
+  const int64_t run = call.run;
   call_.thread_id = PyThread_get_thread_ident();
-  call_.foreign = t_foreign;
+  call_.foreign = OnForeignThread();
   call_.outer = t_current;
   t_current = &call_;
-  call_.next = g_calls;
-  if (g_calls != nullptr) g_calls->prev = &call_;
-  g_calls = &call_;
+  {
+    CallList& list = g_calls[Group()];
+    const std::lock_guard<AttachedMutex> lock(list.mutex);
+    call_.next = list.newest;
+    if (list.newest != nullptr) list.newest->prev = &call_;
+    list.newest = &call_;
+  }
   // Whether the settings stay set after the call (see t_device).
-  const bool stays = t_foreign && call_.outer == nullptr;
+  const bool stays = call_.foreign && call_.outer == nullptr;
   PyObject* guard =
       lookout == Lookout::kScout ? plan.scout.get() : plan.guard.get();
   if (stays) {
@@ -178,16 +183,15 @@ CallScope::~CallScope() {
     if (!done) PyErr_WriteUnraisable(g_ambient[i].set);
   }
   if (failed) PyErr_Restore(type, value, trace);
+  t_current = call_.outer;
+  CallList& list = g_calls[Group()];
+  const std::lock_guard<AttachedMutex> lock(list.mutex);
   // An interrupt that the function was too fast for must not hit the thread's next
   // Python code.
   if (call_.interrupted) PyThreadState_SetAsyncExc(call_.thread_id, nullptr);
-  t_current = call_.outer;
   if (call_.prev != nullptr) call_.prev->next = call_.next;
   if (call_.next != nullptr) call_.next->prev = call_.prev;
-  if (g_calls == &call_) g_calls = call_.next;
+  if (list.newest == &call_) list.newest = call_.next;
 }
-
-void MarkForeignThread() { t_foreign = true; }
-bool OnForeignThread() { return t_foreign; }
 
 }  // namespace hostcall

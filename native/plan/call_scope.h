@@ -1,12 +1,14 @@
 // Calls under way, and the settings of JAX that host code runs with.
 //
 // A CallScope registers a call for its life. The thread that makes the call finds
-// it as CurrentCall (hc.current()), and other threads find it in AllCalls
-// (hc.monitor.status(), Ctrl-C, the end of the process). Everything here happens
-// with the GIL held, which guards the list and all fields.
+// it as CurrentCall (hc.current()), and other threads find it by ForEachCall
+// (hc.monitor.status(), Ctrl-C, the end of the process). The calling thread is
+// attached in all functions here.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include "plan/plan.h"
@@ -15,18 +17,26 @@ namespace hostcall {
 
 class FeedTake;  // plan/feed_take.h
 
-/// A call under way. Lives on the stack of the thread that makes it. It is in a
-/// list of all calls and in a chain of its thread's calls.
+/// A call under way. Lives on the stack of the thread that makes it, which sets its
+/// fields before it makes a CallScope. Then it is in its group's list of calls and
+/// in a chain of its thread's calls.
+///
+/// What other threads read does not change while it is in the list, but for `row`
+/// and `interrupted`, which the group's mutex guards.
 struct ActiveCall {
-  const Plan* plan = nullptr;  ///< outlives the call; not owned
+  ActiveCall(const Plan& its_plan, int ordinal, int64_t its_run)
+      : plan(&its_plan), device_ordinal(ordinal), run(its_run) {}
+
+  const Plan* plan;  ///< outlives the call; not owned
   /// The position of the row that the function runs on now; null if rows are not
-  /// called one by one. Points into the walk over the rows, on the same stack.
+  /// called one by one. Points into the walk over the rows, on the same stack. Set
+  /// by SetRow.
   const std::vector<int64_t>* row = nullptr;
   std::vector<int64_t> failed_row;  ///< the position of the row that failed
-  int device_ordinal = -1;          ///< -1 if no program runs (an eager call)
+  int device_ordinal;               ///< -1 if no program runs (an eager call)
+  int64_t run;                      ///< XLA's number of the execution; -1 if none
   int64_t start = 0;                ///< when it began, in ticks (clock.h)
   unsigned long thread_id = 0;      ///< Python's identifier of the thread
-  int64_t run = -1;                 ///< XLA's number of the execution; -1 if none
   void* stream = nullptr;         ///< XLA's stream in a call on GPU memory, or null
   const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
   size_t taps = 0;  ///< events in the run that begins with `tap`; 0 if it is alone
@@ -36,8 +46,8 @@ struct ActiveCall {
   bool counted = false;            ///< included in Engine::in_flight
   bool interrupted = false;        ///< KeyboardInterrupt was sent to its thread
   ActiveCall* outer = nullptr;     ///< the enclosing call of this thread, or null
-  ActiveCall* prev = nullptr;      ///< the next newer call, or null
-  ActiveCall* next = nullptr;      ///< the next older call, or null
+  ActiveCall* prev = nullptr;      ///< the next newer call of the group, or null
+  ActiveCall* next = nullptr;      ///< the next older call of the group, or null
 
   /// Whether the operands and results are in a GPU's memory.
   bool on_gpu() const { return stream != nullptr; }
@@ -45,8 +55,41 @@ struct ActiveCall {
 
 /// The calling thread's innermost call, or null.
 ActiveCall* CurrentCall();
-/// The newest of all calls under way, or null; the others follow by `next`.
-ActiveCall* AllCalls();
+/// The calls under way of one group of threads.
+struct alignas(64) CallList {
+  AttachedMutex mutex;
+  ActiveCall* newest = nullptr;  ///< or null; the others follow by `next`
+};
+/// The lists of all groups. A list is read and changed under its mutex.
+extern std::array<CallList, kGroups> g_calls;
+/// `see(call)` for each call under way, those of a thread from the innermost to the
+/// outermost. It makes no Python object and waits for nothing.
+template <typename See>
+void ForEachCall(See see) {
+  for (CallList& list : g_calls) {
+    const std::lock_guard<AttachedMutex> lock(list.mutex);
+    for (ActiveCall* call = list.newest; call != nullptr; call = call->next) {
+      see(*call);
+    }
+  }
+}
+/// Sets ActiveCall::row of a call of the calling thread for the guard's life.
+class RowMark {
+ public:
+  RowMark(ActiveCall& call, const std::vector<int64_t>* row) : call_(call) {
+    Set(row);
+  }
+  ~RowMark() { Set(nullptr); }
+  RowMark(const RowMark&) = delete;
+  RowMark& operator=(const RowMark&) = delete;
+
+ private:
+  void Set(const std::vector<int64_t>* row) {
+    const std::lock_guard<AttachedMutex> lock(g_calls[Group()].mutex);
+    call_.row = row;
+  }
+  ActiveCall& call_;
+};
 /// Raises KeyboardInterrupt in the calls on threads that Python did not start, and
 /// returns the number of those threads. With `taps`, also in the tap that is being
 /// delivered.
@@ -55,8 +98,8 @@ int InterruptForeignCalls(bool taps = false);
 /// is one, else 0.
 int InterruptTaps();
 /// Whether every call in flight runs on one of these threads. The answer is exact:
-/// with the GIL held no call enters or leaves the list, and every counted call on
-/// the list is in the engine's count.
+/// meanwhile no call enters or leaves the lists, and every counted call on a list
+/// is in the engine's count.
 bool OnlyOnThreads(const std::vector<unsigned long>& threads);
 /// Empties the list in a forked child, which inherits it, but not the threads of
 /// its calls.
@@ -73,19 +116,16 @@ enum class Lookout {
 };
 
 /// Registers a call for the guard's life, and sets JAX's settings for host code
-/// (Ambient). The GIL is held when it is made and when it is destroyed.
+/// (Ambient).
 class CallScope {
  public:
-  /// `run` is XLA's number of the execution; -1 if there is none.
-  CallScope(const Plan& plan, int device_ordinal, int64_t run,
-            Lookout lookout = Lookout::kGuard);
+  explicit CallScope(ActiveCall& call, Lookout lookout = Lookout::kGuard);
   ~CallScope();
   CallScope(const CallScope&) = delete;
   CallScope& operator=(const CallScope&) = delete;
-  ActiveCall& call() { return call_; }
 
  private:
-  ActiveCall call_;
+  ActiveCall& call_;
   /// The former value of each ambient setting; null if the destructor leaves it
   /// alone.
   Ref saved_[4];
@@ -102,14 +142,12 @@ enum class Ambient {
 /// Registers `self`, one of JAX's thread-local settings, with the methods of its
 /// class. `value` is for kFixed and kWith, else null. `unset` is what `get` returns
 /// on a thread that has set nothing; there, a fixed setting is left alone. Keeps a
-/// reference to each object, for ever. The GIL is held. Settings after the
-/// fourth are ignored.
+/// reference to each object, for ever. Called when the module is imported, before
+/// any call. Settings after the fourth are ignored.
 void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* set,
                        PyObject* get, PyObject* value, PyObject* unset);
 
-/// Marks the calling thread as one that Python did not start.
-void MarkForeignThread();
-/// Whether the calling thread was marked so.
-bool OnForeignThread();
+/// Whether the calling thread is XLA's: a guard has made its thread state.
+inline bool OnForeignThread() { return t_made_state != nullptr; }
 
 }  // namespace hostcall

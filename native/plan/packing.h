@@ -31,6 +31,7 @@ inline void UnpackBits(const uint8_t* packed, uint8_t* bytes, int64_t count,
 /// ignored, and the padding of the last packed byte is zero.
 inline void PackBits(const uint8_t* bytes, uint8_t* packed, int64_t count,
                      int bits) {
+  if (count == 0) return;  // both may be null then, which memset must not get
   const int per_byte = 8 / bits;
   const uint8_t mask = static_cast<uint8_t>((1u << bits) - 1);
   std::memset(packed, 0, static_cast<size_t>((count + per_byte - 1) / per_byte));
@@ -49,12 +50,23 @@ class RowWalker {
 
   /// The position of the current row, one number for each axis.
   const std::vector<int64_t>& index() const { return index_; }
+  /// Copies the index of a walker of another thread, which may go on meanwhile:
+  /// each number is one that was there.
+  static std::vector<int64_t> Copy(const std::vector<int64_t>& index) {
+    std::vector<int64_t> copy;
+    for (const int64_t& at : index) {
+      copy.push_back(__atomic_load_n(&at, __ATOMIC_RELAXED));
+    }
+    return copy;
+  }
 
   /// Goes to the next row; false if there is none.
   bool Next() {
     for (size_t axis = grid_.size(); axis-- > 0;) {
-      if (++index_[axis] < grid_[axis]) return true;
-      index_[axis] = 0;
+      const int64_t next = index_[axis] + 1;
+      const bool inside = next < grid_[axis];
+      __atomic_store_n(&index_[axis], inside ? next : 0, __ATOMIC_RELAXED);
+      if (inside) return true;
     }
     return false;
   }

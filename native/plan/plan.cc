@@ -8,9 +8,8 @@ namespace hostcall {
 void Plan::Seal() {
   rows = 1;
   for (int64_t size : grid) rows *= size;
-  spares.clear();
-  spares.resize(lend == Lend::kBuffers ? 1 + results.size() + args.size()
-                                       : args.size());
+  spares.reset(new Spare[lend == Lend::kBuffers ? 1 + results.size() + args.size()
+                                                : args.size()]);
   mask_rows = 1;
   for (size_t axis = 0; masked && axis < grid.size(); ++axis) {
     if (mask_strides[axis] != 0) mask_rows *= grid[axis];

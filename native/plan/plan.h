@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "base/event.h"
+#include "base/free_threads.h"
 #include "base/guards.h"
 #include "base/numpy_api.h"
 #include "base/slot_table.h"
@@ -79,15 +81,26 @@ enum class Lend {
   kBuffers,  ///< Buffers over the results, then over the arguments (buffer_call.h)
 };
 
-/// What the calls of one function have cost, in all its programs. The GIL guards
-/// the plain members; devices write the atomic ones without it.
+/// What the calls of one function have cost, in all its programs. Attached threads
+/// write to the part of their group; devices write the atomic members.
 struct Counters {
-  int64_t calls = 0;         ///< rows for which the Python function was called
-  int64_t errors = 0;        ///< calls that failed
-  int64_t bytes_in = 0;      ///< bytes handed to the function
-  int64_t bytes_out = 0;     ///< bytes taken from its return values
-  int64_t python_ticks = 0;  ///< time in the function and in conversions (clock.h)
-  int64_t gil_ticks = 0;     ///< time from a call's start until it holds the GIL
+  struct Part {
+    Tally calls;         ///< rows for which the Python function was called
+    Tally errors;        ///< calls that failed
+    Tally bytes_in;      ///< bytes handed to the function
+    Tally bytes_out;     ///< bytes taken from its return values
+    Tally python_ticks;  ///< time in the function and in conversions (clock.h)
+    Tally gil_ticks;     ///< time from a call's start until it is attached
+    char rest_of_two_lines[128 - 6 * sizeof(Tally)];
+  };
+  Part& mine() { return parts[Group()]; }
+  /// A count of all parts.
+  int64_t Sum(Tally Part::* count) const {
+    int64_t sum = 0;
+    for (const Part& part : parts) sum += (part.*count).value();
+    return sum;
+  }
+  std::array<Part, kGroups> parts;
   std::atomic<int64_t> masked{0};  ///< rows that `where` kept from the function
   std::atomic<int64_t> native_calls{0};  ///< rows for which native code was called
   TapCounts taps;  ///< taps that were masked, skipped, dropped
@@ -175,11 +188,9 @@ class Plan : public TapOwner {
 
   std::vector<Leaf> args;
   std::vector<Leaf> results;
-  /// For each argument, an array of an earlier call that nobody kept, or null. With
-  /// kBuffers, the context and a Buffer for each result and argument instead. The
-  /// GIL guards them; a call takes them out, so that a nested call can't use them
-  /// too.
-  mutable std::vector<Ref> spares;
+  /// For each argument, an array of an earlier call that nobody kept. With
+  /// kBuffers, the context and a Buffer for each result and argument instead.
+  std::unique_ptr<Spare[]> spares;
   std::vector<int64_t> grid;          ///< sizes of the batch axes, outermost first
   int64_t rows = 1;                   ///< product of grid; set by Seal
   bool masked = false;                ///< whether the first operand is the mask
@@ -202,9 +213,10 @@ class Plan : public TapOwner {
   /// Another process makes the call. Here `function` takes no arguments, and only
   /// raises if the program may not go on.
   bool elsewhere = false;
-  bool sends = false;          ///< whether the runner sends rows to other processes
-  bool keeps_mesh = false;     ///< host code sees the dispatching thread's meshes
-  mutable bool asked = false;  ///< whether the scout has asked; guarded by the GIL
+  bool sends = false;       ///< whether the runner sends rows to other processes
+  bool keeps_mesh = false;  ///< host code sees the dispatching thread's meshes
+  /// Whether the scout has asked. A call that misses it asks again.
+  mutable std::atomic<bool> asked{false};
   /// One more result, the outcome, tells all processes whether the call failed.
   bool tells = false;
   mutable Failures failures;  ///< errors of recent runs; used only if `tells`

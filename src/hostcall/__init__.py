@@ -71,12 +71,13 @@ The map, top to bottom. Each wing imports only those below it:
     _core            specs, errors, places in the source
     _jax             the only wing that touches JAX's private parts
     _native          the engine, in C++ (native/)
-docs/design/house.md has a diagram.
+The page "The house" has a diagram.
 
 The names here, and those of the modules without a leading underscore, are stable.
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from hostcall._core import interpreter  # noqa: F401  (refuses sub-interpreters, first)
@@ -123,7 +124,7 @@ if TYPE_CHECKING:
     from hostcall.tools.trace import trace
     from hostcall.tools.watch import watch
 
-__version__ = "0.1.0"
+    __version__: str
 
 # Imported lazily: together they take longer to import than everything else.
 _LATER = {
@@ -168,6 +169,8 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
     def __getattr__(name: str) -> Any:
         if name in _MODULES_LATER:
             return importlib.import_module(f"hostcall.{name}")
+        if name == "__version__":  # pyproject.toml has it, and the installed package
+            return importlib.metadata.version("hostcall")
         if name not in _LATER:
             raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)

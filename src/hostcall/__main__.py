@@ -51,11 +51,14 @@ def main() -> int:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m hostcall",
+        usage="python -m hostcall [-h] [--quick] [--report] [--plot PATH]\n"
+        "       python -m hostcall run [-h] [--arrays {jax,numpy}] [-m] program ...\n"
+        "       python -m hostcall explain [-h] [code]",
         description="Reports what works on this machine, fits models to the records of"
         " lynx and hares and of sunspots in JAX programs that call SciPy, checks the"
-        " results against plain SciPy, and times calls. `python -m hostcall run"
-        " script.py` runs a program with its callbacks on the engine; `python -m"
-        " hostcall explain CODE` explains an error.",
+        " results against plain SciPy, and times calls. `run` runs a program with its"
+        " callbacks on the engine; `explain` prints the page of an error's code, or all"
+        " codes. `python -m hostcall run -h` and `explain -h` tell more.",
     )
     parser.add_argument(
         "--quick", action="store_true", help="fewer starts and steps, coarser times"

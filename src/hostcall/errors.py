@@ -7,6 +7,7 @@
     ├── ExportError(NotImplementedError)  the program's host functions can't be exported
     ├── LoadError(ValueError)          a file that hc.load reads is damaged or foreign
     ├── RegistryError(LookupError)     a name of hc.register is missing, or taken
+    ├── PackageError(ModuleNotFoundError)  an optional package is not installed
     │
     ├── ResultError(ValueError)        the function's result does not fit `result`
     ├── EscapeError(RuntimeError)      the function kept a view of lent memory
@@ -17,7 +18,7 @@
     │   └── FeedEndError               its items have ended (on_end="raise")
     └── WatchError(RuntimeError)       a value that `hostcall.watch` checks is bad
 
-The first six are raised when a call is written or traced, or a program is loaded. The
+The first seven are raised when a call is written or traced, or a program is loaded. The
 others fail the program that is running, like any exception of the function: JAX raises
 a JaxRuntimeError with their text, and `hostcall.reraise()` and `hostcall.last_error()`
 give the exception itself. A WatchError needs neither: it is raised in place of the
@@ -39,6 +40,7 @@ from hostcall._core.errors import (
     FeedError,
     HostcallError,
     LoadError,
+    PackageError,
     RegistryError,
     ResultError,
     SpecError,
@@ -57,6 +59,7 @@ __all__ = [
     "FeedError",
     "HostcallError",
     "LoadError",
+    "PackageError",
     "RegistryError",
     "ResultError",
     "SpecError",

@@ -3,7 +3,7 @@
     import hostcall.host_callback as hcb
 
 is the only line that an old program has to change; with `hostcall.patch_jax()` it runs
-unchanged. docs/migrating/host_callback.md shows the module by example.
+unchanged. The page "From `jax.experimental.host_callback`" shows the module by example.
 
     id_tap, id_print   hand values to the host and return them; the program goes on
     call               calls a host function with results

@@ -79,24 +79,6 @@ def test_custom_derivatives_around_a_call(kind, wrap):
         )
 
 
-@pytest.mark.parametrize(
-    ("order", "calls"), [("pure", 2), ("unordered", 1), ("ordered", 1)]
-)
-def test_remat_runs_only_a_pure_call_again(order, calls):
-    host = counted(sine)
-
-    @jax.checkpoint
-    def f(x):
-        # Quadratic in x, so that the backward pass needs the call's result.
-        return (hc.call(host, ROW, lax.stop_gradient(x), order=order) * x * x).sum()
-
-    value, gradient = jax.jit(jax.value_and_grad(f))(ROW)
-    np.testing.assert_allclose(value, (np.sin(ROW) * ROW * ROW).sum(), rtol=1e-6)
-    assert_same(gradient, np.sin(ROW) * ROW + np.sin(ROW) * ROW)
-    jax.effects_barrier()
-    assert len(host.seen) == calls
-
-
 @EAGER_AND_JIT
 def test_stop_gradient_keeps_the_derivative_out(wrap):
     f = wrap(jax.grad(lambda x: (hc.call(sine, ROW, lax.stop_gradient(x)) * x).sum()))

@@ -103,18 +103,6 @@ def test_scan(order):
     check(order, program, 3)
 
 
-@pytest.mark.parametrize("length", [1, 2, 17])
-def test_scan_without_inputs(order, length):
-    def program(call, lib):
-        def step(carry, _):
-            carry = call("increment", increment, carry)
-            return carry, carry
-
-        return lambda x: lib.scan(step, x, None, length=length)
-
-    check(order, program, 0)
-
-
 @pytest.mark.parametrize("options", [{"unroll": 4}, {"reverse": True}], ids=str)
 def test_scan_options(order, options):
     host = Host(order)
@@ -132,22 +120,6 @@ def test_scan_options(order, options):
         assert sorted(host.log) == want
     else:
         assert host.log == want
-
-
-@pytest.mark.parametrize("start", [0, 5, 9])
-def test_while_body(order, start):
-    def program(call, lib):
-        def run(x):
-            # The call before the loop keeps the log from being empty.
-            first = call("before", double, x)
-            last = lib.while_loop(
-                lambda v: v < 8, lambda v: call("body", increment, v), x
-            )
-            return first, last
-
-        return run
-
-    check(order, program, start)
 
 
 @pytest.mark.parametrize("start", [0, 5, 9])
@@ -171,15 +143,6 @@ def test_while_condition_and_body(order):
     check(order, program, 2)
 
 
-def test_fori_loop(order):
-    def program(call, lib):
-        return lambda x: lib.fori_loop(
-            2, 9, lambda i, v: call("body", double, v + i) % 101, x
-        )
-
-    check(order, program, 1)
-
-
 def test_fori_loop_with_traced_bounds(order):
     def program(call, lib):
         return lambda low, high: lib.fori_loop(
@@ -187,19 +150,6 @@ def test_fori_loop_with_traced_bounds(order):
         )
 
     check(order, program, 2, 7)
-
-
-@pytest.mark.parametrize("x", [-1, 4])
-def test_cond_calls_only_its_branch(order, x):
-    def program(call, lib):
-        return lambda x: lib.cond(
-            x > 0,
-            lambda v: call("true", double, v),
-            lambda v: call("false", increment, v),
-            x,
-        )
-
-    check(order, program, x)
 
 
 @pytest.mark.parametrize("index", [-5, 0, 1, 2, 9])

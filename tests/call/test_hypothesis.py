@@ -4,7 +4,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import hostcall as hc
@@ -15,9 +15,6 @@ DTYPES = [
 ]
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 ORDERS = st.sampled_from(["pure", "unordered", "ordered"])
-
-# The same examples in every run, and only a few dozen, since each is compiled.
-quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 def numbers(shape, dtype, seed):
@@ -74,7 +71,6 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_trees(wrap):
-    @quick
     @given(args=trees(arrays()), kwargs=st.dictionaries(st.sampled_from("uvw"), arrays()),
            order=ORDERS)  # fmt: skip
     def check(args, kwargs, order):
@@ -121,7 +117,6 @@ def batches(draw):
 
 @pytest.mark.parametrize("method", ["sequential", "parallel", "broadcast_all"])
 def test_vmap(method):
-    @quick
     @given(batch=batches(), order=ORDERS)
     def check(batch, order):
         values, in_axes, out_axes, size = batch

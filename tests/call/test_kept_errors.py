@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import pdb
+import sys
 import weakref
 
 import jax
@@ -82,6 +83,10 @@ class Local:
     """An object that a frame holds."""
 
 
+# Without a GIL, the thread that made an object frees it, when it next runs Python code.
+FREED_LATER = 0 if getattr(sys, "_is_gil_enabled", lambda: True)() else 1
+
+
 @pytest.mark.parametrize("kind", [Mine, LookupError])
 @pytest.mark.parametrize(("make", "run"), WAYS.values(), ids=WAYS)
 def test_only_the_newest_keeps_its_values(make, run, kind, no_collector, caplog):
@@ -98,7 +103,7 @@ def test_only_the_newest_keeps_its_values(make, run, kind, no_collector, caplog)
         run(f, x)
         for record in caplog.records:  # the log holds it too
             record.exc_info = None
-        assert sum(ref() is not None for ref in alive) <= 1
+        assert sum(ref() is not None for ref in alive) <= 1 + FREED_LATER
     assert len(alive) == 40
     assert isinstance(hc.last_error(), kind)
     with contextlib.suppress(BaseExceptionGroup):
@@ -203,7 +208,7 @@ def test_a_generator_that_handled_an_exception_goes_on(lend):
 
 
 def test_numbers_of_raised_errors_do_not_pile_up():
-    from hostcall._core import failures
+    from hostcall._core import config, failures
 
     def fail(x):
         raise Mine
@@ -213,5 +218,5 @@ def test_numbers_of_raised_errors_do_not_pile_up():
             call(fail, np.float32(1))
         failures.tell(failures.failures_so_far())
     assert len(failures._told) <= failures._TOLD_AT_MOST
-    assert len(failures._kept) <= 32
+    assert len(failures._kept) <= config.KEPT_ERRORS
     assert failures.is_told(failures.failures_so_far())

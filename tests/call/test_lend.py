@@ -54,6 +54,48 @@ def test_lent_arrays_can_not_be_written_to(mode):
         assert mode(lending(host))(ramp(), np.ones(3, np.float32)) == 3
 
 
+WRITES = {
+    "an element": lambda x: x.__setitem__(0, 1),
+    "in place": lambda x: x.__iadd__(1),
+    "out=": lambda x: np.add(x, 1, out=x),
+    "sort": lambda x: x.sort(),
+}
+
+
+@modes
+@pytest.mark.parametrize("lend", [True, "out"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writing_to_a_lent_array_tells_of_lend(mode, lend, write):
+    def host(x, **out):
+        write(x)
+
+    text = (
+        f"host` has lend={lend!r}: its arguments are views of memory that the program"
+        " still reads, so it must not write to them. Write to a copy (x = x.copy()), or"
+        " leave out lend="
+    )
+    program = mode(lambda x: hc.call(host, spec(), x, lend=lend))
+    with pytest.raises(ValueError, match="read-only") as caught, hc.reraise():
+        jax.block_until_ready(program(ramp()))
+    assert text in "\n".join(caught.value.__notes__)
+    if mode is jax.jit:
+        with pytest.raises(jax.errors.JaxRuntimeError) as report:
+            jax.block_until_ready(program(ramp()))
+        assert text in str(report.value)
+
+
+def test_an_array_of_the_functions_own_is_not_lent():
+    mine = ramp()
+    mine.flags.writeable = False
+
+    def host(x):
+        mine[0] = 1
+
+    with pytest.raises(ValueError, match="read-only") as caught:
+        hc.call(host, spec(), ramp())
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_lent_arrays_are_the_programs_memory():
     places = []
 

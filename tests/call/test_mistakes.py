@@ -472,7 +472,22 @@ WRONG = {
     ),
     "result forgotten": (
         lambda x: hc.call(lambda v: v, x),
-        "with 0 positional arguments",
+        "with 0 positional arguments. `<lambda>` takes (v). The first array (float32[])"
+        " was taken for the result. What `<lambda>` returns is described before its"
+        " arguments: hc.call(<lambda>, result, *args), where `result` is a"
+        " jax.ShapeDtypeStruct(shape, dtype), or an array of that shape and dtype",
+    ),
+    "result forgotten, one of several arguments": (
+        lambda x: hc.call(np.add, jnp.asarray(x), x),
+        "`add` takes (x1, x2, /, out=None, *, where=None",
+    ),
+    "result forgotten, of NumPy": (
+        lambda x: hc.call(np.sort, x[None]),
+        "The first array (float32[1]) was taken for the result.",
+    ),
+    "another argument forgotten": (
+        lambda x: hc.call(lambda a, b, c: a, x, x),
+        "`<lambda>` takes (a, b, c). Arguments and parameters must match:",
     ),
     "a keyword missing": (
         lambda x: hc.call(lambda a, *, b: a, F32, x),

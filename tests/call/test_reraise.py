@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
+from hostcall._core import config
 
 JaxRuntimeError = jax.errors.JaxRuntimeError
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
@@ -334,7 +335,7 @@ def test_the_report_works_if_the_exception_is_gone(ones):
         y = step(-1.0, ones)
         while not y.is_ready():
             y.is_ready()
-        for i in range(40):
+        for i in range(config.KEPT_ERRORS):
             with contextlib.suppress(KeyError):
                 hc.call(check, F32, -2.0 - i)
 

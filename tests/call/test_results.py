@@ -277,6 +277,19 @@ def test_numbers_that_may_become_others(mode, value, dtype, want):
     assert np.asarray(out) == want
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
+def test_an_overflow_is_a_warning_that_names_the_function(dtype):
+    run = returning(np.array([1e300, 1]), spec(dtype, 2))
+    text = (
+        rf"hostcall: result of `returning.<locals>.give` should be {dtype}, got float64"
+        rf" with values beyond the range of {dtype}, which become infinite"
+    )
+    with pytest.warns(RuntimeWarning, match=text):
+        out = run()
+    assert np.isinf(out[0])
+    assert out[1] == 1
+
+
 @modes
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
 def test_values_that_are_no_numbers_stay_so(mode, dtype):
@@ -296,6 +309,46 @@ def test_a_call_for_its_effect_returns_nothing(mode, order):
     program = mode(returning(1.0, None, order))
     with pytest.raises(hc.errors.ResultError, match="result=None"), hc.reraise():
         program()
+
+
+@modes
+def test_no_wide_integers_fit(mode):
+    assert mode(returning(np.zeros(0, np.int64), spec("int8", 0)))().dtype == np.int8
+
+
+@modes
+def test_none_in_place_of_an_array(mode):
+    text = refusal(mode, [None, 1.0], [F32, F32])
+    assert "result[0] of " in text
+    assert "should be float32[], got None. Does the function lack" in text
+
+
+class Refuses:
+    """Speaks of DLPack, and gives what nobody can read."""
+
+    def __init__(self, device, capsule):
+        self.device, self.capsule = device, capsule
+
+    def __dlpack__(self, **options):
+        return self.capsule
+
+    def __dlpack_device__(self):
+        return self.device
+
+
+@modes
+@pytest.mark.parametrize(
+    "given", [((99, 0), None), ((1, 0), None), ("x", None)], ids=str
+)
+def test_dlpack_that_can_not_be_read(mode, given):
+    text = refusal(mode, Refuses(*given), spec("float32", 3))
+    assert "is a Refuses that NumPy can't read" in text
+
+
+@modes
+def test_a_dict_whose_keys_can_not_be_sorted(mode):
+    text = refusal(mode, {1: 1.0, "a": 2.0}, {"a": F32})
+    assert "got {1: 1.0, 'a': 2.0}, which is no pytree (Comparator raised" in text
 
 
 @modes

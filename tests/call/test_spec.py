@@ -55,6 +55,11 @@ def test_functions_that_could_not_work_are_refused(fn, say, mode):
 
 # --- result= -----------------------------------------------------------------------
 
+
+def shaped(shape, dtype="float32"):
+    return type("Spec", (), {"shape": shape, "dtype": dtype})
+
+
 RESULTS = {
     "text": ("3.0", "result of `host` is '3.0', which has no shape and dtype"),
     "type": (float, "which has no shape and dtype. Write jax.ShapeDtypeStruct"),
@@ -81,6 +86,15 @@ RESULTS = {
         type("Spec", (), {"shape": (None, 2), "dtype": np.float32}),
         "has the shape (None, 2). Sizes must be integers",
     ),
+    "negative size": (
+        shaped((2, -1)),
+        "has the shape (2, -1). Sizes must be integers of",
+    ),
+    "no shape": (shaped(None), "has the shape None. Sizes must be integers"),
+    "no dtype": (
+        shaped((), "nonsense"),
+        "has the dtype 'nonsense', which NumPy does not",
+    ),
 }
 
 
@@ -90,6 +104,15 @@ def test_result_that_means_nothing(mode, result, say):
     with pytest.raises(hc.errors.SpecError) as caught:
         mode(lambda x: hc.call(host, result, x))(1.0)
     assert say in str(caught.value)
+
+
+@modes
+def test_big_endian_arrays_are_converted(mode):
+    """As FITS files and network formats have them. JAX itself refuses them."""
+    x = np.array([1, 2, 3], ">f4")
+    out = mode(lambda: hc.call(lambda y: y + y[0], x, x))()
+    assert out.dtype == np.float32
+    assert out.tolist() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("number", [True, 3, 2.5, 1j, np.float32(2)], ids=repr)

@@ -230,6 +230,10 @@ BAD = {
     "int": ({"where": 1}, "where= of `free` should be one bool, got int"),
     "float": ({"where": np.float32(1)}, "should be one bool, got float32[]"),
     "array": ({"where": np.ones(3, bool)}, "should be one bool, got bool[3]"),
+    "fill too large": (
+        {"where": True, "fill": 10**400},
+        "for result, which can't be converted to float32[3]: int too large",
+    ),
     "fill shape": (
         {"where": True, "fill": np.zeros(4)},
         "for result, which can't be converted to float32[3]",
@@ -266,3 +270,20 @@ def test_legacy_vectorized_refuses_a_mask_a_row():
         hc.errors.BatchingError, match='vmap_method="legacy_vectorized", which'
     ):
         jax.vmap(host)(X, np.ones(4, bool))
+
+
+@pytest.mark.parametrize(
+    ("options", "say"),
+    [
+        ({"vmap_method": "legacy_vectorized"}, "does not tell batched arguments"),
+        (
+            {"vmap_method": "expand_dims", "lend": "out"},
+            "gets only the rows where the mask",
+        ),
+    ],
+    ids=["legacy_vectorized", "out"],
+)
+def test_masks_that_differ_between_rows_are_refused(options, say):
+    row = lambda v, m: hc.call(np.negative, v, v, where=m, **options)
+    with pytest.raises(hc.errors.BatchingError, match=say):
+        jax.vmap(row)(jnp.ones((2, 3)), jnp.array([True, False]))

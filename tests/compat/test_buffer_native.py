@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from meshes import line
 
 import hostcall as hc
 
@@ -202,19 +200,6 @@ def test_it_does_not_hold_the_interpreters_lock(library):
     for run in (f, jax.jit(f)):
         assert run() == 5
     thread.join()
-
-
-def test_in_loops_and_shards(library):
-    f = hc.buffer_callback(hc.buffers.native(library.add), spec(4))
-    loop = jax.jit(lambda x: lax.fori_loop(0, 10, lambda i, c: f(c, x), x))
-    np.testing.assert_array_equal(loop(jnp.ones(4)), [11] * 4)
-    x = jnp.arange(16.0)
-    spread = jax.shard_map(
-        lambda x: f(x, x), mesh=line(), in_specs=jax.P("x"), out_specs=jax.P("x")
-    )
-    np.testing.assert_array_equal(jax.jit(spread)(x), x * 2)
-    whole = jax.device_put(jnp.arange(4.0), jax.NamedSharding(line(), jax.P("x")))
-    np.testing.assert_array_equal(jax.jit(lambda x: f(x, x))(whole), whole * 2)
 
 
 def test_statistics(library):

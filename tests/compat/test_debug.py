@@ -80,15 +80,11 @@ TRANSFORMED = {
     "vmap twice": lambda f: lambda x: jax.vmap(jax.vmap(f))(x[None]),
     "vmap, ordered": lambda f: jax.vmap(lambda v: f(v, ordered=True)),
     "grad": lambda f: jax.vmap(jax.grad(lambda v: (f(v), v**2)[1])),
-    "jvp": lambda f: lambda x: jax.jvp(lambda v: (f(v), v)[1], (x,), (x,)),
-    "linearize": lambda f: lambda x: jax.linearize(lambda v: (f(v), v)[1], x)[1](x),
     "vjp": lambda f: lambda x: jax.vjp(lambda v: (f(v), v)[1], x)[1](x),
-    "scan": lambda f: lambda x: lax.scan(lambda c, v: (c, f(v)), 0, x),
     "fori": lambda f: lambda x: lax.fori_loop(0, 3, lambda i, c: (f(c), c * 2)[1], x),
     "while": lambda f: (
         lambda x: lax.while_loop(lambda c: (f(c), c[0] < 9)[1], lambda c: c * 2, x)
     ),
-    "cond": lambda f: lambda x: lax.cond(x[0] > 0, f, lambda v: None, x),
     "cond under vmap": lambda f: jax.vmap(
         lambda v: lax.cond(v > 2, f, lambda v: None, v)
     ),

@@ -143,27 +143,6 @@ def test_partly_manual_regions(plane):
     assert sorted(seen) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_pmap():
-    seen = []
-
-    def host(x):
-        seen.append(float(x))
-        return np.asarray(x) * 2
-
-    f = jax.pmap(lambda x: hc.pure_callback(host, x, x))
-    np.testing.assert_array_equal(f(jnp.arange(4.0)), [0, 2, 4, 6])
-    assert sorted(seen) == [0, 1, 2, 3]
-
-
-def test_ordered_debug_callbacks_over_devices_are_refused(sharding):
-    f = jax.jit(
-        lambda x: hc.debug.callback(print, x, ordered=True), in_shardings=sharding
-    )
-    with pytest.raises(ValueError, match="ordered effects are not supported for more"):
-        f(jnp.arange(8.0))
-
-
 # --- partitioned=True -------------------------------------------------------------------
 
 

@@ -260,6 +260,10 @@ def rewritten(change):
         (lambda h, p: ([], p), "manifest of the exported program lacks a field"),
         (lambda h, p: ({**h, "calls": 3}, p), "manifest of the exported program lacks"),
         (lambda h, p: ({**h, "more": 3}, p), "manifest of the exported program lacks"),
+        (
+            lambda h, p: ({**h, "vjp_order": 2}, p),
+            "vjp_order=2, and the program in the",
+        ),
         (lambda h, p: (h, b""), "jax.export can't read the program in the file"),
         (lambda h, p: (h, b"\xff" * 64), "jax.export can't read the program"),
     ],

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import line
 
 import hostcall as hc
 from hostcall.errors import FeedEndError, FeedError, ResultError
@@ -335,16 +334,6 @@ def test_an_unused_feed_is_collected_with_its_thread(in_time):
     assert in_time(lambda: not thread.is_alive())
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint2", "bool", "bfloat16", "complex64"])
-def test_dtypes(dtype):
-    values = np.array([1, 0, 1, 1, 0], jnp.dtype(dtype))
-    with hc.feed([values, values[::-1]]) as feed:
-        got = jax.jit(lambda: [feed()[0], feed()[0]])()
-        assert (np.asarray(got[0]) == values).all()
-        assert (np.asarray(got[1]) == values[::-1]).all()
-        assert got[0].dtype == values.dtype
-
-
 def test_keys_and_jax_arrays_are_items():
     keys = jax.random.split(jax.random.key(0), 3)
     with hc.feed({"k": k, "x": jnp.float32(i)} for i, k in enumerate(keys)) as feed:
@@ -352,30 +341,6 @@ def test_keys_and_jax_arrays_are_items():
         assert (jax.random.key_data(item["k"]) == jax.random.key_data(keys[0])).all()
         item, _ = feed()
         assert float(item["x"]) == 1
-
-
-def test_a_feed_in_a_partitioned_program_gives_one_item_to_all(numbers):
-    mesh = line()
-    rows = jax.sharding.NamedSharding(mesh, jax.P("x"))
-    xs = jax.device_put(jnp.arange(8.0), rows)
-    run = jax.jit(lambda xs: xs + numbers()[0]["n"])
-    run(xs)
-    out = run(xs)
-    assert out.tolist() == (np.arange(8.0) + 1).tolist()
-
-
-def test_shard_map_gives_each_device_an_item(numbers):
-    mesh = line()
-    run = jax.jit(
-        jax.shard_map(
-            lambda x: x + numbers()[0]["n"],
-            mesh=mesh,
-            in_specs=jax.P("x"),
-            out_specs=jax.P("x"),
-        )
-    )
-    assert sorted(run(jnp.zeros(4)).tolist()) == [0, 1, 2, 3]
-    assert sorted(run(jnp.zeros(4)).tolist()) == [4, 5, 6, 7]
 
 
 def test_threads_share_a_feed():

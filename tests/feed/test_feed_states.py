@@ -110,7 +110,7 @@ def test_states_that_do_not_fit():
     with hc.feed([np.int32(1)], tag="one") as feed:
         with pytest.raises(SpecError, match=r"wants what state\(\) returned"):
             feed.restore({"step": 3})
-        with pytest.raises(FeedError, match="its source gave only 1 items"):
+        with pytest.raises(FeedError, match=r"its source gave only 1 item\."):
             feed.restore({"epoch": 0, "item": 3})
         with pytest.raises(FeedError, match="the source can't take one"):
             feed.restore({"epoch": 0, "item": 0, "source": 1})

@@ -230,7 +230,7 @@ def test_infer_runs_once_an_aval():
 
 SPEC_ERRORS = {
     "like a tree": (hc.like(0), ({"a": ROW},), r"hc\.same_tree\(0\)"),
-    "like nothing": (hc.like(2), (ROW,), "called with 1 arguments"),
+    "like nothing": (hc.like(2), (ROW,), "called with 1 argument."),
     "infer": ("infer", ("x",), r"failed on zeros: \w+: .*result="),
     "function": (lambda x: x.nothing, (ROW,), r"failed for \(float32\[3\]\)"),
     "no spec": (object(), (ROW,), "has no shape and dtype"),

@@ -48,12 +48,7 @@ def compose(steps, f):
 
 
 @pytest.mark.parametrize("kind", ["host", "jax"])
-@settings(
-    max_examples=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.sampled_from(sorted(STEPS)), min_size=2, max_size=4))
 def test_compositions(kind, steps):
     orders = [s for s in steps if s in DERIVATIVES]

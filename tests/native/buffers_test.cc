@@ -124,6 +124,7 @@ int main() {
       }
     }
   }
+  PackBits(nullptr, nullptr, 0, 4);  // no elements may have no memory
   RowsFollowTheNestedLoop();
   NoAxesAreOneRow();
   ManyReadersOfOneBuffer();

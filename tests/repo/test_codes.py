@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import pickle
 import re
 import subprocess
@@ -22,6 +23,7 @@ from hostcall._core import codes, failures
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "hostcall"
 PAGES = {page.stem: page.read_text() for page in (PACKAGE / "explain").glob("*")}
+MODULES = [name for name in hc.__all__ if inspect.ismodule(getattr(hc, name))]
 KINDS = {
     name: getattr(hc.errors, name)
     for name in hc.errors.__all__
@@ -85,6 +87,24 @@ def test_a_page_has_its_parts(code):
     assert f'.code == "{code}"' in page
     assert page.rstrip().endswith("```")
     assert max(map(len, page.splitlines())) <= 100
+
+
+def test_other_pages_are_named_by_their_titles():
+    """An installed package has no folder docs."""
+    titles = {
+        page.read_text().partition("\n")[0].removeprefix("# ")
+        for page in (ROOT / "docs").rglob("*.md")
+    }
+    modules = [hc, *(getattr(hc, name) for name in MODULES)]
+    faces = [(m, vars(m).get(n)) for m in modules for n in getattr(m, "__all__", ())]
+    texts = [inspect.getdoc(thing) or "" for pair in faces for thing in pair]
+    named = 0
+    for text in [*PAGES.values(), *texts]:
+        assert "docs/" not in text
+        for title in re.findall(r'[Tt]he pages? "([^"]+)"', " ".join(text.split())):
+            assert title in titles
+            named += 1
+    assert named > 10
 
 
 def test_the_overview_has_all_codes():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hostcall._cli import explain, run
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -74,6 +76,16 @@ def test_the_main_job(run_python, tmp_path):
     assert path.exists() == drawn
     assert (str(path) if drawn else "not drawn without matplotlib") in out
     assert out.endswith("All results agree with plain SciPy.\n")
+
+
+def test_the_help_has_all_commands(run_python, capsys):
+    usage = " ".join(run_python(MAIN, "--help").stdout.split("\n\n")[0].split())
+    assert "python -m hostcall [-h] [--quick] [--report] [--plot PATH]" in usage
+    for command in (run, explain):
+        with pytest.raises(SystemExit):
+            command.main(["--help"])
+        its_own = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
+        assert its_own.removeprefix("usage: ") in usage
 
 
 def test_the_report_alone(run_python):

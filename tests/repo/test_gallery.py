@@ -28,6 +28,9 @@ RUN = """
         plt.figure(number).canvas.draw()
 """
 
+# What they use of hostcall and its own needs, which an import in them does not show.
+USED = {"hc.progress": {"tqdm"}, "hc.Recorder": {"pandas", "pyarrow", "zarr"}}
+
 each = pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 
 
@@ -75,10 +78,15 @@ def test_what_the_site_needs(path):
     text = path.read_text()
     tree = ast.parse(text)
 
-    title, line, _, *about = (ast.get_docstring(tree) or "\n\n").splitlines()
+    title, line, _, *about, needs = (ast.get_docstring(tree) or "\n\n\n").splitlines()
     assert title
     assert line == "=" * len(title)
     assert "".join(about).count(".") >= 2, "two to four sentences"
+
+    packages = imported(tree) - {"jax", "numpy"}  # those come with hostcall
+    packages |= {p for name, of in USED.items() if name in text for p in of}
+    installed = f"``pip install {' '.join(sorted(packages))}``"
+    assert needs == f"Besides hostcall it needs {installed}."
 
     (tags,) = re.findall(r"^# sphinx_gallery_tags = (.*)", text, re.M)
     tags = ast.literal_eval(tags)

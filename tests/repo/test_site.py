@@ -70,6 +70,30 @@ def test_a_program_of_a_page_is_a_cell(site):
     assert 'class="cell docutils container"' in (site / "feeding.html").read_text()
 
 
+def test_a_downloaded_notebook_runs(site, tmp_path):
+    """One of them; its first cell says what to install."""
+    nbclient, nbformat = (pytest.importorskip(p) for p in ("nbclient", "nbformat"))
+    (path,) = (site / "_downloads").glob("*/plot_hudson_bay.ipynb")
+    notebook = nbformat.read(path, 4)
+    assert "pip install matplotlib scipy" in notebook.cells[0].source
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=where).execute()
+
+
+def test_nothing_comes_from_another_host(site):
+    """No script, style, font or picture, so that a page is whole without a network."""
+    fetched = re.compile(
+        r"""<(?:script|img|iframe|source)\b[^>]*\ssrc=["']?(?:https?:)?//[^>]*"""
+        r"""|<link\b[^>]*(?:stylesheet|icon|preload)[^>]*href=["']?(?:https?:)?//[^>]*"""
+        r"""|<link\b[^>]*href=["']?(?:https?:)?//[^>]*(?:stylesheet|icon|preload)[^>]*"""
+        r"""|(?:import|from)\s*\(?["'](?:https?:)?//[^"']*"""
+        r"""|(?:@import|url\()\s*["']?(?:https?:)?//[^)]*"""
+    )
+    for page in [*site.rglob("*.html"), *site.rglob("*.css")]:
+        assert fetched.findall(page.read_text()) == [], page
+    assert "mermaid.esm.min.mjs" in (site / "design" / "taps.html").read_text()
+
+
 def test_every_public_name_stands_in_the_reference_once(site):
     shown = []
     for page in (site / "reference").glob("*.html"):
@@ -101,12 +125,30 @@ def _is_shown(module, name):
     return name[0] != "_" and not inspect.ismodule(getattr(module, name))
 
 
-PAGES = [*DOCS.glob("*.md"), *(DOCS / "migrating").glob("*.md")]
-UNDATED = {"index.md", "contributing.md", "benchmarks.md"}  # made of other pages
+def test_names_on_pages_exist():
+    """Files, and what begins with `hc.`, so that a page does not outlive a name."""
+    for page in [*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md"]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        for name in re.findall(r"`hc((?:\.[a-zA-Z]\w*)+)", text):
+            here = hc
+            for part in name[1:].split("."):
+                assert hasattr(here, part), f"{page.name}: hc{name}"
+                here = getattr(here, part)
+        for name in re.findall(r"`([a-z_]\w*/[\w./]+\.(?:py|cc|h|md|sh|svg))`", text):
+            starts = ROOT, ROOT / "src" / "hostcall", ROOT / "native"
+            if any((start / name.split("/")[0]).exists() for start in starts):  # ours
+                assert any((s / name).exists() for s in starts), (page.name, name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+PAGES = [p for name in (".", "migrating", "design") for p in (DOCS / name).glob("*.md")]
+UNDATED = {
+    *(DOCS / name for name in ("index.md", "contributing.md", "benchmarks.md")),  # made
+    *(DOCS / "design" / name for name in ("index.md", "speed.md")),  # links; figures
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_pages_say_when_they_were_reviewed(page):
     last = page.read_text().rstrip().splitlines()[-1]
-    if page.name not in UNDATED:
+    if page not in UNDATED:
         assert re.fullmatch(r"Reviewed: \d{4}-\d{2}-\d{2}\.", last), last

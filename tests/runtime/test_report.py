@@ -168,5 +168,8 @@ def test_the_table():
 
 
 def test_it_prints_to_stdout(capsys):
+    hc.call(lambda: None, None, order="unordered", tag="no text \ud800")
     hc.monitor.report()
-    assert "programs waited for Python" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "programs waited for Python" in said
+    assert "no text \\ud800" in said

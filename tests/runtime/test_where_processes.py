@@ -337,7 +337,7 @@ else:  # in a new job, whose devices are in another order
         made.save()
     except hc.HostcallError as error:
         count = 2 if how else 4
-        assert f"whether {count} objects are this process's own" in str(error), error
+        assert f"the states of {count} object" in str(error), error
         say("whose")
     before = made.save(processes="all")
     assert list(before["objects"]) == [(i,) for i in range(4)]

@@ -211,6 +211,7 @@ REFUSED = {
     "closed": (("x}",), {}, "can't read the format 'x}': Single '}'"),
     "numbering": (("{} {0}", 1), {}, r"can't read the format '{} \{0}'"),
     "conversion": (("{!q}", 1), {}, "can't read the format '{!q}'"),
+    "deep": (("{:{:{}}}", 1, 2, 3), {}, "a field in a spec has fields in its own spec"),
 }
 
 

@@ -110,23 +110,6 @@ def test_no_arguments_and_no_arrays():
     assert count == [1, "static", (0, 3)]
 
 
-DTYPES = [
-    "bool int8 uint8 int16 uint16 int32 uint32 float16 float32 bfloat16 complex64",
-    "int4 uint4 int2 uint2 float8_e4m3fn float8_e5m2 float4_e2m1fn",
-]
-
-
-@pytest.mark.parametrize("dtype", " ".join(DTYPES).split())
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
-def test_dtypes(log, dtype, shape):
-    x = jnp.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2, dtype)
-    jax.jit(lambda x: hc.tap(log, x))(x)
-    hc.barrier()
-    ((arrived,), _) = log.seen[0]
-    assert arrived.dtype == np.asarray(x).dtype
-    np.testing.assert_array_equal(arrived, np.asarray(x))
-
-
 def test_keys_arrive_as_keys(log):
     key = jax.random.key(3)
     jax.jit(lambda k: hc.tap(log, k))(key)

@@ -167,4 +167,4 @@ def test_at_exit_the_rest_is_counted(run_python):
     )
     assert done.stderr.count("Traceback") == 3
     assert "(500 in all). Last error: KeyError: 499" in done.stderr
-    assert "500 taps failed, and no barrier() raised their errors" in done.stderr
+    assert "500 taps failed, and no barrier() raised that" in done.stderr

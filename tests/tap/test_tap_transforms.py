@@ -135,19 +135,26 @@ def test_a_linearized_while_runs_again_for_each_tangent(order):
 
 
 @pytest.mark.parametrize("name", REVERSIBLE)
-@pytest.mark.parametrize("derivative", [jax.grad, jax.value_and_grad])
 @ORDERS
-def test_reverse_derivatives_deliver_primals_once(name, derivative, order):
-    check(name, order, derivative)
+def test_reverse_derivatives_deliver_primals_once(name, order):
+    check(name, order, jax.grad)
 
 
 # --- vmap ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in REVERSIBLE if name != "cond"])
-@pytest.mark.parametrize("rows", ["each", "batched"])
-@pytest.mark.parametrize("how", ["rows", "rows of grad", "grad of rows"])
-@ORDERS
+@pytest.mark.parametrize(
+    ("how", "rows", "order"),
+    [  # each pair of two of them
+        ("rows", "each", "ordered"),
+        ("rows", "batched", "unordered"),
+        ("rows of grad", "each", "unordered"),
+        ("rows of grad", "batched", "ordered"),
+        ("grad of rows", "each", "ordered"),
+        ("grad of rows", "batched", "unordered"),
+    ],
+)
 def test_vmap_delivers_what_each_row_would(name, rows, how, order):
     taps = Taps(order, rows=rows)
     f = programs(taps, jax.checkpoint)[name]

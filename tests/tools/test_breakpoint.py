@@ -137,7 +137,8 @@ def program(x):
 
 f = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec))
 x = jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, spec))
-print("sum", f(x).sum())
+total = float(f(x).sum())  # before the print, which may write "sum" first
+print("sum", total)
 try:
     with hc.reraise():
         f(x).block_until_ready()

@@ -18,9 +18,9 @@ N = 20
 LEFT, ERASED, OPEN = (True, True), (True, False), (False, True)
 
 
-def scanned(screen, n=N, **options):
+def scanned(screen, n=N, total=None, **options):
     def body(c, i):
-        hc.progress(i, n, bar=screen, **options)
+        hc.progress(i, total or n, bar=screen, **options)
         return c + 1.0, None
 
     return jax.jit(lambda x: jax.lax.scan(body, x, jnp.arange(n))[0])
@@ -115,6 +115,31 @@ def test_a_later_part_of_a_loop(screen):
     assert screen.bars[0].initial == 10
     assert screen.bars[0].shown[0] == 11
     assert screen.ends == [(30, *LEFT)]
+
+
+def steps_of_one_program(screen, n):
+    scanned(screen, n, every=1, total=N)(0.0)
+
+
+def steps_of_several(screen, n):
+    step = jax.jit(lambda i: hc.progress(i, N, bar=screen, every=1))
+    for i in range(n):
+        step(i)
+
+
+def steps_of_python(screen, n):
+    for i in range(n):
+        hc.progress(i, N, bar=screen, every=1)
+
+
+@pytest.mark.parametrize(
+    "steps", [steps_of_one_program, steps_of_several, steps_of_python]
+)
+def test_steps_beyond_the_total_are_not_shown(screen, steps):
+    for _ in range(2):
+        steps(screen, N + 5)
+        hc.barrier()
+    assert screen.ends == [(N, *LEFT)] * 2
 
 
 def test_each_run_has_a_bar(screen):

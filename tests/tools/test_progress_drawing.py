@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import re
 import sys
 import threading
+import time
 
 import bars
 import jax
@@ -17,6 +19,7 @@ import tqdm.auto
 
 import hostcall as hc
 from hostcall.tools._progress import bars as all_bars
+from hostcall.tools._progress import drawing
 
 N = 20
 
@@ -181,6 +184,55 @@ def test_rich_writes_lines_where_there_is_no_terminal(stderr_is):
     assert log.getvalue().splitlines()[-1].startswith("log: 100%|##########| 20/20")
 
 
+# --- Rates ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bar", ["auto", "rich", "lines"])
+def test_the_rate_is_that_of_the_steps_since_the_first(stderr_is, bar):
+    """The first step was five seconds ago, and its bar is drawn only now."""
+    file = stderr_is(io.StringIO() if bar == "lines" else bars.Terminal())
+    if bar == "rich":
+        pytest.importorskip("rich")
+    loop = all_bars.Loop(20, "fit", "it", 0, "rich" if bar == "rich" else "auto", "")
+    drawn = drawing.Drawn(loop, "fit", 20, 1, time.time() - 5)
+    drawn.show(1, "", True)
+    unknown = "-:--:--" if bar == "rich" else "?it/s"
+    assert unknown in file.getvalue()
+    drawn.show(11, "", True)
+    if bar == "rich":
+        (speed,) = (task.speed for task in drawn.bar._display.tasks)
+    else:
+        speed = drawn.bar.format_dict["rate"]
+    assert 0 < speed <= 2
+    drawn.close(True)
+
+
+def test_a_bar_begins_when_the_device_passed_its_first_step():
+    made, gate = [], threading.Event()
+
+    def bar(**options):
+        made.append(tqdm.tqdm(file=io.StringIO(), **options))
+        return made[-1]
+
+    hc.tap(lambda x: gate.wait(60), 0.0)  # steps are queued behind this one
+    scanned(bar=bar)(0.0).block_until_ready()
+    ended = time.time()
+    gate.set()
+    hc.barrier()
+    assert made[0].start_t <= ended
+
+
+def test_an_inner_loop_that_starts_again_has_its_own_rate():
+    loop = all_bars.Loop(20, None, "it", 0, None, "")
+    make = functools.partial(tqdm.tqdm, file=io.StringIO())
+    drawn = drawing.Drawn(dataclasses.replace(loop, bar=make), None, 20, 1, 0.0)
+    drawn.show(20, "", True)
+    drawn.restart(1)
+    drawn.show(1, "", True)
+    assert "1/20 [00:00<?, ?it/s" in str(drawn.bar)
+    drawn.close(True)
+
+
 # --- Packages -------------------------------------------------------------------------
 
 
@@ -190,9 +242,10 @@ def test_a_missing_package_is_named_where_it_is_asked_for(bar, package, monkeypa
     with pytest.raises(ModuleNotFoundError) as caught:
         scanned(bar=bar)(0.0)
     assert str(caught.value) == (
-        f"hostcall: hc.progress(bar='{bar}') draws with {package}, which is not"
+        f"hostcall: hc.progress(bar='{bar}') needs the package {package}, which is not"
         ' installed. Install it: pip install "hostcall[progress]"; or set'
         " HOSTCALL_PROGRESS=0 in the environment to run without bars"
+        "\n[hc-package] python -m hostcall explain hc-package"
     )
     assert caught.value.name == package
     monkeypatch.setenv("HOSTCALL_PROGRESS", "0")

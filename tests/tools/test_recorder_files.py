@@ -48,6 +48,24 @@ def test_a_run_without_a_call(tmp_path):
     assert hc.tools.read(tmp_path / "run").table().num_rows == 0
 
 
+@pytest.mark.parametrize("file", ["zarr.json", "have/zarr.json", "value/zarr.json"])
+def test_a_damaged_run(tmp_path, file):
+    """Neither read nor continued, and what it is said of names the run."""
+    with hc.Recorder(tmp_path / "run") as rec:
+        rec(many=jnp.ones(20))
+    path = tmp_path / "run" / "arrays" / "many" / file
+    path.write_text('{"shape": 3}')
+    with pytest.raises(hc.HostcallError, match="the run in .* can't be read") as caught:
+        hc.tools.read(tmp_path / "run").array("many")
+    assert caught.value.code == "hc-record"
+    if file == "value/zarr.json":
+        with pytest.raises(hc.HostcallError, match="the run in .* can't be read"):
+            hc.Recorder(tmp_path / "run")
+    path.unlink()
+    with pytest.raises(hc.HostcallError):  # and nobody holds the lock
+        hc.tools.read(tmp_path / "run").array("many")
+
+
 def test_resuming_appends(tmp_path):
     for number in range(3):
         with hc.Recorder(tmp_path / "run") as rec:
@@ -112,14 +130,15 @@ def test_a_closed_recorder(tmp_path):
     assert hc.tools.read(tmp_path / "run").table().num_rows == 1
 
 
+RECORD = "hostcall[record]"
 MISSING = {
-    "pyarrow": (lambda folder, rec: hc.Recorder(folder / "new"), "pyarrow"),
+    "pyarrow": (lambda folder, rec: hc.Recorder(folder / "new"), RECORD),
     "pyarrow.parquet": (
         lambda folder, rec: hc.tools.read(folder / "run").to_parquet("x"),
-        "pyarrow",
+        RECORD,
     ),
-    "pandas": (lambda folder, rec: rec.dataframe(), "pandas"),
-    "zarr": (lambda folder, rec: hc.tools.read(folder / "run").array("x"), "zarr>=3"),
+    "pandas": (lambda folder, rec: rec.dataframe(), RECORD),
+    "zarr": (lambda folder, rec: hc.tools.read(folder / "run").array("x"), RECORD),
     "matplotlib.figure": (
         lambda folder, rec: hc.tools.sinks.live(folder / "x.png"),
         "matplotlib",
@@ -135,8 +154,12 @@ MISSING = {
 def test_a_missing_package_is_named(module, tmp_path, rec, monkeypatch):
     call, package = MISSING[module]
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(hc.HostcallError, match=f'needs.* {package}, .*"{package}"'):
+    with pytest.raises(hc.errors.PackageError) as caught:
         call(tmp_path, rec)
+    name = module.split(".")[0]
+    text = f'{name}, which is not installed. Install it: pip install "{package}"'
+    assert f" needs the package {text}" in str(caught.value)
+    assert (caught.value.name, caught.value.code) == (name, "hc-package")
 
 
 def test_a_disk_that_fails(tmp_path, in_time, caplog):

@@ -353,6 +353,25 @@ def test_a_file_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path, name):
         assert part == whole[: len(part)]
 
 
+@pytest.mark.parametrize(
+    "tag", ["a\u2028b", "a\x85b", 'quote " and \\', "a\nb", "a\ud800"]
+)
+def test_tags_of_any_characters(tmp_path, tag):
+    with hc.trace(tmp_path / "run.json"):
+        hc.call(double, SCALAR, 1.0, tag=tag)
+    (call,) = written(tmp_path / "run.json", "call")
+    assert call["name"] == tag.replace("\ud800", "\\ud800")
+
+
+@pytest.mark.parametrize("line", ["{oh}", "3", "[" * 100_000])
+def test_a_line_that_is_no_event(tmp_path, line):
+    (tmp_path / "run.json").write_text(f'[\n{{"ph": "M"}},\n{line},\n]')
+    with pytest.raises(
+        hc.errors.LoadError, match=r"line 3 of .* is no event of a trace"
+    ):
+        read_trace(tmp_path / "run.json")
+
+
 def test_ctrl_c_ends_a_trace(start_python, tmp_path):
     path = tmp_path / "run.json"
     process = start_python(

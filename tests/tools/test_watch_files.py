@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -111,3 +112,24 @@ def test_what_a_file_can_not_have(tmp_path):
     np.savez(tmp_path / "other.npz", x=np.ones(3))
     with pytest.raises(SpecError, match=r"has no failure\.json"):
         hc.tools.load_failure(tmp_path / "other.npz")
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "JSON", "number"])
+def test_a_damaged_file(tmp_path, damage):
+    path = tmp_path / "failure.zip"
+    fired(jax.jit(hc.watch), np.nan).save(path)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-40])
+    elif damage == "other":
+        path.write_bytes(b"no archive")
+    else:
+        with zipfile.ZipFile(path, "w") as file:
+            text = (
+                '{"version": 1, "values": {"array": 9}}' if damage == "number" else "{"
+            )
+            file.writestr("failure.json", text)
+    with pytest.raises(SpecError, match="can't be read .* It was damaged") as caught:
+        hc.tools.load_failure(path)
+    assert caught.value.code == "hc-load"
+    with pytest.raises(FileNotFoundError):
+        hc.tools.load_failure(tmp_path / "none.zip")

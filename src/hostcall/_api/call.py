@@ -256,7 +256,7 @@ def call(
     check_fail(name, fail)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if lend == "out" else ()
-    mistakes.check(_FACE, fn, args, kwargs, template.leaves, also)
+    mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
     if merged is not None and not operands:
         refuse_no_arrays(name)
     results = parse_result(result, name)

@@ -57,8 +57,8 @@ def configure(
         fail_grace: in a job of several processes: after a process has failed or ended,
             how many seconds another one may be stuck in a collective before it ends
             itself, with the first failure as its last line on stderr and exit code 70
-            (docs/failures_over_processes.md). 0: never. Default: 10, or the environment
-            variable HOSTCALL_FAIL_GRACE.
+            (the page "Failures in a job of several processes"). 0: never. Default: 10,
+            or the environment variable HOSTCALL_FAIL_GRACE.
 
     Raises:
         SpecError: a value is not valid. No setting has changed then.

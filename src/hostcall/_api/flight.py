@@ -51,6 +51,8 @@ class FlightRecord(NamedTuple):
         nbytes: bytes of the arguments and results of all rows.
         run: XLA's number of the execution, or None outside of programs. Devices of one
             execution have the same.
+        number: the number of a tap among all taps of the process, which its delivery
+            has too (`hc.current().step`); None for other kinds.
     """
 
     kind: Literal["call", "tap", "delivery", "team"]
@@ -63,6 +65,7 @@ class FlightRecord(NamedTuple):
     waited: float
     nbytes: int
     run: int | None
+    number: int | None
 
 
 class Flight(list[FlightRecord]):
@@ -109,9 +112,10 @@ def _record(event: np.void, now: float, now_ticks: int, second: float) -> Flight
     start, entered, end = (int(event[f]) for f in ("start", "entered", "end"))
     state = STATES[event["state"]]
     known = places.named(int(event["place"]))
+    kind = waits.KINDS[event["kind"]]
     held = (entered or (now_ticks if state == "waiting" else start)) - start
     return FlightRecord(
-        kind=waits.KINDS[event["kind"]],  # type: ignore[arg-type]
+        kind=kind,  # type: ignore[arg-type]
         state=state,  # type: ignore[arg-type]
         name=known.name if known else "(gone)",
         place=known.place if known else None,
@@ -121,4 +125,5 @@ def _record(event: np.void, now: float, now_ticks: int, second: float) -> Flight
         waited=max(held, 0) * second if event["kind"] == 0 else 0.0,
         nbytes=int(event["nbytes"]),
         run=None if event["run"] == -1 else int(event["run"]),
+        number=int(event["number"]) if kind in ("tap", "delivery") else None,
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from hostcall._api.tap import tap
 from hostcall._core.captured import has_tracers_text
+from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
@@ -225,11 +226,11 @@ def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
         )
     missing = [f for f in used if _is_missing(f, positional, keywords)]
     if missing:
-        s = "" if positional == 1 else "s"
         raise SpecError(
             f"hostcall: hc.print({fmt!r}) has no argument for its fields"
-            f" {_listed(missing)}. It got {positional} positional argument{s}, and the"
-            f" keywords {_listed(list(keywords))}",
+            f" {_listed(missing)}. It got"
+            f" {counted(positional, 'positional argument')}, and the keywords"
+            f" {_listed(list(keywords))}",
             code="hc-arguments",
         )
     unused = [i for i in range(positional) if i not in used]
@@ -249,9 +250,10 @@ def _fields(fmt: str) -> list[int | str]:
     """The fields that a format uses, also in nested specs ("{:{width}}")."""
     found: list[int | str] = []
     automatic, numbered = 0, False
-    todo = [fmt]
+    todo = [(fmt, 0)]
     while todo:
-        for _, field, spec, conversion in string.Formatter().parse(todo.pop(0)):
+        text, depth = todo.pop(0)
+        for _, field, spec, conversion in string.Formatter().parse(text):
             if field is None:
                 continue
             if conversion not in (None, "r", "s", "a"):
@@ -267,8 +269,10 @@ def _fields(fmt: str) -> list[int | str]:
                 found.append(name)
             if automatic and numbered:
                 raise ValueError("it mixes numbered and unnumbered fields")
+            if depth and "{" in (spec or ""):
+                raise ValueError("a field in a spec has fields in its own spec")
             if spec:
-                todo.append(spec)
+                todo.append((spec, depth + 1))
     return found
 
 

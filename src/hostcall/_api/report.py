@@ -52,6 +52,10 @@ def report(file: TextIO | None = None) -> list[Finding]:
     Cost: the time to print. What it reads is counted anyway.
     """
     out = file or sys.stdout
+
+    def say(text: str) -> None:  # a tag may have lone surrogates
+        print(text.encode(errors="backslashreplace").decode(), file=out)
+
     counted = stats()
     facts = all_facts()
     order = sorted(counted, key=lambda name: -_seconds(counted[name]))
@@ -61,33 +65,31 @@ def report(file: TextIO | None = None) -> list[Finding]:
         if _seconds(counted[name]) > 0
     ]
     head = ("seconds", "in Python", "for GIL", "for queue", "us each", "times", "MB")
-    print("".join(f"{h:>11}" for h in head) + "  function", file=out)
+    say("".join(f"{h:>11}" for h in head) + "  function")
     for name in order:
         c = counted[name]
         mega = (c.bytes_in + c.bytes_out) / 1e6
         parts = (_seconds(c), c.python_seconds, c.gil_seconds, c.wait_seconds)
         each = 1e6 * _seconds(c) / max(c.calls, 1)
-        print(
+        say(
             "".join(f"{s:11.4f}" for s in parts)
-            + f"{each:11.2f}{c.calls:11}{mega:11.2f}  {name}",
-            file=out,
+            + f"{each:11.2f}{c.calls:11}{mega:11.2f}  {name}"
         )
     waited = sum(
         _seconds(c) for n, c in counted.items() if "call" in facts.get(n, Facts()).kinds
     )
     queue = sum(c.wait_seconds for c in counted.values())
-    print(f"\nprograms waited for Python: {waited + queue:.4f} s", file=out)
+    say(f"\nprograms waited for Python: {waited + queue:.4f} s")
     for what, (times, seconds) in waits.all_waits().items():
-        print(
+        say(
             f"Python waited in {what} for programs and taps: {seconds:.4f} s"
-            f" ({times} times)",
-            file=out,
+            f" ({'once' if times == 1 else f'{times} times'})"
         )
     for number, found in enumerate(findings, 1):
-        print(f"\n{number}. {found.name}: {found.seconds:.4f} s", file=out)
-        print(f"   {found.cause}", file=out)
+        say(f"\n{number}. {found.name}: {found.seconds:.4f} s")
+        say(f"   {found.cause}")
         if found.remedy:
-            print(f"   {found.remedy}", file=out)
+            say(f"   {found.remedy}")
     return findings
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from hostcall import _native
+from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._engine.counters import Tally, all_counters, all_tallies
 from hostcall._runtime import answers, running
@@ -104,8 +105,9 @@ class ProcessStatus:
             )
         what = "\n".join(map(str, self.calls)) or "no call is running"
         return (
-            f"process {self.process} (pid {self.pid}), {self.taps} taps queued:"
-            f" {what}\nIts main thread:\n{self.main}"
+            f"process {self.process} (pid {self.pid}),"
+            f" {counted(self.taps, 'tap')} queued: {what}\n"
+            f"Its main thread:\n{self.main}"
         )
 
 

@@ -230,11 +230,10 @@ def tap_through(
 # --- Parts -------------------------------------------------------------------------
 
 
-OPTIONS = mistakes.options_of(tap, "fn")
-_FACE = mistakes.Face(
+FACE = mistakes.Face(
     "hc.tap",
     "hc.tap({fn}, {args})",
-    OPTIONS,
+    mistakes.options_of(tap, "fn"),
     {
         "ordered": 'order="ordered"',
         "partitioned": 'on="shards"',
@@ -271,7 +270,7 @@ def prepare(
     always: Any = None,
     batch: Any = None,
     tag: Any = None,
-    face: mistakes.Face = _FACE,
+    face: mistakes.Face = FACE,
 ) -> tuple[list[Any], TapParams]:
     """Checks a tap's arguments. Returns the operands and parameters of its equation."""
     called = check_function(fn, "hc.tap(fn, *args)", awaits=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hostcall._api.tap import OPTIONS, prepare, rebuilt, refuse_pure
+from hostcall._api.tap import FACE, prepare, rebuilt, refuse_pure
 from hostcall._core import mistakes
+from hostcall._core.errors import SpecError
 from hostcall._primitives.tap import derivatives
 
 T = TypeVar("T")
@@ -65,11 +66,12 @@ _IN_DERIVATIVES = {
 
 
 def _seen_in_derivatives(face: str, fn: Any, x: T, options: Any) -> T:
-    unknown = sorted(set(options) - OPTIONS)
-    if unknown:
-        raise TypeError(
-            f"hostcall: hc.tap has no option {', '.join(unknown)}. Its options are"
-            f" {', '.join(sorted(OPTIONS))}"
+    for unknown in sorted(set(options) - FACE.options):
+        told = f"Its options are those of hc.tap: {', '.join(sorted(FACE.options))}"
+        raise SpecError(
+            f"hostcall: {_FACES[face].name} has no option {unknown}=."
+            f" {FACE.hint(unknown) or told}",
+            code="hc-option",
         )
     inexact, rest = derivatives.split(x)
     operands, params = prepare(fn, (inexact,), {}, face=_FACES[face], **options)

@@ -72,7 +72,8 @@ def buffer_callback(
         NotImplementedError: under vmap without a `vmap_method`.
         jax.errors.JaxRuntimeError: when the program runs and `callback` raises, returns
             a value (ValueError), keeps a view (EscapeError), or has written to an input
-            (ResultError; docs/buffers.md says when that is seen).
+            (ResultError; the page "Work in place on XLA's memory" says when that is
+            seen).
             `hostcall.reraise()` and `hostcall.last_error()` give the exception itself.
 
     Memory: the part of an output that the callback does not write is zero in outputs of

@@ -22,6 +22,7 @@ from hostcall import _jax
 from hostcall._api.tap import prepare
 from hostcall._core import codes
 from hostcall._core.arguments import refuse_coroutines
+from hostcall._core.counted import counted
 from hostcall._core.order import effects_of
 from hostcall._core.source import users_place
 from hostcall._core.spec import Results, Static, flatten_arguments
@@ -178,7 +179,7 @@ def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
     if devices is not None and params.device_index >= len(devices):
         text = (
             f"hostcall: device_index={params.device_index}, but the program runs on"
-            f" {len(devices)} devices"
+            f" {counted(len(devices), 'device')}"
         )
         raise ValueError(codes.ended(text, "hc-device"))
     if not params.identity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,10 @@ def take_apart(value: Any, treedef: Any, name: str) -> list[Any]:
     try:
         return list(treedef.flatten_up_to(value))
     except (ValueError, TypeError) as error:
-        got = jax.tree_util.tree_structure(value)
+        try:
+            got = _words(jax.tree_util.tree_structure(value))
+        except (ValueError, TypeError) as why:  # keys of a dict that can't be sorted
+            got = f"{_short(value)}, which is no pytree ({why})"
         if treedef.num_leaves == 0 and value is not None:
             hint = "The call has result=None: return nothing, or declare the result"
         elif value is None:
@@ -31,7 +35,7 @@ def take_apart(value: Any, treedef: Any, name: str) -> list[Any]:
         hint = _unawaited(value) or hint
         raise ResultError(
             f"hostcall: `{name}` returned a structure that differs from its result=."
-            f" Expected {_words(treedef)}, got {_words(got)}. {hint}"
+            f" Expected {_words(treedef)}, got {got}. {hint}"
         ) from error
 
 
@@ -116,6 +120,9 @@ def _unawaited(value: Any) -> str:
     )
 
 
+_UNREADABLE = (ValueError, TypeError, RuntimeError, BufferError, AttributeError)
+
+
 def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:
     if isinstance(value, jax.Array):
         if _jax.is_key_dtype(value.dtype):
@@ -132,14 +139,18 @@ def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:
         ):
             return array
         return np.from_dlpack(value)
-    except (ValueError, TypeError, RuntimeError, BufferError) as error:
+    except _UNREADABLE as error:
+        fault: Exception = error
+    try:
         if hasattr(value, "__dlpack__"):
             # NumPy's protocols don't know this dtype (bfloat16, for one); JAX does.
             return np.asarray(jnp.from_dlpack(value))
-        raise ResultError(
-            f"hostcall: {where()} is a {type(value).__name__} that NumPy can't read:"
-            f" {error}"
-        ) from error
+    except _UNREADABLE as error:
+        fault = error
+    raise ResultError(
+        f"hostcall: {where()} is a {type(value).__name__} that NumPy can't read:"
+        f" {fault}"
+    ) from fault
 
 
 def _refuse_masked(
@@ -200,7 +211,8 @@ def _cast(
         if kind_want == "integer":
             _check_range(array, want, where)
         else:
-            cast = array.astype(want)
+            with np.errstate(over="ignore"):
+                cast = array.astype(want)
             if not np.array_equal(cast.astype(np.complex128), array.astype(object)):
                 raise ResultError(
                     f"hostcall: {where()} should be {want}, got {have} with values that"
@@ -208,7 +220,22 @@ def _cast(
                     code="hc-result-dtype",
                 )
             return cast
-    return array.astype(want)
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(want)
+    except FloatingPointError:
+        pass
+    # NumPy's own warning would name this file. The text has no values, so that Python
+    # shows it once for each function.
+    warnings.warn(
+        f"hostcall: {where()} should be {want}, got {have} with values beyond the range"
+        f" of {want}, which become infinite. Scale or clip them, or declare a wider"
+        " result",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    with np.errstate(over="ignore"):
+        return array.astype(want)
 
 
 def _check_range(array: np.ndarray, want: np.dtype, where: Callable[[], str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from hostcall._core import codes
@@ -107,6 +108,44 @@ class RegistryError(HostcallError, LookupError):
     code = "hc-registry"
 
 
+class PackageError(HostcallError, ModuleNotFoundError):
+    """A part of hostcall needs a package that is not installed, or can't be imported.
+
+    `name` is the module.
+    """
+
+    code = "hc-package"
+
+    @staticmethod
+    def needed(module: str, who: str, package: str, instead: str = "") -> Any:
+        """Imports a module of an optional package.
+
+        Args:
+            module: what to import.
+            who: the function that needs it, for the message.
+            package: what to install: "hostcall[record]", or a package of no extra.
+            instead: what to do without it.
+
+        Raises:
+            PackageError: it can't be imported. The error says what to type.
+        """
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            name = module.partition(".")[0]
+            absent = isinstance(error, ModuleNotFoundError) and error.name in (
+                name,
+                module,
+            )
+            state = "is not installed" if absent else f"can't be imported ({error})"
+            missing = PackageError(
+                f"hostcall: {who} needs the package {name}, which {state}. Install it:"
+                f' pip install "{package}"{instead and f"; or {instead}"}'
+            )
+            missing.name = name
+            raise missing from error
+
+
 __all__ = [
     "BatchingError",
     "CallTimeoutError",
@@ -118,6 +157,7 @@ __all__ = [
     "FeedError",
     "HostcallError",
     "LoadError",
+    "PackageError",
     "RegistryError",
     "ResultError",
     "SpecError",

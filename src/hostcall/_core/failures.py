@@ -151,11 +151,15 @@ def summary(exception: BaseException) -> str:
 
 
 def text_for_xla(
-    exception: BaseException, name: str, place: object, row: tuple[int, ...]
+    exception: BaseException,
+    name: str,
+    place: object,
+    row: tuple[int, ...],
+    hint: str = "",
 ) -> str:
     """The text that JaxRuntimeError shows for an exception of a callback."""
     # XLA passes the text on as a C string in UTF-8.
-    said = summary(exception).replace("\0", "\\0")
+    said = (summary(exception) + (hint and f". {hint}")).replace("\0", "\\0")
     said = said.encode("utf-8", "backslashreplace").decode()
     at = f", row {row[0] if len(row) == 1 else row}" if row else ""
     where = f"(in callback `{name}`{at}, called at {place})"
@@ -239,14 +243,15 @@ def last_error() -> BaseException | None:
     """The exception object that a callback raised last, or None.
 
     Its traceback leads into the callback, with the values of local variables. The
-    newest 32 exceptions of all threads are kept, but hostcall keeps the local variables
-    of the newest one only. Cost: none unless something failed.
+    newest 1,024 exceptions of all threads are kept, but hostcall keeps the local
+    variables of the newest one only. Cost: none unless something failed.
     """
-    kept = _kept.get(_last)
-    if kept is None:
-        return None
-    kept.handed_over = True
-    return kept.get()
+    with _lock:  # else a newer one may empty its frames in between
+        kept = _kept.get(_last)
+        if kept is None:
+            return None
+        kept.handed_over = True
+        return kept.get()
 
 
 def failures_of_effects() -> list[BaseException]:
@@ -354,8 +359,10 @@ def _watch_reports() -> None:
     global _watching
     if _watching:
         return
-    _watching = True
-    _jax.tell_of_reports(_report_is_made)
+    with _lock:
+        if not _watching:
+            _jax.tell_of_reports(_report_is_made)
+        _watching = True
 
 
 def _report_is_made(text: str) -> None:

@@ -11,10 +11,12 @@ from difflib import get_close_matches
 from inspect import Parameter
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from hostcall import _jax
 from hostcall._core.captured import has_tracers_text, traced_values
+from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._core.source import name_of
 from hostcall._core.spec import Static
@@ -65,6 +67,7 @@ def check(
     kwargs: Mapping[str, Any],
     marks: Sequence[Any] = (),
     also: Collection[str] = (),
+    result: Any = None,
 ) -> None:
     """Refuses a host function that can't take its arguments, or uses traced values.
 
@@ -75,6 +78,7 @@ def check(
         kwargs: the user's keyword arguments for it.
         marks: the leaves of the arguments, as in `Template.leaves`.
         also: keywords that hostcall adds.
+        result: what the user gave as the result, where that is an argument by position.
     """
     simple = (
         type(fn) is types.FunctionType
@@ -82,7 +86,7 @@ def check(
         and not (kwargs or also or fn.__code__.co_kwonlyargcount)
     )
     if not simple and not _accepts(fn, len(args), (*kwargs, *also)):
-        _refuse_arguments(face, fn, len(args), tuple(kwargs))
+        _refuse_arguments(face, fn, len(args), tuple(kwargs), result)
     if _jax.is_tracing():
         refuse_traced(face, fn)
         for mark in marks:
@@ -249,7 +253,9 @@ def _is_python(fn: Any) -> bool:
     return isinstance(fn, types.FunctionType | types.MethodType)
 
 
-def _refuse_arguments(face: Face, fn: Any, n: int, names: Sequence[str]) -> None:
+def _refuse_arguments(
+    face: Face, fn: Any, n: int, names: Sequence[str], result: Any
+) -> None:
     name, signature = name_of(fn), _signature(fn)
     takes = "" if signature is None else f" `{name}` takes {_without_types(signature)}."
     begin = f"hostcall: {face.name} calls `{name}` with "
@@ -261,14 +267,21 @@ def _refuse_arguments(face: Face, fn: Any, n: int, names: Sequence[str]) -> None
         if not hint and face.options:
             hint = f"The options of {face.name} are {', '.join(sorted(face.options))}"
         raise SpecError(f"{said}{takes} {hint}".rstrip(), code="hc-arguments")
-    given = f"{n} positional argument{'' if n == 1 else 's'}"
+    given = counted(n, "positional argument")
     if names:
         given += f" and {', '.join(f'{k}=' for k in names)}"
-    raise SpecError(
-        f"{begin}{given}.{takes} Arguments and parameters must match:"
-        f" {face.form.format(fn=name, args='*args')}",
-        code="hc-arguments",
-    )
+    form = face.form.format(fn=name, args="*args")
+    match = f"Arguments and parameters must match: {form}"
+    # An array may describe a result, so it is a mistake only if an argument is missing.
+    arrays = (jax.Array, np.ndarray, np.generic)
+    if isinstance(result, arrays) and _accepts(fn, n + 1, names):
+        match = (
+            f"The first array ({result.dtype}{list(result.shape)}) was taken for the"
+            f" result. What `{name}` returns is described before its arguments:"
+            f" {form}, where `result` is a"
+            " jax.ShapeDtypeStruct(shape, dtype), or an array of that shape and dtype"
+        )
+    raise SpecError(f"{begin}{given}.{takes} {match}", code="hc-arguments")
 
 
 def _takes(signature: inspect.Signature | None, keyword: str) -> bool:

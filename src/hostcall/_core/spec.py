@@ -179,6 +179,8 @@ def canonical(leaf: Any) -> Any:
             raise SpecError(_too_wide(str(leaf), "int", dtype), code="hc-32-bit")
         return np.asarray(leaf, dtype)
     array = np.asarray(leaf)
+    if not array.dtype.isnative:  # big-endian, as some file formats have it
+        array = array.astype(np.dtype(array.dtype.type))
     dtype = _jax.canonical_dtype(array.dtype)
     if dtype == array.dtype:
         return array
@@ -254,21 +256,23 @@ def parse_result(result: Any, name: str) -> Results:
                 f" dtype. {_instead_of(leaf)}",
                 code="hc-result-spec",
             )
-        shape = tuple(leaf.shape)
-        if not all(
-            isinstance(dim, (int, np.integer)) or _jax.is_symbolic(dim) for dim in shape
-        ):
+        shape = _sizes(leaf.shape, f"{where} of `{name}`")
+        try:
+            is_key = _jax.is_key_dtype(leaf.dtype)
+            dtype = np.dtype(np.uint32 if is_key else leaf.dtype)
+        except TypeError as error:
             raise SpecError(
-                f"hostcall: {where} of `{name}` has the shape {shape}. Sizes must be"
-                " integers that are known when the program is traced",
+                f"hostcall: {where} of `{name}` has the dtype {leaf.dtype!r}, which"
+                " NumPy does not know. Write one such as np.float32",
                 code="hc-result-spec",
-            )
-        if _jax.is_key_dtype(leaf.dtype):
+            ) from error
+        if is_key:
             keys.append(leaf.dtype)
             block = _jax.key_data_shape(leaf.dtype)
-            avals.append(_jax.ShapedArray(shape + block, np.dtype(np.uint32)))
+            avals.append(_jax.ShapedArray(shape + block, dtype))
             continue
-        dtype = np.dtype(leaf.dtype)
+        if dtype.kind in "iufc" and not dtype.isnative:
+            dtype = np.dtype(dtype.type)
         if not is_numeric(dtype) or dtype.type in (np.longdouble, np.clongdouble):
             raise SpecError(
                 f"hostcall: {where} of `{name}` is {dtype}, which JAX arrays can't"
@@ -286,6 +290,24 @@ def parse_result(result: Any, name: str) -> Results:
         keys.append(None)
         avals.append(_jax.ShapedArray(shape, dtype))
     return Results(treedef, tuple(avals), tuple(keys))
+
+
+def _sizes(shape: Any, which: str) -> tuple[Any, ...]:
+    """The shape of a leaf of `result=`. Raises SpecError if it is none."""
+    try:
+        sizes = tuple(shape)
+    except TypeError:  # one size, or nothing
+        sizes = (None,)
+    if not all(
+        _jax.is_symbolic(n) or (isinstance(n, (int, np.integer)) and n >= 0)
+        for n in sizes
+    ):
+        raise SpecError(
+            f"hostcall: {which} has the shape {shape}. Sizes must be integers of at"
+            " least 0 that are known when the program is traced",
+            code="hc-result-spec",
+        )
+    return sizes
 
 
 def _instead_of(leaf: Any) -> str:
@@ -329,7 +351,7 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
             # Of a symbolic shape, one element: the plan repeats it for the real sizes.
             shape = () if symbolic else aval.shape
             array = np.broadcast_to(value.astype(aval.dtype), shape)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise SpecError(
                 f"hostcall: fill= of `{name}` is {leaf!r} for {path}, which can't be"
                 f" converted to {aval.dtype}{list(aval.shape)}: {error}",

@@ -129,6 +129,19 @@ class WatchError(HostcallError, RuntimeError):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> WatchError:
         """Reads what `save` wrote; `hc.tools.load_failure` says what comes back."""
+        try:
+            return cls._load(path)
+        except (SpecError, FileNotFoundError):
+            raise
+        except Exception as error:  # zipfile, json and NumPy raise many kinds
+            raise SpecError(
+                f"hostcall: {os.fspath(path)!r} can't be read ({type(error).__name__}:"
+                f" {error}). It was damaged, or WatchError.save did not write it",
+                code="hc-load",
+            ) from error
+
+    @classmethod
+    def _load(cls, path: str | os.PathLike[str]) -> WatchError:
         with zipfile.ZipFile(path) as file:
             if "failure.json" not in file.namelist():
                 raise SpecError(

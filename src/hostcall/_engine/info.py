@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall._core import coerce, errors, failures, frames
+from hostcall._core import coerce, collector, errors, failures, frames
 from hostcall._engine.places import number_of
 from hostcall._runtime import job, tap_failures
 
@@ -80,7 +80,8 @@ class CallInfo:
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
         # Rows that run together say by themselves which of them failed.
         row = row or vars(error).pop("hostcall_index", ())
-        text = failures.text_for_xla(error, self.name, self.place, row)
+        hint = self.hint(error)
+        text = failures.text_for_xla(error, self.name, self.place, row, hint)
         if self.across:
             # A failure that the program tells all processes is noted when they learn
             # it: until then this process's other devices still make their calls.
@@ -88,6 +89,19 @@ class CallInfo:
                 job.failed(text)
             if self.origins is not None:
                 job.keep_text(text)
+        return text
+
+    def hint(self, error: BaseException) -> str:
+        """Says why a lent argument can't be written to, also in a note on the error."""
+        said = isinstance(error, ValueError) and "read-only" in str(error)
+        if not (said and self.callback.lend):
+            return ""
+        text = (
+            f"`{self.name}` has lend={self.callback.lend!r}: its arguments are views of"
+            " memory that the program still reads, so it must not write to them. Write"
+            " to a copy (x = x.copy()), or leave out lend="
+        )
+        error.add_note(f"hostcall: {text}")
         return text
 
     def eager_error(self, error: Exception) -> Exception:
@@ -147,7 +161,7 @@ class CallInfo:
         if held is None:
             if error is not None:
                 _let_go(error)
-            gc.collect()
+            collector.collect()
             return
         names = [
             self.callback.results.paths()[n].replace("result", "out", 1)

@@ -36,7 +36,10 @@ def number_of(callback: Callback) -> int:
         return found
     with _lock:
         if key not in _numbers:
-            _native.name_place(len(_named), key.name, str(key.place))
+            # A tag may have lone surrogates, which the engine's UTF-8 can't hold.
+            texts = (key.name, str(key.place))
+            shown = [t.encode(errors="backslashreplace").decode() for t in texts]
+            _native.name_place(len(_named), *shown)
             _named.append(key)
             _numbers[key] = len(_named) - 1
         return _numbers[key]

@@ -14,6 +14,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import is_array_like
 from hostcall._runtime.tasks import run_one
@@ -65,7 +66,8 @@ def _argument(number: int, args: tuple[Any, ...], name: str, what: str) -> Any:
     if not isinstance(number, int) or not -len(args) <= number < len(args):
         raise SpecError(
             f"hostcall: `{name}` has result=hc.{what}({number!r}), and was called with"
-            f" {len(args)} arguments. Give the position of one of them, from 0",
+            f" {counted(len(args), 'argument')}. Give the position of one of"
+            " them, from 0",
             code="hc-result-spec",
         )
     return args[number]

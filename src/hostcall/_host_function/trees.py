@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.counted import counted
 from hostcall._core.errors import DerivativeError
 from hostcall._core.spec import Results, Static, Template, wrap_keys
 from hostcall._host_function.primitive import Arrays, Tangents
@@ -170,7 +171,11 @@ class Trees:
             positions = range(len(self.argument_trees))
         if not isinstance(value, tuple) or len(value) != len(positions):
             n = len(positions)
-            got = f"{len(value)} values" if isinstance(value, tuple) else repr(value)
+            got = (
+                counted(len(value), "value")
+                if isinstance(value, tuple)
+                else repr(value)
+            )
             raise DerivativeError(
                 f"hostcall: {what} of `{self.name}` should return a tuple of {n}, one"
                 f" value for each of the arguments {list(positions)} (None for zero),"

@@ -41,7 +41,6 @@ def tell_of_dispatches(tell: Callable[[Sequence[Any], Sequence[Any]], None]) -> 
     with _telling:  # two threads may come here at once; wrap only once
         if _is_telling:
             return
-        _is_telling = True
         plain = _pxla.ExecuteReplicated.__call__
 
         @functools.wraps(plain)
@@ -51,6 +50,7 @@ def tell_of_dispatches(tell: Callable[[Sequence[Any], Sequence[Any]], None]) -> 
             return results
 
         _pxla.ExecuteReplicated.__call__ = call
+        _is_telling = True
 
 
 def _tokens_of(program: Any) -> list[Any]:

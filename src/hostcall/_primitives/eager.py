@@ -39,7 +39,11 @@ def run_now(
     home = _some_device(place)
     info = info_type(params, {-1: home}, mesh=None)
     plan = plans.make_plan(params, arrays, info, device, packed=False)
-    results = plan.invoke(arrays)
+    try:
+        results = plan.invoke(arrays)
+    except ValueError as error:
+        info.hint(error)
+        raise
     if place is None:
         return [_jax.put_on_device(r, home, committed=False) for r in results]
     return [jax.device_put(result, place) for result in results]

@@ -62,7 +62,7 @@ def run_chunk(
         raise _dropped()
 
     def begin(i: int) -> None:
-        if start + i >= run.until:
+        if start + i >= min(run.until, run.failing):
             raise _dropped()
         workers.stand_in_by(functools.partial(run.current, start + i))
 
@@ -70,6 +70,10 @@ def run_chunk(
     try:
         with workers.as_host_code(run.ambient):
             return _run_each(fn, rows, shared, begin)
+    except BaseException:
+        # At once: the waiting thread may take a while to notice.
+        run.failing = min(run.failing, start)
+        raise
     finally:
         _native.note_event(waits.ROW, run.place, started, start, len(rows))
 

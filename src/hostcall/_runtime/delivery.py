@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 from hostcall import _native
 from hostcall._core import config
+from hostcall._core.counted import counted
+from hostcall._core.daemon import daemon
 from hostcall._core.errors import HostcallError
 from hostcall._core.source import name_of, place_of
 from hostcall._runtime import tap_failures, workers
@@ -41,9 +43,7 @@ def start() -> None:
     with _lock:
         if _thread is None:
             _native.set_tap_limit(config.tap_queue_bytes())
-            thread = threading.Thread(
-                target=_native.run_tap_worker, daemon=True, name="hostcall-taps"
-            )
+            thread = daemon("hostcall-taps", _native.run_tap_worker)
             thread.start()
             _thread = thread
 
@@ -127,8 +127,8 @@ def stop() -> None:
     errors, more = tap_failures.take()
     if errors:
         logger.error(
-            "%d taps failed, and no barrier() raised their errors (see the log above)",
-            len(errors) + more,
+            "%s failed, and no barrier() raised that (see the log above)",
+            counted(len(errors) + more, "tap"),
         )
 
 

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from hostcall._core.daemon import daemon
 from hostcall._core.errors import FeedEndError, FeedError
 from hostcall._native import FeedEnding
 from hostcall._runtime import feed_texts, workers
@@ -69,9 +70,7 @@ class Puller:
         self._base = 0  # items that devices had taken when `_after[0]` was the position
         self._after: deque[dict[str, Any]] = deque([{"epoch": 0, "item": 0}])
         self._as_host = False
-        self._thread = threading.Thread(
-            target=self._run, daemon=True, name=f"hostcall-feed {name}"
-        )
+        self._thread = daemon(f"hostcall-feed {name}", self._run)
         living.add(self)
         self._thread.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hostcall._core import failures
+from hostcall._core.counted import counted
 from hostcall._core.errors import FeedError
 
 # The reasons why a feed gives nothing any more. Each completes "the feed `x` ...".
@@ -41,9 +42,9 @@ class Failure:
 
 def ended(name: str, count: int) -> str:
     return (
-        f"hostcall: the feed `{name}` has ended after {count} items, and a program"
-        ' wants another (on_end="raise"). Run fewer steps, call feed.reset() before the'
-        ' next epoch, or use "mask"'
+        f"hostcall: the feed `{name}` has ended after {counted(count, 'item')}, and a"
+        ' program wants another (on_end="raise"). Run fewer steps, call feed.reset()'
+        ' before the next epoch, or use "mask"'
     )
 
 
@@ -66,7 +67,8 @@ def once(name: str, what: str) -> str:
 def too_few(name: str, wanted: int, given: int) -> str:
     return (
         f"hostcall: the feed `{name}` can't go on after item {wanted}: its source gave"
-        f" only {given} items. Is it the source with which the state was saved?"
+        f" only {counted(given, 'item')}. Is it the source with which the state was"
+        " saved?"
     )
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from hostcall._core.daemon import daemon
 from hostcall._core.errors import HostcallError
 
 logger = logging.getLogger("hostcall")
@@ -68,9 +69,7 @@ def current() -> asyncio.AbstractEventLoop:
             loop.set_default_executor(
                 ThreadPoolExecutor(_THREADS, thread_name_prefix="hostcall-to-thread")
             )
-            thread = threading.Thread(
-                target=_run, args=(loop,), daemon=True, name="hostcall-loop"
-            )
+            thread = daemon("hostcall-loop", _run, loop)
             thread.start()  # if it fails, the next call tries again
             _own, _thread = loop, thread
         return _own

@@ -54,6 +54,7 @@ import jax
 
 from hostcall import _jax
 from hostcall._core import config, failures
+from hostcall._core.counted import counted
 from hostcall._runtime import delivery, mail
 from hostcall._runtime.mail import Message
 from hostcall._runtime.ring import ADDRESSES, Ring, run
@@ -292,7 +293,8 @@ def _end_the_process(failure: Message, seconds: float) -> None:
         text = (
             f"hostcall: this process has waited {seconds:g} s in a collective for a"
             f" process that does not come, and ends with exit code {EXIT_CODE}"
-            f" (hc.configure(fail_grace=)). {delivery.pending()} taps are lost.\n"
+            f" (hc.configure(fail_grace=)). Lost:"
+            f" {counted(delivery.pending(), 'tap')}.\n"
             f"hostcall: {failure}\n"
         )
         os.write(2, text.encode("utf-8", "backslashreplace"))

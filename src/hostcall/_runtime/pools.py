@@ -17,6 +17,7 @@ So each run on processes has a file, its leash:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import tempfile
@@ -29,6 +30,8 @@ from typing import Any
 import numpy as np
 
 from hostcall._runtime.retrying import now
+
+logger = logging.getLogger("hostcall")
 
 
 def by_name(given: Any) -> bool:
@@ -68,8 +71,26 @@ class Workers:
 
     def open(self) -> None:
         """Lets rows begin."""
+        self._tell_of_forks()
         if is_of_processes(self._given):
             self.leash = self._file()
+
+    def _tell_of_forks(self) -> None:
+        """Warns of an executor that is about to fork this process, its JAX included.
+
+        Workers that were forked before JAX started are sound, so those that exist
+        already are left alone. `multiprocessing.Pool` forks when it is made.
+        """
+        pool = self._given
+        if not isinstance(pool, futures.ProcessPoolExecutor) or pool._processes != {}:
+            return
+        context = pool._mp_context
+        if context is not None and context.get_start_method() == "fork":
+            logger.warning(
+                "executor= forks this process, in which JAX has started. The workers"
+                " inherit locks of JAX's threads and may hang. Make the executor with"
+                " mp_context=multiprocessing.get_context('spawn'), or 'forkserver'"
+            )
 
     def count(self) -> int | None:
         """How many tasks run at once; None if that is not known."""

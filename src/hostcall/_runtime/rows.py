@@ -140,6 +140,8 @@ class _Run:
         place: the number of the call's place, for traces.
         until: rows from this number on do not begin. Worker threads read it while the
             waiting thread lowers it; a stale value starts a row that is then ignored.
+        failing: the same, for the chunks on this process's threads that have failed.
+            They lower it themselves. If two do so at once, the higher one may stay.
     """
 
     def __init__(
@@ -164,7 +166,8 @@ class _Run:
         self._shared = shared
         call = _native.current()
         self.place = 0 if call is None else call[0].number
-        self.ambient, self.current, self.until = ambient, current, len(rows)
+        self.ambient, self.current = ambient, current
+        self.until = self.failing = len(rows)
         self._number = next(chunks.numbers)
         self._started: dict[Any, range] = {}  # the rows that each task runs
         self._lanes: dict[Any, waits.Lane] = {}  # while traced, for other processes

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostcall._core import codes, config, failures
+from hostcall._core.counted import counted
 
 logger = logging.getLogger("hostcall")
 
@@ -105,10 +106,10 @@ def _tell_count(name: str, place: Any, tally: _Tally) -> None:
         tally.logged, tally.until = count, clock() + SECONDS
     if more:
         logger.error(
-            "tap `%s`, written at %s, failed %d more times (%d in all). Last error: %s",
+            "tap `%s`, written at %s, failed %s (%d in all). Last error: %s",
             name,
             place,
-            more,
+            counted(more, "more time"),
             count,
             tally.newest,
         )
@@ -140,7 +141,7 @@ def take_as_one() -> BaseException | None:
     errors, more = take()
     if len(errors) < 2:
         return errors[0] if errors else None
-    text = f"{len(errors) + more} taps failed"
+    text = f"{counted(len(errors) + more, 'tap')} failed"
     if more:
         text += f"; {len(errors)} of the errors are here, and the log counts the rest"
     return BaseExceptionGroup(text, errors)

@@ -45,6 +45,7 @@ import time
 
 from hostcall import _native
 from hostcall._core import config, failures
+from hostcall._core.counted import counted
 from hostcall._native import Signal
 from hostcall._runtime import delivery, flights
 
@@ -164,10 +165,9 @@ def _after_terminate() -> None:
     """
     if not delivery.flush(config.EXIT_TIMEOUT, "SIGTERM"):
         logger.warning(
-            "SIGTERM ends the process, and %d taps are lost: they were not delivered"
-            " within %g s",
-            delivery.pending(),
+            "SIGTERM ends the process. Not delivered within %g s, and lost: %s",
             config.EXIT_TIMEOUT,
+            counted(delivery.pending(), "tap"),
         )
     delivery.flush_streams()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -59,7 +59,7 @@ def of_autograd(
         A `HostFunction`. Keyword arguments are put into their positions.
 
     Raises:
-        ImportError: autograd is not installed.
+        PackageError: autograd is not installed.
         SpecError: an argument or option is wrong.
         DerivativeError: it is differentiated more than `derivatives` times, when the
             program is traced or lowered.

@@ -12,7 +12,6 @@ work, and no program is made before JAX asks for it.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,7 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import PackageError, SpecError
 from hostcall._core.spec import Static, Template, is_array_like
 from hostcall._host_function import results
 from hostcall._host_function.function import HostFunction
@@ -35,18 +34,13 @@ def has_tangent(aval: Any) -> bool:
 
 
 def needed(package: str, bridge: str) -> Any:
-    """Imports the package of a bridge, when the bridge is used.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ImportError(
-            f"hostcall: hc.bridge.{bridge} needs the package {package}, which can't be"
-            f' imported ({error}). Install it: pip install "hostcall[{bridge}]"'
-        ) from error
+    """Imports the package of a bridge, when the bridge is used."""
+    return PackageError.needed(
+        package,
+        f"hc.bridge.{bridge}",
+        f"hostcall[{bridge}]",
+        "write the rules yourself with hc.host",
+    )
 
 
 class HostProgram(ABC):

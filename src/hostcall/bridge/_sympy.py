@@ -47,7 +47,7 @@ def of_sympy(
         array with the two axes of the Matrix at the end.
 
     Raises:
-        ImportError: SymPy or SciPy is not installed.
+        PackageError: SymPy or SciPy is not installed.
         SpecError: `expr` has other symbols, or functions that `modules` lack; or a
             symbol that is declared real gets a complex array.
         DerivativeError: SymPy lacks a derivative that the program asks for (raised when

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
+
+from hostcall.errors import SpecError
 
 T = TypeVar("T")
 
@@ -21,3 +28,37 @@ def without_derivative(tree: T) -> T:
 
     stopped: T = jax.tree.map(stop, tree)
     return stopped
+
+
+def refuse_misspelt(
+    face: Callable[..., Any], name: str, values: Mapping[str, Any]
+) -> None:
+    """Refuses a constant whose name is nearly that of an option, such as `evry=10`.
+
+    Keywords that are not options are values. Those that a program computes may have any
+    name; a constant is hardly worth to be shown or recorded.
+
+    Args:
+        face: a public function that takes options and values.
+        name: its name.
+        values: the keywords that are not its options.
+    """
+    for key, value in values.items():
+        near = _nearest(face, key)
+        if near and not any(map(_is_array, jax.tree.leaves(value))):
+            raise SpecError(
+                f"hostcall: {name} has no option {key}=. Did you mean {near}=? If"
+                f" {value!r} is a value with this name, write {key}=jnp.asarray(...)",
+                code="hc-option",
+            )
+
+
+@functools.lru_cache
+def _nearest(face: Callable[..., Any], key: str) -> str | None:
+    parameters = inspect.signature(face).parameters.values()
+    options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return next(iter(get_close_matches(key, options, 1, 0.8)), None)
+
+
+def _is_array(leaf: object) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))

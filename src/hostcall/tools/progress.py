@@ -17,6 +17,7 @@ import numpy as np
 
 import hostcall as hc
 from hostcall.tools._progress import bars, checks, drawing
+from hostcall.tools._values import refuse_misspelt
 
 Rows = Literal["batched", "each"]
 
@@ -47,8 +48,9 @@ class Progress:
                 hc.progress(i, n, desc="fit", loss=loss)
 
         The bar appears with the first step, is redrawn every `every` seconds, and ends
-        with the last step, if `total` is given. docs/progress.md says which bar a step
-        moves, and when a bar closes whose loop stops before its last step.
+        with the last step, if `total` is given; steps beyond it are not shown. The page
+        "Progress bars" says which bar a step moves, and when a bar closes whose loop
+        stops before its last step.
 
         Args:
             step: the number of the step, an integer scalar: `initial` in the first
@@ -62,18 +64,19 @@ class Progress:
             initial: the number of the first step, in a loop that continues an earlier
                 one.
             bar: "auto": tqdm, as a widget in notebooks; "rich"; or a function that is
-                called as bar(desc=, total=, unit=, initial=) and returns an object with
-                tqdm's methods `update(n)`, `set_postfix_str(text, refresh=False)` and
-                `close()`, such as functools.partial(tqdm.tqdm, colour="green"). In a
-                job of several processes, "auto" and "rich" draw in the first one only,
-                or if it does not run the program, in that of its first device.
+                called as bar(desc=, total=, unit=, initial=), where `initial` is how
+                many steps are done, and returns an object with tqdm's methods
+                `update(n)`, `set_postfix_str(text, refresh=False)` and `close()`, such
+                as functools.partial(tqdm.tqdm, colour="green"). In a job of several
+                processes, "auto" and "rich" draw in the first one only, or if it does
+                not run the program, in that of its first device.
             rows: under vmap, "batched": one bar for the batch; "each": a bar for each
                 of the first 16 rows.
             **metrics: numbers or texts to show after the bar, with three digits.
 
         Raises:
             SpecError: an argument is invalid.
-            ModuleNotFoundError: tqdm or rich is needed and not installed.
+            PackageError: tqdm or rich is needed and not installed.
 
         Under transformations:
             vmap: shows the slowest row, and metrics as mean [lowest, highest].
@@ -92,6 +95,7 @@ class Progress:
         """
         if os.environ.get("HOSTCALL_PROGRESS") == "0":
             return
+        refuse_misspelt(Progress.__call__, "hc.progress", metrics)
         checks.check(step, total, initial, bar, rows, metrics)
         if isinstance(bar, str) and jax.process_index() != 0:
             # The tap stays, since all processes must run the same program.

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hostcall.errors import HostcallError
-from hostcall.tools._recorder import stream
-from hostcall.tools._recorder.packages import needed
+from hostcall.errors import HostcallError, PackageError
+from hostcall.tools._recorder import errors, stream
 
 
 def read(folder: str | os.PathLike[str]) -> Run:
@@ -43,30 +42,31 @@ class Run:
         Calls with different names are rows of their own, with nulls for the names that
         they lack. If the process was killed, a batch that it wrote in part is left out.
         """
-        pa = needed("pyarrow", "read")
-        tables = []
-        for path in stream.paths(self.folder):
-            schema, batches = stream.read(path)
-            if schema is not None:
-                tables.append(pa.Table.from_batches(batches, schema))
-        if not tables:
-            return pa.table({})
-        if len(tables) == 1:
-            return tables[0]
-        # The sort is stable: rows of one delivery, which have one time, stay together.
-        whole = pa.concat_tables(tables, promote_options="default")
-        return whole.sort_by("time")
+        pa = PackageError.needed("pyarrow", "hc.tools.read", "hostcall[record]")
+        with errors.reading(self.folder):
+            tables = []
+            for path in stream.paths(self.folder):
+                schema, batches = stream.read(path)
+                if schema is not None:
+                    tables.append(pa.Table.from_batches(batches, schema))
+            if not tables:
+                return pa.table({})
+            if len(tables) == 1:
+                return tables[0]
+            # The sort is stable: rows of one delivery, of one time, stay together.
+            whole = pa.concat_tables(tables, promote_options="default")
+            return whole.sort_by("time")
 
     def dataframe(self) -> Any:
         """The columns as a pandas.DataFrame. Small vectors are objects of NumPy."""
-        needed("pandas", "dataframe()")
+        PackageError.needed("pandas", "dataframe()", "hostcall[record]", "use table()")
         return self.table().to_pandas()
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Writes the columns to a Parquet file."""
-        needed("pyarrow.parquet", "to_parquet()", "pyarrow").write_table(
-            self.table(), path
-        )
+        PackageError.needed(
+            "pyarrow.parquet", "to_parquet()", "hostcall[record]"
+        ).write_table(self.table(), path)
 
     @property
     def arrays(self) -> list[str]:
@@ -93,6 +93,10 @@ class Run:
 
         The blocks that the processes of a job wrote are put together by their steps.
         """
+        with errors.reading(self.folder):
+            return self._array(name)
+
+    def _array(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         parts = [_Part(group) for group in self._groups(name).values()]
         if len(parts) == 1:
             (part,) = parts
@@ -117,7 +121,7 @@ class Run:
 
     def _groups(self, name: str) -> dict[int, Any]:
         """The group of each process that has a name."""
-        zarr = needed("zarr", "array()", "zarr>=3")
+        zarr = PackageError.needed("zarr", "array()", "hostcall[record]")
         found = {
             int(path.name.partition(".")[2] or 0): zarr.open_group(
                 path / name, mode="r"

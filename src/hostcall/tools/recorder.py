@@ -24,14 +24,14 @@ from typing import Any, Literal
 import jax
 
 import hostcall as hc
-from hostcall.errors import HostcallError, SpecError
+from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder import errors
 from hostcall.tools._recorder.delivery import Place
 from hostcall.tools._recorder.feed import Feed, Sink, wait_for
 from hostcall.tools._recorder.fields import Field, arrays_of, fields_of
 from hostcall.tools._recorder.inbox import Inbox
-from hostcall.tools._recorder.packages import needed
 from hostcall.tools._recorder.store import Store
+from hostcall.tools._values import refuse_misspelt
 from hostcall.tools.reading import Run, read
 
 # A delivery has up to so many events, and about up to so many bytes.
@@ -67,7 +67,8 @@ class Recorder:
         flush: values are on disk at most so many seconds after they were delivered.
 
     Raises:
-        HostcallError: pyarrow is not installed, or another recorder uses the folder.
+        PackageError: pyarrow is not installed.
+        HostcallError: another recorder uses the folder.
 
     `close`, or the end of a `with` block, waits for the programs and writes the rest.
     If the process ends without it, the rest is written too.
@@ -79,7 +80,12 @@ class Recorder:
         sinks: Sequence[Sink] = (),
         flush: float = 1.0,
     ) -> None:
-        needed("pyarrow", "hc.Recorder")
+        PackageError.needed(
+            "pyarrow",
+            "hc.Recorder",
+            "hostcall[record]",
+            "hand the values to a function of yours with hc.tap",
+        )
         if not flush >= 0:
             raise SpecError(
                 f"hostcall: flush= of a recorder should be seconds, got {flush!r}",
@@ -149,6 +155,7 @@ class Recorder:
                 f"hostcall: the recorder of {self._store.folder} is closed",
                 code="hc-closed",
             )
+        refuse_misspelt(Recorder.__call__, "a recorder", values)
         in_parts = on in ("process", "shards")
         if in_parts and (sample is not None or isinstance(every, float)):
             raise SpecError(

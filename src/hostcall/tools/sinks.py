@@ -22,8 +22,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from hostcall.errors import PackageError
 from hostcall.tools._recorder.arrays import replace_file
-from hostcall.tools._recorder.packages import needed
 
 Columns = dict[str, np.ndarray]
 
@@ -143,7 +143,9 @@ class tensorboard:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        module = needed("tensorboardX", "the sink tensorboard")
+        module = PackageError.needed(
+            "tensorboardX", "the sink tensorboard", "tensorboardX"
+        )
         self._writer = module.SummaryWriter(str(folder))
 
     def __call__(self, columns: Columns) -> None:
@@ -180,7 +182,9 @@ class live:
         every: float = 1.0,
     ) -> None:
         # Figures that are made without pyplot may be drawn on any thread.
-        self._figure = needed("matplotlib.figure", "the sink live", "matplotlib").Figure
+        self._figure = PackageError.needed(
+            "matplotlib.figure", "the sink live", "matplotlib"
+        ).Figure
         self._names = names
         self._every = every
         self._last = -math.inf
@@ -188,7 +192,7 @@ class live:
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         self._cell = None
         if getattr(shell, "kernel", None) is not None:
-            display = needed("IPython.display", "the sink live", "ipython")
+            display = PackageError.needed("IPython.display", "the sink live", "ipython")
             self._image = display.Image
             # On the thread of the cell, so that it is this cell that shows the plot.
             self._cell = display.display(self._image(self._png()), display_id=True)

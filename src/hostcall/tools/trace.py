@@ -225,17 +225,24 @@ def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     data = Path(path).read_bytes()
     if data[:2] == b"\x1f\x8b":
         data = _unpacked(data)
-    lines = data.decode(errors="replace").splitlines()
+    # Not splitlines(): a tag may have other characters that end lines, such as U+2028.
+    lines = data.decode(errors="replace").split("\n")
     events = []
     for number, line in enumerate(lines):
         text = line.rstrip(",")
         if text in ("[", "]", ""):
             continue
         try:
-            events.append(json.loads(text))
-        except json.JSONDecodeError:
-            if number != len(lines) - 1:  # the last line may be cut off
-                raise
+            event = json.loads(text)
+        except (ValueError, RecursionError):
+            event = None
+        if isinstance(event, dict):
+            events.append(event)
+        elif number != len(lines) - 1:  # the last line may be cut off
+            raise errors.LoadError(
+                f"hostcall: line {number + 1} of {os.fspath(path)} is no event of a"
+                f" trace: {text[:60]!r}. It was changed, or hc.trace did not write it"
+            )
     return events
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
@@ -125,7 +126,7 @@ def load_failure(path: str | os.PathLike[str]) -> WatchError:
         pytree as a dict of its fields. `.device` is a name.
 
     Raises:
-        SpecError: the file is of another kind, or of a newer hostcall.
+        SpecError: the file is of another kind, damaged, or of a newer hostcall.
     """
     return WatchError.load(path)
 
@@ -244,11 +245,13 @@ class _Fired:
             self.action(error)
 
 
-_times: dict[tuple[str, Any], int] = {}  # taken under the GIL, a number at a time
+_times: dict[tuple[str, Any], int] = {}
+_lock = threading.Lock()  # guards it
 
 
 def _log(fired: _Fired, error: WatchError) -> None:
     key = fired.name, error.place
-    count = _times[key] = _times.get(key, 0) + 1
+    with _lock:
+        count = _times[key] = _times.get(key, 0) + 1
     if count <= 3 or count == 10 ** (len(str(count)) - 1):
         logger.warning("%s [time %d at this place]", error, count)

@@ -250,6 +250,7 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             f" {manifest.jax} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
+    _check_order(exported, manifest.vjp_order)
     try:
         return Exported(exported, manifest, told)
     except HostcallError:
@@ -260,6 +261,19 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             f" ({type(error).__name__}: {error}). It was damaged, or another version of"
             " hostcall wrote it"
         ) from error
+
+
+def _check_order(exported: jax.export.Exported, order: int) -> None:
+    """Refuses a manifest that promises derivatives which are not in the file."""
+    inner = exported
+    for found in range(order):
+        if not inner.has_vjp():
+            raise LoadError(
+                f"hostcall: the manifest of the exported program says"
+                f" vjp_order={order}, and the program in the file has {found}. It was"
+                " damaged, or something else wrote it"
+            )
+        inner = inner.vjp()
 
 
 def _uses_none(program: Any) -> bool:

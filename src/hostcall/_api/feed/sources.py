@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from hostcall._core.arguments import of_a_number
+from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._runtime.feed_source import Opened
 
@@ -172,7 +173,8 @@ def _rows_of(columns: Any, batch: int, name: str) -> int:
     (rows,) = sizes
     if rows < batch:
         raise SpecError(
-            f"hostcall: the feed `{name}` has batch={batch}, and only {rows} rows",
+            f"hostcall: the feed `{name}` has batch={batch}, and only"
+            f" {counted(rows, 'row')}",
             code="hc-feed-source",
         )
     return rows

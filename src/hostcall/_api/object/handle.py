@@ -21,6 +21,7 @@ from hostcall._api.object.group import CLOSED, Group
 from hostcall._core import failures, mistakes
 from hostcall._core.arguments import check_function, parse_mask
 from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
@@ -164,7 +165,7 @@ class Object:
 
     def __repr__(self) -> str:
         group = self._group
-        state = "closed" if group.ended else f"{len(group.members)} objects"
+        state = "closed" if group.ended else counted(len(group.members), "object")
         return f"<hc.Object {group.name} ({', '.join(group.methods)}): {state}>"
 
     def __reduce__(self) -> NoReturn:
@@ -237,10 +238,10 @@ class Object:
         waiting = snapshot.pop("waiting")
         if waiting:
             raise HostcallError(
-                f"hostcall: save() of `{group.name}` can't tell whether"
-                f" {len(waiting)} objects are this process's own: restore(...,"
-                " processes='all') brought their states, and no call has come to them"
-                " yet. Use save(processes='all')",
+                f"hostcall: save() of `{group.name}` can't tell what is this"
+                f" process's own: restore(..., processes='all') brought the states of"
+                f" {counted(len(waiting), 'object')}, to which no call has come yet."
+                " Use save(processes='all')",
                 code="hc-object",
             )
         return snapshot

@@ -7,7 +7,6 @@ effects, refusals and checks (see `_engine/params/drop_in.py`).
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import BuiltinFunctionType
@@ -50,25 +49,32 @@ def bind(*operands: Any, params: DropInParams) -> list[Any]:
 # nothing. Only an equal call that comes while the function is still alive is compiled.
 
 _SEEN_AT_MOST = 4096
-_seen: OrderedDict[int, Any] = OrderedDict()  # hash of params -> reference to function
+# Hash of params -> reference to function, the oldest first. Changed by single steps,
+# without a lock, which a fork could leave locked.
+_seen: dict[int, Any] = {}
 
 
 def seen_before(params: Any, fn: Any) -> bool:
     """Whether an equal eager call of `fn`, which is still alive, was made before."""
-    key = hash(params)
-    reference = _seen.pop(key, None)
-    before = reference is not None and reference() is fn
-    if not before:
-        try:
-            reference = weakref.ref(fn)
-        except TypeError:
-            if not isinstance(fn, (np.ufunc, BuiltinFunctionType, type)):
-                return False
-            reference = lambda: fn  # noqa: E731  (it lives as long as its module)
-    _seen[key] = reference
+    key, reference = hash(params), _reference_to(fn)
+    found = _seen.pop(key, None)
+    if reference is not None:
+        _seen[key] = reference
     while len(_seen) > _SEEN_AT_MOST:
-        _seen.popitem(last=False)
-    return before
+        try:
+            del _seen[next(iter(_seen))]
+        except (KeyError, RuntimeError):  # another thread was faster
+            break
+    return found is not None and found() is fn
+
+
+def _reference_to(fn: Any) -> Callable[[], Any] | None:
+    try:
+        return weakref.ref(fn)
+    except TypeError:
+        if isinstance(fn, (np.ufunc, BuiltinFunctionType, type)):
+            return lambda: fn  # it lives as long as its module
+        return None
 
 
 def _impl(*operands: Any, params: DropInParams) -> list[Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
+from hostcall.bridge._programs import needed
 
 
 def torch(
@@ -66,7 +66,7 @@ def torch(
         lost.
 
     Raises:
-        ModuleNotFoundError: torch is not installed.
+        PackageError: torch is not installed.
         SpecError: an option, or an argument of a call, is wrong; or with
             result="infer", `fn` fails on zeros when a program is traced.
         DerivativeError: a derivative of higher order than `derivatives`.
@@ -98,12 +98,7 @@ def torch(
     if fn is None:
         options = {k: v for k, v in locals().items() if k != "fn"}
         return functools.partial(torch, **options)
-    if importlib.util.find_spec("torch") is None:
-        raise ModuleNotFoundError(
-            "hostcall: hc.bridge.torch needs PyTorch, which is not installed. Install"
-            ' it: pip install "hostcall[torch]"',
-            name="torch",
-        )
+    needed("torch", "torch")
     shown = name or check_function(fn, "hc.bridge.torch(fn)")
     if type(derivatives) is not int or derivatives < 0:
         raise SpecError(

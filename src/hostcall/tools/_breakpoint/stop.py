@@ -5,7 +5,11 @@ from __future__ import annotations
 import bdb
 import builtins
 import collections
+import os
+import pdb
+import sys
 import threading
+import types
 from typing import Any
 
 import hostcall as hc
@@ -35,11 +39,26 @@ def stop(lines: tuple[Line, ...], names: dict[str, Any]) -> None:
         try:
             # `breakpoint`, not the hook behind it: it reads PYTHONBREAKPOINT, and some
             # notebooks replace it.
-            run_in(lines, names, builtins.breakpoint)
+            run_in(lines, names, _pdb if _quit_ends_all() else builtins.breakpoint)
         except bdb.BdbQuit:
             if run != -1:
                 _quit_runs.append(run)
             raise _quit(lines) from None
+
+
+def _quit_ends_all() -> bool:
+    """Whether `breakpoint` is Python's own, whose `quit` ends the process (3.14)."""
+    return (
+        sys.version_info >= (3, 14)
+        and isinstance(builtins.breakpoint, types.BuiltinFunctionType)
+        and sys.breakpointhook is sys.__breakpointhook__
+        and os.environ.get("PYTHONBREAKPOINT") in (None, "", "pdb.set_trace")
+    )
+
+
+def _pdb() -> None:
+    """Python's debugger, whose `quit` raises BdbQuit, as in older versions."""
+    pdb.Pdb().set_trace(sys._getframe(1))
 
 
 def _quit(lines: tuple[Line, ...]) -> bdb.BdbQuit:

@@ -28,6 +28,7 @@ class Delivery:
         metrics: name -> text, or an array.
         place: the steps done by the slowest row that still runs; without a total, by
             the fastest. A row that has ended stays at its last step, or just beyond.
+        is_beyond: whether all rows have passed their last step before.
     """
 
     def __init__(self, transforms: Any, step: Any, total: Any, metrics: Any) -> None:
@@ -46,8 +47,9 @@ class Delivery:
         self.done = step.astype(np.int64) + 1
         self.total: Any = rows.pop(0) if isinstance(total, np.ndarray) else total
         self.metrics = {**metrics, **dict(zip(names, rows, strict=True))}
-        self.place = int(self.done.max())
+        self.place, self.is_beyond = int(self.done.max()), False
         if total is not None:
+            self.is_beyond = bool((self.done > self.total).all())
             # A row that ended before the others may be beyond its last step.
             self.done = np.minimum(self.done, self.total)
             self.total = np.broadcast_to(self.total, self.done.shape)
@@ -102,13 +104,14 @@ class Bar:
             part.total is not None and (part.done >= part.total).all() for part in parts
         )
         lines = self._lines(parts)
+        began = _passed(here.step) if len(lines) > len(self.drawn) else 0.0
         for number, (done, total, postfix) in enumerate(lines):
             if number == len(self.drawn):
                 row = f"[{number}]" if len(lines) > 1 else None
                 name = " ".join(filter(None, (self.loop.desc, row))) or None
-                self.drawn.append(drawing.Drawn(self.loop, name, total))
+                self.drawn.append(drawing.Drawn(self.loop, name, total, done, began))
             elif restarted:
-                self.drawn[number].restart()
+                self.drawn[number].restart(done)
             at_once = self.moves == 1 or self.is_done
             self.drawn[number].show(done, postfix, at_once)
 
@@ -139,6 +142,14 @@ class Bar:
             )
             for row in shown
         ]
+
+
+def _passed(tap: int | None) -> float:
+    """When a device passed this tap, as `time.time()`; if that is not known, now."""
+    for record in reversed(hc.monitor.flight()):
+        if record.kind == "tap" and record.number == tap:
+            return record.start
+    return time.time()
 
 
 def _postfix(parts: list[Delivery], row: int | None) -> str:

@@ -91,7 +91,10 @@ class Bars:
         assert here is not None
         assert here.run is not None
         new = Delivery(here.transforms, step, total, metrics)
-        bar = self._bar_of((loop, here.place), here.run, new.place)
+        key = loop, here.place
+        if new.is_beyond and self._has_ended(key):
+            return
+        bar = self._bar_of(key, here.run, new.place)
         bar.show(here, new)
         outer = self._around(bar)
         if not all(o.is_done for o in outer):
@@ -113,6 +116,12 @@ class Bars:
                     # A bar that has shown one step may belong to a loop that has just
                     # begun and goes on. It is erased, and comes again if it does.
                     stack.callback(self._close, bar, ending or bar.moves > 1)
+
+    def _has_ended(self, key: Any) -> bool:
+        """Whether this line has shown bars, and none of them is open."""
+        return all(bar.key != key for bar in self.open) and any(
+            k == key for k, _ in self.closed
+        )
 
     def _bar_of(self, key: Any, run: int, place: int) -> Bar:
         """The bar that a step moves, opened if need be."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import jax
@@ -70,15 +69,17 @@ def check_body(body: Any, face: str) -> None:
 
 def _check_package(bar: str) -> None:
     """Imports what draws the bar, so that its absence is told where it is asked for."""
-    try:
-        importlib.import_module(PACKAGES[bar])
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"hostcall: hc.progress(bar={bar!r}) draws with {PACKAGES[bar]}, which is"
-            ' not installed. Install it: pip install "hostcall[progress]"; or set'
-            " HOSTCALL_PROGRESS=0 in the environment to run without bars",
-            name=PACKAGES[bar],
-        ) from error
+    package = hc.errors.PackageError.needed(
+        PACKAGES[bar],
+        f"hc.progress(bar={bar!r})",
+        "hostcall[progress]",
+        "set HOSTCALL_PROGRESS=0 in the environment to run without bars",
+    )
+    if bar == "auto":
+        # Makes tqdm's lock. If the first bar is drawn while the process ends, it is too
+        # late: multiprocessing, which the lock belongs to, has ended before, and from
+        # Python 3.14 on warns of a lock that is left.
+        package.tqdm.get_lock()
 
 
 def _is_scalar(value: Any, *kinds: Any) -> bool:

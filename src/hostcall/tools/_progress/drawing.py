@@ -1,12 +1,19 @@
 """Draws bars: with tqdm, with rich, as lines in a log, or with a factory of the user's.
 
 One thread at a time calls these functions (bars.py).
+
+Rates. A bar is made when its first step has been delivered, some milliseconds after the
+device has passed it, or more if a package is imported first. Steps that were queued
+meanwhile then come at once. So a bar is made with that step as `initial`, and its clock
+starts when the device passed it: its rate is that of the steps since then. A factory of
+the user's gets the loop's own `initial`, and all steps since as updates.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import time
 import types
 from typing import Any
 
@@ -19,28 +26,42 @@ LINE_SECONDS = 10.0  # between two lines where there is no terminal
 class Drawn:
     """A bar with tqdm's methods, which is told places instead of increments."""
 
-    def __init__(self, loop: Any, desc: str | None, total: int | None) -> None:
-        options = {"unit": loop.unit, "initial": loop.initial}
+    def __init__(
+        self, loop: Any, desc: str | None, total: int | None, n: int, began: float
+    ) -> None:
+        """Makes the bar of a loop whose device had done `n` steps at `began`."""
         make = _factory(loop.bar)
-        self._make = functools.partial(make, desc=desc, total=total, **options)
-        self.bar, self._n, self._initial = self._make(), loop.initial, loop.initial
+        self._make = functools.partial(make, desc=desc, total=total, unit=loop.unit)
+        self._n = self._first = loop.initial if _is_users(loop.bar) else n
+        self.bar = self._make(initial=self._n)
+        age = max(time.time() - began, 0.0)
+        if isinstance(self.bar, _Rich):
+            self.bar.begin(age)
+        elif hasattr(self.bar, "last_print_t"):  # tqdm
+            self.bar.start_t -= age
+            self.bar.last_print_t -= age
 
     def show(self, n: int, postfix: str, at_once: bool) -> None:
+        can_refresh = hasattr(self.bar, "refresh")
         if postfix:
             self.bar.set_postfix_str(postfix, refresh=False)
-        self.bar.update(n - self._n)
+        if n != self._n or not can_refresh:
+            self.bar.update(n - self._n)
         self._n = n
-        if at_once and hasattr(self.bar, "refresh"):
+        if at_once and can_refresh:
             self.bar.refresh()
 
-    def restart(self) -> None:
-        """Begins again in the same place. The next `show` draws it."""
+    def restart(self, n: int) -> None:
+        """Begins again in the same place, with `n` steps. The next `show` draws it."""
         if hasattr(self.bar, "reset"):
             self.bar.reset()
             self._n = 0
+            if hasattr(self.bar, "last_print_n"):  # tqdm
+                self.bar.n = self.bar.last_print_n = self.bar.initial = self._n = n
         else:
             self.bar.close()
-            self.bar, self._n = self._make(), self._initial
+            self._n = self._first
+            self.bar = self._make(initial=self._n)
 
     def close(self, leave: bool) -> None:
         """Draws the bar a last time, and leaves it on the screen, or erases it."""
@@ -73,6 +94,11 @@ def unseen() -> Any:
     return types.SimpleNamespace(update=nothing, set_postfix_str=nothing, close=nothing)
 
 
+def _is_users(bar: Any) -> bool:
+    ours = isinstance(bar, functools.partial) and bar.func is in_place_of_the_first
+    return callable(bar) and not ours
+
+
 def _factory(bar: Any) -> Any:
     if callable(bar):
         return bar
@@ -102,7 +128,7 @@ def _lines() -> Any:
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             del pos
-            if msg is None and self.n != self.initial and self._time() >= self.due:
+            if msg is None and self._time() >= self.due:
                 self.write_line()
 
         def write_line(self) -> None:
@@ -117,7 +143,8 @@ def _lines() -> Any:
             self.leave = False  # or tqdm writes an empty line
             super().close()
 
-    return functools.partial(Lines, file=sys.stderr, miniters=1, ascii=True)
+    # With a delay, the constructor writes no line: it does not know the metrics yet.
+    return functools.partial(Lines, file=sys.stderr, miniters=1, ascii=True, delay=1e-9)
 
 
 class _Rich:
@@ -128,6 +155,7 @@ class _Rich:
 
     _display: Any = None
     _open = 0
+    _age = 0.0  # how many seconds ago the step was that is shown now
 
     def __init__(
         self, console: Any, desc: str | None, total: int | None, unit: str, initial: int
@@ -141,13 +169,20 @@ class _Rich:
                 progress.TextColumn("{task.fields[unit]} {task.fields[postfix]}"),
                 console=console,
                 auto_refresh=False,  # no thread of its own: steps redraw it
+                get_time=lambda: time.monotonic() - _Rich._age,
             )
             _Rich._display.start()
         _Rich._open += 1
         self.leave, self._initial, self.refresh = True, initial, self._display.refresh
         self._task = self._display.add_task(
-            desc or "", total=total, completed=initial, unit=unit, postfix=""
+            desc or "", total=total, unit=unit, postfix=""
         )
+
+    def begin(self, age: float) -> None:
+        """Shows the first step, from which rich measures the speed."""
+        _Rich._age = age
+        self._display.update(self._task, advance=self._initial)
+        _Rich._age = 0.0
 
     def set_postfix_str(self, text: str, refresh: bool) -> None:
         self._display.update(self._task, postfix=text, refresh=refresh)

@@ -8,5 +8,4 @@ stream      Arrow IPC streams in files
 arrays      Zarr v3 arrays that grow along their first axis
 feed        gives each sink what the writer has written, on a thread of its own
 errors      an error of one of these threads, raised by a barrier or by close
-packages    imports optional packages
 """

@@ -5,8 +5,11 @@ The next barrier raises an error, or `close` if the recorder's last barrier is o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import hostcall as hc
 
@@ -35,6 +38,23 @@ def take(owner: object | None = None) -> list[BaseException]:
         mine = [pair for pair in _untold if owner in (None, pair[0])]
         _untold[:] = [pair for pair in _untold if pair not in mine]
     return [error for _, error in mine]
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Says which run it was if its files can't be read. Arrow, Zarr and JSON raise
+    many kinds of exceptions for damaged files.
+    """
+    try:
+        yield
+    except hc.errors.HostcallError:
+        raise
+    except Exception as error:
+        raise hc.errors.HostcallError(
+            f"hostcall: the run in {folder} can't be read ({type(error).__name__}:"
+            f" {error}). A file of it was damaged, or something else wrote it",
+            code="hc-record",
+        ) from error
 
 
 def raise_all(errors: list[BaseException], what: str) -> None:

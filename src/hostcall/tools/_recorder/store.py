@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from hostcall.errors import HostcallError, SpecError
+from hostcall.tools._recorder import errors
 from hostcall.tools._recorder import stream as streams
 from hostcall.tools._recorder.arrays import ArrayFile, Recorded
 from hostcall.tools._recorder.delivery import Columns, Delivery
@@ -57,7 +58,12 @@ class Store:
         self._arrays: dict[str, Recorded] = {}
         self._next_step: dict[Any, int] = {}
         self._first_step = 0
-        self._resume()
+        try:
+            with errors.reading(folder):
+                self._resume()
+        except HostcallError:
+            self._lock.close()
+            raise
 
     def _resume(self) -> None:
         for path in streams.paths(self.folder):

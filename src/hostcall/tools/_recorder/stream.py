@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hostcall.tools._recorder.packages import needed
+from hostcall.errors import PackageError
 
 
 def paths(folder: Path) -> list[Path]:
@@ -26,7 +26,7 @@ def paths(folder: Path) -> list[Path]:
 
 def read(path: Path) -> tuple[Any, Iterator[Any]]:
     """The schema of a stream and its whole batches; no schema if it was cut there."""
-    pa = needed("pyarrow", "hc.Recorder")
+    pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
     try:
         # Not a memory map, which would end this process if the file were cut meanwhile.
         reader = pa.ipc.open_stream(pa.OSFile(str(path)))
@@ -48,14 +48,14 @@ class Stream:
     """A new stream, which its one writer writes."""
 
     def __init__(self, folder: Path) -> None:
-        pa = needed("pyarrow", "hc.Recorder")
+        pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
         self._path = _new(folder / "columns")
         self._file = pa.OSFile(str(self._path), "wb")  # not buffered
         self._schema: Any = None
 
     def append(self, columns: dict[str, np.ndarray]) -> int:
         """Writes a batch. Returns where it begins in the file."""
-        pa = needed("pyarrow", "hc.Recorder")
+        pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
         batch = pa.record_batch([_arrow(c) for c in columns.values()], list(columns))
         if self._schema is None:
             self._schema = batch.schema
@@ -66,7 +66,7 @@ class Stream:
 
     def columns_at(self, begin: int) -> dict[str, np.ndarray]:
         """The columns of the batch that begins there, for any thread."""
-        pa = needed("pyarrow", "hc.Recorder")
+        pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
         with pa.OSFile(str(self._path)) as file:
             file.seek(begin)
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), self._schema)
@@ -92,7 +92,7 @@ def _new(folder: Path) -> Path:
 
 
 def _arrow(values: np.ndarray) -> Any:
-    pa = needed("pyarrow", "hc.Recorder")
+    pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
     flat = np.ascontiguousarray(values).reshape(-1)
     kind = pa.from_numpy_dtype(flat.dtype)
     bits = np.packbits(flat, bitorder="little") if flat.dtype.kind == "b" else flat

@@ -1,0 +1,119 @@
+"""Files that hostcall writes and reads: of recorders, traces and hc.watch."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+
+import jax.numpy as jnp
+
+import hostcall as hc
+from fuzz.draw import Draw, change
+from hostcall.tools._recorder import stream
+from hostcall.tools._recorder.store import Store
+
+ARRAYS = ["zarr.json", *(f"{part}/zarr.json" for part in ("value", "step", "have"))]
+CHUNKS = ["value/c/0/0/0", "step/c/0", "have/c/0"]
+FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+
+
+@functools.cache
+def whole() -> dict[str, bytes]:
+    """The files of a run, of a trace and of a failure, by their paths."""
+    made = FOLDER / "made"
+    with hc.Recorder(made) as recorder:
+        for step in range(3):
+            recorder(step=step, loss=0.5, flag=jnp.array(True), few=jnp.ones((2, 2)))
+            recorder(step=step, many=jnp.ones((3, 20)))
+    with hc.trace(FOLDER / "trace.json.gz"):
+        hc.tap(lambda x: None, 1.0, tag="a tag")
+        hc.barrier()
+    state = {"w": jnp.ones(3), "n": (1, None, "x")}
+    failure = hc.errors.WatchError(
+        "text", values=state, also=state, history=(), row=(1,)
+    )
+    failure.save(FOLDER / "failure.zip")
+    found = {
+        str(p.relative_to(made)): p.read_bytes() for p in made.rglob("*") if p.is_file()
+    }
+    for name in ("trace.json.gz", "failure.zip"):
+        found[name] = (FOLDER / name).read_bytes()
+    return found
+
+
+def seeds() -> list[bytes]:
+    edits = [bytes([n % 4, n, *range(n, n + 12)]) for n in range(24)]
+    files = ["columns/0.arrows", "trace.json.gz", "failure.zip"]
+    bare = '[\n{},\n{"a": "\u2028"},\n'.encode()
+    return [
+        *edits,
+        *(bytes([4 + n]) + whole()[f] for n, f in enumerate(files)),
+        b"\5" + bare,
+    ]
+
+
+def one(data: bytes) -> None:
+    draw = Draw(data)
+    kind = draw.int(0, 6)
+    files = dict(whole())
+    if kind <= 1:  # the JSON of an array
+        name = f"arrays/many/{draw.choice(ARRAYS)}"
+        files[name] = json.dumps(change(draw, json.loads(files[name]))).encode()
+    elif kind == 2:  # an array's numbers, or its JSON as bytes
+        name = f"arrays/many/{draw.choice(ARRAYS + CHUNKS)}"
+        files[name] = draw.rest()
+    elif kind == 3:  # the JSON of a failure
+        files["failure.zip"] = with_json(files["failure.zip"], draw)
+    else:
+        name = ["columns/0.arrows", "trace.json.gz", "failure.zip"][kind - 4]
+        files[name] = draw.rest()
+    run = FOLDER / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    try:
+        if kind in (3, 6):
+            write(files, "failure.zip")
+            repr(hc.tools.load_failure(FOLDER / "run" / "failure.zip"))
+        elif kind == 5:
+            write(files, "trace.json.gz")
+            assert all(
+                isinstance(e, dict) for e in hc.tools.read_trace(run / "trace.json.gz")
+            )
+        else:
+            write(files, "")
+            for path in stream.paths(run):
+                _, batches = stream.read(path)
+                for batch in batches:
+                    [stream.column(batch, name) for name in batch.schema.names]
+            found = hc.tools.read(run)
+            str(found.table().to_pylist())
+            for name in found.arrays:
+                found.array(name)
+            Store(run).close()
+    except hc.errors.HostcallError:
+        pass
+
+
+def with_json(archive: bytes, draw: Draw) -> bytes:
+    """The archive of a failure, with a changed failure.json."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            text = old.read(name)
+            if name == "failure.json":
+                text = json.dumps(change(draw, json.loads(text))).encode()
+            new.writestr(name, text)
+    return out.getvalue()
+
+
+def write(files: dict[str, bytes], start: str) -> None:
+    for name, data in files.items():
+        if name.startswith(start):
+            path = FOLDER / "run" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)

@@ -1,0 +1,170 @@
+// What stands in for the GIL on a Python without one (CPython 3.14t). Where there
+// is a GIL, all of this compiles to nothing, or to the plain operation.
+//
+// What the GIL guards, and what guards it without one:
+//
+// - calls under way (call_scope.h): an AttachedMutex for each group of threads
+// - statistics of calls (plan.h): Tally, a part for each group of threads
+// - spare arrays (arrays.h): Spare, taken and kept by one atomic operation
+// - "nobody else holds this object": IsSole, for objects that this thread made;
+//   Merge and IsHeldElsewhere, for those that any thread may hold
+// - Buffers (buffer_object.h): Lease, no view begins after the end of the call
+// - objects of the process: set once, when the module is imported
+//
+// Everything else has locks or atomics of its own, since devices come without the
+// GIL. docs/design/threads.md has the rules and the reasons.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/guards.h"
+
+namespace hostcall {
+
+#ifdef Py_GIL_DISABLED
+inline constexpr bool kFreeThreads = true;
+#else
+inline constexpr bool kFreeThreads = false;
+#endif
+
+/// A mutex for what the GIL guards where there is one. The calling thread is
+/// attached, and holds it for a few instructions.
+///
+/// The holder may call what waits for a lock of the interpreter. So the wait for
+/// this mutex is detached (PyMutex). With a std::mutex:
+///
+///   1. collector:    stops the world: waits for all attached threads
+///   2. the holder:   waits for the interpreter's lock, detached, and can't attach
+///                    before the world goes on
+///   3. third thread: waits for the holder, attached; the collector waits for it
+class AttachedMutex {
+ public:
+  void lock() {
+#ifdef Py_GIL_DISABLED
+    PyMutex_Lock(&mutex_);
+#endif
+  }
+  void unlock() {
+#ifdef Py_GIL_DISABLED
+    PyMutex_Unlock(&mutex_);
+#endif
+  }
+
+ private:
+#ifdef Py_GIL_DISABLED
+  PyMutex mutex_ = {0};
+#endif
+};
+
+/// Groups of threads that have data of their own, so that calls on several threads
+/// do not write to one cache line.
+inline constexpr size_t kGroups = kFreeThreads ? 16 : 1;
+extern HOSTCALL_HOT unsigned
+    t_group;  ///< the calling thread's, plus 1; 0: none yet
+/// Gives the calling thread a group; returns it plus 1.
+unsigned NewGroup();
+/// The calling thread's group.
+inline size_t Group() {
+  if (!kFreeThreads) return 0;
+  const unsigned group = t_group;
+  return (group != 0 ? group : NewGroup()) - 1;
+}
+
+/// A count that attached threads change, and any thread may read.
+class Tally {
+ public:
+  void Add(int64_t n) {
+    if (kFreeThreads) {
+      value_.fetch_add(n, std::memory_order_relaxed);
+    } else {  // a plain addition: the GIL is held
+      value_.store(value() + n, std::memory_order_relaxed);
+    }
+  }
+  int64_t value() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<int64_t> value_{0};
+};
+
+/// Whether the caller's reference is the only one. Without a GIL, false for an
+/// object that another thread made: its count has two halves, and the maker may
+/// change one while the other is read.
+inline bool IsSole(PyObject* object) {
+#if defined(Py_GIL_DISABLED) && PY_VERSION_HEX >= 0x030E0000
+  const bool sole = PyUnstable_Object_IsUniquelyReferenced(object) != 0;
+  std::atomic_thread_fence(std::memory_order_acquire);  // as in IsHeldElsewhere
+  return sole;
+#elif defined(Py_GIL_DISABLED)
+  return false;
+#else
+  return Py_REFCNT(object) == 1;
+#endif
+}
+
+/// Gives a new object, to which only the caller has a reference, one atomic count
+/// in place of two halves, as the interpreter does when an object's thread has
+/// ended. IsHeldElsewhere is then exact, whichever threads hold the object.
+inline void Merge(PyObject* object) {
+#ifdef Py_GIL_DISABLED
+  object->ob_tid = 0;
+  object->ob_ref_local = 0;
+  object->ob_ref_shared = _Py_REF_SHARED(1, _Py_REF_MERGED);
+#else
+  (void)object;
+#endif
+}
+
+/// Whether anybody but the caller holds a merged object. If not, what they did with
+/// its memory comes before this.
+inline bool IsHeldElsewhere(PyObject* object) {
+  const bool held = Py_REFCNT(object) > 1;
+  // Pairs with the release of the last decrement; Py_REFCNT is relaxed.
+  if (kFreeThreads) std::atomic_thread_fence(std::memory_order_acquire);
+  return held;
+}
+
+/// An object that is kept from one call for the next, or nothing. Several threads
+/// may make the call: one gets the object, the others find nothing.
+class Spare {
+ public:
+  ~Spare() { (void)Take(); }
+  Spare() = default;
+  Spare(const Spare&) = delete;
+  Spare& operator=(const Spare&) = delete;
+
+  /// Takes the object, so that a nested call can't take it too; null if there is
+  /// none.
+  Ref Take() {
+#ifdef Py_GIL_DISABLED
+    if (kept_.load(std::memory_order_relaxed) == nullptr) return Ref();
+    return Ref::Steal(kept_.exchange(nullptr, std::memory_order_acquire));
+#else
+    return std::move(kept_);
+#endif
+  }
+  /// Keeps an object that nobody else holds; drops it if there is one already.
+  void Keep(Ref object) {
+#ifdef Py_GIL_DISABLED
+    PyObject* nothing = nullptr;
+    if (kept_.compare_exchange_strong(nothing, object.get(),
+                                      std::memory_order_release,
+                                      std::memory_order_relaxed)) {
+      (void)object.release();
+    }
+#else
+    kept_ = std::move(object);
+#endif
+  }
+
+ private:
+#ifdef Py_GIL_DISABLED
+  std::atomic<PyObject*> kept_{nullptr};  ///< owned
+#else
+  Ref kept_;
+#endif
+};
+
+}  // namespace hostcall

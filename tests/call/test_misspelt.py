@@ -1,0 +1,111 @@
+"""A misspelt option is refused by each public function, and the error names it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+X = jnp.float32(2)
+
+
+class Counter:
+    def add(self, k):
+        return np.float32(k)
+
+
+# These pass keywords on, or take values by any name. hostcall finds the right word.
+HOSTCALLS = {
+    "call": (lambda: hc.call(np.cos, X, X, timout=3), "Did you mean timeout=?"),
+    "tap": (lambda: hc.tap(lambda x: None, X, evry=3), "Did you mean every=?"),
+    "tap_tangent": (
+        lambda: hc.derivatives.tap_tangent(print, X, evry=3),
+        "hc.derivatives.tap_tangent has no option evry=. Did you mean every=?",
+    ),
+    "tap_cotangent": (
+        lambda: hc.derivatives.tap_cotangent(print, X, zzz=3),
+        "has no option zzz=. Its options are those of hc.tap: always, arrays,",
+    ),
+    "print": (lambda: hc.print("{}", X, evry=3), "Did you mean every=?"),
+    "a host function": (
+        lambda: hc.host(lambda x: x, result=X)(X, wher=True),
+        "got an unexpected keyword argument 'wher'",
+    ),
+    "a method of an object": (
+        lambda: hc.Object(Counter, methods={"add": X}).add(X, wher=True),
+        "Did you mean where=?",
+    ),
+    "progress": (lambda: hc.progress(0, 5, evry=3), "Did you mean every=?"),
+    "progress.scan": (
+        lambda: hc.progress.scan(lambda c, x: (c, x), 5, descr="fit")(0, 0),
+        "hc.progress has no option descr=. Did you mean desc=? If 'fit' is a value with"
+        " this name, write descr=jnp.asarray(...)",
+    ),
+    "progress, a bar": (lambda: hc.progress(0, 5, baar=len), "Did you mean bar=?"),
+}
+# JAX's functions pass keywords on to the callback, and so do the functions in their
+# places. `breakpoint` shows values by any name, and `hc.host` makes HostFunctions.
+ANY = {"HostFunction", "breakpoint", "callback", "io_callback", "pure_callback"}
+
+
+@pytest.mark.parametrize("name", HOSTCALLS)
+def test_hostcall_names_the_right_word(name):
+    call, text = HOSTCALLS[name]
+    with pytest.raises(hc.errors.SpecError) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+def test_a_recorder_names_the_right_word(tmp_path):
+    pytest.importorskip("pyarrow")
+    with hc.Recorder(tmp_path / "run") as rec:
+        with pytest.raises(
+            hc.errors.SpecError, match=r"a recorder has no option evry="
+        ):
+            rec(loss=X, evry=10)
+        rec(loss=X, steps=X)  # what a program computes may have any name
+
+
+def faces():
+    """(name, function, option) of each public function that takes no other keywords."""
+    modules = [hc, hc.monitor, hc.testing, hc.debug, hc.derivatives, hc.buffers]
+    modules += [hc.bridge, hc.tools.sinks, hc.tools.reading, hc.tools.watch]
+    for module in modules:
+        for name in (*getattr(module, "__all__", ()), "breakpoint", "print"):
+            face = getattr(module, name, None)
+            if not callable(face) or name in (*HOSTCALLS, *ANY):
+                continue
+            try:
+                parameters = inspect.signature(face).parameters.values()
+            except ValueError:  # a class of C++
+                continue
+            kinds = {p.kind for p in parameters}
+            assert inspect.Parameter.VAR_KEYWORD not in kinds, name
+            named = [p for p in parameters if p.kind is not p.POSITIONAL_ONLY]
+            options = [p.name for p in named if p.default is not p.empty]
+            yield from ((f"{module.__name__}.{name}", face, o) for o in options)
+
+
+FACES = list(faces())
+
+
+def test_the_sweep_is_wide():
+    assert len({name for name, *_ in FACES}) > 15
+
+
+@pytest.mark.parametrize(
+    ("face", "option"),
+    [(face, option) for _, face, option in FACES],
+    ids=[f"{name}({option}=)" for name, _, option in FACES],
+)
+def test_python_names_the_wrong_word(face, option):
+    wrong = option[:-2] + option[-1] if len(option) > 3 else option + "_"
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'") as e:
+        face(**{wrong: None})
+    if sys.version_info >= (3, 13) and len(option) > 3:
+        assert f"Did you mean '{option}'?" in str(e.value)

@@ -1,0 +1,178 @@
+"""The transformations: a program of an `op`, and the same in plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from meshes import line
+
+import hostcall as hc
+
+X = np.float32(1.25)
+XS = np.float32([1.25, 0.5, 3, 2])  # a value for each of the four devices
+DOT = np.float32(3)
+SCALAR = jax.ShapeDtypeStruct((), np.float32)
+WHOLE = jax.ShapeDtypeStruct(XS.shape, XS.dtype)
+
+
+def slope(y: Any, x: Any) -> Any:
+    """The derivative of an op with the value `y` at `x`: it is x * x times a constant."""
+    return 2 * y / x
+
+
+@dataclass(frozen=True)
+class Transformation:
+    """`program(op)` runs on JAX, `oracle(plain)` in Python. Both return a value.
+
+    Attributes:
+        parallel: devices call at the same time, so that values and calls have no order.
+        spec: of the argument of `op`.
+    """
+
+    program: Callable[[Any], Any]
+    oracle: Callable[[Any], Any]
+    parallel: bool = False
+    spec: Any = SCALAR
+
+
+def _twice(op: Any) -> Any:
+    return lambda x: op(op(x))
+
+
+def _repeat(op: Any, times: int) -> Any:
+    y = X
+    for _ in range(times):
+        y = op(y)
+    return y
+
+
+def _until(op: Any) -> Any:
+    y = X
+    while y < 20:
+        y = op(y)
+    return y
+
+
+def _derivative(op: Any) -> Any:
+    y = op(X)
+    return y, slope(y, X)
+
+
+def _tangent(op: Any) -> Any:
+    y, dy = _derivative(op)
+    return y, dy * DOT
+
+
+def _linear(op: Any) -> Any:
+    y, dy = _derivative(op)
+    return y, dy, dy * DOT
+
+
+def _linearize(op: Any) -> Any:
+    y, linear = jax.linearize(op, X)
+    return y, linear(np.float32(1)), linear(DOT)
+
+
+def _remat(op: Any) -> Any:
+    """`op` is not differentiated, and the backward pass needs its value."""
+    f = jax.checkpoint(lambda x: op(lax.stop_gradient(x)) * x * x)
+    return jax.jit(jax.value_and_grad(f))(X)
+
+
+def _remat_oracle(op: Any) -> Any:
+    y = op(X)
+    return y * X * X, y * 2 * X
+
+
+def _custom_jvp(op: Any) -> Any:
+    f = jax.custom_jvp(op)
+
+    @f.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        y = f(*primals)
+        return y, slope(y, *primals) * tangents[0]
+
+    return jax.jit(jax.value_and_grad(f))(X)
+
+
+def _custom_vjp(op: Any) -> Any:
+    f = jax.custom_vjp(op)
+
+    def forward(x: Any) -> Any:
+        y = op(x)
+        return y, slope(y, x)
+
+    f.defvjp(forward, lambda dy, ct: (dy * ct,))
+    return jax.jit(jax.value_and_grad(f))(X)
+
+
+def _shard_map(op: Any) -> Any:
+    def block(x: Any) -> Any:
+        return op(x[0])[None]
+
+    spec = jax.P("x")
+    f = jax.shard_map(block, mesh=line(), in_specs=spec, out_specs=spec)
+    return jax.jit(f)(XS) / (XS * XS)
+
+
+def _pmap(op: Any) -> Any:
+    return np.asarray(jax.pmap(op)(XS)) / (XS * XS)
+
+
+def _blocks(op: Any) -> Any:
+    return np.stack([op(x) for x in XS]) / (XS * XS)
+
+
+def _shards(op: Any) -> Any:
+    sharding = jax.NamedSharding(line(), jax.P("x"))
+    return jax.jit(op)(jax.device_put(XS, sharding))
+
+
+def _export(op: Any) -> Any:
+    return hc.load(bytes(hc.export(jax.jit(op))(X))).call(X)
+
+
+TRANSFORMATIONS = {
+    "eager": Transformation(lambda op: _twice(op)(X), lambda op: _twice(op)(X)),
+    "jit": Transformation(lambda op: jax.jit(_twice(op))(X), lambda op: _twice(op)(X)),
+    "vmap": Transformation(
+        lambda op: jax.jit(jax.vmap(op))(XS), lambda op: np.stack([op(x) for x in XS])
+    ),
+    "grad": Transformation(
+        lambda op: jax.jit(jax.value_and_grad(op))(X),
+        _derivative,
+    ),
+    "jvp": Transformation(
+        lambda op: jax.jit(lambda x: jax.jvp(op, (x,), (DOT,)))(X), _tangent
+    ),
+    "linearize": Transformation(_linearize, _linear),
+    "scan": Transformation(
+        lambda op: jax.jit(
+            lambda x: lax.scan(lambda c, _: (op(c), None), x, length=3)[0]
+        )(X),
+        lambda op: _repeat(op, 3),
+    ),
+    "while_loop": Transformation(
+        lambda op: jax.jit(lambda x: lax.while_loop(lambda v: v < 20, op, x))(X),
+        _until,
+    ),
+    "cond": Transformation(
+        lambda op: jax.jit(
+            lambda x: lax.cond(x > 5, op, lambda v: v, lax.cond(x > 1, op, jnp.sin, x))
+        )(X),
+        lambda op: op(X),
+    ),
+    "remat": Transformation(_remat, _remat_oracle),
+    "custom_jvp": Transformation(_custom_jvp, _derivative),
+    "custom_vjp": Transformation(_custom_vjp, _derivative),
+    "shard_map": Transformation(_shard_map, _blocks, parallel=True),
+    "pmap": Transformation(_pmap, _blocks, parallel=True),
+    "jit over shards": Transformation(_shards, lambda op: op(XS), spec=WHOLE),
+    "export": Transformation(_export, lambda op: op(X)),
+}

@@ -1,0 +1,33 @@
+"""The public names, with signatures and sections, are those of api.txt."""
+
+from __future__ import annotations
+
+import public
+import pytest
+
+
+def test_the_snapshot_is_current():
+    """Sorted out by set first, so that a failure shows the changed lines alone."""
+    want, got = public.SNAPSHOT.read_text().splitlines(), public.lines()
+    assert sorted({*got} - {*want}) == sorted({*want} - {*got}), (
+        "public names changed: name them in CHANGELOG.md, then type: make api"
+    )
+    assert got == want, "type: make api"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        ("hostcall.call(fn)", "hostcall.call(fn, on)", ["hostcall.call"]),
+        ("class hostcall.Feed(object)", "", ["hostcall.Feed"]),
+        ("", "hostcall.Feed.__call__(self)", ["hostcall.Feed.__call__"]),
+        ("", "code hc-feed", ["hc-feed"]),
+        ("", "hostcall.tap(fn)  [Args]", []),
+        ("code hc-escape", "", []),
+    ],
+)
+def test_a_change_has_to_stand_in_the_changelog(before, after, names):
+    changelog = (
+        "# Changes\n\n## Unreleased\n\n- `hc.tap`, hc-escape.\n\n## 0.1.0\n\n- hc.call"
+    )
+    assert public.untold([before], [after], changelog) == names

@@ -1,0 +1,53 @@
+"""A few seconds of the fuzzers, without atheris: the seeds, and seeds with changed bytes."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PACKAGES = {"exports": "flatbuffers", "records": "zarr"}
+
+# In a process of its own: what it reads may crash it.
+SMOKE = """
+import importlib, logging, random, sys, warnings
+sys.path.insert(0, sys.argv[1])
+logging.getLogger("hostcall").setLevel(logging.CRITICAL + 1)
+warnings.simplefilter("ignore")
+target = importlib.import_module("fuzz." + sys.argv[2])
+chosen = random.Random(7)
+seeds = target.seeds()
+runs = 0
+for data in [*seeds, *chosen.choices(seeds, k=20)]:
+    changed = bytearray(data)
+    for _ in range(3 if runs >= len(seeds) else 0):
+        changed[chosen.randrange(len(changed))] = chosen.randrange(256)
+    try:
+        target.one(bytes(changed))
+    except BaseException:
+        print(bytes(changed).hex())
+        raise
+    runs += 1
+print("ran", runs == len(seeds) + 20)
+"""
+
+
+@pytest.mark.parametrize("name", ["prints", "specs", "buffers", "exports", "records"])
+def test_fuzzers_find_nothing_in_their_seeds(run_python, name):
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    done = run_python(SMOKE, ROOT, name)
+    assert done.stdout.endswith("ran True\n"), done.stderr
+
+
+def test_the_list_of_fuzzers_is_whole():
+    folder = os.path.join(ROOT, "fuzz")
+    found = {name.removesuffix(".py") for name in os.listdir(folder)}
+    sys.path.insert(0, ROOT)
+    try:
+        from fuzz.__main__ import NAMES
+    finally:
+        sys.path.remove(ROOT)
+    assert {*NAMES, "draw", "__init__", "__main__", "native"} == found - {"__pycache__"}

@@ -1,0 +1,238 @@
+"""Eight threads at once. On a Python without the GIL they truly run at once."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+
+SCALAR = jax.ShapeDtypeStruct((), np.float32)
+ROW = jax.ShapeDtypeStruct((4,), np.float32)
+THREADS, TIMES = 8, 60
+
+
+def at_once(work: Callable[[int], None]) -> None:
+    """Runs `work(number)` on eight threads that start together; raises its errors."""
+    gate, errors = threading.Barrier(THREADS), []
+
+    def run(number):
+        gate.wait()
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_the_import_leaves_the_gil_off():
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("this Python has a GIL")
+    code = "import sys, hostcall; assert not sys._is_gil_enabled()"
+    # An error: CPython warns when a module switches the GIL on.
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_arguments_that_some_calls_keep_are_never_filled_again():
+    kept = [[] for _ in range(THREADS)]
+
+    def host(x, number):
+        if int(x[0]) % 3 == 0:
+            kept[int(number)].append((float(x[0]), x))
+        return x * 2
+
+    program = jax.jit(lambda x, number: hc.call(host, ROW, x, number))
+
+    def work(number):
+        for i in range(TIMES):
+            x = np.full(4, 1000 * number + i, np.float32)
+            np.testing.assert_array_equal(program(x, number), x * 2)
+
+    at_once(work)
+    assert sum(map(len, kept)) == sum(
+        (1000 * n + i) % 3 == 0 for n in range(THREADS) for i in range(TIMES)
+    )
+    for value, array in itertools.chain(*kept):
+        np.testing.assert_array_equal(array, np.full(4, value, np.float32))
+
+
+def test_every_call_is_counted():
+    def counted_by_all(x):
+        if x < 0:
+            raise ValueError
+        return x
+
+    program = jax.jit(lambda x: hc.call(counted_by_all, SCALAR, x))
+
+    def work(number):
+        for i in range(TIMES):
+            if i % 10 == 9:
+                with pytest.raises(Exception, match="ValueError"):
+                    jax.block_until_ready(program(jnp.float32(-1)))
+            else:
+                assert program(jnp.float32(i)) == i
+
+    at_once(work)
+    (cost,) = [s for name, s in hc.monitor.stats().items() if "counted_by_all" in name]
+    calls = THREADS * TIMES
+    assert (cost.calls, cost.errors) == (calls, calls // 10)
+    assert (cost.bytes_in, cost.bytes_out) == (4 * calls, 4 * (calls - calls // 10))
+
+
+def test_lent_views_that_another_thread_has_dropped_are_no_escapes():
+    def host(x, out):
+        def read():
+            views = [x[i:] for i in range(len(x))]
+            out[...] = x + len(views)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    program = jax.jit(lambda x: hc.call(host, ROW, x, lend="out"))
+
+    def work(number):
+        for i in range(TIMES):
+            x = np.arange(4, dtype=np.float32) + i
+            np.testing.assert_array_equal(program(x), x + 4)
+
+    at_once(work)
+
+
+def test_views_that_another_thread_takes_while_the_call_ends():
+    """Either the view came in time, and is an escape, or the Buffer refuses it."""
+    stop = threading.Event()
+    handed, hands = [], threading.Semaphore(0)
+    refused = []
+
+    def take():
+        while hands.acquire() and not stop.is_set():
+            buffer = handed.pop()
+            for read in (np.asarray, memoryview, np.from_dlpack, repr) * 200:
+                try:
+                    read(buffer)
+                except RuntimeError as error:
+                    refused.append(str(error))
+                    break
+
+    takers = [threading.Thread(target=take) for _ in range(2)]
+    for taker in takers:
+        taker.start()
+
+    def host(ctx, out, x):
+        np.asarray(out)[...] = np.asarray(x) + 1
+        handed.append(x)
+        hands.release()
+
+    program = jax.jit(hc.buffer_callback(host, ROW))
+    escaped = []
+    for i in range(300):
+        x = np.full(4, i, np.float32)
+        try:
+            np.testing.assert_array_equal(program(x), x + 1)
+        except (RuntimeError, ValueError) as error:
+            escaped.append(str(error))
+    stop.set()
+    for _ in takers:
+        hands.release()
+    for taker in takers:
+        taker.join()
+    assert escaped or refused
+    assert all("[hc-escape]" in text for text in escaped)
+    assert all("has ended" in text for text in refused)
+
+
+def test_status_is_read_while_rows_go_on():
+    done = threading.Event()
+    seen = []
+
+    def read():
+        while not done.is_set():
+            seen.extend(call.row for call in hc.monitor.status())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    program = jax.jit(jax.vmap(lambda x: hc.call(lambda v: v + 1, SCALAR, x)))
+    xs = np.arange(50, dtype=np.float32)
+
+    def work(number):
+        for _ in range(TIMES // 4):
+            np.testing.assert_array_equal(program(xs), xs + 1)
+
+    try:
+        at_once(work)
+    finally:
+        done.set()
+        reader.join()
+    assert all(len(row) <= 1 and all(0 <= i < 50 for i in row) for row in seen)
+
+
+def test_taps_of_all_threads_arrive_each_thread_in_its_order():
+    got = [[] for _ in range(THREADS)]
+
+    def program(number, i):
+        hc.tap(lambda n, i: got[int(n)].append(int(i)), number, i)
+        return i + 1
+
+    step = jax.jit(program)
+
+    def work(number):
+        for i in range(TIMES):
+            step(np.int32(number), np.int32(i)).block_until_ready()
+
+    at_once(work)
+    hc.barrier()
+    assert got == [list(range(TIMES))] * THREADS
+
+
+def test_a_feed_gives_each_item_to_one_thread():
+    feed = hc.feed(iter(np.arange(THREADS * TIMES, dtype=np.int32)))
+    step = jax.jit(lambda: feed()[0])
+    took = [[] for _ in range(THREADS)]
+
+    def work(number):
+        for _ in range(TIMES):
+            took[number].append(int(step()))
+
+    with feed:
+        at_once(work)
+    assert sorted(itertools.chain(*took)) == list(range(THREADS * TIMES))
+
+
+def test_a_recorder_keeps_what_all_threads_write(tmp_path):
+    pytest.importorskip("pyarrow")
+    recorder = hc.Recorder(tmp_path)
+
+    def program(i):
+        recorder(i=i)
+        return i
+
+    step = jax.jit(program)
+
+    def work(number):
+        for i in range(TIMES):
+            step(np.int32(1000 * number + i)).block_until_ready()
+
+    at_once(work)
+    hc.barrier()
+    table = recorder.table()
+    recorder.close()
+    assert sorted(table["i"].to_pylist()) == [
+        1000 * n + i for n in range(THREADS) for i in range(TIMES)
+    ]
