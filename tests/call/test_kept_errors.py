@@ -220,3 +220,24 @@ def test_numbers_of_raised_errors_do_not_pile_up():
     assert len(failures._told) <= failures._TOLD_AT_MOST
     assert len(failures._kept) <= config.KEPT_ERRORS
     assert failures.is_told(failures.failures_so_far())
+
+
+def test_a_barrier_passes_over_a_failed_array_that_was_seen():
+    """A traceback that somebody keeps also keeps the arrays in its frames."""
+
+    def bad(x):
+        raise LookupError(f"at {float(x)}")
+
+    @jax.jit
+    def f(x, m):  # XLA runs the product on a thread of its own: f returns before it
+        return hc.call(bad, F32, x + (m @ m)[0, 0])
+
+    m = jnp.zeros((600, 600))
+    read, unread = f(1.0, m), f(2.0, m)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="at 1"):
+        read.block_until_ready()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="at 2"):
+        hc.barrier()
+    assert hc.barrier()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="at 2"):
+        unread.block_until_ready()

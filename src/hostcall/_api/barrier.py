@@ -35,7 +35,8 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
             an ExceptionGroup of the first exceptions; its message gives the total.
         jax.errors.JaxRuntimeError: the callback of a program failed, or `WatchError` if
             a watch did. This error comes first: the next barrier raises what taps
-            raised.
+            raised. An array whose failure was raised before, here or where it was
+            read, is passed over.
         HostcallError: the barrier was called from inside a tap.
 
     Cost: the wait itself, and one look at each live array.
@@ -57,8 +58,10 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
     failed = delivery.reports  # outlives this wait if Ctrl-C or the limit ends it
     failed += failures.failures_of_effects()
     for error in failures.failures_of_arrays():
-        # Reading an array raises its error too. Only failed host calls are raised here.
-        if failures.number_in(error):
+        # Only failures of host calls, and of those none that the user has seen: a
+        # printed traceback may keep failed arrays in its frames, for long.
+        number = failures.number_in(error)
+        if number and not failures.is_told(number):
             failed.append(error)
     left = None if end is None else max(0.0, end - time.monotonic())
     if not delivery.flush(left, "hc.barrier()"):
