@@ -48,6 +48,11 @@ nb_execution_mode = os.environ.get("DOCS_RUN", "force")
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 120
+nb_execution_excludepatterns = [  # a page without programs needs no kernel
+    str(page.relative_to(HERE))
+    for page in HERE.rglob("*.md")
+    if "\n```python" not in page.read_text()
+]
 nb_merge_streams = True
 # Only what a program prints or draws is shown, not the value of its last line. A bar
 # would be a widget, which needs scripts of other hosts.
@@ -82,6 +87,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples/gallery",
     "gallery_dirs": "gallery",
     "plot_gallery": nb_execution_mode != "off",
+    "parallel": 2 if nb_execution_mode != "off" else False,
     "abort_on_example_error": True,
     "matplotlib_animations": True,
     "download_all_examples": False,
