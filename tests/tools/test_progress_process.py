@@ -110,10 +110,14 @@ def test_ctrl_c_in_a_compiled_program_closes_its_bar(run_python, tmp_path):
 
         import jax, jax.numpy as jnp, hostcall as hc
 
+        # Kept: without the GIL, the thread that is interrupted may be freeing it at that
+        # moment, and Python drops what is raised in a weak reference's callback.
+        kill = lambda: os.kill(os.getpid(), signal.SIGINT)
+        killer = threading.Thread(target=kill)
+
         def wait(i):
             if i == 5:
-                kill = lambda: os.kill(os.getpid(), signal.SIGINT)
-                threading.Thread(target=kill).start()
+                killer.start()
                 for _ in range(600):  # 60 s, unless interrupted
                     time.sleep(0.1)
 

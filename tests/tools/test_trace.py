@@ -313,7 +313,7 @@ def test_a_dropped_tap_is_marked(tmp_path):
 
 
 WRITES = """
-import os, signal, sys
+import os, signal, sys, time
 import jax, jax.numpy as jnp
 import hostcall as hc
 from hostcall.tools import read_trace
@@ -380,7 +380,8 @@ def test_ctrl_c_ends_a_trace(start_python, tmp_path):
 with hc.trace(path):
     run()
     print("ready", flush=True)
-    signal.pause()
+    while True:  # `signal.pause` would miss a signal that comes just before it
+        time.sleep(0.01)
 """,
         str(path),
     )
