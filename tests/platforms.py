@@ -58,6 +58,7 @@ _CPU_ONLY = {
     "test_arrays_of_a_gpu_on_the_cpu": "is about the CPU",
     "test_lent_arrays_are_the_programs_memory": "lends the program's own memory",
     "test_buffer_callbacks": "reads Buffers with NumPy",
+    "test_views_that_another_thread_takes_while_the_call_ends": "reads Buffers with NumPy",
     "test_a_million_taps_in_a_scan": "a million copies and streams take minutes",
 }
 # Tests that reach no handler, or only by calls that other tests cover: the drop-ins and
