@@ -11,6 +11,8 @@
 # make bench   print the table of targets, and write docs/benchmarks.md; measure the
 #               sweeps, draw them in docs/pictures/, and write the tables of docs/speed.md
 # make check   format, lint, types, layers, tests
+# make tsan    the tests of threads under ThreadSanitizer, on a Python without the GIL:
+#               PYTHON is one that scripts/tsan.sh describes
 # make sanitize  the native tests under ASan and TSan, and the Python ones under ASan
 # make soak    ten minutes of everything at once: memory, threads and descriptors stay flat;
 #               then Ctrl-C and exits at random moments, and programs drawn at random
@@ -45,7 +47,7 @@ NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-staged test-optional docs docs-links pictures bench check format sanitize soak \
+.PHONY: demo test test-staged test-optional docs docs-links pictures bench check format sanitize tsan soak \
   fuzz coverage mutation clients wheels sdist compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
@@ -108,6 +110,9 @@ format: $(VENV)/.dev
 sanitize: $(VENV)/.installed
 	$(MAKE) -C tests/native run
 	scripts/asan.sh $(BIN)/python
+
+tsan:
+	scripts/tsan.sh "$(PYTHON)"
 
 soak: $(VENV)/.installed
 	$(BIN)/python scripts/soak.py
@@ -180,14 +185,17 @@ workflows-check: $(TOOLS)/.made
 
 # Python and jax are the oldest, too. uv is a resolver that knows "lowest".
 test-lowest: LOWEST := .venv-lowest
-test-lowest: LOWEST_EXTRAS := demo,test,progress,waiting,export,record,cache
+# Not torch, whose oldest packages take 2.5 GB; `make test-optional` has the newest.
+test-lowest: LOWEST_EXTRAS := demo,test,progress,waiting,export,record,cache,autograd,sympy,numba,dask,loky,gymnasium
 test-lowest:
 	scripts/venv.sh "$(or $(PYTHON),python3.11)" $(LOWEST)
 	scripts/compiler.sh
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check uv
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python \
 	  --resolution lowest-direct ".[$(LOWEST_EXTRAS)]"
-	$(LOWEST)/bin/python $(PYTEST) tests/matrix tests/tools tests/export tests/feed/test_feed_sources.py \
+	$(LOWEST)/bin/python $(PYTEST) tests/bridge tests/runtime/test_executors.py \
+	  tests/runtime/test_dask_workers.py tests/compat/test_buffer_native.py \
+	  tests/repo/test_examples.py tests/matrix tests/tools tests/export tests/feed/test_feed_sources.py \
 	  tests/call/test_hypothesis.py tests/compat/test_drop_in.py tests/runtime/test_debuggers.py \
 	  tests/host_function/test_host_function_cache_disk.py tests/repo/test_demo.py \
 	  tests/repo/test_notebook_page.py tests/repo/test_site.py tests/repo/test_api.py

@@ -40,10 +40,12 @@ class Draw:
         return self.bytes(self.left)
 
     def text(self) -> str:
-        """All that is left. Also texts that no UTF-8 can hold."""
-        return self.rest().decode(
-            "utf-8", "surrogatepass" if self.bool() else "replace"
-        )
+        """All that is left. Also texts that no UTF-8 can hold: lone surrogates."""
+        passes, data = self.bool(), self.rest()
+        try:
+            return data.decode("utf-8", "surrogatepass" if passes else "replace")
+        except UnicodeDecodeError:
+            return data.decode("utf-8", "replace")
 
 
 # Values that JSON can hold, for places where they are wrong.

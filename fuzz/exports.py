@@ -66,7 +66,7 @@ def files() -> list[tuple[bytes, list[tuple[str, list]]]]:
 def seeds() -> list[bytes]:
     edits = [bytes([2 + n % 2, n, n // 8, *range(n, n + 20)]) for n in range(64)]
     whole = [bytes([0]) + data for data, _ in files()]
-    texts = [b"\1" + text.encode() for _, texts in files() for text, _ in texts]
+    texts = [b"\1\0" + text.encode() for _, texts in files() for text, _ in texts]
     return edits + whole + texts
 
 

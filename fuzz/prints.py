@@ -46,7 +46,7 @@ def seeds() -> list[bytes]:
         bytes([3, 0, 5, 7, 0, 0]),
         bytes([1, 10, 0, 0]),
     ]
-    return [kind + fmt.encode() for kind in kinds for fmt in FORMATS]
+    return [kind + b"\0" + fmt.encode() for kind in kinds for fmt in FORMATS]
 
 
 def one(data: bytes) -> None:
@@ -72,7 +72,8 @@ def one(data: bytes) -> None:
             told
         )
         return
-    shown, by_name = jax.tree.map(delivered, (values, named))
+    shown = [delivered(value) for value in values]
+    by_name = {name: delivered(value) for name, value in named.items()}
     try:
         Fields().vformat(fmt, shown, by_name)
         expected = fmt.format(*shown, **by_name)
@@ -82,8 +83,15 @@ def one(data: bytes) -> None:
 
 
 def delivered(value):
-    """What the function of a tap gets for this leaf; small scalars become Python's."""
-    if isinstance(value, str):
-        return value
-    array = np.asarray(jnp.asarray(value))
-    return float(array) if array.dtype == ml_dtypes.bfloat16 else array
+    """What the function of a tap gets for an argument; small scalars become Python's,
+    and Python's numbers in containers stay what they are.
+    """
+
+    def leaf(part):
+        inside = isinstance(value, (list, dict)) and isinstance(part, (int, float))
+        if inside or isinstance(part, str):
+            return part
+        array = np.asarray(jnp.asarray(part))
+        return float(array) if array.dtype == ml_dtypes.bfloat16 else array
+
+    return jax.tree.map(leaf, value)

@@ -28,6 +28,10 @@ CORE = (
     "tests/tap/test_tap_transforms.py",
     "tests/host_function/test_host_function.py",
     "tests/export/test_export.py",
+    "tests/feed/test_feed.py",
+    "tests/object/test_object.py",
+    "tests/compat/test_drop_in.py",
+    "tests/compat/test_buffer_callback.py",
 )
 TESTING = ("pytest", "hypothesis", "flatbuffers", "scipy", "packaging")
 

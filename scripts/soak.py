@@ -2,9 +2,9 @@
 
     python scripts/soak.py [--seconds 600] [--processes 50] [--seed N]
 
-First part: threads make and drop programs with calls, taps, buffers, parallel rows and
-failures, eager and compiled, on several devices. Resident memory, threads and file
-descriptors must not grow after the first third.
+First part: threads make and drop programs with calls, taps, feeds, recorders, buffers,
+parallel rows and failures, eager and compiled, on several devices. Resident memory,
+threads and file descriptors must not grow after the first third.
 
 Second part: processes that do such work get a Ctrl-C at one random moment and end at
 another, while daemon threads and taps are running. Each must end with status 0 and
@@ -22,6 +22,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -139,6 +140,29 @@ def feeds(rng: random.Random) -> None:
             feed.reset()
 
 
+def records(rng: random.Random) -> None:
+    count = rng.randrange(1, 2000)
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = hc.Recorder(folder)
+
+        @jax.jit
+        def run():
+            def step(i, carry):
+                recorder(i=i, twice=carry)
+                return carry + 2
+
+            return jax.lax.fori_loop(0, count, step, 0)
+
+        assert int(run()) == 2 * count
+        try:
+            recorder.close()
+        except* Wrong:  # of taps of other threads
+            pass
+        table = recorder.table()
+        assert table["i"].to_pylist() == list(range(count))
+        assert table["twice"].to_pylist() == list(range(0, 2 * count, 2))
+
+
 # Programs over several devices from several threads may wait for each other in XLA's
 # queues, with or without host calls. So one thread at a time runs them.
 _ALONE = threading.Lock()
@@ -146,7 +170,7 @@ _ALONE = threading.Lock()
 
 def one(rng: random.Random) -> None:
     work = rng.choice(
-        [call, eager, rows, tap, buffers, fails, tap_fails, devices, feeds]
+        [call, eager, rows, tap, buffers, fails, tap_fails, devices, feeds, records]
     )
     if work is devices:
         with _ALONE:
@@ -262,7 +286,7 @@ def work_until_told(seed: int, seconds: float) -> None:
     try:
         while not interrupted or time.monotonic() < end:
             try:
-                rng.choice([call, eager, rows, tap, buffers])(rng)
+                rng.choice([call, eager, rows, tap, buffers, feeds, records])(rng)
             except KeyboardInterrupt:
                 interrupted = True
     except KeyboardInterrupt:  # between two pieces of work

@@ -54,7 +54,11 @@ def pythons() -> dict[str, str]:
         for command in (f"python{version}", *map(str, sorted(pyenv))):
             if shutil.which(command) is None:
                 continue
-            if run(command, "-c", VERSION).strip() == version:
+            # A shim of pyenv fails if its version is not selected.
+            ask = subprocess.run(
+                [command, "-c", VERSION], capture_output=True, text=True
+            )
+            if ask.stdout.strip() == version:
                 found[version] = command
                 break
     if missing := [version for version in VERSIONS if version not in found]:
@@ -97,7 +101,8 @@ def wheel_in_dist(version: str) -> Path:
 
 
 def sdist(tools: Path) -> Path:
-    shutil.rmtree(DIST, ignore_errors=True)
+    for old in DIST.glob("hostcall-*.tar.gz"):
+        old.unlink()
     run(tools, "-m", "build", "--sdist", "--no-isolation", "-x", "--outdir", DIST)
     (made,) = DIST.glob("hostcall-*.tar.gz")
     print(f"{made.name}: {made.stat().st_size / 1024:,.0f} KiB", flush=True)
@@ -111,6 +116,8 @@ def wheel(tools: Path, work: Path, version: str, python: str, source: Path) -> N
     old = "--config-settings=cmake.define.HOSTCALL_OLD_GLIBC=ON"
     run(*pip, "--quiet", old, "--wheel-dir", work / "built" / version, source)
     (built,) = (work / "built" / version).glob("hostcall-*.whl")
+    for old in DIST.glob(f"hostcall-*-cp{version.replace('.', '')}-{TAG}.whl"):
+        old.unlink()
     repair = (tools, "-m", "auditwheel", "repair", "--plat", TAG, "--only-plat")
     run(*repair, "--wheel-dir", DIST, built, env=bare(tools.parents[1]))  # has patchelf
     tagged = wheel_in_dist(version)

@@ -17,17 +17,20 @@
 
 #include <atomic>
 #include <cstddef>
+#include <mutex>
 
 #include "base/flight_text.h"
+#include "base/free_threads.h"
 
 namespace hostcall {
 
-/// Static: signal handlers belong to the process. Watch is called with the GIL
-/// held, which guards what it changes.
+/// Static: signal handlers belong to the process.
 class FatalSignals {
  public:
   /// Installs the handlers, or restores those before.
   static void Watch(bool on) {
+    static AttachedMutex mutex;
+    const std::lock_guard<AttachedMutex> lock(mutex);
     TickNs();  // its first call initialises, which a handler must not do
     for (size_t i = 0; i < kCount; ++i) {
       struct sigaction found;

@@ -7,7 +7,7 @@
 // - statistics of calls (plan.h): Tally, a part for each group of threads
 // - spare arrays (arrays.h): Spare, taken and kept by one atomic operation
 // - "nobody else holds this object": IsSole, for objects that this thread made;
-//   Merge and IsHeldElsewhere, for those that any thread may hold
+//   Merge, IsHeldElsewhere and DropIfLast, for those that any thread may hold
 // - Buffers (buffer_object.h): Lease, no view begins after the end of the call
 // - objects of the process: set once, when the module is imported
 //
@@ -73,17 +73,21 @@ inline size_t Group() {
   return (group != 0 ? group : NewGroup()) - 1;
 }
 
-/// A count that attached threads change, and any thread may read.
+/// A count that attached threads change, and any thread may read. What a thread did
+/// before it added comes before what the reader of the sum does next.
 class Tally {
  public:
   void Add(int64_t n) {
     if (kFreeThreads) {
-      value_.fetch_add(n, std::memory_order_relaxed);
-    } else {  // a plain addition: the GIL is held
+      value_.fetch_add(n, std::memory_order_acq_rel);
+    } else {  // a plain addition: the GIL is held, and orders everything
       value_.store(value() + n, std::memory_order_relaxed);
     }
   }
-  int64_t value() const { return value_.load(std::memory_order_relaxed); }
+  int64_t value() const {
+    return value_.load(kFreeThreads ? std::memory_order_acquire
+                                    : std::memory_order_relaxed);
+  }
 
  private:
   std::atomic<int64_t> value_{0};
@@ -124,6 +128,26 @@ inline bool IsHeldElsewhere(PyObject* object) {
   // Pairs with the release of the last decrement; Py_REFCNT is relaxed.
   if (kFreeThreads) std::atomic_thread_fence(std::memory_order_acquire);
   return held;
+}
+
+/// Drops the caller's reference to a merged object, if it is the last one. Only
+/// this tells that nobody can reach the object any more: a weak reference may
+/// become a strong one at any time after its references were counted, but not after
+/// the last one has gone.
+inline bool DropIfLast(PyObject* object) {
+#ifdef Py_GIL_DISABLED
+  Py_ssize_t last = _Py_REF_SHARED(1, _Py_REF_MERGED);
+  // What the interpreter does for the last reference, unless another one appears.
+  if (!__atomic_compare_exchange_n(&object->ob_ref_shared, &last, _Py_REF_MERGED,
+                                   false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
+    return false;
+  }
+  OrPark([object] { _Py_Dealloc(object); });
+#else
+  if (Py_REFCNT(object) != 1) return false;
+  OrPark([object] { Py_DECREF(object); });
+#endif
+  return true;
 }
 
 /// An object that is kept from one call for the next, or nothing. Several threads

@@ -8,6 +8,7 @@
 #if defined(__APPLE__)
 #include <mach/mach.h>
 #include <mach/semaphore.h>
+#include <unistd.h>
 #else
 #include <semaphore.h>
 #include <time.h>
@@ -28,22 +29,29 @@ class Semaphore {
   Semaphore& operator=(const Semaphore&) = delete;
 
   /// Adds one. Async-signal-safe.
-  void Post() { semaphore_signal(port_.load()); }
+  void Post() {
+    if (owner_.load() == getpid()) semaphore_signal(port_.load());
+  }
 
   /// Takes one, waiting for at most `seconds`. False if none came; true may come in
   /// vain. One thread waits at a time.
   ///
   /// A forked child does not inherit the port, so it makes one of its own here. A
-  /// Post that still uses the dead port is lost. Its caller set what it tells
-  /// before it read the port, so the look that follows a true finds that.
+  /// Post that comes before is lost. Its caller set what it tells before it came
+  /// here, so the look that follows a true finds that.
   bool Wait(double seconds) {
+    if (owner_.load() != getpid()) {
+      Make();
+      return true;
+    }
     const auto whole = static_cast<int64_t>(seconds);
     const mach_timespec_t most = {
         static_cast<unsigned int>(whole),
         static_cast<clock_res_t>((seconds - static_cast<double>(whole)) * 1e9)};
     const kern_return_t code = semaphore_timedwait(port_.load(), most);
     if (code == KERN_OPERATION_TIMED_OUT) return false;
-    if (code != KERN_SUCCESS && code != KERN_ABORTED) Make();
+    // Without a port: the caller looks again and again, but not all the time.
+    if (code != KERN_SUCCESS && code != KERN_ABORTED) usleep(10'000);
     return true;
   }
 
@@ -52,8 +60,10 @@ class Semaphore {
     semaphore_t made = SEMAPHORE_NULL;
     semaphore_create(mach_task_self(), &made, SYNC_POLICY_FIFO, 0);
     port_.store(made);
+    owner_.store(getpid());
   }
   std::atomic<semaphore_t> port_{SEMAPHORE_NULL};
+  std::atomic<pid_t> owner_{0};  ///< the process whose port it is
 };
 
 #else

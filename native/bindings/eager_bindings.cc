@@ -132,6 +132,10 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     }
   }
   const int64_t end = Ticks();
+  if (wait) {
+    GilRelease unlocked;  // its end takes the ring's lock
+    wait.reset();
+  }
   plan.counters->mine().python_ticks.Add(end - start);
   flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
   if (!ok) throw nb::python_error();

@@ -68,10 +68,7 @@ class OpenBuffers {
     // First, so that no new view comes into being while those that were kept are
     // looked for.
     for (size_t i = 1; i < size(); ++i) {
-      if (stack()[i] == nullptr) continue;
-      BufferObject* buffer = AsBuffer(stack()[i]);
-      buffer->lease.End();
-      if (buffer->array != nullptr) DisownWeaklyHeld(buffer->array, LeafOf(i));
+      if (stack()[i] != nullptr) AsBuffer(stack()[i])->lease.End();
     }
     if (AnyHeld()) ok = Report() && ok;
     // WasChanged first: it restores the values of every input, even after an error.

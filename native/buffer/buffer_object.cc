@@ -256,12 +256,11 @@ void OpenBuffer(BufferObject* b, const ActiveCall& call, const Leaf& leaf,
   b->lease.Begin(call);
 }
 
-bool IsHeld(const BufferObject* b) {
-  return b->exports.value() != 0 ||
-         (b->array != nullptr && IsHeldElsewhere(b->array)) ||
+bool IsHeld(BufferObject* b) {
+  if (b->array != nullptr && DropIfLast(b->array)) b->array = nullptr;
+  return b->array != nullptr || b->exports.value() != 0 ||
          (b->tensors != nullptr && (*b->tensors)->load() != 0) ||
-         (b->interface_read && IsHeldElsewhere(const_cast<PyObject*>(
-                                   reinterpret_cast<const PyObject*>(b))));
+         (b->interface_read && IsHeldElsewhere(reinterpret_cast<PyObject*>(b)));
 }
 
 bool KeepBefore(BufferObject* b, const ActiveCall& call) {
@@ -289,10 +288,10 @@ bool WasChanged(BufferObject* b) {
 
 bool CloseBuffer(BufferObject* b) {
   b->lease.End();
-  const bool alone = !IsHeldElsewhere(reinterpret_cast<PyObject*>(b)) &&
-                     !IsHeld(b);  // before the array goes
-  if (b->array != nullptr) {
-    if (IsHeldElsewhere(b->array) && b->leaf != nullptr) Disown(b->array, *b->leaf);
+  // IsHeld first: it lets go of the array.
+  const bool alone = !IsHeld(b) && !IsHeldElsewhere(reinterpret_cast<PyObject*>(b));
+  if (b->array != nullptr) {  // somebody holds it
+    if (b->leaf != nullptr) Disown(b->array, *b->leaf);
     Py_CLEAR(b->array);
   }
   b->leaf = nullptr;

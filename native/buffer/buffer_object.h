@@ -88,8 +88,9 @@ bool KeepBefore(BufferObject* buffer, const ActiveCall& call);
 
 /// Whether an input has been written to since KeepBefore; restores its values.
 bool WasChanged(BufferObject* buffer);
-/// Whether a view of the memory exists.
-bool IsHeld(const BufferObject* buffer);
+/// Whether a view of the memory exists. Lets go of the array that `__array__` has
+/// made, if nobody else holds it.
+bool IsHeld(BufferObject* buffer);
 /// Lets go of the memory; also ends the lease. True if nobody else holds the Buffer
 /// or a view, so that it can be opened again for another call.
 bool CloseBuffer(BufferObject* buffer);

@@ -23,7 +23,7 @@ class Lease {
     call_.store(nullptr, kOrder);
     // A use is short, and may need the interpreter. In a forked child, the threads
     // whose uses are counted do not exist.
-    while (kFreeThreads && uses_.load() != 0 && !Engine::Get().forked()) {
+    while (uses_.load() != 0 && !Engine::Get().forked()) {
       GilRelease unlocked;
       std::this_thread::sleep_for(std::chrono::microseconds(10));
     }
@@ -34,11 +34,13 @@ class Lease {
   class Use {
    public:
     explicit Use(Lease& lease) : lease_(lease) {
-      if (kFreeThreads) lease.uses_.fetch_add(1);
+      lease.Count(1);
       call_ = lease.call_.load(kOrder);
+      // At once: those who ask for an ended one must not keep its end waiting.
+      if (call_ == nullptr) lease.Count(-1);
     }
     ~Use() {
-      if (kFreeThreads) lease_.uses_.fetch_sub(1);
+      if (call_ != nullptr) lease_.Count(-1);
     }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
@@ -52,12 +54,22 @@ class Lease {
   };
 
  private:
+  /// The GIL is held, or there is none. It may change hands during a use, which may
+  /// run Python code.
+  void Count(int n) {
+    if (kFreeThreads) {
+      uses_.fetch_add(n);
+    } else {
+      const int now = uses_.load(std::memory_order_relaxed);
+      uses_.store(now + n, std::memory_order_relaxed);
+    }
+  }
   /// As in base/engine.h, at least one side sees the other: a use that missed the
   /// end is counted. The GIL needs no order.
   static constexpr auto kOrder =
       kFreeThreads ? std::memory_order_seq_cst : std::memory_order_relaxed;
   std::atomic<const ActiveCall*> call_;  ///< not owned; null: ended
-  std::atomic<int32_t> uses_;            ///< not counted if there is a GIL
+  std::atomic<int32_t> uses_;            ///< under way
 };
 
 }  // namespace hostcall

@@ -64,11 +64,6 @@ void Disown(PyObject* array, const Leaf& leaf) {
   Py_XSETREF(fields->base, owner);
 }
 
-void DisownWeaklyHeld(PyObject* array, const Leaf& leaf) {
-  auto* fields = reinterpret_cast<PyArrayObject_fields*>(array);
-  if (kFreeThreads && fields->weakreflist != nullptr) Disown(array, leaf);
-}
-
 bool AsMade(PyObject* object, const Leaf& leaf) {
   // Whatever the function can change without keeping a reference: weak references,
   // and the shape, dtype, flags and base that NumPy lets it set in place.
@@ -102,11 +97,6 @@ PyObject* Loan::Lend(size_t number, bool is_result, char* data) {
 }
 
 bool Loan::End() {
-  for (Entry& entry : entries_) {
-    DisownWeaklyHeld(entry.array.get(), entry.is_result
-                                            ? plan_.results[entry.number]
-                                            : plan_.args[entry.number]);
-  }
   const bool ok = !AnyHeld() || ReportEscapes(plan_, [this](PyObject* held) {
     for (Entry& entry : entries_) {
       if (!Held(entry)) continue;

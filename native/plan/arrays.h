@@ -12,8 +12,8 @@
 //     on: the array does not own its memory, and its base is not an array and
 //     exports no writable buffer.
 //   * An escape. A derived view, memoryview, DLPack capsule or tensor holds a
-//     reference to the array. So a reference count above ours after the call is an
-//     escape, and an error, while the memory is still whole.
+//     reference to the array. So an array that does not go when we drop ours after
+//     the call is an escape, and an error, while the memory is still whole.
 //   * The frames of a traceback. They hold the arrays of a function that failed, so
 //     they are cleared before the references are counted.
 #pragma once
@@ -64,10 +64,6 @@ Ref LentArray(const Leaf& leaf, char* data, bool writeable);
 /// array itself stays safe to touch. Views of it still point at XLA's memory.
 /// Without memory for a copy, nothing changes.
 void Disown(PyObject* array, const Leaf& leaf);
-
-/// Without a GIL, disowns a lent array that has weak references: another thread may
-/// make a strong one after its references were counted.
-void DisownWeaklyHeld(PyObject* array, const Leaf& leaf);
 
 /// Called if views may have escaped a call, whether or not a Python error is set.
 ///
@@ -156,13 +152,19 @@ class Loan {
   struct Entry {
     size_t number;   ///< of the leaf
     bool is_result;  ///< in plan.results; else in plan.args
-    Ref array;
+    Ref array;       ///< null once nobody holds it
   };
-  static bool Held(const Entry& entry) {
-    return IsHeldElsewhere(entry.array.get());
+  /// Whether somebody else holds the array. If not, it is gone afterwards.
+  static bool Held(Entry& entry) {
+    if (!entry.array) return false;
+    if (!DropIfLast(entry.array.get())) return true;
+    (void)entry.array.release();
+    return false;
   }
-  bool AnyHeld() const {
-    return std::any_of(entries_.begin(), entries_.end(), Held);
+  bool AnyHeld() {
+    bool held = false;  // all are asked
+    for (Entry& entry : entries_) held |= Held(entry);
+    return held;
   }
 
   const Plan& plan_;

@@ -95,6 +95,11 @@ bool OnlyOnThreads(const std::vector<unsigned long>& threads) {
 void ForgetCallsAfterFork() {
   // New lists: a thread of the parent may have held a mutex.
   for (CallList& list : g_calls) new (&list) CallList();
+  // The calls of this thread that go on leave lists that are empty now. The stacks
+  // of other threads, to which they are linked, may get new owners.
+  for (ActiveCall* call = t_current; call != nullptr; call = call->outer) {
+    call->prev = call->next = nullptr;
+  }
   t_current = nullptr;  // the calling thread is the only one in the child
 }
 

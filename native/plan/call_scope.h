@@ -30,7 +30,7 @@ struct ActiveCall {
   const Plan* plan;  ///< outlives the call; not owned
   /// The position of the row that the function runs on now; null if rows are not
   /// called one by one. Points into the walk over the rows, on the same stack. Set
-  /// by SetRow.
+  /// by RowMark.
   const std::vector<int64_t>* row = nullptr;
   std::vector<int64_t> failed_row;  ///< the position of the row that failed
   int device_ordinal;               ///< -1 if no program runs (an eager call)

@@ -164,13 +164,22 @@ _MODULES_LATER = (
 )
 
 
+def _version() -> str:
+    """pyproject.toml has it, and what pip writes beside the installed package."""
+    try:
+        return importlib.metadata.version("hostcall")
+    except importlib.metadata.PackageNotFoundError:  # in frozen programs
+        return "0+unknown"
+
+
 if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES_LATER:
             return importlib.import_module(f"hostcall.{name}")
-        if name == "__version__":  # pyproject.toml has it, and the installed package
-            return importlib.metadata.version("hostcall")
+        if name == "__version__":
+            globals()[name] = _version()
+            return globals()[name]
         if name not in _LATER:
             raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)

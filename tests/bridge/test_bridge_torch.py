@@ -394,7 +394,8 @@ def test_the_threads_grad_mode_does_not_matter(mode):
 
 @pytest.mark.parametrize("derivative", [False, True], ids=["value", "gradient"])
 def test_threads_take_over_torchs_number_of_threads(derivative):
-    libraries = Path("/proc/self/maps").read_text().split()
+    maps = Path("/proc/self/maps")
+    libraries = maps.read_text().split() if maps.exists() else []
     found = [name for name in libraries if re.search(r"/lib(gomp|iomp5|omp)[-.]", name)]
     if not found:
         pytest.skip("torch has another OpenMP")

@@ -117,6 +117,26 @@ def test_a_derivative_is_refused_with_the_remedy(derive, what):
     assert re.search(rf"jax\.custom_vjp.*{remedy}|{remedy}.*jax\.custom_vjp", text)
 
 
+REMEDIES = {
+    "pure": (
+        "Write f = hc.host(sine, result=...) with a rule: f.defvjp(fwd, bwd),"
+        " f.defjvp(rule), or hc.finite_difference(f) without one. Or put"
+    ),
+    "ordered": (
+        "It has order='ordered', and derivatives run a function again, or not at all."
+        " If it needs no order, write f = hc.host(sine, result=...) with a rule:"
+        " f.defvjp(fwd, bwd). Or put"
+    ),
+}
+
+
+@pytest.mark.parametrize("order", REMEDIES)
+def test_the_first_remedy_is_a_rule(order):
+    with pytest.raises(hc.errors.DerivativeError) as caught:
+        jax.grad(lambda x: hc.call(sine, ROW, x, order=order).sum())(ROW)
+    assert f"). {REMEDIES[order]} jax.custom_jvp or" in str(caught.value)
+
+
 @pytest.mark.parametrize("order", ["unordered", "ordered"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
 @pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])

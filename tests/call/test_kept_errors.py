@@ -218,8 +218,75 @@ def test_numbers_of_raised_errors_do_not_pile_up():
             call(fail, np.float32(1))
         failures.tell(failures.failures_so_far())
     assert len(failures._told) <= failures._TOLD_AT_MOST
-    assert len(failures._kept) <= config.KEPT_ERRORS
+    assert len(failures._kept) <= config.MOST_KEPT_ERRORS
     assert failures.is_told(failures.failures_so_far())
+
+
+def test_what_old_exceptions_hold_is_let_go(monkeypatch):
+    from hostcall._core import config
+
+    class Holds(Exception):
+        pass
+
+    def fail(x):
+        raise Holds(np.full(3, x))
+
+    def held():
+        return sum(isinstance(o, Holds) for o in gc.get_objects())
+
+    f = jax.jit(lambda x: call(fail, x))
+
+    def fail_often():
+        for i in range(3 * config.KEPT_ERRORS):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                f(np.float32(i))
+        gc.collect()
+
+    fail_often()
+    assert held() >= 2 * config.KEPT_ERRORS  # all are new
+    monkeypatch.setattr(config, "KEPT_SECONDS", -1.0)  # all are old
+    fail_often()
+    assert held() <= config.KEPT_ERRORS
+
+
+def test_an_error_whose_text_can_not_be_made():
+    class Silent(ValueError):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def fail(x):
+        raise Silent
+
+    for lend in (False, True):
+        f = jax.jit(lambda x, lend=lend: call(fail, x, lend=lend))
+        with pytest.raises(
+            jax.errors.JaxRuntimeError,
+            match=r"Silent: <its str\(\) raised RuntimeError>",
+        ):
+            f(1.0)
+        with pytest.raises(Silent), hc.reraise():
+            call(fail, np.float32(1), lend=lend)
+
+
+def test_a_barrier_finds_an_old_failure_that_nobody_saw():
+    from hostcall._core import failures
+
+    def bad(x):
+        raise LookupError(f"at {float(x)}")
+
+    @jax.jit
+    def f(x, m):
+        return hc.call(bad, F32, x + (m @ m)[0, 0])
+
+    unread = f(1.0, jnp.zeros((600, 600)))
+    failures.failure_of(unread)  # hostcall looks, not the user
+    for _ in range(failures._TOLD_AT_MOST + 100):
+        with contextlib.suppress(LookupError):
+            call(bad, np.float32(2))
+        failures.tell(failures.failures_so_far())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="at 1"):
+        hc.barrier()
+    assert hc.barrier()
 
 
 def test_a_barrier_passes_over_a_failed_array_that_was_seen():

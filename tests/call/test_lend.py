@@ -70,9 +70,8 @@ def test_writing_to_a_lent_array_tells_of_lend(mode, lend, write):
         write(x)
 
     text = (
-        f"host` has lend={lend!r}: its arguments are views of memory that the program"
-        " still reads, so it must not write to them. Write to a copy (x = x.copy()), or"
-        " leave out lend="
+        f"host` has lend={lend!r}, so its arguments are views of memory that the"
+        " program still reads. Write to a copy (x = x.copy()), or leave out lend="
     )
     program = mode(lambda x: hc.call(host, spec(), x, lend=lend))
     with pytest.raises(ValueError, match="read-only") as caught, hc.reraise():
@@ -82,6 +81,18 @@ def test_writing_to_a_lent_array_tells_of_lend(mode, lend, write):
         with pytest.raises(jax.errors.JaxRuntimeError) as report:
             jax.block_until_ready(program(ramp()))
         assert text in str(report.value)
+
+
+def test_a_raised_error_is_told_of_lend_once():
+    error = ValueError("assignment destination is read-only")
+
+    def host(x):
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="read-only"), hc.reraise():
+            hc.call(host, spec(), ramp(), lend=True)
+    assert len(error.__notes__) == 1
 
 
 def test_an_array_of_the_functions_own_is_not_lent():

@@ -44,7 +44,7 @@ HOSTCALLS = {
     "progress.scan": (
         lambda: hc.progress.scan(lambda c, x: (c, x), 5, descr="fit")(0, 0),
         "hc.progress has no option descr=. Did you mean desc=? If 'fit' is a value with"
-        " this name, write descr=jnp.asarray(...)",
+        " this name, use another name",
     ),
     "progress, a bar": (lambda: hc.progress(0, 5, baar=len), "Did you mean bar=?"),
 }

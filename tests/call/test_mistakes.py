@@ -225,6 +225,47 @@ def test_a_text_with_a_traced_value(face):
     jax.jit(f)(X)
 
 
+class Counts:
+    def __init__(self, first=0):
+        self.n = first
+
+    def add(self, k):
+        return np.float32(self.n + k)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_the_factory_of_an_object(partial):
+    def f(k):
+        make = functools.partial(Counts, k) if partial else lambda: Counts(k)
+        text = refused(lambda: hc.Object(make, methods={"add": F32}))
+        how = "argument 0 of its functools.partial" if partial else "`k`"
+        assert f" uses {how}, a traced value (float32[]) of the program" in text
+        name = "x" if partial else "k"
+        assert text.endswith(
+            "Make the object before the program, and give its methods what the program"
+            f" computes: env.step(..., {name})"
+            "\n[hc-traced] python -m hostcall explain hc-traced"
+        )
+        return hc.Object(lambda: Counts(k.ndim), methods={"add": F32}).add(k)
+
+    assert jax.jit(f)(X) == 2
+
+
+@pytest.mark.parametrize("spec", [F32, None], ids=["spec", "no spec"])
+def test_the_source_of_a_feed(spec):
+    def f(k):
+        text = refused(lambda: hc.feed(lambda: (k * i for i in range(3)), spec))
+        assert " uses `k`, a traced value (float32[]) of the program around it" in text
+        assert text.endswith(
+            "Make the feed before the program, and compute with its items and k in the"
+            " program: item, ok = feed()"
+            "\n[hc-traced] python -m hostcall explain hc-traced"
+        )
+        return k
+
+    jax.jit(f)(X)
+
+
 def shape(x):
     return lambda v: v + np.zeros(x.shape, x.dtype).sum() + x.ndim + x.size
 
@@ -484,6 +525,45 @@ WRONG = {
     "result forgotten, of NumPy": (
         lambda x: hc.call(np.sort, x[None]),
         "The first array (float32[1]) was taken for the result.",
+    ),
+    "no parameter for the lent results": (
+        lambda x: hc.call(lambda v: v, F32, x, lend="out"),
+        "hc.call calls `<lambda>` with 1 positional argument and out=. `<lambda>` takes"
+        ' (v). lend="out" also passes out=, the arrays of the results, for the function'
+        " to write into: write def f(v, out), or leave out lend=",
+    ),
+    "the same, of a function with a name": (
+        lambda x: hc.call(two, F32, x, lend="out"),
+        "write def two(a, b, c, d, out), or leave out lend=",
+    ),
+    "the same, of a host function": (
+        lambda x: hc.host(lambda v: v, result=F32, lend="out")(x),
+        "with 1 positional argument and out=.",
+    ),
+    "too few beside the lent results": (
+        lambda x: hc.call(lambda a, b, out: a, F32, x, lend="out"),
+        "with 1 positional argument and out=. `<lambda>` takes (a, b, out). Arguments"
+        " and parameters must match: hc.call(<lambda>, result, *args)",
+    ),
+    "result forgotten, with lent results": (
+        lambda x: hc.call(lambda v, out: v, jnp.asarray(x), lend="out"),
+        "The first array (float32[]) was taken for the result.",
+    ),
+    "an order for NumPy": (
+        lambda x: hc.call(np.sort, F32, x, order="C"),
+        "order= of `sort` should be one of 'pure', 'unordered', 'ordered', got 'C'."
+        " `sort` has order= of its own: to give it that, write functools.partial(sort,"
+        " order='C')",
+    ),
+    "a mask for NumPy": (
+        lambda x: hc.call(np.sum, F32, x, where=np.ones(3, bool)),
+        "where= of `sum` should be one bool, got bool[3]. For one bool per row, vmap"
+        " the function that makes the call. `sum` has where= of its own: to give it"
+        " that, pass it as an argument of lambda x, a: sum(x, where=a)",
+    ),
+    "a mask for a ufunc": (
+        lambda x: hc.call(np.sqrt, F32, x, where=1),
+        "write functools.partial(sqrt, where=1)",
     ),
     "another argument forgotten": (
         lambda x: hc.call(lambda a, b, c: a, x, x),

@@ -335,7 +335,7 @@ def test_the_report_works_if_the_exception_is_gone(ones):
         y = step(-1.0, ones)
         while not y.is_ready():
             y.is_ready()
-        for i in range(config.KEPT_ERRORS):
+        for i in range(config.MOST_KEPT_ERRORS):
             with contextlib.suppress(KeyError):
                 hc.call(check, F32, -2.0 - i)
 
@@ -348,3 +348,19 @@ def test_jaxs_own_hook_still_runs():
             with pytest.raises(FloatingPointError), hc.reraise():
                 f(jnp.float32(0))
     assert np.isnan(f(jnp.float32(0)))
+
+
+def test_a_block_in_a_traced_function():
+    def f(x):
+        with hc.reraise():
+            return x
+
+    text = (
+        r"a block of hc.reraise\(\) begins while a program is traced, and not when it"
+        " runs. It can't raise what the program's callbacks raise. Put it around the"
+        " call of the program"
+    )
+    with pytest.warns(RuntimeWarning, match=text) as warned:
+        jax.jit(f)(1.0)
+    assert warned[0].filename == __file__
+    assert jax.grad(f)(1.0) == 1

@@ -1,11 +1,15 @@
 """What a function may return for a `result=`, and what is refused."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import hostcall as hc
+from hostcall._core import coerce
 
 JaxRuntimeError = jax.errors.JaxRuntimeError
 MODES = {"eager": lambda f: f, "jit": jax.jit}
@@ -100,11 +104,17 @@ SHAPES = {
         "result[0] of ",
         "should be float32[3,2], got float64[2,3].",
     ),
-    "whole batch": (
+    "one more axis": (
         np.zeros((8, 3), np.float32),
         spec("float32", 3),
         "result of ",
-        "Does the function return the whole batch where one row is wanted?",
+        "got float32[8,3]. Change what the function returns, or what result= declares",
+    ),
+    "an axis of size 1": (
+        np.zeros((1, 3), np.float32),
+        spec("float32", 3),
+        "result of ",
+        "got float32[1,3]. Return x.reshape((3,))",
     ),
     "empty": (np.zeros((0,)), spec("float32", 2), "result of ", "got float64[0]."),
     "broadcast": (np.zeros((1, 2)), spec("float32", 3, 2), "result of ", "[1,2]."),
@@ -119,6 +129,68 @@ def test_another_shape_is_refused(mode, value, result, path, say):
     text = refusal(mode, value, result)
     assert path in text
     assert say in text
+
+
+BATCHES = {
+    "rows": (
+        {},
+        lambda x: np.zeros((4, *x.shape), np.float32),
+        "should be float32[2], got float32[4,2]. Does the function return the whole"
+        " batch where one row is wanted?",
+    ),
+    "rows, an axis of size 1": (
+        {},
+        lambda x: x[None],
+        "got float32[1,2]. Return x.reshape((2,))",
+    ),
+    "no axis of the batch": (
+        {"vmap_method": "expand_dims"},
+        lambda x: x[0],
+        'should be float32[4,2], got float32[2]. With vmap_method="expand_dims" the'
+        " function gets all 4 rows at once, and must return one result for each, along"
+        " a new axis in front",
+    ),
+    "without some rows": (
+        {"vmap_method": "broadcast_all", "where": "mask"},
+        lambda x: x[0],
+        'should be float32[3,2], got float32[2]. With vmap_method="broadcast_all" the'
+        " function gets all 3 rows at once",
+    ),
+}
+
+
+@modes
+@pytest.mark.parametrize(("options", "give", "say"), BATCHES.values(), ids=BATCHES)
+def test_another_shape_under_vmap_is_refused(mode, options, give, say):
+    def row(x, mask):
+        given = {**options, "where": mask} if "where" in options else options
+        return hc.call(give, spec("float32", 2), x, **given)
+
+    program = mode(jax.vmap(row))
+    rows = jnp.ones((4, 2)), jnp.arange(4) > 0
+    with pytest.raises(hc.errors.ResultError) as caught, hc.reraise():
+        jax.block_until_ready(program(*rows))
+    assert say in str(caught.value)
+
+
+SHAPES_FOR_RESULTS = {
+    "tuple": ((3,), np.zeros(3), "It declares 1 integer. For an array write"),
+    "list": ([2, 3], np.zeros((2, 3)), "write jax.ShapeDtypeStruct((2, 3), dtype)"),
+    "another shape": ((4, 4), np.zeros((2, 3)), "Is result= meant as a shape? It decl"),
+}
+
+
+@modes
+@pytest.mark.parametrize(
+    ("result", "value", "say"), SHAPES_FOR_RESULTS.values(), ids=SHAPES_FOR_RESULTS
+)
+def test_a_shape_in_place_of_a_result_is_named(mode, result, value, say):
+    assert say in refusal(mode, value, result)
+
+
+@modes
+def test_python_integers_as_results(mode):
+    assert mode(returning((7, 8), (2, 3)))() == (7, 8)
 
 
 @modes
@@ -149,7 +221,13 @@ LOSSY = {
     "complex": (
         1 + 2j,
         "float32",
-        "hostcall does not convert complex to float silently",
+        "hostcall does not convert complex to float silently: return x.real if that is"
+        " what you mean, or declare complex64",
+    ),
+    "complex for integer": (
+        np.complex64(1 + 2j),
+        "int32",
+        "return x.real.astype('int32') if that is what you mean",
     ),
     "integer for float": (2**24 + 1, "float32", "that float32 can't hold exactly"),
     "integer for half": (np.int32(2049), "float16", "can't hold exactly"),
@@ -282,7 +360,7 @@ def test_an_overflow_is_a_warning_that_names_the_function(dtype):
     run = returning(np.array([1e300, 1]), spec(dtype, 2))
     text = (
         rf"hostcall: result of `returning.<locals>.give` should be {dtype}, got float64"
-        rf" with values beyond the range of {dtype}, which become infinite"
+        rf" with values beyond the range of {dtype}, which become infinite or NaN"
     )
     with pytest.warns(RuntimeWarning, match=text):
         out = run()
@@ -359,3 +437,18 @@ def test_a_refused_result_leaves_the_program_usable(mode):
     with pytest.raises(hc.errors.ResultError, match="x.item()"), hc.reraise():
         program()
     assert program() == 2
+
+
+def test_a_result_that_can_not_be_read_is_let_go():
+    """Without the garbage collector: the error makes no cycle that holds the value."""
+    refused = Refuses((99, 0), None)
+    gone = weakref.ref(refused)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(hc.errors.ResultError):
+            coerce._as_numpy(refused, lambda: "the result")
+        del refused
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -533,3 +533,25 @@ def test_statistics():
     (stats,) = [s for name, s in hc.monitor.stats().items() if "copied_once" in name]
     assert stats.calls == 2
     assert stats.bytes_in == stats.bytes_out == 64
+
+
+CALLBACKS = {
+    "without ctx": (
+        lambda out, x: None,
+        "hc.buffer_callback calls `<lambda>` with (ctx, out, x), and it takes (out, x)."
+        " The first two are the context of the call, and the Buffers of the results to"
+        " write into: write def f(ctx, out, *args)",
+    ),
+    "of C": (np.float32, "hc.buffer_callback calls `float32` with (ctx, out, x)"),
+    "one argument more": (lambda ctx, out, x, y: None, "it takes (ctx, out, x, y)."),
+}
+
+
+@pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(("callback", "text"), CALLBACKS.values(), ids=CALLBACKS)
+def test_a_callback_that_does_not_take_its_arguments(mode, callback, text):
+    call = hc.buffer_callback(callback, jax.ShapeDtypeStruct((3,), jnp.float32))
+    with pytest.raises(hc.errors.SpecError) as caught:
+        mode(call)(jnp.ones(3))
+    assert text in str(caught.value)
+    assert caught.value.code == "hc-arguments"

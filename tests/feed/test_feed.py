@@ -259,8 +259,10 @@ def test_what_the_source_raises_fails_the_program_as_itself():
         ),
         (
             {"x": np.zeros(3, np.complex64)},
-            "item 1['x'] of the feed `odd` should be float32, got complex64. hostcall"
-            " does not convert complex to float silently",
+            "item 1['x'] of the feed `odd` should be float32, as the first item was, got"
+            " complex64. Without spec= the first item says what all items are. Give"
+            " spec=, with jax.ShapeDtypeStruct((3,), 'complex64') here, or let the source"
+            " give complex64 from the first item on",
         ),
     ],
 )
@@ -272,6 +274,52 @@ def test_an_item_that_does_not_fit_is_named(bad, text):
         with pytest.raises(ResultError) as found, hc.reraise():
             take()
         assert text in str(found.value)
+
+
+def test_numbers_of_two_kinds():
+    with hc.feed([1, 2.5]) as feed:
+        take = jax.jit(lambda: feed()[0])
+        assert take() == 1
+        with pytest.raises(ResultError) as found, hc.reraise():
+            take()
+        assert (
+            "item 1 of the feed `list` should be int32, as the first item was, got"
+            " float32. Without spec= the first item says what all items are. Give spec=,"
+            " with jax.ShapeDtypeStruct((), 'float32') here"
+        ) in str(found.value)
+        assert found.value.code == "hc-result-dtype"
+
+
+@pytest.mark.parametrize("spec", [None, jax.ShapeDtypeStruct((), jnp.int32)])
+def test_a_spec_is_not_named_where_it_would_not_help(spec):
+    second: Any = 2**40 if spec is None else 2.5
+    with hc.feed([1, second], spec) as feed:
+        take = jax.jit(lambda: feed()[0])
+        assert take() == 1
+        with pytest.raises(ResultError) as found, hc.reraise():
+            take()
+        assert "Give spec=" not in str(found.value)
+
+
+def test_another_shape_without_an_attribute():
+    with hc.feed([[1.0], [1.0, 2.0]], jax.ShapeDtypeStruct((1,), jnp.float32)) as feed:
+        take = jax.jit(lambda: feed()[0])
+        with pytest.raises(ResultError) as found, hc.reraise():
+            take()
+            take()
+        assert "Change what the source gives, or spec=" in str(found.value)
+
+
+def test_rows_by_a_word():
+    with hc.feed(count(3), tag="words") as feed:
+        with pytest.raises(hc.errors.SpecError) as found:
+            jax.vmap(lambda x: feed(rows="each"))(jnp.ones(2))
+        assert str(found.value) == (
+            "hostcall: rows= of a call of the feed `words` should be an array of the"
+            " vmapped function, which differs between the rows, got 'each'. Write"
+            " feed(rows=x), which takes an item for each row of x"
+            "\n[hc-option] python -m hostcall explain hc-option"
+        )
 
 
 def test_a_source_that_gives_nothing_in_time():

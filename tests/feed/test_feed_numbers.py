@@ -127,3 +127,52 @@ def test_a_class_is_a_function_that_makes_a_source():
         assert [int(feed()[0]) for _ in range(6)] == [0, 1, 2, 3, 0, 1]
     with hc.feed(Endless, on_end="repeat") as feed:
         assert int(feed()[0]) == 1
+
+
+SIZES = {
+    "empty": (
+        lambda: hc.feed([], jax.ShapeDtypeStruct((), np.float32)),
+        "list",
+        "has no items",
+        "Is its source empty, or not filled yet?",
+    ),
+    "list": (lambda: hc.feed([1.0, 2.0]), "list", "has the numbers 0 to 1", "i % 2"),
+    "batches": (
+        lambda: hc.feed(np.arange(7.0, dtype=np.float32), batch=2, tag="cut"),
+        "cut",
+        "has the numbers 0 to 2",
+        "jnp.minimum(i, 2)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_number_after_the_last_item(name):
+    make, called, numbers, instead = SIZES[name]
+    with make() as feed:
+        with pytest.raises(IndexError) as found:
+            feed.at(7)
+        assert f"hostcall: feed.at(7) of the feed `{called}`, which {numbers}." in str(
+            found.value
+        )
+        assert instead in str(found.value)
+        with pytest.raises(jax.errors.JaxRuntimeError) as report:
+            jax.block_until_ready(jax.jit(feed.at)(7))
+        assert f"(in callback `{called}.at`, called at" in str(report.value)
+
+
+def test_an_index_error_of_the_source_itself_stays():
+    class Odd:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            if i:
+                raise IndexError("the source's own")
+            return np.float32(i)
+
+    Endless = type("Endless", (Odd,), {"__len__": None, "__iter__": lambda _: iter([])})
+    for source, number in ((Odd(), 2), (Endless(), 7)):
+        feed = hc.feed(source, jax.ShapeDtypeStruct((), np.float32))
+        with feed, pytest.raises(IndexError, match=r"^the source's own$"):
+            feed.at(number)

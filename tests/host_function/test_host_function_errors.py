@@ -192,7 +192,12 @@ WRONG = {
         wrong_vjp((X, X), (X[:2],), "jax"),
         r"backward rule of `f` returned float32\[2\] where float32\[3\] is wanted",
     ),
-    "jacobian, shape": (wrong_jacobian(X), r"float32\[3,\s?3\]"),
+    "jacobian, shape": (
+        wrong_jacobian(X[None]),
+        r"the Jacobian of result by args\[0\] that `wrong_jacobian.<locals>.<lambda>`, a"
+        r" rule of `f`, returned should be float32\[3,3\], got float32\[1,3\]. A Jacobian"
+        " has the axes of the result, then those of the argument",
+    ),
     "jacobian in JAX, shape": (
         wrong_jacobian(X, "jax"),
         r"Jacobian rule of `f` returned float32\[3\] where float32\[3, 3\]",
@@ -204,6 +209,14 @@ WRONG = {
 def test_what_a_rule_returns_is_checked(derive, text):
     with pytest.raises(hc.HostcallError, match=text):
         derive()
+
+
+def test_the_block_of_a_jacobian_is_named():
+    f = hc.host(lambda x, n, y: {"a": x * n, "b": y}, result="infer", name="f")
+    f.defjacobian(lambda x, n, y: {"a": (np.eye(3) * n, x[:2]), "b": (0 * x, 1.0)})
+    text = re.escape("the Jacobian of result['a'] by args[2] that `")
+    with pytest.raises(hc.errors.ResultError, match=text):
+        jax.jvp(lambda x, y: f(x, 3, y), (X, X[0]), (X, X[0]))
 
 
 def test_a_structure_of_results_that_a_rule_misses():

@@ -17,8 +17,8 @@ HEAD = """\
 # What works where
 
 The first table says what each function of hostcall does under each transformation of JAX, with
-each `order=`. The second one says which dtypes it takes. Each cell is a program that a test compares
-with the same program in plain Python (`tests/matrix`):
+each `order=`. The second one says which dtypes it takes. Each cell is tested by programs that are
+compared with the same program in plain Python (`tests/matrix`):
 
 - **ok**: the program has the same values, and host code sees the same values, each exactly once.
   The order is the same too, except between devices.
@@ -39,6 +39,14 @@ The programs are written like this:
 - The pure `hc.host` has a rule for derivatives in JAX code; the others have none.
 - `hc.feed` gives an item to each row of a `vmap` (`rows=`).
 - `hc.buffers.native` is machine code in an `hc.buffer_callback`.
+- The first table's values are float32. The dtypes are tested with each order, and with jit, vmap,
+  scan, cond and shard_map in turn: each of these with each dtype, but not with all orders. Other
+  transformations do not look at dtypes, or need a derivative, which few dtypes have.
+- An order that is not in the first table does not exist: methods of an `hc.Object` and taps have
+  effects, so none of them is pure; `hc.feed` is ordered; `hc.tap_through` is kept by the use of its
+  value.
+- `hostcall.host_callback` is not in the tables: its functions are calls and taps, and
+  `tests/compat/test_host_callback.py` has their programs.
 - Dtypes of 64 bits need `jax_enable_x64`. `key<fry>` is the dtype of `jax.random.key`.
 
 ## Go on
@@ -46,7 +54,7 @@ The programs are written like this:
 [Options](options.md), [which of them do I want](choosing.md), and `vmap` of `cond` and
 `while_loop`, where `where=` says which rows call: [call a simulator](calling.md).
 
-Reviewed: 2026-11-23.
+Reviewed: 2026-11-24.
 """
 
 
@@ -100,7 +108,7 @@ def text() -> str:
     typed = table(
         [(face, "") for face in FACES],
         [*DTYPES, KEY],
-        "under jit",
+        "",
         lambda row, dtype: of_dtype(row[0], dtype),
         notes,
     )

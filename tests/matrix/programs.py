@@ -176,3 +176,58 @@ TRANSFORMATIONS = {
     "jit over shards": Transformation(_shards, lambda op: op(XS), spec=WHOLE),
     "export": Transformation(_export, lambda op: op(X)),
 }
+
+
+# --- Programs for values of any dtype ------------------------------------------------
+
+# Four values or rows: one for each device.
+ROWS = 4
+
+
+def _stacked(x: Any) -> Any:
+    return jnp.stack([x] * ROWS)
+
+
+def _spec(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _rows(transform: Callable[[Any], Any], x: Any, **more: Any) -> Transformation:
+    """`transform(op)` maps `op` over rows that are all `x`."""
+
+    def oracle(op: Any) -> Any:
+        return [op(x) for _ in range(ROWS)]
+
+    return Transformation(
+        lambda op: list(transform(op)(_stacked(x))), oracle, spec=_spec(x), **more
+    )
+
+
+def _blocks_of(op: Any) -> Any:
+    spec = jax.P("x")
+    f = jax.shard_map(
+        lambda x: op(x[0])[None], mesh=line(), in_specs=spec, out_specs=spec
+    )
+    return jax.jit(f)
+
+
+def _two_steps(op: Any) -> Any:
+    return jax.jit(lambda x: lax.scan(lambda c, _: (op(c), None), x, length=2)[0])
+
+
+# By the names of TRANSFORMATIONS, each a function of the value.
+MOVES: dict[str, Callable[[Any], Transformation]] = {
+    "jit": lambda x: Transformation(
+        lambda op: jax.jit(op)(x), lambda op: op(x), spec=_spec(x)
+    ),
+    "vmap": lambda x: _rows(lambda op: jax.jit(jax.vmap(op)), x),
+    "scan": lambda x: Transformation(
+        lambda op: _two_steps(op)(x), lambda op: op(op(x)), spec=_spec(x)
+    ),
+    "cond": lambda x: Transformation(
+        lambda op: jax.jit(lambda x, p: lax.cond(p, op, lambda v: v, x))(x, True),
+        lambda op: op(x),
+        spec=_spec(x),
+    ),
+    "shard_map": lambda x: _rows(_blocks_of, x, parallel=True),
+}

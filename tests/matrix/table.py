@@ -29,7 +29,7 @@ OK = Hole("ok", "ok", "")
 NO_RULE = Hole(
     "hc-derivative",
     "`hc-derivative`",
-    "The host function has no derivative. Give `hc.host` a rule, or put"
+    "The host function has no derivative. Use a pure `hc.host` with a rule, or put"
     " `jax.custom_jvp` or `custom_vjp` around the call: those columns are ok.",
 )
 NO_RULE_JAX = Hole(
@@ -48,7 +48,7 @@ TWICE_DEBUG = Hole(
     "again",
     "twice",
     "The backward pass computes the argument again, and JAX's debug callbacks run with"
-    ' it. `hc.tap` and `hc.print` run once (`remat="repeat"`: again).',
+    ' it. `hc.tap` and `hc.print` run once; a tap with `remat="repeat"` runs again.',
 )
 NO_REMAT = Hole(
     "NotImplementedError: Effects not supported in ",
@@ -123,9 +123,16 @@ def of_transformation(face: str, order: str, name: str) -> Hole:
 
 
 def of_dtype(face: str, dtype: str) -> Hole:
-    """The outcome of a face with values of a dtype, under jit."""
+    """The outcome of a face with values of a dtype."""
     if dtype != KEY:
         return OK
     if face.startswith("hc.debug."):
         return RAW_KEYS
     return NO_KEYS if face in _WORDS else OK
+
+
+def of_both(face: str, order: str, name: str, dtype: str) -> Hole:
+    """The outcome under a transformation: an error comes first."""
+    typed = of_dtype(face, dtype)
+    transformed = of_transformation(face, order, name)
+    return typed if typed is NO_KEYS or transformed is OK else transformed

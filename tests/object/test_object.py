@@ -179,6 +179,11 @@ def test_a_derivative_is_refused_with_the_remedy(derive):
     text = str(caught.value)
     assert text.startswith("hostcall: the call of `walk.step` has no derivative (")
     assert "test_object.py" in text
+    assert (
+        "It is a method of the hc.Object `walk`, made by `walk`, and objects' methods"
+        " have no derivatives, since a call may change the object. Write what needs one"
+        " as a function: hc.host(f, result=...), with a rule. Or put jax.custom_jvp"
+    ) in text
     assert "stop_gradient" in text
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
+import re
+
 import public
 import pytest
+
+import hostcall as hc
 
 
 def test_the_snapshot_is_current():
@@ -31,3 +37,28 @@ def test_a_change_has_to_stand_in_the_changelog(before, after, names):
         "# Changes\n\n## Unreleased\n\n- `hc.tap`, hc-escape.\n\n## 0.1.0\n\n- hc.call"
     )
     assert public.untold([before], [after], changelog) == names
+
+
+# What a program calls, but for functions that make or configure something.
+FACES = (
+    *(
+        "call",
+        "tap",
+        "tap_through",
+        "print",
+        "host",
+        "feed",
+        "progress.__call__",
+        "watch",
+    ),
+    *("pure_callback", "io_callback", "buffer_callback", "debug.callback"),
+    *("debug.print", "derivatives.tap_tangent", "derivatives.tap_cotangent"),
+    *("host_callback.call", "host_callback.id_tap", "host_callback.id_print"),
+)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_faces_tell_their_behaviour_and_cost(face):
+    text = inspect.getdoc(operator.attrgetter(face)(hc))
+    for section in ("Under transformations", "Cost"):
+        assert re.search(rf"^{section}:", text, re.M), section

@@ -56,6 +56,8 @@ def test_the_oldest_jax_is_the_same_everywhere(wheels):
         (needs,) = (n for n in PROJECT["dependencies"] if re.match(rf"{package}\W", n))
         assert needs.startswith(f"{package}>={oldest},")
     assert f"jaxlib=={oldest}" in BUILD["build-system"]["requires"]
+    released = BUILD["tool"]["cibuildwheel"]["test-command"]
+    assert f"pip install jax=={oldest} jaxlib=={oldest}" in released
 
 
 def test_the_changelog_keeps_its_form():
@@ -81,3 +83,13 @@ def test_the_changelog_keeps_its_form():
 def test_wheels_get_the_policy_of_jaxlibs(wheels):
     jaxlib = importlib.metadata.distribution("jaxlib")
     assert f"-{wheels.TAG}" in (jaxlib.read_text("WHEEL") or "")
+
+
+def test_a_copy_without_metadata_has_no_version(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.delitem(vars(hc), "__version__", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert hc.__version__ == "0+unknown"
+    monkeypatch.delitem(vars(hc), "__version__")

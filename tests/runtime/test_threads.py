@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import subprocess
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Callable
 
 import jax
@@ -113,6 +115,50 @@ def test_lent_views_that_another_thread_has_dropped_are_no_escapes():
             np.testing.assert_array_equal(program(x), x + 4)
 
     at_once(work)
+
+
+@pytest.mark.parametrize("lend", [True, "out"])
+def test_a_weak_reference_that_another_thread_asks_while_the_call_ends(lend):
+    """Either it has made a strong one in time, and is an escape, or it is dead."""
+    handed = queue.SimpleQueue()
+
+    def ask():
+        while (reference := handed.get()) is not None:
+            for _ in range(200):
+                array = reference()
+                if array is None:
+                    break
+                array[1:]
+                del array
+
+    askers = [threading.Thread(target=ask) for _ in range(2)]
+    for asker in askers:
+        asker.start()
+    lent = []
+
+    def host(x, **out):
+        lent[:] = map(weakref.ref, (x, *out.values()))
+        for reference in lent:
+            handed.put(reference)
+        if out:
+            out["out"][...] = x + 1
+        return None if out else x + 1
+
+    program = jax.jit(lambda x: hc.call(host, ROW, x, lend=lend))
+    escaped = []
+    for i in range(300):
+        x = np.full(4, i, np.float32)
+        try:
+            np.testing.assert_array_equal(program(x), x + 1)
+        except RuntimeError as error:
+            escaped.append(str(error))
+        else:
+            assert [reference() for reference in lent] == [None] * len(lent)
+    for _ in askers:
+        handed.put(None)
+    for asker in askers:
+        asker.join()
+    assert all("[hc-escape]" in text for text in escaped)
 
 
 def test_views_that_another_thread_takes_while_the_call_ends():
@@ -236,3 +282,79 @@ def test_a_recorder_keeps_what_all_threads_write(tmp_path):
     assert sorted(table["i"].to_pylist()) == [
         1000 * n + i for n in range(THREADS) for i in range(TIMES)
     ]
+
+
+def test_an_object_is_called_by_one_thread_at_a_time():
+    class Account:
+        def __init__(self):
+            self.sum = 0
+
+        def add(self, x):
+            before = self.sum
+            for _ in range(100):  # another thread may run meanwhile
+                pass
+            self.sum = before + int(x)
+            return np.int32(self.sum)
+
+    one = jax.ShapeDtypeStruct((), np.int32)
+    with hc.Object(Account, methods={"add": one}) as account:
+        step = jax.jit(account.add)
+        seen = [[] for _ in range(THREADS)]
+
+        def work(number):
+            for _ in range(TIMES):
+                seen[number].append(int(step(np.int32(1))))
+
+        at_once(work)
+    assert sorted(itertools.chain(*seen)) == [*range(1, THREADS * TIMES + 1)]
+    assert all(numbers == sorted(numbers) for numbers in seen)
+
+
+def test_equal_arguments_of_all_threads_are_computed_once():
+    computed = []
+
+    def host(x):
+        computed.append(float(x))
+        return x * 2
+
+    cached = hc.host(host, result=hc.like(0), cache="memory")
+    step = jax.jit(cached)
+
+    def work(number):
+        for i in range(TIMES):
+            assert step(np.float32(i)) == 2 * i
+
+    at_once(work)
+    assert sorted(computed) == list(range(TIMES))
+
+
+def test_merged_calls_give_each_thread_its_own_rows():
+    def host(x):
+        return x * 2
+
+    program = jax.jit(lambda x: hc.call(host, ROW, x, coalesce=THREADS, wait=0.001))
+
+    def work(number):
+        for i in range(TIMES):
+            x = np.full(4, 1000 * number + i, np.float32)
+            np.testing.assert_array_equal(program(x), x * 2)
+
+    at_once(work)
+
+
+def test_each_thread_gets_the_exception_of_its_own_call():
+    class Mine(Exception):
+        pass
+
+    def host(x):
+        raise Mine(int(x))
+
+    program = jax.jit(lambda x: hc.call(host, SCALAR, x))
+
+    def work(number):
+        for i in range(TIMES):
+            with pytest.raises(Mine) as caught, hc.reraise():
+                program(np.float32(1000 * number + i)).block_until_ready()
+            assert caught.value.args == (1000 * number + i,)
+
+    at_once(work)

@@ -50,9 +50,11 @@ FORMATS = {
 }
 
 
-def as_it_arrives(leaf):
-    static = leaf is None or isinstance(leaf, str)
-    return leaf if static else np.asarray(jnp.asarray(leaf))
+def as_it_arrives(path, leaf):
+    """An array; a number in a container stays Python's."""
+    number = len(path) > 2 and isinstance(leaf, (bool, int, float))
+    same = isinstance(leaf, str) or number
+    return leaf if same else np.asarray(jnp.asarray(leaf))
 
 
 @EAGER_AND_JIT
@@ -60,8 +62,21 @@ def as_it_arrives(leaf):
 def test_prints_as_str_format(name, wrap, capsys):
     fmt, args, kwargs = FORMATS[name]
     wrap(lambda: hc.print(fmt, *args, **kwargs))()
-    args, kwargs = jax.tree.map(as_it_arrives, (args, kwargs))
+    args, kwargs = jax.tree_util.tree_map_with_path(as_it_arrives, (args, kwargs))
     assert printed(capsys) == fmt.format(*args, **kwargs) + "\n"
+
+
+@EAGER_AND_JIT
+def test_numbers_in_containers_are_pythons(wrap, capsys):
+    args = (X.shape, [0.1, True, 1e-30, float("nan"), float("-inf")], {"b": (2, X[1])})
+    with np.printoptions(precision=2):
+        wrap(lambda: hc.print("{} {} {} {n}", *args, n={"a": -3}))()
+    assert printed(capsys) == (
+        "(3,) [0.1, True, 1e-30, nan, -inf] {'b': (2, array(1., dtype=float32))}"
+        " {'a': -3}\n"
+    )
+    jax.vmap(lambda x: hc.print("{} {}", x, x.shape, rows="each"))(np.ones((2, 1)))
+    assert printed(capsys) == "[1.] (1,)\n[1.] (1,)\n"
 
 
 @EAGER_AND_JIT
@@ -202,9 +217,66 @@ REFUSED = {
         {"z": 2},
         "for its fields 1, y. It got 1 .* keywords z",
     ),
-    "index too high": (("{0} {2}", 1, 2), {}, "for its fields 2. It got 2 positional"),
+    "index too high": (
+        ("{0} {2}", 1, 2),
+        {},
+        "for its fields 2. It got 2 positional arguments, and the keywords none. Its"
+        " fields without names need 3 positional arguments",
+    ),
+    "too few": (
+        ("x={} {}", X),
+        {},
+        "It got 1 positional argument, and the keywords none. Its fields without names"
+        " need 2 positional arguments",
+    ),
+    "by position, for a name": (
+        ("x={x}", X),
+        {},
+        r"The field \{x\} needs a keyword: hc.print\('x=\{x\}', x=x\)",
+    ),
+    "several names": (
+        ("{} {a} {b}", X, X),
+        {"b": X},
+        r"needs a keyword: hc.print\('{} {a} {b}', ..., a=a, b=b\)",
+    ),
+    "JSON": (
+        ('{"loss": {}}', X),
+        {},
+        r"for its fields \"loss\".*If the braces belong to the text, write them twice:"
+        " {{ and }}",
+    ),
     "negative": (("{-1}", 1), {}, "for its fields -1"),
     "nested": (("{:{w}}", 1), {}, "for its fields w. It got 1 positional"),
+    "an option of hc.tap": (
+        ("{}", X),
+        {"always": True},
+        r"does not use always.* always= is an option of hc.tap, not of hc.print. Write"
+        r" hc.tap\(lambda x: print\(x\), x, always=...\)",
+    ),
+    "sample": (("{}", X), {"sample": 0.5}, "sample= is an option of hc.tap"),
+    "remat": (("{}", X), {"remat": "once"}, "remat= is an option of hc.tap"),
+    "an integer's format": (
+        ("{:d}", 1.5),
+        {},
+        r"hc.print\('{:d}'\) can't format its argument 0 as {:d}: it is float32, and"
+        " Python says: Unknown format code 'd' for object of type 'float'. Write"
+        r" \{:.3g\}, or \{\}",
+    ),
+    "an integer's format, of each element": (
+        ("{x:d}",),
+        {"x": X},
+        "can't format its x= as {:d}: it is float32",
+    ),
+    "of a small type": (("{:d}", jnp.bfloat16(1)), {}, "it is bfloat16, and Python"),
+    "of a complex number": (("{:d}", 1j), {}, "it is complex64, and Python says"),
+    "of a container": (
+        ("{:.3f}", {"a": X}),
+        {},
+        r"can't format its argument 0 as {:.3f}: a dict takes no format. Give its"
+        r" numbers fields of their own, as in \{x\[0\]:.3f\} and \{x\[name\]:.3f\}, or"
+        r" write \{\}",
+    ),
+    "of nothing": (("{:>5}", None), {}, "a NoneType takes no format"),
     "unused": (("{}", 1, 2), {"z": 3}, "does not use argument 1, z. Each argument"),
     "only text": (("x = 3", 1), {}, "does not use argument 0.*an f-string has none"),
     "open": (("{x",), {"x": 1}, r"can't read the format '{x'.*braces twice: {{ }}"),
@@ -237,7 +309,7 @@ def test_f_strings_are_refused(wrap, more):
 
 
 def test_what_only_formatting_finds_out_is_raised_by_barrier(capsys):
-    f = jax.jit(lambda x: hc.print("{:q}", x))
+    f = jax.jit(lambda x: hc.print("{:{spec}}", x, spec="q"))
     assert f(1.0) is None
     with pytest.raises(ValueError, match="format code 'q'"):
         hc.barrier()

@@ -581,8 +581,20 @@ def test_generators_and_objects_that_are_not_functions():
     def generator(x):
         yield x
 
-    with pytest.raises(hc.errors.SpecError, match="generator function"):
+    with pytest.raises(hc.errors.SpecError) as caught:
         hc.tap(generator, 1)
+    assert (
+        "is a generator function: calling it only makes a generator. What a tap returns"
+        " is ignored, so nothing would run the generator: write a function without"
+        " `yield`. If a generator should get the values, start it outside the program,"
+        " and pass its method generator.send"
+    ) in str(caught.value)
+    with pytest.raises(hc.errors.SpecError, match=r"Write hc.tap_through\(fn, x\)"):
+        hc.tap_through(jnp.ones(3), print)
+    with pytest.raises(
+        hc.errors.SpecError, match=r"Write hc.derivatives.tap_tangent\("
+    ):
+        hc.derivatives.tap_tangent(1.0, print)
     with pytest.raises(hc.errors.SpecError, match=r"Write hc.tap\(fn, \*args\)"):
         hc.tap(3, 1)
 
@@ -605,3 +617,32 @@ def test_through_gives_the_value_back_and_keeps_fast_dispatch(log):
 def test_through_whose_result_is_unused_may_be_dropped(log):
     jax.jit(lambda x: (hc.tap_through(log, x), x)[1])(1)
     assert log.values() == []
+
+
+@pytest.mark.parametrize("wrong", ["256MB", [1], float("inf"), float("nan"), 0, True])
+def test_a_size_that_is_none(wrong):
+    with pytest.raises(hc.errors.SpecError) as caught:
+        hc.configure(tap_queue_bytes=wrong)
+    assert (
+        f"tap_queue_bytes should be a number of bytes above 0, got {wrong!r}. Write"
+        " 256e6 for 256 MB, for example"
+    ) in str(caught.value)
+
+
+def test_a_barrier_in_a_traced_function():
+    def f(x):
+        hc.barrier()
+        return x
+
+    text = (
+        r"hc.barrier\(\) is called while a program is traced, and not when it runs. It"
+        " waits only for what was before this program. Call it after the program"
+    )
+    for traced in (jax.jit, lambda f: jax.jit(jax.vmap(f)), jax.checkpoint):
+        with pytest.warns(RuntimeWarning, match=text) as warned:
+            traced(f)(jnp.ones(2))
+        assert warned[0].filename == __file__
+    jax.vmap(f)(jnp.ones(2))
+    jax.grad(f)(1.0)
+    with jax.ensure_compile_time_eval():
+        f(1.0)

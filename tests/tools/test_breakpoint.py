@@ -231,7 +231,10 @@ def test_ctrl_c_in_the_debugger(start_python):
         PROGRAM
         + textwrap.dedent("""
         import os
-        silent, _ = os.pipe()
+        # The signal ends the read, also if it comes just before.
+        silent, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        signal.set_wakeup_fd(wakes)
         def hook():
             print("ready", flush=True)
             os.read(silent, 1)

@@ -53,6 +53,48 @@ MISTAKES = {
         " norms= should be a real scalar, such as x.mean(), or a text, got float32[3]",
     ),
     "complex metric": (lambda: hc.progress(1, z=1j), "or a text, got 1j"),
+    "a scan without a counter": (
+        lambda: jax.lax.scan(
+            hc.progress.scan(lambda c, x: (c, x), 10), 0, None, length=10
+        ),
+        "hc.progress.scan takes the number of the step from the x of the scan, and this"
+        " scan has xs=None. Scan over the numbers: jax.lax.scan(hc.progress.scan(body,"
+        " 10), init, jnp.arange(10)). The body then gets them as x",
+    ),
+    "an option of hc.tap": (
+        lambda: hc.progress(1, 10, where=jnp.bool_(True)),
+        "hc.progress has no option where=, and keywords that it does not know are"
+        " metrics. This one is an option of hc.tap, and hc.progress can't take it. Leave"
+        " it out; every= says how often the bar is drawn. A metric needs another name",
+    ),
+    "a share of the steps": (
+        lambda: hc.progress(1, 10, sample=0.1),
+        "Write every=, an interval in seconds (a float) or in steps (an int)",
+    ),
+    "an option of tqdm": (
+        lambda: hc.progress(1, 10, color="green"),
+        "hc.progress has no option color=, and keywords that it does not know are"
+        " metrics. This one is an option of tqdm. Write bar=functools.partial(tqdm.tqdm,"
+        " colour='green'). A metric needs another name",
+    ),
+    "an option of tqdm, traced": (
+        lambda: jax.jit(lambda x: hc.progress(1, 10, leave=x))(True),
+        "Write bar=functools.partial(tqdm.tqdm, leave=...)",
+    ),
+    "an interval of tqdm": (
+        lambda: hc.progress(1, 10, mininterval=0.5),
+        "This one is an option of tqdm. Write every=, an interval in seconds",
+    ),
+    "a bar that is switched off": (
+        lambda: hc.progress(1, 10, disable=True),
+        "Set HOSTCALL_PROGRESS=0 in the environment to run without bars",
+    ),
+    "the number of steps": (
+        lambda: hc.progress(1, n=10),
+        "has no option n=, and keywords that it does not know are metrics. This one is"
+        " the number of steps, perhaps. Write it as the second argument, hc.progress(i,"
+        " 10)",
+    ),
     "wrapper without a body": (
         lambda: hc.progress.scan(100),
         "the first argument of hc.progress.scan should be the body of the loop (the"
@@ -69,3 +111,17 @@ def test_message(name):
         make()
     assert str(caught.value).startswith("hostcall: ")
     assert text in str(caught.value)
+
+
+def test_metrics_with_names_like_options(capsys):
+    @jax.jit
+    def steps(x):
+        def body(i, c):
+            hc.progress(i, 3, n=x, sample=x, batch=i, position=1)
+            return c
+
+        return jax.lax.fori_loop(0, 3, body, x)
+
+    steps(2.0)
+    hc.barrier()
+    assert "batch=2, n=2, position=1, sample=2" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import line
 
 import hostcall as hc
+from hostcall.tools._recorder.store import Store
 
 pa = pytest.importorskip("pyarrow")
 
@@ -364,6 +365,28 @@ def test_values_that_can_not_be_recorded(values, text, rec):
 def test_keys_are_recorded_as_their_data(rec):
     with pytest.raises(hc.errors.SpecError, match="Record jax.random.key_data"):
         rec(key=jax.random.key(0))
+
+
+def test_a_recorder_that_was_interrupted_is_not_in_the_way(tmp_path, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "_resume", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            hc.Recorder(tmp_path)
+    hc.Recorder(tmp_path).close()
+    del caught  # its frames held the lock until here
+
+
+def test_an_object_that_jax_takes_for_an_array_may_have_any_name(rec):
+    class Variable:
+        def __jax_array__(self):
+            return jnp.arange(3)
+
+    with pytest.raises(hc.errors.SpecError, match=r"Did you mean where=\?"):
+        rec(wher=1)
+    rec(wher=Variable())
 
 
 def test_two_recorders_of_one_folder(tmp_path, rec):

@@ -187,6 +187,28 @@ MISTAKES = {
     ),
     "where": ((1.0,), {"where": jnp.ones(2, bool)}, "where"),
 }
+WRITTEN_FOR_NUMBERS = {
+    "NumPy": lambda v: np.isfinite(v).all(),
+    "bool": lambda v: bool(jnp.isfinite(v).all()),
+    "if": lambda v: v[0] > 0 and v[1] > 0,
+    "float": lambda v: float(v[0]) > 0,
+    "int": lambda v: range(v[0].astype(int))[0],
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_FOR_NUMBERS)
+def test_a_check_that_is_no_jax_code(name):
+    check = WRITTEN_FOR_NUMBERS[name]
+    with pytest.raises(SpecError) as found:
+        jax.jit(lambda x: hc.watch(x, check, name="loss"))(jnp.ones(2))
+    assert str(found.value) == (
+        "hostcall: check= of hc.watch(loss) is part of the program, and `<lambda>` used"
+        " a traced value as a number, as bool(), float(), `if` and NumPy do. Write it"
+        " with jnp, and let it return a bool scalar that is computed: lambda x:"
+        " jnp.isfinite(x).all()"
+        "\n[hc-option] python -m hostcall explain hc-option"
+    )
+    assert isinstance(found.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -9,7 +9,7 @@ import time
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import failures
+from hostcall._core import failures, mistakes
 from hostcall._runtime import delivery, tap_failures, waits
 
 
@@ -42,6 +42,10 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     Cost: the wait itself, and one look at each live array.
     """
     delivery.refuse_inside_a_tap("hc.barrier()")
+    mistakes.warn_if_traced(
+        "hc.barrier() is called",
+        "It waits only for what was before this program. Call it after the program",
+    )
     start = _native.ticks()
     try:
         return _barrier(timeout, programs)
@@ -61,7 +65,7 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
         # Only failures of host calls, and of those none that the user has seen: a
         # printed traceback may keep failed arrays in its frames, for long.
         number = failures.number_in(error)
-        if number and not failures.is_told(number):
+        if number and not failures.is_surely_told(number):
             failed.append(error)
     left = None if end is None else max(0.0, end - time.monotonic())
     if not delivery.flush(left, "hc.barrier()"):

@@ -228,7 +228,8 @@ def call(
             flags are the last entry of `in_batched`.
         vmap of cond, of while_loop: JAX computes every branch for every row. Pass the
             condition as `where=` too; then `fn` runs only for the rows that need it.
-        jvp, grad, transposition: refused. Put jax.custom_jvp or custom_vjp around it.
+        jvp, grad, transposition: refused. Use `hc.host` with a rule, or put
+            jax.custom_jvp or custom_vjp around it.
         remat: a pure call runs again in the backward pass; other calls do not.
         shard_map, pmap: `fn` runs once per shard; `hostcall.current()` says for which.
         jit over sharded arrays: `fn` runs once, on the whole value.
@@ -246,7 +247,7 @@ def call(
     """
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     how = (arrays, lend, timeout, executor, concurrency, is_coroutine_function(fn))
-    check_options(name, order, vmap_method, *how)
+    check_options(name, order, vmap_method, *how, fn=fn)
     if keep is not None:
         check_keep(name, keep, where is not None, vmap_method)
     others = {"lend=": bool(lend), "executor=": executor is not None}
@@ -262,7 +263,7 @@ def call(
     results = parse_result(result, name)
     if order == "pure" and not results.avals:
         mistakes.refuse_unneeded("hc.call", name)
-    mask = None if where is None else parse_mask(where, name)
+    mask = None if where is None else parse_mask(where, name, fn=fn)
     callback = Callback(
         fn=Static(fn),
         template=template,

@@ -136,10 +136,14 @@ def _is_seconds(value: Any) -> bool:
 
 
 def _bytes(value: Any, name: str) -> int:
-    size = int(value)
+    try:
+        size = int(value)
+    except (TypeError, ValueError, OverflowError):  # a text, or infinite
+        size = 0
     if isinstance(value, bool) or size <= 0 or size != value:
         raise SpecError(
-            f"hostcall: {name} should be a number of bytes above 0, got {value!r}",
+            f"hostcall: {name} should be a number of bytes above 0, got {value!r}."
+            " Write 256e6 for 256 MB, for example",
             code="hc-option",
         )
     return size

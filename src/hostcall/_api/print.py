@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import string
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TextIO
 
 import jax
 import numpy as np
 
-from hostcall._api.tap import tap
-from hostcall._core.captured import has_tracers_text
-from hostcall._core.counted import counted
-from hostcall._core.errors import SpecError
+from hostcall._api import print_format
+from hostcall._api.tap import FACE, tap
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
 from hostcall._core.portable import Malformed, NotPortable, read_plain, tell_plain
@@ -71,9 +67,10 @@ def print(
 
     Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
-    _check_format(fmt, len(args), kwargs)
+    print_format.check(fmt, args, kwargs, _hint)
     printer = Printer(
         fmt=fmt,
+        numbers=_numbers_in((args, kwargs)),
         file=None if file is None else Static(file),
         flush=flush,
         end=end,
@@ -100,11 +97,35 @@ _FACE = Face(
 )
 
 
+def _hint(keyword: str) -> str:
+    """Guesses what a keyword that no field uses was meant to be."""
+    if keyword in FACE.options:
+        return (
+            f"{keyword}= is an option of hc.tap, not of hc.print. Write"
+            f" hc.tap(lambda x: print(x), x, {keyword}=...)"
+        )
+    return _FACE.hint(keyword)
+
+
+def _numbers_in(tree: Any) -> tuple[int, ...]:
+    """Which leaves are Python's numbers in containers, such as those of a shape."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return tuple(
+        number
+        for number, (path, leaf) in enumerate(leaves)
+        if len(path) > 2 and type(leaf) in (bool, int, float)
+    )
+
+
 @dataclass(frozen=True)
 class Printer:
     """The function of a tap that prints.
 
     Printers of equal lines are equal, so tracing a line again hits JAX's caches.
+
+    Attributes:
+        numbers: the leaves of the arguments that arrive as arrays, and are printed as
+            Python's numbers: "(3,)", not "(array(3, dtype=int32),)".
     """
 
     hostcall_kind: ClassVar = "print"  # for _engine/portable.py
@@ -114,19 +135,20 @@ class Printer:
     flush: bool
     end: str
     options: tuple[tuple[str, Any], ...]
+    numbers: tuple[int, ...] = ()
 
     @property
     def __name__(self) -> str:
         return f"hc.print({self.fmt!r})"
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shown = [*map(_printable, args)]
-        named = {k: _printable(v) for k, v in kwargs.items()}
+        if self.numbers:
+            leaves, treedef = jax.tree.flatten((args, kwargs))
+            for number in self.numbers:
+                leaves[number] = _of_python(leaves[number])
+            args, kwargs = treedef.unflatten(leaves)
         with np.printoptions(**dict(self.options)):
-            try:
-                text = self.fmt.format(*shown, **named)
-            except TypeError:  # NumPy's arrays take no format specs
-                text = _EachElement().vformat(self.fmt, shown, named)
+            text = print_format.formatted(self.fmt, args, kwargs)
         file = sys.stdout if self.file is None else self.file.value
         # One write, so that other threads can't print between text and end.
         file.write(text + self.end)
@@ -141,6 +163,7 @@ def _tell(printer: Printer, _: bool) -> Any:
             " sys.stdout is where the program runs"
         )
     told = {"fmt": printer.fmt, "flush": printer.flush, "end": printer.end}
+    told["numbers"] = list(printer.numbers)
     return {**told, "options": tell_plain(printer.options, "a NumPy print option")}
 
 
@@ -150,32 +173,25 @@ def _read(told: Any) -> tuple[Printer, dict[str, Any]]:
         if name not in _DEFAULTS:
             raise Malformed(f"the print option {name!r}")
     texts = {key: str(told[key]) for key in ("fmt", "end")}
-    printer = Printer(file=None, flush=bool(told["flush"]), options=options, **texts)
+    numbers = tuple(map(int, told.get("numbers", ())))  # none in older files
+    printer = Printer(
+        file=None,
+        flush=bool(told["flush"]),
+        options=options,
+        numbers=numbers,
+        **texts,
+    )
     return printer, {}
 
 
 add_kind("print", _tell, _read)
 
 
-def _printable(value: Any) -> Any:
-    """Converts scalars of small types to Python's: they support no format specs."""
-    if not isinstance(value, np.ndarray) or value.ndim or value.dtype.kind != "V":
-        return value
-    number = int if "int" in value.dtype.name else float
-    return number(value)
-
-
-class _EachElement(string.Formatter):
-    """Formats each element of an array as its field says: {:.2f} -> [0.10 0.20]."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if not isinstance(value, np.ndarray) or not value.ndim or not format_spec:
-            return str(super().format_field(value, format_spec))
-
-        def show(element: Any) -> str:
-            return format(element.item(), format_spec)
-
-        return np.array2string(value, formatter={"all": show})
+def _of_python(array: np.ndarray) -> Any:
+    """The Python number that was given, as far as its array can hold it: 0.1, not
+    0.10000000149 for a float32.
+    """
+    return float(str(array[()])) if array.dtype.kind == "f" else array.item()
 
 
 def _print_options() -> tuple[tuple[str, Any], ...]:
@@ -201,84 +217,3 @@ _DEFAULTS = {
     "formatter": None,
     "legacy": False,
 }
-
-
-def _check_format(fmt: Any, positional: int, keywords: dict[str, Any]) -> None:
-    if not isinstance(fmt, str):
-        raise SpecError(
-            f"hostcall: the first argument of hc.print should be a format string, got"
-            f" {fmt!r}. Write hc.print('x = {{}}', x)"
-        )
-    try:
-        used = list(_fields(fmt))
-    except ValueError as error:
-        raise SpecError(
-            f"hostcall: hc.print can't read the format {fmt!r}: {error}. Write literal"
-            " braces twice: {{ }}",
-            code="hc-arguments",
-        ) from None
-    if has_tracers_text(fmt):
-        raise SpecError(
-            f"hostcall: the format of hc.print contains the text of a tracer: {fmt!r}."
-            " It looks like an f-string, which is formatted while the program is"
-            " traced, before its values exist. Write hc.print('x = {}', x)",
-            code="hc-traced",
-        )
-    missing = [f for f in used if _is_missing(f, positional, keywords)]
-    if missing:
-        raise SpecError(
-            f"hostcall: hc.print({fmt!r}) has no argument for its fields"
-            f" {_listed(missing)}. It got"
-            f" {counted(positional, 'positional argument')}, and the keywords"
-            f" {_listed(list(keywords))}",
-            code="hc-arguments",
-        )
-    unused = [i for i in range(positional) if i not in used]
-    names = [name for name in keywords if name not in used]
-    if unused or names:
-        hints = "".join(f". {_FACE.hint(name)}" for name in names if _FACE.hint(name))
-        raise SpecError(
-            f"hostcall: hc.print({fmt!r}) does not use"
-            f" {_listed([f'argument {i}' for i in unused] + names)}. Each argument"
-            " needs a field in the format, and an f-string has none left. Write"
-            f" hc.print('x = {{}}', x){hints}",
-            code="hc-arguments",
-        )
-
-
-def _fields(fmt: str) -> list[int | str]:
-    """The fields that a format uses, also in nested specs ("{:{width}}")."""
-    found: list[int | str] = []
-    automatic, numbered = 0, False
-    todo = [(fmt, 0)]
-    while todo:
-        text, depth = todo.pop(0)
-        for _, field, spec, conversion in string.Formatter().parse(text):
-            if field is None:
-                continue
-            if conversion not in (None, "r", "s", "a"):
-                raise ValueError(f"unknown conversion {conversion!r}")
-            name = field.split(".")[0].split("[")[0]
-            if name == "":
-                found.append(automatic)
-                automatic += 1
-            elif name.isdecimal():
-                found.append(int(name))
-                numbered = True
-            else:
-                found.append(name)
-            if automatic and numbered:
-                raise ValueError("it mixes numbered and unnumbered fields")
-            if depth and "{" in (spec or ""):
-                raise ValueError("a field in a spec has fields in its own spec")
-            if spec:
-                todo.append((spec, depth + 1))
-    return found
-
-
-def _is_missing(field: int | str, positional: int, keywords: dict[str, Any]) -> bool:
-    return field >= positional if isinstance(field, int) else field not in keywords
-
-
-def _listed(names: Sequence[Any]) -> str:
-    return ", ".join(map(str, names)) or "none"

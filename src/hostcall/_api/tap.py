@@ -145,7 +145,7 @@ def tap(
 
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes
     the GIL, and waits only if the queue is full and `when_full="block"`. Like any
-    effect, a tap costs the program JAX's fast dispatch (about 50 us a dispatch instead
+    effect, a tap costs the program JAX's fast dispatch (about 65 us a dispatch instead
     of 4); `hc.tap_through` keeps it. On a TPU or an AMD GPU, JAX's own callback brings
     the values to the queue at its own speed, `on` has no effect, and `hc.current()`
     knows no device.
@@ -187,7 +187,7 @@ def tap_through(
     """Hands `x` to `fn(x)`, which runs later, and returns `x`.
 
     Like `hc.tap`, but the result ties the tap to the program, instead of an effect. The
-    program keeps JAX's fast dispatch (4 us instead of about 50), and **the tap runs
+    program keeps JAX's fast dispatch (4 us instead of about 65), and **the tap runs
     only if the result is used**. JAX may drop, merge or repeat it like any computation.
 
     Args:
@@ -204,6 +204,9 @@ def tap_through(
 
     Returns:
         `x`. Use it in place of the argument.
+
+    Under transformations: as `hc.tap`, where the result is used. grad, jvp: the
+    derivative is that of the identity.
 
     Cost: that of `hc.tap`, and a copy of `x` unless XLA can reuse its memory. In a
     jitted program over sharded arrays, `x` is gathered and the result is replicated.
@@ -273,7 +276,8 @@ def prepare(
     face: mistakes.Face = FACE,
 ) -> tuple[list[Any], TapParams]:
     """Checks a tap's arguments. Returns the operands and parameters of its equation."""
-    called = check_function(fn, "hc.tap(fn, *args)", awaits=True)
+    usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
+    called = check_function(fn, usage, awaits=True, returns=False)
     _check_options(called, order, when_full, rows, remat, arrays, every, sample)
     if batch is not None:
         _check_batch(called, batch, order, rows)

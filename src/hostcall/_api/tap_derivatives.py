@@ -29,6 +29,8 @@ def tap_tangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
     called with a tangent. grad, jacrev: does not tap, since the tangent is only
     transposed and has no value; use `tap_cotangent`. Nested derivatives: taps in the
     innermost.
+
+    Cost: that of `hc.tap` in the derivative; nothing without one.
     """
     return _seen_in_derivatives("tap_tangent", fn, x, options)
 
@@ -46,9 +48,10 @@ def tap_cotangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
         `x`. Use it in place of the argument.
 
     Under transformations: grad, vjp, jacrev: taps each time the backward pass reaches
-    it.
-    jvp: does not tap. Nested derivatives: taps in the innermost; the others stay
+    it. jvp: does not tap. Nested derivatives: taps in the innermost; the others stay
     correct.
+
+    Cost: that of `hc.tap` in the backward pass; nothing without one.
     """
     return _seen_in_derivatives("tap_cotangent", fn, x, options)
 

@@ -13,6 +13,7 @@ from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
 from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
 from hostcall._core.order import ORDERS, Order
+from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
 from hostcall._core.spec import Results, Static, Template, canonical
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
@@ -124,6 +125,7 @@ def buffer_callback(
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, in_tree = jax.tree.flatten((args, kwargs))
         operands = [_operand(leaf) for leaf in leaves]
+        _check_arguments(callback, name, len(args), kwargs)
         params = make_params(
             callback,
             Template(in_tree, (None,) * len(leaves)),
@@ -138,6 +140,22 @@ def buffer_callback(
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def _check_arguments(callback: Any, name: str, n: int, kwargs: Any) -> None:
+    """Refuses a callback that can't take `ctx` and `out` before its n arguments."""
+    if accepts(callback, n + 2, (*kwargs,)):
+        return
+    signature = signature_of(callback)
+    has = "" if signature is None else f", and it takes {without_types(signature)}"
+    given = ", ".join(["ctx", "out", *["x"] * n, *(f"{k}=" for k in kwargs)])
+    short = name.rpartition(".")[2].replace("<lambda>", "f")
+    raise SpecError(
+        f"hostcall: hc.buffer_callback calls `{name}` with ({given}){has}. The first"
+        " two are the context of the call, and the Buffers of the results to write"
+        f" into: write def {short}(ctx, out, *args)",
+        code="hc-arguments",
+    )
 
 
 def _described(leaf: Any, name: str) -> Any:

@@ -161,6 +161,10 @@ def id_print(
 
     Returns:
         As `id_tap`.
+
+    Under transformations: as `id_tap`.
+
+    Cost: that of `id_tap`; the worker of taps formats and prints.
     """
     printer = functools.partial(
         _print_tap_func, output_stream=output_stream, threshold=threshold, **kwargs
@@ -203,6 +207,9 @@ def call(
         jax.errors.JaxRuntimeError: when the program runs and `callback_func` raises,
             or returns another structure, shape or dtype (TypeError in its text).
             `barrier_wait` raises too, and `hostcall.reraise()` gives the exception.
+
+    Under transformations: vmap, jvp and grad are refused (above). It runs in jit, scan,
+    while_loop, cond, shard_map and pmap, in the order of the program.
 
     Cost: that of `hostcall.call` with an effect.
     """

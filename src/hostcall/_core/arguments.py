@@ -11,14 +11,22 @@ import numpy as np
 
 from hostcall._core.coroutines import body_of, is_coroutine_function
 from hostcall._core.errors import SpecError
+from hostcall._core.signatures import own_option
 from hostcall._core.source import name_of
 
 
-def check_function(fn: Any, usage: str, awaits: bool = False) -> str:
+def check_function(
+    fn: Any, usage: str, awaits: bool = False, returns: bool = True
+) -> str:
     """Returns the function's name; refuses anything that is not a plain function.
 
-    Calling a coroutine or generator function runs none of its code. With `awaits`, the
-    caller runs coroutine functions on the event loop.
+    Calling a coroutine or generator function runs none of its code.
+
+    Args:
+        fn: what the user gave.
+        usage: how to call the public function.
+        awaits: the caller runs coroutine functions on the event loop.
+        returns: the caller uses what the function returns.
     """
     if not callable(fn):
         raise SpecError(
@@ -30,11 +38,17 @@ def check_function(fn: Any, usage: str, awaits: bool = False) -> str:
         refuse_coroutines(fn)
     body = body_of(fn)
     if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
+        instead = (
+            "Make the generator outside the program, and pass a function that takes its"
+            ' next value: lambda: next(generator), with order="ordered"'
+            if returns
+            else "What a tap returns is ignored, so nothing would run the generator:"
+            " write a function without `yield`. If a generator should get the values,"
+            " start it outside the program, and pass its method generator.send"
+        )
         raise SpecError(
             f"hostcall: `{name}` is a generator function: calling it only makes a"
-            " generator. Make the generator outside the program, and pass a function"
-            " that takes its next value: lambda: next(generator), with"
-            ' order="ordered"',
+            f" generator. {instead}",
             code="hc-coroutine",
         )
     return name
@@ -79,13 +93,17 @@ def of_a_number(
     return function
 
 
-def parse_mask(where: Any, name: str, option: str = "where") -> Any:
+def parse_mask(
+    where: Any, name: str, option: str = "where", fn: Callable[..., Any] | None = None
+) -> Any:
+    """The mask as an array. `fn` is the function, if its own keywords come with it."""
     mask = where if isinstance(where, jax.Array) else np.asarray(where)
     if mask.dtype != np.bool_ or mask.shape != ():
+        own = "" if fn is None else own_option(fn, option, where)
         raise SpecError(
             f"hostcall: {option}= of `{name}` should be one bool, got"
             f" {mask.dtype}{list(mask.shape)}. For one bool per row, vmap the function"
-            " that makes the call",
+            f" that makes the call{own}",
             code="hc-option",
         )
     return mask

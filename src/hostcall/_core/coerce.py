@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,25 +14,31 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.errors import ResultError
+from hostcall._core.result_texts import a_shape, instead, named, shape_hint, short
 from hostcall._core.spec import is_numeric
 
 
-def take_apart(value: Any, treedef: Any, name: str) -> list[Any]:
-    """The leaves of a return value, which must have the structure of `result=`."""
+def take_apart(
+    value: Any, treedef: Any, name: str, avals: Sequence[Any] = ()
+) -> list[Any]:
+    """The leaves of a return value, which must have the structure of `result=`.
+
+    `avals` are those that `result=` declares, for messages.
+    """
     try:
         return list(treedef.flatten_up_to(value))
     except (ValueError, TypeError) as error:
         try:
             got = _words(jax.tree_util.tree_structure(value))
         except (ValueError, TypeError) as why:  # keys of a dict that can't be sorted
-            got = f"{_short(value)}, which is no pytree ({why})"
+            got = f"{short(value)}, which is no pytree ({why})"
         if treedef.num_leaves == 0 and value is not None:
             hint = "The call has result=None: return nothing, or declare the result"
         elif value is None:
             hint = "Does the function lack a `return`?"
         else:
             hint = "Change what the function returns, or what result= declares"
-        hint = _unawaited(value) or hint
+        hint = _unawaited(value) or a_shape(value, treedef, avals) or hint
         raise ResultError(
             f"hostcall: `{name}` returned a structure that differs from its result=."
             f" Expected {_words(treedef)}, got {got}. {hint}"
@@ -44,7 +50,11 @@ def _words(treedef: Any) -> str:
 
 
 def coerce(
-    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: Callable[[], str]
+    value: Any,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    where: Callable[[], str],
+    hint: Callable[[tuple[int, ...]], str] | None = None,
 ) -> np.ndarray:
     """`value` as a row-major array of this dtype and shape.
 
@@ -58,6 +68,7 @@ def coerce(
         dtype: the dtype that the leaf should have.
         shape: the shape that the leaf should have.
         where: returns the leaf's path and the function's name, for messages.
+        hint: says what may be wrong with another shape; "" for the usual words.
 
     Raises:
         ResultError: if the shape differs, the dtype can't be converted, the value is
@@ -66,7 +77,7 @@ def coerce(
     if isinstance(value, jax.Array) and value.dtype == dtype and value.shape == shape:
         array = np.asarray(value)
     else:
-        array = _coerce(value, dtype, shape, where)
+        array = _coerce(value, dtype, shape, where, hint)
     array = np.ascontiguousarray(array).reshape(shape)
     # Equal dtypes can be different objects (after pickling, with metadata, longlong).
     # The engine compares pointers, so the array must have this very object.
@@ -74,11 +85,15 @@ def coerce(
 
 
 def _coerce(
-    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: Callable[[], str]
+    value: Any,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    where: Callable[[], str],
+    hint: Callable[[tuple[int, ...]], str] | None,
 ) -> np.ndarray:
     if value is None:
         raise ResultError(
-            f"hostcall: {where()} should be {_named(dtype, shape)}, got None. Does the"
+            f"hostcall: {where()} should be {named(dtype, shape)}, got None. Does the"
             " function lack a `return`?"
         )
     _refuse_masked(value, dtype, shape, where)
@@ -87,19 +102,20 @@ def _coerce(
         unawaited = _unawaited(value)
         if unawaited:
             raise ResultError(
-                f"hostcall: {where()} should be {_named(dtype, shape)}, got a"
+                f"hostcall: {where()} should be {named(dtype, shape)}, got a"
                 f" coroutine. {unawaited}",
                 code="hc-coroutine",
             )
         raise ResultError(
-            f"hostcall: {where()} should be {_named(dtype, shape)}, got"
-            f" {type(value).__name__} {_short(value)}, which is not an array of numbers"
-            f" but {_instead(array.dtype, dtype)}"
+            f"hostcall: {where()} should be {named(dtype, shape)}, got"
+            f" {type(value).__name__} {short(value)}, which is not an array of numbers"
+            f" but {instead(array.dtype, dtype)}"
         )
     if array.shape != shape:
+        advice = (hint and hint(array.shape)) or shape_hint(array.shape, shape)
         raise ResultError(
-            f"hostcall: {where()} should be {_named(dtype, shape)}, got"
-            f" {_named(array.dtype, array.shape)}. {_shape_hint(array.shape, shape)}"
+            f"hostcall: {where()} should be {named(dtype, shape)}, got"
+            f" {named(array.dtype, array.shape)}. {advice}"
         )
     if array.dtype != dtype:
         # Python's own numbers have no width that a conversion could lose.
@@ -147,10 +163,13 @@ def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:
             return np.asarray(jnp.from_dlpack(value))
     except _UNREADABLE as error:
         fault = error
-    raise ResultError(
-        f"hostcall: {where()} is a {type(value).__name__} that NumPy can't read:"
-        f" {fault}"
-    ) from fault
+    try:
+        raise ResultError(
+            f"hostcall: {where()} is a {type(value).__name__} that NumPy can't read:"
+            f" {fault}"
+        ) from fault
+    finally:  # its traceback refers to this frame, which would keep the value alive
+        del fault
 
 
 def _refuse_masked(
@@ -164,7 +183,7 @@ def _refuse_masked(
     elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         count = int(np.ma.count_masked(value))
         raise ResultError(
-            f"hostcall: {where()} should be {_named(dtype, shape)}, got a masked array"
+            f"hostcall: {where()} should be {named(dtype, shape)}, got a masked array"
             f" with {count} of {value.size} elements masked, and JAX's arrays have no"
             " masks. Return np.ma.filled(x, number) to give those elements a value, or"
             " return the mask as a separate result (np.ma.getmaskarray(x))"
@@ -174,25 +193,6 @@ def _refuse_masked(
 _NUMBERS = {bool, int, float, complex}
 
 
-def _instead(have: np.dtype, want: np.dtype) -> str:
-    """Says what an array that is not numeric holds, and what to return instead."""
-    if have.names:
-        fields = ", ".join(map(repr, have.names))
-        return (
-            f"structured, with the fields {fields}. Return one of them,"
-            f" x[{have.names[0]!r}], or declare a result for each"
-        )
-    if have.kind in "Mm":
-        of = "dates" if have.kind == "M" else "durations"
-        spans = "(x - x[0])" if have.kind == "M" else "x"
-        return f"{of} ({have}). Return seconds, {spans} / np.timedelta64(1, 's')"
-    if have.kind == "O":
-        return f"Python objects. Return np.asarray(x, '{want}') if they are numbers"
-    if have.kind == "V":
-        return f"bytes ({have}). Return x.view('{want}') if they hold such numbers"
-    return f"strings ({have}). Return np.asarray(x, '{want}') to read them as numbers"
-
-
 def _cast(
     array: np.ndarray, want: np.dtype, weak: bool, where: Callable[[], str]
 ) -> np.ndarray:
@@ -200,6 +200,8 @@ def _cast(
     kind_have, kind_want = _kind(have), _kind(want)
     if _ORDER[kind_have] > _ORDER[kind_want]:
         meant = "round(x)" if weak and kind_want == "integer" else f"x.astype('{want}')"
+        if kind_have == "complex":
+            meant = "x.real" if kind_want == "float" else f"x.real.astype('{want}')"
         raise ResultError(
             f"hostcall: {where()} should be {want}, got {have}"
             f"{' from Python numbers' if weak else ''}. hostcall does not convert"
@@ -225,12 +227,12 @@ def _cast(
             return array.astype(want)
     except FloatingPointError:
         pass
-    # NumPy's own warning would name this file. The text has no values, so that Python
-    # shows it once for each function.
+    # In place of NumPy's own warning, which would not name the function. The text has
+    # no values, so that Python shows it once for each function.
     warnings.warn(
         f"hostcall: {where()} should be {want}, got {have} with values beyond the range"
-        f" of {want}, which become infinite. Scale or clip them, or declare a wider"
-        " result",
+        f" of {want}, which become infinite or NaN. Scale or clip them, or declare a"
+        " wider result",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -262,20 +264,3 @@ def _kind(dtype: np.dtype) -> str:
     if jnp.issubdtype(dtype, np.integer):
         return "integer"
     return "complex" if jnp.issubdtype(dtype, np.complexfloating) else "float"
-
-
-def _named(dtype: Any, shape: tuple[int, ...]) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _shape_hint(got: tuple[int, ...], want: tuple[int, ...]) -> str:
-    if want == () and int(np.prod(got)) == 1:
-        return "Return x.item() or x.reshape(()) for a scalar"
-    if len(got) == len(want) + 1:
-        return "Does the function return the whole batch where one row is wanted?"
-    return "Change what the function returns, or what result= declares"

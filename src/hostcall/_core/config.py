@@ -10,10 +10,13 @@ import os
 # Seconds to wait at exit for running calls before interrupting them.
 EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
 
-# How many of the newest exceptions that callbacks raised are kept for `reraise`. Only
-# the newest has values in its frames. A thread of a busy server may not run for some
-# time slices, while each of the others fails hundreds of times.
-KEPT_ERRORS = 1024
+# How many of the newest exceptions that callbacks raised are kept for `reraise`, and
+# how many of the last seconds: a thread of a busy server may not run for some time
+# slices, while each of the others fails hundreds of times. Only the newest exception
+# has values in its frames, but any may have some in its `args` or attributes.
+KEPT_ERRORS = 32
+MOST_KEPT_ERRORS = 1024
+KEPT_SECONDS = 10.0
 
 # How many exceptions that taps raised are kept for the next `barrier`. The first
 # exception of each further tap that fails is kept beyond this number, up to four times

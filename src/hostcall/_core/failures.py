@@ -5,7 +5,8 @@ under a number, the text ends with that number, and whoever reads the text can f
 object again.
 
 Guarantees
-  * The newest KEPT_ERRORS exceptions can be found. Older ones are forgotten.
+  * The newest KEPT_ERRORS exceptions can be found, and up to MOST_KEPT_ERRORS of the
+    last KEPT_SECONDS. Older ones are forgotten.
   * Only the newest exception keeps the values in its frames (arrays, models). When a
     newer one arrives, the frames of the one before are emptied; its lines stay.
   * An exception object that the user has been given is never changed. hostcall then
@@ -24,6 +25,7 @@ import itertools
 import re
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -48,11 +50,13 @@ class _Kept:
             written in C) allows no weak references.
         own: the tracebacks whose frames belong to the callback.
         handed_over: the user has the object itself, so its frames must stay.
+        since: when it was raised.
     """
 
-    __slots__ = ("exception", "handed_over", "own")
+    __slots__ = ("exception", "handed_over", "own", "since")
 
     def __init__(self, exception: BaseException, handed_over: bool) -> None:
+        self.since = time.monotonic()
         self.exception: Any = exception
         self.handed_over = handed_over
         self.own = () if handed_over else frames.own_tracebacks(exception)
@@ -100,13 +104,21 @@ def keep(exception: BaseException, handed_over: bool = False) -> int:
         before = _kept.get(_last)
         number = _last = next(_numbers)
         _kept[number] = kept
-        while len(_kept) > config.KEPT_ERRORS:
+        while _keeps_too_many(kept.since):
             gone.append(_kept.popitem(last=False))
     # Outside the lock: emptying frames, and dropping `gone`, may run the user's
     # destructors, which may come back here.
     if before is not None:
         before.let_go()
     return number
+
+
+def _keeps_too_many(now: float) -> bool:
+    if len(_kept) <= config.KEPT_ERRORS:
+        return False
+    oldest = next(iter(_kept.values()))
+    late = now - oldest.since > config.KEPT_SECONDS
+    return late or len(_kept) > config.MOST_KEPT_ERRORS
 
 
 def hand_over(exception: BaseException) -> None:
@@ -206,7 +218,7 @@ def failures_so_far() -> int:
 
 def number_in(report: BaseException) -> int:
     """The number at the end of JAX's report; 0 if the failure is not a host call's."""
-    return _number_in(str(report))
+    return _number_in(summary(report))
 
 
 def _number_in(text: str) -> int:
@@ -243,8 +255,9 @@ def last_error() -> BaseException | None:
     """The exception object that a callback raised last, or None.
 
     Its traceback leads into the callback, with the values of local variables. The
-    newest 1,024 exceptions of all threads are kept, but hostcall keeps the local
-    variables of the newest one only. Cost: none unless something failed.
+    newest 32 exceptions of all threads are kept, and up to 1,024 of the last 10 s; but
+    hostcall keeps the local variables of the newest one only. Cost: none unless
+    something failed.
     """
     with _lock:  # else a newer one may empty its frames in between
         kept = _kept.get(_last)
@@ -343,6 +356,13 @@ def looking() -> Iterator[None]:
 def is_told(number: int) -> bool:
     """Whether the user has seen this failure, as a report or as the object."""
     return number in _told or number <= _told_below
+
+
+def is_surely_told(number: int) -> bool:
+    """The same for a caller who would rather raise a very old failure again than
+    never.
+    """
+    return number in _told
 
 
 def tell(number: int) -> None:

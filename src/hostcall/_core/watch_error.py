@@ -131,7 +131,7 @@ class WatchError(HostcallError, RuntimeError):
         """Reads what `save` wrote; `hc.tools.load_failure` says what comes back."""
         try:
             return cls._load(path)
-        except (SpecError, FileNotFoundError):
+        except (SpecError, OSError, MemoryError):
             raise
         except Exception as error:  # zipfile, json and NumPy raise many kinds
             raise SpecError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import sys
 import types
@@ -67,15 +68,46 @@ class CallInfo:
     # --- Hooks ---------------------------------------------------------------------
 
     def flatten(self, value: Any) -> list[Any]:
-        return coerce.take_apart(value, self.callback.results.treedef, self.name)
+        results = self.callback.results
+        return coerce.take_apart(value, results.treedef, self.name, results.avals)
 
     def coerce(self, number: int, value: Any) -> np.ndarray:
         aval = self.params.avals[number]
+        return coerce.coerce(
+            value,
+            aval.dtype,
+            aval.shape,
+            lambda: self.result(number),
+            lambda got: self.shape_hint(number, aval.shape, got),
+        )
 
-        def where() -> str:
-            return f"{self.callback.results.paths()[number]} of `{self.name}`"
+    def result(self, number: int) -> str:
+        """What messages call a result of the function."""
+        told, _ = self._of_a_rule(number)
+        return told or f"{self.callback.results.paths()[number]} of `{self.name}`"
 
-        return coerce.coerce(value, aval.dtype, aval.shape, where)
+    def shape_hint(
+        self, number: int, want: tuple[int, ...], got: tuple[int, ...]
+    ) -> str:
+        """What may be wrong with the shape of a result; "" if nothing special."""
+        params = self.params
+        if params.levels and got == want[params.levels :]:
+            rows = math.prod(want[: params.levels])
+            return (
+                f'With vmap_method="{params.vmap_method}" the function gets all {rows}'
+                " rows at once, and must return one result for each, along a new axis"
+                " in front"
+            )
+        if params.grid and got[1:] == want and got[0] != 1:
+            return "Does the function return the whole batch where one row is wanted?"
+        return self._of_a_rule(number)[1]
+
+    def _of_a_rule(self, number: int) -> tuple[str, str]:
+        """(what a result is, which shape it has) if the function is a rule of
+        hostcall's that says so; else empty texts.
+        """
+        says = getattr(type(self.callback.function), "hostcall_result", None)
+        return says(self.callback.function, number) if says else ("", "")
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
         # Rows that run together say by themselves which of them failed.
@@ -93,15 +125,19 @@ class CallInfo:
 
     def hint(self, error: BaseException) -> str:
         """Says why a lent argument can't be written to, also in a note on the error."""
-        said = isinstance(error, ValueError) and "read-only" in str(error)
-        if not (said and self.callback.lend):
+        lend = self.callback.lend
+        if not lend or lend == "buffers" or not isinstance(error, ValueError):
+            return ""
+        if "read-only" not in failures.summary(error):
             return ""
         text = (
-            f"`{self.name}` has lend={self.callback.lend!r}: its arguments are views of"
-            " memory that the program still reads, so it must not write to them. Write"
-            " to a copy (x = x.copy()), or leave out lend="
+            f"If it wrote to an argument: `{self.name}` has lend={lend!r}, so its"
+            " arguments are views of memory that the program still reads. Write to a"
+            " copy (x = x.copy()), or leave out lend="
         )
-        error.add_note(f"hostcall: {text}")
+        note = f"hostcall: {text}"
+        if note not in getattr(error, "__notes__", ()):  # raised before, and kept
+            error.add_note(note)
         return text
 
     def eager_error(self, error: Exception) -> Exception:

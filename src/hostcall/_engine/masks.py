@@ -91,11 +91,14 @@ class CompressedCall:
         return self._info.flatten(self._whole(*leaves))
 
     def _leaf(self, number: int, value: Any, shape: tuple[int, ...]) -> np.ndarray:
-        def where() -> str:
-            path = self._params.callback.results.paths()[number]
-            return f"{path} of `{self._info.name}`"
-
-        return coerce.coerce(value, self._params.avals[number].dtype, shape, where)
+        info = self._info
+        return coerce.coerce(
+            value,
+            self._params.avals[number].dtype,
+            shape,
+            lambda: info.result(number),
+            lambda got: info.shape_hint(number, shape, got),
+        )
 
 
 class CompressedTap:

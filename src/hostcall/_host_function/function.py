@@ -392,7 +392,7 @@ class HostFunction(Generic[P, R]):
         if where == "host" and _jax.is_tracing():
             face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
             for rule in rules:
-                mistakes.refuse_traced(face, rule)
+                mistakes.refuse_traced(rule, face.instead_of_traced)
         return where  # type: ignore[no-any-return]
 
     def _add(self, kind: str, rule: Any) -> None:

@@ -101,6 +101,16 @@ class HostCode(Value):
             self.kind != "backward" or self.keeps_objects
         )
 
+    def hostcall_result(self, number: int) -> tuple[str, str]:  # for _engine/info.py
+        """What messages call a result, and which shape it has; "" for usual words."""
+        if self.kind != "jacobian":
+            return "", ""
+        trees, rule = self.site.trees, name_of(self.code)
+        which = f"the Jacobian of {trees.jacobian_paths[number]} that `{rule}`, a rule"
+        return f"{which} of `{trees.name}`, returned", (
+            "A Jacobian has the axes of the result, then those of the argument"
+        )
+
     # --- In a program --------------------------------------------------------------
 
     def run(self, args: Arrays) -> Arrays:
@@ -351,32 +361,16 @@ class HostCode(Value):
 
     def _pulled(self, value: Any, given: Any) -> Arrays:
         if self.site.function.rules.vjp.flat:
-            return self._cotangents(spread(value, self.nz), given)
-        leaves = self.site.trees.argument_leaves(value, "the backward rule")
-        return self._cotangents(leaves, given)
+            leaves: Arrays = spread(value, self.nz)
+        else:
+            leaves = self.site.trees.argument_leaves(value, "the backward rule")
+        found: Arrays = self.site.trees.wanted_cotangents(leaves, self.nz, given)
+        return found
 
     def _pulled_again(self, value: Any, more: Any) -> Arrays:
         (handle, given), (residual, value) = more, value
         store.put_back(handle, residual)
         return self._pulled(value, given)
-
-    def _cotangents(self, leaves: Arrays, given: Any) -> Arrays:
-        """The cotangents of the marked arguments, with zeros for None.
-
-        If the rule works on whole batches, the batch axes come first, and the zeros
-        need them too.
-        """
-        trees, found = self.site.trees, []
-        for leaf, aval, wanted in zip(leaves, trees.in_avals, self.nz, strict=True):
-            if not wanted:
-                continue
-            if leaf is None:
-                # All cotangents of the results have the same batch axes.
-                ct, out = given[-1], trees.out_avals[-1]
-                batch = ct.shape[: len(ct.shape) - len(out.shape)]
-                leaf = np.zeros(batch + aval.shape, aval.dtype)
-            found.append(leaf)
-        return found
 
     # --- The others ----------------------------------------------------------------
 
@@ -387,7 +381,9 @@ class HostCode(Value):
         sent = (trees.cotangents(operands[n:]), *trees.nonlinear(args))
 
         def finish(value: Any, given: Any) -> Arrays:
-            return self._cotangents(trees.transposed_leaves(value), given)
+            leaves = trees.transposed_leaves(value)
+            found: Arrays = trees.wanted_cotangents(leaves, self.nz, given)
+            return found
 
         return self._code("transpose"), sent, finish, operands[n:]
 

@@ -226,6 +226,33 @@ class Trees:
             for aval in pick(self.in_avals, self.diff)
         )
 
+    @cached_property
+    def jacobian_paths(self) -> tuple[str, ...]:
+        """For each block of the Jacobian what it derives, and by what."""
+        outs = pick(self.results.paths(), self.out_diff)
+        args = pick([*self.template.paths(), *self._of_mask("where")], self.diff)
+        return tuple(f"{out} by {arg}" for out in outs for arg in args)
+
+    def wanted_cotangents(
+        self, leaves: Arrays, nz: Sequence[bool], given: Any
+    ) -> Arrays:
+        """The cotangents of the arguments that `nz` marks, with zeros for None.
+
+        If the rule works on whole batches, the batch axes come first, and the zeros
+        need them too, as the cotangents `given` of the results have them.
+        """
+        found = []
+        for leaf, aval, wanted in zip(leaves, self.in_avals, nz, strict=True):
+            if not wanted:
+                continue
+            if leaf is None:
+                # All cotangents of the results have the same batch axes.
+                ct, out = given[-1], self.out_avals[-1]
+                batch = ct.shape[: len(ct.shape) - len(out.shape)]
+                leaf = np.zeros(batch + aval.shape, aval.dtype)
+            found.append(leaf)
+        return found
+
     def fitting(self, values: Arrays, avals: Sequence[Any], what: str) -> Arrays:
         """The arrays that JAX code returned, checked for shape and cast to dtype."""
         fitted = []

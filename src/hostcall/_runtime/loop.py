@@ -21,10 +21,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hostcall._core.daemon import daemon
+from hostcall._core.daemon import Pool, daemon
 from hostcall._core.errors import HostcallError
 
 logger = logging.getLogger("hostcall")
@@ -67,7 +66,7 @@ def current() -> asyncio.AbstractEventLoop:
         if _own is None:
             loop = _new_loop()
             loop.set_default_executor(
-                ThreadPoolExecutor(_THREADS, thread_name_prefix="hostcall-to-thread")
+                Pool(_THREADS, thread_name_prefix="hostcall-to-thread")
             )
             thread = daemon("hostcall-loop", _run, loop)
             thread.start()  # if it fails, the next call tries again

@@ -33,7 +33,7 @@ from typing import Any
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import failures
+from hostcall._core import failures, mistakes
 
 
 class reraise(contextlib.ContextDecorator):
@@ -66,6 +66,11 @@ class reraise(contextlib.ContextDecorator):
     """
 
     def __enter__(self) -> reraise:
+        mistakes.warn_if_traced(
+            "a block of hc.reraise() begins",
+            "It can't raise what the program's callbacks raise. Put it around the call"
+            " of the program",
+        )
         _open_block()
         return self
 

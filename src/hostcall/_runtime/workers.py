@@ -18,6 +18,7 @@ from typing import Any
 
 from hostcall import _jax, _native
 from hostcall._core import config
+from hostcall._core.daemon import Pool
 from hostcall._core.errors import CallTimeoutError
 from hostcall._runtime import flights, host_device
 
@@ -61,7 +62,7 @@ def is_in_pool() -> bool:
 
 
 def pool_of(threads: int) -> futures.ThreadPoolExecutor:
-    return futures.ThreadPoolExecutor(
+    return Pool(
         threads,
         thread_name_prefix="hostcall",
         initializer=lambda: setattr(_in_pool, "yes", True),

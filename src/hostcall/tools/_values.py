@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -46,9 +47,14 @@ def refuse_misspelt(
     for key, value in values.items():
         near = _nearest(face, key)
         if near and not any(map(_is_array, jax.tree.leaves(value))):
+            instead = (
+                "use another name"
+                if isinstance(value, str)
+                else f"write {key}=jnp.asarray(...)"
+            )
             raise SpecError(
                 f"hostcall: {name} has no option {key}=. Did you mean {near}=? If"
-                f" {value!r} is a value with this name, write {key}=jnp.asarray(...)",
+                f" {reprlib.repr(value)} is a value with this name, {instead}",
                 code="hc-option",
             )
 
@@ -61,4 +67,5 @@ def _nearest(face: Callable[..., Any], key: str) -> str | None:
 
 
 def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    known = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    return known or hasattr(leaf, "__jax_array__")

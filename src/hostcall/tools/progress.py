@@ -138,6 +138,7 @@ class Progress:
 
         @functools.wraps(body)
         def wrapped(carry: Any, x: Any) -> Any:
+            checks.check_counter(x, total)
             self(x[0] if isinstance(x, tuple) else x, total, **options)
             return body(carry, x)
 

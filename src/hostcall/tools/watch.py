@@ -153,7 +153,7 @@ def _look(x: Any, also: Any, where: Any, fired: _Fired, keep: int) -> None:
 
 def _passes(x: Any, fired: _Fired) -> Any:
     if fired.check != "finite":
-        passes = jnp.asarray(fired.check(x))
+        passes = jnp.asarray(_checked(fired, x))
         if passes.shape != () or passes.dtype != bool:
             raise SpecError(
                 f"hostcall: check= of hc.watch({fired.name}) should return a bool"
@@ -170,6 +170,29 @@ def _passes(x: Any, fired: _Fired) -> Any:
             " check="
         )
     return functools.reduce(jnp.logical_and, (jnp.isfinite(n).all() for n in numbers))
+
+
+def _checked(fired: _Fired, x: Any) -> Any:
+    """What the user's check returns for traced values."""
+    try:
+        return fired.check(x)
+    except _WANTS_NUMBERS as error:
+        called = getattr(fired.check, "__qualname__", repr(fired.check))
+        raise SpecError(
+            f"hostcall: check= of hc.watch({fired.name}) is part of the program, and"
+            f" `{called}` used a traced value as a number, as bool(), float(), `if` and"
+            " NumPy do. Write it with jnp, and let it return a bool scalar that is"
+            " computed: lambda x: jnp.isfinite(x).all()",
+            code="hc-option",
+        ) from error
+
+
+# What JAX raises if Python or NumPy wants the number of a traced value.
+_WANTS_NUMBERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def _kinds(x: Any) -> str:

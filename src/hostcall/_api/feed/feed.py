@@ -12,6 +12,7 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._api.call import call
+from hostcall._api.feed import checks
 from hostcall._api.feed.indexed import Indexed
 from hostcall._api.feed.items import parse_spec, reader, spec_of
 from hostcall._api.feed.shards import Shards
@@ -27,8 +28,6 @@ from hostcall._primitives.feed.primitive import bind
 from hostcall._runtime.feed_puller import Puller
 from hostcall._runtime.feed_texts import CLOSED
 from hostcall._runtime.feeds import PATIENCE, Stream
-
-_ENDS = ("mask", "raise", "repeat")
 
 
 class Feed:
@@ -52,7 +51,8 @@ class Feed:
     ) -> None:
         name = tag or _name(source)
         check_tag(tag, name)
-        _check(name, prefetch, on_end, timeout)
+        checks.check_options(name, prefetch, on_end, timeout)
+        checks.refuse_traced(source)
         given = read_source(source, batch, name)
         if on_end == "repeat" and not given.again:
             raise SpecError(
@@ -66,6 +66,7 @@ class Feed:
         try:
             self.spec = spec_of(puller.first(), name) if spec is None else spec
             items = parse_spec(self.spec, name)
+            read = reader(items, name, spec is None)
             shards = None if sharding is None else Shards(sharding, items, name)
             blocks = items.avals if shards is None else shards.blocks
             sizes = [_bytes(aval) for aval in blocks]
@@ -79,10 +80,7 @@ class Feed:
             raise
         where = f"{name} ({self._place.file}:{self._place.line})"
         self._stream = Stream(puller, ring, sizes, timeout, where)
-        read, get = reader(items, name), given.get
-        self._indexed = get and Indexed(
-            get, read, items.avals, given.lock, prefetch, name
-        )
+        self._indexed = given.get and Indexed(given, read, items.avals, prefetch, name)
         self._items, self._shards, self._blocks = items, shards, tuple(blocks)
         puller.begin(ring, read if shards is None else shards.cut(read))
 
@@ -113,7 +111,7 @@ class Feed:
                 " for each row of a vmap. Leave out one of the two",
                 code="hc-conflict",
             )
-        operands = [_marker(leaf) for leaf in jax.tree.leaves(rows)]
+        operands = [checks.marker(leaf, name) for leaf in jax.tree.leaves(rows)]
         masked = where is not None
         if masked:
             operands.insert(0, parse_mask(where, name))
@@ -185,11 +183,11 @@ class Feed:
             jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._items.avals
         )
         leaves = call(
-            self._indexed.gather,
+            self._indexed,
             spec,
             jnp.asarray(i, int),
             vmap_method="expand_dims",
-            tag=f"{name}.at",
+            tag=self._indexed.__qualname__,
         )
         return self._items.fill(leaves)
 
@@ -341,27 +339,6 @@ def feed(
     )
 
 
-def _check(name: str, prefetch: Any, on_end: Any, timeout: Any) -> None:
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
-        raise SpecError(
-            f"hostcall: prefetch= of the feed `{name}` should be a number of items, an"
-            f" int of 1 or more, got {prefetch!r}",
-            code="hc-option",
-        )
-    if on_end not in _ENDS:
-        raise SpecError(
-            f"hostcall: on_end= of the feed `{name}` should be one of"
-            f" {', '.join(map(repr, _ENDS))}, got {on_end!r}",
-            code="hc-option",
-        )
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise SpecError(
-            f"hostcall: timeout= of the feed `{name}` should be a number of seconds"
-            f" above 0, got {timeout!r}",
-            code="hc-option",
-        )
-
-
 def _name(source: Any) -> str:
     named = getattr(source, "__qualname__", None)
     return name_of(source) if named is not None else type(source).__qualname__
@@ -369,10 +346,3 @@ def _name(source: Any) -> str:
 
 def _bytes(aval: Any) -> int:
     return int(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize)
-
-
-def _marker(leaf: Any) -> Any:
-    """An array without elements and derivatives, that has the rows of `leaf`."""
-    if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
-        leaf = jax.random.key_data(leaf)
-    return jnp.ravel(jax.lax.stop_gradient(leaf))[:0].astype(bool)

@@ -13,11 +13,12 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
+from hostcall._api.feed.sources import OpenSource
+from hostcall._core.daemon import daemon
 from hostcall._core.errors import FeedError
 from hostcall._runtime import workers
 
@@ -28,19 +29,18 @@ Leaves = list[np.ndarray]
 
 
 class Indexed:
-    """Reads items by number."""
+    """Reads items by number: the function of a call, which makes `feed.at`."""
 
     def __init__(
         self,
-        get: Callable[[int], Any],
+        source: OpenSource,
         read: Callable[[Any, int], Leaves],
         avals: Sequence[Any],
-        source_lock: AbstractContextManager[Any],
         ahead: int,
         name: str,
     ) -> None:
-        self._get, self._read, self._avals, self._ahead = get, read, avals, ahead
-        self._name, self._source_lock = name, source_lock
+        self._source, self._read, self._avals, self._ahead = source, read, avals, ahead
+        self._name, self.__qualname__ = name, f"{name}.at"
         self._lock = threading.Lock()  # guards all below, for moments
         self._kept: OrderedDict[int, Leaves] = OrderedDict()
         self._bytes = 0
@@ -48,7 +48,7 @@ class Indexed:
         self._wanted: queue.SimpleQueue[int | None] | None = None
         self.closed = ""
 
-    def gather(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
+    def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
         """The items of these numbers, stacked along the axes of `numbers`."""
         flat = [int(n) for n in numbers.reshape(-1)]
         if not flat:  # a vmap over no rows
@@ -75,13 +75,35 @@ class Indexed:
             )
         found = self._find(number)
         if found is None:
-            with self._source_lock:
+            with self._source.lock:
                 found = self._find(number)  # another thread may have read it
                 if found is None:
                     found = self._read(self._get(number), number)
                     found = [leaf.copy() for leaf in found]
                     self._keep(number, found)
         return found
+
+    def _get(self, number: int) -> Any:
+        assert self._source.get is not None
+        try:
+            return self._source.get(number)
+        except (IndexError, KeyError) as error:
+            try:
+                size = self._source.size() if self._source.size else None
+            except TypeError:  # a source without a length
+                size = None
+            if size is None or number < size:
+                raise
+            numbers = (
+                f"has the numbers 0 to {size - 1}. feed.at(i % {size}) begins again,"
+                f" feed.at(jnp.minimum(i, {size - 1})) stays at the last one"
+                if size
+                else "has no items. Is its source empty, or not filled yet?"
+            )
+            raise IndexError(
+                f"hostcall: feed.at({number}) of the feed `{self._name}`, which"
+                f" {numbers}"
+            ) from error
 
     def _find(self, number: int) -> Leaves | None:
         with self._lock:
@@ -110,12 +132,8 @@ class Indexed:
                 return
             if self._wanted is None:
                 self._wanted = queue.SimpleQueue()
-                threading.Thread(
-                    target=_read_ahead,
-                    args=(weakref.ref(self), self._wanted),
-                    daemon=True,
-                    name="hostcall-feed at",
-                ).start()
+                reader = (_read_ahead, weakref.ref(self), self._wanted)
+                daemon("hostcall-feed at", *reader).start()
             if self._wanted.empty():  # else the thread is behind, and helps nobody
                 for i in range(1, self._ahead * len(flat) + 1):
                     self._wanted.put(flat[-1] + i * step)

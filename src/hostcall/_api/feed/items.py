@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
@@ -59,8 +60,16 @@ def _in_native_order(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, dtype.newbyteorder("="))
 
 
-def reader(results: Results, name: str) -> Callable[[Any, int], list[np.ndarray]]:
-    """A function that checks an item, and returns its leaves as arrays."""
+def reader(
+    results: Results, name: str, inferred: bool
+) -> Callable[[Any, int], list[np.ndarray]]:
+    """A function that checks an item, and returns its leaves as arrays.
+
+    Args:
+        results: what the items should be.
+        name: of the feed.
+        inferred: whether `results` describes the first item, for want of a spec=.
+    """
     treedef, avals = results.treedef, results.avals
     paths = [path.removeprefix("result") for path in results.paths()]
 
@@ -75,7 +84,12 @@ def reader(results: Results, name: str) -> Callable[[Any, int], list[np.ndarray]
                 f" {_words(jax.tree.structure(got))}"
             ) from error
         return [
-            _leaf(_of_tensorflow(leaf), aval, f"item {item}{path} of the feed `{name}`")
+            _leaf(
+                _of_tensorflow(leaf),
+                aval,
+                f"item {item}{path} of the feed `{name}`",
+                inferred,
+            )
             for leaf, aval, path in zip(leaves, avals, paths, strict=True)
         ]
 
@@ -93,7 +107,7 @@ def _of_tensorflow(leaf: Any) -> Any:
     return leaf.numpy() if hasattr(leaf, "numpy") else leaf
 
 
-def _leaf(leaf: Any, aval: Any, where: str) -> np.ndarray:
+def _leaf(leaf: Any, aval: Any, where: str, inferred: bool) -> np.ndarray:
     shape = getattr(leaf, "shape", None)
     keys = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
     if shape is not None and tuple(shape) != aval.shape and not keys:
@@ -107,7 +121,26 @@ def _leaf(leaf: Any, aval: Any, where: str) -> np.ndarray:
                 " let the source leave it out (drop_last=True), or fill it up"
             )
         raise ResultError(text)
-    return coerce.coerce(leaf, aval.dtype, aval.shape, lambda: where)
+    try:
+        return coerce.coerce(leaf, aval.dtype, aval.shape, lambda: where, _of_shape)
+    except ResultError as error:
+        if not inferred or error.code != "hc-result-dtype":
+            raise
+        have = spec_of(leaf, where).dtype
+        wider = jnp.promote_types(have, aval.dtype)
+        if wider == aval.dtype:  # a value is out of its range
+            raise
+        raise ResultError(
+            f"hostcall: {where} should be {aval.dtype}, as the first item was, got"
+            f" {have}. Without spec= the first item says what all items are. Give"
+            f" spec=, with jax.ShapeDtypeStruct({aval.shape}, '{wider}') here, or let"
+            f" the source give {wider} from the first item on",
+            code="hc-result-dtype",
+        ) from None
+
+
+def _of_shape(_: tuple[int, ...]) -> str:
+    return "Change what the source gives, or spec="
 
 
 def _words(treedef: Any) -> str:

@@ -22,6 +22,7 @@ class OpenSource:
     Attributes:
         again: whether it can be iterated a second time.
         get: the item of a number, or None if the source has no numbers.
+        size: how many numbers there are; it may raise TypeError.
         lock: held by who asks the source for an item. Without numbers only the feed's
             thread does, and the lock is none.
     """
@@ -31,8 +32,9 @@ class OpenSource:
         make: Callable[[int], Any],
         again: bool,
         get: Callable[[int], Any] | None = None,
+        size: Callable[[], int] | None = None,
     ) -> None:
-        self._make, self.again, self.get = make, again, get
+        self._make, self.again, self.get, self.size = make, again, get, size
         self.lock: AbstractContextManager[Any] = (
             nullcontext() if get is None else threading.Lock()
         )
@@ -89,6 +91,7 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
             lambda epoch: _slices(columns, rows, batch),
             again=True,
             get=lambda number: _slice(columns, rows, batch, number),
+            size=lambda: rows // batch,
         )
     if isinstance(source, type) and not hasattr(type(source), "__iter__"):
         return OpenSource(_by_epoch(source, name), again=True)  # its objects iterate
@@ -102,7 +105,9 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
         )
     if hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator"):
         get = None if isinstance(source, dict) else getattr(source, "__getitem__", None)
-        return OpenSource(lambda epoch: source, again=True, get=get)
+        return OpenSource(
+            lambda epoch: source, again=True, get=get, size=lambda: len(source)
+        )
     if callable(source):
         return OpenSource(_by_epoch(source, name), again=True)
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
@@ -110,6 +115,7 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
             lambda epoch: (source[i] for i in range(len(source))),
             again=True,
             get=source.__getitem__,
+            size=lambda: len(source),
         )
     raise SpecError(
         f"hostcall: the source of a feed should be an iterable, an iterator, or a"

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from hostcall._api.object.group import Group
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.source import name_of
 from hostcall._runtime import context
 
 
@@ -40,6 +41,15 @@ class Entry:
     def hostcall_awaits(self) -> bool:
         """Whether the method is known to be a coroutine function."""
         return self.awaits
+
+    def hostcall_no_derivative(self) -> str:  # for _primitives/call/primitive.py
+        made = name_of(self.group.declared["factory"])
+        return (
+            f"It is a method of the hc.Object `{self.group.name}`, made by `{made}`,"
+            " and objects' methods have no derivatives, since a call may change the"
+            " object. Write what needs one as a function: hc.host(f, result=...), with"
+            " a rule."
+        )
 
     def hostcall_lane(self) -> Any:  # all methods of the object are one
         return self.group

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import logging
 import os
 import pickle
@@ -221,7 +222,8 @@ class Group:
             return
         # The garbage collector ran in a coroutine. A `close` that is one too needs the
         # loop, so another thread waits for it; Python waits for that thread at the end.
-        threading.Thread(target=self.finish, name="hostcall-close").start()
+        thread = threading.Thread(target=self.finish, name="hostcall-close")
+        contextvars.Context().run(thread.start)  # see _core/daemon.py
 
 
 _living: weakref.WeakSet[Group] = weakref.WeakSet()

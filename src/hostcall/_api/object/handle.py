@@ -129,6 +129,8 @@ class Object:
                 " neither",
                 code="hc-conflict",
             )
+        if _jax.is_tracing():
+            mistakes.refuse_traced(factory, _instead_of_traced)
         make = maker(factory, name)
         end = hook(name, "close", close, optional=True)
         self._save = hook(name, "save", save)
@@ -336,6 +338,13 @@ def _raise(failures: Sequence[BaseException]) -> None:
         raise failures[0]
     if failures:
         raise BaseExceptionGroup(f"closing {len(failures)} objects failed", failures)
+
+
+def _instead_of_traced(_: str, value: str) -> str:
+    return (
+        "Make the object before the program, and give its methods what the program"
+        f" computes: env.step(..., {value})"
+    )
 
 
 # --- Calls ---------------------------------------------------------------------------

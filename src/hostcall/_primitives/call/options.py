@@ -7,6 +7,7 @@ from typing import Any
 from hostcall._core import config
 from hostcall._core.errors import SpecError
 from hostcall._core.order import ORDERS
+from hostcall._core.signatures import own_option
 from hostcall._primitives.call import batching
 from hostcall._runtime.executors import is_executor
 
@@ -25,11 +26,17 @@ def check_options(
     executor: Any,
     concurrency: Any = None,
     awaits: bool = False,
+    fn: Any = None,
 ) -> None:
+    """Refuses wrong options. `fn` is the function, if its own keywords come with them,
+    so that a value may have been meant for it.
+    """
+
     def choose(option: str, value: Any, allowed: tuple[Any, ...]) -> None:
+        own = "" if fn is None else own_option(fn, option, value)
         raise SpecError(
             f"hostcall: {option}= of `{name}` should be one of"
-            f" {', '.join(map(repr, allowed))}, got {value!r}",
+            f" {', '.join(map(repr, allowed))}, got {value!r}{own}",
             code="hc-option",
         )
 

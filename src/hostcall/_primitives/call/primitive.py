@@ -54,9 +54,24 @@ def _jvp(primals: Any, tangents: Any, *, params: CallParams) -> NoReturn:
     del primals, tangents
     raise errors.DerivativeError(
         f"hostcall: the call of `{params.callback.name}` has no derivative"
-        f" ({params.callback.place}). Give one with jax.custom_jvp or jax.custom_vjp"
-        " around the call, or keep the derivative out with"
+        f" ({params.callback.place}). {_why_and_what(params)} Or put jax.custom_jvp or"
+        " jax.custom_vjp around the call, or keep the derivative out with"
         " jax.lax.stop_gradient on its arguments"
+    )
+
+
+def _why_and_what(params: CallParams) -> str:
+    """Why a call has no derivative, and what to write first."""
+    fn, name = params.callback.function, params.callback.name
+    own = getattr(type(fn), "hostcall_no_derivative", None)
+    if own is not None:  # a callable of hostcall's own, such as an object's method
+        return own(fn)  # type: ignore[no-any-return]
+    rule = f"f = hc.host({name}, result=...) with a rule: f.defvjp(fwd, bwd)"
+    if params.order == "pure":
+        return f"Write {rule}, f.defjvp(rule), or hc.finite_difference(f) without one."
+    return (
+        f"It has order={params.order!r}, and derivatives run a function again, or not"
+        f" at all. If it needs no order, write {rule}."
     )
 
 

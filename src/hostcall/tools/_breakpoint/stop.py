@@ -53,6 +53,7 @@ def _quit_ends_all() -> bool:
         and isinstance(builtins.breakpoint, types.BuiltinFunctionType)
         and sys.breakpointhook is sys.__breakpointhook__
         and os.environ.get("PYTHONBREAKPOINT") in (None, "", "pdb.set_trace")
+        and pdb.set_trace.__module__ == "pdb"  # pytest replaces it
     )
 
 

@@ -46,6 +46,7 @@ def check(
         bar,
     )
     for name, value in metrics.items():
+        _refuse_options_of_others(name, value, total)
         _need(
             isinstance(value, str)
             or _is_scalar(value, jnp.integer, jnp.floating, jnp.bool_),
@@ -55,6 +56,55 @@ def check(
         )
     if isinstance(bar, str):
         _check_package(bar)
+
+
+# Options of hc.tap and of tqdm whose names are hardly those of metrics.
+_OF_TAPS = ("always", "arrays", "on", "order", "remat", "when_full", "where")
+_OF_TQDM: tuple[str, ...] = ("ascii", "bar_format", "color", "colour", "leave")
+_OF_TQDM += ("dynamic_ncols", "ncols", "nrows", "unit_divisor", "unit_scale")
+_INTERVALS = ("maxinterval", "mininterval", "miniters")
+
+
+def _refuse_options_of_others(name: str, value: Any, total: Any) -> None:
+    """Refuses what would be shown as a metric, and was meant as an option."""
+    written = type(value) in (bool, int, float, str)
+    if name in _OF_TAPS:
+        what = "an option of hc.tap, and hc.progress can't take it"
+        instead = "Leave it out; every= says how often the bar is drawn"
+    elif name in _INTERVALS or (name == "sample" and type(value) is float):
+        what = "an option of hc.tap" if name == "sample" else "an option of tqdm"
+        instead = "Write every=, an interval in seconds (a float) or in steps (an int)"
+    elif name in _OF_TQDM:
+        said = f"{name.replace('color', 'colour')}={repr(value) if written else '...'}"
+        what = "an option of tqdm"
+        instead = f"Write bar=functools.partial(tqdm.tqdm, {said})"
+    elif name == "disable":
+        what = "an option of tqdm"
+        instead = "Set HOSTCALL_PROGRESS=0 in the environment to run without bars"
+    elif name == "n" and type(value) is int and total is None:
+        what = "the number of steps, perhaps"
+        instead = f"Write it as the second argument, hc.progress(i, {value})"
+    else:
+        return
+    raise hc.errors.SpecError(
+        f"hostcall: hc.progress has no option {name}=, and keywords that it does not"
+        f" know are metrics. This one is {what}. {instead}. A metric needs another"
+        " name",
+        code="hc-option",
+    )
+
+
+def check_counter(x: Any, total: Any) -> None:
+    """Refuses the x of a scan without xs."""
+    if x is None:
+        n = total if isinstance(total, int) else "n"
+        raise hc.errors.SpecError(
+            "hostcall: hc.progress.scan takes the number of the step from the x of the"
+            " scan, and this scan has xs=None. Scan over the numbers:"
+            f" jax.lax.scan(hc.progress.scan(body, {n}), init, jnp.arange({n})). The"
+            " body then gets them as x",
+            code="hc-option",
+        )
 
 
 def check_body(body: Any, face: str) -> None:

@@ -47,7 +47,7 @@ def reading(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except hc.errors.HostcallError:
+    except (hc.errors.HostcallError, MemoryError, PermissionError):
         raise
     except Exception as error:
         raise hc.errors.HostcallError(

@@ -7,6 +7,7 @@ queue. Batches are never changed once they are written.
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 from collections.abc import Callable
@@ -37,7 +38,9 @@ class Feed:
         # that the thread has ended.
         self._ended = threading.Event()
         name = f"hostcall-sink-{self._name}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # It may inherit context variables, but not from whoever made the recorder.
+        contextvars.Context().run(thread.start)
 
     def put(self, stream: Stream, begin: int) -> None:
         self._batches.put((stream, begin))

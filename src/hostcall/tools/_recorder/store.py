@@ -61,7 +61,7 @@ class Store:
         try:
             with errors.reading(folder):
                 self._resume()
-        except HostcallError:
+        except BaseException:  # Ctrl-C, too
             self._lock.close()
             raise
 

@@ -1,0 +1,207 @@
+"""The formats of `hc.print`: applies them, and refuses what does not fit them."""
+
+from __future__ import annotations
+
+import functools
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core.captured import has_tracers_text
+from hostcall._core.counted import counted
+from hostcall._core.errors import SpecError
+from hostcall._core.spec import is_numeric
+
+# --- When the line is printed --------------------------------------------------------
+
+
+def formatted(fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """`fmt.format(*args, **kwargs)`; a spec holds for each element of an array."""
+    shown = [*map(_printable, args)]
+    named = {k: _printable(v) for k, v in kwargs.items()}
+    try:
+        return fmt.format(*shown, **named)
+    except TypeError:  # NumPy's arrays take no format specs
+        return _EachElement().vformat(fmt, shown, named)
+
+
+def _printable(value: Any) -> Any:
+    """Converts scalars of small types to Python's: they support no format specs."""
+    if not isinstance(value, np.ndarray) or value.ndim or value.dtype.kind != "V":
+        return value
+    number = int if "int" in value.dtype.name else float
+    return number(value)
+
+
+class _EachElement(string.Formatter):
+    """Formats each element of an array as its field says: {:.2f} -> [0.10 0.20]."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if not isinstance(value, np.ndarray) or not value.ndim or not format_spec:
+            return str(super().format_field(value, format_spec))
+
+        def show(element: Any) -> str:
+            return format(element.item(), format_spec)
+
+        return np.array2string(value, formatter={"all": show})
+
+
+# --- When it is traced ---------------------------------------------------------------
+
+
+def check(
+    fmt: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    hint: Callable[[str], str],
+) -> None:
+    """Refuses a format that can't be read, or that the arguments do not fit.
+
+    `hint` guesses what a keyword that no field uses was meant to be.
+    """
+    if not isinstance(fmt, str):
+        raise SpecError(
+            f"hostcall: the first argument of hc.print should be a format string, got"
+            f" {fmt!r}. Write hc.print('x = {{}}', x)"
+        )
+    try:
+        fields = _fields(fmt)
+    except ValueError as error:
+        raise SpecError(
+            f"hostcall: hc.print can't read the format {fmt!r}: {error}. Write literal"
+            " braces twice: {{ }}",
+            code="hc-arguments",
+        ) from None
+    if has_tracers_text(fmt):
+        raise SpecError(
+            f"hostcall: the format of hc.print contains the text of a tracer: {fmt!r}."
+            " It looks like an f-string, which is formatted while the program is"
+            " traced, before its values exist. Write hc.print('x = {}', x)",
+            code="hc-traced",
+        )
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    used = dict.fromkeys(field.name for field in fields)
+    missing = [name for name in used if name not in given]
+    if missing:
+        raise SpecError(
+            f"hostcall: hc.print({fmt!r}) has no argument for its fields"
+            f" {_listed(missing)}. It got"
+            f" {counted(len(args), 'positional argument')}, and the keywords"
+            f" {_listed([*kwargs])}. {_how_to_give(fmt, missing, [*used])}",
+            code="hc-arguments",
+        )
+    unused = [name for name in given if name not in used]
+    if unused:
+        listed = [f"argument {n}" if isinstance(n, int) else n for n in unused]
+        hints = "".join(f". {hint(n)}" for n in kwargs if n in unused and hint(n))
+        raise SpecError(
+            f"hostcall: hc.print({fmt!r}) does not use {_listed(listed)}. Each argument"
+            " needs a field in the format, and an f-string has none left. Write"
+            f" hc.print('x = {{}}', x){hints}",
+            code="hc-arguments",
+        )
+    for name, spec in fields:
+        why = _why_not(given[name], spec) if spec else ""
+        if why:
+            which = f"argument {name}" if isinstance(name, int) else f"{name}="
+            raise SpecError(
+                f"hostcall: hc.print({fmt!r}) can't format its {which} as {{:{spec}}}:"
+                f" {why}",
+                code="hc-arguments",
+            )
+
+
+class _Field(NamedTuple):
+    """A field of a format.
+
+    Attributes:
+        name: of the argument, or its position.
+        spec: the text by which the argument itself is formatted, such as ".2f"; "" if
+            there is none, or it is known only when the line is printed.
+    """
+
+    name: int | str
+    spec: str
+
+
+@functools.lru_cache(maxsize=1024)
+def _fields(fmt: str) -> tuple[_Field, ...]:
+    """The fields that a format uses, also in nested specs ("{:{width}}")."""
+    found: list[_Field] = []
+    automatic, numbered = 0, False
+    todo = [(fmt, 0)]
+    while todo:
+        text, depth = todo.pop(0)
+        for _, field, spec, conversion in string.Formatter().parse(text):
+            if field is None:
+                continue
+            if conversion not in (None, "r", "s", "a"):
+                raise ValueError(f"unknown conversion {conversion!r}")
+            spec = spec or ""
+            text_of_name = field.split(".")[0].split("[")[0]
+            name: int | str = text_of_name
+            if name == "":
+                name = automatic
+                automatic += 1
+            elif text_of_name.isdecimal():
+                name = int(text_of_name)
+                numbered = True
+            if automatic and numbered:
+                raise ValueError("it mixes numbered and unnumbered fields")
+            if depth and "{" in spec:
+                raise ValueError("a field in a spec has fields in its own spec")
+            is_known = field == text_of_name and conversion is None and "{" not in spec
+            found.append(_Field(name, spec if is_known else ""))
+            todo.append((spec, depth + 1))
+    return tuple(found)
+
+
+def _how_to_give(
+    fmt: str, missing: Sequence[int | str], used: Sequence[int | str]
+) -> str:
+    """What to write if fields have no arguments."""
+    names = [name for name in used if isinstance(name, str)]
+    if not all(name.isidentifier() for name in names):
+        return "If the braces belong to the text, write them twice: {{ and }}"
+    last = max((n for n in used if isinstance(n, int)), default=-1)
+    if missing[0] in names:
+        args = ["..."] * (last >= 0) + [f"{name}={name}" for name in names]
+        need = f"The field {{{missing[0]}}} needs a keyword"
+        return f"{need}: hc.print({fmt!r}, {', '.join(args)})"
+    return f"Its fields without names need {counted(last + 1, 'positional argument')}"
+
+
+def _why_not(value: Any, spec: str) -> str:
+    """Why a value can't be formatted by a spec, as far as its type tells; or ""."""
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+    if isinstance(value, (bool, int, float, complex)):
+        dtype = _jax.canonical_dtype(np.dtype(type(value)))
+    elif not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        kind: Any = type(value)
+        takes_specs = kind.__format__ is not object.__format__
+        if takes_specs or hasattr(value, "__jax_array__"):
+            return ""
+        return (
+            f"a {kind.__name__} takes no format. Give its numbers fields of"
+            " their own, as in {x[0]:.3f} and {x[name]:.3f}, or write {}"
+        )
+    if _jax.is_key_dtype(dtype) or not is_numeric(np.dtype(dtype)):
+        return ""
+    return _why_no_number(np.dtype(dtype), shape == (), spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def _why_no_number(dtype: np.dtype, is_scalar: bool, spec: str) -> str:
+    try:
+        formatted(f"{{:{spec}}}", [np.zeros(() if is_scalar else 1, dtype)], {})
+    except (TypeError, ValueError) as error:
+        return f"it is {dtype}, and Python says: {error}. Write {{:.3g}}, or {{}}"
+    return ""
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(map(str, names)) or "none"
