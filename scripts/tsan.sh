@@ -8,6 +8,7 @@ set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "$1")
 export TSAN_OPTIONS="report_bugs=0" # of Python alone, while the engine is built
+failed=0
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cmake=$("$python" -c 'import cmake, os; print(os.path.join(cmake.CMAKE_BIN_DIR, "cmake"))')
@@ -29,10 +30,11 @@ called_from_lib:_multiarray_umath
 SUPPRESSIONS
 TSAN_OPTIONS="log_path=$work/report suppressions=$work/suppressions ignore_noninstrumented_modules=1 exitcode=0" \
   PYTHONPATH="$work/src" \
-  "$python" -m pytest -q -p no:cacheprovider tests/runtime/test_threads.py
+  "$python" -m pytest -q -p no:cacheprovider tests/runtime/test_threads.py || failed=1
 # Races that Python and jaxlib have among themselves are theirs.
 if ours=$(grep -l "_native" "$work"/report* 2>/dev/null); then
   cat $ours
   exit 1
 fi
 echo "no race in the engine; reports of others: $(ls "$work"/report* 2>/dev/null | wc -l)"
+exit "$failed"
