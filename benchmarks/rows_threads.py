@@ -52,6 +52,21 @@ def rows(quick: bool) -> dict[str, Case]:
     return {"one thread": case(1), "two threads": case(2)}
 
 
+def on_threads(work: list[Callable[[], Any]], per: int) -> Callable[[], float]:
+    """Microseconds of each of `per` pieces of work, on a thread for each function."""
+
+    def run() -> float:
+        started = [threading.Thread(target=function) for function in work]
+        begin = time.perf_counter()
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+        return (time.perf_counter() - begin) / per * 1e6
+
+    return run
+
+
 def loops(loops: int) -> Callable[[bool], dict[str, Case]]:
     """Threads that each run a program of their own with a loop of calls."""
 
@@ -62,36 +77,36 @@ def loops(loops: int) -> Callable[[bool], dict[str, Case]]:
             def host(x: Any) -> Any:
                 return compute(x, loops)
 
-            return jax.jit(
-                lambda xs: jax.lax.map(lambda x: hc.call(host, SCALAR, x), xs)
-            )
+            f = jax.jit(lambda xs: jax.lax.map(lambda x: hc.call(host, SCALAR, x), xs))
+            f(xs)
+            return lambda: f(xs).block_until_ready()
 
         def case(n: int) -> Case:
-            programs = [program() for _ in range(n)]
-
-            def run() -> float:
-                started = [
-                    threading.Thread(target=lambda f=f: f(xs).block_until_ready())
-                    for f in programs
-                ]
-                begin = time.perf_counter()
-                for thread in started:
-                    thread.start()
-                for thread in started:
-                    thread.join()
-                return (time.perf_counter() - begin) / (len(xs) * n) * 1e6
-
-            for f in programs:
-                f(xs)
-            return run
+            return on_threads([program() for _ in range(n)], per=len(xs) * n)
 
         return {"one thread": case(1), "two threads": case(2)}
 
     return cases
 
 
+def numpy_alone(quick: bool) -> dict[str, Case]:
+    """Threads that add to small arrays of their own, without JAX or hostcall."""
+    count = 2_000 if quick else 200_000
+
+    def add() -> None:
+        x = np.zeros(4, np.float32)
+        for _ in range(count):
+            x = x + 1
+
+    def case(n: int) -> Case:
+        return on_threads([add] * n, per=count * n)
+
+    return {"one thread": case(1), "two threads": case(2)}
+
+
 ROWS = (
     Row("threads: parallel rows of pure Python, a row", SCALES, rows, rounds=5),
     Row("threads: loops of calls of 0.04 ms, a call", SCALES, loops(1000), rounds=5),
     Row("threads: loops of calls of nothing, a call", (), loops(0), rounds=5),
+    Row("threads: NumPy alone, sums of small arrays, a sum", (), numpy_alone, rounds=5),
 )
