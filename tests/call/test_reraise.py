@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
+from meshes import line
 
 import hostcall as hc
 from hostcall._core import config
@@ -364,3 +366,17 @@ def test_a_block_in_a_traced_function():
         jax.jit(f)(1.0)
     assert warned[0].filename == __file__
     assert jax.grad(f)(1.0) == 1
+
+
+def test_a_block_in_a_function_that_runs_while_it_is_transformed():
+    """No warning, and no transfer that a guard would refuse."""
+
+    def f(x):
+        with hc.reraise():
+            return x * x
+
+    x = jnp.arange(4.0)
+    with jax.transfer_guard("disallow"):
+        jax.vmap(f)(x)
+    assert jax.grad(f)(2.0) == 4
+    jax.shard_map(f, mesh=line(), in_specs=P("x"), out_specs=P("x"))(x)

@@ -276,6 +276,17 @@ def test_an_item_that_does_not_fit_is_named(bad, text):
         assert text in str(found.value)
 
 
+def test_a_list_of_another_kind_than_the_first_item():
+    with hc.feed(iter([np.int32([1, 2]), [1.5, 2.5]])) as feed:
+        take = jax.jit(lambda: feed()[0])
+        take()
+        with (
+            pytest.raises(ResultError, match="should be int32, as the first"),
+            hc.reraise(),
+        ):
+            take()
+
+
 def test_numbers_of_two_kinds():
     with hc.feed([1, 2.5]) as feed:
         take = jax.jit(lambda: feed()[0])

@@ -77,10 +77,6 @@ MISTAKES = {
         " metrics. This one is an option of tqdm. Write bar=functools.partial(tqdm.tqdm,"
         " colour='green'). A metric needs another name",
     ),
-    "an option of tqdm, traced": (
-        lambda: jax.jit(lambda x: hc.progress(1, 10, leave=x))(True),
-        "Write bar=functools.partial(tqdm.tqdm, leave=...)",
-    ),
     "an interval of tqdm": (
         lambda: hc.progress(1, 10, mininterval=0.5),
         "This one is an option of tqdm. Write every=, an interval in seconds",
@@ -125,3 +121,9 @@ def test_metrics_with_names_like_options(capsys):
     steps(2.0)
     hc.barrier()
     assert "batch=2, n=2, position=1, sample=2" in capsys.readouterr().err
+
+
+def test_arrays_are_metrics_by_any_name():
+    names = ("order", "on", "leave", "color", "miniters", "disable")
+    f = lambda x: hc.progress(0, 1, **dict.fromkeys(names, x))
+    assert jax.make_jaxpr(f)(jnp.float32(3)).eqns

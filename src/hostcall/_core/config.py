@@ -16,7 +16,7 @@ EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
 # has values in its frames, but any may have some in its `args` or attributes.
 KEPT_ERRORS = 32
 MOST_KEPT_ERRORS = 1024
-KEPT_SECONDS = 10.0
+KEPT_SECONDS = 60.0
 
 # How many exceptions that taps raised are kept for the next `barrier`. The first
 # exception of each further tap that fails is kept beyond this number, up to four times

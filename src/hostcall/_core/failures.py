@@ -255,7 +255,7 @@ def last_error() -> BaseException | None:
     """The exception object that a callback raised last, or None.
 
     Its traceback leads into the callback, with the values of local variables. The
-    newest 32 exceptions of all threads are kept, and up to 1,024 of the last 10 s; but
+    newest 32 exceptions of all threads are kept, and up to 1,024 of the last minute.
     hostcall keeps the local variables of the newest one only. Cost: none unless
     something failed.
     """

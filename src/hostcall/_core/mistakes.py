@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
@@ -130,9 +129,7 @@ def warn_if_traced(what: str, instead: str) -> None:
         what: the wait, as a clause: "hc.barrier() is called".
         instead: what it does there, and what to write.
     """
-    # Under jit and in the bodies of loops an operation has no value yet. Under vmap or
-    # grad alone it has one, and the wait is right.
-    if _jax.is_tracing() and isinstance(jnp.zeros(()), jax.core.Tracer):
+    if _jax.is_staged():
         warnings.warn(
             f"hostcall: {what} while a program is traced, and not when it runs."
             f" {instead}",

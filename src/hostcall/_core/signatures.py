@@ -15,6 +15,9 @@ import numpy as np
 
 from hostcall._core.source import name_of
 
+# Python 3.14: leaves a place among a partial's arguments to the caller.
+_PLACEHOLDER = getattr(functools, "Placeholder", object())
+
 
 def accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
     """Whether `fn` takes n positional arguments and these keywords; True if unknown.
@@ -27,7 +30,7 @@ def accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
         if code.co_argcount == n and not code.co_kwonlyargcount:
             return True
     while isinstance(fn, functools.partial):
-        n += len(fn.args)
+        n += sum(one is not _PLACEHOLDER for one in fn.args)
         names = (*names, *(k for k in fn.keywords if k not in names))
         fn = fn.func
     if isinstance(fn, types.MethodType):

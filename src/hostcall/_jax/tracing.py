@@ -36,6 +36,16 @@ def is_tracing() -> bool:
     return not _core.trace_state_clean()
 
 
+def is_staged() -> bool:
+    """Whether what JAX computes now has no value yet: under jit, and in the bodies of
+    loops. Under vmap or grad alone it has one, and in a shard_map without jit.
+    """
+    if not is_tracing():
+        return False
+    with jax.transfer_guard("allow"):
+        return not _core.is_concrete(jax.numpy.zeros(()))
+
+
 batchers = _batching.primitive_batchers
 Zero = _ad.Zero
 instantiate_zeros = _ad.instantiate_zeros

@@ -59,7 +59,8 @@ class reraise(contextlib.ContextDecorator):
     Raises:
         BaseException: the callback's exception. If several callbacks failed, the one
             that JAX reported, else the one of the program that was dispatched first.
-            If more than 1,024 callbacks have failed since, the JaxRuntimeError itself.
+            The JaxRuntimeError itself if too many callbacks have failed since: more
+            than 1,024, or more than 32 when the failure is older than a minute.
 
     Cost: one wait at the end of the block. Inside it 1 to 2 us for each dispatch, and
     the smallest result of each program is kept until it is ready (64 MB at most).
@@ -98,7 +99,7 @@ def _raise_behind(report: Exception) -> None:
     try:
         raise report
     except _jax.REPORTS:
-        if found is None:  # more than 1,024 callbacks have failed since
+        if found is None:  # too many callbacks have failed since
             raise
         raise found  # noqa: B904
     finally:

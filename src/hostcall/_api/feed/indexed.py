@@ -90,7 +90,7 @@ class Indexed:
         except (IndexError, KeyError) as error:
             try:
                 size = self._source.size() if self._source.size else None
-            except TypeError:  # a source without a length
+            except Exception:  # a source without a length
                 size = None
             if size is None or number < size:
                 raise

@@ -126,10 +126,10 @@ def _leaf(leaf: Any, aval: Any, where: str, inferred: bool) -> np.ndarray:
     except ResultError as error:
         if not inferred or error.code != "hc-result-dtype":
             raise
-        have = spec_of(leaf, where).dtype
-        wider = jnp.promote_types(have, aval.dtype)
-        if wider == aval.dtype:  # a value is out of its range
+        wider = _wider(leaf, aval, where)
+        if wider is None:  # a value is out of its range
             raise
+        have, wider = wider
         raise ResultError(
             f"hostcall: {where} should be {aval.dtype}, as the first item was, got"
             f" {have}. Without spec= the first item says what all items are. Give"
@@ -137,6 +137,18 @@ def _leaf(leaf: Any, aval: Any, where: str, inferred: bool) -> np.ndarray:
             f" the source give {wider} from the first item on",
             code="hc-result-dtype",
         ) from None
+
+
+def _wider(leaf: Any, aval: Any, where: str) -> tuple[Any, Any] | None:
+    """The dtype of an item, and one that holds it and the first item; None if there is
+    no other one.
+    """
+    try:
+        have = spec_of(np.asarray(leaf), where).dtype
+        wider = jnp.promote_types(have, aval.dtype)
+    except Exception:  # the error that was found first says enough
+        return None
+    return None if wider == aval.dtype else (have, wider)
 
 
 def _of_shape(_: tuple[int, ...]) -> str:

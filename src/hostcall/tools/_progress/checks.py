@@ -67,6 +67,9 @@ _INTERVALS = ("maxinterval", "mininterval", "miniters")
 
 def _refuse_options_of_others(name: str, value: Any, total: Any) -> None:
     """Refuses what would be shown as a metric, and was meant as an option."""
+    # An array is a metric by any name, but for a mask.
+    if name != "where" and isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return
     written = type(value) in (bool, int, float, str)
     if name in _OF_TAPS:
         what = "an option of hc.tap, and hc.progress can't take it"
