@@ -83,6 +83,7 @@ def _signature_accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
     return True
 
 
+# Without a lock: two threads may both make an entry, and then store equal ones.
 _of_texts: dict[tuple[str, bool], inspect.Signature | None] = {}
 _of_objects: weakref.WeakKeyDictionary[Any, inspect.Signature | None]
 _of_objects = weakref.WeakKeyDictionary()

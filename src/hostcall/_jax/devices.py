@@ -54,7 +54,7 @@ def guards_transfers_to_devices() -> bool:
     return False
 
 
-_shardings: dict[Any, Any] = {}
+_shardings: dict[Any, Any] = {}  # without a lock: two threads may make equal ones
 
 
 def _single_device_sharding(device: Any) -> Any:
