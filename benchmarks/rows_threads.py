@@ -105,8 +105,10 @@ def numpy_alone(quick: bool) -> dict[str, Case]:
 
 
 ROWS = (
-    Row("threads: parallel rows of pure Python, a row", SCALES, rows, rounds=5),
-    Row("threads: loops of calls of 0.04 ms, a call", SCALES, loops(1000), rounds=5),
-    Row("threads: loops of calls of nothing, a call", (), loops(0), rounds=5),
-    Row("threads: NumPy alone, sums of small arrays, a sum", (), numpy_alone, rounds=5),
+    Row("threads: parallel rows of pure Python, a row", SCALES, rows, rounds=25),
+    Row("threads: loops of calls of 0.04 ms, a call", SCALES, loops(1000), rounds=25),
+    Row("threads: loops of calls of nothing, a call", (), loops(0), rounds=25),
+    Row(
+        "threads: NumPy alone, sums of small arrays, a sum", (), numpy_alone, rounds=15
+    ),
 )
