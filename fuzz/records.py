@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 import hostcall as hc
 from fuzz.draw import Draw, change
-from hostcall.tools._recorder import stream
 from hostcall.tools._recorder.store import Store
 
 ARRAYS = ["zarr.json", *(f"{part}/zarr.json" for part in ("value", "step", "have"))]
@@ -86,10 +85,6 @@ def one(data: bytes) -> None:
             )
         else:
             write(files, "")
-            for path in stream.paths(run):
-                _, batches = stream.read(path)
-                for batch in batches:
-                    [stream.column(batch, name) for name in batch.schema.names]
             found = hc.tools.read(run)
             str(found.table().to_pylist())
             for name in found.arrays:

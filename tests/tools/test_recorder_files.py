@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall.tools._recorder import inbox
+from hostcall.tools._recorder import errors, inbox
 
 pytest.importorskip("pyarrow")
 
@@ -224,3 +224,9 @@ def test_a_disk_that_is_slow_makes_the_program_wait(rec, monkeypatch):
     go_on.set()
     assert rec.table()["x"].to_pylist() == list(range(1000))
     assert max(sizes) <= 1004
+
+
+def test_a_run_that_does_not_fit_into_memory(tmp_path):
+    text = "It does not fit into memory, or a file of it was damaged"
+    with pytest.raises(hc.HostcallError, match=text), errors.reading(tmp_path):
+        raise MemoryError

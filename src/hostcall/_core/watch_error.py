@@ -131,8 +131,8 @@ class WatchError(HostcallError, RuntimeError):
         """Reads what `save` wrote; `hc.tools.load_failure` says what comes back."""
         try:
             return cls._load(path)
-        except (SpecError, OSError, MemoryError):
-            raise
+        except (SpecError, FileNotFoundError, IsADirectoryError, PermissionError):
+            raise  # other OSErrors come from wrong offsets in a damaged file
         except Exception as error:  # zipfile, json and NumPy raise many kinds
             raise SpecError(
                 f"hostcall: {os.fspath(path)!r} can't be read ({type(error).__name__}:"

@@ -47,12 +47,15 @@ def reading(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (hc.errors.HostcallError, MemoryError, PermissionError):
+    except (hc.errors.HostcallError, PermissionError):
         raise
     except Exception as error:
+        why = "A file of it was damaged, or something else wrote it"
+        if isinstance(error, MemoryError):  # a damaged file may promise any size
+            why = "It does not fit into memory, or a file of it was damaged"
         raise hc.errors.HostcallError(
             f"hostcall: the run in {folder} can't be read ({type(error).__name__}:"
-            f" {error}). A file of it was damaged, or something else wrote it",
+            f" {error}). {why}",
             code="hc-record",
         ) from error
 
