@@ -112,13 +112,18 @@ def _custom_vjp(op: Any) -> Any:
     return jax.jit(jax.value_and_grad(f))(X)
 
 
-def _shard_map(op: Any) -> Any:
+def _blocks_of(op: Any) -> Any:
+    """A program that maps `op` over the rows of an array, each on its device."""
+
     def block(x: Any) -> Any:
         return op(x[0])[None]
 
     spec = jax.P("x")
-    f = jax.shard_map(block, mesh=line(), in_specs=spec, out_specs=spec)
-    return jax.jit(f)(XS) / (XS * XS)
+    return jax.jit(jax.shard_map(block, mesh=line(), in_specs=spec, out_specs=spec))
+
+
+def _shard_map(op: Any) -> Any:
+    return _blocks_of(op)(XS) / (XS * XS)
 
 
 def _pmap(op: Any) -> Any:
@@ -201,14 +206,6 @@ def _rows(transform: Callable[[Any], Any], x: Any, **more: Any) -> Transformatio
     return Transformation(
         lambda op: list(transform(op)(_stacked(x))), oracle, spec=_spec(x), **more
     )
-
-
-def _blocks_of(op: Any) -> Any:
-    spec = jax.P("x")
-    f = jax.shard_map(
-        lambda x: op(x[0])[None], mesh=line(), in_specs=spec, out_specs=spec
-    )
-    return jax.jit(f)
 
 
 def _two_steps(op: Any) -> Any:

@@ -111,7 +111,6 @@ def array(dtype, shape):
     return values(dtype, shape, 9)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jax.pmap
 @pytest.mark.parametrize("wide", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize(("face", "order"), COLUMNS)
 def test_dtypes(face, order, wide, request):
