@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ FILES = ["_core/*.py", "_engine/*.py", "_engine/params/*.py", "*/**/batching.py"
 FILES += [f"_primitives/{p}/primitive.py" for p in ("buffer", "feed", "drop_in", "tap")]
 FILES += ["_primitives/*/blocks.py", "_primitives/blocks.py", "_primitives/axes.py"]
 FILES += ["_primitives/tap/derivatives.py"]
-FIRST, MOST, LIMIT = 12, 80, 400  # tests, tests, seconds
+FIRST, MOST, LIMIT = 12, 80, 150  # tests, tests, seconds
 PAIRS = ["Lt LtE", "Gt GtE", "Eq NotEq", "Is IsNot", "In NotIn", "And Or", "Add Sub"]
 OTHER: dict[type, type] = {ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult}
 for one, other in ((getattr(ast, name) for name in p.split()) for p in PAIRS):
@@ -78,25 +78,48 @@ def mutants(path: Path) -> Iterator[tuple[Path, int, str, bytes]]:
 
 
 def covering(data: coverage.CoverageData, file: Path, line: int) -> list[str]:
-    """The tests that cover a line, those that cover the least of the file first."""
+    """The tests that cover a line, those first that reach what few reach beside it.
+
+    After the first ones, the files of tests take turns. All tests that cover any of the
+    file count for a line that an import runs. Tests whose programs cover the line come
+    last, with the context "test (call)": they take many times as long.
+    """
     by_line = data.contexts_by_lineno(str(file))
+    near = range(line - 9, line + 10)
+    found = set(by_line.get(line, ()))
+    if "" in found:
+        near = range(max(by_line) + 1)
+        found = set().union(*by_line.values())
+    few = [by_line[each] for each in near if each in by_line]
     size = Counter(one for contexts in by_line.values() for one in contexts)
-    found = sorted(filter(None, by_line.get(line, ())), key=lambda c: (size[c], c))
-    # What a program that a test starts has covered has the context "test (call)".
-    return list(dict.fromkeys(re.sub(r" \(\w+\)$", "", one) for one in found))
+    fewest = lambda c: min(len(contexts) for contexts in few if c in contexts)
+    started = re.compile(r" \(\w+\)$")
+    rank = lambda c: (started.search(c) is not None, fewest(c), size[c], c)
+    ordered = sorted(found - {""}, key=rank)
+    tests = list(dict.fromkeys(started.sub("", c) for c in ordered))
+    turns: Counter[str] = Counter()
+    turn = {}
+    for test in tests[FIRST:]:
+        file_of_tests = test.partition("::")[0]
+        turns[file_of_tests] += 1
+        turn[test] = turns[file_of_tests]
+    return [*tests[:FIRST], *sorted(tests[FIRST:], key=turn.__getitem__)]
 
 
-def run(package: Path, tests: list[str], plugin: Any = None) -> str:
+def run(package: Path, tests: Sequence[str], *options: str, **hooks: Any) -> str:
     """How tests go with this package, in a fork of this process, which has JAX."""
     if (child := os.fork()) == 0:
         os.setpgid(0, 0)
         null = os.open(os.devnull, os.O_WRONLY)
         _ = os.dup2(null, 1), os.dup2(null, 2)
         os.environ["PYTHONPATH"] = str(package)
-        sys.path.insert(0, str(package))
+        sys.path[:0] = [str(package), "tests"]
+        importlib.import_module("limits").HANG_SECONDS = 40
+        # Bytecode is written once, of all tests. Mutants must not find that of others.
+        sys.dont_write_bytecode = "--collect-only" not in options
         pytest = importlib.import_module("pytest")
-        options = ["-xqpno:cacheprovider", *["--collect-only"] * bool(plugin)]
-        os._exit(pytest.main([*options, *tests], [plugin][: bool(plugin)]))
+        told = ["-xqpno:cacheprovider", *options, *tests]
+        os._exit(pytest.main(told, [SimpleNamespace(**hooks)]))
     end = time.monotonic() + LIMIT
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -116,7 +139,6 @@ def main() -> None:
     given = parser.parse_args()
     os.chdir(Path(__file__).parents[1])
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    sys.dont_write_bytecode = True
     __import__("jax")  # before the forks, which then need not
     (data := coverage.CoverageData(given.data)).read()
     # What was measured is the installed package.
@@ -126,15 +148,17 @@ def main() -> None:
     shutil.copytree(here, work / "hostcall", ignore=shutil.ignore_patterns("*.pyc"))
     known = work / "tests"  # written by the fork
     write = lambda items: known.write_text("\n".join(i.nodeid for i in items))
-    run(work, ["tests"], SimpleNamespace(pytest_collection_modifyitems=write))
+    run(work, ["tests"], "--collect-only", pytest_collection_modifyitems=write)
     names = set(known.read_text().splitlines())
     files = [path for pattern in FILES for path in sorted(here.glob(pattern))]
     chosen = [mutant for path in files for mutant in mutants(path)]
     random.Random(given.seed).shuffle(chosen)
     print(f"{len(chosen)} mutants; {given.count} of them, at random", flush=True)
     how: Counter[str] = Counter()
-    # Tests that fail without any change would kill all of their mutants.
-    sound = functools.cache(lambda tests: run(work, tests) == "SURVIVED")
+    # A test that fails without any change would kill all of its mutants.
+    sound = functools.cache(lambda *tests: run(work, tests) == "SURVIVED")
+    failed = work / "failed"  # the test that did, written by the fork
+    note = lambda report: report.failed and failed.write_text(report.nodeid)
     for path, line, what, source in chosen[: given.count]:
         tests = [t for t in covering(data, path, line) if t in names][:MOST]
         mutated = work / "hostcall" / path.relative_to(here)
@@ -142,9 +166,11 @@ def main() -> None:
         went = "untested"
         for some in (tests[:FIRST], tests[FIRST:]):  # most die at once
             if some and went in ("untested", "SURVIVED"):
-                went = run(work, some)
+                failed.write_text("")
+                went = run(work, some, pytest_runtest_logreport=note)
                 shutil.copy(path, mutated)
-                if went != "SURVIVED" and not sound(tuple(some)):
+                by = [failed.read_text()] if failed.read_text() else some
+                if went != "SURVIVED" and not sound(*by):
                     went = "broken"
                 mutated.write_bytes(source)
         shutil.copy(path, mutated)

@@ -4,21 +4,24 @@
 #
 # PYTHON has hostcall built with --coverage in build/coverage (`make coverage`). The tests
 # of a wing are run after each other, so that what they cover is kept if a later one is
-# stopped. Left out: the repository's own tests, whose programs only call what others test.
+# stopped. Left out: the repository's own tests but those of the demo, since their
+# programs only call what others test.
 set -u
 cd "$(dirname "$0")/../.."
 python=$(realpath -s "$1")
 shift
-wings=${*:-call host_function object tap compat feed export runtime tools bridge}
+wings=${*:-call host_function object tap compat feed export runtime tools bridge
+  repo/test_demo.py}
 data=$PWD/build/coverage-data
 mkdir -p "$data"
 export COVERAGE_PROCESS_START=$PWD/scripts/coverage/coveragerc
 export PYTHONPATH=$PWD/scripts/coverage
 for wing in $wings; do
-  rm -f "$data/$wing".*
-  COVERAGE_DATA=$data/$wing "$python" -m pytest -q -p no:cacheprovider -p covered_by \
-    -n "${PROCESSES:-2}" "tests/$wing" >"$data/$wing.log" 2>&1
-  tail -n 1 "$data/$wing.log"
+  name=${wing//[\/.]/_}
+  rm -f "$data/$name".*
+  COVERAGE_DATA=$data/$name "$python" -m pytest -q -p no:cacheprovider -p covered_by \
+    -n "${PROCESSES:-2}" "tests/$wing" >"$data/$name.log" 2>&1
+  echo "$wing: $(tail -n 1 "$data/$name.log")"
 done
 make -s -C tests/native run KINDS=coverage
 unset COVERAGE_PROCESS_START PYTHONPATH

@@ -156,6 +156,27 @@ def test_a_second_look_gives_the_same_exception(kind):
         assert errors[0] is errors[1] is errors[2]
 
 
+@pytest.mark.parametrize(
+    "call_it",
+    [
+        lambda f: hc.call(f, jax.ShapeDtypeStruct((), np.float32), 1.0),
+        lambda f: hc.debug.callback(f, 1.0),
+    ],
+    ids=["call", "debug"],
+)
+def test_an_eager_error_that_the_user_holds_keeps_its_values(call_it):
+    def fail(x):
+        held = 5
+        raise Mine(held)
+
+    errors = []
+    for _ in range(2):
+        with pytest.raises(Mine) as caught:
+            call_it(fail)
+        errors.append(caught)
+    assert all(e.traceback[-1].frame.f_locals["held"] == 5 for e in errors)
+
+
 def test_values_of_the_exception_that_is_handled_around_a_program_stay():
     """A callback on the dispatching thread gets it as the context of its own exception."""
 

@@ -59,7 +59,11 @@ STRUCTURES = {
     "one for a tuple": (1.0, (F32, F32), "Expected (*, *), got *"),
     "list for a tuple": ([1.0, 2.0], (F32, F32), "Expected (*, *), got [*, *]"),
     "tuple for a list": ((1.0,), [F32], "Expected [*], got (*,)"),
-    "other keys": ({"b": 1.0}, {"a": F32}, "Expected {'a': *}, got {'b': *}"),
+    "other keys": (
+        {"b": 1.0},
+        {"a": F32},
+        "Expected {'a': *}, got {'b': *}. Change what the function returns, or what",
+    ),
     "deeper": ({"a": (1.0,)}, {"a": [F32]}, "Expected {'a': [*]}, got {'a': (*,)}"),
     "something for None": (3, None, "The call has result=None: return nothing"),
     "arrays for nothing": ([1.0], [], "The call has result=None: return nothing"),
@@ -98,6 +102,7 @@ SHAPES = {
     ),
     "scalar": (1.5, spec("float32", 1), "result of ", "float32[1], got float64[]."),
     "vector": ([1.5], F32, "result of ", "Return x.item() or x.reshape(()) for a"),
+    "two numbers": ([1.5, 2], F32, "result of ", "float64[2]. Change what the"),
     "transposed": (
         (np.zeros((2, 3)), 0.0),
         (spec("float32", 3, 2), F32),

@@ -1,5 +1,6 @@
 """`where=`: rows where it is False never reach the function."""
 
+import itertools
 import re
 
 import jax
@@ -180,6 +181,22 @@ def test_nested(method, axes, wrap):
     rows = np.concatenate([seen.reshape(-1, 3) for seen in host.seen])
     np.testing.assert_array_equal(rows, A[full])
     assert len(host.seen) == (1 if method in WHOLE else full.sum())
+
+
+@pytest.mark.parametrize("axes", [*itertools.product([0, None], repeat=3)], ids=str)
+@pytest.mark.parametrize("method", ["sequential", *WHOLE])
+def test_three_levels(method, axes):
+    x = np.arange(72, dtype=np.float32).reshape(2, 3, 4, 3)
+    full = np.random.default_rng(0).random((2, 3, 4)) < 0.5
+    mask = full[tuple(slice(None) if axis == 0 else 0 for axis in axes)]
+    full = mask[tuple(slice(None) if axis == 0 else None for axis in axes)]
+    f = host = Host(vmap_method=method, fill=-3)
+    for axis in reversed(axes):
+        f = jax.vmap(f, in_axes=(0, axis))
+    want = np.where(full[..., None], x * 2, -3)
+    np.testing.assert_array_equal(jax.jit(f)(x, mask), want)
+    rows = np.concatenate([np.zeros((0, 3)), *(s.reshape(-1, 3) for s in host.seen)])
+    np.testing.assert_array_equal(rows, x[np.broadcast_to(full, (2, 3, 4))])
 
 
 # --- Fill --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import hashlib
 import json
 import re
 import sys
@@ -244,6 +245,13 @@ def test_damaged_files(data, why):
 def test_another_type():
     with pytest.raises(hc.errors.SpecError, match=r"takes bytes, got str\. For a file"):
         hc.load("program.bin")
+
+
+def test_a_header_that_is_no_json():
+    text = b"{"
+    head = DATA[:16] + len(text).to_bytes(8, "little")
+    with pytest.raises(hc.errors.LoadError, match=r"header .* can't be read"):
+        hc.load(head + hashlib.sha256(text).digest() + text)
 
 
 def rewritten(change):

@@ -66,6 +66,15 @@ def test_a_damaged_run(tmp_path, file):
         hc.tools.read(tmp_path / "run").array("many")
 
 
+def test_a_name_of_a_column_that_is_no_text(tmp_path):
+    with hc.Recorder(tmp_path / "run") as rec:
+        rec(loss=1.0)
+    (path,) = (tmp_path / "run" / "columns").iterdir()
+    path.write_bytes(path.read_bytes().replace(b"loss", b"l\xd2ss"))
+    with pytest.raises(hc.HostcallError, match="the run in .* can't be read"):
+        hc.tools.read(tmp_path / "run").table()
+
+
 def test_resuming_appends(tmp_path):
     for number in range(3):
         with hc.Recorder(tmp_path / "run") as rec:

@@ -114,6 +114,14 @@ def test_what_a_file_can_not_have(tmp_path):
         hc.tools.load_failure(tmp_path / "other.npz")
 
 
+def test_a_file_of_a_newer_hostcall(tmp_path):
+    path = tmp_path / "failure.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("failure.json", '{"version": 999}')
+    with pytest.raises(SpecError, match=r"newer hostcall \(version 999 .* Update"):
+        hc.tools.load_failure(path)
+
+
 @pytest.mark.parametrize("damage", ["cut", "other", "JSON", "number"])
 def test_a_damaged_file(tmp_path, damage):
     path = tmp_path / "failure.zip"

@@ -70,6 +70,9 @@ def tell_dtype(dtype: Any) -> str:
 
 
 def read_dtype(told: str) -> np.dtype:
+    # NumPy reads much else, such as "(2,3)f4, 07i4".
+    if not (isinstance(told, str) and told.isidentifier()):
+        raise Malformed(f"the dtype {told!r}")
     found = getattr(ml_dtypes, told, None)
     try:
         return np.dtype(told if found is None else found)

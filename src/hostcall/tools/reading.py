@@ -48,7 +48,11 @@ class Run:
             for path in stream.paths(self.folder):
                 schema, batches = stream.read(path)
                 if schema is not None:
-                    tables.append(pa.Table.from_batches(batches, schema))
+                    table = pa.Table.from_batches(batches, schema)
+                    # A damaged file can have names that are no text, and wrong offsets.
+                    _ = table.column_names
+                    table.validate(full=True)
+                    tables.append(table)
             if not tables:
                 return pa.table({})
             if len(tables) == 1:
