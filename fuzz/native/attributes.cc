@@ -11,7 +11,7 @@
 
 namespace hostcall {
 Detached::Detached() : state_(nullptr) {}
-Detached::~Detached() {}
+Detached::~Detached() { state_ = nullptr; }
 }  // namespace hostcall
 
 namespace {

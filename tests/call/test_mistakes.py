@@ -598,6 +598,10 @@ WRONG = {
         lambda x: hc.derivatives.tap_tangent(lambda: None, x),
         "hc.derivatives.tap_tangent calls `<lambda>` with 1 positional argument",
     ),
+    "given twice": (
+        lambda x: hc.call(lambda v, **k: v, F32, x, v=x),
+        "hc.call calls `<lambda>` with 1 positional argument and v=. `<lambda>` takes",
+    ),
     "a host function": (
         lambda x: hc.host(lambda a, b: a, result=F32)(x),
         "a hc.host function calls `<lambda>` with 1 positional argument. `<lambda>`"

@@ -218,10 +218,16 @@ LOSSY = {
     "number for bool": (
         1,
         "bool",
-        "hostcall does not convert integer to bool silently",
+        "hostcall does not convert integer to bool silently: return x.astype('bool')",
     ),
-    "float": (np.float32(2.0), "int32", "should be int32, got float32."),
+    "float": (
+        np.float32(2.0),
+        "int32",
+        "should be int32, got float32. hostcall does not convert float to integer"
+        " silently: return x.astype('int32') if that",
+    ),
     "Python float": (2.0, "int32", "got float64 from Python numbers."),
+    "rounded": (2.0, "int32", "silently: return round(x) if that is what you mean"),
     "float8": (jnp.float8_e4m3fn(2.0), "int32", "got float8_e4m3fn."),
     "complex": (
         1 + 2j,

@@ -173,7 +173,9 @@ def test_integers_too_wide_for_jax_are_refused(mode, value, say):
 
 
 @modes
-@pytest.mark.parametrize("value", [2**31 - 1, -(2**31), np.array([2**31 - 1])])
+@pytest.mark.parametrize(
+    "value", [2**31 - 1, -(2**31), np.array([2**31 - 1, -(2**31)])]
+)
 def test_wide_integers_that_fit_are_taken(mode, value):
     seen = mode(
         lambda: hc.call(

@@ -62,6 +62,18 @@ def test_parallel_rows_on_an_executor(kind):
     assert kind != "processes" or os.getpid() not in processes
 
 
+def test_each_row_on_a_thread_owns_what_all_rows_share():
+    def host(x, shared):
+        assert (shared == 1).all()
+        shared += x  # its own array: the other rows see nothing of it
+        return shared.sum()
+
+    shared = np.ones(100_000, np.float32)
+    f = lambda x: hc.call(host, like(()), x, shared, vmap_method="parallel")
+    got = jax.jit(jax.vmap(f))(np.arange(4, dtype=np.float32))
+    np.testing.assert_array_equal(got, [1e5, 2e5, 3e5, 4e5])
+
+
 @pytest.mark.parametrize("pooled", [False, True], ids=["default pool", "own pool"])
 def test_parallel_rows_run_at_the_same_time_and_know_their_row(pooled):
     meeting = threading.Barrier(4, timeout=60)

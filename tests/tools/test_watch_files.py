@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import io
 import zipfile
 
 import jax
@@ -112,6 +113,27 @@ def test_what_a_file_can_not_have(tmp_path):
     np.savez(tmp_path / "other.npz", x=np.ones(3))
     with pytest.raises(SpecError, match=r"has no failure\.json"):
         hc.tools.load_failure(tmp_path / "other.npz")
+
+
+def test_a_file_with_pickles_is_refused(tmp_path):
+    path = tmp_path / "failure.zip"
+    fired(jax.jit(hc.watch), np.nan).save(path)
+    with zipfile.ZipFile(path) as file:
+        text = file.read("failure.json")
+    made = []
+
+    class Evil:
+        def __reduce__(self):
+            return made.append, (1,)
+
+    data = io.BytesIO()
+    np.save(data, np.array([Evil()]), allow_pickle=True)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("failure.json", text)
+        file.writestr("0.npy", data.getvalue())
+    with pytest.raises(SpecError, match="can't be read .* allow_pickle=False"):
+        hc.tools.load_failure(path)
+    assert made == []
 
 
 def test_a_file_of_a_newer_hostcall(tmp_path):
