@@ -144,6 +144,7 @@ TOO_WIDE = {
     "huge": (2**100, str(2**100)),
     "array": (np.array([1, 2**40]), str(2**40)),
     "low": (np.array([-(2**40), 1]), str(-(2**40))),
+    "high": (np.array([-(2**31), 2**31]), str(2**31)),
     "scalar": (np.int64(2**33), str(2**33)),
     "unsigned": (np.uint64(2**33), str(2**33)),
     "in a tree": ({"n": [2**40]}, str(2**40)),
