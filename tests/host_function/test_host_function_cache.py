@@ -3,6 +3,7 @@ and the function runs once for each distinct row.
 """
 
 import asyncio
+import gc
 import pickle
 
 import jax
@@ -315,6 +316,7 @@ def test_the_least_recently_used_results_are_dropped():
 
 
 def test_cache_clear_and_the_end_of_a_function(in_time):
+    gc.collect()  # functions of other tests, which would else go during this one
     caches.fit()
     before = caches.memory_bytes()
     found, other = Counted(), Counted()
