@@ -39,8 +39,9 @@
 # JAX="jax==0.10.2"  which jax; empty for the newest that is supported
 SHELL := /bin/bash
 VENV ?= .venv
-# On all cores, up to four: a process each, which compiles most of the time.
-PYTEST := -m pytest -n auto --maxprocesses 4 --dist worksteal
+# One process more than cores, up to four: a tenth of their time they wait for others.
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal
 PYTHON ?=
 JAX ?=
 BIN := $(VENV)/bin

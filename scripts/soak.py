@@ -35,6 +35,7 @@ import numpy as np
 
 import hostcall as hc
 from hostcall import _native
+from hostcall._core import failures
 
 # --- The work ------------------------------------------------------------------------
 
@@ -213,7 +214,7 @@ def churn(seconds: float, seed: int) -> None:
     end = time.monotonic() + seconds
     rounds = itertools.count()
     done = 0
-    failures: list[BaseException] = []
+    raised: list[BaseException] = []
 
     def run(number: int) -> None:
         nonlocal done
@@ -223,10 +224,10 @@ def churn(seconds: float, seed: int) -> None:
                 one(rng)
                 done += 1
         except BaseException as error:
-            failures.append(error)
+            raised.append(error)
 
     samples: list[tuple[float, tuple[float, int, int]]] = []
-    while time.monotonic() < end and not failures:
+    while time.monotonic() < end and not raised:
         threads = [threading.Thread(target=run, args=(next(rounds),)) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -239,8 +240,8 @@ def churn(seconds: float, seed: int) -> None:
         jax.clear_caches()
         gc.collect()
         samples.append((end - time.monotonic(), held()))
-    if failures:
-        raise failures[0]
+    if raised:
+        raise raised[0]
     late = [what for left, what in samples if left < seconds * 2 / 3]
     first, last = late[: len(late) // 4], late[-(len(late) // 4) :]
     for place, name in enumerate(["resident MiB", "threads", "descriptors"]):

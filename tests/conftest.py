@@ -111,7 +111,19 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
     # A thread of XLA may not have left the handler of a call whose results are there.
     assert _idle() or holds_in_time(_idle), hc.monitor.status()
     failures._kept.clear()  # the frames of the last errors hold programs too
-    _no_program()
+    if GIL:
+        _no_program()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_by_the_file() -> Iterator[None]:
+    """Without the GIL, a collection looks at all objects of the process, frozen or not.
+
+    It takes half as long as a test, so there is one for each file.
+    """
+    yield
+    if not GIL:
+        _no_program()
 
 
 def _idle() -> bool:
@@ -120,11 +132,6 @@ def _idle() -> bool:
 
 def _no_program() -> None:
     """Checks that no compiled program with host calls lives."""
-    _native.bury()
-    # Without the GIL, a collection looks at all objects of the process, frozen or not,
-    # and takes half as long as a test. So it is left out where no program lives.
-    if not GIL and not _native.live_slots():
-        return
     gc.collect()
     _native.bury()
     if _native.live_slots():
@@ -135,6 +142,12 @@ def _no_program() -> None:
             "a compiled program outlived its test"
         )
     gc.freeze()  # what JAX's caches hold: later collections may skip it
+
+
+@pytest.fixture
+def no_program() -> None:
+    """For tests that count live programs: none of an earlier test is among them."""
+    _no_program()
 
 
 @pytest.fixture

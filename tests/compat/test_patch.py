@@ -668,7 +668,7 @@ def test_it_is_part_of_the_package():
     assert (home / "_hostcall_autopatch.py").exists()
 
 
-def test_nothing_is_left(patched, in_time):
+def test_nothing_is_left(patched, no_program, in_time):
     f = jax.jit(lambda x: pure_callback(lambda v: v, like(x), x))
     f(1.0).block_until_ready()
     assert _native.live_slots() == 1

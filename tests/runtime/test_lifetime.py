@@ -23,7 +23,7 @@ class Held:
     """An object that a function closes over."""
 
 
-def test_a_callback_dies_with_its_program(in_time):
+def test_a_callback_dies_with_its_program(no_program, in_time):
     held = Held()
     gone = weakref.ref(held)
     f = jax.jit(lambda v, held=held: hc.call(lambda a: (held, a)[1], v, v))

@@ -349,7 +349,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_line_jitted_again_finds_what_was_compiled(kind, compiled_during):
+def test_a_line_jitted_again_finds_what_was_compiled(kind, no_program, compiled_during):
     f = KINDS[kind](Held())
 
     def run():
