@@ -98,7 +98,9 @@ def no_hang(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Checks that the test left no running call, no queued tap, and no live slot."""
+    """Checks that the test left no running call, no queued tap, and no live slot (without
+    the GIL, its file: nothing_left_by_the_file).
+    """
     yield
     for record in caplog.get_records("call"):
         # A logged exception keeps frames alive, which hold the test's programs.

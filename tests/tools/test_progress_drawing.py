@@ -283,8 +283,8 @@ def test_one_thread_at_a_time_touches_the_bars(screen, monkeypatch):
         monkeypatch.setattr(all_bars.Bars, name, alone(getattr(all_bars.Bars, name)))
 
     def run():
-        for i in range(50):
-            hc.progress(i, 50, bar=screen, every=1)
+        for i in range(200):
+            hc.progress(i, 200, bar=screen, every=1)
             hc.progress.close()
 
     threads = [threading.Thread(target=run) for _ in range(3)]

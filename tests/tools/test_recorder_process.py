@@ -45,7 +45,7 @@ def begin(number):
     return child
 
 random.seed(0)
-for wave in range(3):
+for wave in range(5):
     for n in range(4):
         open(f"{home}/{4 * wave + n}.said", "w").close()
     children = [begin(4 * wave + n) for n in range(4)]
@@ -77,14 +77,14 @@ def checked(run):
     return len(step)
 
 
-def test_killed_at_twelve_moments(tmp_path, run_python):
+def test_killed_at_twenty_moments(tmp_path, run_python):
     """What is there is whole, a new recorder goes on behind it, and at most the last
     FLUSH seconds of what had been delivered are lost. The seconds are those of the
     median child: on a busy machine the system may not let a thread run in time.
     """
     run_python(KILLED, str(tmp_path), str(FLUSH))
     lost = []
-    for number in range(12):
+    for number in range(20):
         folder = tmp_path / str(number)
         run = hc.tools.read(folder)
         rows = checked(run) if run.table().num_rows else 0
