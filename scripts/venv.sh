@@ -16,7 +16,7 @@ PY
 if [ -n "$wanted" ]; then
   candidates=("$wanted")
 else
-  candidates=(python3 python3.14 python3.13 python3.12 python3.11)
+  candidates=(python3 python3.15 python3.14 python3.13 python3.12 python3.11)
 fi
 for python in "${candidates[@]}"; do
   command -v "$python" >/dev/null 2>&1 || continue

@@ -10,7 +10,7 @@ docs/releasing.md says which glibc the wheels need, and why. Each wheel is built
 folder of its own, since two builds in one checkout would share build/.
 
 PYTHONS="python3.12 /path/to/python3.14t" names the Pythons. Without it, PATH and pyenv
-are searched for each of VERSIONS, and a version that is not there is an error.
+are searched for each of OLDEST, and a version that is not there is an error.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
-VERSIONS = ("3.11", "3.12", "3.13", "3.14", "3.14t")
-OLDEST = "0.10.2"  # of jax and jaxlib; a test compares it with pyproject.toml
+# With the oldest jaxlib that has wheels for each (a test compares with pyproject.toml).
+OLDEST = dict.fromkeys(("3.11", "3.12", "3.13", "3.14", "3.14t"), "0.10.2")
+OLDEST |= dict.fromkeys(("3.15", "3.15t"), "0.11.1")
 TAG = f"manylinux_2_27_{platform.machine()}"
 
 VERSION = "import sys; print('%d.%d' % sys.version_info[:2] + sys.abiflags)"
@@ -47,9 +48,12 @@ def run(*command: object, env: dict[str, str] | None = None) -> str:
 def pythons() -> dict[str, str]:
     """Versions, such as "3.14t", and a command for each."""
     if named := os.environ.get("PYTHONS", "").split():
-        return {run(command, "-c", VERSION).strip(): command for command in named}
+        given = {run(command, "-c", VERSION).strip(): command for command in named}
+        if unknown := given.keys() - OLDEST:
+            sys.exit(f"No wheels are made for Python {', '.join(sorted(unknown))}.")
+        return given
     found = {}
-    for version in VERSIONS:
+    for version in OLDEST:
         pyenv = Path.home().glob(f".pyenv/versions/{version}*/bin/python")
         for command in (f"python{version}", *map(str, sorted(pyenv))):
             if shutil.which(command) is None:
@@ -61,7 +65,7 @@ def pythons() -> dict[str, str]:
             if ask.stdout.strip() == version:
                 found[version] = command
                 break
-    if missing := [version for version in VERSIONS if version not in found]:
+    if missing := [version for version in OLDEST if version not in found]:
         sys.exit(
             f"No Python {', '.join(missing)} on PATH or under pyenv. Install it, or"
             ' name the Pythons to build for: make wheels PYTHONS="python3.12 ..."'
@@ -127,7 +131,8 @@ def wheel(tools: Path, work: Path, version: str, python: str, source: Path) -> N
 def attempt(work: Path, version: str, python: str, made: Path) -> None:
     """Runs an installed wheel under the oldest jax and the newest."""
     demo = f"hostcall[demo] @ {made.resolve().as_uri()}"
-    for jax in (("jax", "jaxlib"), (f"jax=={OLDEST}", f"jaxlib=={OLDEST}")):
+    oldest = OLDEST[version]
+    for jax in (("jax", "jaxlib"), (f"jax=={oldest}", f"jaxlib=={oldest}")):
         inside = environment(work / "try", python, demo, *jax)
         env = bare(work / "try")
         said = run(inside, "-m", "hostcall", "--quick", env=env)

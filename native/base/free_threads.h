@@ -1,4 +1,4 @@
-// What stands in for the GIL on a Python without one (CPython 3.14t). Where there
+// What stands in for the GIL on a Python without one (3.14t, 3.15t). Where there
 // is a GIL, all of this compiles to nothing, or to the plain operation.
 //
 // What the GIL guards, and what guards it without one:

@@ -112,6 +112,11 @@ def by_item(x):
     return lambda v: v + metrics["loss"][1], "uses `metrics['loss'][1]`", None
 
 
+def by_item_from_the_end(x):
+    metrics = [0, x]
+    return lambda v: v + metrics[-1], "uses `metrics[-1]`", None
+
+
 def container_in_f_string(x):
     metrics = {"loss": x}
     return lambda v: print(f"{metrics}"), "uses `metrics`", "metrics"
@@ -150,6 +155,7 @@ def around_a_method(x):
 
 USES = [
     by_name, by_f_string, by_method, in_an_inner_function, through_another, by_item,
+    by_item_from_the_end,
     container_in_f_string, container_printed, by_default, by_keyword_default,
     by_partial, by_partial_keyword, around_a_method,
 ]  # fmt: skip

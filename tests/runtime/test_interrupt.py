@@ -10,6 +10,7 @@ import jax, jax.numpy as jnp, numpy as np
 import hostcall as hc
 
 entered = threading.Event()
+caught = threading.Event()  # the main thread is where it catches the interrupt
 left = threading.Event()
 
 def callback(a):
@@ -29,12 +30,14 @@ def program(x):  # large enough for XLA to run it on a thread of its own
 
 def interrupt():
     entered.wait()
+    caught.wait()
     os.kill(os.getpid(), signal.SIGINT)
 
 x = jnp.ones((1000, 1000))
 y = jax.jit(program)(x)
 threading.Thread(target=interrupt).start()
 try:
+    caught.set()
     WAIT
 except KeyboardInterrupt:
     print("interrupted")

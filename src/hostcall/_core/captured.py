@@ -169,6 +169,8 @@ def _reads(code: types.CodeType, name: str) -> tuple[_Read, ...]:
 _PASSED_OVER = {"CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG", "NOP"}
 _CALLED = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD"}
 _READS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
+# Python 3.15 has the last one for None, -1 and others.
+_CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"}
 
 
 def _indices(
@@ -178,7 +180,7 @@ def _indices(
     found = []
     while (
         len(rest) > 1
-        and rest[0].opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+        and rest[0].opname in _CONSTANTS
         and (rest[1].opname == "BINARY_SUBSCR" or rest[1].argrepr == "[]")
     ):
         found.append(rest[0].argval)
@@ -193,6 +195,6 @@ def _asks(rest: Sequence[dis.Instruction]) -> bool:
     first, second = rest[0], rest[1] if len(rest) > 1 else rest[0]
     if first.opname in ("LOAD_ATTR", "LOAD_METHOD"):
         return first.argval in _KNOWN
-    if first.opname == "LOAD_CONST" and first.argval is None:
+    if first.opname in _CONSTANTS and first.argval is None:
         return second.opname == "IS_OP"
     return first.opname.endswith("_NONE")  # `POP_JUMP_IF_NONE` and its like
