@@ -9,7 +9,9 @@
 # make docs-links  after that: ask the hosts of the site's external links
 # make pictures  draw the pictures of docs/ from runs of the programs there
 # make bench   print the table of targets, and write docs/benchmarks.md; measure the
-#               sweeps, draw them in docs/pictures/, and write the tables of docs/speed.md
+#               sweeps, draw them in docs/pictures/, and write the tables of docs/speed.md.
+# make bench-packages bench VENV=.venv-bench  with all packages that rows compare with (6 GB);
+#               without one of them, its rows are left out
 # make check   format, lint, types, layers, tests
 # make tsan    the tests of threads under ThreadSanitizer, on a Python without the GIL:
 #               PYTHON is one that scripts/tsan.sh describes
@@ -49,7 +51,7 @@ NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-staged test-optional docs docs-links pictures bench check format sanitize tsan soak \
+.PHONY: demo test test-staged test-optional docs docs-links pictures bench bench-packages check format sanitize tsan soak \
   fuzz coverage mutation clients wheels sdist compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
@@ -91,6 +93,10 @@ docs-links:
 
 pictures: $(VENV)/.installed
 	$(BIN)/python scripts/pictures.py
+
+bench-packages: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check \
+	  torch wrap-torch2jax loky ray diskcache jax-tqdm numpyro equinox
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --write docs/benchmarks.md --pictures docs/pictures

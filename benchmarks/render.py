@@ -115,8 +115,9 @@ def document(results: Sequence[Result], seconds: float) -> str:
     where = "\n".join(f"| {name} | {value} |" for name, value in about.items())
     return f"""# Benchmarks
 
-Written by `make bench` (`python -m benchmarks --write docs/benchmarks.md`); edits are
-lost. [Where a microsecond goes](speed.md) has pictures, and explains them.
+Written by `make bench-packages bench VENV=.venv-bench` (`python -m benchmarks --write
+docs/benchmarks.md`, beside the packages that its rows compare with); edits are lost.
+[Where a microsecond goes](speed.md) has pictures, and explains them.
 
 The cases of a row run in turn, in one process. Figures are medians of the rounds, and
 ratios are medians of the rounds' ratios. "JAX" is JAX's own callback doing the same

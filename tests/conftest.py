@@ -17,6 +17,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 import compiled
 import hypothesis
 import jax
+import nursery
 import platforms
 import pytest
 from limits import HANG_SECONDS, PROGRAM_SECONDS, holds_in_time
@@ -65,6 +66,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # A copy from before pytest captures output, so that a hang's stacks are not lost.
     config.stash[STDERR] = os.fdopen(os.dup(2), "w")
+
+
+def pytest_unconfigure() -> None:
+    nursery.close()
 
 
 def pytest_collection_finish() -> None:
@@ -202,13 +207,17 @@ def run_python() -> Run:
         env: dict[str, str] | None = None,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            _command(source, args),
-            capture_output=True,
-            text=True,
-            timeout=PROGRAM_SECONDS,
-            env={**os.environ, **(env or {})},
-        )
+        command, env = _command(source, args), {**os.environ, **(env or {})}
+        if nursery.serves(env):
+            done = nursery.run(command, env, PROGRAM_SECONDS)
+        else:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=PROGRAM_SECONDS,
+                env=env,
+            )
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done
