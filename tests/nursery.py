@@ -56,11 +56,8 @@ exec(compile(globals().pop("source"), "<string>", "exec"))
 """
 # What a process reads when it starts, or when it imports JAX.
 _READ_BEFORE = ("PYTHON", "JAX_", "TF_", "HOSTCALL_PATCH")
-_TOOLS = {
-    "COVERAGE_PROCESS_START",
-    "LD_PRELOAD",
-    "TSAN_OPTIONS",
-}  # that have to see a process start
+# Tools that have to see a process start.
+_TOOLS = {"COVERAGE_PROCESS_START", "LD_PRELOAD", "TSAN_OPTIONS"}
 _STARTED_WITH = dict(os.environ)
 
 _lock = threading.Lock()  # of what follows, and of a message in the channel
