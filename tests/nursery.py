@@ -67,16 +67,12 @@ _process: subprocess.Popen[bytes] | None = None
 
 def serves(env: Mapping[str, str]) -> bool:
     """Whether a program with these variables may run in a fork."""
-    changed = (name for name, _ in {*env.items()} ^ {*_STARTED_WITH.items()})
+    changed = {*env.items()} ^ {*_STARTED_WITH.items()}
     return (
         sys.platform == "linux"  # macOS has no such sockets
         and _TOOLS.isdisjoint(env)
-        and not any(map(_is_read_before, changed))
+        and not any(name.startswith(_READ_BEFORE) for name, _ in changed)
     )
-
-
-def _is_read_before(name: str) -> bool:
-    return name.startswith(_READ_BEFORE)
 
 
 def run(
