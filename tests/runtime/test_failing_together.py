@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import struct
+import sys
 import threading
 import time
 
@@ -178,6 +180,7 @@ def test_a_process_that_is_stuck_ends_itself(who):
     ended = alone('raise LookupError("no such row")', who, rest=rest, act=act)
     other, failed = ended[1 - who], ended[who]
     assert other.code == 70, other
+    assert failed.code == -9, failed  # it waits for a lock, not for XLA
     assert failed.said == ["JaxRuntimeError", "refused"]
     assert other.said == []
     assert f"hostcall: process {who} failed: LookupError: no such row (in" in other.last
@@ -421,6 +424,32 @@ def test_this_process_is_not_stuck():
     ).block_until_ready()
     thread.join()
     assert looks[1] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize(
+    ("newest", "waits"),
+    [
+        ("cccxxxxxxxxxxp", True),
+        ("cxpxxcxxxxxx", True),  # an address of Python's, left there from before
+        ("ccxpxpxxxxxx", False),
+        ("xccppppppppxxxxxxxx", False),  # Python's lock; an address of XLA's was left
+        ("ccppppppppxxxxxxxx", False),  # Python's lock, in a callback
+        ("cccxxxxxxx", True),
+        ("cccxxxxxx", False),
+        ("", False),
+    ],
+)
+def test_whose_stack_it_is(newest, waits):
+    """By return addresses: c in the C library, p in Python, x in XLA; newest first."""
+    inside = stuck._Inside()
+    files = {"c": ("libc.so", "libc-"), "p": ("libpython", "python"), "x": ("libjax",)}
+    start = {
+        kind: next(at for at, _, name in inside._ranges if name.startswith(names))
+        for kind, names in files.items()
+    }
+    words = [word for kind in newest for word in (7, start[kind] + 16, 0)]
+    assert inside.is_xlas(struct.pack(f"{len(words)}Q", *words)) is waits
 
 
 def test_what_a_message_says():

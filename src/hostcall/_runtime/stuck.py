@@ -8,10 +8,11 @@ a break:
   1. The main thread does not move: same frame, same instruction (as for Ctrl-C,
      watcher.py). A program that works on its own moves.
   2. A Python thread is inside XLA, the same one at the same instruction. That is seen
-     on its native stack: the newest return address that is neither in the C library nor
-     in the dynamic linker is in jaxlib. A thread in `time.sleep`, in a lock's `acquire`
-     or in another extension is not inside XLA. (JAX shows no Python frame there: a
-     small program runs inside the jitted function's own C++ call.)
+     on its native stack: it waits for a futex, and of the newest eight return addresses
+     that are neither in the C library nor in the dynamic linker, at least seven are in
+     jaxlib. A thread in `time.sleep`, in a lock's `acquire` or in another extension is
+     not inside XLA. (JAX shows no Python frame there: a small program runs inside the
+     jitted function's own C++ call.)
   3. No thread of XLA's is in Python. If one is, a callback runs or waits, on its own.
   4. On CPUs, the process does not compute: its threads together use less than a fifth
      of a core. Python's own threads outside of XLA, except the main one, are not
@@ -28,7 +29,7 @@ failed process too, or for one that waits for it. A process whose other threads 
 compute is not taken for stuck, and then ends as JAX ends it, when its heartbeats have
 been missing for 100 s.
 
-Without Linux's /proc, nothing is ever taken for stuck.
+Without Linux's /proc, on x86-64 or AArch64, nothing is ever taken for stuck.
 """
 
 from __future__ import annotations
@@ -48,7 +49,14 @@ from hostcall import _jax
 
 _BUSY = 0.2  # cores
 _LATE = 3.0  # seconds between two looks, after which the count begins anew
+_FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)  # its system call
+# What a thread has left on its stack looks like return addresses too: the place of a
+# local variable that is not set yet may hold one of XLA's while Python waits for a lock
+# and one of Python's inside XLA. So no single address decides. Inside XLA, the newest
+# ten or more are jaxlib's (in 13 kinds of waits), but for such leftovers. In a lock's
+# wait, less than 160 bytes come before Python's own frames, which are close together.
 _STACK = 1 << 14  # bytes of a stack that are searched
+_NEWEST, _LEAST = 8, 7
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TASKS = Path("/proc/self/task")
 _WAITING = ("libc.so", "libc-", "libpthread", "libstdc++", "ld-", "[vdso]")
@@ -148,18 +156,26 @@ class _Inside:
         """Whether a thread waits inside jaxlib."""
         try:
             state = (_TASKS / str(native_id) / "syscall").read_text().split()
-            if len(state) < 3:  # it runs
+            if state[:1] != [_FUTEX]:  # it runs, sleeps, or waits for a file
                 return False
             with open("/proc/self/mem", "rb", buffering=0) as memory:
                 memory.seek(int(state[-2], 16))
                 stack = memory.read(_STACK)
         except OSError:  # the thread has ended
             return False
+        return self.is_xlas(stack)
+
+    def is_xlas(self, stack: bytes) -> bool:
+        """Whether XLA waits on this stack, of which the newest bytes are the first."""
+        seen = xlas = 0
         for at in range(0, len(stack) - 7, 8):
             name = self._file_of(int.from_bytes(stack[at : at + 8], sys.byteorder))
             if name is not None and not name.startswith(_WAITING):
-                return name.startswith(("libjax", "xla_extension", "_jax"))
-        return False
+                seen += 1
+                xlas += name.startswith(("libjax", "xla_extension", "_jax"))
+                if seen == _NEWEST:
+                    break
+        return xlas >= _LEAST
 
     def _file_of(self, address: int) -> str | None:
         number = bisect.bisect(self._starts, address) - 1
