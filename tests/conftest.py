@@ -207,17 +207,8 @@ def run_python() -> Run:
         env: dict[str, str] | None = None,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        command, env = _command(source, args), {**os.environ, **(env or {})}
-        if nursery.serves(env):
-            done = nursery.run(command, env, PROGRAM_SECONDS)
-        else:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=PROGRAM_SECONDS,
-                env=env,
-            )
+        env = {**os.environ, **(env or {})}
+        done = nursery.run(_command(source, args), env, PROGRAM_SECONDS)
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done

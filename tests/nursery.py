@@ -78,7 +78,14 @@ def serves(env: Mapping[str, str]) -> bool:
 def run(
     command: list[str], env: Mapping[str, str], seconds: float
 ) -> subprocess.CompletedProcess[str]:
-    """What subprocess.run returns for `[sys.executable, "-c", source, *args]`."""
+    """What subprocess.run returns for `[sys.executable, "-c", source, *args]`.
+
+    A process of its own if a fork can't serve.
+    """
+    if not serves(env):
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, env=env
+        )
     request = json.dumps([command[2], command[3:], dict(env), os.getcwd()]).encode()
     pipes = [os.pipe() for _ in range(3)]  # output, errors, and the process
     with _lock:
@@ -94,7 +101,8 @@ def run(
         while waiting.get_map():
             if time.monotonic() > limit:
                 os.kill(int(got[reads[2]].split()[0]), signal.SIGKILL)
-                raise subprocess.TimeoutExpired(command, seconds, bytes(got[reads[0]]))
+                out, errors = (bytes(got[read]) for read in reads[:2])
+                raise subprocess.TimeoutExpired(command, seconds, out, errors)
             for key, _ in waiting.select(1.0):
                 if data := os.read(key.fd, 1 << 16):
                     got[key.fd] += data

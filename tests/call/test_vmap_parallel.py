@@ -1,12 +1,12 @@
 """Rows on executors, and rows that fail."""
 
 import collections
-import multiprocessing
 import os
 import re
 import threading
 from concurrent import futures
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,9 +35,7 @@ def test_parallel_rows_on_an_executor(kind):
     pool = {
         "default": lambda: None,
         "threads": lambda: futures.ThreadPoolExecutor(3, thread_name_prefix="mine"),
-        "processes": lambda: futures.ProcessPoolExecutor(
-            2, mp_context=multiprocessing.get_context("spawn")
-        ),
+        "processes": lambda: futures.ProcessPoolExecutor(2, mp_context=forked.CONTEXT),
     }[kind]()
     result = (like((3,)), like((), np.int32))
     f = jax.vmap(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
-import subprocess
 import sys
-import threading
-from collections.abc import Callable
+from concurrent import futures
 from typing import NamedTuple
 
+import nursery
+from limits import PROGRAM_SECONDS
+
 HEAD = """
-import os, signal, sys, threading, time
+import os, select, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=" + sys.argv[4]
 import jax, jax.numpy as jnp, numpy as np
@@ -52,57 +54,19 @@ class Ended(NamedTuple):
 
 
 def run_job(
-    source: str,
-    size: int = 2,
-    devices: int = 1,
-    *,
-    limit: float = 120.0,
-    act: Callable[[list[subprocess.Popen[str]]], object] | None = None,
-    env: dict[str, str] | None = None,
+    source: str, size: int = 2, devices: int = 1, env: dict[str, str] | None = None
 ) -> list[Ended]:
-    """Runs HEAD + `source` in `size` processes, and waits for all.
-
-    `act` may do something to them, such as signals. A process that has not ended after
-    `limit` seconds is killed, and its code is then -9.
-    """
+    """Runs HEAD + `source` in `size` processes, and waits for all."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", HEAD + source, *map(str, (me, size, port, devices))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(env or {})},
-        )
-        for me in range(size)
-    ]
-    outputs: list[tuple[str, str]] = [("", "")] * size
 
-    def read(number: int) -> None:
-        try:
-            outputs[number] = processes[number].communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            processes[number].kill()
-            outputs[number] = processes[number].communicate()
+    def run(me: int) -> Ended:
+        args = map(str, (me, size, port, devices))
+        command = [sys.executable, "-c", HEAD + source, *args]
+        done = nursery.run(command, {**os.environ, **(env or {})}, PROGRAM_SECONDS)
+        said = re.findall("says: (.*)", done.stdout)
+        return Ended(done.returncode, said, done.stderr)
 
-    readers = [threading.Thread(target=read, args=(i,)) for i in range(size)]
-    for reader in readers:
-        reader.start()
-    if act is not None:
-        act(processes)
-    for reader in readers:
-        reader.join()
-    return [
-        Ended(
-            process.returncode,
-            [
-                line.partition("says: ")[2]
-                for line in out.splitlines()
-                if "says: " in line
-            ],
-            err,
-        )
-        for process, (out, err) in zip(processes, outputs, strict=True)
-    ]
+    with futures.ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))

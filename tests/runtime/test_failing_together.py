@@ -153,6 +153,11 @@ def alone(
 
 
 STAYS = """
+_jax.job_put(f"pid/{me}", str(os.getpid()))
+other = os.pidfd_open(int(_jax.job_get(f"pid/{1 - me}", 60)))
+def end_with_the_other():
+    select.select([other], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 try:
     f(x).block_until_ready()
     say("wrong")
@@ -164,7 +169,8 @@ except BaseException as error:
             say("wrong")
         except hc.HostcallError:
             say("refused")
-        threading.Event().wait()  # it lives on, until the test kills it
+        threading.Thread(target=end_with_the_other).start()
+        threading.Event().wait()  # it lives on
 """
 
 
@@ -172,12 +178,7 @@ except BaseException as error:
 def test_a_process_that_is_stuck_ends_itself(who):
     """The failed process lives on and never comes to the collective."""
     rest = STAYS.replace("WHO", str(who))
-
-    def act(processes):
-        processes[1 - who].wait()
-        processes[who].kill()
-
-    ended = alone('raise LookupError("no such row")', who, rest=rest, act=act)
+    ended = alone('raise LookupError("no such row")', who, rest=rest)
     other, failed = ended[1 - who], ended[who]
     assert other.code == 70, other
     assert failed.code == -9, failed  # it waits for a lock, not for XLA
@@ -450,6 +451,19 @@ def test_whose_stack_it_is(newest, waits):
     }
     words = [word for kind in newest for word in (7, start[kind] + 16, 0)]
     assert inside.is_xlas(struct.pack(f"{len(words)}Q", *words)) is waits
+
+
+def test_the_main_thread_of_a_forked_process(run_python):
+    """Its stack is this process's: else it would never be taken for stuck."""
+    done = run_python("""
+        import os, threading
+        if os.fork():
+            raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+        from hostcall._runtime import stuck
+        native = stuck._native_id(threading.main_thread())
+        assert native == threading.get_native_id()
+        """)
+    assert done.returncode == 0
 
 
 def test_what_a_message_says():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import os
 import signal
 from concurrent import futures
-from pathlib import Path
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,99 +15,93 @@ import pytest
 
 import hostcall as hc
 
-SPAWN = multiprocessing.get_context("spawn")
 X = jnp.arange(12.0)
 LIKE = jax.ShapeDtypeStruct((), np.float32)
-FOLDER = "HOSTCALL_TEST_DEATHS"  # an environment variable, which workers inherit
 
 POOLS = {
-    "futures": lambda: futures.ProcessPoolExecutor(2, mp_context=SPAWN),
-    "multiprocessing": lambda: SPAWN.Pool(2),
+    "futures": lambda: futures.ProcessPoolExecutor(2, mp_context=forked.CONTEXT),
+    "multiprocessing": lambda: forked.CONTEXT.Pool(2),
 }
 
 
-def dies_at(x, number, times):
+def dies_at(folder, x, number, times):
     """x + 1; the worker dies at one row, the first so many times."""
-    with open(Path(os.environ[FOLDER], f"row {float(x):g}"), "a") as file:
+    with open(folder / f"row {float(x):g}", "a") as file:
         file.write("x")
     if x == number:
-        deaths = Path(os.environ[FOLDER], f"row {float(x):g}").stat().st_size
+        deaths = (folder / f"row {float(x):g}").stat().st_size
         if deaths <= times:
             os.kill(os.getpid(), signal.SIGKILL)
     return x + np.float32(1)
 
 
-def runs_of(x):
-    return (Path(os.environ[FOLDER]) / f"row {float(x):g}").stat().st_size
+def runs_of(x, folder):
+    return (folder / f"row {float(x):g}").stat().st_size
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-
-
-def mapped(pool, times, **options):
+def mapped(pool, folder, times, **options):
     def row(x):
         how = {"vmap_method": "parallel", "executor": pool, **options}
-        return hc.call(dies_at, LIKE, x, 5.0, times, **how)
+        return hc.call(functools.partial(dies_at, folder), LIKE, x, 5.0, times, **how)
 
     return jax.jit(jax.vmap(row))
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_rows_of_a_dead_worker_run_again(kind, caplog):
+def test_rows_of_a_dead_worker_run_again(kind, caplog, tmp_path):
     with hc.retrying(POOLS[kind], retries=2) as pool:
-        got = mapped(pool, times=2)(X)
+        got = mapped(pool, tmp_path, times=2)(X)
         np.testing.assert_array_equal(got, X + 1)
-        assert runs_of(5) == 3
+        assert runs_of(5, tmp_path) == 3
         first = pool.pool()
-        np.testing.assert_array_equal(mapped(pool, times=0)(X + 20), X + 21)
+        np.testing.assert_array_equal(mapped(pool, tmp_path, times=0)(X + 20), X + 21)
         assert pool.pool() is first  # without a death the pool stays
     told = [r.message for r in caplog.records if "goes on with a new pool" in r.message]
     assert len(told) == 2
     assert "(hc.retrying, 0 more times)" in told[1]
 
 
-def test_results_that_are_there_are_kept():
+def test_results_that_are_there_are_kept(tmp_path):
     """One worker: the rows before the deadly one have ended."""
 
     def one():
-        return futures.ProcessPoolExecutor(1, mp_context=SPAWN)
+        return futures.ProcessPoolExecutor(1, mp_context=forked.CONTEXT)
 
     with hc.retrying(one) as pool:
-        np.testing.assert_array_equal(mapped(pool, times=1)(X), X + 1)
-    assert [runs_of(x) for x in range(3)] == [1, 1, 1]
-    assert runs_of(5) == 2
+        np.testing.assert_array_equal(mapped(pool, tmp_path, times=1)(X), X + 1)
+    assert [runs_of(x, tmp_path) for x in range(3)] == [1, 1, 1]
+    assert runs_of(5, tmp_path) == 2
 
 
-def test_the_last_failure_is_raised():
+def test_the_last_failure_is_raised(tmp_path):
     with hc.retrying(POOLS["futures"], retries=1) as pool:
         with pytest.raises(futures.BrokenExecutor), hc.reraise():
-            jax.block_until_ready(mapped(pool, times=9)(X))
-        assert runs_of(5) == 2
+            jax.block_until_ready(mapped(pool, tmp_path, times=9)(X))
+        assert runs_of(5, tmp_path) == 2
         # The broken pool has gone, so the next call works.
-        np.testing.assert_array_equal(mapped(pool, times=0)(X + 20), X + 21)
+        np.testing.assert_array_equal(mapped(pool, tmp_path, times=0)(X + 20), X + 21)
 
 
-def test_calls_with_effects_are_not_repeated():
+def test_calls_with_effects_are_not_repeated(tmp_path):
     with hc.retrying(POOLS["futures"], retries=5) as pool:
-        f = mapped(pool, times=1, order="unordered")
+        f = mapped(pool, tmp_path, times=1, order="unordered")
         with pytest.raises(futures.BrokenExecutor), hc.reraise():
             jax.block_until_ready(f(X))
-        assert runs_of(5) == 1
+        assert runs_of(5, tmp_path) == 1
         np.testing.assert_array_equal(f(X + 20), X + 21)
 
 
-def fails(x):
+def fails(folder, x):
     if x == 7:
         raise ValueError("seven")
-    return dies_at(x, 5.0, 1)
+    return dies_at(folder, x, 5.0, 1)
 
 
-def test_a_row_that_fails_is_numbered_in_the_call():
+def test_a_row_that_fails_is_numbered_in_the_call(tmp_path):
     with hc.retrying(POOLS["futures"]) as pool:
         how = {"vmap_method": "parallel", "executor": pool}
-        f = jax.jit(jax.vmap(lambda x: hc.call(fails, LIKE, x, **how)))
+        fn = functools.partial(fails, tmp_path)
+        f = jax.jit(jax.vmap(lambda x: hc.call(fn, LIKE, x, **how)))
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"row 7,"):
             jax.block_until_ready(f(X))
 

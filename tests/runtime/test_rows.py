@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -12,6 +11,7 @@ import time
 from concurrent import futures
 from multiprocessing.pool import ThreadPool
 
+import forked
 import jax
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from test_executors import dask_client, loky_pool, ray_pool
 import hostcall as hc
 from hostcall._runtime import pools
 
-SPAWN = multiprocessing.get_context("spawn")
 X = np.arange(40, dtype=np.float32)
 
 
@@ -68,13 +67,13 @@ def counts(x, folder):
 
 @pytest.fixture(scope="module")
 def processes():
-    with futures.ProcessPoolExecutor(2, mp_context=SPAWN) as pool:
+    with futures.ProcessPoolExecutor(2, mp_context=forked.CONTEXT) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with SPAWN.Pool(2) as pool:
+    with forked.CONTEXT.Pool(2) as pool:
         yield pool
 
 
@@ -287,8 +286,8 @@ def times(slope, cotangent):
 )
 def anywhere(request):
     made = {
-        "processes": lambda: futures.ProcessPoolExecutor(2, mp_context=SPAWN),
-        "pool": functools.partial(SPAWN.Pool, 2),
+        "processes": lambda: futures.ProcessPoolExecutor(2, mp_context=forked.CONTEXT),
+        "pool": functools.partial(forked.CONTEXT.Pool, 2),
         "loky": loky_pool,
         "dask": dask_client,
         "ray": ray_pool,
@@ -327,7 +326,7 @@ class Weighed(futures.ProcessPoolExecutor):
 
 def test_a_shared_argument_goes_once_and_is_gone_afterwards(folder):
     table = np.ones(1_000_000, np.float32)
-    with Weighed(2, mp_context=SPAWN) as executor:
+    with Weighed(2, mp_context=forked.CONTEXT) as executor:
         executor.bytes, executor.folder = 0, folder
         f = jax.jit(jax.vmap(parallel(adds_and_writes, executor), (0, None)))
         np.testing.assert_array_equal(f(X, table), X + 2)
@@ -378,7 +377,7 @@ def test_a_worker_of_a_pool_that_dies(pool, row, how):
 
 @pytest.mark.parametrize("how", [True, False], ids=["killed", "exits with 0"])
 def test_a_worker_that_dies_among_those_that_end_by_themselves(how):
-    with SPAWN.Pool(2, maxtasksperchild=1) as pool:
+    with forked.CONTEXT.Pool(2, maxtasksperchild=1) as pool:
         f = jax.jit(jax.vmap(parallel(dies_at, pool), (0, None, None)))
         with pytest.raises(futures.BrokenExecutor), hc.reraise():
             jax.block_until_ready(f(X[:6], 3, how))
@@ -430,7 +429,7 @@ def test_workers_of_a_pool_that_end_when_they_have_done_enough(tmp_path, monkeyp
 
     monkeypatch.setattr(pools.Pool, "dead", asked)
     waits = functools.partial(waits_for, path=str(tmp_path / "asked"))
-    with SPAWN.Pool(2, maxtasksperchild=1) as pool:
+    with forked.CONTEXT.Pool(2, maxtasksperchild=1) as pool:
         x = X[:6]
         np.testing.assert_array_equal(jax.vmap(parallel(waits, pool))(x), x)
 

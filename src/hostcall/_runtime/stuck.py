@@ -99,8 +99,8 @@ def _where_it_waits() -> Any:
     for ident, thread in threads.items():
         frame = frames.get(ident or 0)
         own = thread.name.startswith("hostcall-")
-        if frame is not None and not own and inside.xla(thread.native_id or 0):
-            waiting[thread.native_id] = (id(frame), frame.f_lasti)
+        if frame is not None and not own and inside.xla(_native_id(thread)):
+            waiting[_native_id(thread)] = (id(frame), frame.f_lasti)
     main_frame = frames.get(main or 0)
     if not waiting or main_frame is None:
         return None
@@ -115,6 +115,15 @@ def _where_it_waits() -> Any:
 def _is_pythons(thread: threading.Thread) -> bool:
     """Whether Python started the thread, or it is the main one."""
     return not isinstance(thread, threading._DummyThread)
+
+
+def _native_id(thread: threading.Thread) -> int:
+    """The system's number of a thread.
+
+    Before Python 3.13, the main thread of a forked process says its parent's.
+    """
+    main = thread is threading.main_thread()
+    return os.getpid() if main else thread.native_id or 0
 
 
 def _on_cpus() -> bool:
@@ -196,7 +205,7 @@ def computes() -> bool:
     return _on_cpus() and _cpu_seconds(()) - before > _BUSY * gap
 
 
-def _cpu_seconds(inside: Collection[int | None]) -> float:
+def _cpu_seconds(inside: Collection[int]) -> float:
     """CPU time of this process's threads: the main one, those of C++, and Python's
     threads with these native ids, which are inside XLA.
     """
