@@ -11,6 +11,8 @@ namespace hostcall {
 /// Python's reference to a plan.
 struct PlanHandle {
   Counted<Plan> plan;
+  /// Python destroys it, with the GIL: an eager call is the only use of its plan.
+  ~PlanHandle() { plan.DropHere(); }
 };
 
 /// Adds the methods `invoke` and `push` to Python's class of plans.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from typing import Any
 
 # How many rows and calls of one function wait at the same time without `concurrency=`.
@@ -25,6 +26,8 @@ def is_coroutine_function(fn: Any) -> bool:
     A wrapper of hostcall's own answers by a method `hostcall_awaits()`. It is looked
     for in the class: an object of the user's may have every attribute (a Mock).
     """
+    if type(fn) is types.FunctionType and not fn.__dict__:  # without a mark
+        return bool(fn.__code__.co_flags & inspect.CO_COROUTINE)
     own = getattr(type(fn), "hostcall_awaits", None)
     if own is not None:
         return bool(own(fn))

@@ -102,4 +102,5 @@ def source_of(fn: Callable[..., Any]) -> str:
     if isinstance(own, str):
         return own
     place = place_of(fn)
-    return f"{name_of(fn)} ({place.file}:{place.line})" if place.line else name_of(fn)
+    name = place.function
+    return f"{name} ({place.file}:{place.line})" if place.line else name

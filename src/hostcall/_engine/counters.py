@@ -6,7 +6,6 @@ import math
 import threading
 from dataclasses import dataclass, field
 
-from hostcall._core.source import source_of
 from hostcall._engine.params.call import Callback, CallParams
 from hostcall._engine.params.tap import TapParams
 from hostcall._native import Counters
@@ -50,17 +49,13 @@ _tallies: dict[str, Tally] = {}
 _lock = threading.Lock()
 
 
-def _key(callback: Callback) -> str:
-    return callback.tag or source_of(callback.function)
-
-
 def counters_of(callback: Callback) -> Counters:
     """The counters of all calls with one tag, or of all functions made by one `def`.
 
     The key is the place in the source, not the function object: a program that makes a
     new lambda for each call must not use more and more memory.
     """
-    key = _key(callback)
+    key = callback.counted_as
     with _lock:
         found = _counters.get(key)
         if found is None:
@@ -71,14 +66,14 @@ def counters_of(callback: Callback) -> Counters:
 def tally_of(callback: Callback) -> Tally:
     """The tally for calls that share their counters."""
     with _lock:
-        return _tallies.setdefault(_key(callback), Tally())
+        return _tallies.setdefault(callback.counted_as, Tally())
 
 
 def note(params: CallParams | TapParams) -> None:
     """Notes what a plan that is made says about the calls of its function."""
     callback = params.callback
     with _lock:
-        facts = _facts.setdefault(_key(callback), Facts())
+        facts = _facts.setdefault(callback.counted_as, Facts())
         facts.kinds.add("tap" if isinstance(params, TapParams) else "call")
         facts.arrays.add(callback.arrays)
         method = params.vmap_method or "sequential"

@@ -92,7 +92,7 @@ def make_plan(
         flags = list(arg_flags[i]) if grid else []
         dtype = np.dtype(operand.dtype)
         shape = operand.shape[sum(flags) :]
-        shapes.append((shape, str(dtype)))
+        shapes.append((shape, dtype))
         # A cache converts what it does not find, and merged calls their stack.
         convert = None if callback.cache or callback.coalesce else converters[i]
         args.append(_leaf(dtype, shape, packed, flags, convert=convert))
@@ -115,7 +115,8 @@ def make_plan(
         function, form = _function(params, info, device, compressed)
         runner = _runner(params, info, device)
         if isinstance(params, CallParams) and callback.cache is not None:
-            rows = caching.Rows(params, info, shapes, converters, compressed, device)
+            named = [(shape, str(dtype)) for shape, dtype in shapes]
+            rows = caching.Rows(params, info, named, converters, compressed, device)
             function, form = caching.cached(function, rows), ResultForm.TUPLE
             runner = runner and caching.cached_rows(runner, rows)
         if isinstance(params, CallParams) and callback.coalesce is not None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hostcall import _native
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.order import Order
-from hostcall._core.source import Place, name_of
+from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Static, Template
 
 logger = logging.getLogger("hostcall")
@@ -79,6 +79,11 @@ class Callback:
     @cached_property
     def name(self) -> str:
         return name_of(self.function)
+
+    @cached_property
+    def counted_as(self) -> str:
+        """Under which name its calls are counted; see `counters_of`."""
+        return self.tag or source_of(self.function)
 
     def described(self) -> str:
         return f"`{self.name}`, called at {self.place}"
