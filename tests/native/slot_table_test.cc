@@ -273,6 +273,36 @@ void FindRacesRemove() {
   }
 }
 
+/// The last reference destroys at once, if it is dropped where that may be; whoever
+/// drops another one, on whatever thread, leaves nothing behind.
+void TheLastReferenceMayDestroyHere() {
+  const auto drop_here = [](Counted<Thing>& thing) {
+    t_burying = true;
+    thing.DropHere();
+    t_burying = false;
+  };
+  Counted<Thing> one = Make(1), same = one, none;
+  drop_here(none);
+  drop_here(one);
+  assert(!one && g_alive == 1 && same->value == 1);
+  drop_here(same);
+  assert(!same && g_alive == 0);
+  for (int round = 0; round < 2000; ++round) {
+    Counted<Thing> shared = Make(round);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+      threads.emplace_back([copy = shared, i, &drop_here]() mutable {
+        assert(copy->value >= 0);
+        if (i % 2 == 0) drop_here(copy);
+      });
+    }
+    drop_here(shared);
+    for (std::thread& thread : threads) thread.join();
+    Bury();  // if a destructor dropped the last one
+    assert(g_alive == 0);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -286,5 +316,6 @@ int main() {
   EveryPushIsBuriedOnRequest();
   ManyThreads();
   FindRacesRemove();
+  TheLastReferenceMayDestroyHere();
   std::puts("slot_table: ok");
 }
