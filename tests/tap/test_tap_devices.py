@@ -70,7 +70,8 @@ BLOCKS = {
 def test_shard_map_taps_each_shard_which_knows_its_place(through, spec, order):
     taps = Taps(order)
     body = (lambda x: taps.through(x) * 2) if through else doubling(taps)
-    np.testing.assert_array_equal(over(grid(), body, spec)(X), X * 2)
+    y = over(grid(), body, spec)(X)  # alive until the barrier, see the next test
+    np.testing.assert_array_equal(y, X * 2)
     taken = taps.taken()
     assert {current.device for current, _ in taken} == set(jax.devices())
     assert len({current.run for current, _ in taken}) == 1
@@ -80,6 +81,19 @@ def test_shard_map_taps_each_shard_which_knows_its_place(through, spec, order):
         assert current.order == ("pure" if through else order)
         np.testing.assert_array_equal(block, BLOCKS[spec](i, j))
     assert len(taken) == 4
+
+
+def test_the_barrier_waits_for_a_copy_that_reading_the_result_does_not_wait_for():
+    taps = Taps()
+
+    def body(x):  # the last device, whose block is a copy, comes long after the others
+        last = lax.axis_index(("x", "y")) == 3
+        x = lax.fori_loop(0, jnp.where(last, 3_000_000, 0), lambda _, v: v + 1, x)
+        return taps.through(x * 0)
+
+    y = over(grid(), body, P("x"), check_vma=False)(X)
+    np.testing.assert_array_equal(y, X * 0)
+    assert sorted(current.device.id for current, _ in taps.taken()) == [0, 1, 2, 3]
 
 
 @ORDERS

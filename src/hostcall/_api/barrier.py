@@ -17,8 +17,9 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     """Waits for programs and taps to finish, and raises what taps have raised.
 
     The barrier waits for the effects that this thread has dispatched, for every live
-    array, and for the tap queue. Ctrl-C interrupts the wait without losing a tap or an
-    error.
+    array, and for the tap queue. A program that has no effect (`hc.tap_through`) is
+    waited for as long as its results are alive. Ctrl-C interrupts the wait without
+    losing a tap or an error.
 
     Args:
         timeout: the limit in seconds; None for no limit.

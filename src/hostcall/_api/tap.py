@@ -203,7 +203,9 @@ def tap_through(
         tag: the tap's name in `hc.testing.collect` and `hc.monitor`.
 
     Returns:
-        `x`. Use it in place of the argument.
+        `x`. Use it in place of the argument. `hc.barrier` knows the program by its
+        results only: keep them until it has returned. Reading them is not enough over
+        several devices, since it does not wait for devices that hold copies.
 
     Under transformations: as `hc.tap`, where the result is used. grad, jvp: the
     derivative is that of the identity.
