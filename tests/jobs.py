@@ -6,7 +6,7 @@ import concurrent.futures
 import re
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 HEAD = """
 import os, pickle, sys, threading
@@ -23,6 +23,23 @@ def put(x, sharding):
 """
 
 
+T = TypeVar("T")
+
+
+def in_each(processes: int, run: Callable[[int, str], T]) -> list[T]:
+    """`run(number, port)` for each process of a job, at once, each in a thread."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(lambda number: run(number, port), range(processes)))
+
+
+def said(text: str) -> list[str]:
+    """What a program said. Gloo writes pieces of text to the same stream."""
+    return re.findall("says: (.*)", text)
+
+
 def run_job(
     run_python: Callable[..., Any],
     source: str,
@@ -31,18 +48,9 @@ def run_job(
     devices: int = 2,
 ) -> list[list[str]]:
     """What each process said. `more` are `sys.argv[5:]` of the program."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        started = [
-            pool.submit(
-                run_python,
-                HEAD + source,
-                *(str(me), port, str(processes), str(devices)),
-                *more,
-            )
-            for me in range(processes)
-        ]
-        # Gloo writes pieces of text to the same stream.
-        return [re.findall("says: (.*)", one.result().stdout) for one in started]
+
+    def run(me: int, port: str) -> list[str]:
+        place = map(str, (me, port, processes, devices))
+        return said(run_python(HEAD + source, *place, *more).stdout)
+
+    return in_each(processes, run)

@@ -12,8 +12,8 @@
 //   * Find returns a counted pointer: the object outlives the caller's use, even if
 //     another thread calls Remove meanwhile.
 //   * Objects may lose their last pointer on any thread, also on one that must not
-//     wait for the GIL, yet they are destroyed only inside Graveyard::Bury, whose
-//     caller holds the GIL.
+//     wait for the GIL, yet they are destroyed only where the GIL is held: inside
+//     Graveyard::Bury, or in ReleaseHere and DropHere.
 //
 // The race that the counting settles:
 //
@@ -32,8 +32,8 @@
 
 namespace hostcall {
 
-/// An object with a reference count, born with a count of one. When the count
-/// reaches zero, the object goes to the graveyard instead of being destroyed.
+/// An object with a reference count, born with a count of one. When Release brings
+/// the count to zero, the object goes to the graveyard instead of being destroyed.
 ///
 /// The count has a cache line to itself: devices change it with every tap, while
 /// the worker reads the members that follow. Sharing a line made a tap 0.05 us

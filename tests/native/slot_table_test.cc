@@ -21,7 +21,7 @@ namespace {
 std::atomic<int> g_alive{0};
 thread_local bool t_burying = false;
 
-/// Like a plan, it may be destroyed only inside Bury.
+/// Like a plan, it may be destroyed only where somebody says so.
 struct Thing : Mortal {
   explicit Thing(int v) : value(v) { ++g_alive; }
   ~Thing() override {

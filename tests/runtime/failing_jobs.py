@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 import sys
-from concurrent import futures
 from typing import NamedTuple
 
+import jobs
 import nursery
 from limits import PROGRAM_SECONDS
 
@@ -57,16 +55,11 @@ def run_job(
     source: str, size: int = 2, devices: int = 1, env: dict[str, str] | None = None
 ) -> list[Ended]:
     """Runs HEAD + `source` in `size` processes, and waits for all."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
 
-    def run(me: int) -> Ended:
+    def run(me: int, port: str) -> Ended:
         args = map(str, (me, size, port, devices))
         command = [sys.executable, "-c", HEAD + source, *args]
         done = nursery.run(command, {**os.environ, **(env or {})}, PROGRAM_SECONDS)
-        said = re.findall("says: (.*)", done.stdout)
-        return Ended(done.returncode, said, done.stderr)
+        return Ended(done.returncode, jobs.said(done.stdout), done.stderr)
 
-    with futures.ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
+    return jobs.in_each(size, run)

@@ -128,7 +128,7 @@ class Rows:
         self._may_wait = not host_device.is_second(device.client)
         about = (
             self._part.label,
-            shapes,
+            [(shape, str(dtype)) for shape, dtype in shapes],
             [(x.shape, str(x.dtype)) for x in params.avals],
             flat and callback.fills,
             [None if k is None else str(k) for k in callback.template.keys],

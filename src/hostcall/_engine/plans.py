@@ -115,8 +115,7 @@ def make_plan(
         function, form = _function(params, info, device, compressed)
         runner = _runner(params, info, device)
         if isinstance(params, CallParams) and callback.cache is not None:
-            named = [(shape, str(dtype)) for shape, dtype in shapes]
-            rows = caching.Rows(params, info, named, converters, compressed, device)
+            rows = caching.Rows(params, info, shapes, converters, compressed, device)
             function, form = caching.cached(function, rows), ResultForm.TUPLE
             runner = runner and caching.cached_rows(runner, rows)
         if isinstance(params, CallParams) and callback.coalesce is not None:

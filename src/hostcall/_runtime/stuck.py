@@ -51,10 +51,11 @@ _BUSY = 0.2  # cores
 _LATE = 3.0  # seconds between two looks, after which the count begins anew
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)  # its system call
 # What a thread has left on its stack looks like return addresses too: the place of a
-# local variable that is not set yet may hold one of XLA's while Python waits for a lock
-# and one of Python's inside XLA. So no single address decides. Inside XLA, the newest
-# ten or more are jaxlib's (in 13 kinds of waits), but for such leftovers. In a lock's
-# wait, less than 160 bytes come before Python's own frames, which are close together.
+# local variable that is not set yet may hold one of XLA's while Python waits for a
+# lock, and one of Python's inside XLA. So no single address decides. Inside XLA, the
+# newest ten or more are jaxlib's (in 13 kinds of waits), but for such leftovers. In a
+# lock's wait, less than 160 bytes come before Python's own frames, which are close
+# together.
 _STACK = 1 << 14  # bytes of a stack that are searched
 _NEWEST, _LEAST = 8, 7
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -99,8 +100,9 @@ def _where_it_waits() -> Any:
     for ident, thread in threads.items():
         frame = frames.get(ident or 0)
         own = thread.name.startswith("hostcall-")
-        if frame is not None and not own and inside.xla(_native_id(thread)):
-            waiting[_native_id(thread)] = (id(frame), frame.f_lasti)
+        number = _native_id(thread)
+        if frame is not None and not own and inside.xla(number):
+            waiting[number] = (id(frame), frame.f_lasti)
     main_frame = frames.get(main or 0)
     if not waiting or main_frame is None:
         return None
