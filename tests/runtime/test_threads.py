@@ -245,6 +245,23 @@ def test_taps_of_all_threads_arrive_each_thread_in_its_order():
     assert got == [list(range(TIMES))] * THREADS
 
 
+def test_plans_of_eager_calls_and_taps_die_where_their_last_use_ends(in_time):
+    got = [[] for _ in range(THREADS)]
+    functions = [[] for _ in range(THREADS)]
+
+    def work(number):
+        for i in range(TIMES):
+            call, tap = lambda v: v + number, lambda v: got[number].append(int(v))
+            functions[number] += map(weakref.ref, (call, tap))
+            assert hc.call(call, SCALAR, np.float32(i)) == i + number
+            hc.tap(tap, np.float32(i))
+
+    at_once(work)
+    hc.barrier()
+    assert got == [list(range(TIMES))] * THREADS
+    assert in_time(lambda: not any(f() for f in itertools.chain(*functions)))
+
+
 def test_a_feed_gives_each_item_to_one_thread():
     feed = hc.feed(iter(np.arange(THREADS * TIMES, dtype=np.int32)))
     step = jax.jit(lambda: feed()[0])
