@@ -24,7 +24,7 @@ def log(loss: jax.Array) -> None:
 
 
 def schedule(loss: jax.Array) -> float:
-    time.sleep(0.005)  # asks a server, say
+    time.sleep(0.05)  # asks a server, say
     return 0.1 * min(float(loss), 1.0)
 
 
@@ -63,7 +63,7 @@ for each in sorted(compiled, key=lambda e: -e["dur"])[:3]:
 
 assert len(calls) == 5  # the other steps are masked
 assert len(taps) == len(deliveries) == len(losses) == 50
-assert in_python >= 5 * 5
+assert in_python >= 5 * 50
 assert {e["args"]["place"].split(":")[0] for e in calls} == {__file__}
 
 print("\nThe flight recorder has the same, without a trace:")

@@ -568,7 +568,7 @@ def test_errors_of_closing_are_raised_after_all_are_closed():
         env.close()
 
 
-def test_objects_live_as_long_as_a_program_that_calls_them():
+def test_objects_live_as_long_as_a_program_that_calls_them(in_time):
     log = []
     env = noted(log)
     f = jax.jit(env.step).lower(np.int32(1)).compile()
@@ -578,10 +578,8 @@ def test_objects_live_as_long_as_a_program_that_calls_them():
     assert closed(log) == []
     del f
     jax.clear_caches()
-    gc.collect()
-    hc.call(lambda: None, None, order="unordered")  # destroys the dead
-    gc.collect()
-    assert closed(log) == [()]
+    # The watcher may be the one that destroys the dead.
+    assert in_time(lambda: closed(log) == [()])
 
 
 def test_objects_are_closed_with_the_last_that_could_call_them(caplog):

@@ -24,12 +24,13 @@ _registered = False
 def tell(owner: object, who: str, error: BaseException) -> None:
     """Called by a thread that ends with an error."""
     global _registered
-    _logger.error("hostcall: %s failed: %s: %s", who, type(error).__name__, error)
     with _lock:
         _untold.append((owner, error))
         register, _registered = not _registered, True
     if register:
         hc.monitor.at_barrier(_raise_untold)
+    # Last: who reads this expects the next barrier to raise.
+    _logger.error("hostcall: %s failed: %s: %s", who, type(error).__name__, error)
 
 
 def take(owner: object | None = None) -> list[BaseException]:
