@@ -183,7 +183,7 @@ def test_a_late_row_is_named(mode):
 
     f = mode(
         jax.vmap(
-            lambda v: hc.call(host, SCALAR, v, timeout=0.3, vmap_method="parallel")
+            lambda v: hc.call(host, SCALAR, v, timeout=2.0, vmap_method="parallel")
         )
     )
     with pytest.raises(hc.errors.CallTimeoutError, match="row 2 of 4"), hc.reraise():

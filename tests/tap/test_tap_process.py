@@ -202,10 +202,11 @@ def test_ctrl_c_while_a_program_waits_for_space(interrupted_when_ready, size):
     source = f"""
     import jax, time, jax.numpy as jnp, hostcall as hc
     hc.configure(tap_queue_bytes=200)
-    seen = []
+    seen, over = [], []
     def slow(i):
         seen.append(int(i))
-        while not hc.monitor.tap_queue().blocked: time.sleep(0.001)
+        # After the interrupt nothing blocks any more, and a tap may still be under way.
+        while not (hc.monitor.tap_queue().blocked or over): time.sleep(0.001)
         if len(seen) == 1: print("ready", flush=True)
         time.sleep(0.02)
     @jax.jit
@@ -217,6 +218,7 @@ def test_ctrl_c_while_a_program_waits_for_space(interrupted_when_ready, size):
     try:
         f(jnp.ones({size})).block_until_ready()
     except KeyboardInterrupt:
+        over.append(True)
         print("interrupted", flush=True)
     hc.monitor.discard_taps()
     try: hc.barrier()
