@@ -26,11 +26,16 @@ def put(x, sharding):
 T = TypeVar("T")
 
 
-def in_each(processes: int, run: Callable[[int, str], T]) -> list[T]:
-    """`run(number, port)` for each process of a job, at once, each in a thread."""
+def free_port() -> str:
+    """A port of this machine on which nobody listens now."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+        return str(free.getsockname()[1])
+
+
+def in_each(processes: int, run: Callable[[int, str], T]) -> list[T]:
+    """`run(number, port)` for each process of a job, at once, each in a thread."""
+    port = free_port()
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
         return list(pool.map(lambda number: run(number, port), range(processes)))
 

@@ -6,6 +6,7 @@ import collections
 
 import jax
 import jax.numpy as jnp
+import jobs
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -260,15 +261,6 @@ PROCESS = """
 
 def test_several_processes(run_python):
     """One process calls, and its results reach all processes."""
-    import concurrent.futures
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        first, second = pool.map(
-            lambda me: run_python(PROCESS, str(me), port), range(2)
-        )
+    first, second = jobs.in_each(2, lambda me, port: run_python(PROCESS, str(me), port))
     assert first.stdout.endswith("calls 3 1\n")
     assert second.stdout.endswith("calls 0 1\n")

@@ -367,9 +367,8 @@ def test_close_ends_the_thread_and_programs_say_so():
         take = jax.jit(lambda: feed()[0])
         assert int(take()) == 0
         thread = feed._stream.puller._thread
-    thread.join(
-        PROGRAM_SECONDS
-    )  # closing waits a second, which a busy machine may use up
+    # Closing waits a second for it, which a busy machine may use up.
+    thread.join(PROGRAM_SECONDS)
     assert not thread.is_alive()
     seen = len(pulled)
     assert seen <= 5

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
+
+import jobs
 
 SOURCE = """
 import itertools, json, os, sys, threading, time
@@ -170,7 +171,6 @@ def test_killed_and_resumed_gives_the_same_numbers(run_python, tmp_path):
 TWO = """
 import os, sys
 import jax
-print("ready", flush=True)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 import jax.numpy as jnp, numpy as np
@@ -195,12 +195,6 @@ assert float(total) == sum(12 * 10 * i + 6 for i in range(5)), total
 """
 
 
-def test_two_processes_feed_their_parts_and_stop_together(start_python, run_python):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+def test_two_processes_feed_their_parts_and_stop_together(run_python):
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    first = start_python(TWO, port, "0", env=env)
-    run_python(TWO, port, "1", env=env)
-    out, err = first.communicate(timeout=120)
-    assert first.returncode == 0, out + err
+    jobs.in_each(2, lambda me, port: run_python(TWO, port, str(me), env=env))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 
+import jobs
 import pytest
 from limits import PROGRAM_SECONDS
 
@@ -211,9 +212,7 @@ def test_debugpy_stops_in_callbacks(tmp_path, in_time, mark):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM + "run(x).block_until_ready()\nhc.barrier()\n")
     ready = tmp_path / "ready"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = jobs.free_port()
     listens = f"""
         import debugpy, runpy
         debugpy.listen(("127.0.0.1", {port}))

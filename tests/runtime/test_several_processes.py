@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import re
-import socket
 from pathlib import Path
 
+import jobs
 import pytest
 
 from hostcall import HostcallError
@@ -40,17 +38,13 @@ def run_both(run_python):
     """The output of two processes of one job, numbered 0 and 1."""
 
     def run(source, devices=2, staged=False):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = str(free.getsockname()[1])
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            more = [str(devices), *[str(Path(__file__).parents[1])] * staged]
-            programs = [
-                pool.submit(run_python, HEAD + source, str(me), port, *more)
-                for me in range(2)
-            ]
-            # Gloo writes pieces of text to the same stream.
-            return [re.findall("says: (.*)", p.result().stdout) for p in programs]
+        more = [str(devices), *[str(Path(__file__).parents[1])] * staged]
+
+        def run_one(me, port):
+            done = run_python(HEAD + source, str(me), port, *more)
+            return jobs.said(done.stdout)
+
+        return jobs.in_each(2, run_one)
 
     return run
 

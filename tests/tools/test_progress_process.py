@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import re
-import socket
 
 import bars
+import jobs
 
 # --- The end of the process, and forks ----------------------------------------------
 
@@ -151,9 +150,6 @@ def test_one_process_of_a_job_draws(run_python):
     """Both run the same programs. The steps of the first come to its first device's
     process alone, those of the second to both, where a factory of the user's draws.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     source = """
         import os, sys
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
@@ -190,15 +186,13 @@ def test_one_process_of_a_job_draws(run_python):
             jax.jit(shards)(x).block_until_ready()
             hc.barrier()
     """
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(run_python, source, str(me), port) for me in range(2)]
-        first, second = (job.result() for job in jobs)
+    first, second = jobs.in_each(2, lambda me, port: run_python(source, str(me), port))
     assert len(re.findall(r"whole: 100%\|#+\| 6/6", first.stderr)) == 2
     assert "whole" not in second.stderr
     assert "turned" not in first.stderr
     assert len(re.findall(r"turned: 100%\|#+\| 6/6", second.stderr)) == 1
-    assert re.findall("says: (.*)", first.stdout) == ["6", "6"]
-    assert re.findall("says: (.*)", second.stdout) == ["6"]
+    assert jobs.said(first.stdout) == ["6", "6"]
+    assert jobs.said(second.stdout) == ["6"]
 
 
 # --- Notebooks ------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """hc.Recorder when a process ends: killed, without close, after an error, forked."""
 
-import concurrent.futures
-import socket
 import threading
 
+import jobs
 import numpy as np
 import pytest
 
@@ -258,16 +257,8 @@ with hc.Recorder(folder) as rec:
 def test_the_processes_of_a_job_share_a_folder(tmp_path, run_python):
     """read() puts together what they wrote: rows, and blocks by their steps."""
     pytest.importorskip("zarr")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     folder = tmp_path / "run"
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        started = [
-            pool.submit(run_python, JOB, str(me), port, str(folder)) for me in range(2)
-        ]
-        for one in started:
-            one.result()
+    jobs.in_each(2, lambda me, port: run_python(JOB, str(me), port, str(folder)))
     run = hc.tools.read(folder)
     want = np.arange(160.0, dtype=np.float32).reshape(8, 20)
     steps, x = run.array("x")
