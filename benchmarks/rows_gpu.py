@@ -8,9 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
+from jax.experimental.buffer_callback import buffer_callback
 
 import hostcall as hc
-from benchmarks.harness import Case, Row, at_most, run_time, times_faster
+from benchmarks.harness import (
+    Case,
+    Row,
+    at_most,
+    dispatch_time,
+    run_time,
+    times_faster,
+)
 
 SIZES = {"4 B": 1, "4 KiB": 1 << 10, "1 MiB": 1 << 18, "64 MiB": 1 << 24}
 
@@ -78,7 +87,6 @@ def training(quick: bool) -> dict[str, Case]:
     def loop(tap: Callable[[Any], None]) -> Callable[[Any], Any]:
         return jax.jit(lambda w: jax.lax.fori_loop(0, n, lambda i, w: step(w, tap), w))
 
-    ignore = lambda v: None
     return {
         "hostcall": run_time(loop(lambda v: hc.tap(ignore, v)), weights, per=n),
         "no tap": run_time(loop(ignore), weights, per=n),
@@ -88,16 +96,77 @@ def training(quick: bool) -> dict[str, Case]:
     }
 
 
-def dispatch(quick: bool) -> dict[str, Case]:
+def scalar(n: int) -> Callable[[bool], dict[str, Case]]:
+    """A loop that XLA's host thread drives, with a call in its body."""
+
+    def cases(quick: bool) -> dict[str, Case]:
+        x = jax.device_put(jnp.float32(1), gpu())
+        spec = jax.ShapeDtypeStruct((), jnp.float32)
+
+        def loop(call: Callable[[Any], Any]) -> Case:
+            f = jax.jit(
+                lambda x: jax.lax.fori_loop(0, n, lambda i, x: call(x + 1), x)
+            )
+            return run_time(f, x, per=n)
+
+        return {
+            "hostcall": loop(lambda x: hc.call(same, spec, x)),
+            "JAX": loop(lambda x: jax.pure_callback(same, spec, x)),
+            "x + 1 alone": loop(same),
+        }
+
+    return cases
+
+
+def rows(n: int) -> Callable[[bool], dict[str, Case]]:
+    """A vmap that runs a function row by row."""
+
+    def cases(quick: bool) -> dict[str, Case]:
+        x = jax.device_put(jnp.zeros(n, jnp.float32), gpu())
+        spec = jax.ShapeDtypeStruct((), jnp.float32)
+        ours = lambda x: hc.call(same, spec, x)
+        theirs = lambda x: jax.pure_callback(same, spec, x, vmap_method="sequential")
+        return {
+            "hostcall": run_time(jax.jit(jax.vmap(ours)), x, per=n),
+            "JAX": run_time(jax.jit(jax.vmap(theirs)), x, per=n),
+        }
+
+    return cases
+
+
+def buffers(quick: bool) -> dict[str, Case]:
+    """A function that is given the GPU's memory and its stream, and does nothing."""
+    n = 100
     x = jax.device_put(jnp.float32(1), gpu())
-    ignore = lambda v: None
-    return {
-        "hostcall": run_time(jax.jit(lambda x: (hc.tap(ignore, x), x + 1)[1]), x),
-        "jit(x + 1)": run_time(jax.jit(lambda x: x + 1), x),
-        "debug.callback": run_time(
-            jax.jit(lambda x: (jax.debug.callback(ignore, x), x + 1)[1]), x
-        ),
-    }
+    spec = jax.ShapeDtypeStruct((), jnp.float32)
+    nothing = lambda ctx, out, x: None
+
+    def loop(function: Any, **options: Any) -> Case:
+        f = function(nothing, spec, input_output_aliases={0: 0}, **options)
+        g = jax.jit(lambda x: jax.lax.fori_loop(0, n, lambda i, x: f(x + 1), x))
+        return run_time(g, x, per=n)
+
+    return {"hostcall": loop(hc.buffer_callback), "JAX": loop(buffer_callback)}
+
+
+def dispatch(ours: Any, theirs: Any) -> Callable[[bool], dict[str, Case]]:
+    def cases(quick: bool) -> dict[str, Case]:
+        x = jax.device_put(jnp.float32(1), gpu())
+        programs = {
+            "hostcall": lambda x: (ours(x), x + 1)[1],
+            "jit(x + 1)": lambda x: x + 1,
+            "JAX": lambda x: (theirs(x), x + 1)[1],
+        }
+        return {
+            name: dispatch_time(jax.jit(f), x, repeat=64)
+            for name, f in programs.items()
+        }
+
+    return cases
+
+
+def ignore(value: Any) -> None:
+    pass
 
 
 ROWS: tuple[Row, ...] = ()
@@ -113,6 +182,23 @@ if gpu() is not None:
             )
             for name, size in SIZES.items()
         ),
+        Row("GPU, scalar call in a compiled loop", (times_faster(3),), scalar(100)),
+        Row("GPU, vmap row by row, a row", (times_faster(80),), rows(1000)),
+        Row("GPU, empty buffer callback in a loop", (times_faster(3),), buffers),
         Row("GPU, a training step with a tap", (at_most(1.03, "no tap"),), training),
-        Row("GPU, dispatch and one tap", (), dispatch),
+        Row(
+            "GPU, dispatch, one tap",
+            (),
+            dispatch(
+                lambda x: hc.tap(ignore, x), lambda x: jax.debug.callback(ignore, x)
+            ),
+        ),
+        Row(
+            "GPU, dispatch, one ordered call",
+            (),
+            dispatch(
+                lambda x: hc.call(ignore, None, x, order="ordered"),
+                lambda x: io_callback(ignore, None, x, ordered=True),
+            ),
+        ),
     )

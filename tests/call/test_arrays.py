@@ -87,7 +87,7 @@ RETURNED = {
     "column-major memoryview": lambda: memoryview(np.asfortranarray(WANT)),
     "jax.Array": lambda: jnp.asarray(WANT),
     "jax.Array of another dtype": lambda: jnp.asarray(WANT, jnp.bfloat16),
-    "jax.Array elsewhere": lambda: jax.device_put(WANT, jax.devices()[3]),
+    "jax.Array elsewhere": lambda: jax.device_put(WANT, jax.devices()[-1]),
     "__array__": lambda: HasArray(WANT),
     "__array_interface__": lambda: HasInterface(WANT),
     "__dlpack__": lambda: HasDLPack(WANT.copy()),
