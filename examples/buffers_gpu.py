@@ -22,7 +22,7 @@ def cupy_version() -> Callable[..., None]:
     import cupy
 
     def square(ctx: ExecutionContext, out: Buffer, x: Buffer) -> None:
-        with cupy.cuda.ExternalStream(ctx.stream):
+        with cupy.cuda.Stream.from_external(ctx):
             cupy.square(cupy.asarray(x), out=cupy.asarray(out))
 
     return square
@@ -33,7 +33,7 @@ def torch_version() -> Callable[..., None]:
 
     def square(ctx: ExecutionContext, out: Buffer, x: Buffer) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(ctx.stream)):
-            torch.square(torch.as_tensor(x), out=torch.as_tensor(out))
+            torch.square(torch.from_dlpack(x), out=torch.as_tensor(out))
 
     return square
 

@@ -12,10 +12,15 @@ from __future__ import annotations
 import ctypes
 import inspect
 import os
+import re
 import subprocess
 import tempfile
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from jax._src import dispatch
 
 PLATFORMS = ("cpu", "staged", "cuda")
 _streams: list[int] = []
@@ -47,6 +52,10 @@ def set_up(platform: str) -> None:
     folder.cleanup()  # the library stays loaded
 
 
+_DISPATCHED = "a program on a GPU has made its calls when its dispatch returns"
+_HOST_DEVICE = "host code of a program on a GPU computes on the CPU"
+_LATER = "a GPU's taps may come after its program has ended"
+_SMALL = "on a GPU JAX's own callbacks change small integers (jax 0.11.2)"
 # Tests for CPUs only: GPUs have their own (test_cuda.py, test_gpu.py) or need none.
 _CPU_ONLY = {
     "test_buffer_callback.py": "reads Buffers with NumPy",
@@ -60,6 +69,24 @@ _CPU_ONLY = {
     "test_buffer_callbacks": "reads Buffers with NumPy",
     "test_views_that_another_thread_takes_while_the_call_ends": "reads Buffers with NumPy",
     "test_a_million_taps_in_a_scan": "a million copies and streams take minutes",
+    # A program on a GPU runs its calls on the thread that dispatches it.
+    "test_what_was_dispatched_before_the_block_is_not_waited_for": _DISPATCHED,
+    "test_save_tells_of_a_program_that_failed": _DISPATCHED,
+    "test_a_parallel_call_refuses_a_program_over_its_own_devices": _HOST_DEVICE,
+    "test_host_code_loads_a_program_for_its_own_device": _HOST_DEVICE,
+    "test_after_a_barrier_that_raised_all_begins_again": _LATER,
+    "test_block_waits_and_loses_nothing": "GPUs may exceed the queue by what they hold",
+    "test_200_programs_in_flight": "a GPU's matrix products have fewer digits",
+    "test_drop_ins_refuse_what_jax_refuses": "other transfers are refused first",
+    "test_small_elements_and_the_value_given_back": _SMALL,
+    "test_debugpy_stops_in_callbacks": "its program is for the CPU",
+    "test_coverage_reports_lines_of_callbacks": "its program is for the CPU",
+    "test_arguments_are_the_programs_memory": "lends the program's own memory",
+    "test_rows_come_in_jaxs_order": "JAX's own rows come in any order on a GPU",
+    "test_small_elements_are_right": _SMALL,
+    "test_lines[int4-jit]": _SMALL,
+    "test_buffer_native.py": "calls machine code for the CPU's memory",
+    "test_failing_together.py": "needs a GPU for each process",
 }
 # Tests that reach no handler, or only by calls that other tests cover: the drop-ins and
 # `hc.print` are calls and taps, vmap and derivatives are done before a program has a
@@ -81,7 +108,7 @@ _ABOVE_HANDLERS = (
 
 def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
     """The reason to skip a test on this platform; None to run it."""
-    for name in (item.path.name, item.originalname):
+    for name in (item.path.name, item.originalname, item.name):
         if name in _CPU_ONLY:
             return _CPU_ONLY[name]
     if "run_python" in item.fixturenames:
@@ -92,11 +119,49 @@ def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
         case = item.callspec
         if "buffer" in case.id or "buffer_callback" in str(case.params):
             return "reads Buffers with NumPy"
-    if few_devices:
-        source = inspect.getsource(item.function)
-        if any(word in source for word in ("devices()", "grid()", "line()", "mesh")):
-            return "needs four devices"
+    if platform == "cuda" and re.match(
+        r"test_dtypes_and_shapes\[u?int[24]-", item.name
+    ):
+        return "XLA's compiler for GPUs refuses scans of them (jax 0.11.2)"
+    if few_devices and any(map(_SEVERAL.search, _sources(item))):
+        return "needs four devices"
     return None
+
+
+_SEVERAL = re.compile(
+    r"jax\.devices\(\)(?!\[(0|-1)\])|grid\(\)|line\(\)|mesh|pmap|_devices\(\)\[1"
+)
+
+
+def _sources(item: Any) -> Iterator[str]:
+    """The source of a test, and of what its file has for it: fixtures and functions."""
+    names, seen = [item.originalname, *item.fixturenames], set()
+    while names:
+        name = names.pop()
+        found = vars(item.module).get(name)
+        if hasattr(type(found), "_get_wrapped_function"):  # a fixture, since pytest 8.4
+            found = found._get_wrapped_function()
+        if name in seen or not isinstance(found, types.FunctionType):
+            continue
+        seen.add(name)
+        if found.__code__.co_filename == item.module.__file__:
+            source = inspect.getsource(found)
+            names.extend(re.findall(r"\w+", source))
+            yield source
+
+
+def without_xlas_words(report: str) -> str:
+    """What a report says, without what XLA's GPU runtime appends to it."""
+    return re.sub(r" \[executable_name='[^']*'\]$", "", report)
+
+
+def forget_failed_effects() -> None:
+    """Drops the tokens of programs that failed after their dispatch, as on GPUs.
+
+    JAX raises their failure at each `jax.effects_barrier()` until another program on
+    the device replaces the token, although the test has seen it.
+    """
+    dispatch.runtime_tokens.clear()
 
 
 def use_fake_driver(driver: Path) -> ctypes.CDLL:

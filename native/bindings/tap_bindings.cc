@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bindings/keywords.h"
+#include "cuda/streams.h"
 #include "invoke/tap_worker.h"
 #include "plan/plan.h"
 #include "plan/throttle.h"
@@ -92,6 +93,8 @@ void InitTaps(nb::module_& m) {
       },
       nb::arg("mark"), nb::arg("seconds"),
       nb::call_guard<nb::gil_scoped_release>());
+  m.def("await_taps_of_gpus", &AwaitTapsOfGpus, nb::arg("seconds"),
+        nb::call_guard<nb::gil_scoped_release>());
   m.def("tap_queue", &QueueState);
   nb::class_<OnePlace>(m, "Throttle")
       .def(nb::init<const TapSettings&>(), nb::arg("settings"))

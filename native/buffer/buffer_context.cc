@@ -51,6 +51,22 @@ void DeallocContext(PyObject* self) {
   Py_DECREF(type);
 }
 
+/// What cuda.core, CuPy and others ask an object for whose stream they shall use:
+/// the protocol's version, and the address.
+PyObject* CudaStreamOf(PyObject* self, PyObject*) {
+  return OfCall(self, [](const ActiveCall& call) -> PyObject* {
+    if (call.on_gpu())
+      return Py_BuildValue("iN", 0, PyLong_FromVoidPtr(call.stream));
+    PyErr_SetString(g_stream_error, "XLA FFI GPU context is not available");
+    return nullptr;
+  });
+}
+
+PyMethodDef context_methods[] = {
+    {"__cuda_stream__", CudaStreamOf, METH_NOARGS,
+     "(0, stream): cupy.cuda.Stream.from_external(ctx) works on XLA's stream."},
+    {nullptr, nullptr, 0, nullptr}};
+
 PyGetSetDef context_attributes[] = {
     {"stage", GetStage, nullptr, "ExecutionStage.EXECUTE.", nullptr},
     {"stream", GetStream, nullptr,
@@ -103,6 +119,7 @@ bool InitContexts(PyObject* module) {
       "    run: XLA's number of this execution; -1 for an eager call.",
       sizeof(ContextObject),
       {{Py_tp_dealloc, Function(DeallocContext)},
+       {Py_tp_methods, context_methods},
        {Py_tp_getset, context_attributes}});
   return g_context_type != nullptr;
 }

@@ -1,6 +1,7 @@
 #include "buffer/buffer_object.h"
 
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <string>
@@ -8,6 +9,7 @@
 
 #include "base/code.h"
 #include "buffer/buffer_types.h"
+#include "cuda/streams.h"
 #include "plan/arrays.h"
 
 namespace hostcall {
@@ -99,13 +101,25 @@ PyObject* GetCudaInterface(PyObject* self, void*) {
     Ref typestr = Ref::Steal(PyObject_GetAttrString(b->leaf->dtype.get(), "str"));
     if (!shape || !typestr) return nullptr;
     b->interface_read = true;
+    // Who reads a stream here waits for it (CuPy does), which ends a recording.
+    // There it is None: the function works on the context's stream, and need not
+    // wait.
+    bool captured = false;
+    try {
+      captured = IsCaptured(call.stream);
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+      return nullptr;
+    }
     // The interface forbids 0; the legacy default stream is called 1.
     auto stream = reinterpret_cast<uintptr_t>(call.stream);
     return Py_BuildValue(
-        "{sOsOs(NO)sOsisn}", "shape", shape.get(), "typestr", typestr.get(), "data",
+        "{sOsOs(NO)sOsisN}", "shape", shape.get(), "typestr", typestr.get(), "data",
         PyLong_FromVoidPtr(b->leaf->count == 0 ? nullptr : b->data),
         b->writeable ? Py_False : Py_True, "strides", Py_None, "version", 3,
-        "stream", static_cast<Py_ssize_t>(stream == 0 ? 1 : stream));
+        "stream",
+        captured ? Ref::Borrow(Py_None).release()
+                 : PyLong_FromSize_t(stream == 0 ? 1 : stream));
   });
 }
 

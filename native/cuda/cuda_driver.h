@@ -35,9 +35,11 @@ using CudaHostFn = void (*)(void* data);   // runs on a thread of the driver
 
 constexpr int kCudaSuccess = 0;
 constexpr int kCudaOutOfMemory = 2;
+constexpr int kCudaNotReady = 600;
 constexpr int kCudaCaptureUnsupported = 900;
 constexpr unsigned kCudaHostAllocPortable = 1;   ///< pinned for every context
 constexpr unsigned kCudaEventDisableTiming = 2;  ///< cheaper to record
+constexpr unsigned kCudaStreamNonBlocking = 1;   ///< apart from the default stream
 
 /// A call of the driver failed.
 class CudaError : public std::runtime_error {
@@ -64,6 +66,9 @@ class CudaError : public std::runtime_error {
     (CudaDevicePtr to, CudaDevicePtr from, size_t bytes, CudaStream))  \
   X(cuMemsetD8Async,                                                   \
     (CudaDevicePtr to, unsigned char value, size_t bytes, CudaStream)) \
+  X(cuStreamCreate, (CudaStream*, unsigned flags))                     \
+  X(cuStreamWaitEvent, (CudaStream, CudaEvent, unsigned flags))        \
+  X(cuStreamQuery, (CudaStream))                                       \
   X(cuStreamSynchronize, (CudaStream))                                 \
   X(cuStreamGetCtx, (CudaStream, CudaContext*))                        \
   X(cuStreamIsCapturing, (CudaStream, int* status))                    \

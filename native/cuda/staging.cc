@@ -154,8 +154,9 @@ void RunTap(void* adopted) {
 
 }  // namespace
 
-bool StageTap(const CudaDriver& driver, PinnedPool& pool, CudaStream stream,
-              const std::vector<Span>& spans, bool may_wait, Deliver deliver) {
+bool StageTap(const CudaDriver& driver, PinnedPool& pool, TapStreams& streams,
+              CudaStream stream, const std::vector<Span>& spans, bool may_wait,
+              Deliver deliver) {
   ScopedContext current(driver, stream);
   RefuseCapture(driver, stream);
   auto job = std::make_unique<TapJob>();
@@ -169,8 +170,7 @@ bool StageTap(const CudaDriver& driver, PinnedPool& pool, CudaStream stream,
   bool enqueued = false;
   try {
     CopyToHost(driver, stream, spans, job->data, &enqueued);
-    driver.Check(driver.cuLaunchHostFunc(stream, RunTap, job.get()),
-                 "cuLaunchHostFunc");
+    streams.RunBehind(current.context(), stream, RunTap, job.get());
   } catch (...) {
     ReleaseQuietly(job->block, enqueued, stream);
     throw;

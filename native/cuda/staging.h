@@ -8,8 +8,10 @@
 //     not at all if its operands have no bytes. Its results are copied after the
 //     function has returned, and nobody waits for that.
 //   * A tap never waits for the device, unless the pool is full and `may_wait` is
-//     set. The device waits for a tap only as long as `deliver` runs. The taps of
-//     one stream are delivered in the order of their StageTap calls.
+//     set. The device never waits for a tap: on XLA's stream it only finds a copy
+//     and an event (tap_streams.h). The taps of one device are delivered in the
+//     order of their StageTap calls. They may be delivered after the program has
+//     ended.
 //   * Each call or tap takes one block of pinned memory. Whatever fails, the block
 //     goes back to the pool once the device no longer uses it (pinned_pool.h says
 //     why that can't deadlock, and why nothing is overwritten).
@@ -37,6 +39,7 @@
 
 #include "cuda/cuda_driver.h"
 #include "cuda/pinned_pool.h"
+#include "cuda/tap_streams.h"
 
 namespace hostcall {
 
@@ -87,8 +90,8 @@ class StagedCall {
 /// while it runs.
 ///
 /// It runs on a thread of the driver. It must not call CUDA, nor wait for a thread
-/// that does: the stream, and maybe the taps of other streams, go on only when it
-/// returns. It should do no more than copy the values into a queue. An exception
+/// that does: the taps of all devices go on only when it returns. It should do no
+/// more than copy the values into a queue. An exception
 /// from it is caught and counted (FailedDeliveries): above it are only frames of
 /// the driver, which an exception must not cross, and the program that sent the tap
 /// has gone on.
@@ -102,8 +105,9 @@ using Deliver = std::function<void(const void* const* data)>;
 /// After an error of the whole context the driver calls no host functions any more:
 /// the values and the block are then lost with the context.
 [[nodiscard]] bool StageTap(const CudaDriver& driver, PinnedPool& pool,
-                            CudaStream stream, const std::vector<Span>& spans,
-                            bool may_wait, Deliver deliver);
+                            TapStreams& streams, CudaStream stream,
+                            const std::vector<Span>& spans, bool may_wait,
+                            Deliver deliver);
 
 /// The number of deliveries in this process that threw.
 int64_t FailedDeliveries();

@@ -15,6 +15,8 @@ struct Place {
 };
 
 Place g_for_calls{1'000'000'000}, g_for_taps{256'000'000};
+std::atomic<TapStreams*> g_streams{
+    nullptr};  ///< null until first used; never freed
 // Guards the limits, and the making of the pools. Without it, a thread could make a
 // pool with the old limit while another thread sets a new one and sees no pool to
 // apply it to. Finding a pool that exists takes no lock.
@@ -53,6 +55,17 @@ PinnedPool& PoolForTaps() { return PoolAt(g_for_taps); }
 PinnedPool* PinnedForCalls() { return g_for_calls.pool.load(); }
 PinnedPool* PinnedForTaps() { return g_for_taps.pool.load(); }
 
+TapStreams& StreamsForTaps() {
+  static TapStreams* const streams = new TapStreams(Driver());
+  g_streams.store(streams);
+  return *streams;
+}
+
+bool AwaitTapsOfGpus(double seconds) {
+  TapStreams* streams = g_streams.load();
+  return streams == nullptr || streams->Await(seconds);
+}
+
 void LimitPinned(size_t for_calls, size_t for_taps) {
   std::lock_guard<std::mutex> lock(g_mutex);
   g_for_calls.limit = for_calls;
@@ -83,6 +96,15 @@ void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
   // free it as soon as this returns. On the same stream the reuse comes after the
   // copy anyway.
   if (!same) driver.Check(driver.cuStreamSynchronize(on), "cuStreamSynchronize");
+}
+
+bool IsCaptured(void* stream) {
+  const CudaDriver& driver = Driver();
+  const auto on = static_cast<CudaStream>(stream);
+  ScopedContext current(driver, on);
+  int status = 0;
+  driver.Check(driver.cuStreamIsCapturing(on, &status), "cuStreamIsCapturing");
+  return status != 0;
 }
 
 void WaitForStream(void* stream) {

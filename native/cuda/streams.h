@@ -11,6 +11,7 @@
 
 #include "cuda/cuda_driver.h"
 #include "cuda/pinned_pool.h"
+#include "cuda/tap_streams.h"
 
 namespace hostcall {
 
@@ -28,6 +29,12 @@ PinnedPool& PoolForTaps();
 /// The same pools, or null before their first use.
 PinnedPool* PinnedForCalls();
 PinnedPool* PinnedForTaps();
+/// The streams of taps, made at first use. Throws std::runtime_error if there is no
+/// driver.
+TapStreams& StreamsForTaps();
+/// Waits until all taps that GPUs have been given so far are in the tap queue, at
+/// most so many seconds. False if they are not. True at once without such taps.
+bool AwaitTapsOfGpus(double seconds);
 /// Sets the limits of both pools in bytes, also of a pool that is made later.
 void LimitPinned(size_t for_calls, size_t for_taps);
 
@@ -38,6 +45,10 @@ void LimitPinned(size_t for_calls, size_t for_taps);
 /// CudaError.
 void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
                   std::optional<uintptr_t> made_on);
+
+/// Whether the work on `stream` is being recorded into a CUDA graph. Throws
+/// CudaError.
+bool IsCaptured(void* stream);
 
 /// Waits until the work on `stream` is done. Throws CudaError.
 void WaitForStream(void* stream);

@@ -231,8 +231,8 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
     if (IsSkipped(*plan, later.get(), device, run, data)) return;
     PushTap(*plan, device, run, data, true);
   };
-  const bool sent = StageTap(driver, PoolForTaps(), work.stream, spans, blocks,
-                             std::move(deliver));
+  const bool sent = StageTap(driver, PoolForTaps(), StreamsForTaps(), work.stream,
+                             spans, blocks, std::move(deliver));
   if (!sent) {
     plan.counts->dropped.fetch_add(1, std::memory_order_relaxed);
     TapQueue::Get().CountDropped();
@@ -294,6 +294,9 @@ XLA_FFI_Error* OnAStreamOfTests(XLA_FFI_CallFrame* frame, Body body) {
     ScopedContext current(driver, static_cast<CudaStream>(stream));
     driver.Check(driver.cuStreamSynchronize(static_cast<CudaStream>(stream)),
                  "cuStreamSynchronize");
+    // Tests of taps look at the queue as soon as a program has ended.
+    while (!AwaitTapsOfGpus(1)) {
+    }
     return error;
   });
 }

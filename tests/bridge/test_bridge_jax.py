@@ -519,8 +519,9 @@ def test_shard_map():
     same(got, jax.jit(jax.grad(lambda x: (wanted(x) ** 2).sum()))(x))
 
 
-@pytest.mark.parametrize("mesh", [line(), jax.make_mesh((4,), ("x",))])
-def test_sharded_arrays_and_a_mesh_around(mesh):
+@pytest.mark.parametrize("make", [line, lambda: jax.make_mesh((4,), ("x",))])
+def test_sharded_arrays_and_a_mesh_around(make):
+    mesh = make()
     x, plain = jnp.arange(8.0), jnp.arange(8.0)
     x = jax.device_put(x, NamedSharding(mesh, P("x")))
     fn = lambda x: jnp.cumsum(x) * jnp.ones(8)

@@ -294,7 +294,7 @@ def test_exits_and_interrupts_are_raised_unchanged(kind, successes_before):
     for _ in range(successes_before):
         step(2.0)
     with pytest.raises(kind, match="mine"):
-        step(-1.0)
+        jax.block_until_ready(step(-1.0))
     assert step(3.0) == 3
 
 

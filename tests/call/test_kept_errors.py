@@ -194,7 +194,7 @@ def test_values_of_the_exception_that_is_handled_around_a_program_stay():
         finally:
             for _ in range(3):
                 with pytest.raises(jax.errors.JaxRuntimeError):
-                    f(1.0)
+                    jax.block_until_ready(f(1.0))
                 contexts.append(hc.last_error().__context__)
     assert contexts == [caught.value] * 3
     assert caught.traceback[-1].frame.f_locals["value"] == 5
@@ -224,7 +224,7 @@ def test_a_generator_that_handled_an_exception_goes_on(lend):
     f = jax.jit(lambda x: call(fail, x, lend=lend))
     for i in range(3):
         with pytest.raises(jax.errors.JaxRuntimeError):
-            f(np.float32(i))
+            jax.block_until_ready(f(np.float32(i)))
         assert next(numbers) == 102
 
 
@@ -284,7 +284,7 @@ def test_an_error_whose_text_can_not_be_made():
             jax.errors.JaxRuntimeError,
             match=r"Silent: <its str\(\) raised RuntimeError>",
         ):
-            f(1.0)
+            jax.block_until_ready(f(1.0))
         with pytest.raises(Silent), hc.reraise():
             call(fail, np.float32(1), lend=lend)
 

@@ -157,11 +157,13 @@ def test_a_guard_of_the_whole_process():
     x = jnp.arange(3.0)
     jax.config.update("jax_transfer_guard", "disallow")
     try:
-        for _ in range(2):
-            for program in (*COMPILED.values(), *map(jax.jit, COMPILED.values())):
-                np.testing.assert_allclose(program(x), np.sin(np.arange(3)), rtol=1e-6)
+        programs = [*COMPILED.values(), *map(jax.jit, COMPILED.values())]
+        outs = [program(x) for _ in range(2) for program in programs]
+        jax.block_until_ready(outs)
     finally:
         jax.config.update("jax_transfer_guard", "allow")
+    for out in outs:
+        np.testing.assert_allclose(out, np.sin(np.arange(3)), rtol=1e-6)
 
 
 def test_the_guard_stays_as_it_was_on_each_thread():

@@ -5,6 +5,8 @@ No such platform is available here, so the CPU takes that path.
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +42,7 @@ def test_all_of_them(capsys):
         return y
 
     x = jnp.arange(3.0)
-    assert "python_cpu_callback" in f.lower(x).as_text()
+    assert re.search("python_[cg]pu_callback", f.lower(x).as_text())
     np.testing.assert_array_equal(f(x), x * 8)
     jax.effects_barrier()
     assert sorted(map(str, seen)) == ["True"] * 3 + ["debug"]

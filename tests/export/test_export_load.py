@@ -88,7 +88,7 @@ def test_objects_that_were_closed_are_made_again_by_loading():
         assert [float(loaded.call(ONE)) for _ in range(2)] == [1, 2]
         loaded.objects["Walk"].close()
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"after close\(\)"):
-            loaded.call(ONE)
+            jax.block_until_ready(loaded.call(ONE))
     with pytest.raises(hc.HostcallError, match=r"after close\(\)"):
         hc.export(lambda x: env.step(x))(ONE)  # it was the object of the first load
 

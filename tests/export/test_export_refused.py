@@ -383,4 +383,4 @@ def test_shapes_that_are_not_the_programs():
     ):
         assert changed != text
         with pytest.raises(jax.errors.JaxRuntimeError, match="hostcall: the program"):
-            call(X, text=changed)
+            jax.block_until_ready(call(X, text=changed))

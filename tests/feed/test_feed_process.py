@@ -109,7 +109,8 @@ def blocks():
             return
 feed = hc.feed(blocks)
 try:
-    jax.jit(lambda: jax.lax.scan(lambda c, _: (c, feed()[0]), 0, length=2)[1])()
+    f = jax.jit(lambda: jax.lax.scan(lambda c, _: (c, feed()[0]), 0, length=2)[1])
+    jax.block_until_ready(f())
 except KeyboardInterrupt:
     try:
         feed()

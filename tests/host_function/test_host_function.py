@@ -152,7 +152,10 @@ def test_functions_with_effects(order):
 
     jax.block_until_ready(program(np.float32(7)))
     jax.effects_barrier()
-    assert seen == [7, 0, 1, 2]
+    # An unordered call comes once, but at no fixed place beside a loop: on a GPU after it.
+    assert sorted(seen) == [0, 1, 2, 7]
+    assert order == "unordered" or seen[0] == 7
+    assert [v for v in seen if v != 7] == [0, 1, 2]
     with pytest.raises(hc.errors.SpecError, match=r"order=.*make it pure"):
         f.defjvp(lambda p, t: t)
 

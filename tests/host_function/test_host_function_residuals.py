@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from limits import holds_in_time
 
 import hostcall as hc
 from hostcall._host_function import residuals
@@ -96,7 +97,7 @@ def test_an_eager_pullback_that_is_never_called():
     _, pullback = jax.vjp(make(), X)
     assert Residual.alive == 1
     del pullback
-    assert is_empty()
+    assert holds_in_time(is_empty)  # a thread of XLA may hold the array for a moment
 
 
 def test_two_programs():

@@ -183,6 +183,14 @@ TRANSFORMATIONS = {
 }
 
 
+DEVICES = ("shard_map", "pmap", "jit over shards")
+
+
+def has_devices_for(name: str) -> bool:
+    """Whether this machine has the four devices that a transformation may need."""
+    return name not in DEVICES or len(jax.devices()) >= ROWS
+
+
 # --- Programs for values of any dtype ------------------------------------------------
 
 # Four values or rows: one for each device.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from programs import DEVICES
+
 KEY = "key<fry>"  # of an array of keys
 
 
@@ -88,7 +90,6 @@ RAW_KEYS = Hole(
 )
 
 _DERIVATIVES = ("grad", "jvp", "linearize")
-_DEVICES = ("shard_map", "pmap", "jit over shards")
 _WORDS = {
     "hc.buffer_callback": "Buffer",
     "hc.buffers.native": "Buffer",
@@ -115,7 +116,7 @@ def of_transformation(face: str, order: str, name: str) -> Hole:
         return TWICE if order == "pure" and face != "hc.tap_through" else OK
     if name == "vmap" and (face, order) == ("hc.io_callback", "ordered"):
         return NO_ROWS
-    if name in _DEVICES and debug and order == "ordered":
+    if name in DEVICES and debug and order == "ordered":
         return ONE_DEVICE
     if name == "export" and (debug or face in _WORDS):
         return NO_NAME

@@ -40,8 +40,9 @@ struct CUctx_st {
 };
 struct CUevent_st {
   CUctx_st* context;
-  int recorded = 0;  // times it was recorded
-  int reached = 0;   // how many of these its streams have reached
+  // Whether its stream has reached the last recording. Each recording has a flag of
+  // its own: another stream may wait for an earlier one.
+  std::shared_ptr<bool> reached = std::make_shared<bool>(true);
 };
 struct CUstream_st {
   CUctx_st* context;
@@ -243,6 +244,16 @@ FAKE_EXPORT int cuMemsetD8Async(unsigned long long to, unsigned char value,
   Enqueue(lock, stream, [=] { std::memset(Pointer(to), value, bytes); });
   return kSuccess;
 }
+FAKE_EXPORT int cuStreamCreate(CUstream_st** stream, unsigned) {
+  FAKE_ENTER();
+  if (t_current.empty()) return kInvalidContext;
+  *stream = NewStream(lock, t_current.back()->device);
+  return kSuccess;
+}
+FAKE_EXPORT int cuStreamQuery(CUstream_st* handle) {
+  FAKE_ENTER_STREAM(handle);
+  return stream->done == stream->enqueued ? kSuccess : kNotReady;
+}
 FAKE_EXPORT int cuStreamSynchronize(CUstream_st* handle) {
   FAKE_ENTER_STREAM(handle);
   if (stream->capturing) return kCaptureUnsupported;
@@ -301,21 +312,32 @@ FAKE_EXPORT int cuEventRecord(CUevent_st* handle, CUstream_st* stream_handle) {
   FAKE_ENTER_EVENT(handle);
   CUstream_st* stream = Find(lock, stream_handle);
   if (stream == nullptr || event->context != stream->context) return kInvalidHandle;
-  const int number = ++event->recorded;
-  Enqueue(lock, stream, [event, number] {
+  event->reached = std::make_shared<bool>(false);
+  Enqueue(lock, stream, [reached = event->reached] {
     Lock done(W().mutex);
-    event->reached = std::max(event->reached, number);
+    *reached = true;
     W().changed.notify_all();
+  });
+  return kSuccess;
+}
+FAKE_EXPORT int cuStreamWaitEvent(CUstream_st* stream_handle, CUevent_st* handle,
+                                  unsigned) {
+  FAKE_ENTER_EVENT(handle);
+  CUstream_st* stream = Find(lock, stream_handle);
+  if (stream == nullptr) return kInvalidHandle;
+  Enqueue(lock, stream, [reached = event->reached] {
+    Lock waits(W().mutex);
+    W().changed.wait(waits, [&] { return *reached; });
   });
   return kSuccess;
 }
 FAKE_EXPORT int cuEventQuery(CUevent_st* handle) {
   FAKE_ENTER_EVENT(handle);
-  return event->reached == event->recorded ? kSuccess : kNotReady;
+  return *event->reached ? kSuccess : kNotReady;
 }
 FAKE_EXPORT int cuEventSynchronize(CUevent_st* handle) {
   FAKE_ENTER_EVENT(handle);
-  W().changed.wait(lock, [&] { return event->reached == event->recorded; });
+  W().changed.wait(lock, [reached = event->reached] { return *reached; });
   return kSuccess;
 }
 FAKE_EXPORT int cuEventDestroy_v2(CUevent_st* handle) {

@@ -17,6 +17,17 @@ namespace {
 
 Span SpanOf(Array& array) { return {array.data(), array.size()}; }
 
+/// Never destroyed: as in the engine, one object for the process.
+TapStreams& Taps() {
+  static TapStreams* const streams = new TapStreams(Driver());
+  return *streams;
+}
+/// Waits for the stream and for the taps behind it.
+void AwaitTaps(const Stream& stream) {
+  stream.Wait();
+  assert(Taps().Await(60));
+}
+
 /// The function on the host: a result is its operand with one added to each byte.
 void AddOne(const StagedCall& call, size_t index, size_t bytes) {
   const auto* from = static_cast<const char*>(call.operands()[index]);
@@ -151,7 +162,8 @@ void ACapturingStreamIsRefused() {
   fakeSetCapturing(stream, 1);
   for (bool tap : {false, true}) {
     try {
-      if (tap) (void)StageTap(Driver(), pool, stream, {SpanOf(x)}, true, nullptr);
+      if (tap)
+        (void)StageTap(Driver(), pool, Taps(), stream, {SpanOf(x)}, true, nullptr);
       StagedCall call(Driver(), pool, stream, {SpanOf(x)}, {});
       assert(false);
     } catch (const CudaError& error) {
@@ -183,7 +195,8 @@ void FailuresLeaveNothing() {
       {"cuMemcpyHtoDAsync_v2", "cuMemcpyHtoDAsync", true, false},
       {"second result", "cuMemcpyHtoDAsync", true, false},
       {"cuEventCreate", "", false, false},
-      {"cuEventRecord", "", false, false},
+      {"cuEventRecord", "cuEventRecord", false, true},
+      {"cuStreamWaitEvent", "cuStreamWaitEvent", false, true},
       {"cuLaunchHostFunc", "cuLaunchHostFunc", false, true},
   };
   PinnedPool pool(Driver(), 1 << 20, kForEver);
@@ -202,7 +215,7 @@ void FailuresLeaveNothing() {
       std::string error;
       try {
         if (tap) {
-          assert(StageTap(Driver(), pool, stream, operands, true,
+          assert(StageTap(Driver(), pool, Taps(), stream, operands, true,
                           [held](const void* const*) {}));
         } else {
           StagedCall call(Driver(), pool, stream, operands, results);
@@ -216,6 +229,7 @@ void FailuresLeaveNothing() {
       const std::string text = "hostcall: " + std::string(one.text) + " failed: ";
       assert(error.empty() || error.compare(0, text.size(), text) == 0);
       pool.Trim();  // the fake aborts if a block is freed too early
+      assert(Taps().Await(60));
       AssertClean(pool);
       assert(held.use_count() == 1);
       Call(pool, stream, x, y);
@@ -250,7 +264,8 @@ void TapsOfAStreamComeInOrder() {
       int next = 0;
       for (int i = 0; i < kTaps; ++i) {
         assert(Driver().cuMemsetD8Async(device, i & 0x7f, x.size(), stream) == 0);
-        assert(StageTap(Driver(), pool, stream, {SpanOf(nothing), SpanOf(x)}, true,
+        assert(StageTap(Driver(), pool, Taps(), stream,
+                        {SpanOf(nothing), SpanOf(x)}, true,
                         [&, i](const void* const* data) {
                           assert(next++ == i && data[0] != nullptr);
                           const Array wanted(x.size(), static_cast<char>(i & 0x7f));
@@ -258,14 +273,15 @@ void TapsOfAStreamComeInOrder() {
                           on.push_back(std::this_thread::get_id());
                         }));
       }
-      stream.Wait();
+      AwaitTaps(stream);
       assert(next == kTaps && on.front() != std::this_thread::get_id());
       for (std::thread::id id : on) assert(id == on.front());
     });
   }
   for (std::thread& thread : threads) thread.join();
   assert(pool.stats().peak_bytes <= pool.limit() && pool.stats().overruns == 0);
-  assert(fakeCount("cuEventRecord") == 0);  // the host functions release the blocks
+  assert(fakeCount("cuEventRecord") ==
+         3 * kTaps);  // blocks come back without events
   AssertClean(pool);
 }
 
@@ -278,7 +294,7 @@ void ATapDoesNotWaitForTheDevice() {
   std::atomic<int> delivered{0};
   const auto deliver = [&delivered](const void* const*) { ++delivered; };
   const auto tap = [&](bool may_wait) {
-    return StageTap(Driver(), pool, stream, {SpanOf(x)}, may_wait, deliver);
+    return StageTap(Driver(), pool, Taps(), stream, {SpanOf(x)}, may_wait, deliver);
   };
   stream.Block(gate);
   for (int i = 0; i < 4; ++i) assert(tap(i % 2 == 0));
@@ -290,10 +306,53 @@ void ATapDoesNotWaitForTheDevice() {
   WaitUntil([&] { return pool.stats().waits == 1; });
   gate.Open();
   waits.join();
-  stream.Wait();
+  AwaitTaps(stream);
   assert(delivered == 5 && tap(false));
-  AssertClean(pool);
+  AwaitTaps(stream);
   assert(delivered == 6);
+  AssertClean(pool);
+}
+
+/// The device goes on while a tap is delivered, and Await tells when all are.
+void TheDeviceDoesNotWaitForATap() {
+  PinnedPool pool(Driver(), 1 << 20, kForEver);
+  Stream stream;
+  Gate gate;
+  Array x = Numbers(4096, 1), y(4096);
+  std::vector<int> seen;
+  for (int i = 0; i < 3; ++i) {
+    assert(StageTap(Driver(), pool, Taps(), stream, {SpanOf(x)}, true,
+                    [&gate, &seen, i](const void* const*) {
+                      gate.Wait();
+                      seen.push_back(i);
+                    }));
+  }
+  Call(pool, stream, x, y);
+  stream.Wait();
+  assert(y[0] == x[0] + 1 && !Taps().Await(0.01));
+  gate.Open();
+  assert(Taps().Await(60) && seen == (std::vector<int>{0, 1, 2}));
+  AssertClean(pool);
+}
+
+/// If the context is lost, nothing tells that taps came: Await does not wait for
+/// them.
+void AwaitEndsWithTheContext() {
+  for (const char* function : {"cuStreamQuery", "cuCtxPushCurrent_v2"}) {
+    Stream stream;
+    Gate gate;
+    PinnedPool pool(Driver(), 1 << 20, kForEver);
+    stream.Block(gate);
+    Array x(10);
+    assert(StageTap(Driver(), pool, Taps(), stream, {SpanOf(x)}, true,
+                    [](const void* const*) {}));
+    assert(!Taps().Await(0));
+    fakeFailNext(function, 2);
+    assert(Taps().Await(60));
+    gate.Open();
+    AwaitTaps(stream);
+    AssertClean(pool);
+  }
 }
 
 void DeliveriesThatThrowAreCounted() {
@@ -302,10 +361,10 @@ void DeliveriesThatThrowAreCounted() {
   Array x(10), nothing;
   const int64_t before = FailedDeliveries();
   for (Array* array : {&x, &nothing}) {
-    assert(StageTap(Driver(), pool, stream, {SpanOf(*array)}, true,
+    assert(StageTap(Driver(), pool, Taps(), stream, {SpanOf(*array)}, true,
                     [](const void* const*) { throw std::runtime_error("no"); }));
   }
-  stream.Wait();
+  AwaitTaps(stream);
   assert(FailedDeliveries() == before + 2 && pool.stats().in_use_bytes == 0);
   AssertClean(pool);
 }
@@ -324,6 +383,8 @@ int main() {
   FailuresLeaveNothing();
   TapsOfAStreamComeInOrder();
   ATapDoesNotWaitForTheDevice();
+  TheDeviceDoesNotWaitForATap();
+  AwaitEndsWithTheContext();
   DeliveriesThatThrowAreCounted();
   std::puts("staging: ok");
 }

@@ -952,7 +952,7 @@ def test_rows_on_the_thread_that_waits_are_refused():
 def test_an_error_has_the_users_line_where_jax_calls_the_method():
     env = walks(lambda: 1 / 0)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        jax.jit(env.step)(1.0)
+        jax.block_until_ready(jax.jit(env.step)(1.0))
     line = test_an_error_has_the_users_line_where_jax_calls_the_method
     number = line.__code__.co_firstlineno + 3
     assert f"called at {__file__}:{number} in {line.__name__})" in str(caught.value)

@@ -247,11 +247,15 @@ def at(interface):
     return np.ctypeslib.as_array((ctypes.c_float * n).from_address(address))
 def host(ctx, out, x):
     assert ctx.stream in platforms._streams
+    assert ctx.__cuda_stream__() == (0, ctx.stream)
     for buffer, writeable in ((x, False), (out, True)):
         interface = buffer.__cuda_array_interface__
         assert interface["shape"] == (8,) and interface["typestr"] == "<f4"
         assert interface["version"] == 3 and interface["strides"] is None
         assert interface["stream"] == ctx.stream
+        fake.fakeSetCapturing(ctypes.c_void_p(ctx.stream), 1)
+        assert buffer.__cuda_array_interface__["stream"] is None
+        fake.fakeSetCapturing(ctypes.c_void_p(ctx.stream), 0)
         assert interface["data"] == (buffer.ptr, not writeable)
         assert buffer.__dlpack_device__() == (2, ctx.device.id)
         for refused in (np.asarray, memoryview, lambda b: b.__array__()):

@@ -68,28 +68,24 @@ def cupy_double():
     cupy = pytest.importorskip("cupy")
 
     def double(ctx, out, x):
-        with cupy.cuda.ExternalStream(ctx.stream):
+        with cupy.cuda.Stream.from_external(ctx):
             cupy.multiply(cupy.asarray(x), 2, out=cupy.asarray(out))
 
     return double
 
 
-def torch_double(view):
+def torch_double():
     torch = pytest.importorskip("torch")
-    tensor = getattr(torch, view)
 
     def double(ctx, out, x):
         with torch.cuda.stream(torch.cuda.ExternalStream(ctx.stream)):
-            torch.mul(tensor(x), 2, out=tensor(out))
+            # torch.as_tensor refuses memory that says it is read-only, as an input does.
+            torch.mul(torch.from_dlpack(x), 2, out=torch.as_tensor(out))
 
     return double
 
 
-DOUBLES = [
-    cupy_double,
-    lambda: torch_double("as_tensor"),
-    lambda: torch_double("from_dlpack"),
-]
+DOUBLES = [cupy_double, torch_double]
 
 
 @pytest.mark.parametrize("double", DOUBLES)
@@ -103,7 +99,7 @@ def test_kernels_on_buffers(double):
     np.testing.assert_allclose(g(x), wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("double", DOUBLES[:2])
+@pytest.mark.parametrize("double", DOUBLES)
 def test_recorded_once_and_replayed(double):
     entered = []
     host = double()
@@ -132,7 +128,7 @@ def test_what_is_kept_is_an_error():
     torch = pytest.importorskip("torch")
     kept = []
     f = jax.jit(
-        hc.buffer_callback(lambda ctx, out, x: kept.append(torch.as_tensor(x)), SPEC)
+        hc.buffer_callback(lambda ctx, out, x: kept.append(torch.from_dlpack(x)), SPEC)
     )
     with pytest.raises(hc.errors.EscapeError, match=r"args\[0\]"), hc.reraise():
         jax.block_until_ready(f(jnp.ones(N)))

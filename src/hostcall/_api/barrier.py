@@ -56,7 +56,7 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
 
 def _barrier(timeout: float | None, programs: bool) -> bool:
     if not programs:
-        return delivery.flush(timeout, "hc.barrier()")
+        return delivery.flush(timeout, "hc.barrier()", queued_only=True)
     end = None if timeout is None else time.monotonic() + timeout
     if timeout is not None and not _programs_end_in(timeout):
         return False

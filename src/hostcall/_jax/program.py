@@ -145,9 +145,12 @@ def run_where_dispatched(program: Program) -> None:
     callbacks, so programs with JAX's own callbacks run there. The list may hold any
     callable, since only JAX's own custom calls use it. An exported program must not
     have host callbacks.
+
+    On GPUs, where each program runs so, the list makes JAX keep the program's token:
+    `jax.effects_barrier` waits for it and raises its failure, as with JAX's callbacks.
     """
     module = program.ctx.module_context
-    if program.is_exported or program.platforms != ("cpu",):
+    if program.is_exported or program.platforms not in (("cpu",), ("cuda",)):
         return
     if _not_called not in module.host_callbacks:
         module.add_host_callback(_not_called)

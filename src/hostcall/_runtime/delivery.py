@@ -90,17 +90,33 @@ def refuse_inside_a_tap(who: str) -> None:
         )
 
 
-def flush(timeout: float | None, who: str) -> bool:
-    """Waits until all taps that are queued now are delivered. False after `timeout`."""
+def flush(timeout: float | None, who: str, *, queued_only: bool = False) -> bool:
+    """Waits until all taps are delivered that programs have sent so far.
+
+    Args:
+        timeout: the limit in seconds, after which this returns False.
+        who: the public function that waits, for its error inside a tap.
+        queued_only: does not wait for taps that a GPU has been given, but has not put
+            into the queue yet: it may not have reached them.
+    """
     refuse_inside_a_tap(who)
     if _thread is None:
         return True  # no tap was ever lowered, so none can be queued
-    mark = _native.tap_mark()
     end = None if timeout is None else time.monotonic() + timeout
+    if not (queued_only or _in_slices(_native.await_taps_of_gpus, end)):
+        return False
+    mark = _native.tap_mark()
+    if not _in_slices(lambda seconds: _native.flush_taps(mark, seconds), end):
+        return False
+    tap_failures.tell_counts()
+    return True
+
+
+def _in_slices(wait: Callable[[float], bool], end: float | None) -> bool:
+    """Calls `wait(seconds)` until it is True, or until `end`. Ctrl-C gets in between."""
     while True:
         left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
-        if _native.flush_taps(mark, max(left, 0.0)):
-            tap_failures.tell_counts()
+        if wait(max(left, 0.0)):
             return True
         if end is not None and time.monotonic() >= end:
             return False
