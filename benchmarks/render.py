@@ -133,8 +133,8 @@ A row "on the device" shows what a tap adds to a step of a compiled loop, includ
 XLA's entry into the handler; the row "kept back by where=False" shows little more than
 that entry.
 
-Nothing has been run on a GPU. The rows "GPU, ..." appear on a machine that has one;
-without a GPU there are no figures for them.
+The rows "GPU, ..." appear on a machine that has one. [On NVIDIA GPUs](gpu.md) has
+the figures of an H200.
 
 {table(results)}
 

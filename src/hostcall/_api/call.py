@@ -161,7 +161,7 @@ def call(
             device of hostcall's own, on which `fn` may compute. "dlpack": objects of
             any dtype that every DLPack consumer accepts (torch.from_dlpack). "cuda":
             read-only `hc.buffers.Buffer`s of GPU memory (cupy.asarray,
-            torch.as_tensor), on `hc.current().stream`; `fn` must not keep them, and
+            torch.from_dlpack), on `hc.current().stream`; `fn` must not keep them, and
             returns arrays on the GPU. Nothing is copied through the host.
         lend: False: `fn` owns its arguments. True: `fn` gets read-only views of XLA's
             memory, without a copy, and must not keep them. "out": like True, but `fn`
