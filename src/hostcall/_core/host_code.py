@@ -92,7 +92,7 @@ class Handle:
 
     def _definition(self) -> Callable[..., Any] | None:
         """The user's function that it was made of; None for a feed."""
-        raise NotImplementedError
+        return vars(self).get("fn")
 
 
 class OfArguments:
@@ -178,15 +178,21 @@ def text_of(thing: Any, attribute: str) -> str:
     return asked(thing, attribute, str) or ""
 
 
-def unwraps(fn: Any) -> bool:
-    """Whether Python and JAX can ask for the signature of a wrapper of the function."""
+def dress(wrapper: Any, fn: Any) -> None:
+    """What functools.update_wrapper does, for a callable that may answer anything.
+
+    `__wrapped__` is left out if Python and JAX could not ask for the signature then.
+    """
+    for each in ("__module__", "__doc__"):
+        if text_of(fn, each):
+            setattr(wrapper, each, text_of(fn, each))
     try:
         inspect.unwrap(fn)
         with contextlib.suppress(TypeError, ValueError):  # JAX does without it then
             inspect.signature(fn)
     except Exception:
-        return False
-    return True
+        return
+    wrapper.__wrapped__ = fn
 
 
 def wrapped(thing: Any) -> Any:

@@ -17,7 +17,7 @@ from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
-from hostcall._core.host_code import Handle, text_of, unwraps
+from hostcall._core.host_code import Handle, dress
 from hostcall._core.source import Place, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import kept
@@ -67,12 +67,7 @@ class HostFunction(Handle, Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], **options: Any) -> None:
         name = options.pop("name")
-        # What functools.update_wrapper does, with what is a text.
-        for each in ("__module__", "__doc__"):
-            if text_of(fn, each):
-                setattr(self, each, text_of(fn, each))
-        if unwraps(fn):
-            self.__wrapped__ = fn
+        dress(self, fn)
         self.__name__ = name or name_of(fn).rpartition(".")[2]
         self.__qualname__ = name or name_of(fn)
         self.fn, self.rules = fn, Rules()
@@ -106,8 +101,7 @@ class HostFunction(Handle, Generic[P, R]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _inferred={})
-        if unwraps(self.fn):
-            self.__wrapped__ = self.fn
+        dress(self, self.fn)
 
     # --- Calling -------------------------------------------------------------------
 
@@ -193,12 +187,7 @@ class HostFunction(Handle, Generic[P, R]):
         return results.fill(leaves)
 
     def _held(self) -> Any:
-        """What programs hold: without a derivative, the Python function itself."""
         return self if self.options["order"] == "pure" else self.fn
-
-    def _definition(self) -> Callable[..., Any]:
-        """The Python function."""
-        return self.fn
 
     def run(self, *args: Any) -> Any:
         """Calls the function on this thread, or on the event loop and waits."""

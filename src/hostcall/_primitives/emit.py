@@ -182,7 +182,17 @@ def _linked(
 
 
 def check_place(program: _jax.Program, sharding: Any, name: str) -> None:
-    """Refuses a shard_map, or an `on=device` in one, that the call can't work with."""
+    """Refuses `on=device` inside a shard_map."""
+    if program.mesh is not None and sharding is not None:
+        raise SpecError(
+            f"hostcall: `{name}` has on=device inside shard_map or pmap, where each"
+            " device makes its own call. Drop on=",
+            code="hc-device",
+        )
+
+
+def refuse_some_axes(program: _jax.Program, name: str) -> None:
+    """Refuses a shard_map that is manual over some mesh axes only."""
     if program.automatic:
         axes = sorted(map(str, program.automatic))
         text = (
@@ -190,12 +200,6 @@ def check_place(program: _jax.Program, sharding: Any, name: str) -> None:
             f" mesh axes only. Make it manual over {axes} too"
         )
         raise NotImplementedError(codes.ended(text, "hc-device"))
-    if program.mesh is not None and sharding is not None:
-        raise SpecError(
-            f"hostcall: `{name}` has on=device inside shard_map or pmap, where each"
-            " device makes its own call. Drop on=",
-            code="hc-device",
-        )
 
 
 # --- Platforms that the engine does not serve -----------------------------------------

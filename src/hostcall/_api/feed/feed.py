@@ -89,9 +89,6 @@ class Feed(Handle):
         """What programs hold of it."""
         return self._stream
 
-    def _definition(self) -> None:
-        """None: it is made of items, and not of a function."""
-
     def __call__(self, *, rows: Any = None, where: Any = None) -> tuple[Any, jax.Array]:
         """The next item, and whether there was one.
 

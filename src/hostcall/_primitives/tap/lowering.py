@@ -12,7 +12,7 @@ from hostcall._core.errors import HostcallError
 from hostcall._engine import plans, targets, throttle
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._primitives import slots
+from hostcall._primitives import once, slots
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.emit import (
     check_place,
@@ -23,6 +23,7 @@ from hostcall._primitives.emit import (
 from hostcall._primitives.tap import blocks, chosen
 from hostcall._primitives.tap.description import arguments, describe
 from hostcall._primitives.tap.primitive import (
+    bind,
     flag_of,
     queued,
     tap_p,
@@ -33,6 +34,9 @@ from hostcall._runtime import delivery, host_device
 def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
     operands: Sequence[Any] = given
     program = _jax.program_of(ctx)
+    check_place(program, params.device, params.callback.name)
+    if program.automatic:
+        return once.lower(program, operands, params, bind)
     if blocks.serves(program, params):
         return blocks.lower(program, operands, params)
     targets.start_on(program.client)
@@ -42,7 +46,6 @@ def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
     if number is not None:
         operands, avals, params = chosen.with_mask(program, operands, avals, params)
     info = describe(params, program.by_ordinal, program.mesh, avals)
-    check_place(program, params.device, info.name)
     nested = host_device.is_host(program.client)
     only = () if number is not None else _leader(program, params)
     tap = params.settings(only, nested)
