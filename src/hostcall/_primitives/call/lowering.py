@@ -185,6 +185,9 @@ def _lower_elsewhere(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
     dtypes and errors are the same. Where JAX has no callback, the call is refused.
     """
     check_platform(ctx, f"`{params.callback.name}`")
+    program = _jax.program_of(ctx)
+    if program.automatic:
+        return once.lower(program, operands, params, bind)
     return lower_through_jax(ctx, *operands, params=params)
 
 

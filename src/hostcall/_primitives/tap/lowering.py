@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from hostcall import _jax, _native
@@ -79,6 +80,14 @@ def _leader(program: _jax.Program, params: TapParams) -> tuple[int, ...]:
     local, devices = program.local, program.devices
     if local is None or devices is None or program.mesh is not None:
         return ()
+    device = _tapping(program, params)
+    return (_jax.ordinal(device),) if device in local else _NONE_HERE
+
+
+def _tapping(program: _jax.Program, params: TapParams) -> Any:
+    """The device that taps, in a program that is partitioned over several."""
+    devices = program.devices
+    assert devices is not None
     device = params.device or devices[params.leader or 0]
     if device not in devices:
         raise HostcallError(
@@ -86,7 +95,7 @@ def _leader(program: _jax.Program, params: TapParams) -> tuple[int, ...]:
             f" among the devices of the program: {devices}",
             code="hc-device",
         )
-    return (_jax.ordinal(device),) if device in local else _NONE_HERE
+    return device
 
 
 # --- Platforms that the engine does not serve -----------------------------------------
@@ -104,7 +113,12 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     """
     targets.start()
     delivery.start()
-    info = TapInfo(params, {-1: None}, _jax.program_of(ctx).mesh)
+    program = _jax.program_of(ctx)
+    check_place(program, params.device, params.callback.name)
+    if program.automatic:
+        return once.lower(program, operands, params, bind)
+    place = _place(program, params)
+    info = TapInfo(params, {-1: None}, program.mesh)
     plan = plans.make_plan(
         params,
         ctx.avals_in,
@@ -125,8 +139,25 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         return list(arguments(hosts, params)) if params.through else []
 
     return emit_through_jax(
-        ctx, run, operands, order=params.order, has_side_effect=True, sharding=None
+        ctx, run, operands, order=params.order, has_side_effect=True, sharding=place
     )
+
+
+def _place(program: _jax.Program, params: TapParams) -> Any:
+    """The sharding by which JAX's callback gets the values from the tap's device; None
+    if each device taps, or if there is one.
+    """
+    if not program.is_partitioned:
+        return None
+    if blocks.serves(program, params):
+        raise HostcallError(
+            f"hostcall: the tap `{params.callback.name}` has on={params.on!r}, and is"
+            f" lowered for {', '.join(program.platforms)}, where JAX's callbacks get"
+            " only the whole value. Put the tap into a jax.shard_map, where each device"
+            " taps its own block, or leave out on=",
+            code="hc-device",
+        )
+    return jax.sharding.SingleDeviceSharding(_tapping(program, params))
 
 
 _jax.register_lowering(tap_p, _lower, _lower_elsewhere)
