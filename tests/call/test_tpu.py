@@ -189,10 +189,10 @@ FACES = {
 @pytest.mark.parametrize("platform", ["rocm", "oneapi"])
 @pytest.mark.parametrize("name", FACES)
 def test_gpus_that_jax_serves(name, platform):
-    """An older JAX refuses some of them itself, in its own words."""
+    """An older JAX has no callback for some of them, and then hostcall has none."""
     refused = _refusal(lambda x: jax.pure_callback(np.sin, x, x), platform)
     if refused:
-        assert _refusal(FACES[name], platform) == refused
+        assert _refusal(FACES[name], platform)
     else:
         assert "python_gpu_callback" in lowered(FACES[name], platform=platform)
 

@@ -59,6 +59,8 @@ def users_frame() -> types.FrameType:
 
 def name_of(fn: Callable[..., Any]) -> str:
     """The name by which messages call this function."""
+    if type(fn) is types.FunctionType:  # eager calls ask each time
+        return fn.__qualname__
     name, inner = "", fn
     for inner in layers(fn):  # functools.update_wrapper may have named a partial
         name = text_of(inner, "__qualname__")
