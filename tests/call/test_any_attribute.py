@@ -231,3 +231,38 @@ def test_an_error_with_every_attribute_is_reported():
         jax.jit(jax.vmap(lambda x: hc.call(fail, x, x, lend=True)))(
             X
         ).block_until_ready()
+
+
+def test_an_awaitable_with_every_attribute_is_late():
+    """The text of the error follows what the coroutine waits for."""
+
+    class Waits(Anything):
+        def __await__(self):
+            return self
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return None  # to the loop: go on with others, and come back
+
+    async def wait(x):
+        await Waits()
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="CallTimeoutError.*waits in"):
+        jax.jit(lambda x: hc.call(wait, x, x, timeout=0.1))(X).block_until_ready()
+
+
+def test_an_error_with_every_attribute_that_keeps_a_view():
+    """The error's frames are searched for the view, and those of errors behind it."""
+
+    class Failed(Exception):
+        def __getattr__(self, name):
+            return mock.Mock()
+
+    def fail(x):
+        raise Failed(x)
+
+    f = jax.jit(lambda x: hc.call(fail, x, x, lend=True))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Failed"):
+        f(X).block_until_ready()
