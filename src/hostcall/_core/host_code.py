@@ -95,6 +95,13 @@ class Handle:
         return vars(self).get("fn")
 
 
+class TakesMask:
+    """A function or rule of hostcall's with `where(mask)`: the same under a mask."""
+
+    def where(self, mask: Any) -> Callable[..., Any]:
+        raise NotImplementedError
+
+
 class OfArguments:
     """A `result=` that depends on the arguments: hc.like, hc.same_tree."""
 

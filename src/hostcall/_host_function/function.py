@@ -17,7 +17,7 @@ from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
-from hostcall._core.host_code import Handle, dress
+from hostcall._core.host_code import Handle, TakesMask, dress
 from hostcall._core.source import Place, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import kept
@@ -49,7 +49,7 @@ from hostcall._runtime.tasks import run_one
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
-class HostFunction(Handle, Generic[P, R]):
+class HostFunction(Handle, TakesMask, Generic[P, R]):
     """A Python function with its rules. `hc.host` makes it, and describes its options.
 
     It is called like any function in JAX code. Its rules are given before its first

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hostcall._core.host_code import Handle
+from hostcall._core.host_code import Handle, TakesMask
 
 
-class Method(Handle):
+class Method(Handle, TakesMask):
     """A bound method, equal to another for the same function and object, as Python's.
 
     The object is argument 0, and static unless it is a pytree.
