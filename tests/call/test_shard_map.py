@@ -1,6 +1,5 @@
 """Calls inside shard_map and pmap: one for each shard, which knows its place."""
 
-import re
 import threading
 
 import jax
@@ -279,17 +278,6 @@ def test_a_callback_that_starts_a_program_over_its_own_mesh(order):
 
 
 # --- What is refused -----------------------------------------------------------------------
-
-
-def test_partially_manual_shard_map_is_refused():
-    f = over(grid(), Host(), P("x"), axis_names={"x"})
-    text = (
-        "`Host.double` is called inside a shard_map that is manual over some mesh axes"
-    )
-    with pytest.raises(
-        NotImplementedError, match=re.escape(text) + r".*over \['y'\] too"
-    ):
-        f(X)
 
 
 @pytest.mark.parametrize("wrap", ["shard_map", "pmap"])

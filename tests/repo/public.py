@@ -24,6 +24,8 @@ _SECTION = re.compile(
     r":(?: |$)",
     re.M,
 )
+# The module of the bases by which hostcall knows its own objects.
+_PRIVATE = "hostcall._core.host_code"
 # Made by functions that are listed: their constructors are not for users.
 _MADE = ("Current", "Exported", "Feed", "HostFunction", "Run")
 _SPECIAL = ("__call__", "__enter__", "__iter__", "__getitem__", "__len__", "__bool__")
@@ -74,7 +76,11 @@ def _of_module(module: ModuleType, told: dict[int, str]) -> Iterator[str]:
 
 def _of_thing(thing: Any, full: str) -> Iterator[str]:
     if inspect.isclass(thing):
-        bases = ", ".join(base.__name__ for base in thing.__bases__)
+        bases = ", ".join(
+            "object" if base.__module__ == _PRIVATE else base.__name__
+            for base in thing.__bases__
+            if base.__module__ != _PRIVATE or len(thing.__bases__) == 1
+        )
         yield f"class {full}({bases}){_sections(thing)}"
         if isinstance(code := getattr(thing, "code", None), str):
             yield f"{full}.code = {code!r}"

@@ -55,6 +55,51 @@ def test_callbacks_in_callbacks_in_callbacks(matmul):
     assert depths == [0, 1, 2, 3] * 41
 
 
+def _of_a_rule(f, x):
+    g = hc.host(np.sum, result=jax.ShapeDtypeStruct((), x.dtype))
+    g.defvjp(lambda v: (np.sum(v), v), lambda v, _: (f(v),))
+    return jax.jit(jax.grad(g))
+
+
+RUNS_ITSELF = {
+    "call": lambda f, x: jax.jit(lambda v: hc.call(f, v, v)),
+    "ordered": lambda f, x: jax.jit(lambda v: hc.call(f, v, v, order="ordered")),
+    "eager": lambda f, x: lambda v: hc.call(f, v, v),
+    "timeout": lambda f, x: jax.jit(lambda v: hc.call(f, v, v, timeout=600)),
+    "host": lambda f, x: hc.host(f, result=hc.like(0)),
+    "rule": _of_a_rule,
+    "drop-in": lambda f, x: jax.jit(lambda v: hc.pure_callback(f, v, v)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", RUNS_ITSELF)
+def test_a_program_that_its_own_callback_runs_ends_with_an_error(kind):
+    """Each level has a client with threads of its own: unchecked, a machine's end."""
+    x, calls = jnp.arange(4.0), []
+
+    def host(v):
+        calls.append(0)
+        return np.asarray(program(v))
+
+    program = RUNS_ITSELF[kind](host, x)
+    with pytest.raises((jax.errors.JaxRuntimeError, hc.HostcallError)) as caught:
+        jax.block_until_ready(program(x))
+    assert str(caught.value).strip().endswith("python -m hostcall explain hc-recursion")
+    assert "runs the program that called it" in str(caught.value)
+    assert len(calls) == 32
+    # What is not a recursion is served as before.
+    np.testing.assert_array_equal(hc.call(np.negative, x, x), -x)
+
+
+def test_a_recursion_that_ends_is_served():
+    def host(n):
+        return n if n == 0 else n + np.asarray(program(n - 1))
+
+    program = jax.jit(lambda n: hc.call(host, n, n))
+    assert program(jnp.int32(20)) == sum(range(21))
+
+
 def test_each_depth_computes_on_a_client_of_its_own():
     clients = []
 

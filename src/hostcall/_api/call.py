@@ -232,6 +232,7 @@ def call(
             jax.custom_jvp or custom_vjp around it.
         remat: a pure call runs again in the backward pass; other calls do not.
         shard_map, pmap: `fn` runs once per shard; `hostcall.current()` says for which.
+            With `axis_names`, once per shard along these axes, on the whole block.
         jit over sharded arrays: `fn` runs once, on the whole value.
         jax.export, hc.export: `fn` must be registered (`hc.register`), else
             `ExportError`; arguments that are not arrays must be numbers or texts.

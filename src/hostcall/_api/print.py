@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 import jax
 import numpy as np
 
 from hostcall._api import print_format
 from hostcall._api.tap import FACE, tap
+from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
 from hostcall._core.portable import Malformed, NotPortable, read_plain, tell_plain
@@ -118,7 +119,7 @@ def _numbers_in(tree: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Printer:
+class Printer(HostCode):
     """The function of a tap that prints.
 
     Printers of equal lines are equal, so tracing a line again hits JAX's caches.
@@ -128,7 +129,7 @@ class Printer:
             Python's numbers: "(3,)", not "(array(3, dtype=int32),)".
     """
 
-    hostcall_kind: ClassVar = "print"  # for _engine/portable.py
+    travels_as = "print"
 
     fmt: str
     file: Static | None

@@ -140,7 +140,8 @@ def tap(
             `hc.derivatives`. JAX runs a linearized while_loop, with its taps, again for
             each tangent.
         shard_map, pmap: each shard taps its own value, even if psum made all equal,
-            whatever `on` is; a device is refused.
+            whatever `on` is; a device is refused. With `axis_names`, values are
+            gathered along the other axes, and the first device there taps.
         jit over sharded arrays: see `on`.
 
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes

@@ -13,6 +13,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.arguments import refuse_coroutines
+from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.params.drop_in import PRINT, arrays_of, make_params
 from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
@@ -184,7 +185,7 @@ def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
 
 
 @dataclass(frozen=True)
-class Line:
+class Line(HostCode):
     """One print statement. Equal lines compare equal, so that tracing a program again
     finds what was compiled.
     """
@@ -193,11 +194,12 @@ class Line:
     has_fields: bool
     options: tuple[tuple[str, Any], ...]
 
-    hostcall_source = PRINT
-
     @property
     def __name__(self) -> str:
         return f"debug.print({self.fmt!r})"
+
+    def source(self) -> str:
+        return PRINT
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if not self.has_fields:

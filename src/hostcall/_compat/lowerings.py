@@ -18,6 +18,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._compat.buffer_callback import make_params as buffer_params
+from hostcall._core.host_code import HostCode
 from hostcall._core.source import Place, place_of
 from hostcall._core.spec import Results, Template
 from hostcall._engine import targets
@@ -217,15 +218,18 @@ def emit_python_callback(
     return results, token_out, None
 
 
-class _Sequence:
+class _Sequence(HostCode):
     """A callback that returns a sequence with one value per result."""
 
     def __init__(self, callback: Callable[..., Any], results: int) -> None:
-        self.func = callback  # named as in functools.partial, so the name is found
+        self._callback = callback
         self._results = results
 
+    def inside(self) -> Callable[..., Any]:
+        return self._callback
+
     def __call__(self, *args: Any) -> tuple[np.ndarray, ...]:
-        out = self.func(*args)
+        out = self._callback(*args)
         if len(out) != self._results:
             raise RuntimeError(
                 "Mismatched number of outputs from callback. Expected:"

@@ -79,7 +79,7 @@ def of_a_number(
     """
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C, with an unknown signature
+    except Exception:  # written in C, with an unknown signature, or its own raises
         return lambda number: function()
     needed = [
         p

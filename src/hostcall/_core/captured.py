@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from hostcall._core.host_code import is_partial
+
 
 def has_tracers_text(value: Any) -> bool:
     """Whether this is a string into which a traced value was formatted."""
@@ -49,7 +51,7 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
     if id(fn) in seen:
         return
     seen.add(id(fn))
-    if isinstance(fn, functools.partial):
+    if is_partial(fn):
         given = [(f"argument {i}", x) for i, x in enumerate(fn.args)]
         given += [(f"`{k}`", x) for k, x in fn.keywords.items()]
         for name, value in given:
@@ -57,8 +59,8 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
                 yield Found(f"uses {name} of its functools.partial", "x", _aval(tracer))
         yield from traced_values(fn.func, seen)
         return
-    fn = getattr(fn, "__func__", fn)
-    if not isinstance(fn, types.FunctionType):
+    fn = fn.__func__ if type(fn) is types.MethodType else fn
+    if type(fn) is not types.FunctionType:
         return
     for name, value in _defaults(fn):
         for tracer in _tracers_in(value):
@@ -68,7 +70,7 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
             value = cell.cell_contents
         except ValueError:  # the cell is empty: the variable is not assigned yet
             continue
-        if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        if type(value) in (types.FunctionType, types.MethodType) or is_partial(value):
             for found in traced_values(value, seen):
                 through = f"uses `{name}`, which {found.how}"
                 yield Found(through, found.name, found.aval)

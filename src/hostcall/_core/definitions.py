@@ -13,11 +13,11 @@ registers them is: another code object, of the same line.
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from typing import Any, NamedTuple
 
+from hostcall._core.host_code import handle, is_partial, text_of, wrapped
 from hostcall._core.source import is_anonymous, place_of, users_frame
 
 
@@ -63,11 +63,12 @@ def _kind(thing: Any) -> tuple[Any, ...]:
     their own must come from the same line.
     """
     core = _core(thing)
-    if is_feed(thing):
-        return ("feed", thing.hostcall_held.__qualname__)
-    named = core if hasattr(core, "__qualname__") else type(core)
+    given = handle(thing)
+    if given is not None and is_feed(thing):
+        return ("feed", given._held().__qualname__)
+    named = core if text_of(core, "__qualname__") else type(core)
     name = (type(thing).__qualname__, type(core).__qualname__)
-    found = (*name, getattr(named, "__module__", None), named.__qualname__)
+    found = (*name, text_of(named, "__module__"), named.__qualname__)
     if not is_anonymous(core):
         return found
     place = place_of(core)
@@ -75,35 +76,38 @@ def _kind(thing: Any) -> tuple[Any, ...]:
 
 
 def is_feed(thing: Any) -> bool:
-    held = getattr(thing, "hostcall_held", thing)
-    return held is not thing and hasattr(held, "puller")
+    given = handle(thing)
+    return given is not None and given._definition() is None
 
 
 def _core(thing: Any) -> Any:
     """The function behind a HostFunction, a decorator, a partial, a bound method."""
-    while True:
-        if isinstance(thing, functools.partial):
+    seen: list[Any] = []  # a chain may lead back to itself
+    while not any(thing is one for one in seen):
+        seen.append(thing)
+        given = handle(thing)
+        if is_partial(thing):
             thing = thing.func
-        elif isinstance(thing, types.MethodType):
+        elif type(thing) is types.MethodType:
             thing = thing.__func__
-        elif hasattr(type(thing), "hostcall_held") and hasattr(thing, "fn"):
-            thing = thing.fn
-        elif hasattr(thing, "__wrapped__") and not isinstance(thing, type):
-            thing = thing.__wrapped__
-        else:
-            return thing
+        elif given is not None:
+            thing = given._definition() or thing
+        elif not isinstance(thing, type):
+            thing = wrapped(thing) or thing
+    return thing
 
 
 def _own_code(thing: Any) -> Any:
     """What a `def` or `class` statement makes anew each time that it runs, if the
     object holds nothing besides; else None.
     """
-    while hasattr(type(thing), "hostcall_held") and hasattr(thing, "fn"):
-        thing = thing.fn
+    given = handle(thing)
+    if given is not None:
+        thing = given._definition()
     if isinstance(thing, type):
         return None if is_anonymous(thing) else thing
     core = _core(thing)
-    if isinstance(thing, types.FunctionType) and isinstance(core, types.FunctionType):
+    if type(thing) is type(core) is types.FunctionType:
         return None if is_anonymous(core) else core.__code__
     return None
 

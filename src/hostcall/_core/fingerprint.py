@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+from hostcall._core.host_code import is_partial, own, text_of, wrapped
 from hostcall._core.source import name_of
 
 # How deep a function is looked for in wrappers.
@@ -42,20 +43,22 @@ def _told(thing: Any, depth: int) -> Any:
         return thing
     if depth == 0:
         return type(thing).__qualname__
-    if isinstance(thing, functools.partial):
+    if is_partial(thing):
         parts = (thing.func, *_functions((*thing.args, *thing.keywords.values())))
         return "partial", _told(parts, depth - 1)
-    if isinstance(thing, MethodType):
+    if type(thing) is MethodType:
         return type(thing.__self__).__qualname__, _told(thing.__func__, depth - 1)
-    if isinstance(thing, FunctionType):
+    if type(thing) is FunctionType:
         return _told_function(thing, depth - 1)
-    if hasattr(thing, "hostcall_parts"):  # hostcall's own callables
-        return type(thing).__qualname__, _told(thing.hostcall_parts(), depth - 1)
-    inner = getattr(thing, "__wrapped__", None)  # jax.jit and its like
+    mine = own(thing)
+    told = None if mine is None else mine.parts()
+    if told is not None:
+        return type(thing).__qualname__, _told(told, depth - 1)
+    inner = wrapped(thing)  # jax.jit and its like
     if inner is None and callable(thing):
         inner = type(thing).__call__
-    if not isinstance(inner, FunctionType):
-        return str(getattr(thing, "__module__", "")), name_of(thing)
+    if type(inner) is not FunctionType:
+        return text_of(thing, "__module__"), name_of(thing)
     return type(thing).__qualname__, name_of(thing), _told(inner, depth - 1)
 
 
@@ -84,7 +87,7 @@ def _contents(cells: tuple[Any, ...]) -> list[Any]:
 
 
 def _functions(things: Any) -> list[Callable[..., Any]]:
-    return [t for t in things if isinstance(t, (FunctionType, MethodType))]
+    return [t for t in things if type(t) in (FunctionType, MethodType)]
 
 
 @functools.lru_cache(maxsize=4096)  # equal code gives an equal result

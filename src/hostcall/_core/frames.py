@@ -28,7 +28,8 @@ def chained(
         seen.add(id(current))
         found.append(current)
         behind = [current.__cause__, current.__context__]
-        behind += getattr(current, "exceptions", ())
+        if isinstance(current, BaseExceptionGroup):
+            behind += current.exceptions
         todo += [e for e in behind if e is not None]
     return found
 

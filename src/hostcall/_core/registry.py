@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hostcall._core import definitions
 from hostcall._core.errors import RegistryError, SpecError
+from hostcall._core.host_code import handle
 from hostcall._core.source import name_of, source_of
 
 
@@ -52,7 +53,8 @@ _replaced: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 def held_of(thing: Any) -> Any:
     """What programs hold of a registered object: a feed's stream; else the object."""
-    return getattr(thing, "hostcall_held", thing)
+    given = handle(thing)
+    return thing if given is None else given._held()
 
 
 def add(thing: Any, name: str, version: int) -> None:

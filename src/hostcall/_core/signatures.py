@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hostcall._core.host_code import is_partial, layers
 from hostcall._core.source import name_of
 
 # Python 3.14: leaves a place among a partial's arguments to the caller.
@@ -29,15 +30,17 @@ def accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
         code = fn.__code__
         if code.co_argcount == n and not code.co_kwonlyargcount:
             return True
-    while isinstance(fn, functools.partial):
+    for part in layers(fn):
+        fn = part
+        if not is_partial(fn):
+            break
         n += sum(one is not _PLACEHOLDER for one in fn.args)
         names = (*names, *(k for k in fn.keywords if k not in names))
-        fn = fn.func
-    if isinstance(fn, types.MethodType):
+    if type(fn) is types.MethodType and type(fn.__func__) is types.FunctionType:
         n, fn = n + 1, fn.__func__
-    elif not isinstance(fn, types.FunctionType):
+    elif type(fn) is not types.FunctionType:
         method = _call_method(fn)
-        if isinstance(method, types.FunctionType):
+        if type(method) is types.FunctionType:
             n, fn = n + 1, method
         elif method is None or isinstance(method, types.WrapperDescriptorType):
             return _signature_accepts(fn, n, names)
@@ -95,7 +98,7 @@ def _known_signature(fn: Any) -> inspect.Signature | None:
     A bound C method (`list.append`) is a new object each time, and would keep its list
     alive in a cache. So these are cached by the text of their parameters.
     """
-    if isinstance(fn, types.BuiltinFunctionType):
+    if type(fn) is types.BuiltinFunctionType:
         text = fn.__text_signature__  # type: ignore[attr-defined]
         if text is None:
             return None
@@ -117,7 +120,7 @@ def signature_of(fn: Any) -> inspect.Signature | None:
         return _ufunc_signature(fn)
     try:
         return inspect.signature(fn, follow_wrapped=not _is_python(fn))
-    except (TypeError, ValueError):
+    except Exception:  # also what an object's own `__signature__` raises
         return None
 
 
@@ -142,7 +145,7 @@ def _is_python(fn: Any) -> bool:
     """Whether this is Python code. A Python wrapper may take other arguments than the
     function that it wraps, so its own signature counts.
     """
-    return isinstance(fn, types.FunctionType | types.MethodType)
+    return type(fn) in (types.FunctionType, types.MethodType)
 
 
 def takes(signature: inspect.Signature | None, keyword: str) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from hostcall._core.host_code import asked, innermost, is_partial, layers, own, text_of
+
 # The folder of the package. Frames of its code are skipped.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
@@ -57,15 +59,15 @@ def users_frame() -> types.FrameType:
 
 def name_of(fn: Callable[..., Any]) -> str:
     """The name by which messages call this function."""
-    inner = fn
-    while not hasattr(inner, "__qualname__") and hasattr(inner, "func"):
-        inner = inner.func  # functools.partial
-    name = (
-        getattr(inner, "__qualname__", None)
-        or getattr(inner, "__name__", None)  # a ufunc
-        or type(inner).__qualname__
-    )
-    return f"partial({name})" if inner is not fn else str(name)
+    if type(fn) is types.FunctionType:  # eager calls ask each time
+        return fn.__qualname__
+    name, inner = "", fn
+    for inner in layers(fn):  # functools.update_wrapper may have named a partial
+        name = text_of(inner, "__qualname__")
+        if name:
+            break
+    name = name or text_of(inner, "__name__") or type(inner).__qualname__  # a ufunc
+    return f"partial({name})" if inner is not fn else name
 
 
 def is_anonymous(fn: Callable[..., Any]) -> bool:
@@ -74,18 +76,15 @@ def is_anonymous(fn: Callable[..., Any]) -> bool:
     True for a lambda, for a function that is defined inside another, and for a
     `functools.partial`.
     """
-    name = getattr(fn, "__qualname__", None)  # hostcall's own callables have one too
-    if name is None:
-        return hasattr(fn, "func")
+    name = text_of(fn, "__qualname__")  # hostcall's own callables have one too
+    if not name:
+        return is_partial(fn)
     return "<" in name or name.startswith("partial(")
 
 
 def place_of(fn: Callable[..., Any]) -> Place:
     """The place where a function is defined."""
-    inner = fn
-    while hasattr(inner, "func") and not hasattr(inner, "__code__"):
-        inner = inner.func
-    code = getattr(inner, "__code__", None)
+    code: Any = asked(innermost(fn), "__code__", types.CodeType)
     if code is None:
         return Place("(built in)", 0, name_of(fn))
     return Place(code.co_filename, code.co_firstlineno, name_of(fn))
@@ -98,9 +97,10 @@ def is_jaxs(fn: Callable[..., Any]) -> bool:
 
 def source_of(fn: Callable[..., Any]) -> str:
     """A function's name and place, which all closures over one `def` share."""
-    own = getattr(fn, "hostcall_source", None)  # set on hostcall's own callables
-    if isinstance(own, str):
-        return own
+    mine = own(fn)
+    said = "" if mine is None else mine.source()
+    if said:
+        return said
     place = place_of(fn)
     name = place.function
     return f"{name} ({place.file}:{place.line})" if place.line else name

@@ -14,6 +14,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
+from hostcall._core.host_code import OfArguments
 
 tree = jax.tree_util
 
@@ -312,7 +313,7 @@ def _sizes(shape: Any, which: str) -> tuple[Any, ...]:
 
 def _instead_of(leaf: Any) -> str:
     """What to write in place of a leaf of `result=` that has no shape and dtype."""
-    if callable(getattr(leaf, "spec", None)):  # hc.like, hc.same_tree
+    if issubclass(type(leaf), OfArguments):
         return (
             "It is only for hc.host, and only as the whole result=. In hc.call give the"
             " argument itself, or jax.ShapeDtypeStruct(shape, dtype). In hc.host write"

@@ -15,10 +15,11 @@ import numpy as np
 
 from hostcall import _native
 from hostcall._core import coerce, errors
+from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Results, Static
 
 
-class OnDevice:
+class OnDevice(HostCode):
     """The user's function as a buffer callback.
 
     Two of them are equal if their functions and results are, so JAX's caches hit.
@@ -26,9 +27,12 @@ class OnDevice:
 
     def __init__(self, fn: Callable[..., Any], results: Results, name: str) -> None:
         self._key = (Static(fn), results.treedef, results.avals)
-        self.func = fn  # the attribute's name in functools.partial, for name_of()
+        self._fn = fn
         self._results = results
         self.__name__ = self.__qualname__ = name
+
+    def inside(self) -> Callable[..., Any]:
+        return self._fn
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -45,7 +49,7 @@ class OnDevice:
                 " on the CPU. Use 'numpy', 'jax' or 'dlpack' there",
                 code="hc-device",
             ) from None
-        value = self.func(*args, **kwargs)
+        value = self._fn(*args, **kwargs)
         treedef = self._results.treedef
         leaves = coerce.take_apart(value, treedef, self.__name__)
         places = treedef.flatten_up_to(out)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from hostcall._core import coerce, collector, errors, failures, frames
+from hostcall._core.host_code import own
 from hostcall._engine.places import number_of
 from hostcall._runtime import job, tap_failures
 
@@ -106,8 +107,8 @@ class CallInfo:
         """(what a result is, which shape it has) if the function is a rule of
         hostcall's that says so; else empty texts.
         """
-        says = getattr(type(self.callback.function), "hostcall_result", None)
-        return says(self.callback.function, number) if says else ("", "")
+        mine = own(self.callback.function)
+        return ("", "") if mine is None else mine.result_words(number)
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
         # Rows that run together say by themselves which of them failed.
@@ -136,8 +137,9 @@ class CallInfo:
             " copy (x = x.copy()), or leave out lend="
         )
         note = f"hostcall: {text}"
-        if note not in getattr(error, "__notes__", ()):  # raised before, and kept
-            error.add_note(note)
+        if note not in vars(error).get("__notes__", ()):  # raised before, and kept
+            with contextlib.suppress(TypeError):  # its class answers for __notes__
+                error.add_note(note)
         return text
 
     def eager_error(self, error: Exception) -> Exception:

@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from hostcall._core import portable, registry
+from hostcall._core.host_code import own, why_here
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.source import Place
 from hostcall._core.spec import Static
@@ -34,7 +35,7 @@ class Kind(NamedTuple):
     read: Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
-# hostcall's own callables say their kind in `hostcall_kind`. The module that knows how
+# hostcall's own callables say their kind in `travels_as`. The module that knows how
 # a kind travels is imported when the kind is met: a process that loads a program may
 # not have needed it so far.
 _HOMES = {
@@ -123,14 +124,14 @@ def tell(params: Any, operands: Sequence[Any], *, exported: bool) -> dict[str, A
 
 def _tell_function(callback: Callback, exported: bool) -> Any:
     function = callback.function
-    kind = getattr(type(function), "hostcall_kind", None)
-    if kind is not None:
+    mine = own(function)
+    kind = "" if mine is None else mine.travels_as
+    if kind:
         return [kind, _kind(kind).tell(function, exported)]
     name = registry.name_of_held(function)
     if name is None:
         # Callables that hostcall makes say why they stay: users can't name them.
-        owner = getattr(function, "__self__", function)
-        why = getattr(owner, "hostcall_stays", "") or registry.why_nameless(function)
+        why = why_here(function) or registry.why_nameless(function)
         if why:
             raise NotPortable(why)
         raise NotPortable(

@@ -10,7 +10,7 @@
     jacobian          the Jacobian, applied in both modes
     transpose         linear functions and their transposes
     trees             arguments and results, flat and as trees
-    host_code         the function or a rule in Python: how it becomes a call, and what
+    function_code     the function or a rule in Python: how it becomes a call, and what
                       runs around it
     sendable          what may run in another process
     residuals         what a forward rule leaves on the host for its backward rule

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._core.spec import flatten_arguments, wrap_keys
 from hostcall._host_function import rules
-from hostcall._host_function.host_code import HostCode
+from hostcall._host_function.function_code import FunctionCode
 from hostcall._host_function.jacobian import contract, jacobian
 from hostcall._host_function.primitive import (
     Arrays,
@@ -52,7 +52,7 @@ class Derivative(Pair):
         jvp = function.rules.jvp
         if jvp and jvp.where == "host" and function.options["lend"] != "out":
             avals = (*site.avals, *self.tangent_avals)
-            return bind([*args, *tangents], HostCode(site, "both", avals, self.nz))
+            return bind([*args, *tangents], FunctionCode(site, "both", avals, self.nz))
         if jvp and jvp.where == "jax":
             outs, touts = jax_jvp(site, args, spread(tangents, self.nz))
             return [*outs, *touts]
@@ -119,7 +119,7 @@ class LinearPart(Linear):
         site, found = self.site, self.site.function.rules
         args, outs, kept = self._parts(consts)
         if found.jvp and found.jvp.where == "host":
-            code = HostCode(site, "jvp", self.avals, self.nz)
+            code = FunctionCode(site, "jvp", self.avals, self.nz)
             return bind([*args, *tangents, *outs], code)
         if found.jvp:
             return jax_jvp(site, args, spread(tangents, self.nz), outs or None)[1]
@@ -155,7 +155,7 @@ def _forward(site: Any, args: Arrays) -> tuple[Arrays, Arrays, Any]:
     n = len(site.avals)
     if vjp.where == "host":
         residuals = (HANDLE,) if vjp.keeps_objects else vjp.residuals.avals
-        found = bind(args, HostCode(site, "forward", (*site.avals, *residuals)))
+        found = bind(args, FunctionCode(site, "forward", (*site.avals, *residuals)))
         if vjp.keeps_objects:
             _forget_with(found[n])
         return found[:n], found[n:], None
@@ -186,7 +186,7 @@ def _backward(
             _forget_with(kept[0])
         else:
             args = args[-1:] if trees.masked else []
-        code = HostCode(site, "backward", avals, nz, take)
+        code = FunctionCode(site, "backward", avals, nz, take)
         return bind([*args, *kept, *cotangents], code)
     kept, cotangents = trees.gate(args, kept), trees.zeroing(args, cotangents)
     leaves = wrap_keys(kept, template.keys)

@@ -13,6 +13,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
+from hostcall._core.host_code import TakesMask
 from hostcall._core.spec import is_array_like
 from hostcall._host_function import results
 from hostcall._host_function.difference_error import (
@@ -357,7 +358,7 @@ class Diagonal:
 
 
 @dataclass(frozen=True)
-class _Elementwise:
+class _Elementwise(TakesMask):
     """The jvp rule of an elementwise function, in JAX code."""
 
     differences: Differences

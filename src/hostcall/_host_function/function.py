@@ -17,6 +17,7 @@ from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
+from hostcall._core.host_code import Handle, TakesMask, dress
 from hostcall._core.source import Place, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import kept
@@ -48,7 +49,7 @@ from hostcall._runtime.tasks import run_one
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
-class HostFunction(Generic[P, R]):
+class HostFunction(Handle, TakesMask, Generic[P, R]):
     """A Python function with its rules. `hc.host` makes it, and describes its options.
 
     It is called like any function in JAX code. Its rules are given before its first
@@ -66,7 +67,7 @@ class HostFunction(Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], **options: Any) -> None:
         name = options.pop("name")
-        functools.update_wrapper(self, fn, updated=())
+        dress(self, fn)
         self.__name__ = name or name_of(fn).rpartition(".")[2]
         self.__qualname__ = name or name_of(fn)
         self.fn, self.rules = fn, Rules()
@@ -99,7 +100,8 @@ class HostFunction(Generic[P, R]):
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _inferred={}, __wrapped__=state["fn"])
+        vars(self).update(state, _inferred={})
+        dress(self, self.fn)
 
     # --- Calling -------------------------------------------------------------------
 
@@ -184,8 +186,7 @@ class HostFunction(Generic[P, R]):
         )
         return results.fill(leaves)
 
-    @property
-    def hostcall_held(self) -> Any:  # for _core/registry.py
+    def _held(self) -> Any:
         return self if self.options["order"] == "pure" else self.fn
 
     def run(self, *args: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hostcall._host_function.host_code import HostCode
+from hostcall._host_function.function_code import FunctionCode
 from hostcall._host_function.primitive import Arrays, Tangents, bind
 from hostcall._host_function.trees import Trees, pick
 
@@ -21,7 +21,7 @@ def jacobian(site: Any, args: Arrays) -> Arrays:
     """The blocks for a `site.Site` at these arguments."""
     rule, trees = site.function.rules.jacobian, site.trees
     if rule.where == "host":
-        return bind(args, HostCode(site, "jacobian", trees.jacobian_avals))
+        return bind(args, FunctionCode(site, "jacobian", trees.jacobian_avals))
     args = trees.gated(args)
     found = trees.rule_masked(args, rule.rule)(*trees.arguments(args))
     leaves = trees.jacobian_leaves(found)

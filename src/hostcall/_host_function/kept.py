@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hostcall._core.errors import SpecError
+from hostcall._core.host_code import asked, text_of
 from hostcall._core.source import is_anonymous, name_of
 from hostcall._engine.caching import Part
 from hostcall._runtime.caches import Cache, is_dictionary
@@ -98,19 +99,19 @@ def _goes_by_name(fn: Any) -> bool:
     if isinstance(fn, np.ufunc):
         own = getattr(np, fn.__name__, None) is fn
         return own or hasattr(fn, "__module__")
+    if not text_of(fn, "__qualname__") or is_anonymous(fn):
+        return False
     bound = getattr(fn, "__self__", None)
     if bound is not None and not isinstance(bound, types.ModuleType):
         return False
     # functools.wraps gives a wrapper the name of what it wraps; its code has its own.
-    code = getattr(fn, "__code__", None)
-    closes = getattr(fn, "__closure__", None) or "<locals>" in getattr(
-        code, "co_qualname", ""
-    )
-    return not (is_anonymous(fn) or closes) and hasattr(fn, "__qualname__")
+    code: Any = asked(fn, "__code__", types.CodeType)
+    closes = type(fn) is types.FunctionType and fn.__closure__
+    return not closes and (code is None or "<locals>" not in code.co_qualname)
 
 
 def _place(fn: Any) -> str:
-    module = getattr(fn, "__module__", None) or "builtins"
+    module = text_of(fn, "__module__") or "builtins"
     if module == "__main__":  # each script has one
         file = getattr(sys.modules["__main__"], "__file__", None)
         module = os.path.abspath(file) if file else os.getcwd()

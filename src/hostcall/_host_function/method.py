@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hostcall._core.host_code import Handle, TakesMask
 
-class Method:
+
+class Method(Handle, TakesMask):
     """A bound method, equal to another for the same function and object, as Python's.
 
     The object is argument 0, and static unless it is a pytree.
@@ -18,6 +20,12 @@ class Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def _held(self) -> Any:
+        return self.__func__._held()
+
+    def _definition(self) -> Callable[..., Any]:
+        return self.__func__.fn  # type: ignore[no-any-return]
 
     def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
         masked = self.__func__.where(mask, fill)

@@ -11,17 +11,18 @@ from typing import Any, get_args
 
 from hostcall._core import portable, registry
 from hostcall._core.errors import LoadError
+from hostcall._core.host_code import is_function, why_here
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Static
 from hostcall._engine.portable import add_kind
 from hostcall._host_function.differences import Diagonal
-from hostcall._host_function.host_code import HostCode, Kind
+from hostcall._host_function.function_code import FunctionCode, Kind
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 
 
-def _tell(code: HostCode, _: bool) -> Any:
+def _tell(code: FunctionCode, _: bool) -> Any:
     function, trees = code.site.function, code.site.trees
     slope = None
     if isinstance(function.fn, Diagonal):
@@ -30,7 +31,7 @@ def _tell(code: HostCode, _: bool) -> Any:
     name = registry.name_of_held(function)
     if name is None:
         raise NotPortable(
-            getattr(function.fn, "hostcall_stays", "")
+            why_here(function.fn)
             or registry.why_nameless(function)
             or "it has no name in other processes. Register the hc.host function, not"
             " the function in it:"
@@ -54,7 +55,7 @@ def _tell(code: HostCode, _: bool) -> Any:
     }
 
 
-def _read(told: Any) -> tuple[HostCode, dict[str, Any]]:
+def _read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
     name = registry.Name(*told["registered"])
     function = registry.find(*name)
     kind = told["kind"]
@@ -77,7 +78,7 @@ def _read(told: Any) -> tuple[HostCode, dict[str, Any]]:
         function = _slope(function, slope, name)
     _check(function, kind, name)
     site = Site(function, trees, Place("a loaded program", 0, trees.name))
-    code = HostCode(
+    code = FunctionCode(
         site,
         kind,
         portable.read_avals(told["avals"]),
@@ -94,7 +95,7 @@ def _read(told: Any) -> tuple[HostCode, dict[str, Any]]:
 
 
 def _slope(function: Any, position: int, name: registry.Name) -> Any:
-    differences = getattr(function, "differences", None)
+    differences = function.differences if is_function(function) else None
     if differences is None or not differences.elementwise:
         raise LoadError(
             f"hostcall: the program calls the finite difference of {name}, and what is"
@@ -107,7 +108,7 @@ def _slope(function: Any, position: int, name: registry.Name) -> Any:
 
 def _check(function: Any, kind: str, name: registry.Name) -> None:
     """Raises LoadError if what is registered here lacks the rule that is called."""
-    rules = getattr(function, "rules", None)
+    rules = function.rules if is_function(function) else None
     if rules is None:
         raise LoadError(
             f"hostcall: the program calls {name} as a hc.host function, and here"

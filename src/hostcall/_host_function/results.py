@@ -16,6 +16,7 @@ from hostcall import _jax
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
+from hostcall._core.host_code import OfArguments
 from hostcall._core.spec import is_array_like
 from hostcall._runtime.tasks import run_one
 
@@ -23,7 +24,7 @@ tree = jax.tree_util
 
 
 @dataclass(frozen=True)
-class like:
+class like(OfArguments):
     """`result=hc.like(i)`: the result is an array like argument `i`.
 
     Args:
@@ -47,7 +48,7 @@ class like:
 
 
 @dataclass(frozen=True)
-class same_tree:
+class same_tree(OfArguments):
     """`result=hc.same_tree(i)`: the result is a pytree like argument `i`.
 
     Args:
@@ -128,7 +129,7 @@ def spec_of(result: Any, fn: Callable[..., Any], args: Any, name: str) -> Any:
     """The spec that `result=` means for these arguments, or for their avals."""
     infers = isinstance(result, str) and result == "infer"
     is_function = callable(result) and not hasattr(result, "shape")
-    if not isinstance(result, (like, same_tree)) and not infers and not is_function:
+    if not issubclass(type(result), OfArguments) and not infers and not is_function:
         return result
     avals = avals_of(args)
     if infers:

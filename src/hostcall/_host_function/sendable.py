@@ -2,8 +2,8 @@
 
 A worker on another machine has none of this process's treedefs and residuals. So it
 gets one function and its arguments: the user's function, or one of the three generators
-here, which call several of them and yield what these return. `host_code` prepares the
-arguments, and takes the value apart.
+here, which call several of them and yield what these return. `function_code` prepares
+the arguments, and takes the value apart.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ The way of a value and its gradient, for a `defvjp` in host code:
                 `Site`
               JAX differentiates it: `Site.jvp` binds host_jvp on a `Derivative`
               JAX splits that: `Derivative.start` binds host_function on
-                HostCode("forward") and leaves host_linear on a `LinearPart`
+                FunctionCode("forward") and leaves host_linear on a `LinearPart`
               JAX transposes that: `LinearPart.back` binds host_function on
-                HostCode("backward")
-    lowered   `HostCode.run` makes each of the two a call, by `make_with`. Without a
-                derivative `Site.run` does so, on HostCode("value")
-    run       the engine calls `HostCode.__call__`: fwd runs, and its residual goes into
-                `residuals.store`; bwd runs on what is found there
+                FunctionCode("backward")
+    lowered   `FunctionCode.run` makes each of the two a call, by `make_with`. Without a
+                derivative `Site.run` does so, on FunctionCode("value")
+    run       the engine calls `FunctionCode.__call__`: fwd runs, and its residual goes
+                into `residuals.store`; bwd runs on what is found there
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hostcall._host_function import (  # they register
     rules,
 )
 from hostcall._host_function.derivative import Derivative, jax_jvp
-from hostcall._host_function.host_code import HostCode
+from hostcall._host_function.function_code import FunctionCode
 from hostcall._host_function.jacobian import contract, jacobian
 from hostcall._host_function.primitive import (
     Arrays,
@@ -81,7 +81,7 @@ class Site(Value):
         return self.name
 
     def run(self, args: Arrays) -> Arrays:
-        return HostCode(self, "value", self.avals).run(args)
+        return FunctionCode(self, "value", self.avals).run(args)
 
     def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         function, trees = self.function, self.trees

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._host_function import rules
-from hostcall._host_function.host_code import HostCode
+from hostcall._host_function.function_code import FunctionCode
 from hostcall._host_function.primitive import Arrays, Tangents, bind, filled
 from hostcall._host_function.trees import pick, spread, spread_known
 
@@ -55,7 +55,7 @@ def transposed(site: Any, args: Arrays, cotangents: Arrays) -> Tangents:
     return spread(trees.zeroing(known, back), linear)
 
 
-class Transpose(HostCode):
+class Transpose(FunctionCode):
     """The transpose of a linear function, by a rule in host code.
 
     Its operands are the arrays in which the function isn't linear, then the cotangents

@@ -14,6 +14,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.counted import counted
 from hostcall._core.errors import DerivativeError
+from hostcall._core.host_code import TakesMask
 from hostcall._core.spec import Results, Static, Template, wrap_keys
 from hostcall._host_function.primitive import Arrays, Tangents
 
@@ -340,8 +341,8 @@ class Trees:
         ]
 
     def rule_masked(self, arrays: Arrays, rule: Any) -> Any:
-        """Passes the mask on to a rule that can take one: a HostFunction."""
-        if self.masked and hasattr(rule, "where"):
+        """Passes the mask on to a rule that can take one, such as a HostFunction."""
+        if self.masked and issubclass(type(rule), TakesMask):
             return rule.where(arrays[-1])
         return rule
 

@@ -27,13 +27,15 @@ def emit_jax_callback(
     operands: Sequence[Any],
     *,
     token: Any | None,
+    returns_token: bool,
     has_side_effect: bool,
     sharding: Any,
     partitioned: bool = False,
 ) -> tuple[list[Any], Any | None]:
     """Emits JAX's own callback, for platforms that the engine does not serve.
 
-    Returns (results, token). `run` gets one array for each operand and returns one
+    Returns (results, token); the token is None where JAX makes one only of another
+    (everywhere but on TPUs). `run` gets one array for each operand and returns one
     array for each result.
     """
     place = _callback._callback_op_sharding(
@@ -47,7 +49,7 @@ def emit_jax_callback(
         ctx.avals_in,
         ctx.avals_out,
         has_side_effect=has_side_effect,
-        returns_token=token is not None,
+        returns_token=returns_token,
         partitioned=partitioned,
         sharding=place,
     )

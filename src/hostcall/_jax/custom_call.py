@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 from jax._src import callback as _callback
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import ffi as _ffi
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.interpreters import mlir as _mlir
+from jax._src.lib import xla_client as _xc
 from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax._src.lib.mlir.dialects import sdy as _sdy
@@ -68,7 +70,7 @@ def custom_call(
         **more,
     )(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **attributes)
     if program.size > 1 or program.mesh is not None:
-        _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
+        _mark_each_device(ctx, op, avals_out)
     results = list(op.results)
     return (results[1:], results[0]) if returns_token else (results, None)
 
@@ -83,6 +85,21 @@ def named(ctx: Any, label: str) -> Any:
     last = label.replace("/", "|")
     name = f"{ctx.name_stack}/{ctx.primitive}/{last}"
     return _ir.Location.name(name, childLoc=_ir.Location.current)
+
+
+def _mark_each_device(ctx: Any, op: Any, avals_out: Sequence[Any]) -> None:
+    """Says that each device runs this operation of a manual region for itself."""
+    if _config.use_shardy_partitioner.value:
+        _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
+        return
+    # The partitioner wants a tuple of shardings for a tuple of results, and JAX's
+    # `set_sharding` can't write one.
+    text = "{manual}" if len(avals_out) == 1 else _tuple(["{manual}"] * len(avals_out))
+    op.attributes["mhlo.sharding"] = _ir.StringAttr.get(text)
+
+
+def _tuple(shardings: Sequence[str]) -> str:
+    return "{" + ", ".join(shardings) + "}"
 
 
 def _closed(mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Any]) -> Any:
@@ -117,6 +134,8 @@ def on_each_device(
     sharding from any other custom call, and then refuses those with a side effect.
     """
     ctx = program.ctx
+    if not _config.use_shardy_partitioner.value:
+        return _on_each_device_gspmd(ctx, emit, token, operands)
     cache = ctx.module_context.sharding_attr_cache
     mesh_shape = (("hostcall", program.size),)
     takes_token = token is not None
@@ -140,6 +159,35 @@ def on_each_device(
         _sdy.return_([token, *results] if returns_token else results)
     results = list(region.results)
     return (results[1:], results[0]) if returns_token else (results, None)
+
+
+def _on_each_device_gspmd(
+    ctx: Any,
+    emit: Callable[[Any | None, Sequence[Any]], tuple[list[Any], Any | None]],
+    token: Any | None,
+    operands: Sequence[Any],
+) -> tuple[list[Any], Any | None]:
+    """`on_each_device` under JAX's setting jax_use_shardy_partitioner=False.
+
+    That partitioner has no regions. What stands between two kinds of custom calls of
+    its own is manual; here each device enters with whole values, and leaves so.
+    """
+    whole, manual = _xc.OpSharding(), _xc.OpSharding()
+    whole.type = _xc.OpSharding.Type.REPLICATED
+    manual.type = _xc.OpSharding.Type.MANUAL
+
+    def enter(value: Any, aval: Any) -> Any:
+        value = _mlir.wrap_with_sharding_op(ctx, value, aval, whole)
+        return _mlir.wrap_with_full_to_shard_op(ctx, value, aval, manual)
+
+    def leave(value: Any, aval: Any) -> Any:
+        value = _mlir.wrap_with_sharding_op(ctx, value, aval, manual)
+        return _mlir.wrap_with_shard_to_full_op(ctx, value, aval, whole)
+
+    avals_in = map(_core.physical_aval, ctx.avals_in)
+    avals_out = map(_core.physical_aval, ctx.avals_out)
+    results, token = emit(token, list(map(enter, operands, avals_in)))
+    return list(map(leave, results, avals_out)), token
 
 
 def partition_id() -> Any:
@@ -166,7 +214,7 @@ def max_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
     block = op.regions[0].blocks.append(scalar, scalar)
     with _ir.InsertionPoint(block):
         _hlo.return_([_hlo.maximum(*block.arguments)])
-    _mlir.set_sharding(ctx.module_context, op, _closed((), [aval]))
+    _mark_each_device(ctx, op, [aval])
     return op.result
 
 
@@ -187,13 +235,19 @@ def mark_place(ctx: Any, place: Any) -> None:
     carry it (see `on_each_device`), and readers of StableHLO look for it.
     """
     constant = _hlo.ConstantOp(_ir.DenseElementsAttr.get(np.zeros((), np.int32)))
-    first = _sharding_impls.SdyArrayList((place.shardings[0],))
+    first = place
+    if isinstance(place, _sharding_impls.SdyArrayList):
+        first = _sharding_impls.SdyArrayList((place.shardings[0],))
     _mlir.set_sharding(ctx.module_context, constant, first)
 
 
 def device_of(program: Program, annotation: Any) -> Any | None:
     """The device on which JAX's annotation places a callback, or None."""
-    entries = getattr(annotation, "shardings", None)
-    if program.devices is None or not entries or not entries[0].logical_device_ids:
+    if program.devices is None:
         return None
-    return program.devices[entries[0].logical_device_ids[0]]
+    numbers: Sequence[int] = ()
+    if isinstance(annotation, _sharding_impls.SdyArrayList):
+        numbers = annotation.shardings[0].logical_device_ids
+    elif annotation is not None and annotation.type == _xc.OpSharding.Type.MAXIMAL:
+        numbers = annotation.tile_assignment_devices
+    return program.devices[numbers[0]] if numbers else None

@@ -245,6 +245,16 @@ def on_first_of(axes: Sequence[Any], f: Callable[[], Any]) -> Any:
     return _shard_map.shard_map(body, in_specs=(), out_specs=[])()
 
 
+def manual_over(f: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """Runs `f` on whole values, manually over all axes of the mesh around.
+
+    `f` says itself that its results are the same on all devices.
+    """
+    spec = jax.sharding.PartitionSpec()
+    mapped = _shard_map.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)
+    return mapped(*values)
+
+
 # --- For host_callback: _compat/host_callback.py, _compat/outside_call.py ------------
 
 partial_eval_by_trace = _pe.custom_partial_eval_rules  # under linearize

@@ -182,14 +182,7 @@ def _linked(
 
 
 def check_place(program: _jax.Program, sharding: Any, name: str) -> None:
-    """Refuses a shard_map, or an `on=device` in one, that the call can't work with."""
-    if program.automatic:
-        axes = sorted(map(str, program.automatic))
-        text = (
-            f"hostcall: `{name}` is called inside a shard_map that is manual over some"
-            f" mesh axes only. Make it manual over {axes} too"
-        )
-        raise NotImplementedError(codes.ended(text, "hc-device"))
+    """Refuses `on=device` inside a shard_map."""
     if program.mesh is not None and sharding is not None:
         raise SpecError(
             f"hostcall: `{name}` has on=device inside shard_map or pmap, where each"
@@ -198,9 +191,20 @@ def check_place(program: _jax.Program, sharding: Any, name: str) -> None:
         )
 
 
+def refuse_some_axes(program: _jax.Program, name: str) -> None:
+    """Refuses a shard_map that is manual over some mesh axes only."""
+    if program.automatic:
+        axes = sorted(map(str, program.automatic))
+        text = (
+            f"hostcall: `{name}` is called inside a shard_map that is manual over some"
+            f" mesh axes only. Make it manual over {axes} too"
+        )
+        raise NotImplementedError(codes.ended(text, "hc-device"))
+
+
 # --- Platforms that the engine does not serve -----------------------------------------
 
-_JAXS_OWN = ("rocm", "tpu")
+_JAXS_OWN = ("oneapi", "rocm", "tpu")
 
 
 def check_platform(ctx: Any, what: str) -> None:
@@ -209,9 +213,10 @@ def check_platform(ctx: Any, what: str) -> None:
     if len(platforms) != 1 or platforms[0] not in _JAXS_OWN:
         raise HostcallError(
             f"hostcall: {what} is lowered for"
-            f" {', '.join(platforms)}. The engine of this version serves one platform"
-            " at a time: cpu and cuda, and rocm and tpu through JAX's own callback. Run"
-            ' that part on the CPU: jax.jit(f, device=jax.devices("cpu")[0])',
+            f" {', '.join(platforms)}. The engine serves cpu and cuda, also in one"
+            f" program, and JAX's own callback serves {', '.join(_JAXS_OWN)}, each in a"
+            " program of its own. Lower it for these, or run that part on the CPU: give"
+            ' it arrays that are there, jax.device_put(x, jax.devices("cpu")[0])',
             code="hc-device",
         )
 
@@ -227,17 +232,29 @@ def emit_through_jax(
     ordered: Any = ORDERED,
     partitioned: bool = False,
 ) -> list[Any]:
-    """Emits JAX's own callback of `run`, in its order; returns the results."""
-    in_order = order == "ordered"
+    """Emits JAX's own callback of `run`, in its order; returns the results.
+
+    On a TPU an effect has a token, ordered or not: without one, a callback without
+    results is a send that nothing answers, so the program may end, and a barrier
+    return, before the host has the values.
+    """
+    token, store = None, None
+    if order == "ordered":
+        token = _jax.ordered_token(ctx, ordered)
+    elif order == "unordered":
+        token, store = _jax.chain(ctx)
     results, token = _jax.emit_jax_callback(
         ctx,
         run,
         operands,
-        token=_jax.ordered_token(ctx, ordered) if in_order else None,
+        token=token,
+        returns_token=order != "pure",
         has_side_effect=has_side_effect,
         sharding=sharding,
         partitioned=partitioned,
     )
-    if in_order:
+    if order == "ordered":
         _jax.set_ordered_token(ctx, ordered, token)
+    elif store is not None:
+        store(token)
     return results

@@ -16,6 +16,7 @@ from typing import Any
 from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import FeedError
+from hostcall._core.host_code import HostCode
 from hostcall._native import FeedFound
 from hostcall._runtime import workers
 from hostcall._runtime.feed_puller import Puller, living
@@ -29,7 +30,7 @@ PATIENCE = 1.0
 _ending_since: float | None = None
 
 
-class Stream:
+class Stream(HostCode):
     """What programs hold of a feed; calling it waits for an item.
 
     Equal only to itself, so each feed traces to programs of its own.
@@ -46,7 +47,10 @@ class Stream:
         self.puller, self.ring, self.timeout = puller, ring, timeout
         self.sizes = sizes  # bytes of each leaf of an item, or of its block
         self.__qualname__ = puller.name
-        self.hostcall_source = source  # the key of its statistics
+        self._source = source
+
+    def source(self) -> str:
+        return self._source
 
     def __call__(self, lane: int) -> None:
         """Returns when the lane may find an item. Called by the engine."""

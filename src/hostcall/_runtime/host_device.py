@@ -16,6 +16,12 @@ import threading
 from typing import Any
 
 from hostcall import _jax
+from hostcall._core.errors import HostcallError
+
+# Rungs of the ladder. Each keeps threads until the process ends, three or four for each
+# core, and nothing but a recursion needs many. Python's own limit would come too late:
+# the threads of a machine run out before its 1,000 frames.
+_MOST = 32
 
 _ladder: list[Any] = []  # host clients, lowest rung first; never shrinks
 _lock = threading.Lock()
@@ -48,14 +54,33 @@ def is_second(client: Any | None) -> bool:
 def above(client: Any | None) -> Any:
     """The host device for callbacks of programs that run on `client`.
 
-    None stands for the process's own clients. Cost: 8 ms for the first call on each
+    None stands for the process's own clients.
+
+    Raises:
+        HostcallError: the ladder ends there: callbacks run programs that call, and so
+            on, without an end.
+
+    Cost: 8 ms for the first call on each
     rung of the ladder, which makes the client.
     """
     with _lock:
         level = _level(client)
+        if level == _MOST:
+            raise _too_deep()
         if level == len(_ladder):
             _ladder.append(_jax.make_host_client())
         return _ladder[level].local_devices()[0]
+
+
+def _too_deep() -> HostcallError:
+    return HostcallError(
+        f"hostcall: programs and their host functions are nested {_MOST} deep: a host"
+        " function runs a program that calls a host function, and so on. It probably"
+        " runs the program that called it. If it should compute the same thing, call"
+        " the Python function that the program was made of, with NumPy arrays; a"
+        " recursion belongs inside one host function, or in jax.lax.while_loop",
+        code="hc-recursion",
+    )
 
 
 def above_here() -> Any:

@@ -54,7 +54,7 @@ def run_rows(
 ) -> list[Any]:
     """Runs all rows at the same time; returns their results in row order.
 
-    A function may have a method `hostcall_steps(*args, **kwargs)`. It returns what to
+    Code of hostcall's own may have steps (`HostCode.split`), which are what to
     run on the executor, the arguments for that, and a function that turns its value
     into the result on this thread.
 
@@ -304,7 +304,7 @@ class _Run:
             )
 
     def _raise(self, chunk: range, error: Any) -> NoReturn:
-        row = getattr(error, "hostcall_row", None)
+        row = vars(error).get("hostcall_row")
         rows = chunk if row is None else chunk[row : row + 1]
         which = self._rows_of(rows)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
+import types
 from typing import Any
 
 # The folder of the package. Frames of its code are skipped.
@@ -15,14 +16,20 @@ def stack_of(coroutine: Any) -> str:
     """Where a coroutine waits, in the user's code."""
     lines = []
     inner = coroutine
-    while inner is not None:
-        frame = getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None)
+    while True:
+        # By their types: a user's awaitable may have every attribute.
+        if type(inner) is types.CoroutineType:
+            frame, behind = inner.cr_frame, inner.cr_await
+        elif type(inner) is types.GeneratorType:
+            frame, behind = inner.gi_frame, inner.gi_yieldfrom
+        else:
+            break
         if frame is not None and not frame.f_code.co_filename.startswith(_HERE):
             lines += traceback.format_stack(frame, limit=1)
         if frame is not None and "awaited_in_steps" in frame.f_locals:
             inner = frame.f_locals["awaited_in_steps"]
             continue
-        inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
+        inner = behind
     if not lines:
         return "has not begun to wait"
     return "waits in:\n" + "".join(lines).rstrip()

@@ -15,6 +15,7 @@ from typing import Any
 from hostcall import _jax, _native
 from hostcall._core.coroutines import CONCURRENCY
 from hostcall._core.errors import DeadlockError
+from hostcall._core.host_code import own
 from hostcall._core.source import name_of
 from hostcall._core.spec import Static
 from hostcall._runtime import loop as loops
@@ -35,7 +36,7 @@ def run_tasks(
 ) -> list[Any]:
     """Runs `fn` on all rows as tasks; returns their results in row order.
 
-    A function may have a method `hostcall_steps`, as in `rows.run_rows`.
+    Code of hostcall's own may have steps, as in `rows.run_rows`.
 
     Args:
         fn: a function that returns an awaitable.
@@ -83,20 +84,22 @@ def _prepared(
     The rows' objects are locked by this thread, in row order, until `held` is closed.
     Another thread that enters the same objects does so in the same order.
     """
-    enter = getattr(type(fn), "hostcall_enter", None)
-    if enter is None:
+    mine = own(fn)
+    entered: list[Row] = []
+    for number, (args, _) in enumerate(rows):
+        entry = None if mine is None else mine.enter(current(number), held, args)
+        if entry is None:
+            break
+        entered.append(((entry,), {}))
+    if not entered:
         return steps.split(fn, list(rows))
-    entered: list[Row] = [
-        ((enter(fn, current(number), held, args, kwargs),), {})
-        for number, (args, kwargs) in enumerate(rows)
-    ]
     return steps.apply, entered, [steps.same] * len(entered)
 
 
 def _lane_of(fn: Any) -> Any:
     """What counts as the same function: equal functions, and all rules of one."""
-    own = getattr(type(fn), "hostcall_lane", None)
-    return Static(fn if own is None else own(fn))
+    mine = own(fn)
+    return Static(fn if mine is None else mine.lane())
 
 
 def run_one(

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from hostcall._core.errors import PackageError, SpecError
+from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Static, Template, is_array_like
 from hostcall._host_function import results
 from hostcall._host_function.function import HostFunction
@@ -146,10 +147,10 @@ class HostProgram(ABC):
         return self._batches[key].host(*args), True
 
 
-class _Run:
+class _Run(HostCode):
     """A program as a callable. Equal to another of the same program."""
 
-    hostcall_stays = (
+    stays = (
         "a bridge makes it when the program is traced, so it can have no name. Register"
         " a hc.host function that calls the library, with rules of its own"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hostcall._core.errors import SpecError
+from hostcall._core.host_code import HostCode
 from hostcall.bridge._programs import needed
 
 
@@ -43,7 +44,7 @@ def code_of(
     return code
 
 
-class Evaluate:
+class Evaluate(HostCode):
     """Evaluates expressions on NumPy arrays.
 
     Attributes:
@@ -51,7 +52,7 @@ class Evaluate:
         units: for each expression, whether it has the imaginary unit.
     """
 
-    hostcall_stays = (  # read for derivatives: the user can register the value
+    stays = (  # read for derivatives: the user can register the value
         "a bridge makes it when SymPy differentiates, so it can have no name. Register"
         " hc.bridge.sympy of the derivative itself, and call that"
     )

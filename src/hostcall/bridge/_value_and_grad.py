@@ -13,6 +13,7 @@ import numpy as np
 
 from hostcall._core.arguments import check_function
 from hostcall._core.errors import DerivativeError, ResultError, SpecError
+from hostcall._core.host_code import HostCode
 from hostcall._core.spec import is_array_like
 from hostcall._host_function import results
 from hostcall._host_function.function import HostFunction
@@ -120,10 +121,10 @@ def _seem(code: Any, both: _Both) -> None:
 
 
 @dataclass(frozen=True)
-class _Both:
+class _Both(HostCode):
     """`fn` with a flat gradient: a list with one entry for each floating array."""
 
-    hostcall_stays = (
+    stays = (
         "a bridge makes it for the derivative, so it can have no name. Register"
         " a hc.host function that has rules of its own"
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import hostcall as hc
+from hostcall._core.host_code import HostCode
 from hostcall.tools._breakpoint.frames import Line, users_lines
 from hostcall.tools._breakpoint.stop import stop
 from hostcall.tools._values import without_derivative
@@ -58,12 +59,12 @@ def breakpoint(*, where: Any = None, **values: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Stops:
+class _Stops(HostCode):
     """The function of the call. Equal for equal lines, so that JAX's caches hit."""
 
     lines: tuple[Line, ...]
     __name__ = "hc.breakpoint"
-    hostcall_stays = (
+    stays = (
         "hc.breakpoint opens a debugger in this process, at this source. Leave it out"
     )
 

@@ -14,12 +14,13 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 import hostcall as hc
+from hostcall._core.host_code import HostCode
 from hostcall.errors import SpecError, Watched, WatchError
 from hostcall.tools._breakpoint.frames import Line, users_lines
 from hostcall.tools._breakpoint.stop import stop
@@ -225,14 +226,14 @@ _with_cotangents.defvjp(_forward, _backward)
 
 
 @dataclass(frozen=True)
-class _Fired:
+class _Fired(HostCode):
     """The function of the call. Equal for equal lines, so that JAX's caches hit."""
 
     name: str
     check: Any
     action: Any
     lines: tuple[Line, ...] = ()
-    hostcall_stays: ClassVar[str] = (
+    stays = (
         "hc.watch raises its error in this process, with this source. Leave it out, or"
         " return the check as a result of the program"
     )

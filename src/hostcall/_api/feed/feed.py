@@ -19,6 +19,7 @@ from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import read_source
 from hostcall._core.arguments import check_tag, parse_mask
 from hostcall._core.errors import SpecError
+from hostcall._core.host_code import Handle
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.params.call import Callback
@@ -30,7 +31,7 @@ from hostcall._runtime.feed_texts import CLOSED
 from hostcall._runtime.feeds import PATIENCE, Stream
 
 
-class Feed:
+class Feed(Handle):
     """The items of a source, for compiled programs. `hc.feed` makes one.
 
     Attributes:
@@ -84,8 +85,8 @@ class Feed:
         self._items, self._shards, self._blocks = items, shards, tuple(blocks)
         puller.begin(ring, read if shards is None else shards.cut(read))
 
-    @property
-    def hostcall_held(self) -> Stream:  # for _core/registry.py
+    def _held(self) -> Stream:
+        """What programs hold of it."""
         return self._stream
 
     def __call__(self, *, rows: Any = None, where: Any = None) -> tuple[Any, jax.Array]:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from hostcall._api.object.group import Group
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of
 from hostcall._runtime import context
 
@@ -19,17 +20,17 @@ def definition(group: Group, method: str) -> Any:
     return getattr(factory, method, None) if isinstance(factory, type) else None
 
 
-class Entry:
+class Entry(HostCode):
     """The function that programs call for one method.
 
     It calls the method of the object that belongs to the calling row and device.
     """
 
-    hostcall_kind = "object"  # for _engine/portable.py
+    travels_as = "object"
 
     def __init__(self, group: Group, method: str, named: bool) -> None:
         self.group, self.name, self.named = group, method, named
-        self.awaits = is_coroutine_function(definition(group, method))
+        self._awaits = is_coroutine_function(definition(group, method))
         self.who, self.method = f"{method}()", operator.attrgetter(method)
         self.__qualname__ = f"{group.name}.{method}"
 
@@ -38,11 +39,11 @@ class Entry:
         place = self._place(context.place_in_batch())
         return self.group.enter(place, self.who, self.method, args, kwargs)
 
-    def hostcall_awaits(self) -> bool:
+    def awaits(self) -> bool:
         """Whether the method is known to be a coroutine function."""
-        return self.awaits
+        return self._awaits
 
-    def hostcall_no_derivative(self) -> str:  # for _primitives/call/primitive.py
+    def no_derivative(self) -> str:
         made = name_of(self.group.declared["factory"])
         return (
             f"It is a method of the hc.Object `{self.group.name}`, made by `{made}`,"
@@ -51,10 +52,10 @@ class Entry:
             " a rule."
         )
 
-    def hostcall_lane(self) -> Any:  # all methods of the object are one
+    def lane(self) -> Any:  # all methods of the object are one
         return self.group
 
-    def hostcall_enter(self, here: Any, held: Any, args: Any, _: Any) -> Any:
+    def enter(self, here: Any, held: Any, args: Any) -> Any:
         """Locks the row's object until `held` is closed; returns what to await."""
         args, kwargs = args if self.named else (args, {})
         place = self._place(context.place_in_batch(here))

@@ -24,6 +24,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import errors, failures
+from hostcall._core.host_code import own
 from hostcall._core.order import UNORDERED, healing
 from hostcall._core.source import Place, is_jaxs, users_place
 from hostcall._core.spec import Results, Static, Template
@@ -100,7 +101,8 @@ class DropInParams(CallParams):
     @property
     def primitive(self) -> str:
         """The name of the drop-in's primitive, which JAX's primitive has too."""
-        is_print = getattr(self.callback.function, "hostcall_source", None) == PRINT
+        mine = own(self.callback.function)
+        is_print = mine is not None and mine.source() == PRINT
         return "debug_print" if is_print else f"{self.kind}_callback"
 
     @property

@@ -13,7 +13,7 @@ from hostcall._engine import targets
 from hostcall._engine.params.buffer import BufferInfo, BufferParams
 from hostcall._primitives.buffer.primitive import buffer_p
 from hostcall._primitives.call import lowering as call_lowering
-from hostcall._primitives.emit import check_place
+from hostcall._primitives.emit import refuse_some_axes
 
 
 def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
@@ -26,7 +26,7 @@ def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
                 " (hostcall serves cpu and cuda.)"
             )
     if params.order != "pure":
-        check_place(program, None, params.callback.name)
+        refuse_some_axes(program, params.callback.name)
     graph = params.command_buffer
     return call_lowering.lower(
         program,

@@ -15,9 +15,9 @@ from hostcall._core.order import ORDERED
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
-from hostcall._primitives import planning, slots
+from hostcall._primitives import once, planning, slots
 from hostcall._primitives.across import Source
-from hostcall._primitives.call.primitive import call_p
+from hostcall._primitives.call.primitive import bind, call_p
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.emit import (
     check_place,
@@ -107,6 +107,8 @@ def prepare(
 def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
     program = _jax.program_of(ctx)
     check_place(program, params.sharding, params.callback.name)
+    if program.automatic:
+        return once.lower(program, operands, params, bind)
     return lower(program, operands, ctx.avals_in, params)
 
 
@@ -183,6 +185,9 @@ def _lower_elsewhere(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
     dtypes and errors are the same. Where JAX has no callback, the call is refused.
     """
     check_platform(ctx, f"`{params.callback.name}`")
+    program = _jax.program_of(ctx)
+    if program.automatic:
+        return once.lower(program, operands, params, bind)
     return lower_through_jax(ctx, *operands, params=params)
 
 

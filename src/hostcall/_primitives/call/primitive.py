@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from hostcall import _jax
 from hostcall._core import errors, failures
+from hostcall._core.host_code import own
 from hostcall._core.order import effects_of
 from hostcall._engine.params.call import CallParams
 from hostcall._primitives.eager import run_now
@@ -63,9 +64,10 @@ def _jvp(primals: Any, tangents: Any, *, params: CallParams) -> NoReturn:
 def _why_and_what(params: CallParams) -> str:
     """Why a call has no derivative, and what to write first."""
     fn, name = params.callback.function, params.callback.name
-    own = getattr(type(fn), "hostcall_no_derivative", None)
-    if own is not None:  # a callable of hostcall's own, such as an object's method
-        return own(fn)  # type: ignore[no-any-return]
+    mine = own(fn)
+    why = "" if mine is None else mine.no_derivative()
+    if why:  # an object's method
+        return why
     rule = f"f = hc.host({name}, result=...) with a rule: f.defvjp(fwd, bwd)"
     if params.order == "pure":
         return f"Write {rule}, f.defjvp(rule), or hc.finite_difference(f) without one."

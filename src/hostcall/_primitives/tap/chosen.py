@@ -8,7 +8,6 @@ tap's mask. (So `hc.monitor.stats()` counts the other devices' executions as mas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._engine.params.tap import TapParams
+from hostcall._primitives import once
 from hostcall._primitives.slots import refuse_export
 
 _FLAG = _jax.ShapedArray((), np.dtype(np.bool_))
@@ -47,14 +47,7 @@ def with_mask(
     if params.masked:
         return list(operands), list(avals), params
     (true,) = _jax.lower_traced(program.ctx, lambda: [np.True_], (), ())
-    none = (False,) * len(params.grid)
-    masked = replace(
-        params,
-        masked=True,
-        batched=(none, *params.batched) if params.grid else params.batched,
-        flags=tuple((False, *flags) for flags in params.flags),
-    )
-    return [true, *operands], [_FLAG, *avals], masked
+    return [true, *operands], [_FLAG, *avals], once.with_mask(params)
 
 
 def only_on(

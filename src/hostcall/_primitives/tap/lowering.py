@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from hostcall import _jax, _native
@@ -12,7 +13,7 @@ from hostcall._core.errors import HostcallError
 from hostcall._engine import plans, targets, throttle
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._primitives import slots
+from hostcall._primitives import once, slots
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.emit import (
     check_place,
@@ -23,6 +24,7 @@ from hostcall._primitives.emit import (
 from hostcall._primitives.tap import blocks, chosen
 from hostcall._primitives.tap.description import arguments, describe
 from hostcall._primitives.tap.primitive import (
+    bind,
     flag_of,
     queued,
     tap_p,
@@ -33,6 +35,9 @@ from hostcall._runtime import delivery, host_device
 def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
     operands: Sequence[Any] = given
     program = _jax.program_of(ctx)
+    check_place(program, params.device, params.callback.name)
+    if program.automatic:
+        return once.lower(program, operands, params, bind)
     if blocks.serves(program, params):
         return blocks.lower(program, operands, params)
     targets.start_on(program.client)
@@ -42,7 +47,6 @@ def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
     if number is not None:
         operands, avals, params = chosen.with_mask(program, operands, avals, params)
     info = describe(params, program.by_ordinal, program.mesh, avals)
-    check_place(program, params.device, info.name)
     nested = host_device.is_host(program.client)
     only = () if number is not None else _leader(program, params)
     tap = params.settings(only, nested)
@@ -76,6 +80,14 @@ def _leader(program: _jax.Program, params: TapParams) -> tuple[int, ...]:
     local, devices = program.local, program.devices
     if local is None or devices is None or program.mesh is not None:
         return ()
+    device = _tapping(program, params)
+    return (_jax.ordinal(device),) if device in local else _NONE_HERE
+
+
+def _tapping(program: _jax.Program, params: TapParams) -> Any:
+    """The device that taps, in a program that is partitioned over several."""
+    devices = program.devices
+    assert devices is not None
     device = params.device or devices[params.leader or 0]
     if device not in devices:
         raise HostcallError(
@@ -83,7 +95,7 @@ def _leader(program: _jax.Program, params: TapParams) -> tuple[int, ...]:
             f" among the devices of the program: {devices}",
             code="hc-device",
         )
-    return (_jax.ordinal(device),) if device in local else _NONE_HERE
+    return device
 
 
 # --- Platforms that the engine does not serve -----------------------------------------
@@ -101,7 +113,12 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     """
     targets.start()
     delivery.start()
-    info = TapInfo(params, {-1: None}, _jax.program_of(ctx).mesh)
+    program = _jax.program_of(ctx)
+    check_place(program, params.device, params.callback.name)
+    if program.automatic:
+        return once.lower(program, operands, params, bind)
+    place = _place(program, params)
+    info = TapInfo(params, {-1: None}, program.mesh)
     plan = plans.make_plan(
         params,
         ctx.avals_in,
@@ -122,8 +139,25 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         return list(arguments(hosts, params)) if params.through else []
 
     return emit_through_jax(
-        ctx, run, operands, order=params.order, has_side_effect=True, sharding=None
+        ctx, run, operands, order=params.order, has_side_effect=True, sharding=place
     )
+
+
+def _place(program: _jax.Program, params: TapParams) -> Any:
+    """The sharding by which JAX's callback gets the values from the tap's device; None
+    if each device taps, or if there is one.
+    """
+    if not program.is_partitioned:
+        return None
+    if blocks.serves(program, params):
+        raise HostcallError(
+            f"hostcall: the tap `{params.callback.name}` has on={params.on!r}, and is"
+            f" lowered for {', '.join(program.platforms)}, where JAX's callbacks get"
+            " only the whole value. Put the tap into a jax.shard_map, where each device"
+            " taps its own block, or leave out on=",
+            code="hc-device",
+        )
+    return jax.sharding.SingleDeviceSharding(_tapping(program, params))
 
 
 _jax.register_lowering(tap_p, _lower, _lower_elsewhere)

@@ -50,10 +50,9 @@ def make(fn: Callable[..., Any], *, name: str | None, **options: Any) -> TorchFu
     made: type[TorchFunction] = TorchFunction
     if isinstance(fn, torch.nn.Module):
         code, made = Module(fn), TorchModule
-    on_host = OnHost(code, shown)
+    on_host = OnHost(code, shown, source_of(fn))
     functools.update_wrapper(on_host, fn, updated=())
     on_host.__qualname__ = shown
-    on_host.hostcall_source = source_of(fn)
     advice = (
         f"It was made with derivatives={options['derivatives']}. Write"
         f" hc.bridge.torch(fn, derivatives={options['derivatives'] + 1}), or keep the"
@@ -200,8 +199,8 @@ class TorchFunction(HostFunction[..., Any]):
         """A function made from this one; its rows run in the same way."""
         method = self.options["vmap_method"]
         method = method if method in _OF_ROWS else None
-        on_host = OnHost(code, f"{what} of {self.__qualname__}")
-        on_host.hostcall_source = f"{what} of {source_of(self.fn)}"
+        source = f"{what} of {source_of(self.fn)}"
+        on_host = OnHost(code, f"{what} of {self.__qualname__}", source)
         return TorchFunction(
             on_host,
             derivatives=max(order, 0),

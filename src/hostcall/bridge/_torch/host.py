@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hostcall._core.errors import DerivativeError
+from hostcall._core.host_code import HostCode
 from hostcall.bridge._torch.code import conjugate, has_derivative
 from hostcall.bridge._torch.tensors import (
     array,
@@ -29,20 +30,23 @@ tree = jax.tree_util
 take_over_number_of_threads = torch.get_num_threads
 
 
-class OnHost:
+class OnHost(HostCode):
     """A function of tensors as a function of the host's arrays.
 
     Attributes:
         code: one of the classes in `code`.
     """
 
-    hostcall_source: str
     __signature__: inspect.Signature  # set for a module
 
-    def __init__(self, code: Any, name: str) -> None:
+    def __init__(self, code: Any, name: str, source: str) -> None:
         self.code = code
         self.__name__ = name.rpartition(".")[2]
         self.__qualname__ = name
+        self._source = source
+
+    def source(self) -> str:
+        return self._source
 
     def __call__(self, *args: Any) -> Any:
         take_over_number_of_threads()

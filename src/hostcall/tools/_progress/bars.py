@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hostcall as hc
+from hostcall._core.host_code import HostCode
 from hostcall.tools._progress import bar as one
 from hostcall.tools._progress.bar import EAGER, Bar, Delivery
 
@@ -38,7 +39,7 @@ _CLOSED_AT_MOST = 64
 
 
 @dataclass(frozen=True)
-class Loop:
+class Loop(HostCode):
     """What a call of `hc.progress` says of its loop; the function that its tap calls.
 
     Equal for equal lines, so that JAX's caches hit.
@@ -57,7 +58,7 @@ class Loop:
     rows: str
 
     __name__ = "hc.progress"
-    hostcall_stays = (
+    stays = (
         "hc.progress draws its bar in this process. Leave it out, or print the step"
         " with hc.print"
     )

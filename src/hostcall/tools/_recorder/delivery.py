@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import hostcall as hc
+from hostcall._core.host_code import HostCode
 from hostcall.errors import HostcallError
 from hostcall.tools._recorder.fields import Field
 from hostcall.tools._recorder.inbox import Inbox
@@ -22,7 +23,7 @@ from hostcall.tools._recorder.inbox import Inbox
 Columns = dict[str, np.ndarray]
 
 
-class Place:
+class Place(HostCode):
     """The function that a recorder taps, one for each set of fields.
 
     JAX compares the function when a program is traced again, so it must stay the same
@@ -36,7 +37,7 @@ class Place:
             which is one thread, adds to it.
     """
 
-    hostcall_stays = (
+    stays = (
         "a hc.Recorder writes to a run of this process. Leave it out, or tap a"
         " registered function (hc.register), which may record where the program runs"
     )

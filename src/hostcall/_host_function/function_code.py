@@ -1,9 +1,9 @@
 """Host code of a HostFunction: the function itself, or one of its rules in Python.
 
-A `HostCode` is one such piece. In a program it is a value of flat arrays (`primitive`):
-`run` makes it a call of hostcall's, with its options, trees and fills. When the program
-runs, the engine calls the same object. It puts the trees together, calls the user's
-function, takes apart what that returned, and checks it.
+A `FunctionCode` is one such piece. In a program it is a value of flat arrays
+(`primitive`): `run` makes it a call of hostcall's, with its options, trees and fills.
+When the program runs, the engine calls the same object. It puts the trees together,
+calls the user's function, takes apart what that returned, and checks it.
 
 The call in the middle may run on another thread, in another process or on another
 machine (`executor=`); see `sendable`. A residual that it computes comes back here,
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._core.fingerprint import fingerprint
+from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of, source_of
 from hostcall._core.spec import Results, Template
 from hostcall._host_function import rules, sendable
@@ -47,7 +48,7 @@ Steps = tuple[Callable[..., Any], Any, Callable[[Any, Any], Any], Any]
 
 
 @dataclass(frozen=True)
-class HostCode(Value):
+class FunctionCode(Value, HostCode):
     """One piece of host code. It is compared by what it is made of, so that JAX's
     caches hit.
 
@@ -64,7 +65,7 @@ class HostCode(Value):
             this looks like the last use.
     """
 
-    hostcall_kind: ClassVar = "host"  # for _engine/portable.py
+    travels_as = "host"
 
     site: Any  # a site.Site
     kind: Kind
@@ -101,8 +102,7 @@ class HostCode(Value):
             self.kind != "backward" or self.keeps_objects
         )
 
-    def hostcall_result(self, number: int) -> tuple[str, str]:  # for _engine/info.py
-        """What messages call a result, and which shape it has; "" for usual words."""
+    def result_words(self, number: int) -> tuple[str, str]:
         if self.kind != "jacobian":
             return "", ""
         trees, rule = self.site.trees, name_of(self.code)
@@ -130,7 +130,10 @@ class HostCode(Value):
     def describe(self) -> None:
         """Says for `name_of` and `source_of`, which the engine asks, what this is."""
         code = self.code
-        vars(self).update(__qualname__=name_of(code), hostcall_source=source_of(code))
+        vars(self).update(__qualname__=name_of(code), _source=source_of(code))
+
+    def source(self) -> str:
+        return str(vars(self).get("_source", ""))
 
     def options(self) -> dict[str, Any]:
         """The options of its calls, as `make_with` takes them."""
@@ -205,25 +208,25 @@ class HostCode(Value):
         run, sent, finish, more = start(self, operands)
         return tuple(finish(run(*sent), more))
 
-    def hostcall_steps(self, *operands: Any) -> Any:
-        """The steps of one row, as `_runtime/rows.py` runs them on an executor."""
+    def split(self, args: Any, kwargs: Any) -> Any:
+        del kwargs
         start = self._start
         if start is None:
-            return self._code("value"), operands, sendable.same
-        run, sent, finish, more = start(self, operands)
+            return self._code("value"), args, sendable.same
+        run, sent, finish, more = start(self, args)
         return run, sent, lambda value: tuple(finish(value, more))
 
-    def hostcall_awaits(self) -> bool:
+    def awaits(self) -> bool:
         return self._awaits
 
     @cached_property
     def _awaits(self) -> bool:
         return sendable.awaits(self.site.function, self.kind)
 
-    def hostcall_lane(self) -> Any:  # the function and its rules are one
+    def lane(self) -> Any:  # the function and its rules are one
         return self.site.function.fn
 
-    def hostcall_parts(self) -> Any:  # for _core/fingerprint.py
+    def parts(self) -> Any:
         return self.kind, self.code
 
     @cached_property
@@ -393,4 +396,4 @@ class HostCode(Value):
         return self._code("jacobian"), args, lambda value, _: blocks(value), None
 
 
-_jax.hold_weakly_in_caches(HostCode)
+_jax.hold_weakly_in_caches(FunctionCode)

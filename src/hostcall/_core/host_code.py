@@ -1,0 +1,214 @@
+"""Tells hostcall's own callables from a user's, and follows wrappers of either.
+
+A user's callable may have every attribute (a Mock), or run code when it is asked for
+one (an xmlrpc proxy). So nothing of hostcall's is looked up on it by name: `own` asks
+for its class, and all that hostcall wants to know of its own callables are methods of
+`HostCode`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from hostcall._core.errors import SpecError
+
+# Wrappers within wrappers. Python flattens a partial of a partial by itself, so more
+# than a few are a chain that leads back to itself.
+_DEPTH = 64
+
+
+class HostCode:
+    """A callable that hostcall makes and that programs call.
+
+    The methods have the answers that also hold for a user's function.
+
+    Attributes:
+        travels_as: how it leaves the process with a program: a kind in
+            _engine/portable.py; "" if it doesn't, or only by a registered name.
+        stays: why it can't leave the process, and what to write; "" if a name helps.
+    """
+
+    travels_as: ClassVar[str] = ""
+    stays: ClassVar[str] = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def source(self) -> str:
+        """The key of its statistics, a name and a place; "" for those of its code."""
+        return ""
+
+    def inside(self) -> Callable[..., Any] | None:
+        """The user's function that messages name, if this only wraps it."""
+        return None
+
+    def awaits(self) -> bool:
+        """Whether a call makes a coroutine."""
+        return False
+
+    def split(
+        self, args: Any, kwargs: Any
+    ) -> tuple[Callable[..., Any], Any, Callable[[Any], Any]] | None:
+        """(what to run elsewhere, its arguments, what makes the result of its value).
+
+        The last runs on the calling thread. None if all of it runs elsewhere.
+        """
+        return None
+
+    def enter(self, here: Any, held: Any, args: Any) -> Callable[..., Any] | None:
+        """Locks what a row needs until `held` is closed; returns what to await then.
+        None if nothing is locked.
+        """
+        return None
+
+    def lane(self) -> Any:
+        """What shares one limit of `concurrency=`: equal for all code of one owner."""
+        return self
+
+    def result_words(self, number: int) -> tuple[str, str]:
+        """What messages call a result, and which shape it has; "" for usual words."""
+        return "", ""
+
+    def no_derivative(self) -> str:
+        """Why it has no derivative, and what to write; "" for usual words."""
+        return ""
+
+    def parts(self) -> Any:
+        """What tells it from others of its class, for fingerprints; None: its code."""
+        return None
+
+
+class Handle:
+    """What users hold and register, where programs hold something else."""
+
+    def _held(self) -> Any:
+        """What programs hold."""
+        raise NotImplementedError
+
+    def _definition(self) -> Callable[..., Any] | None:
+        """The user's function that it was made of; None for a feed."""
+        return vars(self).get("fn")
+
+
+class TakesMask:
+    """A function or rule of hostcall's with `where(mask)`: the same under a mask."""
+
+    def where(self, mask: Any) -> Callable[..., Any]:
+        raise NotImplementedError
+
+
+class OfArguments:
+    """A `result=` that depends on the arguments: hc.like, hc.same_tree."""
+
+
+def own(fn: Any) -> HostCode | None:
+    """The callable, if hostcall made it.
+
+    By its type: `isinstance` asks the object for its `__class__`, and a Mock with a
+    spec, or a proxy, answers the class of something else.
+    """
+    return fn if issubclass(type(fn), HostCode) else None
+
+
+def handle(thing: Any) -> Handle | None:
+    """The object, if it is one of hostcall's handles; see `own`."""
+    return thing if issubclass(type(thing), Handle) else None
+
+
+def is_function(thing: Any) -> bool:
+    """Whether this is a HostFunction, or a bound one."""
+    given = handle(thing)
+    return given is not None and given._definition() is not None
+
+
+def is_partial(fn: Any) -> bool:
+    return issubclass(type(fn), functools.partial)
+
+
+def layers(fn: Any) -> Iterator[Any]:
+    """The callable, and what is inside it: of partials and of hostcall's wrappers.
+
+    Raises:
+        SpecError: there is no end to them.
+    """
+    yield fn
+    for _ in range(_DEPTH):
+        mine = own(fn)
+        inner = fn.func if is_partial(fn) else mine.inside() if mine else None
+        if inner is None:
+            return
+        fn = inner
+        yield fn
+    raise SpecError(
+        f"hostcall: got more than {_DEPTH} callables inside one another, which seem"
+        " to hold themselves: a functools.partial can (by its __setstate__)."
+        " Calling that would not end either. Pass the function and its arguments in a"
+        " lambda",
+        code="hc-spec",
+    )
+
+
+def innermost(fn: Any) -> Any:
+    """What is called in the end."""
+    *_, last = layers(fn)
+    return last
+
+
+def why_here(fn: Any) -> str:
+    """Why a callable of hostcall's, or a method of one, can't leave the process; "" for
+    a user's.
+    """
+    mine = own(fn.__self__ if type(fn) is types.MethodType else fn)
+    return "" if mine is None else mine.stays
+
+
+def asked(thing: Any, attribute: str, kind: type) -> Any:
+    """An attribute of Python's own, such as `__code__`, if it has the type that it has
+    in Python's own objects.
+
+    None otherwise: a proxy may raise anything, and a Mock with a spec answers a Mock.
+    """
+    try:
+        found = getattr(thing, attribute, None)
+    except Exception:
+        return None
+    return found if type(found) is kind else None
+
+
+def text_of(thing: Any, attribute: str) -> str:
+    """As `asked`, for a text; "" without."""
+    return asked(thing, attribute, str) or ""
+
+
+def dress(wrapper: Any, fn: Any) -> None:
+    """What functools.update_wrapper does, for a callable that may answer anything.
+
+    `__wrapped__` is left out if Python and JAX could not ask for the signature then.
+    """
+    for each in ("__module__", "__doc__"):
+        if text_of(fn, each):
+            setattr(wrapper, each, text_of(fn, each))
+    try:
+        inspect.unwrap(fn)
+        with contextlib.suppress(TypeError, ValueError):  # JAX does without it then
+            inspect.signature(fn)
+    except Exception:
+        return
+    wrapper.__wrapped__ = fn
+
+
+def wrapped(thing: Any) -> Any:
+    """What `functools.wraps` has kept in an object; None without.
+
+    Read from its dictionary, which `__getattr__` can't answer for.
+    """
+    try:
+        kept = object.__getattribute__(thing, "__dict__")
+    except Exception:  # no dictionary, or a property of that name
+        return None
+    return kept.get("__wrapped__") if type(kept) is dict else None

@@ -1,0 +1,62 @@
+"""Calls and taps in a shard_map that is manual over some mesh axes only.
+
+Along the other axes the compiler splits the values, and only it knows how. So the
+values are gathered along them, as for JAX's debug callbacks, and of the devices that
+differ only there the first makes the call: the others have a mask that is False. All of
+them come to the call, so that a failure reaches all of them. Then the first device's
+results go to the others, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hostcall import _jax
+from hostcall._engine.params.tap import TapParams
+from hostcall._primitives.across import bits, from_bits
+
+
+def lower(
+    program: _jax.Program,
+    operands: Sequence[Any],
+    params: Any,
+    bind: Callable[..., list[Any]],
+) -> list[Any]:
+    """Lowers the equation to itself, inside a region that is manual over all axes."""
+    axes = sorted(program.automatic, key=str)
+    masked = params if params.masked else with_mask(params)
+    through = isinstance(params, TapParams)  # its results are its arguments
+
+    def once(*values: Any) -> list[Any]:
+        first = jax.lax.axis_index(tuple(axes)) == 0
+        mask, *rest = values if params.masked else (True, *values)
+        results = bind(jnp.logical_and(mask, first), *rest, params=masked)
+        return results if through else [_firsts(x, first, axes) for x in results]
+
+    return _jax.lower_by(
+        program.ctx, lambda *values: _jax.manual_over(once, values), *operands
+    )
+
+
+def with_mask(params: Any) -> Any:
+    """The parameters of the same call or tap with a mask in front of its operands."""
+    none = (False,) * len(params.grid)
+    more: dict[str, Any] = {}
+    if isinstance(params, TapParams):
+        more["flags"] = tuple((False, *flags) for flags in params.flags)
+    if params.grid:
+        more["batched"] = (none, *params.batched)
+    return replace(params, masked=True, **more)
+
+
+def _firsts(value: Any, first: Any, axes: Sequence[Any]) -> Any:
+    """The value of the first device along these axes, on all of them."""
+    with jax.enable_x64(True):  # without it JAX has no 64-bit integers
+        parts = [jnp.where(first, part, 0) for part in bits(value)]
+        parts = [jax.lax.pmax(part, tuple(axes)) for part in parts]
+        return from_bits(value.dtype, iter(parts))
