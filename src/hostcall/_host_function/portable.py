@@ -58,8 +58,6 @@ def _read(told: Any) -> tuple[HostCode, dict[str, Any]]:
     name = registry.Name(*told["registered"])
     function = registry.find(*name)
     kind = told["kind"]
-    if kind not in get_args(Kind):
-        raise Malformed(f"the rule {kind!r}")
     fills = told["fills"]
     trees = Trees(
         name=str(told["name"]),
@@ -75,7 +73,7 @@ def _read(told: Any) -> tuple[HostCode, dict[str, Any]]:
         if type(slope) is not int or slope not in range(len(arguments.children())):
             raise Malformed(f"the slope {slope!r}")
         function = _slope(function, slope, name)
-    _check(function, kind, name)
+    _check_rules(function, kind, name)
     site = Site(function, trees, Place("a loaded program", 0, trees.name))
     code = HostCode(
         site,
@@ -105,7 +103,16 @@ def _slope(function: Any, position: int, name: registry.Name) -> Any:
     return differences.slope(position)
 
 
-def _check(function: Any, kind: str, name: registry.Name) -> None:
+def _check(told: Any) -> None:
+    """Raises Malformed or LoadError if what is registered here has no such rule."""
+    name, kind = registry.Name(*told["registered"]), told["kind"]
+    if kind not in get_args(Kind):
+        raise Malformed(f"the rule {kind!r}")
+    if told["slope"] is None:
+        _check_rules(registry.find(*name), kind, name)
+
+
+def _check_rules(function: Any, kind: str, name: registry.Name) -> None:
     """Raises LoadError if what is registered here lacks the rule that is called."""
     rules = getattr(function, "rules", None)
     if rules is None:
@@ -123,4 +130,4 @@ def _check(function: Any, kind: str, name: registry.Name) -> None:
         )
 
 
-add_kind("host", _tell, _read)
+add_kind("host", _tell, _read, _check)
