@@ -22,19 +22,16 @@ XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
 
   Pointers operands(frame->args, frame->args.args, plan.operands());
   Pointers results(frame->rets, frame->rets.rets, plan.outputs());
-  if (!operands.ok() || !results.ok()) return BufferMismatch(frame);
+  if (plan.tap || !operands.ok() || !results.ok()) return BufferMismatch(frame);
   return MakeCall(frame, state, operands.data(), results.data());
 }
 
 XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame) {
   const PlanState* state = nullptr;
-  if (XLA_FFI_Error* error = StateOf(frame, &state)) return error;
-  Pointers operands(frame->args, frame->args.args, state->plan->outputs());
-  if (!operands.ok()) {
-    return MakeError(frame->api,
-                     "hostcall: the operand with the outcome is missing");
-  }
-  return ErrorOfOutcome(frame, *state->plan, operands.data()[0]);
+  if (XLA_FFI_Error* error = FindState(frame, &state)) return error;
+  const XLA_FFI_Buffer* told = OutcomeIn(frame, *state->plan);
+  if (told == nullptr) return BufferMismatch(frame);
+  return ErrorOfOutcome(frame, *state->plan, told->data);
 }
 
 /// The benchmark's function, owned; null until it is set. Guarded by the GIL.
@@ -60,6 +57,7 @@ XLA_FFI_Error* ExecuteRaw(XLA_FFI_CallFrame* frame) {
     // Without an Entry, exit does not wait for this call: a benchmark has to wait
     // for its programs itself.
     GilGuard gil;
+    if (g_raw == nullptr) return MakeError(f->api, "no raw function is set");
     Ref value = Ref::Steal(PyObject_CallNoArgs(g_raw));
     if (!value) {
       PyErr_Clear();

@@ -103,7 +103,7 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
   const PlanState* state = nullptr;
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
   Work work(frame, *state, stream, state->plan->outputs());
-  if (!work.ok()) return BufferMismatch(frame);
+  if (state->plan->tap || !work.ok()) return BufferMismatch(frame);
   const CudaDriver& driver = Driver();
   std::optional<StagedCall> staged;
   try {
@@ -138,12 +138,10 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
 
 XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type) {
   const PlanState* state = nullptr;
-  if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
-  Pointers operands(frame->args, frame->args.args, state->plan->outputs());
-  if (!operands.ok())
-    return MakeError(frame->api,
-                     "hostcall: the operand with the outcome is missing");
-  const std::vector<Span> outcome{{operands.data()[0], kOutcomeBytes}};
+  if (XLA_FFI_Error* error = FindState(frame, &state, type)) return error;
+  const XLA_FFI_Buffer* told = OutcomeIn(frame, *state->plan);
+  if (told == nullptr) return BufferMismatch(frame);
+  const std::vector<Span> outcome{{told->data, kOutcomeBytes}};
   StagedCall staged(Driver(), PoolForCalls(), static_cast<CudaStream>(stream),
                     outcome, {});
   staged.Fetch();
@@ -155,7 +153,9 @@ XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, void* stream,
   const PlanState* state = nullptr;
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
   Work work(frame, *state, stream, state->plan->results.size());
-  if (!work.ok()) return BufferMismatch(frame);
+  // Any other function would read the GPU's memory as the host's.
+  const bool takes = !state->plan->tap && state->plan->lend == Lend::kBuffers;
+  if (!takes || !work.ok()) return BufferMismatch(frame);
   for (const auto* leaves : {&state->plan->args, &state->plan->results}) {
     for (const Leaf& leaf : *leaves) {
       if (leaf.bits == 0 || state->plan->grid.empty()) continue;
@@ -241,6 +241,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
 }
 
 XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId*) {
+  if (XLA_FFI_Error* error = LinkFault(frame)) return error;
   Pointers in(frame->args, frame->args.args, 1);
   Pointers out(frame->rets, frame->rets.rets, 1);
   if (!in.ok() || !out.ok()) {

@@ -188,6 +188,82 @@ inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
   return args.device_ordinal;
 }
 
+/// Bits of one element; 0 for a type that no call takes.
+inline int64_t BitsOf(XLA_FFI_DataType type) {
+  switch (type) {
+    case XLA_FFI_DataType_S1:
+    case XLA_FFI_DataType_U1:
+      return 1;
+    case XLA_FFI_DataType_S2:
+    case XLA_FFI_DataType_U2:
+      return 2;
+    case XLA_FFI_DataType_S4:
+    case XLA_FFI_DataType_U4:
+    case XLA_FFI_DataType_F4E2M1FN:
+      return 4;
+    // XLA has no name for its types of 6 bits, which take a byte each.
+    case XLA_FFI_DataType_INVALID:
+    case XLA_FFI_DataType_PRED:
+    case XLA_FFI_DataType_S8:
+    case XLA_FFI_DataType_U8:
+    case XLA_FFI_DataType_F8E5M2:
+    case XLA_FFI_DataType_F8E3M4:
+    case XLA_FFI_DataType_F8E4M3:
+    case XLA_FFI_DataType_F8E4M3FN:
+    case XLA_FFI_DataType_F8E4M3B11FNUZ:
+    case XLA_FFI_DataType_F8E5M2FNUZ:
+    case XLA_FFI_DataType_F8E4M3FNUZ:
+    case XLA_FFI_DataType_F8E8M0FNU:
+      return 8;
+    case XLA_FFI_DataType_S16:
+    case XLA_FFI_DataType_U16:
+    case XLA_FFI_DataType_F16:
+    case XLA_FFI_DataType_BF16:
+      return 16;
+    case XLA_FFI_DataType_S32:
+    case XLA_FFI_DataType_U32:
+    case XLA_FFI_DataType_F32:
+      return 32;
+    case XLA_FFI_DataType_S64:
+    case XLA_FFI_DataType_U64:
+    case XLA_FFI_DataType_F64:
+    case XLA_FFI_DataType_C64:
+      return 64;
+    case XLA_FFI_DataType_C128:
+      return 128;
+    default:
+      return 0;
+  }
+}
+
+/// Bytes of a buffer in XLA's layout.
+inline size_t BytesOf(const XLA_FFI_Buffer& buffer) {
+  int64_t elements = 1;
+  for (int64_t i = 0; i < buffer.rank; ++i) elements *= buffer.dims[i];
+  return static_cast<size_t>((elements * BitsOf(buffer.dtype) + 7) / 8);
+}
+
+/// Whether the last of these buffers, the first behind a token, has so many bytes.
+template <typename List>
+bool LastHas(size_t bytes, const List& list, void* const* items) {
+  return list.size > 0 &&
+         BytesOf(*static_cast<const XLA_FFI_Buffer*>(items[list.size - 1])) ==
+             bytes;
+}
+
+/// Null if a link has one number as operand and as result, else an error.
+inline XLA_FFI_Error* LinkFault(const XLA_FFI_CallFrame* frame) {
+  if (LastHas(sizeof(int32_t), frame->args, frame->args.args) &&
+      LastHas(sizeof(int32_t), frame->rets, frame->rets.rets)) {
+    return nullptr;
+  }
+  return MakeError(
+      frame->api,
+      "hostcall: a link has one int32 as operand and as result, and the "
+      "program passes other arrays. It was changed after hostcall made "
+      "it" HOSTCALL_CODE("hc-load"));
+}
+
 /// The data pointers of a call's buffers, on the stack if they are few. An ordered
 /// call has a token before its operands and results. A token has no data, and is
 /// skipped.

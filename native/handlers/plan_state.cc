@@ -79,58 +79,6 @@ std::vector<BufferType> TypesOf(const XLA_FFI_CallFrame* frame) {
   return all;
 }
 
-/// Bits of one element; 0 for a type that no call takes.
-int64_t BitsOf(XLA_FFI_DataType type) {
-  switch (type) {
-    case XLA_FFI_DataType_S1:
-    case XLA_FFI_DataType_U1:
-      return 1;
-    case XLA_FFI_DataType_S2:
-    case XLA_FFI_DataType_U2:
-      return 2;
-    case XLA_FFI_DataType_S4:
-    case XLA_FFI_DataType_U4:
-    case XLA_FFI_DataType_F4E2M1FN:
-      return 4;
-    case XLA_FFI_DataType_PRED:
-    case XLA_FFI_DataType_S8:
-    case XLA_FFI_DataType_U8:
-    case XLA_FFI_DataType_F8E5M2:
-    case XLA_FFI_DataType_F8E3M4:
-    case XLA_FFI_DataType_F8E4M3:
-    case XLA_FFI_DataType_F8E4M3FN:
-    case XLA_FFI_DataType_F8E4M3B11FNUZ:
-    case XLA_FFI_DataType_F8E5M2FNUZ:
-    case XLA_FFI_DataType_F8E4M3FNUZ:
-    case XLA_FFI_DataType_F8E8M0FNU:
-      return 8;
-    case XLA_FFI_DataType_S16:
-    case XLA_FFI_DataType_U16:
-    case XLA_FFI_DataType_F16:
-    case XLA_FFI_DataType_BF16:
-      return 16;
-    case XLA_FFI_DataType_S32:
-    case XLA_FFI_DataType_U32:
-    case XLA_FFI_DataType_F32:
-      return 32;
-    case XLA_FFI_DataType_S64:
-    case XLA_FFI_DataType_U64:
-    case XLA_FFI_DataType_F64:
-    case XLA_FFI_DataType_C64:
-      return 64;
-    case XLA_FFI_DataType_C128:
-      return 128;
-    default:
-      return 0;
-  }
-}
-
-size_t BytesOf(const XLA_FFI_Buffer& buffer) {
-  int64_t elements = 1;
-  for (int64_t i = 0; i < buffer.rank; ++i) elements *= buffer.dims[i];
-  return static_cast<size_t>((elements * BitsOf(buffer.dtype) + 7) / 8);
-}
-
 /// Whether the last buffers of a list have these sizes. A number or a token that
 /// only orders the call may be in front of them.
 bool Fit(int64_t size, void* const* items, const std::vector<size_t>& bytes) {
@@ -144,9 +92,11 @@ bool Fit(int64_t size, void* const* items, const std::vector<size_t>& bytes) {
   return true;
 }
 
-/// Whether XLA's buffers have the sizes that a plan reads and writes. Python has
-/// compared the shapes in the text. This compares what the engine made of them, so
-/// that memory is safe whatever a text says.
+/// Whether XLA's buffers have the sizes that a plan reads and writes. That holds
+/// for programs that were lowered here, and for texts, whose shapes Python has
+/// compared. This compares what the engine made of them, so that memory is safe
+/// whatever a file says: a program that JAX's own loaders read may name any plan of
+/// this process.
 bool FitsBuffers(const Plan& plan, const XLA_FFI_CallFrame* frame) {
   std::vector<size_t> in, out;
   if (plan.masked) in.push_back(static_cast<size_t>(plan.mask_rows));
@@ -162,6 +112,16 @@ bool FitsBuffers(const Plan& plan, const XLA_FFI_CallFrame* frame) {
   }
   return Fit(frame->args.size, frame->args.args, in) &&
          Fit(frame->rets.size, frame->rets.rets, out);
+}
+
+/// Null if XLA's buffers fit the plan, else an error.
+XLA_FFI_Error* Misfit(const Plan& plan, const XLA_FFI_CallFrame* frame) {
+  if (FitsBuffers(plan, frame)) return nullptr;
+  return MakeError(
+      frame->api,
+      "hostcall: the program passes other arrays to a call than its description "
+      "says. It was changed after hostcall made it" HOSTCALL_CODE("hc-load"),
+      XLA_FFI_Error_Code_FAILED_PRECONDITION);
 }
 
 /// Finds the plan of a place, and gives XLA a state for it.
@@ -237,14 +197,7 @@ XLA_FFI_Error* LateState::Get(XLA_FFI_CallFrame* frame, const PlanState** state)
   if (XLA_FFI_Error* e = ReadText(frame, text_, on_cuda_, &buffers, &plan)) {
     return e;
   }
-  if (!FitsBuffers(*plan, frame)) {
-    return MakeError(
-        frame->api,
-        "hostcall: the program passes other arrays to a call than its "
-        "description says. It was changed after hostcall made it" HOSTCALL_CODE(
-            "hc-load"),
-        XLA_FFI_Error_Code_FAILED_PRECONDITION);
-  }
+  if (XLA_FFI_Error* e = Misfit(*plan, frame)) return e;
   std::unique_ptr<PlanState> mine = StateFor(std::move(plan));
   // On failure `*state` becomes the one that another thread has published.
   if (made_.compare_exchange_strong(*state, mine.get(),
@@ -277,8 +230,8 @@ const XLA_FFI_TypeInfo* PlanTypeInfo() {
   return &info;
 }
 
-XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
-                       XLA_FFI_TypeId* type) {
+XLA_FFI_Error* FindState(XLA_FFI_CallFrame* frame, const PlanState** state,
+                         XLA_FFI_TypeId* type) {
   XLA_FFI_State_Get_Args get;
   get.struct_size = XLA_FFI_State_Get_Args_STRUCT_SIZE;
   get.extension_start = nullptr;
@@ -289,6 +242,16 @@ XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
   if (XLA_FFI_Error* error = frame->api->XLA_FFI_State_Get(&get)) return error;
   *state = static_cast<const PlanState*>(get.state);
   if ((*state)->late) return (*state)->late->Get(frame, state);
+  return nullptr;
+}
+
+XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
+                       XLA_FFI_TypeId* type) {
+  if (XLA_FFI_Error* error = FindState(frame, state, type)) return error;
+  // Relaxed: nothing is read by it, and a place that is checked twice is right too.
+  if ((*state)->fits.load(std::memory_order_relaxed)) return nullptr;
+  if (XLA_FFI_Error* error = Misfit(*(*state)->plan, frame)) return error;
+  (*state)->fits.store(true, std::memory_order_relaxed);
   return nullptr;
 }
 

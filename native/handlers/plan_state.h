@@ -79,12 +79,16 @@ class LateState {
   std::atomic<const PlanState*> made_{nullptr};  ///< owned
 };
 
-/// Read by all threads that execute the place; not changed after it was made.
+/// Read by all threads that execute the place; only `fits` changes after it was
+/// made.
 struct PlanState {
   Counted<Plan> plan;                  ///< null only if `late` is not
   std::unique_ptr<Team> team;          ///< null: each device calls alone
   std::shared_ptr<Throttle> throttle;  ///< null: every tap goes through
   std::unique_ptr<LateState> late;
+  /// Whether XLA's buffers were compared with the plan. Once is enough: the sizes
+  /// of a place's buffers are part of the compiled program.
+  mutable std::atomic<bool> fits{false};
 };
 
 /// The ids of PlanState in XLA's registries of types. XLA's CPU runtime has one
@@ -96,6 +100,10 @@ const XLA_FFI_TypeInfo* PlanTypeInfo();
 /// Finds the state that was made when the place was instantiated. `type` is its id
 /// in the registry of the runtime that runs the handler. Returns XLA's error or
 /// null.
+XLA_FFI_Error* FindState(XLA_FFI_CallFrame* frame, const PlanState** state,
+                         XLA_FFI_TypeId* type = PlanTypeId());
+/// The same, for a handler that passes the frame's buffers to the plan: an error if
+/// they have other sizes.
 XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
                        XLA_FFI_TypeId* type = PlanTypeId());
 

@@ -238,6 +238,15 @@ std::string TextOfVerdict(const Plan& plan, const std::string& said, bool is_our
 
 }  // namespace
 
+const XLA_FFI_Buffer* OutcomeIn(const XLA_FFI_CallFrame* frame, const Plan& plan) {
+  const auto wanted = static_cast<int64_t>(plan.outputs());
+  const int64_t size = frame->args.size;
+  if (!plan.tells || (size != wanted && size != wanted + 1)) return nullptr;
+  const auto* told =
+      static_cast<const XLA_FFI_Buffer*>(frame->args.args[size - wanted]);
+  return BytesOf(*told) == kOutcomeBytes ? told : nullptr;
+}
+
 XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
                               const void* outcome) {
   if (!HasFailed(outcome)) return nullptr;

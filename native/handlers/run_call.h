@@ -16,6 +16,10 @@ XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
                         void* const* operands, void* const* results,
                         void* stream = nullptr);
 
+/// The outcome among the operands of a verdict, which has the call's results behind
+/// it; null if it is not where it should be, or has another size.
+const XLA_FFI_Buffer* OutcomeIn(const XLA_FFI_CallFrame* frame, const Plan& plan);
+
 /// The error with which a program fails behind a call that told its outcome; null
 /// if the call did not fail. `outcome` is on the host.
 XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,

@@ -66,6 +66,7 @@ XLA_FFI_Error* ExecuteTap(XLA_FFI_CallFrame* frame) { return Guarded(frame, Tap)
 
 XLA_FFI_Error* ExecuteLink(XLA_FFI_CallFrame* frame) {
   return Guarded(frame, [](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
+    if (XLA_FFI_Error* error = LinkFault(f)) return error;
     Pointers in(f->args, f->args.args, 1);
     Pointers out(f->rets, f->rets.rets, 1);
     if (!in.ok() || !out.ok()) {

@@ -12,6 +12,7 @@ import registered as r
 
 import hostcall as hc
 from hostcall import _jax
+from hostcall._api.export import program
 from hostcall._primitives import travel
 from hostcall._runtime import host_device
 
@@ -183,6 +184,5 @@ def test_a_mesh_with_more_devices_than_there_are():
 
 
 def text_of(exported):
-    module = exported.exported.mlir_module()
-    (text,) = _jax.attribute_texts(module, travel.ATTRIBUTE, ["hostcall_call"])
+    (text,) = program.texts_of(exported.exported, 0)
     return text

@@ -140,8 +140,8 @@ def cube(x):
     return x
 def refused():
     try:
-        hc.load(data).call(jnp.float32(2))
-    except jax.errors.JaxRuntimeError as error:
+        hc.load(data)
+    except hc.errors.LoadError as error:
         print(str(error).splitlines()[0])
 refused()
 from hostcall._core import registry

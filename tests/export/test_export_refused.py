@@ -20,7 +20,7 @@ from jax.experimental import serialize_executable
 
 import hostcall as hc
 from hostcall import _native
-from hostcall._engine import targets
+from hostcall._api.export import program
 from hostcall._primitives import travel
 
 pytest.importorskip("flatbuffers")
@@ -282,12 +282,7 @@ def test_foreign_files(change, why):
 
 
 def texts_of(f, *specs):
-    from hostcall import _jax
-
-    module = hc.export(f)(*specs).exported.mlir_module()
-    return _jax.attribute_texts(
-        module, travel.ATTRIBUTE, (targets.TARGET, targets.TAP_TARGET)
-    )
+    return program.texts_of(hc.export(f)(*specs).exported, 0)
 
 
 def everything(x):

@@ -50,4 +50,6 @@ def test_the_list_of_fuzzers_is_whole():
         from fuzz.__main__ import NAMES
     finally:
         sys.path.remove(ROOT)
-    assert {*NAMES, "draw", "__init__", "__main__", "native"} == found - {"__pycache__"}
+    assert {*NAMES, "draw", "stablehlo", "__init__", "__main__", "native"} == found - {
+        "__pycache__"
+    }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import jax
 import numpy as np
 
-from hostcall._api import print_format
+from hostcall._api import plain_format, print_format
 from hostcall._api.tap import FACE, tap
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
@@ -38,7 +39,8 @@ def print(
 
     Args:
         fmt: a format string with braces. Not an f-string: the values do not exist yet
-            when the program is traced.
+            when the program is traced. In an exported program (`hc.export`) fields are
+            names and numbers with [item]s, and no attributes.
         *args: pytrees. Arrays are formatted as NumPy arrays, other leaves as they are.
             `fmt` must use each of them. A format such as {:.2f} holds for each element
             of an array.
@@ -127,6 +129,7 @@ class Printer(HostCode):
     Attributes:
         numbers: the leaves of the arguments that arrive as arrays, and are printed as
             Python's numbers: "(3,)", not "(array(3, dtype=int32),)".
+        loaded: whether the format comes from a file.
     """
 
     travels_as = "print"
@@ -137,6 +140,7 @@ class Printer(HostCode):
     end: str
     options: tuple[tuple[str, Any], ...]
     numbers: tuple[int, ...] = ()
+    loaded: bool = False
 
     @property
     def __name__(self) -> str:
@@ -148,11 +152,12 @@ class Printer(HostCode):
             for number in self.numbers:
                 leaves[number] = _of_python(leaves[number])
             args, kwargs = treedef.unflatten(leaves)
+        form = plain_format.formatted if self.loaded else print_format.formatted
         with np.printoptions(**dict(self.options)):
-            text = print_format.formatted(self.fmt, args, kwargs)
+            text = form(self.fmt, args, kwargs) + self.end
         file = sys.stdout if self.file is None else self.file.value
         # One write, so that other threads can't print between text and end.
-        file.write(text + self.end)
+        file.write(plain_format.without_controls(text) if self.loaded else text)
         if self.flush:
             file.flush()
 
@@ -163,29 +168,41 @@ def _tell(printer: Printer, _: bool) -> Any:
             "file= is a stream of this process. Leave it out: the line goes to what"
             " sys.stdout is where the program runs"
         )
+    if fault := plain_format.fault(printer.fmt):
+        raise NotPortable(f"its format {fault}")
     told = {"fmt": printer.fmt, "flush": printer.flush, "end": printer.end}
     told["numbers"] = list(printer.numbers)
     return {**told, "options": tell_plain(printer.options, "a NumPy print option")}
 
 
 def _read(told: Any) -> tuple[Printer, dict[str, Any]]:
-    options = read_plain(told["options"])
-    for name, _ in options:
-        if name not in _DEFAULTS:
-            raise Malformed(f"the print option {name!r}")
-    texts = {key: str(told[key]) for key in ("fmt", "end")}
-    numbers = tuple(map(int, told.get("numbers", ())))  # none in older files
     printer = Printer(
+        fmt=told["fmt"],
         file=None,
         flush=bool(told["flush"]),
-        options=options,
-        numbers=numbers,
-        **texts,
+        end=told["end"],
+        options=read_plain(told["options"]),
+        numbers=tuple(told.get("numbers", ())),  # none in older files
+        loaded=True,
     )
     return printer, {}
 
 
-add_kind("print", _tell, _read)
+def _check(told: Any) -> None:
+    for key in ("fmt", "end"):
+        if not isinstance(told[key], str):
+            raise Malformed(f"{key}={told[key]!r} of a print")
+    if fault := plain_format.fault(told["fmt"]):
+        raise Malformed(f"the format {told['fmt']!r}, which {fault}")
+    for name, value in told["options"]:
+        if name not in _FITS or not _FITS[name](value):
+            raise Malformed(f"the print option {name}={value!r}")
+    for number in told.get("numbers", ()):
+        if type(number) is not int or number < 0:
+            raise Malformed(f"the number {number!r} of an argument of a print")
+
+
+add_kind("print", _tell, _read, _check)
 
 
 def _of_python(array: np.ndarray) -> Any:
@@ -217,4 +234,28 @@ _DEFAULTS = {
     "sign": "-",
     "formatter": None,
     "legacy": False,
+}
+
+
+def _up_to(most: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and 0 <= value <= most
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# The print options that may come from a file, and which values of them. A formatter
+# is a function.
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "edgeitems": _up_to(2**31),
+    "threshold": _up_to(sys.maxsize),
+    "floatmode": ("fixed", "unique", "maxprec", "maxprec_equal").__contains__,
+    "precision": lambda value: value is None or _up_to(plain_format.WIDEST)(value),
+    "suppress": lambda value: isinstance(value, bool),
+    "linewidth": _up_to(2**31),
+    "nanstr": _is_text,
+    "infstr": _is_text,
+    "sign": ("-", "+", " ").__contains__,
+    "legacy": lambda value: value is False or _is_text(value),
 }

@@ -21,15 +21,15 @@ from hostcall._core.spec import is_numeric
 
 def formatted(fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """`fmt.format(*args, **kwargs)`; a spec holds for each element of an array."""
-    shown = [*map(_printable, args)]
-    named = {k: _printable(v) for k, v in kwargs.items()}
+    shown = [*map(printable, args)]
+    named = {k: printable(v) for k, v in kwargs.items()}
     try:
         return fmt.format(*shown, **named)
     except TypeError:  # NumPy's arrays take no format specs
-        return _EachElement().vformat(fmt, shown, named)
+        return EachElement().vformat(fmt, shown, named)
 
 
-def _printable(value: Any) -> Any:
+def printable(value: Any) -> Any:
     """Converts scalars of small types to Python's: they support no format specs."""
     if not isinstance(value, np.ndarray) or value.ndim or value.dtype.kind != "V":
         return value
@@ -37,7 +37,7 @@ def _printable(value: Any) -> Any:
     return number(value)
 
 
-class _EachElement(string.Formatter):
+class EachElement(string.Formatter):
     """Formats each element of an array as its field says: {:.2f} -> [0.10 0.20]."""
 
     def format_field(self, value: Any, format_spec: str) -> str:

@@ -69,15 +69,25 @@ def tell_dtype(dtype: Any) -> str:
     return str(np.dtype(dtype).name)
 
 
-def read_dtype(told: str) -> np.dtype:
-    # NumPy reads much else, such as "(2,3)f4, 07i4".
-    if not (isinstance(told, str) and told.isidentifier()):
+def read_dtype(told: Any) -> np.dtype:
+    # Only these: NumPy reads much else, such as "object" and "(2,3)f4, 07i4".
+    if not isinstance(told, str) or told not in XLAS_DTYPES:
         raise Malformed(f"the dtype {told!r}")
-    found = getattr(ml_dtypes, told, None)
-    try:
-        return np.dtype(told if found is None else found)
-    except TypeError as error:
-        raise Malformed(f"the dtype {told!r}") from error
+    return np.dtype(getattr(ml_dtypes, told, told))
+
+
+# The dtypes of arrays that calls pass, with XLA_FFI_DataType in XLA's c_api.h.
+XLAS_DTYPES = {
+    "bool": 1,
+    **{"int8": 2, "int16": 3, "int32": 4, "int64": 5},
+    **{"uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9},
+    **{"float16": 10, "float32": 11, "float64": 12, "bfloat16": 16},
+    **{"complex64": 15, "complex128": 18, "int4": 21, "uint4": 22},
+    **{"float8_e5m2": 19, "float8_e4m3fn": 20, "float8_e4m3b11fnuz": 23},
+    **{"float8_e5m2fnuz": 24, "float8_e4m3fnuz": 25, "int2": 26, "uint2": 27},
+    **{"float8_e4m3": 28, "float8_e3m4": 29, "float4_e2m1fn": 32},
+    "float8_e8m0fnu": 33,
+}
 
 
 def _tell_size(size: Any) -> Any:
@@ -225,9 +235,50 @@ def read_results(told: Any) -> Results:
 # --- The text -----------------------------------------------------------------------
 
 
+# How deep lists and dicts may be in each other. What reads them goes down by calls of
+# functions, and Python has room for a thousand.
+_DEEPEST = 200
+
+
 def write(told: Any) -> str:
     """The text of what `tell_*` made; equal for equal things, in every process."""
+    if _is_too_deep(told):
+        raise NotPortable(
+            f"its arguments or results are a pytree of more than {_DEEPEST} levels."
+            " Pass its leaves in a flat list"
+        )
     return json.dumps(told, separators=(",", ":"), sort_keys=True)
+
+
+def read(text: str | bytes) -> Any:
+    """What a text says.
+
+    Raises Malformed, which says why it can't be read.
+    """
+    try:
+        told = json.loads(text)
+    except (ValueError, TypeError) as error:
+        raise Malformed(f"{type(error).__name__}: {error}") from error
+    except RecursionError:
+        told = None
+    else:
+        if not _is_too_deep(told):
+            return told
+    raise Malformed(f"lists in lists, more than {_DEEPEST} deep")
+
+
+def _is_too_deep(told: Any) -> bool:
+    level = [told]
+    for _ in range(_DEEPEST):
+        level = [
+            child
+            for part in level
+            if isinstance(part, (dict, list))
+            for child in (part.values() if isinstance(part, dict) else part)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def sizes_in(told: Any) -> list[str]:

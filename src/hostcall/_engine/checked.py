@@ -8,14 +8,18 @@ is `Malformed`. (The engine compares the bytes of XLA's buffers once more.)
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hostcall._core.order import ORDERS
-from hostcall._core.portable import Malformed, read_bytes, read_dtype
+from hostcall._core.portable import Malformed, read_bytes, read_dtype, sizes_in
 from hostcall._engine.params.tap import WHEN_FULL
+
+# A size with names, such as "2*b + floordiv(n^2, 4)". JAX multiplies powers out.
+_SIZE = re.compile(r"(?:[\w\s+*/,()-]|\^[0-9](?![0-9])){1,1000}")
 
 _Check = Callable[[Any], bool]
 
@@ -133,6 +137,15 @@ def check_options(told: Any) -> None:
         known = mode in ("ONCE", "EACH") and _is_int(size, 1) and size < 2**20
         if not known or not _or_none(_int(0))(leader):
             raise Malformed(f"the team {told['team']!r}")
+    for size in sizes_in(told):
+        if not isinstance(size, str) or not _SIZE.fullmatch(size):
+            raise Malformed(f"the size {size!r}")
+    if told["mesh"] is not None:
+        names, sizes, ids = told["mesh"]
+        fits = all(type(name) is str for name in names)
+        fits = fits and all(_is_int(size, 1) for size in sizes)
+        if not fits or not all(_is_int(number, 0) for number in ids):
+            raise Malformed(f"the mesh {told['mesh']!r}")
     if callback["lend"] and (callback["timeout"] is not None or told["parallel"]):
         raise Malformed("lend= beside timeout= or rows in parallel")
     if callback["coalesce"] and (params["order"] != "pure" or params["levels"]):

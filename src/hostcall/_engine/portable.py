@@ -29,10 +29,12 @@ class Kind(NamedTuple):
     Attributes:
         tell: (callable, whether the program is exported) -> JSON; raises NotPortable.
         read: JSON -> (the callable, fields of its `Callback` that don't travel).
+        check: refuses JSON that `read` could not use, and makes nothing.
     """
 
     tell: Callable[[Any, bool], Any]
     read: Callable[[Any], tuple[Any, dict[str, Any]]]
+    check: Callable[[Any], Any]
 
 
 # hostcall's own callables say their kind in `travels_as`. The module that knows how
@@ -46,9 +48,9 @@ _HOMES = {
 _kinds: dict[str, Kind] = {}
 
 
-def add_kind(kind: str, tell: Any, read: Any) -> None:
+def add_kind(kind: str, tell: Any, read: Any, check: Any) -> None:
     """Called by the module of a kind, when it is imported."""
-    _kinds[kind] = Kind(tell, read)
+    _kinds[kind] = Kind(tell, read, check)
 
 
 def _kind(name: Any) -> Kind:
@@ -166,8 +168,9 @@ def check(told: Any) -> None:
     """Raises RegistryError or Malformed if the function of an equation is not here."""
     for name in names_in(told):
         registry.find(*name)
-    if told["function"][0] != "registered":
-        _kind(told["function"][0])
+    kind, more = told["function"]
+    if kind != "registered":
+        _kind(kind).check(more)
 
 
 def read(told: Any) -> Any:

@@ -18,7 +18,6 @@ LINK_TARGET = "hostcall_link"
 VERDICT_TARGET = "hostcall_verdict"
 BUFFER_TARGET = "hostcall_buffer"
 GRAPH_TARGET = "hostcall_buffer_graph"  # may become part of a GPU's command buffer
-RAW_TARGET = "hostcall_raw"  # for benchmarks/: enters Python and does nothing else
 
 _HANDLERS = {
     TARGET: "call",
@@ -102,7 +101,6 @@ def _register() -> None:
         for target, name in _HANDLERS.items():
             handler = handlers[kind + name]
             jax.ffi.register_ffi_target(target, handler, platform=platform)
-    jax.ffi.register_ffi_target(RAW_TARGET, handlers["raw"], platform="cpu")
 
 
 _register()

@@ -59,8 +59,6 @@ def _read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
     name = registry.Name(*told["registered"])
     function = registry.find(*name)
     kind = told["kind"]
-    if kind not in get_args(Kind):
-        raise Malformed(f"the rule {kind!r}")
     fills = told["fills"]
     trees = Trees(
         name=str(told["name"]),
@@ -76,7 +74,7 @@ def _read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
         if type(slope) is not int or slope not in range(len(arguments.children())):
             raise Malformed(f"the slope {slope!r}")
         function = _slope(function, slope, name)
-    _check(function, kind, name)
+    _check_rules(function, kind, name)
     site = Site(function, trees, Place("a loaded program", 0, trees.name))
     code = FunctionCode(
         site,
@@ -106,7 +104,16 @@ def _slope(function: Any, position: int, name: registry.Name) -> Any:
     return differences.slope(position)
 
 
-def _check(function: Any, kind: str, name: registry.Name) -> None:
+def _check(told: Any) -> None:
+    """Raises Malformed or LoadError if what is registered here has no such rule."""
+    name, kind = registry.Name(*told["registered"]), told["kind"]
+    if kind not in get_args(Kind):
+        raise Malformed(f"the rule {kind!r}")
+    if told["slope"] is None:
+        _check_rules(registry.find(*name), kind, name)
+
+
+def _check_rules(function: Any, kind: str, name: registry.Name) -> None:
     """Raises LoadError if what is registered here lacks the rule that is called."""
     rules = function.rules if is_function(function) else None
     if rules is None:
@@ -124,4 +131,4 @@ def _check(function: Any, kind: str, name: registry.Name) -> None:
         )
 
 
-add_kind("host", _tell, _read)
+add_kind("host", _tell, _read, _check)

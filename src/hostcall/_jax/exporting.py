@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import core as _core
@@ -186,27 +186,124 @@ def marked(exported: jax.export.Exported, mark: str) -> jax.export.Exported:
     )
 
 
-def attribute_texts(
-    module: str | jax.export.Exported, name: str, targets: Sequence[str]
-) -> list[str]:
-    """The texts that the custom calls of these targets have as this attribute.
+class CustomCall(NamedTuple):
+    """A custom call in a program that was exported, maybe by somebody else.
 
-    Calls of other libraries may have attributes of this name too.
+    Attributes:
+        operation: what MLIR calls it: "stablehlo.custom_call".
+        target: the name of its handler.
+        config: the attributes that the handler gets: texts; None for all else.
+        operands, results: their types, as MLIR writes them. Operands that only say
+            which symbolic sizes the results have are left out.
+        has_side_effect: whether XLA may neither drop nor merge it.
+        aliases: whether results may take the memory of operands.
+        odd: names of attributes that no call of hostcall's has, or has like this.
     """
-    found: list[str] = []
+
+    operation: str
+    target: str
+    config: dict[str, str | None]
+    operands: list[str]
+    results: list[str]
+    has_side_effect: bool
+    aliases: bool
+    odd: list[str]
+
+
+def custom_calls(exported: jax.export.Exported) -> list[CustomCall]:
+    """The custom calls of a program, in all of its functions."""
+    found: list[CustomCall] = []
 
     def look(op: Any) -> Any:
-        target = op.attributes.get("call_target_name")
-        config = op.attributes.get("mhlo.backend_config")
-        is_ours = isinstance(target, _ir.StringAttr) and target.value in targets
-        if is_ours and isinstance(config, _ir.DictAttr) and name in config:
-            found.append(str(_ir.StringAttr(config[name]).value))
+        if "call_target_name" in op.attributes:
+            found.append(_custom_call(op))
         return _ir.WalkResult.ADVANCE
 
-    with _mlir.make_ir_context():
-        if isinstance(module, str):
-            read = _ir.Module.parse(module)
-        else:  # without printing it, which takes long with large constants
-            read = module.mlir_module(serialized=False)
-        read.operation.walk(look)
+    with _mlir.make_ir_context() as context:
+        # Else MLIR starts threads, and a process that has some may not fork.
+        context.enable_multithreading(False)
+        try:  # not printed and parsed, which takes long with large constants
+            exported.mlir_module(serialized=False).operation.walk(look)
+        finally:
+            context.set_thread_pool(_mlir.global_thread_pool)
     return found
+
+
+def _custom_call(op: Any) -> CustomCall:
+    given = {name: op.attributes[name] for name in op.attributes}
+    count = len(op.operands)
+    shapes = _numbers(given.get("indices_of_shape_operands"), count) or []
+    config = given.get(_CONFIG)
+    odd = [name for name in given if name not in _KNOWN]
+    if config is not None and not isinstance(config, _ir.DictAttr):
+        odd.append(_CONFIG)
+    if str(given.get("backend_config", '""')) != '""':  # older targets' own
+        odd.append("backend_config")
+    if shapes != list(range(count - len(shapes), count)):
+        odd.append("indices_of_shape_operands")
+    layouts = {"operand_layouts": op.operands, "result_layouts": op.results}
+    for name, values in layouts.items():
+        if name in given and not _is_row_major(given[name], values):
+            odd.append(name)
+    return CustomCall(
+        operation=op.name,
+        target=_text(given["call_target_name"]) or str(given["call_target_name"]),
+        config={entry.name: _text(entry.attr) for entry in config or ()}
+        if _CONFIG not in odd
+        else {},
+        operands=[str(value.type) for value in op.operands][: count - len(shapes)],
+        results=[str(value.type) for value in op.results],
+        has_side_effect=str(given.get("has_side_effect")) == "true",
+        aliases=str(given.get("output_operand_aliases", "[]")) != "[]",
+        odd=odd,
+    )
+
+
+_CONFIG = "mhlo.backend_config"
+_KNOWN = {
+    *("call_target_name", "backend_config", _CONFIG, "indices_of_shape_operands"),
+    *("operand_layouts", "result_layouts"),
+    # Those decide neither which memory a call gets nor what its handler reads.
+    *("has_side_effect", "output_operand_aliases", "mhlo.frontend_attributes"),
+    *("mhlo.sharding", "sdy.sharding"),
+}
+
+
+def _text(attribute: Any) -> str | None:
+    if not isinstance(attribute, _ir.StringAttr):
+        return None
+    try:
+        return str(_ir.StringAttr(attribute).value_bytes, "utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _numbers(attribute: Any, most: int) -> list[int] | None:
+    """The numbers of an attribute; None if it has none, or too many."""
+    if not isinstance(attribute, _ir.DenseIntElementsAttr) or len(attribute) > most:
+        return None
+    return list(attribute)
+
+
+def _is_row_major(layouts: Any, values: Any) -> bool:
+    if not isinstance(layouts, _ir.ArrayAttr) or len(layouts) != len(values):
+        return False
+    for layout, value in zip(layouts, values, strict=True):
+        ranked = isinstance(value.type, _ir.RankedTensorType)
+        rank = len(value.type.shape) if ranked else 0  # a token has none
+        if _numbers(layout, rank) != list(range(rank))[::-1]:
+            return False
+    return True
+
+
+def type_text(dtype: str, sizes: Sequence[Any]) -> str:
+    """How MLIR writes the type of an array; a size that is no int is symbolic."""
+    kind = dtype.replace("uint", "ui").replace("int", "i").replace("bool", "i1")
+    if dtype.startswith("complex"):
+        kind = f"complex<f{int(dtype.removeprefix('complex')) // 2}>"
+    elif dtype.startswith("float"):  # "float8_e4m3fn" is f8E4M3FN
+        kind = "f" + dtype.removeprefix("float").replace("_", "").upper()
+    elif dtype == "bfloat16":
+        kind = "bf16"
+    shape = "".join(f"{n if type(n) is int else '?'}x" for n in sizes)
+    return f"tensor<{shape}{kind}>"

@@ -23,7 +23,7 @@ registry, and everything else is numbers and texts.
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -88,7 +88,7 @@ def _check_sizes(told: Any) -> None:
     """Refuses a call whose plan could not be made, since a size would be unknown."""
     if not (sizes := portable.sizes_in(told)):
         return
-    known = portable.sizes_in(_buffers_of(told))
+    known = portable.sizes_in(list(buffers_of(told)))
     if unknown := _jax.unknown_sizes(sizes, known):
         raise NotPortable(
             f"the sizes {', '.join(unknown)} don't follow from the shapes of its arrays"
@@ -114,20 +114,35 @@ def _tell_mesh(mesh: Any) -> Any:
 def parse(text: str) -> Any:
     """What a text says. Raises LoadError."""
     try:
-        told = json.loads(text)
-        version = told["hostcall"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        told = portable.read(text)
+        if not isinstance(told, dict) or "hostcall" not in told:
+            raise Malformed("it names no version")
+    except Malformed as error:
         raise LoadError(
             "hostcall: the program has a call whose description can't be read"
-            f" ({type(error).__name__}: {error}). It was damaged, or not made by"
-            " hostcall"
+            f" ({error}). It was damaged, or not made by hostcall"
         ) from error
+    version = told["hostcall"]
     if version != FORMAT:
         raise LoadError(
             f"hostcall: the program has a call in version {version} of hostcall's"
             f" format, and this hostcall reads version {FORMAT}. Export it with this"
             " version, or load it with the one that exported it"
         )
+    return told
+
+
+def check(text: str) -> Any:
+    """What a text says, checked as far as its sizes are known. Makes nothing.
+
+    Raises LoadError, or RegistryError if this process lacks its function.
+    """
+    told = parse(text)
+    with reading():
+        checked.check_options(told)
+        if not portable.sizes_in(told):
+            checked.check_shapes(told)
+        equations.check(told)
     return told
 
 
@@ -145,21 +160,19 @@ def _read_text(
     Returns:
         The plan; None when the program is loaded.
     """
-    told = parse(text)
     platform = "cuda" if on_cuda else "cpu"
     client = _client(platform)
     targets.start_on(client)
-    with _reading():
-        checked.check_options(told)
+    told = check(text)
+    with reading():
         sizes = portable.sizes_in(told)
         if buffers is not None:
-            wanted = _buffers_of(told)
+            wanted = list(itertools.chain(*buffers_of(told)))
             told = _with_sizes(told, sizes, wanted, buffers)
             _check_buffers(told, buffers)
+            checked.check_shapes(told)
         elif sizes:
-            equations.check(told)
             return None
-        checked.check_shapes(told)
         params = equations.read(told)
         operands = portable.read_avals(told["operands"])
         mesh = _read_mesh(told["mesh"], client)
@@ -176,7 +189,8 @@ _SAY_DAMAGED = (
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
+def reading() -> Iterator[None]:
+    """Turns what a wrong text leads to into LoadErrors."""
     try:
         yield
     except HostcallError:
@@ -240,16 +254,16 @@ def _client(platform: str) -> Any:
     return default if fits else _jax.client_of(platform)
 
 
-def _buffers_of(told: Any) -> list[Any]:
-    """[dtype, *shape] of the operands and results that the program passes."""
+def buffers_of(told: Any) -> tuple[list[Any], list[Any]]:
+    """[dtype, *shape] of the operands and of the results that the program passes."""
     operands, params = told["operands"], told["params"]
     if told["equation"] == "tap":
         first, last = int(params["masked"]), len(operands) - int(params["always"])
-        return [*operands, *(operands[first:last] if params["through"] else [])]
+        return operands, operands[first:last] if params["through"] else []
     grid = params["grid"]
     results = [[dtype, *grid, *shape] for dtype, *shape in told["avals"]]
     number = [["int32"]] if told["linked"] else []  # see emit.py
-    return [*number, *operands, *number, *results]
+    return [*number, *operands], [*number, *results]
 
 
 def _with_sizes(
@@ -278,27 +292,14 @@ def _with_sizes(
 
 def _check_buffers(told: Any, buffers: list[list[int]]) -> None:
     """Refuses a text that says more or less memory than XLA passes."""
-    wanted = [[_XLAS_DTYPES.get(t), *shape] for t, *shape in _buffers_of(told)]
+    described = itertools.chain(*buffers_of(told))
+    wanted = [[portable.XLAS_DTYPES.get(t), *shape] for t, *shape in described]
     if wanted != buffers:
         raise LoadError(
             "hostcall: the program passes other arrays to a call than its description"
             f" says (XLA's dtypes and shapes: {buffers}, described: {wanted}). It was"
             " changed after hostcall made it"
         )
-
-
-# XLA_FFI_DataType in XLA's c_api.h.
-_XLAS_DTYPES = {
-    "bool": 1,
-    **{"int8": 2, "int16": 3, "int32": 4, "int64": 5},
-    **{"uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9},
-    **{"float16": 10, "float32": 11, "float64": 12, "bfloat16": 16},
-    **{"complex64": 15, "complex128": 18, "int4": 21, "uint4": 22},
-    **{"float8_e5m2": 19, "float8_e4m3fn": 20, "float8_e4m3b11fnuz": 23},
-    **{"float8_e5m2fnuz": 24, "float8_e4m3fnuz": 25, "int2": 26, "uint2": 27},
-    **{"float8_e4m3": 28, "float8_e3m4": 29, "float4_e2m1fn": 32},
-    "float8_e8m0fnu": 33,
-}
 
 
 def _read_mesh(told: Any, client: Any) -> Any:

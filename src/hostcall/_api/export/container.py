@@ -15,6 +15,7 @@ import hashlib
 import json
 from typing import Any
 
+from hostcall._core import portable
 from hostcall._core.errors import LoadError
 
 _MAGIC = b"hostcall export"
@@ -69,9 +70,10 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
             " changed, or are missing at the end. Copy it again"
         )
     try:
-        header = json.loads(behind[:length])
-    except ValueError as error:
+        header = portable.read(behind[:length])
+    except portable.Malformed as error:
         raise LoadError(
-            f"hostcall: the header of the exported program can't be read: {error}"
+            f"hostcall: the header of the exported program can't be read: {error}. It"
+            " was damaged, or something else wrote it"
         ) from error
     return header, behind[length:]

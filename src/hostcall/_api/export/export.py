@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from hostcall import _jax
-from hostcall._api.export import container
+from hostcall._api.export import container, program
 from hostcall._api.export.manifest import (
     Manifest,
     manifest_of,
@@ -21,20 +21,13 @@ from hostcall._api.object.portable import descriptions, generation_of, objects_o
 from hostcall._core import registry
 from hostcall._core.errors import (
     ExportError,
-    HostcallError,
     LoadError,
     RegistryError,
     SpecError,
 )
-from hostcall._core.portable import Malformed
-from hostcall._engine import targets
 from hostcall._primitives import travel
 
-_OURS = tuple(
-    jax.export.DisabledSafetyCheck.custom_call(target)
-    for target in (targets.TARGET, targets.TAP_TARGET, targets.LINK_TARGET)
-)
-
+_OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, program.TARGETS))
 
 _TAPS = ("tap", "print")
 _JITTED = type(jax.jit(lambda: None))
@@ -108,10 +101,10 @@ class Exported:
 
         Needs the package flatbuffers, as jax.export does.
         """
-        program = bytes(self._unmarked.serialize(vjp_order=self.manifest.vjp_order))
+        behind = bytes(self._unmarked.serialize(vjp_order=self.manifest.vjp_order))
         header = {**dataclasses.asdict(self.manifest), "objects": list(self._told)}
         header["format"] = travel.FORMAT
-        return container.pack(header, program)
+        return container.pack(header, behind)
 
     __bytes__ = serialize
 
@@ -158,7 +151,7 @@ def export(
     Raises:
         ExportError: some host code has no registered name, or can't leave the process:
             buffer callbacks and JAX's own, on="shards", sharded feeds, executor= of a
-            plain function, file= of hc.print.
+            plain function, file= of hc.print, attributes in its format.
 
     Only names and numbers go into the file: no code, no closure, no pickle. What the
     host code holds (weights, settings) must be there where the program is loaded.
@@ -201,10 +194,9 @@ def export(
                     code="hc-export",
                 ) from error
             raise
-        texts = _texts(exported, vjp_order)
-        calls = [travel.parse(text)["function"] for text in dict.fromkeys(texts)]
+        texts = program.texts_of(exported, vjp_order)
         manifest = manifest_of(exported, vjp_order, texts)
-        return Exported(exported, manifest, descriptions(calls))
+        return Exported(exported, manifest, _objects(texts))
 
     return of
 
@@ -212,16 +204,17 @@ def export(
 def load(data: bytes | bytearray | memoryview) -> Exported:
     """Reads what `Exported.serialize` wrote, in this process or another.
 
-    Everything is checked before anything runs: the bytes, the versions, and that all
-    names are registered here. Nothing in the bytes is executed or unpickled.
+    Everything is checked before anything runs: the bytes, the versions, that all names
+    are registered here, and that the program calls what its manifest lists, with the
+    arrays that it passes. Nothing in the bytes is executed or unpickled.
 
     Args:
         data: the bytes. Like any compiled program they must come from somebody you
             trust: a program may also call other code that XLA knows by name.
 
     Raises:
-        LoadError: the bytes are damaged, cut off, foreign, or of another version; the
-            text says which part.
+        LoadError: the bytes are damaged, cut off, foreign, or of another version, or
+            the program has calls that `hc.export` never writes; the text says which.
         RegistryError: names that this process has not registered.
 
     Functions that were registered again (hc.register) are called by what is loaded
@@ -235,13 +228,13 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             " write hc.load(pathlib.Path(path).read_bytes())",
             code="hc-load",
         )
-    header, program = container.unpack(bytes(data))
+    header, behind = container.unpack(bytes(data))
     manifest, told = read_manifest(header)
     lacking = [name for name in names_in(manifest) if not registry.is_here(name)]
     if lacking:
         raise RegistryError(registry.missing(lacking))
     try:
-        exported = jax.export.deserialize(bytearray(program))
+        exported = jax.export.deserialize(bytearray(behind))
     except ImportError:
         raise
     except Exception as error:
@@ -250,30 +243,37 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             f" {manifest.jax} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    _check_order(exported, manifest.vjp_order)
-    try:
+    program.check_order(exported, manifest.vjp_order)
+    texts = program.texts_of(exported, manifest.vjp_order)
+    with travel.reading():
+        found = manifest_of(exported, manifest.vjp_order, texts)
+        _check_told("function", manifest.function, found.function)
+        _check_told("platforms", manifest.platforms, found.platforms)
+        _check_told("calls", manifest.calls, found.calls)
+        _check_told("objects", told, _objects(texts))
+        for text in dict.fromkeys(texts):
+            travel.check(text)
         return Exported(exported, manifest, told)
-    except HostcallError:
-        raise
-    except (Malformed, TypeError, KeyError, ValueError, AttributeError) as error:
+
+
+def _check_told(what: str, said: Any, found: Any) -> None:
+    """Refuses a file whose manifest is not that of the program behind it."""
+    if said != found:
+        if isinstance(said, tuple):
+            both = (", ".join(map(str, each)) or "none" for each in (said, found))
+            said, found = both
         raise LoadError(
-            "hostcall: the objects of the exported program can't be read"
-            f" ({type(error).__name__}: {error}). It was damaged, or another version of"
-            " hostcall wrote it"
-        ) from error
+            f"hostcall: the manifest of the exported program has the {what} {said}, and"
+            f" the program in the file has {found}. Something else wrote the file or"
+            " changed it, so what the manifest says can't be relied on. Export the"
+            " program again"
+        )
 
 
-def _check_order(exported: jax.export.Exported, order: int) -> None:
-    """Refuses a manifest that promises derivatives which are not in the file."""
-    inner = exported
-    for found in range(order):
-        if not inner.has_vjp():
-            raise LoadError(
-                f"hostcall: the manifest of the exported program says"
-                f" vjp_order={order}, and the program in the file has {found}. It was"
-                " damaged, or something else wrote it"
-            )
-        inner = inner.vjp()
+def _objects(texts: Sequence[str]) -> list[Any]:
+    """The descriptions of the objects whose methods are called."""
+    calls = [travel.parse(text)["function"] for text in dict.fromkeys(texts)]
+    return descriptions(calls)
 
 
 def _uses_none(program: Any) -> bool:
@@ -281,13 +281,6 @@ def _uses_none(program: Any) -> bool:
     used = {id(v) for eqn in program.eqns for v in eqn.invars}
     used |= {id(v) for v in program.jaxpr.outvars}
     return not any(id(v) in used for v in program.jaxpr.invars)
-
-
-def _texts(exported: jax.export.Exported, vjp_order: int) -> list[str]:
-    """The texts of all calls, in the program and in the programs of its derivatives."""
-    ours = (targets.TARGET, targets.TAP_TARGET)
-    texts = _jax.attribute_texts(exported, travel.ATTRIBUTE, ours)
-    return texts + (_texts(exported.vjp(), vjp_order - 1) if vjp_order else [])
 
 
 def _newer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class HostCode:
     def __str__(self) -> str:
         name = "hc.print" if self.name is None else f"{self.name} v{self.version}"
         times = f", at {self.places} places" if self.places > 1 else ""
-        return (
+        return _on_one_line(
             f"{name}: {self.order} {self.kind}, ({', '.join(self.arguments)}) ->"
             f" ({', '.join(self.results)}){times}"
         )
@@ -68,10 +69,18 @@ class Manifest:
 
     def __str__(self) -> str:
         lines = "".join(f"\n  {call}" for call in self.calls) or "\n  no host code"
-        return (
+        head = (
             f"{self.function} for {', '.join(self.platforms)}, vjp_order="
-            f"{self.vjp_order}, by hostcall {self.hostcall} and jax {self.jax}{lines}"
+            f"{self.vjp_order}, by hostcall {self.hostcall} and jax {self.jax}"
         )
+        return _on_one_line(head) + lines
+
+
+def _on_one_line(text: str) -> str:
+    """The text with escapes for what could hide another line in a terminal: the names
+    of functions and of symbolic sizes come from the file.
+    """
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def names_in(manifest: Manifest) -> list[registry.Name]:
@@ -93,9 +102,7 @@ def manifest_of(
         jax=jax.__version__,
         platforms=tuple(exported.platforms),
         vjp_order=vjp_order,
-        calls=tuple(
-            _described(text, texts.count(text)) for text in dict.fromkeys(texts)
-        ),
+        calls=tuple(_described(*each) for each in Counter(texts).items()),
     )
 
 

@@ -21,7 +21,7 @@ from hostcall._api.object.entry import Entry
 from hostcall._api.object.group import Group
 from hostcall._api.object.handle import Object
 from hostcall._core import portable, registry
-from hostcall._core.portable import NotPortable
+from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.spec import Results, parse_result
 from hostcall._engine.portable import add_kind
 
@@ -50,10 +50,10 @@ def _tell(entry: Entry, exported: bool) -> Any:
             f' @hc.register("my_package.{group.name}", version=1) at the class'
         )
     for hook in _HOOKS:
-        if callable(declared[hook]):
+        if not _is_hook(declared[hook]):
             raise NotPortable(
-                f"{hook}= of the hc.Object `{group.name}` is a function. Give the name"
-                " of a method of the object"
+                f"{hook}= of the hc.Object `{group.name}` is a function, or the name of"
+                " a private method. Give the name of a public method of the object"
             )
     if declared["executor"] is not None:
         raise NotPortable(
@@ -143,9 +143,33 @@ def _spec(results: Results) -> Any:
     return results.treedef.unflatten(leaves)
 
 
+def _is_hook(given: Any) -> bool:
+    """Whether a file may give this as close=, save= or restore=: methods are looked up
+    on registered objects by these texts.
+    """
+    if given is None:
+        return True
+    return isinstance(given, str) and given.isidentifier() and given[0] != "_"
+
+
+def _check(told: Any) -> None:
+    # `hc.Object` checks the names of the methods that are declared.
+    if told["method"] not in told["methods"]:
+        raise Malformed(f"the method {told['method']!r}, which is not declared")
+    for hook in _HOOKS:
+        if not _is_hook(told["declared"][hook]):
+            raise Malformed(f"the method {told['declared'][hook]!r} as {hook}=")
+
+
 def _read(told: Any) -> tuple[Entry, dict[str, Any]]:
     group = object_of(told)._group
-    return Entry(group, str(told["method"]), bool(told["named"])), {}
+    # The object of this number may be one of this process, with other methods.
+    if told["method"] not in group.methods:
+        raise Malformed(
+            f"the method {told['method']!r}, which the hc.Object `{group.name}` with"
+            " this number does not declare here"
+        )
+    return Entry(group, told["method"], bool(told["named"])), {}
 
 
-add_kind("object", _tell, _read)
+add_kind("object", _tell, _read, _check)

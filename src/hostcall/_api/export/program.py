@@ -1,0 +1,149 @@
+"""The host calls in an exported program, which somebody else may have written.
+
+A program that leaves the process holds each call as a text (_primitives/travel.py). The
+numbers by which programs that are lowered here find their plans mean nothing in another
+process, or worse, a function of its own. So a file may hold none of them, no handler
+that `hc.export` never writes, and no text that describes other arrays than the program
+passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from hostcall import _jax
+from hostcall._core import portable
+from hostcall._core.errors import LoadError
+from hostcall._engine import checked, targets
+from hostcall._primitives import travel
+
+# The handlers that an exported program may name.
+TARGETS = (targets.TARGET, targets.TAP_TARGET, targets.LINK_TARGET)
+_OURS = "hostcall_"
+# JAX's own callbacks go by numbers too, and jax.export never writes them.
+_JAXS_CALLBACK = re.compile(r"xla_\w*python\w*callback")
+_TOKEN = "!stablehlo.token"
+_NUMBER = _jax.type_text("int32", ())
+
+
+def texts_of(exported: jax.export.Exported, vjp_order: int) -> list[str]:
+    """The texts of all calls, in the program and in the programs of its derivatives.
+
+    Raises LoadError if one of them is not as `hc.export` writes it.
+    """
+    return [
+        text
+        for program in _derivatives(exported, vjp_order)
+        for call in _jax.custom_calls(program)
+        for text in _text_of(call, program.nr_devices)
+    ]
+
+
+def _derivatives(
+    exported: jax.export.Exported, vjp_order: int
+) -> Iterator[jax.export.Exported]:
+    yield exported
+    for _ in range(vjp_order):
+        exported = exported.vjp()
+        yield exported
+
+
+def check_order(exported: jax.export.Exported, order: int) -> None:
+    """Refuses a manifest that promises other derivatives than are in the file.
+
+    More of them would be programs that nobody has looked at.
+    """
+    found = 0
+    while found <= order and exported.has_vjp():
+        exported, found = exported.vjp(), found + 1
+    if found != order:
+        more = " or more" if found > order else ""
+        raise LoadError(
+            f"hostcall: the manifest of the exported program says vjp_order={order},"
+            f" and the program in the file has {found}{more}. It was damaged, or"
+            " something else wrote it"
+        )
+
+
+def _text_of(call: _jax.CustomCall, devices: int) -> list[str]:
+    """The text of a call, if it is one of hostcall's and no link."""
+    by_detour = call.operation != "stablehlo.custom_call" or call.target.startswith(
+        "mhlo.custom_call"
+    )
+    if by_detour or _JAXS_CALLBACK.fullmatch(call.target):
+        raise _refused(f"a {call.operation} of {call.target!r}")
+    if not call.target.startswith(_OURS):
+        return []
+    if call.target not in TARGETS:
+        raise _refused(f"a call of {call.target!r}")
+    if call.odd:
+        raise _refused(f"a call of {call.target!r} with its own {', '.join(call.odd)}")
+    if call.target == targets.LINK_TARGET:
+        _check_arrays(call, [_NUMBER], [_NUMBER], True, "a link between two calls")
+        if call.config or call.aliases:
+            raise _refused(f"a link with the attributes {sorted(call.config)}")
+        return []
+    text = call.config.get(travel.ATTRIBUTE)
+    if text is None or len(call.config) > 1:
+        raise _refused(
+            f"a call of {call.target!r} with the attributes {sorted(call.config)},"
+            f" where only the text {travel.ATTRIBUTE!r} should be"
+        )
+    told = travel.parse(text)
+    with travel.reading():
+        checked.check_options(told)
+        _check(call, told, devices)
+    return [text]
+
+
+def _check(call: _jax.CustomCall, told: Any, devices: int) -> None:
+    """Compares a call with what its text says."""
+    params, is_tap = told["params"], told["equation"] == "tap"
+    what = f"a {told['equation']} of {told['function'][0]!r}"
+    if call.target != (targets.TAP_TARGET if is_tap else targets.TARGET):
+        raise _refused(f"{what} that names {call.target!r}")
+    if call.aliases and not (is_tap and params["through"]):
+        raise _refused(f"{what} whose results take the memory of its operands")
+    if told["team"] is not None and told["team"][1] != devices:
+        raise _refused(
+            f"{what} that {told['team'][1]} devices make together, and the program runs"
+            f" on {devices}: they would wait for each other for ever"
+        )
+    has_effect = params["order"] != "pure"
+    if (is_tap or has_effect) and not call.has_side_effect:
+        raise _refused(f"{what} that XLA may drop")
+    operands, results = (
+        [_jax.type_text(portable.read_dtype(dtype).name, sizes) for dtype, *sizes in of]
+        for of in travel.buffers_of(told)
+    )
+    _check_arrays(call, operands, results, has_effect and not told["linked"], what)
+
+
+def _check_arrays(
+    call: _jax.CustomCall,
+    operands: list[str],
+    results: list[str],
+    has_token: bool,
+    what: str,
+) -> None:
+    given = call.operands
+    if has_token:  # an unordered call that is the first has none before it
+        given = given[1:] if given[:1] == [_TOKEN] else given
+        results = [_TOKEN, *results]
+    if given != operands or call.results != results:
+        raise _refused(
+            f"{what} that gets ({', '.join(call.operands)}) and returns"
+            f" ({', '.join(call.results)}), and whose description says"
+            f" ({', '.join(operands)}) and ({', '.join(results)})"
+        )
+
+
+def _refused(what: str) -> LoadError:
+    return LoadError(
+        f"hostcall: the exported program has {what}. hc.export writes no such call, so"
+        " something else wrote the file or changed it. Export the program again"
+    )
