@@ -236,3 +236,67 @@ def test_nothing_to_clear():
 def test_the_limit_should_be_a_number_of_bytes():
     with pytest.raises(hc.errors.SpecError, match="cache_bytes should be a number of"):
         hc.configure(cache_bytes=0)
+
+
+OPEN = {
+    "for all users": (0o777, None, "all users can write to"),
+    "for its group": (0o775, 12345, "the group of .* can write to it"),
+    "inside one for all users": (0o755, None, "all users can write to"),
+    "of another user": (0o755, None, "belongs to another user"),
+}
+
+
+@pytest.mark.parametrize("package", [of_diskcache, of_joblib])
+@pytest.mark.parametrize("case", OPEN)
+def test_a_folder_that_others_can_write_to(case, package, tmp_path, monkeypatch):
+    """Their entries are pickles."""
+    mode, group, text = OPEN[case]
+    folder = tmp_path / "folder" / "cache"
+    folder.mkdir(parents=True)
+    cache = package(folder)
+    if "inside" in case:
+        folder.parent.chmod(0o777)
+    owner = 12345 if "another user" in case else None
+    if owner or group:
+        if os.geteuid():
+            pytest.skip("only root can give a folder to others")
+        os.chown(folder, owner or -1, group or -1)
+    if owner:  # root itself trusts every owner
+        monkeypatch.setattr(os, "geteuid", lambda: 1)
+    folder.chmod(mode)
+    for path in folder.iterdir():
+        path.chmod(mode)
+    with pytest.raises(hc.errors.SpecError, match=text) as caught:
+        host(sine, cache)
+    assert caught.value.code == "hc-option"
+    assert "chmod go-w" in str(caught.value)
+    monkeypatch.undo()
+    folder.chmod(0o700)
+    folder.parent.chmod(0o1777)  # as /tmp: others can't replace what is there
+    for path in folder.iterdir():
+        path.chmod(0o700)
+    assert host(sine, cache)(0.5) == np.sin(np.float32(0.5))
+
+
+class Server:
+    """What a cache of a server's may return."""
+
+    def __init__(self, entry):
+        self.entry = entry
+
+    def get(self, key):
+        return self.entry
+
+    def set(self, key, value):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "entry", [b"1234", "text", 7, ["abcd"], (b"12345678",), ("a",)]
+)
+def test_an_entry_of_another_kind(entry):
+    f = host(sine, Server(entry))
+    with pytest.raises(
+        hc.errors.SpecError, match="has an entry that is not one of its"
+    ):
+        f(0.5)

@@ -356,6 +356,12 @@ else:  # in a new job, whose devices are in another order
     except hc.HostcallError as error:
         assert "restore() of `alone` takes what save() returned, got dict" in str(error)
         say("no snapshot")
+    alone.restore({"batch": (), "objects": {(): pickle.dumps(7)}}, processes="all")
+    try:
+        alone.restore({"batch": (), "objects": {(): pickle.dumps(me)}}, processes="all")
+    except hc.HostcallError as error:
+        assert me == 1 and "another snapshot here than in process 0" in str(error), error
+        say("another")
 for wrong, text in [({"processes": 2}, "processes= of save() of `made` should be 'all', got 2"),
                     ({"processes": "all", "limit": "1"}, "should be seconds above 0, got '1'")]:
     try:
@@ -377,8 +383,9 @@ def test_objects_of_all_processes(how, run_python, tmp_path):
     assert second == ["own", "pickled", "no argument", *refused]
     with open(path, "rb") as file:
         assert set(pickle.load(file)) == {"made", "alone"}
-    for said in run_job(run_python, OBJECTS, path, "restore", how):
-        assert said == ["whose", "restored", "no snapshot", *refused]
+    first, second = run_job(run_python, OBJECTS, path, "restore", how)
+    assert first == ["whose", "restored", "no snapshot", *refused]
+    assert second == ["whose", "restored", "no snapshot", "another", *refused]
 
 
 def test_objects_of_all_without_a_job():

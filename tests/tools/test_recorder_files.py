@@ -147,7 +147,7 @@ MISSING = {
         RECORD,
     ),
     "pandas": (lambda folder, rec: rec.dataframe(), RECORD),
-    "zarr": (lambda folder, rec: hc.tools.read(folder / "run").array("x"), RECORD),
+    "zarr": (lambda folder, rec: hc.tools.read(folder / "run").zarr("x"), RECORD),
     "matplotlib.figure": (
         lambda folder, rec: hc.tools.sinks.live(folder / "x.png"),
         "matplotlib",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import io
+import os
 import zipfile
 
 import jax
@@ -163,3 +164,43 @@ def test_a_damaged_file(tmp_path, damage):
     assert caught.value.code == "hc-load"
     with pytest.raises(FileNotFoundError):
         hc.tools.load_failure(tmp_path / "none.zip")
+
+
+def test_a_file_of_compressed_parts_is_not_unpacked(tmp_path):
+    """A megabyte of a file could fill a gigabyte of memory."""
+    WatchError("bad", values=np.zeros(1 << 20)).save(tmp_path / "failure.zip")
+    small = tmp_path / "small.zip"
+    with (
+        zipfile.ZipFile(tmp_path / "failure.zip") as file,
+        zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as again,
+    ):
+        for name in file.namelist():
+            again.writestr(name, file.read(name))
+    with pytest.raises(SpecError, match="it has compressed parts") as caught:
+        hc.tools.load_failure(small)
+    assert caught.value.code == "hc-load"
+
+
+def test_an_array_that_a_file_says_is_pickled(tmp_path):
+    path = tmp_path / "failure.zip"
+    WatchError("bad", values=np.zeros(2)).save(path)
+    with zipfile.ZipFile(path) as file:
+        text = file.read("failure.json")
+    to = io.BytesIO()
+    np.save(to, np.array([print], object), allow_pickle=True)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("failure.json", text)
+        file.writestr("0.npy", to.getvalue())
+    with pytest.raises(SpecError, match="can't be read"):
+        hc.tools.load_failure(path)
+
+
+def test_a_file_is_saved_beside_a_link_to_another(tmp_path):
+    """`save` writes to a name that others can guess, and renames it."""
+    secret = tmp_path / "thesis"
+    secret.write_text("ten years of work")
+    path = tmp_path / "failure.zip"
+    path.with_name(f"failure.zip.{os.getpid()}.part").symlink_to(secret)
+    WatchError("bad", values=np.zeros(2)).save(path)
+    assert secret.read_text() == "ten years of work"
+    assert hc.tools.load_failure(path).values.tolist() == [0, 0]

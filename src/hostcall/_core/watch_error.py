@@ -113,8 +113,11 @@ class WatchError(HostcallError, RuntimeError):
         }
         text = json.dumps(told, indent=1)
         beside = f"{os.fspath(path)}.{os.getpid()}.part"
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(beside)  # of a killed process, or a link that somebody put there
         try:
-            with zipfile.ZipFile(beside, "w", allowZip64=True) as file:
+            # "x" follows no link, which "w" would.
+            with zipfile.ZipFile(beside, "x", allowZip64=True) as file:
                 file.writestr("failure.json", text)
                 for number, array in enumerate(writer.arrays):
                     with file.open(f"{number}.npy", "w", force_zip64=True) as to:
@@ -149,6 +152,8 @@ class WatchError(HostcallError, RuntimeError):
                     " WatchError.save did not write it",
                     code="hc-load",
                 )
+            if any(one.compress_type != zipfile.ZIP_STORED for one in file.infolist()):
+                raise ValueError("it has compressed parts, of which `save` writes none")
             told = json.loads(file.read("failure.json"))
             if told["version"] > _VERSION:
                 raise SpecError(

@@ -124,7 +124,8 @@ def host(
             shapes and dtypes and the pickles of static ones are. Equal rows are
             computed once; calls for whole batches are kept as a whole. Errors are not
             kept. Rules are kept too, except those that leave Python objects as
-            residuals.
+            residuals. A cache on a disk holds pickles, so a folder that other users
+            can write to is refused.
         version: the version of the function's code, for `cache`; a must on disk.
 
     Returns:

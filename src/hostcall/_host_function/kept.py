@@ -13,6 +13,7 @@ import numpy as np
 
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import asked, text_of
+from hostcall._core.folders import open_to_others
 from hostcall._core.source import is_anonymous, name_of
 from hostcall._engine.caching import Part
 from hostcall._runtime.caches import Cache, is_dictionary
@@ -51,6 +52,7 @@ def part_of(
         )
     if not in_memory:
         _check_disk(shown, fn, version)
+        _check_folder(shown, cache)
     return Part(Cache(cache, f"hostcall {_place(fn)} version {version!r}"))
 
 
@@ -91,6 +93,22 @@ def _check_disk(shown: str, fn: Any, version: Any) -> None:
             " at the top level of a module, with all that it uses as arguments, or"
             " use cache='memory'",
             code="hc-conflict",
+        )
+
+
+def _check_folder(shown: str, cache: Any) -> None:
+    """Refuses a folder that others can write to: both packages read pickles in it."""
+    store = getattr(cache, "store_backend", None)  # of joblib
+    folder = getattr(store, "location", None) or getattr(cache, "directory", None)
+    if not isinstance(folder, (str, os.PathLike)):
+        return  # a cache of another kind, such as a server's
+    why = open_to_others(folder)
+    if why:
+        raise SpecError(
+            f"hostcall: `{shown}` has a cache in {os.fspath(folder)!r}, and {why}."
+            " Entries are pickles, so whoever writes one runs code in this process. Use"
+            f" a folder of your own, or type: chmod go-w {os.fspath(folder)!r}",
+            code="hc-option",
         )
 
 

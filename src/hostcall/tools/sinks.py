@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from hostcall.errors import PackageError
-from hostcall.tools._recorder.arrays import replace_file
+from hostcall.tools._recorder.files import replace_file
 
 Columns = dict[str, np.ndarray]
 

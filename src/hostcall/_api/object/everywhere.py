@@ -5,6 +5,10 @@ decides anew: it may have another number of processes, or another order of devic
 `restore` gives each process the whole snapshot, and a process takes an object's state
 out of it when the first call comes to that object (`Group.wait_for`). States that are
 left belong to other processes' objects.
+
+What goes through the job's store is never unpickled as it comes (snapshot_bytes.py).
+The states in a snapshot are pickles, and are unpickled by `restore`. A process that was
+given the snapshot unpickles no other: it refuses one of the store that differs.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 
 from hostcall import _jax
 from hostcall._api.object.group import Group
+from hostcall._api.object.snapshot_bytes import decode, encode
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._runtime import exchange
 
@@ -50,10 +55,11 @@ def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:
         own = part()
     except Exception as error:
         failure, own = error, {"error": f"{type(error).__name__}: {error}"}
-    given = exchange.of_all(f"save() of `{name}`", pickle.dumps(own), limit)
+    who = f"save() of `{name}`"
+    given = exchange.of_all(who, encode(own), limit)
     if failure is not None:
         raise failure
-    parts = [pickle.loads(one) for one in given]
+    parts = [decode(one, f"{who}, process {n}") for n, one in enumerate(given)]
     for process, one in enumerate(parts):
         if "error" in one:
             raise HostcallError(
@@ -96,23 +102,31 @@ def scatter(name: str, state: Any, refuse: Callable[[Any], None], limit: float) 
     """The state that process 0 has given. `refuse` raises if it is no snapshot."""
     failure: Exception | None = None
     own: bytes | None = None
-    if _jax.place_in_job()[0] == 0:
+    if state is not None or _jax.place_in_job()[0] == 0:
         try:
             refuse(state)
-            own = pickle.dumps((state, None))
+            own = encode(state)
         except Exception as error:
-            failure, own = error, pickle.dumps((None, str(error)))
-    given = exchange.of_first(f"restore() of `{name}`", own, limit)
+            failure, own = error, encode({"error": str(error)})
+    who = f"restore() of `{name}`"
+    given = exchange.of_first(who, own, limit)
     if failure is not None:
         raise failure
-    state, text = pickle.loads(given)
-    if text is not None:
+    found = decode(given, f"{who}, process 0")
+    if "error" in found:
         raise HostcallError(
-            f"hostcall: restore() of `{name}` failed in process 0, which gives all"
-            f" processes its snapshot: {text}",
+            f"hostcall: {who} failed in process 0, which gives all processes its"
+            f" snapshot: {found['error']}",
             code="hc-failed",
         )
-    return state
+    if own is not None and own != given:
+        raise HostcallError(
+            f"hostcall: {who} was given another snapshot here than in process 0. Give"
+            " each process the same one; or None, and it takes that of process 0 from"
+            " the job's store",
+            code="hc-object",
+        )
+    return found
 
 
 def restore(group: Group, state: Snapshot, put: Any) -> list[Exception]:

@@ -223,8 +223,10 @@ class Object:
 
         Args:
             processes: "all": the objects of all processes of the job, in one snapshot
-                that each process gets. All processes have to call it. None: those of
-                this process.
+                that each process gets. All processes have to call it. Nothing is
+                unpickled, but the others' states come through JAX's coordination
+                service: restore the snapshot only if its port is the job's own. None:
+                those of this process.
             limit: seconds to wait for the other processes.
 
         Raises:
@@ -271,8 +273,11 @@ class Object:
         The snapshot is unpickled, so it must come from a trusted source.
 
         Args:
-            state: the snapshot. With processes="all" that of process 0 goes to all;
-                the others may pass None.
+            state: the snapshot. With processes="all" all processes give the same one.
+                A process that gives None gets that of process 0 through JAX's
+                coordination service, and unpickles it. That service asks nobody who he
+                is, so give the snapshot in each process unless you trust all who can
+                reach its port.
             processes: "all": the objects of all processes of the job. All have to call
                 it. A process makes an object from its state when the first call comes
                 to that object, so the job may have other processes or another order of

@@ -15,6 +15,10 @@ as many entries as all three have, and leaves out those that lack elements.
 
 Each process of a job writes groups of its own, with the blocks of its devices. Their
 attribute "blocks" says which these are, so that a reader can put them together.
+
+A run may come from somebody else. So a `zarr.json` is taken only if it is, word for
+word, what this module writes for an array of that shape, dtype and chunk: no other
+format of Zarr's, codec or dtype is ever looked at, and none can run code.
 """
 
 from __future__ import annotations
@@ -22,7 +26,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +33,12 @@ from typing import Any
 import numpy as np
 
 from hostcall.tools._recorder.delivery import Block
+from hostcall.tools._recorder.files import replace_file, write_into
 
 # A chunk has so many entries that it takes about so many bytes.
 CHUNK_BYTES = 1 << 20
 MOST_ENTRIES = 4096
+MOST_CHUNKS = 1 << 16  # of an entry: each is the block of a device
 # In shard_map, steps that wait for blocks of other shards, and entries of one step that
 # do. Older ones are taken to get none: where= may leave out a shard.
 MOST_OPEN = 1 << 16
@@ -41,6 +46,14 @@ MOST_OF_A_STEP = 256
 
 PARTS = ("value", "step", "have")
 NUMBER = Block((), (), (), ())
+# The dtypes that fields.py stores, and the fill values that `Recorded` gives them.
+_NAMES = ("bool", "float16", "float32", "float64", "complex64", "complex128")
+_DTYPES = {*_NAMES, *(f"{kind}{8 << n}" for kind in ("int", "uint") for n in range(4))}
+_FILLS: dict[str, Any] = {
+    **dict.fromkeys(("false", "0", "0.0", "[0.0, 0.0]"), 0),
+    '"NaN"': math.nan,
+    '["NaN", "NaN"]': complex(math.nan, math.nan),
+}
 Slices = tuple[slice, ...]
 
 
@@ -49,21 +62,39 @@ class ArrayFile:
 
     def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
         self._folder = folder
-        self._meta = meta
+        self.meta = meta
         self.length: int = meta["shape"][0]
         self.shape = tuple(meta["shape"][1:])
         self.names = tuple(meta["dimension_names"])
         grid = meta["chunk_grid"]["configuration"]
         self._chunk: tuple[int, ...] = tuple(grid["chunk_shape"])
         self.dtype = np.dtype(meta["data_type"])
-        fill = meta["fill_value"]
-        self._fill = complex(*map(float, fill)) if isinstance(fill, list) else fill
-        if fill == "NaN":
-            self._fill = np.nan
+        self.fill = _FILLS[json.dumps(meta["fill_value"])]
 
     @classmethod
     def open(cls, folder: Path) -> ArrayFile:
-        return cls(folder, json.loads((folder / "zarr.json").read_text()))
+        """Opens an array that a recorder wrote.
+
+        Raises:
+            ValueError: something else wrote it.
+        """
+        meta = json.loads((folder / "zarr.json").read_text())
+        chunk = meta["chunk_grid"]["configuration"]["chunk_shape"]
+        given = (meta["shape"], meta["data_type"], chunk, meta["fill_value"])
+        names = meta["dimension_names"]
+        fits = (
+            all(type(n) is int and n >= 0 for n in given[0])
+            and all(type(n) is int and n > 0 for n in chunk)
+            and len(given[0]) == len(chunk) == len(names) > 0
+            and given[1] in _DTYPES
+            and json.dumps(given[3]) in _FILLS
+            and all(name is None or type(name) is str for name in names)
+            and math.prod(map(_parts, given[0][1:], chunk[1:])) <= MOST_CHUNKS
+        )
+        # Compared as text, since 1 == 1.0 == True.
+        if not fits or json.dumps(meta) != json.dumps(_meta(*given, names)):
+            raise ValueError(f"no recorder wrote {folder / 'zarr.json'}")
+        return cls(folder, meta)
 
     @classmethod
     def create(
@@ -76,22 +107,39 @@ class ArrayFile:
         """Creates an array of length 0, whose entries have such blocks."""
         entries = CHUNK_BYTES // (math.prod(block.shape) * dtype.itemsize)
         chunk = [min(max(entries, 1), MOST_ENTRIES), *block.shape]
-        order = {} if dtype.itemsize == 1 else {"configuration": {"endian": "little"}}
-        meta = {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": [0, *block.whole],
-            "data_type": dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "chunk_key_encoding": {"name": "default"},
-            "fill_value": fill,
-            "codecs": [{"name": "bytes", **order}],
-            "attributes": {},
-            "dimension_names": ["step", *block.names],
-        }
-        found = cls(folder, meta)
+        names = ["step", *block.names]
+        found = cls(folder, _meta([0, *block.whole], dtype.name, chunk, fill, names))
         found.flush()
         return found
+
+    def read(self, most: int | None = None) -> np.ndarray:
+        """The first `most` entries in memory. Where no block came, they have the fill
+        value.
+        """
+        top, chunk = self._folder / "c", self._chunk
+        size = math.prod(chunk) * self.dtype.itemsize
+        # The files that there are, not those that the shape promises: a forged length
+        # must not make this look for 10^12 of them.
+        found = {
+            tuple(map(int, path.relative_to(top).parts)): path
+            for path in top.rglob("[0-9]*")
+            if not path.is_dir()
+        }
+        length = self.length if most is None else min(most, self.length)
+        if not self.shape:  # a number for each entry, and each was written
+            length = min(length, len(found) * chunk[0])
+        out = np.zeros((length, *self.shape), self.dtype)  # takes no memory yet
+        if self.fill:
+            out[...] = self.fill
+        for key, path in found.items():
+            if path.stat().st_size != size:
+                raise ValueError(f"{path} should have {size} bytes")
+            begin = [slice(k * n, k * n + n) for k, n in zip(key, chunk, strict=True)]
+            into = out[tuple(begin)]
+            if into.size:
+                data = np.fromfile(path, self.dtype.newbyteorder("<")).reshape(chunk)
+                into[...] = data[tuple(slice(n) for n in into.shape)]
+        return out
 
     def write(self, at: int, part: Slices, values: np.ndarray) -> None:
         """Writes a part of the entries from `at` on, one for each of `values`."""
@@ -105,22 +153,21 @@ class ArrayFile:
                 replace_file(path, np.ascontiguousarray(data))
                 continue
             if not path.exists():
-                replace_file(path, np.full(self._chunk, self._fill, data.dtype))
+                replace_file(path, np.full(self._chunk, self.fill, data.dtype))
             if data.shape[1:] != self._chunk[1:]:  # a block of another sharding
                 old = np.fromfile(path, data.dtype).reshape(self._chunk)
                 old[inside] = data
                 data, begin = old, 0
-            with open(path, "r+b") as file:
-                file.seek(begin * math.prod(self._chunk[1:]) * self.dtype.itemsize)
-                file.write(np.ascontiguousarray(data))
+            size = math.prod(self._chunk[1:]) * self.dtype.itemsize
+            write_into(path, begin * size, np.ascontiguousarray(data))
 
     def flush(self) -> None:
         """Tells readers the length."""
         new = [self.length, *self.shape]
-        if self._meta["shape"] != new or not self.length:
-            self._meta["shape"] = new
+        if self.meta["shape"] != new or not self.length:
+            self.meta["shape"] = new
             path = self._folder / "zarr.json"
-            replace_file(path, json.dumps(self._meta, indent=1).encode())
+            replace_file(path, json.dumps(self.meta, indent=1).encode())
 
     def cut(self, length: int) -> None:
         """Forgets what lies behind an entry: another process was killed there."""
@@ -132,9 +179,43 @@ class ArrayFile:
                     path.unlink()
                 elif left < self._chunk[0]:
                     found = np.fromfile(path, self.dtype.newbyteorder("<"))
-                    found.reshape(self._chunk)[left:] = self._fill
+                    found.reshape(self._chunk)[left:] = self.fill
                     replace_file(path, found)
         self.length = length
+
+
+def _meta(
+    shape: list[int], dtype: str, chunk: list[int], fill: Any, names: list[Any]
+) -> dict[str, Any]:
+    """The `zarr.json` of an array."""
+    single = np.dtype(dtype).itemsize == 1
+    order = {} if single else {"configuration": {"endian": "little"}}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": fill,
+        "codecs": [{"name": "bytes", **order}],
+        "attributes": {},
+        "dimension_names": names,
+    }
+
+
+def _parts(size: int, of: int) -> int:
+    return -(-size // of)
+
+
+def blocks_of(folder: Path) -> list[list[list[int]]]:
+    """The blocks that a process wrote of each entry, by their corners."""
+    told = json.loads((folder / "zarr.json").read_text())
+    blocks: list[list[list[int]]] = told["attributes"]["blocks"]
+    for begin, end in (corners for block in blocks for corners in block):
+        if not (type(begin) is type(end) is int and 0 <= begin <= end):
+            raise ValueError(f"no recorder wrote {folder / 'zarr.json'}")
+    return blocks
 
 
 class Recorded:
@@ -150,8 +231,7 @@ class Recorded:
         self._next = 0
         if (folder / "have" / "zarr.json").exists():
             self._files = [ArrayFile.open(folder / part) for part in PARTS]
-            attributes = json.loads((folder / "zarr.json").read_text())["attributes"]
-            self._blocks = attributes["blocks"]
+            self._blocks = blocks_of(folder)
             self._next = min(file.length for file in self._files)
             for file in self._files:
                 file.cut(self._next)
@@ -263,11 +343,3 @@ def _overlaps(
             inside.append(slice(begin - number * size, end - number * size))
             outside.append(slice(begin - part.start, end - part.start))
         yield key, tuple(inside), tuple(outside)
-
-
-def replace_file(path: Path, data: bytes | np.ndarray) -> None:
-    """Writes a file that is never seen in part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(data)
-    os.replace(new, path)

@@ -12,7 +12,6 @@ checked where a program is traced (`check`), and the writer's thread does the re
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from hostcall.tools._recorder import stream as streams
 from hostcall.tools._recorder.arrays import ArrayFile, Recorded
 from hostcall.tools._recorder.delivery import Columns, Delivery
 from hostcall.tools._recorder.fields import Field, text_of
+from hostcall.tools._recorder.files import lock, only_files
 
 _Key = tuple[tuple[str, str], ...]  # columns with their types
 
@@ -39,11 +39,9 @@ class Store:
         tail = f".{self._process}" if self._process else ""
         self._arrays_folder = folder / f"arrays{tail}"
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(folder / f".lock{tail}", "w")  # noqa: SIM115 (kept open)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock(folder / f".lock{tail}")
         except BlockingIOError as error:
-            self._lock.close()
             raise HostcallError(
                 f"hostcall: another recorder, of this or another process, writes to"
                 f" {folder}. Close it, or use another folder",
@@ -66,6 +64,8 @@ class Store:
             raise
 
     def _resume(self) -> None:
+        only_files(self.folder, "columns")
+        only_files(self.folder, self._arrays_folder.name)
         for path in streams.paths(self.folder):
             schema, batches = streams.read(path)
             for batch in batches:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from hostcall.errors import PackageError
+
+_BEGIN = b"\xff" * 4  # of each message
 
 
 def paths(folder: Path) -> list[Path]:
@@ -25,32 +28,47 @@ def paths(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> tuple[Any, Iterator[Any]]:
-    """The schema of a stream and its whole batches; no schema if it was cut there."""
+    """The schema of a stream and its whole batches; no schema if it was cut there.
+
+    Raises:
+        ValueError: the columns have types that a recorder does not write.
+    """
     pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
+    with open(path, "rb") as file:
+        mark, size = file.read(4), int.from_bytes(file.read(4), "little")
+        head = file.read(min(size, os.fstat(file.fileno()).st_size))
+    # Looked for before Arrow reads it: Arrow hands an extension type to the class that
+    # some package has registered, and there are classes that unpickle what they get.
+    if mark not in (_BEGIN, _BEGIN[: len(mark)]) or b"ARROW:extension" in head:
+        raise ValueError(f"no recorder wrote {path}")
     try:
         # Not a memory map, which would end this process if the file were cut meanwhile.
         reader = pa.ipc.open_stream(pa.OSFile(str(path)))
     except (OSError, pa.ArrowInvalid):
         return None, iter(())
+    schema = reader.schema
+    for column in schema:
+        type_of(column.type)
 
     def batches() -> Iterator[Any]:
-        # A message that is cut off is an ArrowInvalid in its head, and an OSError in
-        # its body.
-        try:
-            yield from reader
-        except (OSError, pa.ArrowInvalid):
-            return
+        while True:
+            # A message that is cut off is an ArrowInvalid in its head, and an OSError
+            # in its body.
+            try:
+                batch = reader.read_next_batch()
+            except (StopIteration, OSError, pa.ArrowInvalid):
+                return
+            batch.validate(full=True)  # a damaged file can have wrong offsets
+            yield batch
 
-    return reader.schema, batches()
+    return schema, batches()
 
 
 class Stream:
     """A new stream, which its one writer writes."""
 
     def __init__(self, folder: Path) -> None:
-        pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
-        self._path = _new(folder / "columns")
-        self._file = pa.OSFile(str(self._path), "wb")  # not buffered
+        self._path, self._file = _new(folder / "columns")
         self._schema: Any = None
 
     def append(self, columns: dict[str, np.ndarray]) -> int:
@@ -62,6 +80,7 @@ class Stream:
             self._file.write(batch.schema.serialize())
         begin: int = self._file.tell()
         self._file.write(batch.serialize())
+        self._file.flush()  # readers, and `columns_at`, look at the file
         return begin
 
     def columns_at(self, begin: int) -> dict[str, np.ndarray]:
@@ -76,15 +95,14 @@ class Stream:
         self._file.close()
 
 
-def _new(folder: Path) -> Path:
+def _new(folder: Path) -> tuple[Path, BinaryIO]:
     """Makes a file with the next number. Another process may take a number first."""
     folder.mkdir(exist_ok=True)
     for number in itertools.count(len(paths(folder.parent))):
         path = folder / f"{number}.arrows"
         with contextlib.suppress(FileExistsError):
-            path.touch(exist_ok=False)
-            break
-    return path
+            return path, open(path, "xb")
+    raise AssertionError("a number is free")
 
 
 # Arrays are made from their memory: pyarrow.array imports pandas, which takes a second
@@ -104,10 +122,14 @@ def _arrow(values: np.ndarray) -> Any:
 
 def type_of(arrow: Any) -> tuple[np.dtype[Any], list[int]]:
     """The dtype and the shape of a row of a column, from its Arrow type."""
+    pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
     shape = []
-    while hasattr(arrow, "list_size"):
+    while pa.types.is_fixed_size_list(arrow):
         shape.append(arrow.list_size)
         arrow = arrow.value_type
+    kinds = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
+    if not any(is_kind(arrow) for is_kind in kinds):
+        raise ValueError(f"a recorder writes no column of the type {arrow}")
     return np.dtype(arrow.to_pandas_dtype()), shape
 
 
