@@ -56,7 +56,7 @@ struct PlanSpec {
   std::optional<std::vector<bool>> mask;  ///< its `batched`; null: no mask
   ResultForm form = ResultForm::kTree;
   Lend lend = Lend::kCopy;
-  Callable runner, out_tree;
+  Callable runner, out_tree, enter, leave;
   nb::object info, device;
   CountersObject counters;
   uint32_t place = 0;
@@ -172,6 +172,8 @@ Counted<Plan> MakePlan(PlanSpec spec) {
   plan->on_lone_failure = Own(spec.info.attr("on_lone_failure"));
   plan->on_verdict = Own(spec.info.attr("on_verdict"));
   plan->device = Own(spec.device);
+  plan->enter = Own(spec.enter);
+  plan->leave = Own(spec.leave);
   plan->counters_owner = Own(spec.counters);
   plan->counters = nb::cast<Counters*>(spec.counters);
   plan->counts = &plan->counters->taps;
@@ -262,6 +264,8 @@ const Keywords<PlanSpec>& PlanFields() {
                    .Field<&PlanSpec::out_tree>("out_tree")
                    .Field<&PlanSpec::info>("info")
                    .Field<&PlanSpec::device>("device")
+                   .Field<&PlanSpec::enter>("enter")
+                   .Field<&PlanSpec::leave>("leave")
                    .Field<&PlanSpec::counters>("counters")
                    .Field<&PlanSpec::place>("place")
                    .Field<&PlanSpec::tells>("tells")

@@ -124,6 +124,10 @@ CallScope::CallScope(ActiveCall& call, Lookout lookout) : call_(call) {
     if (list.newest != nullptr) list.newest->prev = &call_;
     list.newest = &call_;
   }
+  if (plan.enter) {
+    entered_ = Ref::Steal(CallPython(plan.enter.get(), nullptr, 0, nullptr));
+    if (!entered_) PyErr_WriteUnraisable(plan.enter.get());
+  }
   // Whether the settings stay set after the call (see t_device).
   const bool stays = call_.foreign && call_.outer == nullptr;
   PyObject* guard =
@@ -186,6 +190,11 @@ CallScope::~CallScope() {
     PyObject* stack[] = {g_ambient[i].self, saved_[i].get()};
     Ref done = Ref::Steal(CallPython(g_ambient[i].set, stack, 2, nullptr));
     if (!done) PyErr_WriteUnraisable(g_ambient[i].set);
+  }
+  if (entered_) {
+    PyObject* stack[] = {entered_.get()};
+    Ref done = Ref::Steal(CallPython(call_.plan->leave.get(), stack, 1, nullptr));
+    if (!done) PyErr_WriteUnraisable(call_.plan->leave.get());
   }
   if (failed) PyErr_Restore(type, value, trace);
   t_current = call_.outer;

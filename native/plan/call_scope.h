@@ -115,8 +115,9 @@ enum class Lookout {
   kInside,
 };
 
-/// Registers a call for the guard's life, and sets JAX's settings for host code
-/// (Ambient).
+/// Registers a call for the guard's life, and sets JAX's settings for host code:
+/// the ambient ones (Ambient), and those of the trace, if it had any of its own
+/// (Plan::enter).
 class CallScope {
  public:
   explicit CallScope(ActiveCall& call, Lookout lookout = Lookout::kGuard);
@@ -129,6 +130,7 @@ class CallScope {
   /// The former value of each ambient setting; null if the destructor leaves it
   /// alone.
   Ref saved_[4];
+  Ref entered_;  ///< what Plan::leave takes; null if nothing was entered
 };
 
 /// What a thread-local setting of JAX is set to while host code runs.

@@ -181,6 +181,9 @@ class Plan : public TapOwner {
   Ref out_tree;        ///< (list of result arrays) -> the `out` argument; or null
   Ref info;            ///< Python's description of the call, for errors and status
   Ref device;          ///< the device that host code finds as its default
+  Ref enter;           ///< () -> the former values: sets JAX's settings of the
+                       ///< trace; null if those were the process's own
+  Ref leave;           ///< (the former values): sets them; null if `enter` is
   Ref guard;           ///< refuses programs that would wait for this one; or null
   Ref scout;           ///< replaces `guard` on XLA's threads until `asked`; or null
   Ref counters_owner;  ///< the Python object that `counters` points into

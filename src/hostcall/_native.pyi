@@ -151,6 +151,8 @@ class Plan:
         out_tree: Callable[..., Any] | None,
         info: Any,
         device: Any,
+        enter: Callable[[], Any] | None,
+        leave: Callable[[Any], None] | None,
         counters: Counters,
         place: int,
         tells: bool,

@@ -7,7 +7,8 @@ row that is found makes no JAX arrays or typed keys. Rows of a parallel call go 
 A row's key is a digest of
 
   * what is the same in all calls of a plan: which of the function's codes it is, the
-    shapes and dtypes of arguments and results, and the fills of masked rows;
+    shapes and dtypes of arguments and results, the fills of masked rows, and JAX's
+    settings of its trace, if those are not the process's own;
   * the structure of the arguments with the static ones, pickled, and what functions and
     classes in them are (pickles have their names only);
   * the bytes of its arrays. So -0.0 differs from 0.0, and a NaN equals itself.
@@ -126,7 +127,7 @@ class Rows:
         ]
         self._tally = tally_of(callback)
         self._may_wait = not host_device.is_second(device.client)
-        about = (
+        about: tuple[Any, ...] = (
             self._part.label,
             [(shape, str(dtype)) for shape, dtype in shapes],
             [(x.shape, str(x.dtype)) for x in params.avals],
@@ -134,6 +135,8 @@ class Rows:
             [None if k is None else str(k) for k in callback.template.keys],
             str(callback.results.treedef),
         )
+        if callback.traced is not None:  # its function may compute other values
+            about = (*about, callback.traced)
         self._start = hashlib.sha256(repr(about).encode())
         statics = [x for x in self._template.leaves if isinstance(x, Static)]
         text = self._statics()  # in any case, so that it fails when it is lowered

@@ -125,6 +125,7 @@ def make_plan(
         function = job.until_failure(function)
         runner = runner and job.until_failure(runner)
     lend = _LENDS[callback.lend]
+    traced = callback.traced
     note(params)
     return _native.Plan(
         function=function,
@@ -138,6 +139,8 @@ def make_plan(
         out_tree=callback.results.treedef.unflatten if lend is Lend.OUT else None,
         info=info,
         device=device,
+        enter=None if traced is None else traced.enter,
+        leave=None if traced is None else traced.leave,
         counters=counters_of(callback),
         place=info.number,
         tells=tells,
@@ -295,7 +298,7 @@ def _run_tasks(
         callback.function,
         rows,
         current,
-        (device, info.guard),
+        workers.Settings(device, info.guard, callback.traced),
         concurrency=callback.concurrency,
         timeout=callback.timeout,
         describe=lambda stuck: _late(info, leaves, callback.timeout or 0.0, stuck),
@@ -305,11 +308,13 @@ def _run_tasks(
 def _with_limit(
     whole: Callable[..., Any], seconds: float, info: CallInfo, device: Any
 ) -> Callable[..., Any]:
+    settings = workers.Settings(device, info.guard, info.callback.traced)
+
     def limited(*leaves: Any) -> Any:
         return workers.run_with_timeout(
             lambda: whole(*leaves),
             seconds,
-            (device, info.guard),
+            settings,
             context.current(),
             lambda stack: _late(info, leaves, seconds, stack),
         )
@@ -373,7 +378,7 @@ def _runner(
             callback.function,
             filled,
             current,
-            (device, info.guard),
+            workers.Settings(device, info.guard, callback.traced),
             callback.timeout,
             lambda which: _late(info, rows[0], callback.timeout or 0.0, which),
             [

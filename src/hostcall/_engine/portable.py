@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from hostcall import _jax
 from hostcall._core import portable, registry
 from hostcall._core.host_code import own, why_here
 from hostcall._core.portable import Malformed, NotPortable
@@ -118,6 +119,14 @@ def tell(params: Any, operands: Sequence[Any], *, exported: bool) -> dict[str, A
             for name in _FIELDS_OF_CALLBACK
         },
     }
+    if callback.traced is not None:
+        told["traced"] = _jax.tell_traced(callback.traced)
+        if told["traced"] is None:
+            raise NotPortable(
+                "it was traced under a setting of JAX that has no text, of"
+                f" {', '.join(name for name, _ in callback.traced.values)}. Set it for"
+                " the whole process (jax.config.update) where the program is loaded"
+            )
     if exported:
         place = callback.place
         told["place"] = [os.path.basename(place.file), place.line, place.function]
@@ -192,6 +201,7 @@ def read(told: Any) -> Any:
         results=portable.read_results(told["results"]),
         fills=tuple(map(portable.read_bytes, told["fills"])),
         place=Place(file, line, where),
+        traced=_read_traced(told.get("traced")),
         **{key: portable.read_plain(value) for key, value in told["callback"].items()},
         **extra,
     )
@@ -202,3 +212,12 @@ def read(told: Any) -> Any:
         plain["sharding"] = None
         plain["vmap_method"] = "parallel" if told["parallel"] else "sequential"
     return cls(callback=callback, **plain)
+
+
+def _read_traced(told: Any) -> _jax.Traced | None:
+    if told is None:
+        return None
+    traced = _jax.read_traced(told)
+    if traced is None:
+        raise Malformed(f"the settings of JAX {told!r}")
+    return traced

@@ -15,6 +15,7 @@ versions differ, the code tests whether a name exists, and never compares versio
     while_loops   refuses loops with feeds that JAX would run twice
     dispatch      reports the programs that a thread dispatches
     execution     settings that JAX reads before it runs a program
+    settings      a thread's settings, as they are where a call is traced
     devices       devices, clients, and arrays on them
     exporting     what leaves the process with an exported program
     coordination  the store that the processes of a job share
@@ -37,5 +38,6 @@ from hostcall._jax.hoisting import *  # noqa: F403
 from hostcall._jax.lowering import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
 from hostcall._jax.reports import *  # noqa: F403
+from hostcall._jax.settings import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403
 from hostcall._jax.while_loops import *  # noqa: F403

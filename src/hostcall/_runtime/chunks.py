@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hostcall import _native
+from hostcall import _jax, _native
 from hostcall._runtime import pools, waits, workers
 
 Row = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,7 +32,7 @@ def process() -> tuple[str, int]:
 
 
 def run_chunk(
-    where: tuple[tuple[str, int], int, int, str | None],
+    where: tuple[tuple[str, int], int, _jax.Traced | None, int, str | None],
     fn: Callable[..., Any],
     rows: Sequence[Any],
     *shared: Any,
@@ -42,12 +42,13 @@ def run_chunk(
     The exception of a row that fails gets the row's index in the chunk as an attribute.
 
     Args:
-        where: the run's process and number, the number of the first row, and the leash.
+        where: the run's process and number, the settings of JAX that its trace had of
+            its own, the number of the first row, and the leash.
         fn: the function.
         rows: (args, kwargs) of each row, or bytes if they were sent.
         *shared: arrays that all rows share, as `Workers.share` made them.
     """
-    of, run_number, start, leash = where
+    of, run_number, traced, start, leash = where
     if of != process():
         if leash is not None:
             pools.begin(leash, start)
@@ -56,7 +57,12 @@ def run_chunk(
             if leash is not None and not os.path.exists(leash):
                 raise _dropped()
 
-        return _run_each(fn, rows, shared, go_on)
+        before = None if traced is None else traced.enter()
+        try:
+            return _run_each(fn, rows, shared, go_on)
+        finally:
+            if traced is not None and before is not None:
+                traced.leave(before)
     run = under_way.get(run_number)
     if run is None:
         raise _dropped()
@@ -68,7 +74,7 @@ def run_chunk(
 
     started = _native.ticks()
     try:
-        with workers.as_host_code(run.ambient):
+        with workers.as_host_code(run.settings):
             return _run_each(fn, rows, shared, begin)
     except BaseException:
         # At once: the waiting thread may take a while to notice.

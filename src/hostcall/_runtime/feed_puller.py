@@ -30,6 +30,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from hostcall import _jax
 from hostcall._core.daemon import daemon
 from hostcall._core.errors import FeedEndError, FeedError
 from hostcall._native import FeedEnding
@@ -70,6 +71,7 @@ class Puller:
         self._base = 0  # items that devices had taken when `_after[0]` was the position
         self._after: deque[dict[str, Any]] = deque([{"epoch": 0, "item": 0}])
         self._as_host = False
+        self._traced = _jax.traced_here()  # the source runs under these settings
         self._thread = daemon(f"hostcall-feed {name}", self._run)
         living.add(self)
         self._thread.start()
@@ -242,6 +244,8 @@ class Puller:
 
     def _run(self) -> None:
         try:
+            if self._traced is not None:
+                self._traced.enter()  # for the life of the thread
             while not self.closed:
                 self._step()
         except BaseException as error:

@@ -46,7 +46,7 @@ def run_rows(
     fn: Callable[..., Any],
     rows: list[chunks.Row],
     current: Callable[[int], Any],
-    ambient: tuple[Any, Any],
+    settings: workers.Settings,
     timeout: float | None,
     describe: Callable[[str], str],
     shared: Sequence[np.ndarray] = (),
@@ -63,7 +63,7 @@ def run_rows(
         fn: the function.
         rows: (args, kwargs) of each row.
         current: returns what `hc.current()` answers in a row, by the row's number.
-        ambient: the host device and the guard, as for `workers.as_host_code`.
+        settings: the settings of JAX that the rows have.
         timeout: seconds for all rows together, or None.
         describe: makes the message of a timeout from the rows that are late.
         shared: arrays that all rows share, for an executor that sends its arguments.
@@ -83,9 +83,9 @@ def run_rows(
         executor = own or workers.default_pool()
     try:
         if isinstance(executor, Retrying):
-            settings = (current, ambient, list(shared), once)
-            return _retried(executor, fn, rows, settings, timeout, describe)
-        run = _Run(executor, fn, rows, current, ambient, list(shared), once)
+            how = (current, settings, list(shared), once)
+            return _retried(executor, fn, rows, how, timeout, describe)
+        run = _Run(executor, fn, rows, current, settings, list(shared), once)
         return run.values(timeout, describe)
     finally:
         if own is not None:
@@ -96,12 +96,12 @@ def _retried(
     retrying: Retrying,
     fn: Callable[..., Any],
     rows: list[chunks.Row],
-    settings: tuple[Callable[[int], Any], Any, list[np.ndarray], bool],
+    how: tuple[Callable[[int], Any], Any, list[np.ndarray], bool],
     timeout: float | None,
     describe: Callable[[str], str],
 ) -> list[Any]:
     """Runs rows on the pools of `retrying`, and those again whose worker has died."""
-    current, ambient, shared, once = settings
+    current, settings, shared, once = how
     left = 0 if once else retrying.retries
     end = None if timeout is None else time.monotonic() + timeout
     values: dict[int, Any] = {}
@@ -109,7 +109,7 @@ def _retried(
         numbers = [i for i in range(len(rows)) if i not in values]
         here = functools.partial(_at, current, numbers)
         pool, these = retrying.pool(), [rows[i] for i in numbers]
-        run = _Run(pool, fn, these, here, ambient, shared, once, numbers, len(rows))
+        run = _Run(pool, fn, these, here, settings, shared, once, numbers, len(rows))
         seconds = None if end is None else max(end - time.monotonic(), 1e-3)
         try:
             values.update(zip(numbers, run.values(seconds, describe), strict=True))
@@ -135,7 +135,7 @@ class _Run:
     """The rows of one call while they run.
 
     Attributes:
-        ambient: as in `run_rows`.
+        settings: as in `run_rows`.
         current: as in `run_rows`.
         place: the number of the call's place, for traces.
         until: rows from this number on do not begin. Worker threads read it while the
@@ -150,7 +150,7 @@ class _Run:
         fn: Callable[..., Any],
         rows: list[chunks.Row],
         current: Callable[[int], Any],
-        ambient: tuple[Any, Any],
+        settings: workers.Settings,
         shared: list[np.ndarray],
         once: bool,
         numbers: Sequence[int] | None = None,
@@ -166,7 +166,7 @@ class _Run:
         self._shared = shared
         call = _native.current()
         self.place = 0 if call is None else call[0].number
-        self.ambient, self.current = ambient, current
+        self.settings, self.current = settings, current
         self.until = self.failing = len(rows)
         self._number = next(chunks.numbers)
         self._started: dict[Any, range] = {}  # the rows that each task runs
@@ -280,7 +280,8 @@ class _Run:
                 rows = chunks.bytes_of(rows, self._shared, self._workers.pickler())
             except Exception as error:
                 self._raise(chunk, error)
-        where = (chunks.process(), self._number, chunk.start, self._workers.leash)
+        here = chunks.process(), self._number, self.settings.traced
+        where = (*here, chunk.start, self._workers.leash)
         task = self._workers.submit(
             chunks.run_chunk, where, self._fn, rows, *self._there
         )

@@ -95,7 +95,7 @@ class TaskRun:
         name: str,
         rows: Sequence[Row],
         current: Callable[[int], Any],
-        ambient: tuple[Any, Any],
+        settings: workers.Settings,
         key: Any,
         limit: int,
     ) -> None:
@@ -107,7 +107,7 @@ class TaskRun:
         self._key = key, len(above)
         self._loop, self.limit = loop, limit
         self._fn, self._rows, self._current = fn, rows, current
-        self._settings, self._name = workers.Settings(ambient), name
+        self._settings, self._name = settings, name
         call = _native.current()
         self._place = 0 if call is None else call[0].number
         self._context = contextvars.copy_context()

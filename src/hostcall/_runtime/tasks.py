@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hostcall import _jax, _native
 from hostcall._core.coroutines import CONCURRENCY
 from hostcall._core.errors import DeadlockError
 from hostcall._core.host_code import own
@@ -28,7 +27,7 @@ def run_tasks(
     fn: Callable[..., Any],
     rows: Sequence[Row],
     current: Callable[[int], Any],
-    ambient: tuple[Any, Any],
+    settings: workers.Settings,
     *,
     concurrency: int | None = None,
     timeout: float | None = None,
@@ -42,7 +41,7 @@ def run_tasks(
         fn: a function that returns an awaitable.
         rows: (args, kwargs) of each row.
         current: returns what `hc.current()` answers in a row, by the row's number.
-        ambient: the host device and the guard, as for `workers.as_host_code`.
+        settings: the settings of JAX that the rows have.
         concurrency: how many rows of the function run at the same time. What counts
             as the same function: see `_lane_of`.
         timeout: seconds for all rows together, or None.
@@ -58,7 +57,7 @@ def run_tasks(
     with contextlib.ExitStack() as held:
         part, there, finish = _prepared(fn, rows, current, held)
         run = TaskRun(
-            loop, part, name_of(fn), there, current, ambient, _lane_of(fn), limit
+            loop, part, name_of(fn), there, current, settings, _lane_of(fn), limit
         )
         values = run.wait(timeout, describe)
     return [end(value) for end, value in zip(finish, values, strict=True)]
@@ -112,11 +111,8 @@ def run_one(
 
     The settings of host code are those of this thread.
     """
-    settings = {each.kind: each.get(each.setting) for each in _jax.ambient_settings()}
-    kinds = _native.Ambient.DEVICE, _native.Ambient.GUARD
-    ambient = settings.get(kinds[0]), settings.get(kinds[1])
     row = args, kwargs or {}
-    return run_tasks(fn, [row], lambda _: current, ambient)[0]
+    return run_tasks(fn, [row], lambda _: current, workers.Settings.here())[0]
 
 
 def settled(value: Any) -> Any:

@@ -79,13 +79,18 @@ def default_pool() -> futures.ThreadPoolExecutor:
 
 
 class Settings:
-    """The settings of JAX that host code of a call has, for short steps of it.
+    """The settings of JAX that host code of a call has, for other threads than its own.
 
-    `ambient` is the call's host device, and its guard or None.
+    Args:
+        device: the call's host device.
+        guard: what examines the programs that it starts, or None.
+        traced: the settings that its trace had of its own, or None.
     """
 
-    def __init__(self, ambient: tuple[Any, Any]) -> None:
-        device, guard = ambient
+    def __init__(
+        self, device: Any, guard: Any = None, traced: _jax.Traced | None = None
+    ) -> None:
+        self.traced = traced
         given = {_native.Ambient.DEVICE: device, _native.Ambient.GUARD: guard}
         self._given = [
             (each.swap, each.set, each.setting, value)
@@ -93,47 +98,57 @@ class Settings:
             if (value := given.get(each.kind, each.value)) is not None
         ]
 
+    @classmethod
+    def here(cls) -> Settings:
+        """Those of the calling thread, which runs host code."""
+        now = {each.kind: each.get(each.setting) for each in _jax.ambient_settings()}
+        kinds = _native.Ambient.DEVICE, _native.Ambient.GUARD
+        return cls(*(now.get(kind) for kind in kinds), _jax.traced_here())
+
+    def enter(self) -> tuple[list[Any], list[Any]]:
+        """Sets them on the calling thread. Returns the former values."""
+        before = [swap(setting, value) for swap, _, setting, value in self._given]
+        return before, [] if self.traced is None else self.traced.enter()
+
+    def leave(self, before: tuple[list[Any], list[Any]]) -> None:
+        """Sets what `enter` has returned."""
+        if self.traced is not None:
+            self.traced.leave(before[1])
+        for (_, put_back, setting, _), value in zip(
+            self._given, before[0], strict=True
+        ):
+            put_back(setting, value)
+
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls `step(*args)` with the settings, and puts the thread's own back."""
-        before = [swap(setting, value) for swap, _, setting, value in self._given]
+        before = self.enter()
         try:
             return step(*args)
         finally:
-            for (_, put_back, setting, _), value in zip(
-                self._given, before, strict=True
-            ):
-                put_back(setting, value)
+            self.leave(before)
 
 
 class as_host_code:
     """Gives a worker the settings that the waiting thread would have in its callback.
 
-    `ambient` is the call's host device, and its guard or None. `current` returns what
-    `hc.current()` answers. This is not a `@contextmanager`: contextlib sets an
-    attribute on exceptions that pass through, which some exceptions refuse.
+    `current` returns what `hc.current()` answers. This is not a `@contextmanager`:
+    contextlib sets an attribute on exceptions that pass through, which some exceptions
+    refuse.
     """
 
     def __init__(
-        self, ambient: tuple[Any, Any], current: Callable[[], Any] | None = None
+        self, settings: Settings, current: Callable[[], Any] | None = None
     ) -> None:
-        self._ambient, self._current = ambient, current
-        self._saved: list[tuple[Any, Any, Any]] = []
+        self._settings, self._current = settings, current
 
     def __enter__(self) -> None:
-        device, guard = self._ambient
-        given = {_native.Ambient.DEVICE: device, _native.Ambient.GUARD: guard}
-        for each in _jax.ambient_settings():
-            value = given.get(each.kind, each.value)
-            if value is not None:
-                before = each.swap(each.setting, value)
-                self._saved.append((each.set, each.setting, before))
+        self._saved = self._settings.enter()
         self._before = getattr(_stand_in, "current", None)
         _stand_in.current = self._current
 
     def __exit__(self, *_: object) -> None:
         _stand_in.current = self._before
-        for put_back, setting, value in self._saved:
-            put_back(setting, value)
+        self._settings.leave(self._saved)
 
 
 def be_host_code() -> bool:
@@ -144,7 +159,7 @@ def be_host_code() -> bool:
     """
     if not _jax.back_ends_started():
         return False
-    as_host_code((host_device.above(None), None)).__enter__()
+    Settings(host_device.above(None)).enter()
     return True
 
 
@@ -175,7 +190,7 @@ _idle: list[_Worker] = []  # protected by `_lock`
 def run_with_timeout(
     fn: Callable[[], Any],
     seconds: float,
-    ambient: tuple[Any, Any],
+    settings: Settings,
     current: Any,
     describe: Callable[[str], str],
 ) -> Any:
@@ -190,7 +205,7 @@ def run_with_timeout(
 
     def job() -> None:
         try:
-            with as_host_code(ambient, lambda: current):
+            with as_host_code(settings, lambda: current):
                 outcome.append((context.run(fn), None))
         except BaseException as error:
             outcome.append((None, error))

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hostcall import _jax
 from hostcall._api.feed.sources import OpenSource
 from hostcall._core.daemon import daemon
 from hostcall._core.errors import FeedError
@@ -132,8 +133,9 @@ class Indexed:
                 return
             if self._wanted is None:
                 self._wanted = queue.SimpleQueue()
+                # In a call of `feed.at`, whose settings the reader takes along.
                 reader = (_read_ahead, weakref.ref(self), self._wanted)
-                daemon("hostcall-feed at", *reader).start()
+                daemon("hostcall-feed at", *reader, _jax.traced_here()).start()
             if self._wanted.empty():  # else the thread is behind, and helps nobody
                 for i in range(1, self._ahead * len(flat) + 1):
                     self._wanted.put(flat[-1] + i * step)
@@ -151,9 +153,13 @@ class Indexed:
 
 
 def _read_ahead(
-    reader: weakref.ref[Indexed], wanted: queue.SimpleQueue[int | None]
+    reader: weakref.ref[Indexed],
+    wanted: queue.SimpleQueue[int | None],
+    traced: _jax.Traced | None,
 ) -> None:
     host = False
+    if traced is not None:
+        traced.enter()  # for the life of the thread
     while (number := wanted.get()) is not None:
         host = host or workers.be_host_code()
         there = reader()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from hostcall import _native
+from hostcall import _jax, _native
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.order import Order
 from hostcall._core.source import Place, name_of, source_of
@@ -46,6 +46,8 @@ class Callback:
         fail: as given to `hc.call`.
         tag: the name in statistics, `status()` and collectors; None for the function's
             name.
+        traced: the settings of JAX under which it was traced, so that the function
+            runs under them on any thread; None if they were the process's own.
         cache: where results are kept, a `Part` of _engine/caching.py; or None. It is
             not compared: it belongs to the function.
         place: the user's line that wrote the call. It is not compared, so equal calls
@@ -64,6 +66,7 @@ class Callback:
     coalesce: tuple[int, float] | None = None
     fail: Fail | None = None
     tag: str | None = None
+    traced: _jax.Traced | None = field(default_factory=_jax.traced_here)
     cache: Any = field(default=None, compare=False)
     place: Place = field(compare=False)
 

@@ -1,0 +1,129 @@
+"""JAX's settings of one thread, as they are where a call or tap is traced.
+
+`with jax.enable_x64(True):` and its like set a setting for the calling thread. JAX
+traces and compiles a program once for each value of those in its trace context, so the
+values at tracing belong to the program. Its host code runs on threads of XLA's and of
+hostcall's, which have not set anything, so it takes the values along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import config as _config
+
+_UNSET = _config.config_ext.unset
+
+# The engine decides on the first row. The second one is about transfers and threads,
+# and JAX has no value of these in its trace context. JAX itself sets the third one
+# while it traces and lowers; the values say where in a program JAX is. The last is
+# about the text of programs.
+_NOT_TAKEN = frozenset(
+    (
+        *("jax_default_device", "jax_no_execution", "jax_no_tracing"),
+        *("jax_thread_guard", "jax_array_garbage_collection_guard"),
+        *("jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_host"),
+        "jax_transfer_guard_device_to_device",
+        *("check_vma", "eager_constant_folding", "jax_no_collectives"),
+        "jax_mutable_array_checks",
+        "jax_hlo_source_file_canonicalization_regex",
+    )
+)
+
+
+def _taken() -> dict[str, Any]:
+    """The settings by name: those in JAX's trace context, and the other public ones.
+
+    Some public ones change what JAX computes and are not in the trace context
+    (`jax.default_prng_impl`, `jax.debug_nans`).
+    """
+    known = dict(_config.config_states)
+    interpreted = getattr(_config, "pallas_tpu_interpret_mode_context_manager", None)
+    if interpreted is not None:
+        known["pallas_tpu_interpret_mode_context_manager"] = interpreted
+    public = {id(thing) for thing in vars(jax).values()}
+    traced = {*_config.trace_context_names(), "jax_disable_jit"}
+    return {
+        name: setting
+        for name, setting in known.items()
+        if name not in _NOT_TAKEN and (name in traced or id(setting) in public)
+    }
+
+
+_settings = _taken()
+
+
+def _hook_of(setting: Any) -> Any:
+    return getattr(setting, "_update_thread_local_hook", None)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The settings that a trace had of its own: (name, value) of each."""
+
+    values: tuple[tuple[str, Any], ...]
+
+    def enter(self) -> list[Any]:
+        """Sets them on the calling thread. Returns the former values."""
+        before = []
+        for name, value in self.values:
+            setting = _settings[name]
+            before.append(setting.swap_local(value))
+            if (hook := _hook_of(setting)) is not None:
+                hook(value)
+        return before
+
+    def leave(self, before: list[Any]) -> None:
+        """Sets what `enter` has returned."""
+        for (name, _), value in zip(self.values, before, strict=True):
+            setting = _settings[name]
+            setting.set_local(value)
+            if (hook := _hook_of(setting)) is not None:
+                hook(None if value is _UNSET else value)
+
+
+def traced_here() -> Traced | None:
+    """The settings of the calling thread that differ from the process's; None if none
+    does.
+    """
+    found = tuple(
+        (name, value)
+        for name, setting in _settings.items()
+        if (value := setting.get_local()) is not _UNSET
+        and value != setting.get_global()
+    )
+    return Traced(found) if found else None
+
+
+# --- Settings of a program that leaves the process -----------------------------------
+
+
+def tell_traced(traced: Traced) -> dict[str, Any] | None:
+    """The settings as JSON; None if `read_traced` would not give them back."""
+    told = {name: getattr(value, "value", value) for name, value in traced.values}
+    return told if read_traced(told) == traced else None
+
+
+def read_traced(told: Any) -> Traced | None:
+    """The inverse. `told` may say anything: None if it is not what `tell_traced` made.
+
+    JAX's own parsers check the values, and get only such as JSON has.
+    """
+    if not isinstance(told, dict) or not told:
+        return None
+    found = []
+    for name, value in told.items():
+        parse = getattr(_settings.get(name), "_parser", None)
+        if parse is None or type(value) not in (bool, int, str, type(None)):
+            return None
+        try:
+            parsed = parse(value)
+        except (TypeError, ValueError):
+            return None
+        plain = getattr(parsed, "value", parsed)
+        if type(plain) is not type(value) or plain != value:
+            return None
+        found.append((name, parsed))
+    return Traced(tuple(found))
