@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar, TextIO
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from hostcall._api import print_format
 from hostcall._api.tap import FACE, tap
+from hostcall._core import stream
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
 from hostcall._core.portable import Malformed, NotPortable, read_plain, tell_plain
@@ -149,11 +149,8 @@ class Printer:
             args, kwargs = treedef.unflatten(leaves)
         with np.printoptions(**dict(self.options)):
             text = print_format.formatted(self.fmt, args, kwargs)
-        file = sys.stdout if self.file is None else self.file.value
-        # One write, so that other threads can't print between text and end.
-        file.write(text + self.end)
-        if self.flush:
-            file.flush()
+        file = None if self.file is None else self.file.value
+        stream.write(text + self.end, file, flush=self.flush)
 
 
 def _tell(printer: Printer, _: bool) -> Any:
