@@ -22,11 +22,15 @@ import platforms
 import pytest
 from limits import HANG_SECONDS, PROGRAM_SECONDS, holds_in_time
 
-# Installs Python's handler for SIGINT in programs that tests run. If a shell started the
-# suite in the background, the suite and its child processes inherit an ignored SIGINT.
+# Stands before programs that tests run.
+#   * Python's handler for SIGINT: if a shell started the suite in the background, the
+#     suite and its child processes inherit an ignored SIGINT.
+#   * A line is written when it is printed. Into a pipe, Python writes when its buffer is
+#     full or the process ends: what is killed, forked or left by os._exit says nothing.
 _PRELUDE = """
-import signal
+import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.stdout.reconfigure(line_buffering=True)
 """
 # `pytest --hypothesis-profile many` for a search; by default the same examples in every
 # run, and few, since most are compiled.

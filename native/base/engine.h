@@ -3,7 +3,8 @@
 // Does not depend on Python (tests/native/engine_test.cc).
 //
 // Guarantee: once Close has returned and WaitIdle has returned true, no call enters
-// Python any more, so the interpreter may finalize.
+// Python any more, so the interpreter may finalize. (Unless OpenLate was called:
+// then its function answers for each call.)
 //
 //   1. handler: Enter adds one to in_flight_, then reads closed_
 //   2. exit:    Close sets closed_, then WaitIdle reads in_flight_
@@ -41,6 +42,8 @@ class Engine {
   bool Enter() {
     in_flight_.fetch_add(1);
     if (!closed_.load()) return true;
+    bool (*const admits)() = late_.load();
+    if (admits != nullptr && admits()) return true;
     // A refused call is in the count for a moment, which only delays WaitIdle.
     in_flight_.fetch_sub(1);
     return false;
@@ -75,10 +78,15 @@ class Engine {
     left_behind_.store(true);
   }
 
+  /// After Close and WaitIdle: from now on this function decides which calls a
+  /// closed engine makes all the same. It may wait for the GIL.
+  void OpenLate(bool (*admits)()) { late_.store(admits); }
+
   /// Closes the engine in a forked child. The threads whose calls were counted do
   /// not exist there, nor do XLA's, so no call can run and none will ever end.
   void CloseAfterFork() {
     forked_.store(true);
+    late_.store(nullptr);
     closed_.store(true);
     in_flight_.store(0);
   }
@@ -95,9 +103,10 @@ class Engine {
   int64_t in_flight() const { return in_flight_.load(); }
 
  private:
-  std::atomic<bool> closed_{false};       ///< no new calls; never reset
-  std::atomic<bool> forked_{false};       ///< this is a forked child; never reset
-  std::atomic<bool> left_behind_{false};  ///< LeaveBehind was called; never reset
+  std::atomic<bool> closed_{false};        ///< no new calls; never reset
+  std::atomic<bool (*)()> late_{nullptr};  ///< OpenLate's
+  std::atomic<bool> forked_{false};        ///< this is a forked child; never reset
+  std::atomic<bool> left_behind_{false};   ///< LeaveBehind was called; never reset
   /// The thread that finalizes the interpreter. Not atomic: it is written once,
   /// before left_behind_ is set, and read only by threads that have seen
   /// left_behind_ set.

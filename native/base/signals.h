@@ -6,9 +6,19 @@
 // and loses all queued taps. Therefore a signal also wakes a Python thread, the
 // watcher (_runtime/watcher.py), which interrupts callbacks or delivers the taps.
 //
+// Python's handler for SIGINT comes back again and again: whoever calls
+// signal.signal (asyncio.run, a notebook before each cell, pdb) installs it in
+// place of ours, even if the Python function behind it stays the same, and says
+// nothing. So ours is not installed once. Where a call begins (Keep) and ten times
+// a second (Wait), the engine looks whether Python's handler stands there alone,
+// and puts ours before it. What to do when the signal comes is decided then, by the
+// Python function that stands there then.
+//
 // Guarantees
-//   * A handler is installed for SIGINT only if there is one already, which ours
-//     calls, and for SIGTERM only if it has the default action.
+//   * A handler is installed for SIGINT only in place of Python's, which ours
+//   calls,
+//     and for SIGTERM only if it has the default action. A C library that installs
+//     its own keeps it: it may call the one before it, so ours must not call it.
 //   * The handlers are async-signal-safe. They do a lock-free fetch_or and
 //     post a semaphore; the one for SIGTERM writes the flight recorder, or raises
 //     the signal again in a forked child, where the watcher does not exist. Nothing
@@ -37,30 +47,38 @@ class Signals {
   /// What the watcher is woken for; a bit each. Python sees them as
   /// `_native.Signal`.
   enum Event {
-    kInterrupt = 1,  ///< SIGINT came
-    kTerminate = 2,  ///< SIGTERM came
-    kEnding = 4,     ///< the process began to end: watch for taps that hang
-    kStop = 8,       ///< the watcher shall end
-    kBury = 16,      ///< the graveyard has something to bury (slot_table.h)
+    kInterrupt = 1,   ///< SIGINT came
+    kTerminate = 2,   ///< SIGTERM came
+    kEnding = 4,      ///< the process began to end: watch for taps that hang
+    kStop = 8,        ///< the watcher shall end
+    kBury = 16,       ///< the graveyard has something to bury (slot_table.h)
+    kUnwatched = 32,  ///< Python's handler for SIGINT stands without ours
   };
 
-  /// Watches SIGINT if it has a plain handler, such as Python's. Returns whether it
-  /// is watched.
+  /// Puts ours before Python's handler for SIGINT. To be called where Python has
+  /// one, and with the GIL: signal.signal holds it too, so that a handler which it
+  /// installs in between is not lost. Returns whether SIGINT is watched.
   static bool WatchInterrupt() {
     Posted();  // initialises the semaphore, which a handler must not do
-    struct sigaction& before = Before();
-    if (before.sa_handler != nullptr) return true;  // watched since an earlier call
     struct sigaction found;
     if (sigaction(SIGINT, nullptr, &found) != 0) return false;
-    // With SA_SIGINFO the handler takes three arguments: ours could not call it.
-    if ((found.sa_flags & SA_SIGINFO) != 0 || found.sa_handler == SIG_DFL ||
-        found.sa_handler == SIG_IGN) {
-      return false;
-    }
-    before = found;                 // before our handler can run, which calls it
-    struct sigaction ours = found;  // the same mask and flags, for Python's handler
-    ours.sa_handler = &OnInterrupt;
-    return sigaction(SIGINT, &ours, nullptr) == 0;
+    if (found.sa_handler == &OnInterrupt) return true;
+    if (!IsUnwatched(found)) return false;
+    Pythons().store(found.sa_handler);  // before ours can run, which calls it
+    found.sa_handler = &OnInterrupt;    // the mask and the flags stay
+    return sigaction(SIGINT, &found, nullptr) == 0;
+  }
+
+  /// Does the same where a call begins, at most every 0.1 ms: asking the kernel
+  /// takes as long as a small call. With the GIL.
+  static void Keep(int64_t ticks) {
+    static const auto pause =
+        static_cast<int64_t>(TickNs() > 0 ? 1e5 / TickNs() : 0);
+    static std::atomic<int64_t> asked{0};
+    const int64_t passed = ticks - asked.load(std::memory_order_relaxed);
+    if (passed >= 0 && passed < pause) return;
+    asked.store(ticks, std::memory_order_relaxed);
+    if (Pythons().load() != nullptr) WatchInterrupt();
   }
 
   /// Watches SIGTERM if it has the default action. Returns whether it is watched.
@@ -99,21 +117,39 @@ class Signals {
       if (const int events = Pending().exchange(0)) return events;
       // The semaphore counts posts, of which one exchange may have taken several.
       // What it counts too much makes this loop look once more in vain.
-      const int64_t left = until - NowNs();
-      if (left <= 0 || !Posted().Wait(1e-9 * static_cast<double>(left))) {
-        return Pending().exchange(0);
+      const double left = 1e-9 * static_cast<double>(until - NowNs());
+      if (left <= 0) return Pending().exchange(0);
+      if (Posted().Wait(left < kLookSeconds ? left : kLookSeconds)) continue;
+      struct sigaction found;
+      if (sigaction(SIGINT, nullptr, &found) == 0 && IsUnwatched(found)) {
+        return kUnwatched;
       }
     }
   }
 
  private:
-  /// Wakes the watcher, and then runs the handler that was there before: for
-  /// Python's, that sets the flag for its main thread.
+  using Handler = void (*)(int);
+  /// How often Wait looks at the handler of SIGINT.
+  static constexpr double kLookSeconds = 0.1;
+
+  /// Whether this action of SIGINT is Python's handler, as far as is known: before
+  /// it was first seen, any plain handler may be.
+  static bool IsUnwatched(const struct sigaction& found) {
+    // With SA_SIGINFO the handler takes three arguments: ours could not call it.
+    if ((found.sa_flags & SA_SIGINFO) != 0 || found.sa_handler == SIG_DFL ||
+        found.sa_handler == SIG_IGN || found.sa_handler == &OnInterrupt) {
+      return false;
+    }
+    const Handler pythons = Pythons().load();
+    return pythons == nullptr || pythons == found.sa_handler;
+  }
+  /// Wakes the watcher, and then runs Python's handler, which sets the flag for its
+  /// main thread.
   static void OnInterrupt(int signal) {
     const int saved = errno;  // the interrupted code may be about to read it
     Post(kInterrupt);
     errno = saved;
-    Before().sa_handler(signal);
+    Pythons().load()(signal);
   }
   /// Wakes the watcher, which delivers the taps and then sends SIGTERM again. By
   /// then the action is the default one, so the process ends.
@@ -153,10 +189,11 @@ class Signals {
     static std::atomic<pid_t> watcher{0};
     return watcher;
   }
-  /// SIGINT's action before ours. Written once, before our handler is installed.
-  static struct sigaction& Before() {
-    static struct sigaction before = {};
-    return before;
+  /// Python's C handler, the same for all signals and for the life of the process;
+  /// null before it was first seen. Set before our handler is installed.
+  static std::atomic<Handler>& Pythons() {
+    static std::atomic<Handler> pythons{nullptr};
+    return pythons;
   }
 };
 

@@ -86,7 +86,8 @@ class Graveyard {
     do {
       dead->next_dead_ = head;
       // Release: Bury sees next_dead_, and all that was done to the object before.
-    } while (!head_.compare_exchange_weak(head, dead, std::memory_order_release,
+      // Acquire: a push that comes after Bury's exchange sees asked_ reset (there).
+    } while (!head_.compare_exchange_weak(head, dead, std::memory_order_acq_rel,
                                           std::memory_order_relaxed));
     auto* ask = ask_.load(std::memory_order_relaxed);
     if (ask != nullptr && !asked_.exchange(true)) ask();
@@ -105,8 +106,13 @@ class Graveyard {
     //   1. burier: takes the stack
     //   2. pusher: pushes, finds asked_ still true, and asks nobody
     //   3. burier: resets asked_
+    // Program order alone does not forbid that: asked_ and head_ are two variables,
+    // and asked_ being sequentially consistent orders nothing about head_. The
+    // exchange of head_ releases, and a push acquires. So a push either comes
+    // before the exchange, which takes its object, or reads what the exchange (or a
+    // push after it) wrote, and then sees asked_ reset, and asks.
     asked_.store(false);
-    Mortal* dead = head_.exchange(nullptr, std::memory_order_acquire);
+    Mortal* dead = head_.exchange(nullptr, std::memory_order_acq_rel);
     while (dead != nullptr) {
       Mortal* next = dead->next_dead_;
       delete dead;

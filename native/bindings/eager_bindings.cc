@@ -10,8 +10,8 @@
 #include "base/flight.h"
 #include "buffer/buffer_call.h"
 #include "invoke/invoke.h"
+#include "invoke/tap_worker.h"
 #include "plan/feed_take.h"
-#include "plan/push_tap.h"
 
 namespace nb = nanobind;
 
@@ -54,7 +54,7 @@ bool PushEagerly(const PlanHandle& handle, nb::list operands) {
   for (;;) {
     try {
       GilRelease unlocked;  // it may wait for the worker, which needs the GIL
-      return PushTap(plan, -1, -1, in.data());
+      return PushOrDeliver(plan, -1, -1, in.data());
     } catch (const PushInterrupted&) {
       // GilRelease has ended with its block, so the GIL is held here. Python's
       // handler raises the interrupt on the main thread; other threads go on

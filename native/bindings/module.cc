@@ -36,7 +36,8 @@ void InitSignals(nb::module_& m) {
       .value("TERMINATE", Signals::kTerminate)
       .value("ENDING", Signals::kEnding)
       .value("STOP", Signals::kStop)
-      .value("BURY", Signals::kBury);
+      .value("BURY", Signals::kBury)
+      .value("UNWATCHED", Signals::kUnwatched);
   m.def("watch_sigint", &Signals::WatchInterrupt);
   m.def("watch_sigterm", &Signals::WatchTerminate);
   m.def(
@@ -51,12 +52,37 @@ void InitSignals(nb::module_& m) {
       nb::arg("event"));
 }
 
+/// What open_late was given: a function that returns a bool.
+PyObject* g_admits = nullptr;
+
+/// Asks it. Never after the interpreter has begun to end: a thread that asked for
+/// the GIL then would be ended.
+bool AdmitsLate() {
+#if PY_VERSION_HEX >= 0x030D0000
+  const bool finalizing = Py_IsFinalizing() != 0;
+#else
+  const bool finalizing = _Py_IsFinalizing() != 0;
+#endif
+  if (finalizing || Py_IsInitialized() == 0) return false;
+  const GilGuard gil;
+  const Ref answer = Ref::Steal(CallPython(g_admits, nullptr, 0, nullptr));
+  if (!answer) PyErr_WriteUnraisable(g_admits);
+  return answer.get() == Py_True;
+}
+
 /// Binds the engine's life: closing, waiting, forks.
 void InitEngine(nb::module_& m) {
   m.def("bury", [] { Graveyard::Get().Bury(); });
   m.def("in_flight", [] { return Engine::Get().in_flight(); });
   m.def("closed", [] { return Engine::Get().closed(); });
   m.def("close", [] { Engine::Get().Close(); });
+  m.def(
+      "open_late",
+      [](nb::object admits) {
+        g_admits = admits.release().ptr();  // kept for ever
+        Engine::Get().OpenLate(&AdmitsLate);
+      },
+      nb::arg("admits"));
   // Without the GIL, which the calls in flight need in order to end.
   m.def(
       "wait_idle", [](double seconds) { return Engine::Get().WaitIdle(seconds); },

@@ -1,5 +1,13 @@
 // The buffer protocol of Buffers.
+//
+// Every request is answered as NumPy answers it for an array of the same shape,
+// dtype and writability, since consumers are tried with arrays: what isn't asked
+// for is null, and whoever doesn't ask for a shape gets zero dimensions. (A
+// consumer that finds dimensions reads the shape.) Only the type of what is raised
+// differs: BufferError, as Python's documentation asks for, where NumPy raises
+// ValueError.
 
+#include <algorithm>
 #include <mutex>
 #include <new>
 #include <vector>
@@ -11,7 +19,8 @@
 namespace hostcall {
 namespace {
 
-/// The struct module's letter for a dtype; null if it has none.
+/// The letter of the struct module for a dtype, or NumPy's for complex numbers;
+/// null if there is none.
 const char* FormatOf(PyArray_Descr* descr) {
   switch (descr->type_num) {
     case NPY_BOOL:
@@ -38,9 +47,36 @@ const char* FormatOf(PyArray_Descr* descr) {
       return "f";
     case NPY_DOUBLE:
       return "d";
+    case NPY_CFLOAT:
+      return "Zf";
+    case NPY_CDOUBLE:
+      return "Zd";
     default:
       return nullptr;
   }
+}
+
+/// Whether a row-major array of this shape is column-major too.
+bool IsColumnMajor(const Leaf& leaf) {
+  const auto is_long = [](int64_t dim) { return dim != 1; };
+  return leaf.count == 0 ||
+         std::count_if(leaf.dims.begin(), leaf.dims.end(), is_long) <= 1;
+}
+
+/// The shape, then the strides of the row-major and of the column-major order. The
+/// latter are used where both orders hold the same elements.
+std::vector<Py_ssize_t> LayoutOf(const Leaf& leaf) {
+  const size_t ndim = leaf.dims.size();
+  std::vector<Py_ssize_t> layout(leaf.dims.begin(), leaf.dims.end());
+  layout.resize(3 * ndim);
+  Py_ssize_t row_major = PyDataType_ELSIZE(leaf.descr()), column_major = row_major;
+  for (size_t i = 0; i < ndim; ++i) {
+    layout[2 * ndim - 1 - i] = row_major;
+    row_major *= layout[ndim - 1 - i];
+    layout[2 * ndim + i] = column_major;
+    column_major *= layout[i];
+  }
+  return layout;
 }
 
 }  // namespace
@@ -62,8 +98,9 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
   const Lease::Use use(b->lease);
   if (!OnHost(use)) return -1;
   const Leaf& leaf = *b->leaf;
-  const char* format = FormatOf(leaf.descr());
-  if (format == nullptr) {
+  const auto asks = [flags](int wanted) { return (flags & wanted) == wanted; };
+  const char* format = asks(PyBUF_FORMAT) ? FormatOf(leaf.descr()) : nullptr;
+  if (asks(PyBUF_FORMAT) && format == nullptr) {
     // NumPy then asks for __array__. A constant text, since NumPy comes here for
     // every array of such a dtype, and formatting would cost.
     PyErr_SetString(PyExc_BufferError,
@@ -72,49 +109,38 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
                     "numpy.asarray" HOSTCALL_CODE("hc-buffer"));
     return -1;
   }
-  if ((flags & PyBUF_WRITABLE) != 0 && !b->writeable) {
+  if (asks(PyBUF_WRITABLE) && !b->writeable) {
     PyErr_SetString(PyExc_BufferError,
                     "hostcall: this Buffer is an input, which can't be written "
                     "to" HOSTCALL_CODE("hc-buffer"));
     return -1;
   }
-  const size_t ndim = leaf.dims.size();
-  constexpr int kAnyOrder =
-      PyBUF_C_CONTIGUOUS | PyBUF_F_CONTIGUOUS | PyBUF_ANY_CONTIGUOUS;
-  const bool fortran = (flags & kAnyOrder) == PyBUF_F_CONTIGUOUS;
-  if (fortran && ndim > 1 && leaf.count > 1) {
+  const bool column_major = asks(PyBUF_F_CONTIGUOUS);
+  if (column_major && !IsColumnMajor(leaf)) {
     PyErr_SetString(PyExc_BufferError,
                     "hostcall: this Buffer is row-major, so it has no column-major "
                     "view" HOSTCALL_CODE("hc-buffer"));
     return -1;
   }
-  // Exports point into the layout, so it is only made while there are none. All
-  // exports of a call have the same one.
+  const size_t ndim = leaf.dims.size();
+  // Exports point into the layout, so it is made once. All have the same one.
   const std::lock_guard<AttachedMutex> lock(b->mutex);
-  if (b->exports.value() == 0) {
-    try {
-      if (b->layout == nullptr) b->layout = new std::vector<Py_ssize_t>();
-      b->layout->resize(2 * ndim);
-    } catch (const std::bad_alloc&) {
-      PyErr_NoMemory();
-      return -1;
-    }
-    Py_ssize_t step = PyDataType_ELSIZE(leaf.descr());
-    for (size_t i = ndim; i-- > 0;) {
-      (*b->layout)[i] = leaf.dims[i];
-      (*b->layout)[ndim + i] = step;
-      step *= leaf.dims[i];
-    }
+  try {
+    if (b->layout == nullptr) b->layout = new std::vector(LayoutOf(leaf));
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+    return -1;
   }
+  Py_ssize_t* shape = b->layout->data();
   view->buf = b->data;
   view->len = leaf.row_bytes;
   view->itemsize = PyDataType_ELSIZE(leaf.descr());
   view->readonly = b->writeable ? 0 : 1;
-  view->format = (flags & PyBUF_FORMAT) != 0 ? const_cast<char*>(format) : nullptr;
-  view->ndim = static_cast<int>(ndim);
-  view->shape = (flags & PyBUF_ND) != 0 && ndim != 0 ? b->layout->data() : nullptr;
-  view->strides = (flags & PyBUF_STRIDES) == PyBUF_STRIDES && ndim != 0
-                      ? b->layout->data() + ndim
+  view->format = const_cast<char*>(format);
+  view->ndim = asks(PyBUF_ND) ? static_cast<int>(ndim) : 0;
+  view->shape = asks(PyBUF_ND) && ndim != 0 ? shape : nullptr;
+  view->strides = asks(PyBUF_STRIDES) && ndim != 0
+                      ? shape + (column_major ? 2 : 1) * ndim
                       : nullptr;
   view->suboffsets = nullptr;
   view->internal = nullptr;

@@ -23,6 +23,7 @@
 #include "handlers/plan_state.h"
 #include "handlers/run_call.h"
 #include "handlers/tap_filter.h"
+#include "invoke/tap_worker.h"
 #include "plan/push_tap.h"
 #include "queue/tap_queue.h"
 #include "queue/tap_thread.h"
@@ -229,7 +230,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
     Entry entry;
     if (!entry || IsMasked(*plan, data)) return;
     if (IsSkipped(*plan, later.get(), device, run, data)) return;
-    PushTap(*plan, device, run, data, true);
+    PushOrDeliver(*plan, device, run, data, true);
   };
   const bool sent = StageTap(driver, PoolForTaps(), StreamsForTaps(), work.stream,
                              spans, blocks, std::move(deliver));

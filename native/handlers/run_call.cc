@@ -9,6 +9,7 @@
 #include "base/engine.h"
 #include "base/flight.h"
 #include "base/report.h"
+#include "base/signals.h"
 #include "buffer/buffer_call.h"
 #include "handlers/ffi.h"
 #include "handlers/host_callback.h"
@@ -95,6 +96,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   const PlainFloats plain;
   const int64_t attached = Ticks();
   flight.Entered(attached);
+  Signals::Keep(attached);  // the thread that dispatched may wait for this call
   std::string text;
   const auto call = [&](Lookout lookout) {
     ActiveCall active(plan, site.ordinal, site.run);

@@ -11,7 +11,7 @@
 #include "handlers/ffi.h"
 #include "handlers/plan_state.h"
 #include "handlers/tap_filter.h"
-#include "plan/push_tap.h"
+#include "invoke/tap_worker.h"
 
 namespace hostcall {
 namespace {
@@ -56,7 +56,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
     return MakeError(frame->api, ClosedText(),
                      XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
-  PushTap(plan, device, run, operands.data());
+  PushOrDeliver(plan, device, run, operands.data());
   return nullptr;
 }
 

@@ -4,12 +4,15 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "base/flight.h"
+#include "base/guards.h"
 #include "invoke/invoke.h"
 #include "plan/call_scope.h"
+#include "plan/push_tap.h"
 #include "queue/tap_queue.h"
 #include "queue/tap_run.h"
 #include "queue/tap_thread.h"
@@ -147,6 +150,22 @@ void RunTapWorker() {
                   : std::min(want * 2, TapQueue::kMostAtOnce);
     Graveyard::Get().Bury();  // Finish may have released the last use of a plan
   }
+}
+
+bool PushOrDeliver(const Plan& plan, int device, int64_t run,
+                   const void* const* operands, bool at_once) {
+  const bool queued = PushTap(plan, device, run, operands, at_once);
+  // A tap inside a delivery is delivered after it, by this thread's loop below.
+  if (!TapQueue::Get().stopped() || TapThread::IsThis()) return queued;
+  // One at a time, as one worker delivers. A thread that waits for its turn is not
+  // attached, since the deliveries need the GIL.
+  static std::mutex* turn = new std::mutex;
+  const GilRelease unlocked;
+  const std::lock_guard<std::mutex> lock(*turn);
+  const GilGuard gil;
+  const PlainFloats plain;
+  RunTapWorker();  // the queue is stopped, so this returns when it is empty
+  return queued;
 }
 
 }  // namespace hostcall

@@ -178,6 +178,9 @@ class TapQueue {
     space_.Freed();
   }
 
+  /// Whether Stop was called.
+  bool stopped() const { return stopped_.load(); }
+
   // Statistics. Each is exact by itself; two of them may be of different moments.
   int64_t limit() const { return limit_.load(); }
   int64_t bytes() const { return bytes_.load(); }

@@ -1,7 +1,11 @@
 """Buffers: views of XLA's memory, writing through them, and views that are kept."""
 
 import ctypes
+import hashlib
+import io
+import sys
 import threading
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -280,22 +284,90 @@ def test_each_reader_has_a_shape_of_its_own(mode):
     run(mode, host, spec(), jnp.zeros(4, jnp.bfloat16))
 
 
-def test_column_major_consumers_are_refused():
-    fortran, any_order = 0x50 | 0x8, 0x90 | 0x8  # PyBUF_F_CONTIGUOUS, _ANY_CONTIGUOUS
+class PyBuffer(ctypes.Structure):
+    """CPython's Py_buffer."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("strides", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def answer(exporter, flags):
+    """What an object answers to a request of the buffer protocol."""
+    view = PyBuffer()
     get = ctypes.pythonapi.PyObject_GetBuffer
-    get.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_int]
+    get.argtypes = [ctypes.py_object, ctypes.POINTER(PyBuffer), ctypes.c_int]
+    try:
+        get(exporter, view, flags)
+    except (BufferError, ValueError):
+        return "refused"
     release = ctypes.pythonapi.PyBuffer_Release
-    release.argtypes = [ctypes.c_void_p]
+    release.argtypes = [ctypes.POINTER(PyBuffer)]
+    rows = [p[: view.ndim] if p else None for p in (view.shape, view.strides)]
+    data = ctypes.string_at(view.buf, view.len)
+    seen = (view.len, view.itemsize, view.readonly, view.ndim, view.format)
+    release(view)
+    return *seen, *rows, view.suboffsets, data
 
-    def host(ctx, out, x, row):
-        space = ctypes.create_string_buffer(256)
+
+SHAPES = [(), (3,), (2, 3), (1, 3), (3, 1), (2, 0, 3), (1, 2, 1, 3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_request_is_answered_as_numpy_answers_it(dtype):
+    """PyBUF_WRITABLE is 1, _FORMAT 4, _ND 8; the others are five bits above _ND."""
+    data = [values(dtype, shape) for shape in SHAPES]
+
+    def host(ctx, outs, *args):
+        for out, x in zip(outs, args, strict=True):
+            np.asarray(out)[...] = np.asarray(x)
+            # Copies: XLA may keep other unused bits of small integers than NumPy does.
+            read, written = np.array(x), np.array(out)
+            read.flags.writeable = False
+            for flags in range(512):
+                assert answer(x, flags) == answer(read, flags), (x, flags)
+                assert answer(out, flags) == answer(written, flags), (out, flags)
+
+    run(jax.jit, host, [like(x) for x in data], *data)
+
+
+def test_consumers_that_ask_for_bytes_only():
+    data = [values(d, (2, 3)) for d in ("float32", "bfloat16", "complex64", "uint4")]
+
+    def host(ctx, out, *args):
+        for x, wanted in zip(args, data, strict=True):
+            digest = hashlib.sha256(wanted).digest()
+            assert hashlib.sha256(x).digest() == digest
+            assert zlib.crc32(x) == zlib.crc32(wanted)
+            assert io.BytesIO(x).getvalue() == wanted.tobytes()
+            if sys.version_info >= (3, 12):
+                assert x.__buffer__(0).tobytes() == wanted.tobytes()
+                with pytest.raises(BufferError, match="an input, which can't be"):
+                    x.__buffer__(1)
+
+    run(jax.jit, host, spec(), *data)
+
+
+def test_what_the_buffer_protocol_refuses_says_why():
+    def host(ctx, out, x, brain):
         with pytest.raises(BufferError, match="row-major"):
-            get(x, space, fortran)
-        for buffer, flags in ((x, any_order), (row, fortran)):
-            get(buffer, space, flags)
-            release(space)
+            ctypes.pythonapi.PyObject_GetBuffer(
+                ctypes.py_object(x), ctypes.byref(PyBuffer()), 0x58
+            )
+        with pytest.raises(BufferError, match="no letter"):
+            memoryview(brain)
 
-    run(jax.jit, host, spec(), jnp.zeros((3, 2)), jnp.zeros(3))
+    run(jax.jit, host, spec(), jnp.zeros((3, 2)), jnp.zeros(3, jnp.bfloat16))
 
 
 # --- Kept ----------------------------------------------------------------------------

@@ -87,7 +87,8 @@ def test_the_stop_button(monkeypatch, tmp_path):
         return reply["content"]
 
     try:
-        assert run(STUCK)["ename"] == "KeyboardInterrupt"
+        for _ in range(2):  # the kernel puts Python's handler back for each cell
+            assert run(STUCK)["ename"] == "KeyboardInterrupt"
         assert run(MANY)["ename"] == "KeyboardInterrupt"
         assert (
             run("assert jax.jit(lambda x: hc.call(abs, x, x))(-1.0) == 1")["status"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 PROGRAM = """
@@ -53,6 +55,73 @@ os._exit(0)
 def test_ctrl_c_is_raised_while_jax_waits(run_python, wait):
     done = run_python(PROGRAM.replace("WAIT", wait))
     assert done.stdout.splitlines() == ["interrupted", "2.0"]
+
+
+# What puts Python's handler back in place of the engine's, before a second program runs
+# `program` below, and who waits for it.
+ASYNCIO = "asyncio.run(asyncio.sleep(0))"
+BACK = "signal.signal(signal.SIGINT, signal.signal(signal.SIGINT, print))"
+IGNORED = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+PUT_BACK = {
+    "by asyncio.run": ("", ASYNCIO, ""),
+    "by asyncio.run, before the engine began": (ASYNCIO, "", ""),
+    "by signal.signal": ("", BACK, ""),
+    "for the first time": (
+        IGNORED,
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",
+        "",
+    ),
+    "during the callback, by asyncio.run": ("", "", ASYNCIO),
+    "during the callback, by signal.signal": ("", "", BACK),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["", "inside asyncio.run"])
+@pytest.mark.parametrize("steps", PUT_BACK.values(), ids=PUT_BACK)
+def test_python_s_handler_is_put_back(run_python, steps, inside):
+    at_first, between, during = steps
+    if inside and during == ASYNCIO:
+        pytest.skip("asyncio.run can't be called from a running event loop")
+    head, tail = PROGRAM.split("x = jnp.ones")
+    tail = "x = jnp.ones" + tail.replace("WAIT", "np.asarray(y)")
+    # As a user does: if nothing happens, Ctrl-C once more.
+    head = head.replace(
+        "    os.kill(os.getpid(), signal.SIGINT)\n",
+        "    while not left.wait(0.5):\n        os.kill(os.getpid(), signal.SIGINT)\n",
+    )
+    tail = tail.replace(
+        "    caught.set()\n", f"    {during or 'pass'}\n    caught.set()\n"
+    )
+    tail = tail.replace("try:", "entered.wait()\ntry:")
+    if inside:
+        tail = "async def inside():\n" + textwrap.indent(tail, "    ")
+        tail += "\nasyncio.run(inside())\n"
+    first = "jax.jit(lambda v: hc.call(lambda a: a, v, v))(1.0).block_until_ready()"
+    done = run_python(
+        "\n".join((head, "import asyncio", at_first, first, between, tail))
+    )
+    assert done.stdout.splitlines() == ["interrupted", "2.0"]
+
+
+def test_a_handler_of_the_program_decides_while_a_call_runs(run_python):
+    done = run_python(
+        """
+        import os, signal, threading
+        import jax, jax.numpy as jnp
+        import hostcall as hc
+        x = jnp.ones((1000, 1000))
+        jax.jit(lambda v: hc.call(lambda a: a, v, v))(x).block_until_ready()
+        signal.signal(signal.SIGINT, lambda *_: print("handled"))
+        def callback(a):
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(1)  # the watcher would have interrupted it by now
+            print("ended")
+            return a
+        y = jax.jit(lambda v: hc.call(callback, v, v @ v) @ v)(x)
+        y.block_until_ready()
+        """
+    )
+    assert sorted(done.stdout.split()) == ["ended", "handled"]
 
 
 def test_a_program_with_its_own_handler_keeps_it(run_python):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import signal
 
 import pytest
@@ -326,6 +327,158 @@ jax.jit(lambda v: hc.call(leave, v, v))(x).block_until_ready()
     assert done.returncode == 7
 
 
+# Run at the end of the process.
+AT_THE_END = {
+    "a callback of JAX's": """
+f = jax.jit(lambda v: jax.pure_callback(lambda a: np.asarray(a) + 1, v, v))
+print(f(x), end=" ")
+jax.debug.print("saved {}", f(x))
+jax.effects_barrier()
+""",
+    "calls, also of programs on XLA's threads": """
+def add(a): return a + 1
+m = jnp.ones((800, 800))
+print(jax.jit(lambda v: hc.call(add, v, v))(x), end=" ")
+print(jax.jit(lambda m: hc.call(add, m, m @ m / 800) @ m / 800)(m)[0, 0], end=" ")
+print("saved", hc.call(add, x, x))
+""",
+    "calls on several devices": """
+mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+a = jax.device_put(np.ones(2, np.float32), jax.NamedSharding(mesh, jax.P("a")))
+f = jax.shard_map(lambda v: hc.call(lambda a: a + 1, v, v), mesh=mesh,
+                  in_specs=jax.P("a"), out_specs=jax.P("a"))
+print(*jax.device_get(jax.jit(f)(a)), end=" ")
+print("saved", 2.0)
+""",
+    "taps": """
+def of(i, c):
+    hc.tap(lambda v: print(int(v), end=" "), i)
+    return c
+jax.jit(lambda v: jax.lax.fori_loop(2, 3, of, v))(x)
+hc.barrier()
+hc.tap(lambda: print("saved", end=" "))
+hc.print("{}", 2.0)
+hc.barrier()
+""",
+}
+# Where the handler is registered; whether hostcall was used before the end.
+REGISTERED = {
+    "before JAX": "REGISTER IMPORT HOSTCALL USE",
+    "before hostcall": "IMPORT REGISTER HOSTCALL USE",
+    "before the first use": "IMPORT HOSTCALL REGISTER USE",
+    "after it": "IMPORT HOSTCALL USE REGISTER",
+    "and is the first use": "IMPORT HOSTCALL REGISTER",
+    "before JAX, and is the first use": "REGISTER IMPORT HOSTCALL",
+}
+PIECES = {
+    "REGISTER": "atexit.register(lambda: exec(sys.argv[1], globals()))\n",
+    "IMPORT": "import jax, jax.numpy as jnp, numpy as np\n",
+    "HOSTCALL": "import hostcall as hc; hc.patch_jax(); x = np.float32(1)\n",
+    "USE": "jax.jit(lambda v: hc.call(lambda a: a, v, v))(x); hc.tap(lambda: 0)\n",
+}
+
+
+@pytest.mark.parametrize("body", AT_THE_END.values(), ids=AT_THE_END)
+@pytest.mark.parametrize("order", REGISTERED.values(), ids=REGISTERED)
+def test_a_handler_of_atexit_runs_programs(run_python, order, body):
+    source = "import atexit, sys\n" + "".join(PIECES[piece] for piece in order.split())
+    done = run_python(source, body)
+    assert done.stderr == ""
+    assert re.fullmatch(r"(2\.?0? )+saved 2\.0\n", done.stdout), done.stdout
+
+
+def test_taps_are_delivered_before_an_older_handler_closes_their_file(run_python):
+    done = run_python(
+        "import atexit"
+        + HEAD
+        + """
+lines = []
+atexit.register(lambda: print(*lines))
+def slow(v):
+    time.sleep(0.1)  # so that the last are still queued when the script ends
+    lines.append(int(v))
+jax.jit(lambda n: jax.lax.fori_loop(0, n, lambda i, c: (hc.tap(slow, i), c)[1], n))(5)
+"""
+    )
+    assert done.stdout == "0 1 2 3 4\n"
+
+
+def test_a_late_handler_drops_a_program_with_a_long_call(run_python):
+    """The process ends all the same, and does not crash."""
+    done = run_python(
+        "import atexit, sys\natexit.register(lambda: late())\n"
+        + HEAD
+        + """
+jax.jit(lambda v: hc.call(lambda a: a, v, v))(x)
+m = jnp.ones((800, 800))
+entered = threading.Event()
+def long(a):
+    entered.set()
+    time.sleep(1)
+    return a
+def late():
+    jax.jit(lambda m: hc.call(long, m, m @ m))(m)
+    entered.wait()
+    print("left")
+"""
+    )
+    assert (done.stdout, done.stderr) == ("left\n", "")
+
+
+# Waits of calls that have a long limit of their own; `stuck` never returns.
+LONG_WAITS = {
+    "a time limit": "hc.call(stuck, v, v, timeout=1e6)",
+    "a time limit on rows": (
+        "jax.vmap(lambda r: hc.call("
+        "stuck, r, r, timeout=1e6, vmap_method='parallel'))(v[None])[0]"
+    ),
+    "a time limit on a coroutine": "hc.call(stuck_coroutine, v, v, timeout=1e6)",
+    "others to merge with": "hc.call(stuck, v, v, coalesce=9, wait=1e6)",
+}
+
+
+@pytest.mark.parametrize("call", LONG_WAITS.values(), ids=LONG_WAITS)
+@pytest.mark.parametrize("how", ["Ctrl-C", "the end"])
+def test_no_wait_outlasts_ctrl_c_and_the_end(run_python, call, how):
+    done = run_python(
+        HEAD
+        + f"""
+import asyncio
+called = threading.Event()
+def stuck(a):
+    called.set()
+    while True:
+        time.sleep(0.01)
+async def stuck_coroutine(a):
+    called.set()
+    while True:
+        await asyncio.sleep(0.01)
+m = jnp.ones((800, 800))
+def program(m):
+    v = m @ m
+    v = hc.call(lambda a: (called.set(), a)[1], v, v)
+    return {call} @ m
+y = jax.jit(program)(m)
+called.wait()
+print("called")
+if {how!r} == "Ctrl-C":
+    catches = threading.Event()
+    def interrupt():
+        catches.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    try:
+        catches.set()
+        np.asarray(y)
+    except KeyboardInterrupt:
+        print("interrupted")
+""",
+        env={"HOSTCALL_EXIT_TIMEOUT": "0.3"},
+    )
+    wanted = ["called", "interrupted"] if how == "Ctrl-C" else ["called"]
+    assert done.stdout.split() == wanted
+
+
 THREADS = """
 import atexit, threading
 atexit.register(  # before the engine's: it runs after it
@@ -420,13 +573,13 @@ m = jnp.ones((800, 800))
 y = jax.jit(lambda m: hc.call(stuck, m, m @ m) @ m)(m)
 entered.wait()
 _native.wait_idle = waits
-print("buffered")
+print("buffered", end="")  # the end of a line would write it
 """,
         env={"HOSTCALL_EXIT_TIMEOUT": "1e6", "PYTHONUNBUFFERED": ""},
     )
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "buffered\n")
+    assert (process.returncode, out) == (130, "buffered")
 
 
 CHILDREN = """

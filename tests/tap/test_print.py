@@ -385,3 +385,51 @@ def test_a_tap_dies_when_its_program_is_dropped(batch, kind, in_time):
     assert gone() is not None
     del program
     assert in_time(lambda: gone() is None and _native.live_slots() == 0)
+
+
+def test_programs_without_stdout_and_stderr(run_python):
+    """Both are None in daemons, and under pythonw."""
+    done = run_python(
+        """
+        import os, sys
+        sys.stdout = sys.stderr = None
+        import jax, jax.numpy as jnp
+        import hostcall as hc
+        from hostcall import host_callback, monitor
+
+        def bad(v):
+            raise ValueError("no")
+
+        def body(bar, i, c):
+            hc.progress(i, 5, bar=bar)
+            return c + hc.watch(c)
+
+        def steps(x):
+            for bar in ("auto", "rich"):
+                x = jax.lax.fori_loop(0, 5, lambda i, c: body(bar, i, c), x)
+            return x
+
+        x = jnp.float32(1)
+        for f in (
+            lambda v: hc.print("a {}", v, flush=True),
+            lambda v: hc.debug.print("b {}", v),
+            lambda v: host_callback.id_print(v),
+            steps,
+        ):
+            f(x), jax.jit(f)(x)
+            hc.barrier()
+        monitor.report()
+        for failing, error in (
+            (lambda: hc.tap(bad, x) or hc.barrier(), ValueError),
+            (lambda: hc.call(bad, x, x), ValueError),
+            (lambda: hc.watch(x / 0), hc.errors.WatchError),
+        ):
+            try:
+                failing()
+            except error:
+                os.write(1, b"raised ")
+        os.write(1, b"ended")
+        hc.tap(bad, x)
+        """
+    )
+    assert done.stdout == "raised raised raised ended"

@@ -10,6 +10,8 @@ import jax
 
 from hostcall import _jax, _native
 from hostcall._core import failures, mistakes
+from hostcall._core.daemon import daemon, start
+from hostcall._core.wait import wait
 from hostcall._runtime import delivery, tap_failures, waits
 
 
@@ -93,17 +95,17 @@ def _programs_end_in(seconds: float) -> bool:
     for everything, and keeps waiting after this function has given up.
     """
     waiting = [*_jax.tokens(), *jax.live_arrays()]
+    ended = threading.Event()
 
-    def wait() -> None:
+    def wait_for_all() -> None:
         with failures.looking():
             for thing in waiting:
                 with contextlib.suppress(BaseException):  # its reader sees the error
                     thing.block_until_ready()
+        ended.set()
 
-    thread = threading.Thread(target=wait, daemon=True, name="hostcall-barrier")
-    thread.start()
-    thread.join(max(seconds, 0.0))
-    return not thread.is_alive()
+    start(daemon("hostcall-barrier", wait_for_all), "barrier(timeout)")
+    return wait(ended.wait, max(seconds, 0.0))
 
 
 def discard_taps() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -12,6 +11,7 @@ import numpy as np
 
 from hostcall._api import plain_format, print_format
 from hostcall._api.tap import FACE, tap
+from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
@@ -155,11 +155,10 @@ class Printer(HostCode):
         form = plain_format.formatted if self.loaded else print_format.formatted
         with np.printoptions(**dict(self.options)):
             text = form(self.fmt, args, kwargs) + self.end
-        file = sys.stdout if self.file is None else self.file.value
-        # One write, so that other threads can't print between text and end.
-        file.write(plain_format.without_controls(text) if self.loaded else text)
-        if self.flush:
-            file.flush()
+        if self.loaded:
+            text = plain_format.without_controls(text)
+        file = None if self.file is None else self.file.value
+        stream.write(text, file, flush=self.flush)
 
 
 def _tell(printer: Printer, _: bool) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core import stream
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Results, Static, Template
@@ -209,7 +209,7 @@ class Line(HostCode):
         else:
             with np.printoptions(**dict(self.options)):
                 text = self.formatted(args, kwargs)
-        sys.stdout.write(text + "\n")
+        stream.write(text + "\n")
 
     def formatted(self, args: Any, kwargs: Any) -> str:
         named = {name: _bare(value) for name, value in kwargs.items()}

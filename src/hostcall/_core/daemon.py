@@ -9,11 +9,14 @@ ever. So these threads start with no context variables set.
 from __future__ import annotations
 
 import contextvars
+import queue
 import sys
 import threading
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
+
+from hostcall._core.errors import HostcallError
 
 
 def daemon(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
@@ -24,8 +27,83 @@ def daemon(name: str, target: Callable[..., Any], *args: Any) -> threading.Threa
     return threading.Thread(target=target, args=args, **options)
 
 
+def start(thread: threading.Thread, what: str) -> None:
+    """Starts a thread for `what`, which the error names if Python starts none any more:
+    from 3.12 on, it refuses to in handlers of `atexit`.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if "shutdown" not in str(error):
+            raise
+        raise HostcallError(
+            f"hostcall: {what} needs a new thread, and Python starts none while the"
+            " process ends. In a handler of atexit, use what needs no thread: a call"
+            " without timeout=, a plain function in place of a coroutine function",
+            code="hc-closed",
+        ) from None
+
+
 class Pool(futures.ThreadPoolExecutor):
     """A pool whose threads, which `submit` starts, have no context variables set."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         return contextvars.Context().run(super().submit, fn, *args, **kwargs)
+
+
+class DaemonPool(futures.Executor):
+    """A pool of daemon threads, for rows.
+
+    A ThreadPoolExecutor takes nothing more when the main thread has ended, though
+    programs may still run. And the process then waits for its threads: for ever, if a
+    row that was interrupted or was late never ends.
+    """
+
+    def __init__(self, threads: int, begin: Callable[[], object]) -> None:
+        """`begin()` is called first on each thread."""
+        self._max_workers = threads  # asked for where ThreadPoolExecutor has it
+        self._begin = begin
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the two below
+        self._threads = 0
+        self._free = 0  # threads that wait for a job, less the jobs that wait for them
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        future: futures.Future[Any] = futures.Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                value = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        with self._lock:
+            if self._free <= 0 and self._threads < self._max_workers:
+                try:
+                    start(daemon("hostcall-rows", self._run), "a parallel row")
+                    self._threads += 1
+                    self._free += 1
+                except HostcallError:
+                    if self._threads == 0:
+                        raise
+            self._free -= 1
+        self._jobs.put(job)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends each thread after the jobs that are queued; waits for none."""
+        with self._lock:
+            for _ in range(self._threads):
+                self._jobs.put(None)
+
+    def _run(self) -> None:
+        self._begin()
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it holds the row's values
+            with self._lock:
+                self._free += 1

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from hostcall._core import coerce
+from hostcall._core.wait import SLICE
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
 from hostcall._runtime import tasks
@@ -41,8 +42,6 @@ from hostcall._runtime.coalesce import Meeting
 
 logger = logging.getLogger("hostcall")
 
-# Seconds. Waits return to Python this often, as in _runtime/rows.py.
-_LOOK = 0.1
 # Seconds after which a wait for a turn is named in the log.
 _TOLD = 5.0
 
@@ -78,7 +77,7 @@ class _Turn:
     @contextlib.contextmanager
     def taken(self, name: str) -> Iterator[None]:
         began, told = time.monotonic(), False
-        while not self._lock.acquire(timeout=_LOOK):
+        while not self._lock.acquire(timeout=SLICE):
             if not told and time.monotonic() - began > _TOLD:
                 told = True
                 logger.warning(

@@ -33,10 +33,10 @@ from typing import Any
 
 from hostcall import _native
 from hostcall._core import config
+from hostcall._core.wait import wait
 
 Values = tuple[bytes, ...]
 
-_LOOK = 0.1  # seconds; as in _runtime/rows.py
 _OVERHEAD = 200  # bytes of an entry besides its values, roughly
 
 
@@ -147,8 +147,7 @@ class Cache:
 
 def _wait(flight: _Flight) -> None:
     flight.waiting += 1
-    while not flight.done.wait(_LOOK):
-        pass
+    wait(flight.done.wait)
 
 
 def _store_of(given: Any, name: str) -> Any:

@@ -21,12 +21,10 @@ which writes the outcome before it sets `done`; the others read it after that.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Seconds. Waits return to Python this often, as in _runtime/rows.py.
-_LOOK = 0.1
+from hostcall._core.wait import wait
 
 # Takes the entries of a batch, and returns one result for each.
 Together = Callable[[list[Any]], Sequence[Any]]
@@ -124,9 +122,7 @@ class Meeting:
         return entries[len(taken) :]
 
     def _lead(self, batch: _Batch, together: Together) -> None:
-        end = time.monotonic() + self._wait
-        while not batch.full.is_set() and (left := end - time.monotonic()) > 0:
-            batch.full.wait(min(left, _LOOK))
+        wait(batch.full.wait, self._wait)
         self._close(batch)
         batch.finish(together)
 
@@ -147,8 +143,7 @@ def _gathered(
     """Waits for the batches; the results of these entries, or the first error."""
     values: list[Any] = []
     for batch, mine in parts:
-        while not batch.done.wait(_LOOK):
-            pass
+        wait(batch.done.wait)
         if batch.error is not None:
             return [], batch.error
         values += batch.values[mine.start : mine.stop]

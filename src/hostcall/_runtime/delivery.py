@@ -11,21 +11,19 @@ import contextlib
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 from hostcall import _native
 from hostcall._core import config
 from hostcall._core.counted import counted
 from hostcall._core.daemon import daemon
+from hostcall._core.daemon import start as start_thread
 from hostcall._core.errors import HostcallError
 from hostcall._core.source import name_of, place_of
+from hostcall._core.wait import SLICE, wait
 from hostcall._runtime import tap_failures, workers
 
 logger = logging.getLogger("hostcall")
-
-# Seconds. A wait returns to Python this often, so that Ctrl-C is noticed.
-_SLICE = 0.05
 
 _lock = threading.Lock()  # two programs may be lowered at once; start one thread only
 _thread: threading.Thread | None = None
@@ -34,18 +32,25 @@ _at_barrier: list[Callable[[bool], object]] = []
 
 
 def start() -> None:
-    """Starts the worker, once. Does nothing in a forked child, which takes no taps."""
+    """Starts the worker, once. Does nothing in a forked child, which takes no taps, and
+    after the end, where the thread that taps delivers.
+    """
     global _thread
     # `_thread` is set once and never cleared, except in a forked child, so the first
     # look needs no lock. It saves one for every lowering.
-    if _thread is not None or _native.forked():
+    if _thread is not None or _native.closed():
         return
     with _lock:
         if _thread is None:
             _native.set_tap_limit(config.tap_queue_bytes())
-            thread = daemon("hostcall-taps", _native.run_tap_worker)
-            thread.start()
-            _thread = thread
+            worker = daemon("hostcall-taps", _native.run_tap_worker)
+            try:
+                start_thread(worker, "a tap")
+            except HostcallError:
+                # Without a worker, the thread that taps delivers.
+                _native.stop_taps()
+            else:
+                _thread = worker
 
 
 def after_fork() -> None:
@@ -102,24 +107,20 @@ def flush(timeout: float | None, who: str, *, queued_only: bool = False) -> bool
     refuse_inside_a_tap(who)
     if _thread is None:
         return True  # no tap was ever lowered, so none can be queued
-    end = None if timeout is None else time.monotonic() + timeout
-    if not (queued_only or _in_slices(_native.await_taps_of_gpus, end)):
-        return False
-    mark = _native.tap_mark()
-    if not _in_slices(lambda seconds: _native.flush_taps(mark, seconds), end):
+    mark = _native.tap_mark() if queued_only else None
+
+    def delivered(seconds: float) -> bool:
+        nonlocal mark
+        if mark is None:
+            if not _native.await_taps_of_gpus(seconds):
+                return False
+            mark = _native.tap_mark()
+        return _native.flush_taps(mark, seconds)
+
+    if not wait(delivered, timeout):
         return False
     tap_failures.tell_counts()
     return True
-
-
-def _in_slices(wait: Callable[[float], bool], end: float | None) -> bool:
-    """Calls `wait(seconds)` until it is True, or until `end`. Ctrl-C gets in between."""
-    while True:
-        left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
-        if wait(max(left, 0.0)):
-            return True
-        if end is not None and time.monotonic() >= end:
-            return False
 
 
 def is_worker(thread: int) -> bool:
@@ -134,11 +135,11 @@ def pending() -> int:
 
 def stop() -> None:
     """Delivers the queued taps and ends the worker. Nobody may push taps any more."""
+    _native.stop_taps()
     if _thread is None:
         return
-    _native.stop_taps()
     while _thread.is_alive():
-        _thread.join(_SLICE)
+        _thread.join(SLICE)
     tap_failures.tell_counts()
     errors, more = tap_failures.take()
     if errors:

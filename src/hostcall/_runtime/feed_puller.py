@@ -31,14 +31,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from hostcall import _jax
-from hostcall._core.daemon import daemon
+from hostcall._core.daemon import daemon, start
 from hostcall._core.errors import FeedEndError, FeedError
+from hostcall._core.wait import SLICE
 from hostcall._native import FeedEnding
 from hostcall._runtime import feed_texts, workers
 from hostcall._runtime.feed_source import Opened, Source
-
-# Seconds. A wait returns to Python this often, so that Ctrl-C is noticed.
-_SLICE = 0.05
 
 _NOTHING = object()
 living: weakref.WeakSet[Puller] = weakref.WeakSet()
@@ -73,8 +71,8 @@ class Puller:
         self._as_host = False
         self._traced = _jax.traced_here()  # the source runs under these settings
         self._thread = daemon(f"hostcall-feed {name}", self._run)
+        start(self._thread, f"the feed `{name}`")
         living.add(self)
-        self._thread.start()
 
     # --- For other threads
 
@@ -126,7 +124,7 @@ class Puller:
         try:
             while True:
                 try:
-                    return future.result(_SLICE)
+                    return future.result(SLICE)
                 except TimeoutError:
                     if future.done():  # just now, or it raised this itself
                         return future.result()

@@ -5,7 +5,6 @@ The threads are in feed_puller.py, which says who holds whom.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -17,13 +16,12 @@ from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import FeedError
 from hostcall._core.host_code import HostCode
+from hostcall._core.wait import SLICE
 from hostcall._native import FeedFound
 from hostcall._runtime import workers
 from hostcall._runtime.feed_puller import Puller, living
 from hostcall._runtime.feed_texts import CLOSED, ENDING, FORKED, INTERRUPTED
 
-# Seconds. A wait returns to Python this often, so that Ctrl-C is noticed.
-_SLICE = 0.05
 # Seconds that close() and the end of the process wait for a source that blocks.
 PATIENCE = 1.0
 
@@ -59,7 +57,7 @@ class Stream(HostCode):
         workers.delegates[waiting] = self.puller.thread
         try:
             while True:
-                found = self.ring.wait(lane, _SLICE)
+                found = self.ring.wait(lane, SLICE)
                 if found is FeedFound.STOPPED:
                     self.puller.why_stopped()
                 if found is not FeedFound.NOTHING:
@@ -133,7 +131,4 @@ def _after_fork() -> None:
             _native.keep_for_ever(puller.ring)
 
 
-# This module is imported before the engine begins, so this hook runs after the engine's
-# (_runtime/lifecycle.py), which waits for programs. It is for processes without any.
-atexit.register(end_all)
 os.register_at_fork(after_in_child=_after_fork)

@@ -6,7 +6,9 @@ no more calls, and only then lets the interpreter go.
 
 Guarantees
   * The ending thread's programs with effects have run; queued taps are delivered.
-  * After ENDED no thread of XLA's enters Python.
+  * After ENDED no thread of XLA's enters Python, except as LATE says.
+  * A handler that was registered with `atexit` may run programs with host code,
+    whenever it was registered.
   * What hangs is named in the log and interrupted, after HOSTCALL_EXIT_TIMEOUT and
     again each time that passes (_runtime/watcher.py). Two waits have no limit: for
     programs that still run, and for calls on XLA's threads that no interrupt ends.
@@ -20,7 +22,21 @@ The steps of `end`
   2. DRAINING  deliver the queued taps
   3. CLOSED    no call enters Python any more; wait for the running ones
   4. ENDED     the job's other processes are met, or left behind if one has failed;
-               hostcall's own threads are joined; the interpreter may end
+               hostcall's own threads are joined, objects are closed; the interpreter
+               may end
+
+`atexit` runs handlers in reverse order of registration. `end` is registered when
+hostcall is imported, so it runs after every handler that is registered later, and
+before JAX's own. `drain`, the first two steps, is registered when the engine is first
+used: what programs have queued is delivered before an older handler closes a file or a
+connection that the taps write to.
+
+LATE. A handler that was registered before hostcall was imported runs after `end`, when
+hostcall has no thread any more. Plain JAX works there, so the closed engine makes calls
+too: those that come while the ending thread is inside such a handler (OpenLate in
+native/base/engine.h). A tap is delivered by the thread that taps. A program that the
+handler does not wait for may lose its call, as in plain JAX. Feeds and objects that
+existed before are closed.
 
 How a process can end, and what happens then
 
@@ -41,13 +57,17 @@ docs/design/threads.md tells the whole story.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator
 
 from hostcall import _jax, _native
 from hostcall._core import failures
+from hostcall._core.errors import HostcallError
+from hostcall._core.wait import SLICE
 from hostcall._runtime import (
     answers,
     delivery,
@@ -55,32 +75,59 @@ from hostcall._runtime import (
     fork,
     host_device,
     leaving,
+    loop,
     peers,
     watcher,
 )
 
 logger = logging.getLogger("hostcall")
 
-# Seconds. A wait returns to Python this often, so that Ctrl-C is noticed.
-_SLICE = 0.05
-
 # Protects `_ending`: atexit and a Finalize may both call `end`.
 _lock = threading.Lock()
-_ending = False
+_begun = _ending = False
+_ender: int | None = None  # the thread that ends the process
+_last: list[Callable[[], object]] = []
 
 
 def begin() -> None:
     """Prepares the process for its end. Called once, when the engine is first used."""
+    global _begun
+    if _ending:
+        return
+    try:
+        watcher.start()
+    except HostcallError:
+        # A handler of atexit is the first to use the engine, and Python starts no
+        # thread any more. Calls and taps need none in the state LATE.
+        end()
+        return
+    _begun = True
     os.register_at_fork(after_in_child=_after_fork)
-    watcher.start()
     leaving.begin()
-    atexit.register(end)
+    atexit.register(drain)
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:
         from multiprocessing import util
 
         # The low priority runs it after the program's own finalizers, which may tap.
         util.Finalize(None, end, kwargs={"interpreter": False}, exitpriority=-100)
+
+
+def after_the_last_call(fn: Callable[[], object]) -> None:
+    """Calls `fn()` at the end of the process, when no program calls any more.
+
+    Not at once by `atexit`, whose order would depend on what was imported first. `fn`
+    may use the event loop, and raises nothing.
+    """
+    _last.append(fn)
+
+
+def drain() -> None:
+    """Runs the first two steps. What is done meanwhile is not refused."""
+    if _ending or not _begun or _native.closed():
+        return
+    with _ending_by_ctrl_c():
+        _drain()
 
 
 def end(*, interpreter: bool = True) -> None:
@@ -90,31 +137,41 @@ def end(*, interpreter: bool = True) -> None:
         interpreter: the interpreter shuts down afterwards, which stops daemon threads;
             False if the process ends by os._exit instead.
     """
-    global _ending
+    global _ending, _ender
     with _lock:
         if _ending or _native.closed():  # in a forked child the engine is closed
             return
-        _ending = True
-    try:
-        leaving.script_ended()
-        watcher.watch_the_end()
-        feeds.process_ends()
-        _wait_for_programs()
-        delivery.flush(None, "the end of the process")
-        delivery.call_at_barrier(ending=True)
+        _ending, _ender = True, threading.get_ident()
+    with _ending_by_ctrl_c():
+        if _begun:
+            _drain()
+            delivery.call_at_barrier(ending=True)
         _native.close()
-        _wait_for_calls(interpreter)
+        if _begun:
+            _wait_for_calls(interpreter)
         # After the last call, since a call may still have pushed taps.
         delivery.stop()
         feeds.end_all()
-        # After the last program, and while Ctrl-C is still watched.
-        leaving.leave()
-        # After all waits: other processes may ask what this one waits for.
-        answers.stop()
+        if _begun:
+            # After the last program, and while Ctrl-C is still watched.
+            leaving.leave()
+            # After all waits: other processes may ask what this one waits for.
+            answers.stop()
+        for fn in _last:
+            fn()
+        # After the objects, which may need the loop to close.
+        loop.stop()
         # After all waits, since it interrupts what hangs in them.
         watcher.stop()
         # Releases what dropped programs held; the watcher did so until it ended.
         _native.bury()
+        _native.open_late(_in_a_late_handler)
+
+
+@contextlib.contextmanager
+def _ending_by_ctrl_c() -> Iterator[None]:
+    try:
+        yield
     except KeyboardInterrupt:
         # Without the normal exit, which would end the interpreter under running calls.
         try:
@@ -122,6 +179,31 @@ def end(*, interpreter: bool = True) -> None:
             delivery.flush_streams()
         finally:
             os._exit(130)
+
+
+def _drain() -> None:
+    leaving.script_ended()
+    watcher.watch_the_end()
+    feeds.process_ends()
+    _wait_for_programs()
+    delivery.flush(None, "the end of the process")
+
+
+def _in_a_late_handler() -> bool:
+    """Whether the ending thread is inside a handler that may wait for this call.
+
+    Then the interpreter does not end meanwhile. JAX's own handler, which drops the
+    back ends, waits for no call.
+    """
+    if threading.get_ident() == _ender:
+        return True
+    frame = sys._current_frames().get(_ender or 0)
+    if frame is None:
+        return False
+    while frame.f_back is not None:
+        frame = frame.f_back
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] not in ("jax", "hostcall")
 
 
 def _wait_for_programs() -> None:
@@ -136,7 +218,7 @@ def _wait_for_calls(interpreter: bool) -> None:
         # From now on a call on a daemon thread that ends stays inside the engine. JAX's
         # C++ would ask for the GIL next, while the interpreter shuts down.
         _native.leave_behind()
-    while not _native.wait_idle(_SLICE):
+    while not _native.wait_idle(SLICE):
         daemons = [t.ident for t in threading.enumerate() if t.daemon and t.ident]
         if _native.only_on_threads(daemons):
             return
@@ -156,3 +238,7 @@ def _after_fork() -> None:
     # kept alive.
     for client in (*_jax.clients(), *host_device.clients()):
         _native.keep_for_ever(client)
+
+
+# When hostcall is imported; see above.
+atexit.register(end)

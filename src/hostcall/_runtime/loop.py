@@ -3,10 +3,10 @@
 hostcall's own loop runs on one daemon thread, which the first call of a coroutine
 function starts. So it works where another loop runs already, such as in a notebook.
 
-The end of the process: `atexit` runs `_stop` after the engine has waited for all calls
-(_runtime/lifecycle.py), and after objects were closed, which may need the loop (this
-module is imported before both). It cancels what still runs on the loop, a task of the
-user's for example, and ends the thread before the interpreter ends.
+The end of the process: _runtime/lifecycle.py runs `stop` after the engine has waited
+for all calls, and after objects were closed, which may need the loop. It cancels what
+still runs on the loop, a task of the user's for example, and ends the thread before the
+interpreter ends. A handler of `atexit` that runs later gets a new loop.
 
 A forked child has no thread for the loop. It forgets the loop without closing it, since
 that would wake or close what the parent still uses.
@@ -15,7 +15,6 @@ that would wake or close what the parent still uses.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import importlib
 import logging
 import os
@@ -23,7 +22,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hostcall._core.daemon import Pool, daemon
+from hostcall._core.daemon import Pool, daemon, start
 from hostcall._core.errors import HostcallError
 
 logger = logging.getLogger("hostcall")
@@ -40,7 +39,7 @@ _lock = threading.Lock()  # protects the three below; never held while anything 
 _own: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
 _given: asyncio.AbstractEventLoop | None = None
-_stopping = threading.Event()  # set by `_stop`, once
+_stopping = threading.Event()  # set while `stop` waits
 _forgotten: list[Any] = []  # in a forked child, the parent's loops
 
 
@@ -69,7 +68,8 @@ def current() -> asyncio.AbstractEventLoop:
                 Pool(_THREADS, thread_name_prefix="hostcall-to-thread")
             )
             thread = daemon("hostcall-loop", _run, loop)
-            thread.start()  # if it fails, the next call tries again
+            # If it fails, the next call tries again.
+            start(thread, "a coroutine function")
             _own, _thread = loop, thread
         return _own
 
@@ -102,7 +102,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
             loop.run_forever()
         except BaseException as error:
             logger.error("a task on hostcall's event loop raised", exc_info=error)
-    # Stopped by `_stop`: what still runs is cancelled, then the loop is closed.
+    # Stopped by `stop`: what still runs is cancelled, then the loop is closed.
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
@@ -112,8 +112,9 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def _stop() -> None:
-    global _own
+def stop() -> None:
+    """Ends hostcall's own loop, if it runs."""
+    global _own, _thread
     with _lock:
         loop, thread = _own, _thread
     if loop is None or thread is None or not thread.is_alive():
@@ -122,6 +123,10 @@ def _stop() -> None:
     _call(loop, loop.stop)
     # A task that blocks the loop is left behind with the thread, a daemon.
     thread.join(2 * _LAST)
+    if not thread.is_alive():
+        _stopping.clear()
+        with _lock:
+            _own = _thread = None
 
 
 def _call(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any]) -> None:
@@ -138,5 +143,4 @@ def _after_fork() -> None:
     _own = _thread = None
 
 
-atexit.register(_stop)
 os.register_at_fork(after_in_child=_after_fork)

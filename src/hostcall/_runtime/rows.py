@@ -28,14 +28,11 @@ import numpy as np
 from hostcall import _native
 from hostcall._core.errors import CallTimeoutError
 from hostcall._core.source import name_of
+from hostcall._core.wait import SLICE, slice_of
 from hostcall._runtime import chunks, executors, steps, waits, workers
 from hostcall._runtime.retrying import Retrying
 
 logger = logging.getLogger("hostcall")
-
-# Seconds. Waits return to Python this often: a KeyboardInterrupt is raised on one of
-# XLA's threads only between two Python instructions. Dead workers are looked for too.
-_LOOK = 0.1
 
 _CHUNKS = 4  # for each worker
 _UNDER_WAY = 2  # chunks for each worker, if they can't be taken back
@@ -222,7 +219,7 @@ class _Run:
         return {self._numbers[i]: self._finish[i](self._values[i]) for i in self._done}
 
     def _wait_for(self, running: list[Any], started: dict[Any, range]) -> None:
-        while futures.wait(running, _LOOK).not_done:
+        while futures.wait(running, SLICE).not_done:
             late = self._end is not None and time.monotonic() > self._end
             if late or self._workers.dead([started[task].start for task in running]):
                 return
@@ -247,8 +244,8 @@ class _Run:
             awaited = {t: c for t, c in started if c.start < self.until}
             if not awaited:
                 return
-            left = _LOOK if self._end is None else self._end - time.monotonic()
-            done = self._workers.wait(awaited, max(0.0, min(left, _LOOK)))
+            left = slice_of(self._end)
+            done = self._workers.wait(awaited, left)
             if done:
                 self._take(done)
                 continue

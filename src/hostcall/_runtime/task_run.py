@@ -38,13 +38,12 @@ from typing import Any
 
 from hostcall import _native
 from hostcall._core.errors import CallTimeoutError, HostcallError
+from hostcall._core.wait import slice_of, wait
 from hostcall._runtime import flights, task_texts, waits, workers
 from hostcall._runtime.steps import Row
 
 logger = logging.getLogger("hostcall")
 
-# Seconds. Waits return to Python this often, as in _runtime/rows.py.
-_LOOK = 0.1
 # Seconds that cancelled rows have to end after a timeout or an interrupt.
 _GRACE = 1.0
 # Seconds after which a loop that has not taken up a call is named in the log.
@@ -126,10 +125,11 @@ class TaskRun:
 
     def wait(self, timeout: float | None, describe: Callable[[str], str]) -> list[Any]:
         started = time.monotonic()
+        until = None if timeout is None else started + timeout
         told = False
         try:
             self._post(self._begin)
-            while not self._done.acquire(timeout=self._slice(started, timeout)):
+            while not self._done.acquire(timeout=slice_of(until)):
                 waited = time.monotonic() - started
                 if timeout is not None and waited >= timeout:
                     flights.tell("a call takes longer than its timeout")
@@ -158,17 +158,12 @@ class TaskRun:
             self._failed = None
             self._values = []
 
-    def _slice(self, started: float, timeout: float | None) -> float:
-        if timeout is None:
-            return _LOOK
-        return min(_LOOK, max(0.0, started + timeout - time.monotonic()))
-
     def _give_up(self) -> None:
         try:
             self._post(self._cancel)
         except HostcallError:
             return  # the loop is closed, so no row runs
-        self._done.acquire(timeout=_GRACE)
+        wait(lambda seconds: self._done.acquire(timeout=seconds), _GRACE)
 
     def _post(self, step: Callable[[], None]) -> None:
         try:

@@ -6,7 +6,8 @@ thread (native/base/signals.h), which does what the main thread can't.
 
 **Ctrl-C**
 
-  1. The handler sets Python's own flag, and wakes the watcher.
+  1. The handler sets Python's own flag, and wakes the watcher. A program that has
+     installed a handler of its own keeps it: the watcher does nothing then.
   2. The watcher notes at which instruction the main thread is, and waits 50 ms.
   3. If the main thread has moved on, it has raised KeyboardInterrupt. Done.
   4. Else it waits in XLA for a program. The watcher raises KeyboardInterrupt in the
@@ -36,15 +37,18 @@ ends. Python would otherwise end it inside C++ code, which aborts the process.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+from types import MethodType
 
 from hostcall import _native
-from hostcall._core import config, failures
+from hostcall._core import config, daemon, failures
 from hostcall._core.counted import counted
 from hostcall._native import Signal
 from hostcall._runtime import delivery, flights
@@ -60,15 +64,13 @@ _calls_too = threading.Event()
 
 
 def start() -> None:
-    """Starts the thread. Watches SIGINT and SIGTERM if they have Python's defaults; a
-    program that has installed its own handlers keeps them.
-    """
+    """Starts the thread. Watches SIGINT, and SIGTERM if it has the default action."""
     global _thread
-    _thread = threading.Thread(target=_watch, daemon=True, name="hostcall-watcher")
-    _thread.start()
+    thread = threading.Thread(target=_watch, daemon=True, name="hostcall-watcher")
+    daemon.start(thread, "the engine")
+    _thread = thread
     flights.apply()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        _native.watch_sigint()
+    _watch_interrupt()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         _native.watch_sigterm()
 
@@ -103,6 +105,8 @@ def _watch() -> None:
         events = _native.wait_signal(3600.0 if end is None else _PATIENCE)
         if events & Signal.INTERRUPT:
             events |= _after_interrupt()
+        if events & Signal.UNWATCHED:
+            _watch_interrupt()
         if events & Signal.STOP:
             return
         if events & Signal.BURY:
@@ -118,8 +122,29 @@ def _watch() -> None:
 # --- Ctrl-C --------------------------------------------------------------------------
 
 
+def _watch_interrupt() -> None:
+    """Puts the engine's handler before Python's, if Python handles SIGINT."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        _native.watch_sigint()
+
+
+def _raises() -> bool:
+    """Whether Ctrl-C raises KeyboardInterrupt on the main thread.
+
+    Python's handler does, and so does asyncio.run's, which cancels the main task first.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        return True
+    if type(handler) is not functools.partial or type(handler.func) is not MethodType:
+        return False
+    return type(handler.func.__self__) is asyncio.Runner
+
+
 def _after_interrupt() -> Signal:
     """Handles a Ctrl-C; returns the other events that came meanwhile."""
+    if not _raises():  # the program has a handler of its own, which decides
+        return Signal(0)
     before = _where_main_is()
     until = time.monotonic() + _SEARCH
     events = _native.wait_signal(_PATIENCE)

@@ -13,17 +13,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent import futures
 from typing import Any
 
 from hostcall import _jax, _native
 from hostcall._core import config
-from hostcall._core.daemon import Pool
+from hostcall._core.daemon import DaemonPool, start
 from hostcall._core.errors import CallTimeoutError
+from hostcall._core.wait import wait
 from hostcall._runtime import flights, host_device
 
 _lock = threading.Lock()
-_pool: futures.ThreadPoolExecutor | None = None
+_pool: DaemonPool | None = None
 
 # Waiting thread -> the worker that runs its function, for `hc.monitor.status()`.
 delegates: dict[int, int] = {}
@@ -61,15 +61,11 @@ def is_in_pool() -> bool:
     return getattr(_in_pool, "yes", False)
 
 
-def pool_of(threads: int) -> futures.ThreadPoolExecutor:
-    return Pool(
-        threads,
-        thread_name_prefix="hostcall",
-        initializer=lambda: setattr(_in_pool, "yes", True),
-    )
+def pool_of(threads: int) -> DaemonPool:
+    return DaemonPool(threads, lambda: setattr(_in_pool, "yes", True))
 
 
-def default_pool() -> futures.ThreadPoolExecutor:
+def default_pool() -> DaemonPool:
     """The pool for parallel rows without an `executor=`; made when first needed."""
     global _pool
     with _lock:
@@ -174,7 +170,7 @@ class _Worker(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True, name="hostcall-timeout")
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.start()
+        start(self, "timeout=")
 
     def run(self) -> None:
         while True:
@@ -220,7 +216,7 @@ def run_with_timeout(
     delegates[waiting] = worker.ident
     try:
         worker.jobs.put(job)
-        if not done.wait(seconds):
+        if not wait(done.wait, seconds):
             flights.tell("a call takes longer than its timeout")
             raise CallTimeoutError(describe(_stack_of(worker.ident)))
     finally:

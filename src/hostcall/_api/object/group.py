@@ -7,7 +7,6 @@ objects live as long as anything can call them.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import contextvars
 import logging
@@ -19,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hostcall._core.errors import HostcallError
-from hostcall._runtime import loop
+from hostcall._runtime import lifecycle, loop
 from hostcall._runtime.tasks import settled
 
 logger = logging.getLogger("hostcall")
@@ -245,10 +244,7 @@ def _after_fork() -> None:
             group.ended = FORKED
 
 
-# Exit hooks run in reverse order of registration. So this one runs after the engine's
-# hook (_runtime/lifecycle.py), which waits for programs, if this module is imported
-# before the first program with a call is lowered.
-atexit.register(_at_exit)
+lifecycle.after_the_last_call(_at_exit)
 os.register_at_fork(after_in_child=_after_fork)
 
 

@@ -111,6 +111,8 @@ def _factory(bar: Any) -> Any:
     from tqdm.auto import tqdm
 
     in_notebook = any(cls.__module__ == "tqdm.notebook" for cls in tqdm.__mro__)
+    if sys.stderr is None and not in_notebook:  # of pythonw, or a daemon
+        return lambda **_: unseen()
     if bar == "rich" or not (in_notebook or sys.stderr.isatty()):
         return _lines()
     return functools.partial(

@@ -21,6 +21,8 @@ from typing import Any
 
 from hostcall.errors import HostcallError
 
+# Seconds. Waits return to Python this often, so that they can be interrupted.
+_SLICE = 0.05
 # Bytes. The writer does not wait for more than ENOUGH; `put` waits above MOST.
 ENOUGH = 4 << 20
 MOST = 256 << 20
@@ -43,7 +45,7 @@ class Inbox:
         """Called by the worker of taps. Drops the item if the writer has failed."""
         with self._changed:
             while self._bytes > MOST and not (self._error or self._closing):
-                self._changed.wait()
+                self._changed.wait(_SLICE)
             if self._error is not None:
                 return  # told by the writer (errors.py)
             if self._closing:
@@ -97,7 +99,7 @@ class Inbox:
             self._wanted = mark = self._put
             self._changed.notify_all()
             while self._done < mark and self._error is None:
-                self._changed.wait()
+                self._changed.wait(_SLICE)
             if self._error is not None:
                 raise HostcallError(
                     f"hostcall: {self._who} could not write, and records nothing more",
