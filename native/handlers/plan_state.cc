@@ -92,6 +92,15 @@ bool Fit(int64_t size, void* const* items, const std::vector<size_t>& bytes) {
   return true;
 }
 
+/// The bytes that XLA passes for a leaf. An element of float0 has none here, and is
+/// a bool there.
+size_t XlasBytes(const Leaf& leaf) {
+  if (leaf.bits == 0 && leaf.row_bytes == 0) {
+    return static_cast<size_t>(leaf.count * leaf.rows);
+  }
+  return leaf.buffer_bytes();
+}
+
 /// Whether XLA's buffers have the sizes that a plan reads and writes. That holds
 /// for programs that were lowered here, and for texts, whose shapes Python has
 /// compared. This compares what the engine made of them, so that memory is safe
@@ -100,14 +109,14 @@ bool Fit(int64_t size, void* const* items, const std::vector<size_t>& bytes) {
 bool FitsBuffers(const Plan& plan, const XLA_FFI_CallFrame* frame) {
   std::vector<size_t> in, out;
   if (plan.masked) in.push_back(static_cast<size_t>(plan.mask_rows));
-  for (const Leaf& leaf : plan.args) in.push_back(leaf.buffer_bytes());
+  for (const Leaf& leaf : plan.args) in.push_back(XlasBytes(leaf));
   if (plan.tap && plan.tap->always) in.push_back(1);
   if (plan.tap && plan.tap->through) {
-    for (const Leaf& leaf : plan.args) out.push_back(leaf.buffer_bytes());
+    for (const Leaf& leaf : plan.args) out.push_back(XlasBytes(leaf));
   } else if (plan.tap) {
     if (plan.tap->linked) out.push_back(sizeof(int32_t));
   } else {
-    for (const Leaf& leaf : plan.results) out.push_back(leaf.buffer_bytes());
+    for (const Leaf& leaf : plan.results) out.push_back(XlasBytes(leaf));
     if (plan.tells) out.push_back(kOutcomeBytes);
   }
   return Fit(frame->args.size, frame->args.args, in) &&
