@@ -35,7 +35,7 @@ def main() -> int:
     if missing:
         print(
             f"\nThe demonstration needs {' and '.join(missing)}. Install with:"
-            '\n  pip install "hostcall[demo]"',
+            f"\n  pip install {' '.join(missing)}",
             file=sys.stderr,
         )
         return 1

@@ -26,7 +26,7 @@ def test_without_torch(run_python):
         try:
             hc.bridge.torch(lambda x: x)
         except ModuleNotFoundError as error:
-            assert 'pip install "hostcall[torch]"' in str(error)
+            assert 'pip install torch; in a checkout of hostcall: pip install ".[torch]"' in str(error)
         else:
             raise SystemExit("no error")
     """)

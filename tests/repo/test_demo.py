@@ -150,7 +150,7 @@ def test_without_matplotlib_the_plot_is_left_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(jobs.importlib.util, "find_spec", lambda name: None)
     said = jobs.plotted(tmp_path / "fit.png", BEST, np.eye(6))
-    assert said == 'not drawn without matplotlib: pip install "hostcall[demo]"'
+    assert said == "not drawn without matplotlib: pip install matplotlib"
     assert not list(tmp_path.iterdir())
 
 

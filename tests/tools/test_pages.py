@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 import types
@@ -32,20 +33,62 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def logged(monkeypatch):
-    """What the page's sinks for wandb and mlflow send them."""
+def to_wandb(monkeypatch):
+    """What the page's sink for wandb sends it."""
     rows: list[dict[str, float]] = []
     wandb = types.SimpleNamespace(log=rows.append)
-    mlflow = types.SimpleNamespace(
-        log_metrics=lambda values, step: rows.append({**values, "step": step})
-    )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     return rows
 
 
+class FakeRun:
+    """A run of mlflow, active on the thread that started it."""
+
+    info = types.SimpleNamespace(run_id="the user's")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.fixture
+def to_mlflow(monkeypatch, tmp_path):
+    """Returns a function that says what each run of mlflow got, by the run's id.
+
+    The package mlflow itself (mlflow-skinny) where it is installed.
+    """
+    if importlib.util.find_spec("mlflow") is None:
+        runs: dict[str, list[tuple[int, float]]] = {}
+
+        def log_metrics(values, step, run_id="a new one"):
+            runs.setdefault(run_id, []).append((step, values["loss"]))
+
+        fake = types.SimpleNamespace(start_run=FakeRun, log_metrics=log_metrics)
+        monkeypatch.setitem(sys.modules, "mlflow", fake)
+        return lambda: runs
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    import mlflow
+
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+
+    def logged():
+        client = mlflow.MlflowClient()
+        ids = [e.experiment_id for e in client.search_experiments()]
+        found = [run.info.run_id for run in client.search_runs(ids)]
+        mlflow.set_tracking_uri(before)
+        return {
+            one: [(m.step, m.value) for m in client.get_metric_history(one, "loss")]
+            for one in found
+        }
+
+    return logged
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_the_programs_of_a_page(page, logged, capsys):
+def test_the_programs_of_a_page(page, to_wandb, to_mlflow, capsys):
     cells = PROGRAM.findall((DOCS / f"{page}.md").read_text())
     assert len(cells) == PAGES[page]
     names: dict[str, object] = {}
@@ -55,7 +98,9 @@ def test_the_programs_of_a_page(page, logged, capsys):
         out = capsys.readouterr().out
         assert not wanted or out == wanted
     if page == "recording":
-        assert [(row["step"], row["loss"]) for row in logged] == [(0, 1.5), (0, 1.5)]
+        assert [(row["step"], row["loss"]) for row in to_wandb] == [(0, 1.5)]
+        run = names["run"]
+        assert to_mlflow() == {run.info.run_id: [(0, 1.5)]}  # and no other run
 
 
 def test_a_page_names_every_setting_of_the_flight_recorder():

@@ -243,7 +243,8 @@ def test_a_missing_package_is_named_where_it_is_asked_for(bar, package, monkeypa
         scanned(bar=bar)(0.0)
     assert str(caught.value) == (
         f"hostcall: hc.progress(bar='{bar}') needs the package {package}, which is not"
-        ' installed. Install it: pip install "hostcall[progress]"; or set'
+        f" installed. Install it: pip install {package}; in a checkout of hostcall:"
+        ' pip install ".[progress]"; or set'
         " HOSTCALL_PROGRESS=0 in the environment to run without bars"
         "\n[hc-package] python -m hostcall explain hc-package"
     )

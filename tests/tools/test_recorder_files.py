@@ -139,7 +139,7 @@ def test_a_closed_recorder(tmp_path):
     assert hc.tools.read(tmp_path / "run").table().num_rows == 1
 
 
-RECORD = "hostcall[record]"
+RECORD = "record"
 MISSING = {
     "pyarrow": (lambda folder, rec: hc.Recorder(folder / "new"), RECORD),
     "pyarrow.parquet": (
@@ -166,7 +166,10 @@ def test_a_missing_package_is_named(module, tmp_path, rec, monkeypatch):
     with pytest.raises(hc.errors.PackageError) as caught:
         call(tmp_path, rec)
     name = module.split(".")[0]
-    text = f'{name}, which is not installed. Install it: pip install "{package}"'
+    pip = f'pip install "{package}"'
+    if package == RECORD:
+        pip = f'pip install {name}; in a checkout of hostcall: pip install ".[record]"'
+    text = f"{name}, which is not installed. Install it: {pip}"
     assert f" needs the package {text}" in str(caught.value)
     assert (caught.value.name, caught.value.code) == (name, "hc-package")
 

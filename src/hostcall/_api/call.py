@@ -214,6 +214,10 @@ def call(
             `fn` kept a lent view (`EscapeError`) or exceeded `timeout`
             (`CallTimeoutError`).
 
+    `fn` may run on another thread than the caller's, and then does not see its context
+    variables, np.errstate, tracing spans or thread-locals:
+    docs/calling.md#which-thread-it-runs-on.
+
     Under transformations:
         jit, scan, while_loop, cond, map: `fn` runs each time the call is reached.
         vmap: depends on `vmap_method`. "sequential" (the default),

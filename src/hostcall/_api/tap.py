@@ -130,6 +130,10 @@ def tap(
     If `fn` raises, the program goes on. The exception is logged (the first three with
     tracebacks, further ones as counts), and the next `hc.barrier()` raises it.
 
+    `fn` runs on a thread of hostcall's, and then does not see its context variables,
+    np.errstate, tracing spans or thread-locals:
+    docs/calling.md#which-thread-it-runs-on.
+
     Under transformations:
         jit, scan, while_loop (also its condition), cond, map: taps each time the tap is
             reached. It is never removed as unused.
@@ -147,9 +151,10 @@ def tap(
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes
     the GIL, and waits only if the queue is full and `when_full="block"`. Like any
     effect, a tap costs the program JAX's fast dispatch (about 65 us a dispatch instead
-    of 4); `hc.tap_through` keeps it. On a TPU or an AMD GPU, JAX's own callback brings
-    the values to the queue at its own speed, `on` has no effect, and `hc.current()`
-    knows no device.
+    of 4); `hc.tap_through` keeps it. A product that is tapped is no longer fused into a
+    multiply-add (FMA), so results may differ by about one rounding, 1 ulp of it. On a
+    TPU or an AMD GPU, JAX's own callback brings the values to the queue at its own
+    speed, `on` has no effect, and `hc.current()` knows no device.
     """
     operands, params = prepare(
         fn,

@@ -130,7 +130,7 @@ def lynx_checks(first: np.ndarray, winner: int, best: np.ndarray, cost: float) -
 def plotted(path: Path, best: np.ndarray, spread: np.ndarray) -> str:
     """Draws the plot if matplotlib is there; returns what to print about it."""
     if importlib.util.find_spec("matplotlib") is None:
-        return 'not drawn without matplotlib: pip install "hostcall[demo]"'
+        return "not drawn without matplotlib: pip install matplotlib"
     lynx.plot(path, best, spread)
     return str(path)
 

@@ -137,10 +137,16 @@ class PackageError(HostcallError, ModuleNotFoundError):
                 name,
                 module,
             )
+            # There is no release, so pip finds no "hostcall[...]" anywhere.
+            extra = package.removeprefix("hostcall")
+            pip = f'pip install "{package}"'
+            if extra != package:
+                here = f'pip install ".{extra}"'
+                pip = f"pip install {name}; in a checkout of hostcall: {here}"
             state = "is not installed" if absent else f"can't be imported ({error})"
             missing = PackageError(
                 f"hostcall: {who} needs the package {name}, which {state}. Install it:"
-                f' pip install "{package}"{instead and f"; or {instead}"}'
+                f" {pip}{instead and f'; or {instead}'}"
             )
             missing.name = name
             raise missing from error

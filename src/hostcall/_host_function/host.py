@@ -141,6 +141,10 @@ def host(
             when it runs).
         Otherwise as `hc.call`.
 
+    The function may run on another thread than the caller's, and then does not see its
+    context variables, np.errstate, tracing spans or thread-locals:
+    docs/calling.md#which-thread-it-runs-on.
+
     Under transformations:
         jit, scan, while_loop, cond, remat, shard_map: as a pure `hc.call`.
         vmap: `vmap_method`, or `defbatch`. Derivatives of batches, and batches of

@@ -98,8 +98,9 @@ def watch(
 
     Cost: the check, and about 0.2 us on a CPU; more if XLA then can't fuse what
     computes `x`. Like any call that is not pure, it costs the program JAX's fast
-    dispatch (about 50 us a dispatch instead of 4). Results are bitwise the same with
-    and without, unless fusing changes them.
+    dispatch (about 50 us a dispatch instead of 4). Results are the same, but for about
+    one rounding (1 ulp of a product that is watched): XLA no longer fuses it into a
+    multiply-add (FMA), and a loop carries such a difference on.
     """
     check_options(check, keep, action, name)
     fired = _Fired(
