@@ -86,8 +86,8 @@ class Progress:
 
         With HOSTCALL_PROGRESS=0 in the environment when the program is traced, nothing
         is put into it. If stderr is no terminal, there is a line each ten seconds; if
-        there is no stderr (`sys.stderr` is None), nothing is drawn. If drawing fails, the
-        program goes on, and `hc.barrier()` raises the error.
+        there is no stderr (`sys.stderr` is None), nothing is drawn. If drawing fails,
+        the program goes on, and `hc.barrier()` raises the error.
 
         Cost: that of a tap that is held back, on the device's thread, and a few
         milliseconds for the drawing of each loop, on another. A jitted step that a
