@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._core.while_loops import lower_batched_conditions
+from hostcall._core.while_loops import lower_effectful_conditions
 
 logger = logging.getLogger("hostcall")
 
@@ -92,7 +92,7 @@ ORDERED = OrderedCallEffect()
 
 _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
-lower_batched_conditions(OrderedCallEffect)
+lower_effectful_conditions(CallEffect)  # ordered calls have it, too
 
 
 def _heal(effect: Any) -> None:

@@ -1,8 +1,9 @@
-"""A `while_loop` whose batched condition has an ordered effect.
+"""A `while_loop` whose condition has an effect: a call that is not pure, or a tap.
 
-Under vmap, rows of a loop stop one by one. JAX's lowering of a condition with an
-ordered effect (0.10.2, 0.12.0.1) ignores that, and lets every row run on until the last
-one stops. All other loops keep JAX's lowering.
+XLA does not run the condition of a loop whose number of steps it knows, so unordered
+effects in it would be lost. Under vmap, rows of a loop stop one by one. JAX's lowering
+of a condition with an ordered effect (0.10.2, 0.12.0.1) ignores that, and lets every
+row run on until the last one stops. All other loops keep JAX's lowering.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import jax
 from hostcall import _jax
 
 
-def lower_batched_conditions(effect_type: type) -> None:
-    """Lowers loops whose batched conditions have this effect as `_loop`."""
+def lower_effectful_conditions(effect_type: type) -> None:
+    """Lowers loops whose conditions have this effect as `_loop`."""
 
     def chosen(condition: Any) -> bool:
-        batched = bool(condition.out_avals[0].shape)
-        return batched and any(isinstance(e, effect_type) for e in condition.effects)
+        return any(isinstance(e, effect_type) for e in condition.effects)
 
     _jax.lower_while_loops_by(chosen, _loop)
 
@@ -37,6 +37,8 @@ def _loop(
     """
 
     def chosen(goes_on: Any, new: Any, old: Any) -> Any:
+        if goes_on.ndim == 0:  # the body runs only if the loop goes on
+            return new
         rows = jax.lax.broadcast_in_dim(goes_on, new.shape, range(goes_on.ndim))
         return jax.lax.select(rows, new, old)
 

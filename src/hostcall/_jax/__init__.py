@@ -12,7 +12,7 @@ versions differ, the code tests whether a name exists, and never compares versio
     custom_call   the operations that hostcall emits into such a program
     effects       effects, and the tokens that stand for them
     hoisting      keeps calls with effects in the scans that they are in
-    while_loops   refuses loops with feeds that JAX would run twice
+    while_loops   runs host calls once in loops that JAX runs twice
     dispatch      reports the programs that a thread dispatches
     execution     settings that JAX reads before it runs a program
     settings      a thread's settings, as they are where a call is traced

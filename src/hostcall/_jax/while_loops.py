@@ -1,56 +1,374 @@
-"""Refuses while loops that JAX would run twice, if that would be wrong.
+"""Runs host calls of a while loop once where JAX runs the loop twice.
 
 When JAX splits a while loop into what it knows and what is linear (jax.linearize), and
 only some of the carried values are differentiated, it runs the loop twice: once for the
 known values, and once more, whole, for the others (`_while_partial_eval` in
-jax/_src/lax/control_flow/loops.py). Equations with effects run both times.
+jax/_src/lax/control_flow/loops.py). The same happens under remat
+(`_while_partial_eval_custom`). Equations with effects would run both times, and the
+second loop again for each tangent.
 
-A feed would give the second run other items than the first, so the derivative would not
-be that of the value. It can't be mended here: the linear part of a loop must compute
-the values again, and has nowhere to keep a number of items that is not known.
+The remedy: the second loop is put together from the known part of the loop, without its
+calls, and the rest. Then dead code is eliminated, since the second loop has to compute
+the known values only as far as the others need them. If it needs a result of a call,
+the loop is refused: it has nowhere to keep a number of results that is not known.
+
+Loops without such calls keep JAX's own rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jax._src import core as _core
+from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
-_refused: dict[_core.Primitive, Callable[[Any], Exception]] = {}
+_while_p = _loops.while_p
+# One type since 0.12.
+_JAXPRS = (_core.Jaxpr, getattr(_core, "ClosedJaxpr", _core.Jaxpr))
 
 
-def refuse_in_split_while_loops(
-    primitive: _core.Primitive, error: Callable[[Any], Exception]
+class _Once(NamedTuple):
+    """How equations of a primitive leave the second loop; see
+    `run_once_in_while_loops`.
+    """
+
+    error: Callable[[Any], Exception] | None
+    passes: Callable[[Sequence[Any], Any], Sequence[Any]] | None
+
+
+_once: dict[_core.Primitive, _Once] = {}
+
+
+def run_once_in_while_loops(
+    primitive: _core.Primitive,
+    error: Callable[[Any], Exception] | None = None,
+    passes: Callable[[Sequence[Any], Any], Sequence[Any]] | None = None,
 ) -> None:
-    """Loops with this primitive are not split; `error` gets its equation's params."""
-    _refused[primitive] = error
+    """Equations of this primitive with effects run once in a loop that JAX splits.
+
+    Args:
+        primitive: the primitive.
+        error: makes the error if the second loop needs a result, from the equation's
+            parameters. None: the equation then runs in both loops, as in JAX.
+        passes: (operands, parameters) -> those operands that are the results. Then
+            equations without effects run once, too.
+    """
+    _once[primitive] = _Once(error, passes)
 
 
-def _first_refused(jaxpr: Any) -> Any:
+def _runs_once(eqn: Any) -> bool:
+    rule = _once.get(eqn.primitive)
+    return rule is not None and (rule.passes is not None or bool(eqn.effects))
+
+
+def _all_eqns(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
-        if eqn.primitive in _refused:
-            return eqn
+        yield eqn
         for inner in _core.jaxprs_in_params(eqn.params):
-            found = _first_refused(inner)
-            if found is not None:
-                return found
-    return None
+            yield from _all_eqns(inner)
 
 
-_split = _pe.custom_partial_eval_rules[_loops.while_p]
+# --- A jaxpr without its calls --------------------------------------------------------
+
+# Stands for a call whose results may not be needed.
+_removed_p = _core.Primitive("host_call_of_the_first_loop")
+_removed_p.multiple_results = True
+
+
+class _Hidden:
+    """The call, as a parameter of what stands for it."""
+
+    def __init__(self, eqn: Any) -> None:
+        self.eqn = eqn
+
+
+@_removed_p.def_abstract_eval
+def _removed_avals(*, hidden: _Hidden) -> list[Any]:
+    return [v.aval for v in hidden.eqn.outvars]
+
+
+def _changed(jaxpr: Any, **changes: Any) -> Any:
+    inner = getattr(jaxpr, "jaxpr", jaxpr)  # a ClosedJaxpr's, before 0.12
+    changed = inner.replace(**changes)
+    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+
+
+def _effects_of(jaxpr: Any, eqns: Sequence[Any]) -> Any:
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return _pe.make_jaxpr_effects(inner.constvars, inner.invars, inner.outvars, eqns)
+
+
+class _Renamed(dict[Any, Any]):
+    """Variables and what stands in their place."""
+
+    def __call__(self, atom: Any) -> Any:
+        return atom if isinstance(atom, _core.Literal) else self.get(atom, atom)
+
+
+class _Remover:
+    """Removes the calls from jaxprs, at any depth.
+
+    Args:
+        all_calls: whether to remove also those without an error of their own.
+    """
+
+    def __init__(self, all_calls: bool) -> None:
+        self._all = all_calls
+        self._gone: set[Any] = set()  # the effects of what was removed
+
+    def __call__(self, jaxpr: Any) -> Any:
+        renamed, eqns = _Renamed(), []
+        for eqn in jaxpr.eqns:
+            invars = [renamed(x) for x in eqn.invars]
+            rule = _once.get(eqn.primitive)
+            if rule is None or not _runs_once(eqn) or not self._may_go(rule):
+                eqns.append(self._inside(eqn.replace(invars=invars)))
+                continue
+            self._gone |= set(eqn.effects)
+            if rule.passes is not None:
+                renamed.update(
+                    zip(eqn.outvars, rule.passes(invars, eqn.params), strict=True)
+                )
+            elif any(type(v) is not _core.DropVar for v in eqn.outvars):
+                hidden = {"hidden": _Hidden(eqn)}
+                new = {"primitive": _removed_p, "params": hidden, "effects": set()}
+                eqns.append(eqn.replace(invars=[], **new))
+        outvars = [renamed(x) for x in getattr(jaxpr, "jaxpr", jaxpr).outvars]
+        changed = _changed(jaxpr, eqns=eqns, outvars=outvars)
+        return _changed(changed, effects=_effects_of(changed, eqns))
+
+    def _may_go(self, rule: _Once) -> bool:
+        return self._all or rule.error is not None or rule.passes is not None
+
+    def _inside(self, eqn: Any) -> Any:
+        """The equation with its jaxprs changed."""
+        inner = list(_core.jaxprs_in_params(eqn.params))
+        if not any(_runs_once(each) for jaxpr in inner for each in _all_eqns(jaxpr)):
+            return eqn
+        params = {key: self._param(value) for key, value in eqn.params.items()}
+        left = [e for jaxpr in _core.jaxprs_in_params(params) for e in jaxpr.effects]
+        effects = {e for e in eqn.effects if e not in self._gone or e in left}
+        return eqn.replace(params=params, effects=effects)
+
+    def _param(self, value: Any) -> Any:
+        if isinstance(value, _JAXPRS):
+            return self(value)
+        if isinstance(value, tuple) and any(isinstance(v, _JAXPRS) for v in value):
+            return tuple(map(self._param, value))
+        return value
+
+
+def _joined(
+    whole: Any, known: Any, unknown: Any, ins: Sequence[bool], outs: Sequence[bool]
+) -> Any:
+    """One jaxpr of the known and the unknown part of `whole`.
+
+    `ins` and `outs` say which inputs and outputs are unknown. The known part has its
+    outputs and then what the other part needs, which has this as its first inputs.
+    """
+    a, b = (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in (known, unknown))
+    own, passed = _util.split_list(a.outvars, [len(outs) - sum(outs)])
+    takes, others = _util.split_list(b.invars, [len(passed)])
+    renamed = _Renamed(zip(takes, passed, strict=True))
+    eqns = [
+        *a.eqns,
+        *(eqn.replace(invars=list(map(renamed, eqn.invars))) for eqn in b.eqns),
+    ]
+    changes = {
+        "constvars": [*a.constvars, *b.constvars],
+        "invars": _util.merge_lists(ins, a.invars, others),
+        "outvars": _util.merge_lists(outs, own, list(map(renamed, b.outvars))),
+        "eqns": eqns,
+        "debug_info": getattr(whole, "jaxpr", whole).debug_info,
+    }
+    consts = [*known.consts, *unknown.consts]
+    if a is known:
+        joined = a.replace(**changes, consts=consts)
+    else:
+        joined = known.replace(jaxpr=a.replace(**changes), consts=consts)
+    return _changed(joined, effects=_effects_of(joined, eqns))
+
+
+# --- The two loops --------------------------------------------------------------------
+
+
+class _Split(NamedTuple):
+    """What becomes of a loop.
+
+    Attributes:
+        ins, outs: which operands and results are not known.
+        first: the parameters of the loop that computes the known results.
+        second: the parameters of the one that computes the others.
+        used_ins, used_outs: which operands and results of the whole the second has.
+    """
+
+    ins: list[bool]
+    outs: list[bool]
+    first: dict[str, Any]
+    second: dict[str, Any]
+    used_ins: list[bool]
+    used_outs: list[bool]
+
+
+def _either(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
+    return [x or y for x, y in zip(a, b, strict=True)]
+
+
+def _split(params: dict[str, Any], unknown: Sequence[bool]) -> _Split | None:
+    """How JAX would split the loop; None if it would not."""
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    counts = [params["cond_nconsts"], params["body_nconsts"]]
+    of_cond, of_body, carry = _util.split_list(list(unknown), counts)
+    while True:  # each round adds to the unknown values
+        parts = _pe.partial_eval_jaxpr_nounits(body, of_body + carry, instantiate=carry)
+        if parts[2] == carry:
+            break
+        carry = _either(carry, parts[2])
+    tests = _pe.partial_eval_jaxpr_nounits(cond, of_cond + carry, instantiate=False)
+    if tests[2] != [False] or all(unknown) or not any(unknown):
+        return None
+
+    def known_outputs(jaxpr: Any, number: int) -> Any:
+        outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars[:number]
+        return _changed(jaxpr, outvars=outvars)
+
+    first = {
+        "cond_jaxpr": known_outputs(tests[0], 1),
+        "body_jaxpr": known_outputs(parts[0], len(carry) - sum(carry)),
+        "cond_nconsts": len(of_cond) - sum(of_cond),
+        "body_nconsts": len(of_body) - sum(of_body),
+    }
+    left: list[Any] = []
+    for all_calls in (True, False):
+        remove = _Remover(all_calls)
+        whole = dict(
+            params,
+            cond_jaxpr=_joined(
+                *(cond, remove(tests[0]), tests[1], of_cond + carry, [False])
+            ),
+            body_jaxpr=_joined(
+                *(body, remove(parts[0]), parts[1], of_body + carry, carry)
+            ),
+        )
+        second, used_ins, used_outs = _needed(whole, carry)
+        left = [
+            eqn.params["hidden"].eqn
+            for jaxpr in (second["cond_jaxpr"], second["body_jaxpr"])
+            for eqn in _all_eqns(jaxpr)
+            if eqn.primitive is _removed_p
+        ]
+        if all(_once[eqn.primitive].error is not None for eqn in left):
+            break
+    for eqn in left:
+        error = _once[eqn.primitive].error
+        assert error is not None
+        raise error(eqn.params)
+    ins = [*of_cond, *of_body, *carry]
+    return _Split(ins, carry, first, second, used_ins, used_outs)
+
+
+def _needed(
+    params: dict[str, Any], outs: Sequence[bool]
+) -> tuple[dict[str, Any], list[bool], list[bool]]:
+    """The loop without what its results `outs` do not need.
+
+    Returns its parameters, and which operands and results it has. (JAX has had a rule
+    for that since 0.12.)
+    """
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+
+    def without_dead_code(jaxpr: Any, outs: Any, keep: Any) -> tuple[Any, list[bool]]:
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        new, used = _pe.dce_jaxpr(inner, outs, instantiate=keep)
+        return (new if inner is jaxpr else jaxpr.replace(jaxpr=new)), used
+
+    _, used = without_dead_code(cond, [True], False)
+    carry = _either(outs, used[n_cond:])
+    while True:  # each round adds to the carried values that are needed
+        keep = [False] * n_body + carry
+        new_body, of_body = without_dead_code(body, carry, keep)
+        if of_body[n_body:] == carry:
+            break
+        carry = _either(carry, of_body[n_body:])
+    keep = [False] * n_cond + carry
+    new_cond, of_cond = without_dead_code(cond, [True], keep)
+    needed = {
+        "cond_jaxpr": new_cond,
+        "body_jaxpr": new_body,
+        "cond_nconsts": sum(of_cond[:n_cond]),
+        "body_nconsts": sum(of_body[:n_body]),
+    }
+    return needed, [*of_cond[:n_cond], *of_body[:n_body], *carry], carry
+
+
+def _chosen(things: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    return [thing for thing, yes in zip(things, which, strict=True) if yes]
+
+
+def _has_calls(params: dict[str, Any]) -> bool:
+    loops = params["cond_jaxpr"], params["body_jaxpr"]
+    return any(_runs_once(eqn) for jaxpr in loops for eqn in _all_eqns(jaxpr))
+
+
+# --- JAX's two rules ------------------------------------------------------------------
+
+_by_trace = _pe.custom_partial_eval_rules[_while_p]
+_under_remat = _pe.partial_eval_jaxpr_custom_rules[_while_p]
 
 
 def _while_partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    known = {tracer.pval.is_known() for tracer in tracers}
-    if len(known) == 2:
-        for body in (params["cond_jaxpr"], params["body_jaxpr"]):
-            eqn = _first_refused(body)
-            if eqn is not None:
-                raise _refused[eqn.primitive](eqn.params)
-    return _split(trace, *tracers, **params)
+    split = None
+    if _has_calls(params):
+        split = _split(params, [not tracer.pval.is_known() for tracer in tracers])
+    if split is None:
+        return _by_trace(trace, *tracers, **params)
+    known = [t.pval.get_known() for t in _util.partition_list(split.ins, tracers)[0]]
+    first = _while_p.bind(*known, **split.first)
+    operands = _chosen(tracers, split.used_ins)
+    second = trace.default_process_primitive(_while_p, operands, split.second)
+    unknown = _chosen(second, _chosen(split.outs, split.used_outs))
+    return _util.merge_lists(split.outs, first, unknown)
 
 
-_pe.custom_partial_eval_rules[_loops.while_p] = _while_partial_eval
+def _while_partial_eval_custom(
+    saveable: Any, unknown: Sequence[bool], inst: Sequence[bool], eqn: Any
+) -> Any:
+    if not _has_calls(eqn.params):
+        return _under_remat(saveable, unknown, inst, eqn)
+    if not any(unknown):  # it runs once, and its results are kept, as those of a call
+        none = [False] * len(eqn.outvars)
+        return eqn, None, none, none, []
+    split = _split(eqn.params, unknown)
+    if split is None:
+        return _under_remat(saveable, unknown, inst, eqn)
+    known, _ = _util.partition_list(split.ins, eqn.invars)
+    results, _ = _util.partition_list(split.outs, eqn.outvars)
+    # The known values that the second loop computes again have names from the first.
+    again = [
+        v if uk else _core.DropVar(v.aval)
+        for v, uk in zip(eqn.outvars, split.outs, strict=True)
+    ]
+    operands = _chosen(eqn.invars, split.used_ins)
+    first = _loop(eqn, known, results, split.first)
+    second = _loop(eqn, operands, _chosen(again, split.used_outs), split.second)
+    residuals = [
+        x
+        for x, used, has in zip(eqn.invars, split.used_ins, inst, strict=True)
+        if used and not has and isinstance(x, _core.Var)
+    ]
+    return first, second, split.outs, split.outs, residuals
+
+
+def _loop(eqn: Any, operands: Any, results: Any, params: dict[str, Any]) -> Any:
+    """A while loop in the place of this one."""
+    _, effects = _while_p.abstract_eval(*(x.aval for x in operands), **params)
+    where = eqn.source_info, eqn.ctx
+    return _pe.new_jaxpr_eqn(operands, results, _while_p, params, effects, *where)
+
+
+_pe.custom_partial_eval_rules[_while_p] = _while_partial_eval
+_pe.partial_eval_jaxpr_custom_rules[_while_p] = _while_partial_eval_custom

@@ -13,6 +13,7 @@ from hostcall._core.order import effects_of
 from hostcall._engine.params.buffer import BufferInfo, BufferParams
 from hostcall._primitives.axes import size_of
 from hostcall._primitives.call.batching import batch
+from hostcall._primitives.call.primitive import would_run_twice
 from hostcall._primitives.drop_in.primitive import (
     is_guarded,
     run_compiled,
@@ -72,6 +73,7 @@ def _abstract_eval(*operands: Any, params: BufferParams) -> tuple[list[Any], set
 
 
 _jax.def_effectful_abstract_eval(buffer_p, _abstract_eval)
+_jax.run_once_in_while_loops(buffer_p, would_run_twice)
 
 
 # --- batching ------------------------------------------------------------------------

@@ -48,6 +48,23 @@ def _abstract_eval(*operands: Any, params: CallParams) -> tuple[list[Any], set[A
 _jax.def_effectful_abstract_eval(call_p, _abstract_eval)
 
 
+def would_run_twice(params: dict[str, Any]) -> errors.DerivativeError:
+    """The error of a while loop that would run the call once more for a derivative."""
+    callback = params["params"].callback
+    return errors.DerivativeError(
+        f"hostcall: jax.linearize or jax.grad of a while_loop that calls"
+        f" {callback.described()}, with order={params['params'].order!r}, on whose"
+        " results its derivative or its condition depends. JAX would run the loop, and"
+        " the call, once more for the derivative. Use lax.scan, with where= for steps"
+        " that make no call: it keeps the results. Or use jax.jvp, which runs the loop"
+        " once, or order='pure' if the call may run again. If the loop has no"
+        " derivative, put jax.lax.stop_gradient around what it starts with"
+    )
+
+
+_jax.run_once_in_while_loops(call_p, would_run_twice)
+
+
 # --- JVP, transpose ----------------------------------------------------------------
 
 

@@ -171,6 +171,15 @@ def _abstract_eval(*operands: Any, params: TapParams) -> tuple[list[Any], set[An
 _jax.def_effectful_abstract_eval(tap_p, _abstract_eval)
 
 
+def _passed(operands: Sequence[Any], equation: dict[str, Any]) -> Sequence[Any]:
+    """The operands that are the results of a tap."""
+    params = equation["params"]
+    return arguments(operands, params) if params.through else ()
+
+
+_jax.run_once_in_while_loops(tap_p, passes=_passed)
+
+
 # --- batching ----------------------------------------------------------------------
 
 
