@@ -161,3 +161,22 @@ def test_effects_of_a_differentiated_scan_run_once(order, wrap, mode, transform)
     jax.block_until_ready(mode(transform(f))(2.0))
     jax.effects_barrier()
     assert seen == [2, 3, 4]
+
+
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f: jax.grad(f)(1.0),
+        lambda f: jax.linearize(f, 1.0),
+        lambda f: jax.jvp(f, (1.0,), (1.0,)),
+    ],
+    ids=["grad", "linearize", "jvp"],
+)
+def test_a_call_without_results_should_be_a_tap(order, derivative):
+    def f(x):
+        hc.call(lambda v: None, None, x, order=order)
+        return x**2
+
+    with pytest.raises(hc.errors.DerivativeError, match=r"write hc\.tap\("):
+        derivative(f)

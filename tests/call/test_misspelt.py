@@ -110,3 +110,27 @@ def test_python_names_the_wrong_word(face, option):
         face(**{wrong: None})
     if sys.version_info >= (3, 13) and len(option) > 3:
         assert f"Did you mean '{option}'?" in str(e.value)
+
+
+def any_keyword(x, **options):
+    return np.float32(len(options))
+
+
+SWALLOWED = {
+    "misspelt": (lambda f: hc.call(f, X, X, ordr="ordered"), "Did you mean order=?"),
+    "swapped": (lambda f: hc.tap(f, X, odrer="ordered"), "Did you mean order=?"),
+}
+
+
+@pytest.mark.parametrize("name", SWALLOWED)
+def test_functions_that_take_any_keyword_do_not_swallow_options(name):
+    use, hint = SWALLOWED[name]
+    with pytest.raises(hc.errors.SpecError, match="has no option") as caught:
+        use(any_keyword)
+    assert hint in str(caught.value)
+    assert "functools.partial(any_keyword, " in str(caught.value)
+
+
+def test_functions_that_take_any_keyword_get_their_own():
+    assert hc.call(any_keyword, X, X, depth=2, speed=3) == 2
+    assert hc.call(lambda x, ordr: np.float32(ordr), X, X, ordr=4) == 4

@@ -640,7 +640,7 @@ RIGHT = {
     "defaults": lambda x: hc.call(two, F32, x),
     "by position": lambda x: hc.call(two, F32, x, 1, 2),
     "by name": lambda x: hc.call(two, F32, x, 1, c=2, d=3),
-    "any": lambda x: hc.call(lambda *a, **k: k["ordered"], F32, x, ordered=x),
+    "any": lambda x: hc.call(lambda *a, **k: k["depth"], F32, x, depth=x),
     "its own": lambda x: hc.call(lambda v, evry: v, F32, x, evry=1),
     "positional only again": lambda x: hc.call(lambda v, /, **k: v, F32, x, v=x),
     "required": lambda x: hc.call(lambda v, *, k: v, F32, x, k=1),
@@ -674,3 +674,99 @@ RIGHT = {
 @pytest.mark.parametrize("call", RIGHT.values(), ids=RIGHT)
 def test_arguments_that_it_does_take(mode, call):
     jax.block_until_ready(mode(call)(X))
+
+
+# --- Values that a method takes from its object ---------------------------------------
+
+
+class Model:
+    def __init__(self, weight):
+        self.weight = weight
+        self.shapes = {"weight": weight}
+
+    def apply(self, x):
+        return np.float32(x * self.weight)
+
+    def shape(self, x):
+        return np.float32(x * len(self.weight.shape))
+
+    def __call__(self, x):
+        return np.float32(x + self.shapes["weight"])
+
+
+METHODS = {
+    "a method": (lambda m: m.apply, "`Model.apply` uses `self.weight`"),
+    "an object that can be called": (lambda m: m, "`Model` uses `self.shapes`"),
+    "a partial of a method": (
+        lambda m: functools.partial(m.apply),
+        "`partial(Model.apply)` uses `self.weight`",
+    ),
+    "a function that calls a method": (
+        lambda m, apply=None: (lambda f: lambda x: f(x))(m.apply),
+        "uses `f`, which uses `self.weight`",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("face", [*FACES])
+def test_a_traced_value_of_the_object_of_a_method(face, make, said):
+    def f(x):
+        text = refused(FACES[face], make(Model(x)), x)
+        assert f"{said}, a traced value (float32[]) of the program around it" in text
+        return x
+
+    jax.jit(f)(X)
+
+
+def test_what_is_known_of_a_traced_value_may_be_used_by_a_method():
+    f = jax.jit(lambda x: hc.call(Model(x[None]).shape, F32, x))
+    assert f(X) == 2
+
+
+# --- Refs ----------------------------------------------------------------------------
+
+REFS = {
+    "hc.call": lambda ref: hc.call(np.sin, F32, ref),
+    "in a tree": lambda ref: hc.call(lambda d: d["x"], F32, {"x": ref}),
+    "hc.tap": lambda ref: hc.tap(print, ref),
+    "hc.print": lambda ref: hc.print("{}", ref),
+    "hc.host": lambda ref: hc.host(np.sin, result=F32)(ref),
+}
+
+
+@pytest.mark.parametrize("use", REFS.values(), ids=REFS)
+def test_a_traced_ref_is_not_a_value(use):
+    def f(x):
+        text = refused(use, jax.new_ref(x))
+        assert text.startswith("an argument is a Ref of JAX")
+        assert "Pass its value, ref[...]" in text
+        return x
+
+    jax.jit(f)(jnp.float32(1))
+
+
+# --- Options that the function has as parameters ---------------------------------------
+
+OWN = {
+    "timeout": (lambda fn: hc.call(fn, F32, X, timeout=60), 60),
+    "every": (lambda fn: hc.tap(fn, X, every=5), 5),
+    "batch": (lambda fn: hc.tap(fn, X, batch=2), 2),
+    "tag": (lambda fn: hc.call(fn, F32, X, tag="mine"), "mine"),
+}
+
+
+@pytest.mark.parametrize("option", OWN)
+def test_an_option_that_the_function_has_as_a_parameter(option):
+    use, value = OWN[option]
+    names: dict = {}
+    exec(f"def named(x, {option}=None): return np.float32(1)", {"np": np}, names)
+    with pytest.warns(UserWarning, match="is an option of hc") as warned:
+        use(names["named"])
+    (warning,) = warned
+    said = str(warning.message)
+    assert f"{option}={value!r} is an option of hc." in said
+    assert f"functools.partial(named, {option}={value!r})" in said
+    assert warning.filename == __file__
+    use(lambda *args: names["named"](*args))  # says nothing
+    hc.barrier()

@@ -122,6 +122,16 @@ def test_a_format_holds_for_each_element(dtype, wrap, capsys):
     assert printed(capsys) == f"[[{each}]\n [{each}]] 7\n"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16", "bool", "complex64"])
+@pytest.mark.parametrize("conversion", ["r", "a", "s"])
+@EAGER_AND_JIT
+def test_a_converted_scalar_is_a_number(conversion, dtype, wrap, capsys):
+    value = jnp.ones((), dtype)
+    wrap(lambda x: hc.print(f"{{!{conversion}}} {{}}", x, x))(value)
+    converted, plain = printed(capsys).split()
+    assert converted == plain
+
+
 def test_a_format_of_a_batch(capsys):
     f = jax.jit(jax.vmap(lambda x: hc.print("loss {:.3f}", x)))
     f(jnp.array([0.5, 0.25]))

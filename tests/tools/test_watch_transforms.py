@@ -73,6 +73,8 @@ def test_cotangents():
     assert jax.jit(jax.grad(checked))(4.0) == 0.25
     error = fired(jax.jit(jax.grad(checked)), 0.0)
     assert error.name == "cotangent of root"
+    # The line of the watch, not of the call that asks for the derivative.
+    assert error.place.line == test_cotangents.__code__.co_firstlineno + 2
     assert np.isinf(error.values)
     rows = jax.jit(jax.vmap(jax.grad(checked)))
     assert fired(rows, jnp.array([1.0, 0.0])).row == (1,)

@@ -263,6 +263,9 @@ def call(
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
+    mistakes.warn_of_own(
+        _FACE, fn, timeout=timeout, wait=wait, concurrency=concurrency, tag=tag
+    )
     if merged is not None and not operands:
         refuse_no_arrays(name)
     results = parse_result(result, name)
@@ -282,7 +285,7 @@ def call(
         coalesce=merged,
         fail=fail,
         tag=tag,
-        place=users_place(),
+        place=users_place(fn),
     )
     leaves = make(
         callback,

@@ -23,6 +23,8 @@ def formatted(fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """`fmt.format(*args, **kwargs)`; a spec holds for each element of an array."""
     shown = [*map(printable, args)]
     named = {k: printable(v) for k, v in kwargs.items()}
+    if "!" in fmt:
+        return EachElement().vformat(fmt, shown, named)
     try:
         return fmt.format(*shown, **named)
     except TypeError:  # NumPy's arrays take no format specs
@@ -38,7 +40,15 @@ def printable(value: Any) -> Any:
 
 
 class EachElement(string.Formatter):
-    """Formats each element of an array as its field says: {:.2f} -> [0.10 0.20]."""
+    """Formats each element of an array as its field says: {:.2f} -> [0.10 0.20].
+
+    A scalar is a number, also as {!r}: the text of an array says nothing more.
+    """
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        if conversion and isinstance(value, np.ndarray) and not value.ndim:
+            return str(value)
+        return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if not isinstance(value, np.ndarray) or not value.ndim or not format_spec:

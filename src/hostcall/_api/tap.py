@@ -293,6 +293,7 @@ def prepare(
     on, device = parse_on_of_tap(on, called)
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
+    mistakes.warn_of_own(face, fn, every=every, sample=sample, batch=batch, tag=tag)
     if where is not None:
         operands.insert(0, parse_mask(where, called))
     if always is not None:

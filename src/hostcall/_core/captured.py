@@ -3,9 +3,9 @@
 A host function that is written inside a traced function can use that function's
 variables. These hold tracers: their shapes and dtypes are known, their values are not.
 The search covers the variables that the function, or another function that it uses,
-takes from the functions around it, its defaults, and the arguments that
-`functools.partial` has bound. It does not cover attributes of objects (`self` of a
-bound method included) and globals, which seldom hold a tracer.
+takes from the functions around it, its defaults, the arguments that `functools.partial`
+has bound, and the attributes that a method reads of its own object. It does not cover
+globals and attributes of other objects, which seldom hold a tracer.
 """
 
 from __future__ import annotations
@@ -59,9 +59,16 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
                 yield Found(f"uses {name} of its functools.partial", "x", _aval(tracer))
         yield from traced_values(fn.func, seen)
         return
-    fn = fn.__func__ if type(fn) is types.MethodType else fn
+    owner = None
+    if type(fn) is types.MethodType:
+        owner, fn = fn.__self__, fn.__func__
+    elif type(fn) is not types.FunctionType and not isinstance(fn, type):
+        owner, fn = fn, vars(type(fn)).get("__call__")  # an object that can be called
     if type(fn) is not types.FunctionType:
         return
+    if owner is not None:
+        for name, tracer in _attributes(owner, fn.__code__):
+            yield Found(f"uses `{name}`", name.partition(".")[2], _aval(tracer))
     for name, value in _defaults(fn):
         for tracer in _tracers_in(value):
             yield Found(f"uses the default of `{name}`", name, _aval(tracer))
@@ -77,6 +84,31 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
         elif isinstance(value, jax.core.Tracer | list | tuple | dict):
             for path, tracer in _used(fn.__code__, name, value):
                 yield Found(f"uses `{path}`", path, _aval(tracer))
+
+
+def _attributes(owner: Any, code: types.CodeType) -> Iterator[tuple[str, Any]]:
+    """(source, tracer) for the attributes of its object that a method reads.
+
+    They are read from the object's dictionary: an attribute may be a property, which
+    would run.
+    """
+    if not code.co_argcount:
+        return
+    try:
+        held = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return
+    if type(held) is not dict or not held.keys() & set(code.co_names):
+        return
+    steps = [i for i in dis.get_instructions(code) if i.opname not in _PASSED_OVER]
+    for i, step in enumerate(steps[1:], 1):
+        name, before = step.argval, str(steps[i - 1].argval)
+        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or name not in held:
+            continue
+        if code.co_varnames[0] not in before or _asks(steps[i + 1 :]):
+            continue
+        for tracer in _tracers_in(held[name]):
+            yield f"{code.co_varnames[0]}.{name}", tracer
 
 
 def _defaults(fn: types.FunctionType) -> list[tuple[str, Any]]:

@@ -43,6 +43,12 @@ class HostCode:
         """The key of its statistics, a name and a place; "" for those of its code."""
         return ""
 
+    def place(self) -> tuple[str, int, str] | None:
+        """(file, line, function) where the user wrote it, if its call may be traced by
+        other lines, as in a derivative; None: the line that calls.
+        """
+        return None
+
     def inside(self) -> Callable[..., Any] | None:
         """The user's function that messages name, if this only wraps it."""
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,8 +17,14 @@ from hostcall import _jax
 from hostcall._core.captured import has_tracers_text, traced_values
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
-from hostcall._core.signatures import accepts, signature_of, takes, without_types
-from hostcall._core.source import name_of
+from hostcall._core.signatures import (
+    accepts,
+    own_option,
+    signature_of,
+    takes,
+    without_types,
+)
+from hostcall._core.source import name_of, users_frame
 from hostcall._core.spec import Static
 
 
@@ -87,6 +94,8 @@ def check(
     names = (*kwargs, *also) if kwargs or also else ()
     if not accepts(fn, len(args), names):
         _refuse_arguments(face, fn, len(args), tuple(kwargs), tuple(also), result)
+    if kwargs:
+        _refuse_swallowed(face, fn, kwargs)
     if _jax.is_tracing():
         refuse_traced(fn, face.instead_of_traced)
         for mark in marks:
@@ -180,6 +189,52 @@ def _refuse_arguments(
     elif also and accepts(fn, n, names):
         match = _how_to_take_out(fn, signature)
     raise SpecError(f"{begin}{given}.{has} {match}", code="hc-arguments")
+
+
+def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
+    """Refuses what is meant as an option, and goes to a function's `**kwargs`.
+
+    The option would have no effect, and nobody would say so.
+    """
+    signature = signature_of(fn)
+    if signature is None:
+        return
+    for k in names:
+        if k in signature.parameters:
+            continue
+        if get_close_matches(k, face.options, n=1, cutoff=0.8):
+            name = name_of(fn)
+            raise SpecError(
+                f"hostcall: {face.name} has no option {k}=, and would pass it to"
+                f" `{name}`, which takes any keyword. {face.hint(k)} If `{name}` shall"
+                f" have it: functools.partial({name}, {k}=...), or lambda x, a:"
+                f" {name}(x, {k}=a)",
+                code="hc-arguments",
+            )
+
+
+def warn_of_own(face: Face, fn: Any, **options: Any) -> None:
+    """Warns if an option that is given is also a parameter of the function."""
+    for option, value in options.items():
+        if value is None:
+            continue
+        own = own_option(fn, option, value)
+        if own:
+            warnings.warn(
+                f"hostcall: {option}={value!r} is an option of {face.name}, so"
+                f" `{name_of(fn)}` does not get it{own}. If the option is meant, wrap"
+                f" the function: lambda *args: {name_of(fn)}(*args)",
+                UserWarning,
+                stacklevel=_jax_and_own_frames(),
+            )
+
+
+def _jax_and_own_frames() -> int:
+    """The `stacklevel` of the user's line, for a warning of this function's caller."""
+    user, frame, level = users_frame(), sys._getframe(1), 1
+    while frame is not user and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _how_to_take_out(fn: Any, signature: inspect.Signature | None) -> str:

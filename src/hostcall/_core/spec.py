@@ -164,6 +164,13 @@ def canonical(leaf: Any) -> Any:
     Raises:
         SpecError: if that would change a value or drop a mask.
     """
+    if _jax.is_ref(leaf):
+        raise SpecError(
+            "hostcall: an argument is a Ref of JAX, which host code can't read."
+            " Pass its value, ref[...]; what the call returns can go back: ref[...] ="
+            " hc.call(fn, result, ref[...])",
+            code="hc-arguments",
+        )
     if hasattr(leaf, "__jax_array__"):
         return leaf.__jax_array__()
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):

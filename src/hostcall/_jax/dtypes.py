@@ -10,10 +10,19 @@ import numpy as np
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src.lib import guard_lib as _guard_lib
+from jax._src.state.types import AbstractRef as _AbstractRef
 
 
 def is_key_dtype(dtype: Any) -> bool:
     return bool(_dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+_REFS = (_core.Tracer, jax.Ref)
+
+
+def is_ref(value: Any) -> bool:
+    """Whether this is a mutable array (`jax.new_ref`), traced or not."""
+    return isinstance(value, _REFS) and type(value.aval) is _AbstractRef
 
 
 def canonical_dtype(dtype: Any) -> Any:

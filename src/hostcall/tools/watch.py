@@ -107,7 +107,7 @@ def watch(
         name=name or "x",
         check=check,
         action=action,
-        lines=users_lines() if action == "breakpoint" else (),
+        lines=users_lines() if cotangents or action == "breakpoint" else (),
     )
     _look(x, also, where, fired, keep)
     if cotangents:
@@ -242,6 +242,12 @@ class _Fired(HostCode):
     @property
     def __name__(self) -> str:
         return f"hc.watch({self.name})"
+
+    def place(self) -> tuple[str, int, str] | None:
+        if not self.lines:
+            return None
+        here = self.lines[0]
+        return here.file, here.line, here.function
 
     def __call__(self, values: Any, also: Any) -> None:
         here = hc.current()

@@ -88,10 +88,15 @@ def _why_and_what(params: CallParams) -> str:
     rule = f"f = hc.host({name}, result=...) with a rule: f.defvjp(fwd, bwd)"
     if params.order == "pure":
         return f"Write {rule}, f.defjvp(rule), or hc.finite_difference(f) without one."
-    return (
+    begin = (
         f"It has order={params.order!r}, and derivatives run a function again, or not"
-        f" at all. If it needs no order, write {rule}."
+        " at all."
     )
+    if not params.avals:
+        return (
+            f"{begin} To send values out under derivatives, write hc.tap({name}, ...)."
+        )
+    return f"{begin} If it needs no order, write {rule}."
 
 
 def _transpose(cotangents: Any, *operands: Any, params: CallParams) -> NoReturn:

@@ -62,8 +62,8 @@ def _would_run_twice(params: dict[str, Any]) -> DerivativeError:
         f"hostcall: jax.linearize or jax.grad of a while_loop that takes items of the"
         f" feed `{name}`, on which its derivative depends. JAX would run the loop"
         " twice, with other items the second time, so the derivative would not be that"
-        " of the value. Use lax.scan, with where= for steps that take no item, or jax.jvp,"
-        " which runs the loop once. If the loop has no derivative, put"
+        " of the value. Use lax.scan, with where= for steps that take no item, or"
+        " jax.jvp, which runs the loop once. If the loop has no derivative, put"
         " jax.lax.stop_gradient around what it starts with"
     )
 
