@@ -177,9 +177,7 @@ def test_refusals_of_autograd(anp, monkeypatch):
 
 def test_without_autograd(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "autograd", None)
-    with pytest.raises(
-        ImportError, match=r"Install it: pip install \"hostcall\[autograd\]\""
-    ):
+    with pytest.raises(ImportError, match="Install it: pip install autograd;"):
         hc.bridge.autograd(lambda x: x)
 
 
