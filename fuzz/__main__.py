@@ -61,6 +61,6 @@ def main() -> None:
     atheris.Fuzz()
 
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     main()

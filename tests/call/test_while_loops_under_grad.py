@@ -142,6 +142,9 @@ EFFECTS = {
 }
 
 
+AS_JAX = ("debug.callback", "debug.print", "io_callback")
+
+
 # --- Loops of an effect: float -> float ------------------------------------------------
 
 # (number, value) -> number
@@ -355,8 +358,12 @@ def test_each_call_runs_once(name, loop):
         _, want_seen = outcome(
             name, loop, lambda f, a=argument: jax.jit(lambda x: f(a(x)))(X)
         )
-        assert want_seen
+        # XLA drops a pure tap whose result the loop does not use, and, as JAX does, a
+        # debug callback in the condition of a loop whose number of steps it knows.
+        assert want_seen or name in ("tap_through", "debug.callback")
         same = jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-5), got, want)
+        if name in AS_JAX:  # they may run in both loops, as JAX's own do
+            seen, want_seen = {*seen}, {*want_seen}
         if not all(jax.tree.leaves(same)) or sorted(seen) != sorted(want_seen):
             wrong[derivative.__name__] = (got, want, seen, want_seen)
     assert wrong == {}

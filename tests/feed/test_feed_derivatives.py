@@ -46,10 +46,11 @@ def test_a_while_loop_that_would_run_twice(feed, wrap):
         jax.linearize(f, 2.0)
     assert str(found.value) == (
         "hostcall: jax.linearize or jax.grad of a while_loop that takes items of the"
-        " feed `odd`, of whose carried values only some are differentiated. JAX would"
-        " run the loop twice, with other items the second time, so the derivative would"
-        " not be that of the value. Use lax.scan, with where= for steps that take no"
-        " item, or jax.jvp, which runs the loop once"
+        " feed `odd`, on which its derivative depends. JAX would run the loop twice,"
+        " with other items the second time, so the derivative would not be that of the"
+        " value. Use lax.scan, with where= for steps that take no item, or jax.jvp,"
+        " which runs the loop once. If the loop has no derivative, put"
+        " jax.lax.stop_gradient around what it starts with"
         "\n[hc-derivative] python -m hostcall explain hc-derivative"
     )
     assert feed.state()["item"] == 0

@@ -303,7 +303,7 @@ def test_a_row_in_another_process_of_the_same_number():
     """
     sent = pickle.dumps(
         (
-            (("another machine's", os.getpid()), 0, 0, None),
+            (("another machine's", os.getpid()), 0, None, 0, None),
             fails,
             [((0.5,), {}), ((0.2,), {})],
         )

@@ -215,8 +215,8 @@ def call(
             (`CallTimeoutError`).
 
     `fn` may run on another thread than the caller's, and then does not see its context
-    variables, np.errstate, tracing spans or thread-locals:
-    docs/calling.md#which-thread-it-runs-on.
+    variables, np.errstate, tracing spans or thread-locals.
+    The page "Call a simulator" says which thread it is.
 
     Under transformations:
         jit, scan, while_loop, cond, map: `fn` runs each time the call is reached.

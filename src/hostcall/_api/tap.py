@@ -131,8 +131,8 @@ def tap(
     tracebacks, further ones as counts), and the next `hc.barrier()` raises it.
 
     `fn` runs on a thread of hostcall's, and then does not see its context variables,
-    np.errstate, tracing spans or thread-locals:
-    docs/calling.md#which-thread-it-runs-on.
+    np.errstate, tracing spans or thread-locals.
+    The page "Call a simulator" says which thread it is.
 
     Under transformations:
         jit, scan, while_loop (also its condition), cond, map: taps each time the tap is

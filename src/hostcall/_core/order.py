@@ -13,6 +13,7 @@ without effects, 35 us with one, and 94 us with an ordered one. So a pure call h
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any, Literal
 
 from hostcall import _jax
@@ -92,7 +93,20 @@ ORDERED = OrderedCallEffect()
 
 _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
-lower_effectful_conditions(CallEffect)  # ordered calls have it, too
+
+
+def _is_lowered_here(effects: Collection[Any]) -> bool:
+    """Whether a loop whose condition has these effects is lowered by `_loop`.
+
+    Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
+    """
+    if any(isinstance(e, OrderedCallEffect) for e in effects):
+        return True
+    jaxs = any(hasattr(type(e), "stands_for") for e in effects)
+    return not jaxs and any(isinstance(e, CallEffect) for e in effects)
+
+
+lower_effectful_conditions(_is_lowered_here)
 
 
 def _heal(effect: Any) -> None:

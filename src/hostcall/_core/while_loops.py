@@ -8,7 +8,7 @@ row run on until the last one stops. All other loops keep JAX's lowering.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -16,13 +16,9 @@ import jax
 from hostcall import _jax
 
 
-def lower_effectful_conditions(effect_type: type) -> None:
-    """Lowers loops whose conditions have this effect as `_loop`."""
-
-    def chosen(condition: Any) -> bool:
-        return any(isinstance(e, effect_type) for e in condition.effects)
-
-    _jax.lower_while_loops_by(chosen, _loop)
+def lower_effectful_conditions(chosen: Callable[[Collection[Any]], bool]) -> None:
+    """Lowers loops as `_loop` whose conditions have chosen effects."""
+    _jax.lower_while_loops_by(lambda condition: chosen(condition.effects), _loop)
 
 
 def _loop(

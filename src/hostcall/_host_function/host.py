@@ -142,8 +142,8 @@ def host(
         Otherwise as `hc.call`.
 
     The function may run on another thread than the caller's, and then does not see its
-    context variables, np.errstate, tracing spans or thread-locals:
-    docs/calling.md#which-thread-it-runs-on.
+    context variables, np.errstate, tracing spans or thread-locals.
+    The page "Call a simulator" says which thread it is.
 
     Under transformations:
         jit, scan, while_loop, cond, remat, shard_map: as a pure `hc.call`.
