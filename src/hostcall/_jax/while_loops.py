@@ -12,7 +12,7 @@ calls, and the rest. Then dead code is eliminated, since the second loop has to 
 the known values only as far as the others need them. If it needs a result of a call,
 the loop is refused: it has nowhere to keep a number of results that is not known.
 
-Loops without such calls keep JAX's own rules.
+Loops without such calls, and drop-ins for JAX's callbacks, keep JAX's own rules.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run_once_in_while_loops(
     Args:
         primitive: the primitive.
         error: makes the error if the second loop needs a result, from the equation's
-            parameters. None: the equation then runs in both loops, as in JAX.
+            parameters.
         passes: (operands, parameters) -> those operands that are the results. Then
             equations without effects run once, too.
     """
@@ -109,24 +109,19 @@ class _Renamed(dict[Any, Any]):
 
 
 class _Remover:
-    """Removes the calls from jaxprs, at any depth.
+    """Removes the calls from jaxprs, at any depth."""
 
-    Args:
-        all_calls: whether to remove also those without an error of their own.
-    """
-
-    def __init__(self, all_calls: bool) -> None:
-        self._all = all_calls
+    def __init__(self) -> None:
         self._gone: set[Any] = set()  # the effects of what was removed
 
     def __call__(self, jaxpr: Any) -> Any:
         renamed, eqns = _Renamed(), []
         for eqn in jaxpr.eqns:
             invars = [renamed(x) for x in eqn.invars]
-            rule = _once.get(eqn.primitive)
-            if rule is None or not _runs_once(eqn) or not self._may_go(rule):
+            if not _runs_once(eqn):
                 eqns.append(self._inside(eqn.replace(invars=invars)))
                 continue
+            rule = _once[eqn.primitive]
             self._gone |= set(eqn.effects)
             if rule.passes is not None:
                 renamed.update(
@@ -139,9 +134,6 @@ class _Remover:
         outvars = [renamed(x) for x in getattr(jaxpr, "jaxpr", jaxpr).outvars]
         changed = _changed(jaxpr, eqns=eqns, outvars=outvars)
         return _changed(changed, effects=_effects_of(changed, eqns))
-
-    def _may_go(self, rule: _Once) -> bool:
-        return self._all or rule.error is not None or rule.passes is not None
 
     def _inside(self, eqn: Any) -> Any:
         """The equation with its jaxprs changed."""
@@ -241,31 +233,20 @@ def _split(params: dict[str, Any], unknown: Sequence[bool]) -> _Split | None:
         "cond_nconsts": len(of_cond) - sum(of_cond),
         "body_nconsts": len(of_body) - sum(of_body),
     }
-    left: list[Any] = []
-    for all_calls in (True, False):
-        remove = _Remover(all_calls)
-        whole = dict(
-            params,
-            cond_jaxpr=_joined(
-                *(cond, remove(tests[0]), tests[1], of_cond + carry, [False])
-            ),
-            body_jaxpr=_joined(
-                *(body, remove(parts[0]), parts[1], of_body + carry, carry)
-            ),
-        )
-        second, used_ins, used_outs = _needed(whole, carry)
-        left = [
-            eqn.params["hidden"].eqn
-            for jaxpr in (second["cond_jaxpr"], second["body_jaxpr"])
-            for eqn in _all_eqns(jaxpr)
-            if eqn.primitive is _removed_p
-        ]
-        if all(_once[eqn.primitive].error is not None for eqn in left):
-            break
-    for eqn in left:
-        error = _once[eqn.primitive].error
-        assert error is not None
-        raise error(eqn.params)
+    remove = _Remover()
+    whole = dict(
+        params,
+        cond_jaxpr=_joined(cond, remove(tests[0]), tests[1], of_cond + carry, [False]),
+        body_jaxpr=_joined(body, remove(parts[0]), parts[1], of_body + carry, carry),
+    )
+    second, used_ins, used_outs = _needed(whole, carry)
+    for jaxpr in (second["cond_jaxpr"], second["body_jaxpr"]):
+        for eqn in _all_eqns(jaxpr):
+            if eqn.primitive is _removed_p:
+                call = eqn.params["hidden"].eqn
+                error = _once[call.primitive].error
+                assert error is not None  # those that pass their operands on leave none
+                raise error(call.params)
     ins = [*of_cond, *of_body, *carry]
     return _Split(ins, carry, first, second, used_ins, used_outs)
 

@@ -248,7 +248,6 @@ def _register(name: str, primitive: Any) -> None:
     primitive.def_impl(_impl)
     _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
     _jax.batchers[primitive] = _batch
-    _jax.run_once_in_while_loops(primitive)
     debug = name.startswith("debug")
     _jax.jvps[primitive] = _debug_jvp if debug else _refuse_jvp
     _jax.transposes[primitive] = _debug_transpose if debug else _refuse_transpose
