@@ -98,8 +98,8 @@ class Settings:
     def here(cls) -> Settings:
         """Those of the calling thread, which runs host code."""
         now = {each.kind: each.get(each.setting) for each in _jax.ambient_settings()}
-        kinds = _native.Ambient.DEVICE, _native.Ambient.GUARD
-        return cls(*(now.get(kind) for kind in kinds), _jax.traced_here())
+        device, guard = map(now.get, (_native.Ambient.DEVICE, _native.Ambient.GUARD))
+        return cls(device, guard, _jax.traced_here())
 
     def enter(self) -> tuple[list[Any], list[Any]]:
         """Sets them on the calling thread. Returns the former values."""
