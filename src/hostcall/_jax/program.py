@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib.version as _jaxlib_version
 from jax._src import sharding_impls as _sharding_impls
 
 SERVED = ("cpu", "cuda")  # where the engine has handlers
+# In a shard_map that is manual over some mesh axes only, a token as a program's result
+# aborts the process before (seen in 0.10.2, not in 0.11.2).
+SHARDS_TOKENS_OVER_SOME_AXES = _jaxlib_version.__version_info__ >= (0, 11, 2)
 
 
 class Program(NamedTuple):

@@ -191,13 +191,13 @@ def check_place(program: _jax.Program, sharding: Any, name: str) -> None:
         )
 
 
-def refuse_some_axes(program: _jax.Program, name: str) -> None:
+def refuse_some_axes(program: _jax.Program, name: str, remedy: str = "") -> None:
     """Refuses a shard_map that is manual over some mesh axes only."""
     if program.automatic:
         axes = sorted(map(str, program.automatic))
         text = (
             f"hostcall: `{name}` is called inside a shard_map that is manual over some"
-            f" mesh axes only. Make it manual over {axes} too"
+            f" mesh axes only. Make it manual over {axes} too{remedy}"
         )
         raise NotImplementedError(codes.ended(text, "hc-device"))
 

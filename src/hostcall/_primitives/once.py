@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.across import bits, from_bits
+from hostcall._primitives.emit import refuse_some_axes
 
 
 def lower(
@@ -28,6 +29,9 @@ def lower(
     bind: Callable[..., list[Any]],
 ) -> list[Any]:
     """Lowers the equation to itself, inside a region that is manual over all axes."""
+    if params.order == "ordered" and not _jax.SHARDS_TOKENS_OVER_SOME_AXES:
+        remedy = ", or leave out order='ordered', or use jaxlib 0.11.2 or later"
+        refuse_some_axes(program, params.callback.name, remedy)
     axes = sorted(program.automatic, key=str)
     masked = params if params.masked else with_mask(params)
     through = isinstance(params, TapParams)  # its results are its arguments
