@@ -246,6 +246,14 @@ LOOPS = (
 )
 
 
+# What tap_through returns is used nowhere, or only by a count that is the same in all
+# steps of a scan, which JAX moves out. It has no effect, so it runs at most once.
+FREE_TO_DROP = (
+    *(fori_loop, in_the_condition, in_both, scan_in_while),
+    *(while_in_scan, scan_of_remat_of_while),
+)
+
+
 # --- Derivatives -----------------------------------------------------------------------
 
 X = np.float32(1.25)
@@ -332,12 +340,12 @@ def test_each_call_runs_once(name, loop):
         _, want_seen = outcome(
             name, loop, lambda f, a=argument: jax.jit(lambda x: f(a(x)))(X)
         )
-        assert want_seen or name == "tap_through"
-        if name == "tap_through" and loop in (while_in_scan, scan_of_remat_of_while):
-            # It has no effect. JAX moves the inner loop's count, which is the same in
-            # all steps, out of the scan, and there it may not be needed at all.
-            assert not Counter(seen) - Counter(want_seen)
+        if name == "tap_through" and loop in FREE_TO_DROP:
+            full = outcome("tap", loop, lambda f: jax.jit(f)(X))[1]
+            assert not Counter(seen) - Counter((i, 0.0) for i, _ in full)
             want_seen = seen
+        else:
+            assert want_seen
         same = jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-5), got, want)
         if not all(jax.tree.leaves(same)) or sorted(seen) != sorted(want_seen):
             wrong[derivative.__name__] = (got, want, seen, want_seen)
@@ -364,8 +372,12 @@ def test_drop_ins_run_as_often_as_jaxs_own(name, loop):
         outcomes = []
         for callback in DROP_INS[name]:
             log = Log()
-            value = derivative(loop(lambda i, v: run(log, callback, i, v)))
-            outcomes.append((jax.tree.map(float, value), sorted(log.all())))
+            try:
+                value = derivative(loop(lambda i, v: run(log, callback, i, v)))
+            except ValueError as error:  # JAX 0.10.2 has no rule for some
+                outcomes.append(str(error).splitlines()[0])
+            else:
+                outcomes.append((jax.tree.map(float, value), sorted(log.all())))
         assert outcomes[0] == outcomes[1]
 
 

@@ -256,8 +256,7 @@ def _needed(
 ) -> tuple[dict[str, Any], list[bool], list[bool]]:
     """The loop without what its results `outs` do not need.
 
-    Returns its parameters, and which operands and results it has. (JAX has had a rule
-    for that since 0.12.)
+    Returns its parameters, and which operands and results it has.
     """
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
@@ -284,6 +283,19 @@ def _needed(
         "body_nconsts": sum(of_body[:n_body]),
     }
     return needed, [*of_cond[:n_cond], *of_body[:n_body], *carry], carry
+
+
+def _without_dead_calls(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """A rule of dead code for loops in such loops. JAX has had its own since 0.12."""
+    loops = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    if all(e.primitive is not _removed_p for loop in loops for e in _all_eqns(loop)):
+        return [True] * len(eqn.invars), eqn
+    params, used_ins, used_outs = _needed(eqn.params, used)
+    invars, outvars = _chosen(eqn.invars, used_ins), _chosen(eqn.outvars, used_outs)
+    return used_ins, eqn.replace(invars=invars, outvars=outvars, params=params)
+
+
+_pe.dce_rules.setdefault(_while_p, _without_dead_calls)
 
 
 def _chosen(things: Sequence[Any], which: Sequence[bool]) -> list[Any]:
