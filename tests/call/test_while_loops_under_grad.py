@@ -249,7 +249,7 @@ LOOPS = (
 # What tap_through returns is used nowhere, or only by a count that is the same in all
 # steps of a scan, which JAX moves out. It has no effect, so it runs at most once.
 FREE_TO_DROP = (
-    *(fori_loop, in_the_condition, in_both, scan_in_while),
+    *(fori_loop, in_the_condition, in_both, scan_in_while, cond_in_while),
     *(while_in_scan, scan_of_remat_of_while),
 )
 
