@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec as P
 import hostcall as hc
 
 X = np.arange(16, dtype=np.float32).reshape(4, 4)
-# Before, XLA aborts the process.
 IN_ORDER = jaxlib.version.__version_info__ >= (0, 11, 2)
-needs_order = pytest.mark.skipif(not IN_ORDER, reason="jaxlib 0.11.2 or later")
+NO_ORDER = "XLA aborts such programs before jaxlib 0.11.2, so they are refused"
 HALVES = [X[:2].tolist(), X[2:].tolist()]
 
 
@@ -68,7 +67,7 @@ def test_each_block_is_told_once(name, kind):
     if kind is AxisType.Explicit and name == "drop-in":
         pytest.skip("JAX refuses its own debug callbacks there too")
     if name.startswith("ordered") and not IN_ORDER:
-        pytest.skip("jaxlib 0.11.2 or later")
+        pytest.skip(NO_ORDER)
     seen = []
     tell = TELLS[name]
     spec = P("data", "model") if kind is AxisType.Auto else P("data")
@@ -94,7 +93,7 @@ def test_jaxs_own_tells_the_same():
     assert sorted(seen) == sorted(own) == HALVES
 
 
-@needs_order
+@pytest.mark.skipif(not IN_ORDER, reason=NO_ORDER)
 def test_taps_in_a_scan_are_in_order():
     seen = []
 
@@ -137,11 +136,11 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_results(name):
     if name == "ordered" and not IN_ORDER:
-        pytest.skip("jaxlib 0.11.2 or later")
+        pytest.skip(NO_ORDER)
     np.testing.assert_array_equal(run(CALLS[name]), X * 2)
 
 
-@pytest.mark.skipif(IN_ORDER, reason="before jaxlib 0.11.2")
+@pytest.mark.skipif(IN_ORDER, reason="XLA compiles these since jaxlib 0.11.2")
 @pytest.mark.parametrize("name", ["ordered tap", "ordered call"])
 def test_order_is_refused_where_xla_would_abort(name):
     tell = TELLS[name]
@@ -194,7 +193,8 @@ def test_a_failure_reaches_all_devices():
         run(lambda v: (hc.watch(v), v)[1], np.full_like(X, np.nan))
     with contextlib.suppress(jax.errors.JaxRuntimeError, hc.errors.WatchError):
         jax.effects_barrier()
-    np.testing.assert_array_equal(run(CALLS["unordered"]), X * 2)
+    call = CALLS["ordered" if IN_ORDER else "unordered"]
+    np.testing.assert_array_equal(run(call), X * 2)
 
 
 def test_values_are_those_of_a_program_without_a_mesh():

@@ -71,7 +71,7 @@ def healing(effect: Any) -> Any:
     programs with the copy are ordered with programs that have the original.
     """
 
-    class Healing(type(effect)):  # type: ignore[misc]
+    class Healing(_jax.StandIn, type(effect)):  # type: ignore[misc]
         stands_for = effect
 
         def __hash__(self) -> int:
@@ -102,7 +102,7 @@ def _is_lowered_here(effects: Collection[Any]) -> bool:
     """
     if any(isinstance(e, OrderedCallEffect) for e in effects):
         return True
-    jaxs = any(hasattr(type(e), "stands_for") for e in effects)
+    jaxs = any(isinstance(e, _jax.StandIn) for e in effects)
     return not jaxs and any(isinstance(e, CallEffect) for e in effects)
 
 

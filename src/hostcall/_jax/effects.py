@@ -18,6 +18,12 @@ from hostcall._jax.lowering import lower_by
 Effect = _effects.Effect
 
 
+class StandIn:
+    """A base of effects that take the place of one of JAX's."""
+
+    stands_for: Any
+
+
 def register_effect(effect_type: type, ordered: bool) -> None:
     """Allows an effect in all of JAX's transformations that hostcall supports."""
     _effects.lowerable_effects.add_type(effect_type)
@@ -136,7 +142,9 @@ def drop_failed_token(effect: Any) -> str | None:
 
 def _is_same(effect: Any, other: Any) -> bool:
     """Whether two effects are one, or one stands for the other; asks for no hash."""
-    return effect is other or effect is getattr(other, "stands_for", other)
+    if isinstance(other, StandIn):
+        return effect is other or effect is other.stands_for
+    return effect is other
 
 
 def is_token_ready(token: Any) -> bool:
