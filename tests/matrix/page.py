@@ -37,6 +37,8 @@ The programs are written like this:
 
 - `hc.tap` and `hc.print` have `rows="each"`, drop-ins under `vmap` have `vmap_method="sequential"`.
 - The pure `hc.host` has a rule for derivatives in JAX code; the others have none.
+- "Beside" a loop means that the function is called in each step, with a carried value that is not
+  differentiated, while another one is.
 - `hc.feed` gives an item to each row of a `vmap` (`rows=`).
 - `hc.buffers.native` is machine code in an `hc.buffer_callback`.
 - The first table's values are float32. The dtypes are tested with each order, and with jit, vmap,
@@ -54,7 +56,7 @@ The programs are written like this:
 [Options](options.md), [which of them do I want](choosing.md), and `vmap` of `cond` and
 `while_loop`, where `where=` says which rows call: [call a simulator](calling.md).
 
-Reviewed: 2026-11-24.
+Reviewed: 2026-11-26.
 """
 
 

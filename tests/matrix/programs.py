@@ -90,6 +90,59 @@ def _remat_oracle(op: Any) -> Any:
     return y * X * X, y * 2 * X
 
 
+def _beside(op: Any, loop: Any) -> Any:
+    """A function of `x`, whose loop calls `op` beside what is differentiated.
+
+    Of the carried values only the last depends on `x`: JAX splits such a loop in two.
+    """
+
+    def f(x: Any) -> Any:
+        return loop(lambda c: (c[0] + 1, op(c[1]), c[2] * x), (0, X, x))[1:]
+
+    return f
+
+
+def _three_of_scan(body: Any, init: Any) -> Any:
+    return lax.scan(lambda c, _: (body(c), None), init, length=3)[0]
+
+
+def _three_of_while(body: Any, init: Any) -> Any:
+    return lax.while_loop(lambda c: c[0] < 3, body, init)
+
+
+def _grad_of_scan(op: Any) -> Any:
+    def f(x: Any) -> Any:
+        v, y = _beside(op, _three_of_scan)(x)
+        return y, v
+
+    (y, v), dy = jax.jit(jax.value_and_grad(f, has_aux=True))(X)
+    return v, y, dy
+
+
+def _linearize_while(op: Any) -> Any:
+    (v, y), linear = jax.linearize(_beside(op, _three_of_while), X)
+    return v, y, linear(np.float32(1))[1]
+
+
+def _linearize_remat(op: Any) -> Any:
+    f = jax.checkpoint(_beside(op, _three_of_while))
+    (v, y), linear = jax.linearize(f, X)
+    return v, y, linear(np.float32(1))[1]
+
+
+def _beside_oracle(op: Any) -> Any:
+    return _repeat(op, 3), X**4, 4 * X**3
+
+
+def _jvp_of_while(op: Any) -> Any:
+    def f(x: Any) -> Any:
+        return lax.while_loop(
+            lambda c: c[0] < 1, lambda c: (c[0] + 1, op(c[1])), (0, x)
+        )[1]
+
+    return jax.jit(lambda x: jax.jvp(f, (x,), (DOT,)))(X)
+
+
 def _custom_jvp(op: Any) -> Any:
     f = jax.custom_jvp(op)
 
@@ -174,6 +227,10 @@ TRANSFORMATIONS = {
         lambda op: op(X),
     ),
     "remat": Transformation(_remat, _remat_oracle),
+    "jvp of while_loop": Transformation(_jvp_of_while, _tangent),
+    "grad beside a scan": Transformation(_grad_of_scan, _beside_oracle),
+    "linearize beside a while_loop": Transformation(_linearize_while, _beside_oracle),
+    "remat beside a while_loop": Transformation(_linearize_remat, _beside_oracle),
     "custom_jvp": Transformation(_custom_jvp, _derivative),
     "custom_vjp": Transformation(_custom_vjp, _derivative),
     "shard_map": Transformation(_shard_map, _blocks, parallel=True),

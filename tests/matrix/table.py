@@ -52,6 +52,13 @@ TWICE_DEBUG = Hole(
     "The backward pass computes the argument again, and JAX's debug callbacks run with"
     ' it. `hc.tap` and `hc.print` run once; a tap with `remat="repeat"` runs again.',
 )
+TWICE_LOOP = Hole(
+    "again",
+    "twice",
+    "JAX runs a `while_loop` twice if only some of its carried values are differentiated"
+    " (`linearize`, and the forward pass of `checkpoint`), and its callbacks with it."
+    " Other calls run once, or are refused if the derivative needs their results.",
+)
 NO_REMAT = Hole(
     "NotImplementedError: Effects not supported in ",
     "NotImplementedError",
@@ -89,7 +96,7 @@ RAW_KEYS = Hole(
     " `hc.tap` and `hc.print` get keys.",
 )
 
-_DERIVATIVES = ("grad", "jvp", "linearize")
+_DERIVATIVES = ("grad", "jvp", "linearize", "jvp of while_loop")
 _WORDS = {
     "hc.buffer_callback": "Buffer",
     "hc.buffers.native": "Buffer",
@@ -108,7 +115,13 @@ def of_transformation(face: str, order: str, name: str) -> Hole:
         if (face, order) == ("hc.host", "pure"):
             return OK
         return NO_RULE if face in ("hc.call", "hc.host", "hc.Object") else OK
-    if name == "remat":
+    if name == "linearize beside a while_loop":
+        return TWICE_LOOP if debug or face == "hc.io_callback" else OK
+    if name == "remat beside a while_loop" and debug:
+        return TWICE_LOOP
+    if name == "remat beside a while_loop" and face != "hc.io_callback":
+        return OK
+    if name.startswith("remat"):
         if face == "hc.io_callback":
             return NO_REMAT
         if debug:
