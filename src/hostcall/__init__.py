@@ -36,7 +36,6 @@ Programs that leave the process:
     load             reads such bytes, and checks that their names are registered here
 
 Waiting, errors, settings:
-    retrying         an executor= that is made anew when a worker dies
     barrier          waits for programs and taps, and raises what taps raised
     reraise          a block in which a program raises its callback's own exception
     last_error       returns the exception that a callback raised last
@@ -89,7 +88,6 @@ from hostcall._api.configure import configure
 from hostcall._api.export.register import register
 from hostcall._api.print import print as print
 from hostcall._api.recover import recover
-from hostcall._api.retrying import retrying
 from hostcall._api.tap import tap, tap_through
 from hostcall._core.errors import HostcallError
 from hostcall._core.failures import last_error
@@ -151,6 +149,11 @@ _LATER = {
     "unpatch_jax": "_compat.patch",
     "watch": "tools.watch",
 }
+# Names that have gone, and what to write instead.
+_GONE = {
+    "retrying": "make the pool with loky.get_reusable_executor, which makes a new one"
+    " after a worker has died (the page 'Pools and clusters' shows how)",
+}
 _MODULES_LATER = (
     "bridge",
     "buffers",
@@ -180,6 +183,8 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
         if name == "__version__":
             globals()[name] = _version()
             return globals()[name]
+        if name in _GONE:
+            raise AttributeError(f"hostcall.{name} has gone: {_GONE[name]}")
         if name not in _LATER:
             raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
@@ -230,7 +235,6 @@ __all__ = [
     "recover",
     "register",
     "reraise",
-    "retrying",
     "same_tree",
     "tap",
     "tap_through",
