@@ -202,9 +202,12 @@ OPTIONS = {
     "order of another kind": ({"order": ["pure"]}, "got ['pure']"),
     "vmap_method": (
         {"vmap_method": "rows"},
-        "vmap_method= of `host` should be one of 'sequential', 'sequential_unrolled',"
-        " 'parallel', 'expand_dims', 'broadcast_all', 'legacy_vectorized', None,"
-        " got 'rows'",
+        "vmap_method= of `host` should be one of 'sequential', 'parallel',"
+        " 'expand_dims', 'broadcast_all', 'legacy_vectorized', None, got 'rows'",
+    ),
+    "vmap_method of the drop-ins": (
+        {"vmap_method": "sequential_unrolled"},
+        "got 'sequential_unrolled'. 'sequential' does the same",
     ),
     "arrays": ({"arrays": "torch"}, "should be one of 'numpy', 'jax', 'dlpack'"),
     "lend": ({"lend": "in"}, "should be one of False, True, 'out', got 'in'"),

@@ -14,7 +14,7 @@ import pytest
 
 import hostcall as hc
 
-METHODS = ["sequential", "sequential_unrolled", "parallel", None]
+METHODS = ["sequential", "parallel", None]
 EAGER_AND_JIT = pytest.mark.parametrize(
     "wrap", [lambda f: f, jax.jit], ids=["eager", "jit"]
 )

@@ -45,7 +45,6 @@ PROGRAMS = {
     "timeout": lambda x: hc.call(r.sine, x, x, timeout=60.0),
     "lend": lambda x: hc.call(r.sine, x, x, lend=True),
     "jax arrays": lambda x: hc.call(r.sine, x, x, arrays="jax"),
-    "keep": lambda x: hc.call(r.sine, x, x, where=x[0] > 0, keep=2),
     "trees": lambda x: hc.call(
         r.scaled,
         {"a": x, "b": (x,)},

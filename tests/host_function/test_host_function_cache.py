@@ -93,7 +93,6 @@ def test_a_program_with_a_cache(kind):
 METHODS = {
     None: 3,
     "sequential": 3,
-    "sequential_unrolled": 3,
     "parallel": 3,
     "expand_dims": 1,  # the batch as a whole
     "broadcast_all": 1,

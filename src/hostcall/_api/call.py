@@ -15,6 +15,7 @@ from hostcall._core.arguments import (
     parse_on,
 )
 from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.host_code import HostCode
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import (
@@ -27,7 +28,6 @@ from hostcall._engine.params.call import Arrays, Callback, Fail, Lend
 from hostcall._primitives.call.make import make
 from hostcall._primitives.call.options import (
     check_fail,
-    check_keep,
     check_options,
     parse_coalesce,
     refuse_no_arrays,
@@ -54,7 +54,6 @@ def call(
     concurrency: int | None = ...,
     coalesce: int | None = ...,
     wait: float | None = ...,
-    keep: int | None = ...,
     fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -78,7 +77,6 @@ def call(
     concurrency: int | None = ...,
     coalesce: int | None = ...,
     wait: float | None = ...,
-    keep: int | None = ...,
     fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -102,7 +100,6 @@ def call(  # type: ignore[overload-cannot-match]  # JAX is Any in `make check`
     concurrency: int | None = ...,
     coalesce: int | None = ...,
     wait: float | None = ...,
-    keep: int | None = ...,
     fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -125,7 +122,6 @@ def call(
     concurrency: int | None = None,
     coalesce: int | None = None,
     wait: float | None = None,
-    keep: int | None = None,
     fail: Fail | None = None,
     tag: str | None = None,
     **kwargs: Any,
@@ -185,10 +181,6 @@ def call(
             merged call, and `hc.current()` answers for one of them. Pure calls only.
         wait: with `coalesce=`: how many seconds a call waits for others at most. When
             `coalesce` calls have come, they are made at once. Default: 0.002.
-        keep: with `where=`: keeps the arguments of the last `keep` executions of this
-            place on each device, whether or not `where` was True. When `fn` is called,
-            `hc.current().history` has them, and `hc.current().execution` counts them
-            all. Each execution then costs a copy of the arguments; 0 only counts.
         fail: where the call raises in a program over several processes. "together": in
             all of them, with the name, type, message and process of the first failure.
             Every device of the program must reach such a call, which costs a small
@@ -220,9 +212,8 @@ def call(
 
     Under transformations:
         jit, scan, while_loop, cond, map: `fn` runs each time the call is reached.
-        vmap: depends on `vmap_method`. "sequential" (the default),
-            "sequential_unrolled": `fn` runs once per row, in row order, in the engine's
-            loop. "parallel": once per row, all rows at once on `executor`
+        vmap: depends on `vmap_method`. "sequential" (the default): `fn` runs once per
+            row, in row order, in the engine's loop. "parallel": once per row, all rows at once on `executor`
             (of a coroutine function: on the event loop).
             "expand_dims", "broadcast_all", "legacy_vectorized": once for the batch,
             with the batch axis in front; an argument without that axis gets one of size
@@ -253,10 +244,8 @@ def call(
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     how = (arrays, lend, timeout, executor, concurrency, is_coroutine_function(fn))
     check_options(name, order, vmap_method, *how, fn=fn)
-    if keep is not None:
-        check_keep(name, keep, where is not None, vmap_method)
     others = {"lend=": bool(lend), "executor=": executor is not None}
-    others |= {"keep=": keep is not None, "arrays='cuda'": arrays == "cuda"}
+    others |= {"arrays='cuda'": arrays == "cuda"}
     merged = parse_coalesce(name, coalesce, wait, order, vmap_method, others)
     check_tag(tag, name)
     check_fail(name, fail)
@@ -294,9 +283,30 @@ def call(
         vmap_method=vmap_method,
         sharding=parse_on(on, name),
         mask=mask,
-        keep=keep,
     )
     return results.fill(leaves)
+
+
+def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
+    """`hc.watch`'s call: `fn(*args)` runs where `where` is True, exactly once.
+
+    `hc.current()` then has the arguments of the last `keep` executions of this place on
+    its device, whether or not `where` was True (`history`), and the number of all
+    executions (`execution`). Each execution costs a copy of the arguments; 0 only
+    counts.
+    """
+    name = check_function(fn, "hc.watch(x)")
+    operands, template = flatten_arguments(args, {})
+    mistakes.check(_FACE, fn, args, {}, template.leaves)
+    callback = Callback(
+        fn=Static(fn),
+        template=template,
+        results=parse_result(None, name),
+        fills=(),
+        place=users_place(fn),
+    )
+    mask = parse_mask(where, name, fn=fn)
+    make(callback, operands, order="unordered", mask=mask, keep=keep)
 
 
 _FACE = mistakes.Face(
@@ -310,4 +320,5 @@ _FACE = mistakes.Face(
         "sharding": "on=device",
         "result_shape_dtypes": "the second argument, result",
     },
+    {"keep": "hc.watch(x, keep=...) keeps the executions before a bad value"},
 )
