@@ -213,8 +213,9 @@ def call(
     Under transformations:
         jit, scan, while_loop, cond, map: `fn` runs each time the call is reached.
         vmap: depends on `vmap_method`. "sequential" (the default): `fn` runs once per
-            row, in row order, in the engine's loop. "parallel": once per row, all rows at once on `executor`
-            (of a coroutine function: on the event loop).
+            row, in row order, in the engine's loop. "parallel": once per
+            row, all rows at once on `executor` (of a coroutine function: on the event
+            loop).
             "expand_dims", "broadcast_all", "legacy_vectorized": once for the batch,
             with the batch axis in front; an argument without that axis gets one of size
             1, is repeated, or is passed as it is. A function `rule(axis_size,

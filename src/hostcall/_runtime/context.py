@@ -64,8 +64,8 @@ class Current:
         processes: how many processes the job has. Without `jax.distributed` it is 1.
         execution: in hc.watch, how many executions of this place came before
             in this run of the program on this device, called or not; else None.
-        history: in hc.watch with keep=, the last of these, the oldest first. In the first
-            execution of a run, the last executions of earlier runs. Else empty.
+        history: in hc.watch with keep=, the last of these, the oldest first. In the
+            first execution of a run, the last executions of earlier runs. Else empty.
         grid: the sizes of the batch axes that `row` indexes.
         mesh_shape: the sizes of the mesh axes that `mesh_coords` indexes.
         stream: in a call on a GPU's memory (arrays="cuda", `hc.buffer_callback`) the
