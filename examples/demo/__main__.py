@@ -31,9 +31,9 @@ def main() -> int:
     # SciPy computes in double precision, so the JAX programs must too.
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
-    import jobs
+    import fits
 
-    jobs.run(options.quick, options.plot)
+    fits.run(options.quick, options.plot)
     print("\nAll results agree with plain SciPy.")
     return 0
 

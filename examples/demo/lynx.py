@@ -146,7 +146,7 @@ def cycle(parameters: np.ndarray) -> float:
 
 
 # `cycle` has no derivative rule, so it gets finite differences.
-period = hc.finite_difference(
+period = hc.derivatives.finite_difference(
     hc.host(cycle, result=lambda p: jax.ShapeDtypeStruct((), p.dtype), name="period")
 )
 

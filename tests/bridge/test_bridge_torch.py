@@ -683,8 +683,8 @@ def test_a_bridged_function_is_a_host_function():
     def double(t, k=2.0):
         return t * k
 
-    assert isinstance(double, hc.HostFunction)
-    assert repr(double) == "<hostcall.HostFunction twice with defjvp, defvjp>"
+    assert isinstance(double, hc.typing.HostFunction)
+    assert repr(double) == "<hostcall.typing.HostFunction twice with defjvp, defvjp>"
     close(double(X, k=3.0), 3 * X)
     for f in (double, bridge(wave), bridge(by_view, vmap_method="torch")):
         report = hc.testing.check(f, X)

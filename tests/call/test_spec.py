@@ -260,13 +260,13 @@ def test_fill_is_not_traced():
 
 
 def test_errors_are_what_their_kind_says():
-    assert issubclass(hc.errors.SpecError, hc.HostcallError)
+    assert issubclass(hc.errors.SpecError, hc.errors.HostcallError)
     assert issubclass(hc.errors.SpecError, ValueError)
     for kind in (
         hc.errors.EscapeError,
         hc.errors.UnwrittenError,
         hc.errors.DeadlockError,
     ):
-        assert issubclass(kind, hc.HostcallError)
+        assert issubclass(kind, hc.errors.HostcallError)
         assert issubclass(kind, RuntimeError)
     assert issubclass(hc.errors.CallTimeoutError, TimeoutError)

@@ -66,7 +66,9 @@ pushed = hc.register("tests.pushed")(hc.host(lambda x: x**2, result=hc.like(0)))
 pushed.defjvp(lambda xs, dots: (xs[0] ** 2, 2 * xs[0] * dots[0]))
 
 product = hc.register("tests.product")(
-    hc.finite_difference(hc.host(lambda x, y: x * y**2, result=hc.elementwise))
+    hc.derivatives.finite_difference(
+        hc.host(lambda x, y: x * y**2, result=hc.elementwise)
+    )
 )
 
 pooled = hc.register("tests.pooled")(

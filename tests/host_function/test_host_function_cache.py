@@ -185,7 +185,7 @@ def test_rules_with_residuals_on_the_host_run_each_time():
 def test_finite_differences_and_a_transpose():
     found = Counted(vmap_method="expand_dims")
     for f in (found.plain, found.kept):
-        hc.finite_difference(f)
+        hc.derivatives.finite_difference(f)
     found.check(DERIVATIVES["value and grad"], X, times=1)
     ran = dict(found.ran)
     assert found.check(DERIVATIVES["value and grad"], X) == ran

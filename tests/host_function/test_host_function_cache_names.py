@@ -75,7 +75,7 @@ def test_rules_and_differences_have_entries_of_their_own():
     for f, slope in [(one, 1), (seven, 7), (one, 1)]:
         assert jax.jvp(f, (1.0,), (1.0,))[1] == slope
     rough, fine, forward = (
-        hc.finite_difference(function(), step=step, scheme=scheme)
+        hc.derivatives.finite_difference(function(), step=step, scheme=scheme)
         for step, scheme in [(0.5, "central"), (1e-3, "central"), (0.5, "forward")]
     )
     slopes = {float(jax.jacobian(f)(1.0)) for f in (rough, fine, forward)}
@@ -90,7 +90,7 @@ def test_differences_of_elementwise_functions():
     disk, slopes = Disk(), set()
     for step in (0.5, 1e-3):
         f = hc.host(elementwise_sine, result=hc.elementwise, cache=disk, version=1)
-        slopes.add(float(jax.grad(hc.finite_difference(f, step=step))(1.0)))
+        slopes.add(float(jax.grad(hc.derivatives.finite_difference(f, step=step))(1.0)))
     assert len(slopes) == 2
 
 

@@ -94,7 +94,7 @@ def jvp_at(f, x):
 )
 def test_a_missing_rule_names_itself(rules, derive, text, wrap):
     f = make(**rules)
-    with pytest.raises(hc.HostcallError) as caught:
+    with pytest.raises(hc.errors.HostcallError) as caught:
         wrap(lambda: derive(f))()
     assert re.search(text, str(caught.value)), caught.value
     assert isinstance(caught.value, (hc.errors.DerivativeError, hc.errors.SpecError))
@@ -207,7 +207,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("derive", "text"), WRONG.values(), ids=WRONG.keys())
 def test_what_a_rule_returns_is_checked(derive, text):
-    with pytest.raises(hc.HostcallError, match=text):
+    with pytest.raises(hc.errors.HostcallError, match=text):
         derive()
 
 

@@ -238,7 +238,7 @@ def test_rows_that_differ_in_the_mask_only(method):
 def test_finite_differences():
     seen = []
     f = hc.host(lambda x: (seen.append(float(x)), np.sqrt(x))[1], result=hc.elementwise)
-    hc.finite_difference(f)
+    hc.derivatives.finite_difference(f)
     x = jnp.array([-1.0, 4.0])
     slopes = jax.vmap(jax.grad(lambda x: f.where(x > 0)(x)))(x)
     np.testing.assert_allclose(slopes, [0, 0.25], rtol=1e-4)
@@ -276,7 +276,7 @@ def test_methods():
     np.testing.assert_allclose([value, slope], [3 * np.sin(0.3), 3 * np.cos(0.3)], 1e-6)
     assert s.plain(X).tolist() == (2 * X).tolist()
     np.testing.assert_allclose(s.ufunc(X), np.sin(X), rtol=1e-6)
-    assert isinstance(Scaled.sine, hc.HostFunction)
+    assert isinstance(Scaled.sine, hc.typing.HostFunction)
     assert Scaled.sine.__doc__ == "A sine."
     assert Scaled.sine(s, X[0]) == s.sine(X[0])
     assert jax.vmap(s.sine)(X).shape == X.shape

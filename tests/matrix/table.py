@@ -91,7 +91,7 @@ RAW_KEYS = Hole(
 
 _DERIVATIVES = ("grad", "jvp", "linearize")
 _WORDS = {
-    "hc.buffer_callback": "Buffer",
+    "hc.buffers.buffer_callback": "Buffer",
     "hc.buffers.native": "Buffer",
     "hc.pure_callback": "Pure",
     "hc.io_callback": "IO",

@@ -151,10 +151,10 @@ def test_the_plot_is_a_png(tmp_path):
 
 def test_without_matplotlib_the_plot_is_left_out(tmp_path, monkeypatch):
     pytest.importorskip("statsmodels")
-    import jobs
+    import fits
 
-    monkeypatch.setattr(jobs.importlib.util, "find_spec", lambda name: None)
-    said = jobs.plotted(tmp_path / "fit.png", BEST, np.eye(6))
+    monkeypatch.setattr(fits.importlib.util, "find_spec", lambda name: None)
+    said = fits.plotted(tmp_path / "fit.png", BEST, np.eye(6))
     assert said == "not drawn without matplotlib: pip install matplotlib"
     assert not list(tmp_path.iterdir())
 
@@ -182,7 +182,7 @@ def test_the_report_on_gpus(monkeypatch):
     assert tried == [gpu]
 
     def fails(device):
-        raise hc.HostcallError("hostcall: no driver\nand more")
+        raise hc.errors.HostcallError("hostcall: no driver\nand more")
 
     monkeypatch.setattr(report, "engine_answers", fails)
     said = report.engine_on_gpu([gpu])

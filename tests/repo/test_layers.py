@@ -258,7 +258,7 @@ def test_what_importing_brings(run_python):
             assert not any(m.startswith(f"hostcall.{module}") for m in brought), module
         for name in ("SpecError", "status", "check", "Buffer", "tap_tangent"):
             assert not hasattr(hc, name)
-        assert hc.errors.SpecError.__mro__[1] is hc.HostcallError
+        assert hc.errors.SpecError.__mro__[1] is hc.errors.HostcallError
         from hostcall import *
         assert print is not hc.print and tap is hc.tap and testing is hc.testing
     """)

@@ -51,7 +51,7 @@ def host_functions(x: jax.Array) -> None:
     scale(x, times=3.0)  # type: ignore
     made = hc.host(length, result=hc.like(0), vmap_method="parallel", tag="length")
     assert_type(made(x), jax.Array)
-    assert_type(hc.finite_difference(made)(x), jax.Array)
+    assert_type(hc.derivatives.finite_difference(made)(x), jax.Array)
     assert_type(asked(x), jax.Array)
     assert_type(hc.host(remote, result=hc.like(0), concurrency=8)(x), jax.Array)
     hc.host(np.multiply, result=hc.elementwise)(x, np.ones(3))
@@ -99,12 +99,14 @@ def objects(x: jax.Array) -> None:
 
 def buffers(out: hc.buffers.Buffer) -> None:
     spec = jax.ShapeDtypeStruct(out.shape, out.dtype)
-    assert_type(hc.buffer_callback(hc.buffers.native(7), spec), Callable[..., Any])
+    assert_type(
+        hc.buffers.buffer_callback(hc.buffers.native(7), spec), Callable[..., Any]
+    )
 
 
 def names() -> None:
     hc.SpecError  # type: ignore
-    assert issubclass(hc.errors.SpecError, hc.HostcallError)
+    assert issubclass(hc.errors.SpecError, hc.errors.HostcallError)
     assert_type(hc.monitor.stats(), dict[str, hc.monitor.CallStats])
     assert_type(hc.barrier(1.0, programs=False), bool)
     with hc.testing.collect() as seen, hc.patch_jax():

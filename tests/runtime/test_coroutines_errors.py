@@ -280,7 +280,7 @@ def test_a_plain_function_that_returns_a_coroutine(result):
         lambda: hc.pure_callback(same, F32, 1.0),
         lambda: hc.io_callback(same, F32, 1.0),
         lambda: hc.debug.callback(same, 1.0),
-        lambda: hc.buffer_callback(same, F32)(1.0),
+        lambda: hc.buffers.buffer_callback(same, F32)(1.0),
     ],
 )
 def test_drop_ins_refuse_coroutine_functions(make):

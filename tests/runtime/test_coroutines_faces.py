@@ -101,7 +101,7 @@ def test_jacobians_batches_and_inferred_results():
 
 
 def test_finite_differences():
-    function = hc.finite_difference(hc.host(cube, result=hc.elementwise))
+    function = hc.derivatives.finite_difference(hc.host(cube, result=hc.elementwise))
     np.testing.assert_allclose(jax.vmap(jax.grad(function))(X), 3 * X**2, rtol=1e-2)
 
 

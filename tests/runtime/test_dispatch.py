@@ -32,7 +32,7 @@ def through_buffers(host, x, **options):
     def callback(ctx, out, v):
         np.asarray(out)[...] = host(np.asarray(v))
 
-    return hc.buffer_callback(callback, SCALAR, **options)(x)
+    return hc.buffers.buffer_callback(callback, SCALAR, **options)(x)
 
 
 def printed(callback):

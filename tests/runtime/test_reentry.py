@@ -83,7 +83,7 @@ def test_a_program_that_its_own_callback_runs_ends_with_an_error(kind):
         return np.asarray(program(v))
 
     program = RUNS_ITSELF[kind](host, x)
-    with pytest.raises((jax.errors.JaxRuntimeError, hc.HostcallError)) as caught:
+    with pytest.raises((jax.errors.JaxRuntimeError, hc.errors.HostcallError)) as caught:
         jax.block_until_ready(program(x))
     assert str(caught.value).strip().endswith("python -m hostcall explain hc-recursion")
     assert "runs the program that called it" in str(caught.value)

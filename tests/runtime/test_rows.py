@@ -457,7 +457,7 @@ def test_dask_runs_rows_with_effects_once(order, tmp_path):
             assert (tmp_path / "3").read_text() == "xx"
         else:
             with (
-                pytest.raises(hc.HostcallError, match="must run only once"),
+                pytest.raises(hc.errors.HostcallError, match="must run only once"),
                 hc.reraise(),
             ):
                 jax.block_until_ready(f(X[:8]))

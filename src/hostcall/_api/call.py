@@ -200,7 +200,7 @@ def call(
             argument.
         jax.errors.JaxRuntimeError: `fn` failed while the program ran. The text has the
             type and message of its exception, the function's name, and the line of this
-            call. `hostcall.reraise()` and `hostcall.last_error()` give the exception
+            call. `hc.reraise()` and `hc.errors.last_error()` give the exception
             itself; an eager call raises it directly. The same holds if a result has the
             wrong structure, shape or dtype or has masked elements (`ResultError`), if
             `fn` kept a lent view (`EscapeError`) or exceeded `timeout`

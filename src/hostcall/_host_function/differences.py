@@ -70,7 +70,8 @@ def finite_difference(
     """
     if not isinstance(f, HostFunction):
         raise SpecError(
-            f"hostcall: hc.finite_difference wants what hc.host returns, got {f!r}"
+            f"hostcall: hc.derivatives.finite_difference wants what hc.host"
+            f" returns, got {f!r}"
         )
     if scheme not in ("central", "forward", "complex"):
         raise SpecError(

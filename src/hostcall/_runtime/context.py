@@ -68,8 +68,8 @@ class Current:
             first execution of a run, the last executions of earlier runs. Else empty.
         grid: the sizes of the batch axes that `row` indexes.
         mesh_shape: the sizes of the mesh axes that `mesh_coords` indexes.
-        stream: in a call on a GPU's memory (arrays="cuda", `hc.buffer_callback`) the
-            address of XLA's stream; else None.
+        stream: in a call on a GPU's memory (arrays="cuda", or in
+            `hc.buffers.buffer_callback`) the address of XLA's stream; else None.
         run: XLA's number of the program's execution, the same on all its devices; -1
             outside of compiled programs.
         step: the number of the tap among all taps of the process; None in a call.
