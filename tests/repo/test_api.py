@@ -10,6 +10,7 @@ import public
 import pytest
 
 import hostcall as hc
+import hostcall.host_callback
 
 
 def test_the_snapshot_is_current():

@@ -22,8 +22,8 @@ import hostcall as hc
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 MODULES = [
-    *("bridge", "buffers", "debug", "derivatives", "errors", "host_callback"),
-    *("monitor", "testing", "tools"),
+    *("bridge", "buffers", "debug", "derivatives", "errors"),
+    *("monitor", "testing", "tools", "typing"),
 ]
 NEEDED = (
     *("sphinx", "myst_nb", "furo", "sphinx_copybutton", "sphinx_gallery"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import jobs
 import pytest
 
-from hostcall import HostcallError
 from hostcall._runtime import job
+from hostcall.errors import HostcallError
 
 HEAD = """
 import functools, gc, os, sys
