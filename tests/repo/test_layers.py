@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import enum
 import functools
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -206,7 +207,7 @@ def test_native_functions_are_defined_in_the_folder_that_declares_them():
 # --- The front page -------------------------------------------------------------------
 
 # Faces of names and a docstring; host_callback also says what it has not.
-FACES = ("buffers", "debug", "derivatives", "errors", "monitor", "testing")
+FACES = ("buffers", "debug", "derivatives", "errors", "monitor", "testing", "typing")
 
 
 def listed(page: str) -> set[str]:
@@ -221,6 +222,20 @@ def test_the_front_page_lists_every_public_name():
     assert public - listed(hostcall.__doc__ or "") == set()
     for name in public:
         getattr(hostcall, name)
+
+
+def test_names_that_have_gone_are_told():
+    import hostcall
+
+    for name, instead in hostcall._GONE.items():
+        assert name not in dir(hostcall)
+        module, _, there = instead.rpartition(".")
+        if " " not in instead:
+            assert getattr(importlib.import_module(module), there) is not None
+    with pytest.raises(AttributeError, match=r"is now hostcall\.typing\.Feed"):
+        hostcall.Feed  # noqa: B018
+    with pytest.raises(AttributeError, match=r"loky\.get_reusable_executor"):
+        hostcall.retrying  # noqa: B018
 
 
 def test_the_map_names_every_wing():
