@@ -18,7 +18,10 @@ import hostcall as hc
 
 # SciPy's Bessel function of the first kind: jv(order, z), elementwise.
 jv = hc.host(
-    scipy.special.jv, result=hc.elementwise, vmap_method="expand_dims", nondiff=0
+    scipy.special.jv,
+    result=hc.results.elementwise,
+    vmap_method="expand_dims",
+    nondiff=0,
 )
 
 

@@ -14,11 +14,6 @@ More ways to the host:
     Object           a host object whose methods programs call; under vmap one per row
     current          tells a callback its device, mesh coordinates and row
 
-Results of functions with rules:
-    like             result=like(0): the result is an array like argument 0
-    elementwise      result=elementwise: arguments broadcast to one floating array
-    same_tree        result=same_tree(0): the result is a pytree like argument 0
-
 Watching a program:
     progress         shows a progress bar for the loop around it
     Recorder         writes what a program computes to a folder while it runs
@@ -41,6 +36,7 @@ Settings, and after a failure of several processes:
     recover          goes on after a program over several processes failed in all
 
 Modules:
+    results          like, elementwise, same_tree: what a function of host returns
     errors           the tree of exceptions; last_error, what a callback raised last
     monitor          shows what is running, what it has cost, and what is queued
     debug            drop-ins for jax.debug.callback and jax.debug.print
@@ -95,6 +91,7 @@ if TYPE_CHECKING:
         derivatives,
         errors,
         monitor,
+        results,
         testing,
         tools,
         typing,
@@ -105,7 +102,6 @@ if TYPE_CHECKING:
     from hostcall._compat.callbacks import io_callback, pure_callback
     from hostcall._compat.patch import patch_jax
     from hostcall._host_function.host import host
-    from hostcall._host_function.results import elementwise, like, same_tree
     from hostcall.tools.breakpoint import breakpoint as breakpoint
     from hostcall.tools.progress import progress
     from hostcall.tools.recorder import Recorder
@@ -119,17 +115,14 @@ _LATER = {
     "Object": "_api.object.handle",
     "Recorder": "tools.recorder",
     "breakpoint": "tools.breakpoint",
-    "elementwise": "_host_function.results",
     "export": "_api.export.export",
     "feed": "_api.feed.feed",
     "host": "_host_function.host",
     "io_callback": "_compat.callbacks",
-    "like": "_host_function.results",
     "load": "_api.export.export",
     "patch_jax": "_compat.patch",
     "pure_callback": "_compat.callbacks",
     "progress": "tools.progress",
-    "same_tree": "_host_function.results",
     "trace": "tools.trace",
     "watch": "tools.watch",
 }
@@ -143,9 +136,12 @@ _GONE = {
     "buffer_callback": "hostcall.buffers.buffer_callback",
     "finite_difference": "hostcall.derivatives.finite_difference",
     "host_callback": "a module to import: import hostcall.host_callback as hcb",
+    "elementwise": "hostcall.results.elementwise",
     "last_error": "hostcall.errors.last_error",
+    "like": "hostcall.results.like",
     "retrying": "a pool of loky's: loky.get_reusable_executor makes a new one after a"
     " worker has died (the page 'Pools and clusters' shows how)",
+    "same_tree": "hostcall.results.same_tree",
     "unpatch_jax": "hostcall.testing.unpatch_jax",
 }
 _MODULES_LATER = (
@@ -155,6 +151,7 @@ _MODULES_LATER = (
     "derivatives",
     "errors",
     "monitor",
+    "results",
     "testing",
     "tools",
     "typing",
@@ -205,13 +202,11 @@ __all__ = [
     "current",
     "debug",
     "derivatives",
-    "elementwise",
     "errors",
     "export",
     "feed",
     "host",
     "io_callback",
-    "like",
     "load",
     "monitor",
     "patch_jax",
@@ -220,7 +215,7 @@ __all__ = [
     "recover",
     "register",
     "reraise",
-    "same_tree",
+    "results",
     "tap",
     "tap_through",
     "testing",

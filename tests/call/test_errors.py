@@ -360,7 +360,7 @@ FORBIDDEN = {
     "call": (lambda x: hc.call(nan, F32, x), "nan", "`nan`"),
     "infinity": (lambda x: hc.call(infinite, F32, x), "inf", "`infinite`"),
     "ordered": (lambda x: hc.call(nan, F32, x, order="ordered"), "nan", "`nan`"),
-    "host": (hc.host(nan, result=hc.like(0)), "nan", "`nan`"),
+    "host": (hc.host(nan, result=hc.results.like(0)), "nan", "`nan`"),
     "pure": (lambda x: hc.pure_callback(nan, F32, x), "nan", "pure_callback of `nan`"),
     "io": (lambda x: hc.io_callback(nan, F32, x), "nan", "io_callback of `nan`"),
     "buffer": (

@@ -64,7 +64,7 @@ RESULTS = {
     "text": ("3.0", "result of `host` is '3.0', which has no shape and dtype"),
     "type": (float, "which has no shape and dtype. Write jax.ShapeDtypeStruct"),
     "like": (
-        hc.like(0),
+        hc.results.like(0),
         "result of `host` is like(argument=0), which has no shape and dtype. It is only"
         " for hc.host, and only as the whole result=. In hc.call give the argument itself",
     ),

@@ -179,7 +179,7 @@ def test_a_device_in_a_shard_map_is_refused(backend):
 
 FACES = {
     "call": lambda x: hc.call(np.sin, x, x),
-    "host": lambda x: hc.host(np.sin, result=hc.like(0))(x),
+    "host": lambda x: hc.host(np.sin, result=hc.results.like(0))(x),
     "tap": told(lambda x: hc.tap(see, x)),
     "print": told(lambda x: hc.print("{}", x)),
     "pure_callback": lambda x: hc.pure_callback(np.sin, x, x),

@@ -47,12 +47,12 @@ class Counter:
 
 
 def host_functions():
-    forward = hc.host(np.sin, result=hc.like(0))
+    forward = hc.host(np.sin, result=hc.results.like(0))
     forward.defjvp(lambda p, t: np.cos(p[0]) * t[0])
-    reverse = hc.host(np.sin, result=hc.like(0))
+    reverse = hc.host(np.sin, result=hc.results.like(0))
     reverse.defvjp(lambda x: (np.sin(x), x), lambda x, ct: (np.cos(x) * ct,))
     differences = hc.derivatives.finite_difference(
-        hc.host(np.sin, result=hc.elementwise)
+        hc.host(np.sin, result=hc.results.elementwise)
     )
     return forward, reverse, differences
 

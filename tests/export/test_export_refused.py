@@ -40,7 +40,7 @@ NEEDS_A_NAME = {
     "call": lambda fn, x: hc.call(fn, SCALAR, x),
     "ordered": lambda fn, x: hc.call(fn, SCALAR, x, order="ordered"),
     "tap": lambda fn, x: (hc.tap(fn, x), x)[1],
-    "host": lambda fn, x: hc.host(fn, result=hc.like(0))(x),
+    "host": lambda fn, x: hc.host(fn, result=hc.results.like(0))(x),
 }
 JAXS_OWN = {
     "pure_callback": lambda fn, x: hc.pure_callback(fn, SCALAR, x),

@@ -56,7 +56,7 @@ def test_elementwise(scheme, x64):
         return np.sin(x) * y**2
 
     f = hc.derivatives.finite_difference(
-        hc.host(fn, result=hc.elementwise), scheme=scheme
+        hc.host(fn, result=hc.results.elementwise), scheme=scheme
     )
     y = np.float64(1.5)  # broadcast
     got = jax.jit(jax.grad(lambda x, y: f(x, y).sum(), (0, 1)))(X, y)
@@ -153,7 +153,7 @@ TRIED = {
 @pytest.mark.parametrize(("fn", "slope", "x", "most"), TRIED.values(), ids=TRIED)
 def test_the_error_is_at_most_twice_the_estimate(fn, slope, x, most, scheme):
     for step in (None, 1e-3, 0.1):
-        f = hc.host(fn, result=hc.elementwise)
+        f = hc.host(fn, result=hc.results.elementwise)
         hc.derivatives.finite_difference(f, scheme=scheme, step=step)
         got = f.differences.diagonal(0, x)
         told = f.difference_error(x)
@@ -170,7 +170,7 @@ def test_the_error_is_at_most_twice_the_estimate(fn, slope, x, most, scheme):
 def test_of_a_wave_much_finer_than_the_step_nothing_is_known(w):
     fn, slope, x = sine_of(w)
     for step in (None, 1e-3, 0.1):
-        f = hc.host(fn, result=hc.elementwise)
+        f = hc.host(fn, result=hc.results.elementwise)
         hc.derivatives.finite_difference(f, step=step)
         got = f.differences.diagonal(0, x)
         told = f.difference_error(x)
@@ -184,7 +184,7 @@ def test_the_error_of_a_jacobian_in_float32():
     too small.
     """
     fn = inside(np.float32, lambda x: np.array([x[0] * x[1], np.sin(x).sum(), x[2]]))
-    f = hc.derivatives.finite_difference(hc.host(fn, result=hc.like(0)))
+    f = hc.derivatives.finite_difference(hc.host(fn, result=hc.results.like(0)))
     for x in random.uniform(0.1, 3, (40, 3)):
         c, z = np.cos(x), 0.0
         want = [[x[1], x[0], z], c, [z, z, 1.0]]
@@ -208,7 +208,7 @@ ANALYTIC = {
 def test_the_error_of_complex_steps(fn, slope, most, x64):
     g = hc.host(
         lambda x: fn(np.asarray(x) + 0j) if np.iscomplexobj(x) else fn(x + 0j).real,
-        result=hc.elementwise,
+        result=hc.results.elementwise,
     )
     hc.derivatives.finite_difference(g, scheme="complex")
     got = np.asarray(jax.grad(lambda x: g(x).sum())(SMOOTH))
@@ -220,13 +220,15 @@ def test_the_error_of_complex_steps(fn, slope, most, x64):
 
 def test_where_the_function_is_no_number_nothing_is_known(x64):
     f = hc.derivatives.finite_difference(
-        hc.host(np.log, result=hc.elementwise), scheme="forward", step=0.1
+        hc.host(np.log, result=hc.results.elementwise), scheme="forward", step=0.1
     )
     with np.errstate(all="ignore"):
         assert f.difference_error(np.float64([0.05, 5.0])).tolist()[0] == np.inf
 
 
-@pytest.mark.parametrize("result", [hc.elementwise, hc.like(0)], ids=["each", "whole"])
+@pytest.mark.parametrize(
+    "result", [hc.results.elementwise, hc.results.like(0)], ids=["each", "whole"]
+)
 def test_half_precision_moves_too(result):
     f = hc.derivatives.finite_difference(hc.host(lambda x: x * x, result=result))
     x = jax.numpy.array([0.5, 1.5], jax.numpy.bfloat16)
@@ -236,7 +238,7 @@ def test_half_precision_moves_too(result):
 
 def test_float32_programs_get_differences_in_float64():
     f = hc.derivatives.finite_difference(
-        hc.host(lambda x: np.sin(x), result=hc.like(0))
+        hc.host(lambda x: np.sin(x), result=hc.results.like(0))
     )
     x = X.astype(np.float32)
     got = jax.jit(jax.jacrev(f))(x)
@@ -245,7 +247,7 @@ def test_float32_programs_get_differences_in_float64():
 
 
 def test_integers_and_nondiff_do_not_move():
-    f = hc.host(lambda n, x, w: x * n * w, result=hc.like(1), nondiff=2)
+    f = hc.host(lambda n, x, w: x * n * w, result=hc.results.like(1), nondiff=2)
     hc.derivatives.finite_difference(f, step=1e-3)
     x = np.float32(2)
     assert np.isclose(jax.grad(lambda x: f(3, x, 2.0))(x), 6)
@@ -255,7 +257,9 @@ def module_sine(x):
     return np.sin(x)
 
 
-@pytest.mark.parametrize("result", [hc.elementwise, hc.like(0)], ids=["each", "whole"])
+@pytest.mark.parametrize(
+    "result", [hc.results.elementwise, hc.results.like(0)], ids=["each", "whole"]
+)
 def test_it_can_be_pickled(result):
     f = hc.derivatives.finite_difference(
         hc.host(module_sine, result=result, name="sine")
@@ -269,7 +273,7 @@ def test_it_can_be_pickled(result):
 
 
 def test_errors():
-    f = hc.host(np.sin, result=hc.like(0), name="f")
+    f = hc.host(np.sin, result=hc.results.like(0), name="f")
     with pytest.raises(hc.errors.SpecError, match="what hc.host returns"):
         hc.derivatives.finite_difference(np.sin)
     with pytest.raises(hc.errors.SpecError, match="scheme= of `f`"):

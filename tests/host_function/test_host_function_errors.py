@@ -12,7 +12,7 @@ X = np.array([0.3, -1.2, 2.0], dtype=np.float32)
 
 
 def make(**rules):
-    f = hc.host(np.sin, result=hc.like(0), name="f")
+    f = hc.host(np.sin, result=hc.results.like(0), name="f")
     for name, rule in rules.items():
         rule(getattr(f, name))
     return f
@@ -121,7 +121,7 @@ def test_the_error_names_the_users_line_where_jax_makes_the_call():
 
 
 def test_an_argument_that_defjvps_leaves_out():
-    f = hc.host(np.multiply, result=hc.like(0), name="f")
+    f = hc.host(np.multiply, result=hc.results.like(0), name="f")
     f.defjvps(lambda t, out, x, y: t * y, None)
     np.testing.assert_array_equal(jax.jvp(lambda x: f(x, X), (X,), (X,))[1], X * X)
     with pytest.raises(
@@ -131,7 +131,7 @@ def test_an_argument_that_defjvps_leaves_out():
 
 
 def test_the_nonlinear_argument_of_a_linear_function():
-    f = hc.host(lambda a, x: a * x, result=hc.like(1), nondiff=0, name="f")
+    f = hc.host(lambda a, x: a * x, result=hc.results.like(1), nondiff=0, name="f")
     f.deftranspose(lambda ct, a: a * ct)
     with pytest.raises(
         hc.errors.DerivativeError, match="argument 0, which is in nondiff"

@@ -130,7 +130,7 @@ def _call(host: Host, order: str) -> Any:
 
 
 def _host(host: Host, order: str) -> Any:
-    f = hc.host(lambda v: host.fn(v), result=hc.like(0), order=order)
+    f = hc.host(lambda v: host.fn(v), result=hc.results.like(0), order=order)
     if order == "pure":
         f.defjvps(lambda t, _, x: 2 * x * t, where="jax")
     return host.named(f)

@@ -207,7 +207,16 @@ def test_native_functions_are_defined_in_the_folder_that_declares_them():
 # --- The front page -------------------------------------------------------------------
 
 # Faces of names and a docstring; host_callback also says what it has not.
-FACES = ("buffers", "debug", "derivatives", "errors", "monitor", "testing", "typing")
+FACES = (
+    "buffers",
+    "debug",
+    "derivatives",
+    "errors",
+    "monitor",
+    "results",
+    "testing",
+    "typing",
+)
 
 
 def listed(page: str) -> set[str]:
@@ -233,9 +242,9 @@ def test_names_that_have_gone_are_told():
         if " " not in instead:
             assert getattr(importlib.import_module(module), there) is not None
     with pytest.raises(AttributeError, match=r"is now hostcall\.typing\.Feed"):
-        hostcall.Feed  # noqa: B018
+        hostcall.Feed
     with pytest.raises(AttributeError, match=r"loky\.get_reusable_executor"):
-        hostcall.retrying  # noqa: B018
+        hostcall.retrying
 
 
 def test_the_map_names_every_wing():

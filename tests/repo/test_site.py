@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 MODULES = [
     *("bridge", "buffers", "debug", "derivatives", "errors"),
-    *("monitor", "testing", "tools", "typing"),
+    *("monitor", "results", "testing", "tools", "typing"),
 ]
 NEEDED = (
     *("sphinx", "myst_nb", "furo", "sphinx_copybutton", "sphinx_gallery"),

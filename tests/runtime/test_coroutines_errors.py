@@ -251,14 +251,14 @@ def test_concurrency_is_for_coroutine_functions():
 
 
 def test_rules_that_could_not_run():
-    function = hc.host(lambda x: x, result=hc.like(0))
+    function = hc.host(lambda x: x, result=hc.results.like(0))
     for rule in (
         lambda: function.defjvp(same, where="jax"),
         lambda: function.defbatch(same),
     ):
         with pytest.raises(hc.errors.SpecError, match="a coroutine function and JAX"):
             rule()
-    lends = hc.host(lambda x: x, result=hc.like(0), lend=True)
+    lends = hc.host(lambda x: x, result=hc.results.like(0), lend=True)
     with pytest.raises(hc.errors.SpecError, match="`same` can't have lend=True"):
         lends.defvjp(same, same)
 

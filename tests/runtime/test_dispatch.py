@@ -167,7 +167,7 @@ def pure(host, x):
 
 
 def through_host_function(host, x):
-    return hc.host(host, result=hc.like(0))(x)
+    return hc.host(host, result=hc.results.like(0))(x)
 
 
 @pytest.mark.parametrize("bind", [pure, through_host_function])

@@ -75,7 +75,7 @@ def leaves_a_lock(x):
     return np.sin(x), threading.Lock()
 
 
-@hc.host(result=hc.like(0), vmap_method="parallel")
+@hc.host(result=hc.results.like(0), vmap_method="parallel")
 def decorated(x):
     return np.sin(x)
 
@@ -168,7 +168,7 @@ def empty_store():
     store.clear()
 
 
-def host(fn, executor, result=hc.like(0)):
+def host(fn, executor, result=hc.results.like(0)):
     return hc.host(fn, result=result, vmap_method="parallel", executor=executor)
 
 
@@ -328,7 +328,7 @@ def test_the_time_limit_holds_for_derivatives():
         return (ct,)
 
     for method in ("sequential", "parallel"):
-        f = hc.host(np.sin, result=hc.like(0), vmap_method=method, timeout=0.1)
+        f = hc.host(np.sin, result=hc.results.like(0), vmap_method=method, timeout=0.1)
         f.defvjp(lambda x: (np.sin(x), None), slow)
         with (
             pytest.raises(hc.errors.CallTimeoutError, match=r"timeout=0\.1"),

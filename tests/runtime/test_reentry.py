@@ -66,7 +66,7 @@ RUNS_ITSELF = {
     "ordered": lambda f, x: jax.jit(lambda v: hc.call(f, v, v, order="ordered")),
     "eager": lambda f, x: lambda v: hc.call(f, v, v),
     "timeout": lambda f, x: jax.jit(lambda v: hc.call(f, v, v, timeout=600)),
-    "host": lambda f, x: hc.host(f, result=hc.like(0)),
+    "host": lambda f, x: hc.host(f, result=hc.results.like(0)),
     "rule": _of_a_rule,
     "drop-in": lambda f, x: jax.jit(lambda v: hc.pure_callback(f, v, v)),
 }

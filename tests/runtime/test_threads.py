@@ -332,7 +332,7 @@ def test_equal_arguments_of_all_threads_are_computed_once():
         computed.append(float(x))
         return x * 2
 
-    cached = hc.host(host, result=hc.like(0), cache="memory")
+    cached = hc.host(host, result=hc.results.like(0), cache="memory")
     step = jax.jit(cached)
 
     def work(number):
