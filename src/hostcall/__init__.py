@@ -134,9 +134,9 @@ _GONE = {
     "HostFunction": "hostcall.typing.HostFunction",
     "HostcallError": "hostcall.errors.HostcallError",
     "buffer_callback": "hostcall.buffers.buffer_callback",
+    "elementwise": "hostcall.results.elementwise",
     "finite_difference": "hostcall.derivatives.finite_difference",
     "host_callback": "a module to import: import hostcall.host_callback as hcb",
-    "elementwise": "hostcall.results.elementwise",
     "last_error": "hostcall.errors.last_error",
     "like": "hostcall.results.like",
     "retrying": "a pool of loky's: loky.get_reusable_executor makes a new one after a"

@@ -40,7 +40,7 @@ MISSING = {
         jvp,
         r"`f` has no derivative rule \(called at .*\)\. Give one: f\.defjvp\(rule\) for"
         r" forward mode, f\.defvjp\(fwd, bwd\) for reverse mode, f\.defjacobian\(rule\)"
-        r" for both, hc\.finite_difference\(f\) .*stop_gradient",
+        r" for both, hc\.derivatives\.finite_difference\(f\) .*stop_gradient",
     ),
     "none, reverse": ({}, grad, "`f` has no derivative rule"),
     "forward": (

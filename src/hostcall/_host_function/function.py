@@ -375,9 +375,8 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         """
         if self.differences is None:
             raise SpecError(
-                f"hostcall: `{self.__name__}` has no differences whose error could be"
-                f" estimated. Add them with"
-                f" hc.derivatives.finite_difference({self.__name__})",
+                f"hostcall: `{self.__name__}` has no differences to estimate the error"
+                f" of. Add them: hc.derivatives.finite_difference({self.__name__})",
                 code="hc-rule",
             )
         return self.differences.error(*args)
