@@ -1,4 +1,4 @@
-# make demo    build, install into .venv, run the main job
+# make demo    build, install into .venv, run the report, the costs and examples/demo
 # make test    build, install into .venv, run the tests
 # make test-staged  the tests with the GPU's handlers, on a driver that takes the host's
 #               memory for a device's (tests/platforms.py)
@@ -56,6 +56,8 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
+	$(BIN)/python -m hostcall costs
+	$(BIN)/python examples/demo
 
 test: $(VENV)/.installed
 	$(BIN)/python $(PYTEST)

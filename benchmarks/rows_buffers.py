@@ -38,7 +38,7 @@ def loop(f: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
 def beside(host: Callable[..., None]) -> Callable[[bool], dict[str, Case]]:
     def cases(quick: bool) -> dict[str, Case]:
         x, n = jnp.float32(1), 200 if quick else 5000
-        ours = hc.buffer_callback(host, spec())
+        ours = hc.buffers.buffer_callback(host, spec())
         theirs = buffer_callback(host, spec())
         return {
             "hostcall": run_time(loop(ours, n), x, per=n),
@@ -52,8 +52,8 @@ def alone(quick: bool) -> dict[str, Case]:
     """Machine code: `labs` of the C library, which does not touch memory."""
     x, n = jnp.float32(1), 200 if quick else 5000
     code = hc.buffers.native(ctypes.CDLL(None).labs)
-    native = hc.buffer_callback(code, spec(), input_output_aliases={0: 0})
-    python = hc.buffer_callback(nothing, spec(), input_output_aliases={0: 0})
+    native = hc.buffers.buffer_callback(code, spec(), input_output_aliases={0: 0})
+    python = hc.buffers.buffer_callback(nothing, spec(), input_output_aliases={0: 0})
     return {
         "hc.buffers.native": run_time(loop(native, n), x, per=n),
         "hostcall": run_time(loop(python, n), x, per=n),
@@ -70,8 +70,8 @@ def aliased(quick: bool) -> dict[str, Case]:
         return run_time(loop(function(adding, like, **more), n), x, per=n)
 
     return {
-        "hostcall": case(hc.buffer_callback, large, **options),
-        "4 B": case(hc.buffer_callback, small, **options),
+        "hostcall": case(hc.buffers.buffer_callback, large, **options),
+        "4 B": case(hc.buffers.buffer_callback, small, **options),
         "JAX": case(buffer_callback, large, **options),
     }
 

@@ -33,14 +33,14 @@ def _loop(f: Any, steps: int) -> Any:
 
 
 def _kept(fn: Any, cache: Any = "memory") -> Any:
-    return hc.host(fn, result=hc.like(0), cache=cache, version=1)
+    return hc.host(fn, result=hc.results.like(0), cache=cache, version=1)
 
 
 def hits(shape: tuple[int, ...]) -> Any:
     def cases(quick: bool) -> dict[str, Case]:
         steps, x = (200 if quick else 2000), np.zeros(shape, np.float32)
-        plain = hc.host(same, result=hc.like(0))
-        slowly = hc.host(slow, result=hc.like(0))
+        plain = hc.host(same, result=hc.results.like(0))
+        slowly = hc.host(slow, result=hc.results.like(0))
         made = {
             "memory": run_time(_loop(_kept(same), steps), x, per=steps),
             "no cache": run_time(_loop(plain, steps), x, per=steps),

@@ -149,7 +149,7 @@ def buffers(quick: bool) -> dict[str, Case]:
 
     alone = jax.jit(lambda x: jax.lax.fori_loop(0, n, lambda i, x: x + 1, x))
     return {
-        "hostcall": loop(hc.buffer_callback),
+        "hostcall": loop(hc.buffers.buffer_callback),
         "JAX": loop(buffer_callback),
         "x + 1 alone": run_time(alone, x, per=n),
     }

@@ -24,7 +24,7 @@ def backward(cos: Any, ct: Any) -> tuple[Any]:
 
 
 def ours(**options: Any) -> Any:
-    f = hc.host(np.sin, result=hc.like(0))
+    f = hc.host(np.sin, result=hc.results.like(0))
     f.defvjp(forward, backward, **options)
     return f
 

@@ -172,7 +172,7 @@ def devices(count: int, times: int, host: Host) -> Programs:
 def threads(count: int, times: int, host: Host) -> Programs:
     """Calls of threads that each run a loop, at the same time."""
     x = jnp.float32(0)
-    native = hc.buffer_callback(
+    native = hc.buffers.buffer_callback(
         hc.buffers.native(ctypes.CDLL(None).labs),  # it does not touch memory
         SCALAR,
         input_output_aliases={0: 0},

@@ -98,16 +98,16 @@ def main() -> None:
         return u + K * (padded[:-2] - 2 * u + padded[2:])
 
     versions: dict[str, Step] = {
-        "numpy": hc.buffer_callback(numpy_step, SPEC),
-        "numpy, in place": hc.buffer_callback(
+        "numpy": hc.buffers.buffer_callback(numpy_step, SPEC),
+        "numpy, in place": hc.buffers.buffer_callback(
             in_place, SPEC, input_output_aliases={0: 0}
         ),
-        "ctypes": hc.buffer_callback(c_step(), SPEC),
+        "ctypes": hc.buffers.buffer_callback(c_step(), SPEC),
     }
     if has("torch"):
-        versions["torch"] = hc.buffer_callback(torch_step(), SPEC)
+        versions["torch"] = hc.buffers.buffer_callback(torch_step(), SPEC)
     if has("numba"):
-        versions["numba"] = hc.buffer_callback(numba_step(), SPEC)
+        versions["numba"] = hc.buffers.buffer_callback(numba_step(), SPEC)
 
     def four(step: Step) -> Step:
         return jax.jit(lambda u: jax.lax.fori_loop(0, 4, lambda i, u: step(u), u))

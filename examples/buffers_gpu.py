@@ -50,7 +50,7 @@ def main() -> None:
             print(f"{name} is not installed")
             continue
         for graph in (False, True):  # True: recorded into a CUDA graph, and replayed
-            square = hc.buffer_callback(
+            square = hc.buffers.buffer_callback(
                 version(), SPEC, command_buffer_compatible=graph
             )
             f = jax.jit(lambda x, square=square: square(x) + 1)

@@ -21,7 +21,10 @@ Array = jax.Array | np.ndarray  # JAX's in the program, NumPy's on the host
 # --- A special function: a rule in JAX code gives every order and both modes ---------
 
 jv = hc.host(
-    scipy.special.jv, result=hc.elementwise, vmap_method="expand_dims", nondiff=0
+    scipy.special.jv,
+    result=hc.results.elementwise,
+    vmap_method="expand_dims",
+    nondiff=0,
 )
 
 
@@ -54,7 +57,7 @@ def check_bessel() -> None:
 Residuals = tuple[tuple[np.ndarray, np.ndarray], np.ndarray]
 
 
-@hc.host(result=hc.like(1))
+@hc.host(result=hc.results.like(1))
 def solve(a: Array, b: Array) -> Array:
     return np.asarray(scipy.linalg.lu_solve(scipy.linalg.lu_factor(a), b))
 

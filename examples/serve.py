@@ -54,7 +54,7 @@ decay.defvjp(
 )
 
 
-def train() -> tuple[hc.Exported, float]:
+def train() -> tuple[hc.typing.Exported, float]:
     data = jnp.asarray(np.exp(-0.7 * TIMES), jnp.float32)
     loss = jax.jit(jax.grad(lambda rate: ((decay(rate) - data) ** 2).sum()))
     rate = jnp.float32(0.1)

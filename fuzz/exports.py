@@ -26,7 +26,7 @@ MANY = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), np.float32)
 WHOLE, BOOL = [11, 3, 4], [1]
 sine = hc.register("fuzz.sine")(lambda x: np.sin(x))
 seen = hc.register("fuzz.seen")(lambda x: None)
-cube = hc.register("fuzz.cube")(hc.host(lambda x: x**3, result=hc.like(0)))
+cube = hc.register("fuzz.cube")(hc.host(lambda x: x**3, result=hc.results.like(0)))
 cube.defvjp(lambda x: (x**3, x), lambda x, ct: (3 * x**2 * ct,))
 feed = hc.register("fuzz.feed")(hc.feed(lambda: iter(np.ones((9, 4), np.float32))))
 

@@ -35,7 +35,12 @@ LEAVES += [2**31, -(2**63), 2**70, float("nan"), np.float64(1e300), np.ones(2, "
 LEAVES += [Odd((2,), "float32"), Odd((-1,), "int32"), Odd(None, int), Odd((2.0,), "f4")]
 LEAVES += [Odd((2**40,), "f4"), Odd((2,), "nonsense"), Odd((2,), None), Odd("ab", "f4")]
 LEAVES += [np.ma.masked_array([1.0, 2.0], [False, True]), np.array([1, "x"], object)]
-LEAVES += [hc.like(0), np.zeros((2, 2))[:, ::-1], np.array("2020", "M8[D]"), 10**400]
+LEAVES += [
+    hc.results.like(0),
+    np.zeros((2, 2))[:, ::-1],
+    np.array("2020", "M8[D]"),
+    10**400,
+]
 LARGE = 2**28  # results of more elements are not asked for: the machine lacks them
 
 

@@ -87,7 +87,9 @@ def buffers(rng: random.Random) -> None:
         np.asarray(out)[...] = 2 * np.asarray(x)
 
     x = jnp.ones(rng.choice([4, 10_000]))
-    f = jax.jit(hc.buffer_callback(double, jax.ShapeDtypeStruct(x.shape, x.dtype)))
+    f = jax.jit(
+        hc.buffers.buffer_callback(double, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    )
     assert np.all(np.asarray(f(x)) == 2)
 
 

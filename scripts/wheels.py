@@ -135,10 +135,12 @@ def attempt(work: Path, version: str, python: str, made: Path) -> None:
     for jax in (("jax", "jaxlib"), (f"jax=={oldest}", f"jaxlib=={oldest}")):
         inside = environment(work / "try", python, demo, *jax)
         env = bare(work / "try")
-        said = run(inside, "-m", "hostcall", "--quick", env=env)
+        said = run(inside, "-m", "hostcall", env=env)
+        run(inside, "-m", "hostcall", "costs", "--quick", env=env)
+        run(inside, ROOT / "examples" / "demo", "--quick", env=env)
         (versions,) = (row for row in said.splitlines() if "jax, jaxlib" in row)
         best = min(float(run(inside, "-c", _TIMES, env=env)) for _ in range(3))
-        said = f"{version}, {' '.join(versions.split())}: python -m hostcall passed;"
+        said = f"{version}, {' '.join(versions.split())}: the demo passed;"
         print(f"{said} import hostcall after jax {1e3 * best:.0f} ms", flush=True)
 
 

@@ -11,5 +11,5 @@ import hostcall as hc
 
 def reset(settings: dict[str, Any], name: str) -> None:
     hc.barrier()
-    hc.unpatch_jax()
+    hc.testing.unpatch_jax()
     jax.config.update("jax_enable_x64", False)

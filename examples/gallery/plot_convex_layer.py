@@ -70,7 +70,7 @@ def solved(P, q, A, lower, upper):
 # The rows of a batch run on threads.
 
 
-@hc.host(result=hc.like(1), vmap_method="parallel", tag="OSQP")
+@hc.host(result=hc.results.like(1), vmap_method="parallel", tag="OSQP")
 def minimum(P, q, A, lower, upper):
     return solved(P, q, A, lower, upper)[0]
 

@@ -44,7 +44,7 @@ def factors(c):
     return splu((DIFFERENCES.T @ sp.diags(c) @ DIFFERENCES).tocsc())
 
 
-@hc.host(result=hc.like(1))
+@hc.host(result=hc.results.like(1))
 def temperatures(c, f):
     """For conductances (faces,) and heat (cells, experiments): like the heat."""
     return factors(c).solve(f)

@@ -61,7 +61,7 @@ def compiled(outputs: Any, inputs: Any) -> None:
 
 
 def by_numba(x: jax.Array) -> jax.Array:
-    smooth = hc.buffer_callback(
+    smooth = hc.buffers.buffer_callback(
         hc.buffers.native(compiled), x, vmap_method="sequential"
     )
     result: jax.Array = smooth(x, np.int32(len(x)))

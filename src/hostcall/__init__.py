@@ -1,15 +1,18 @@
 """hostcall: call Python from compiled JAX programs.
 
-Call the host, and hand values to it:
+First:
     call             calls a Python function and brings its results back
     tap              hands values to a function, while the program goes on
+    print            prints a formatted line, as a tap (not in a star import)
+    host             turns a Python function into one with batching and derivatives
+    barrier          waits for programs and taps, and raises what taps raised
+    reraise          a block in which a program raises its callback's own exception
+
+More ways to the host:
     tap_through      a tap tied to a value, which keeps JAX's fast dispatch
     feed             brings the items of an iterator or data loader into programs
-    Feed             what `feed` returns
-    print            prints a formatted line, as a tap (not in a star import)
     Object           a host object whose methods programs call; under vmap one per row
     current          tells a callback its device, mesh coordinates and row
-    Current          what `current` returns
 
 Watching a program:
     progress         shows a progress bar for the loop around it
@@ -17,47 +20,34 @@ Watching a program:
     trace            writes what a program did to a file for a viewer
     watch            ends a program at its first bad value, and keeps the values
     breakpoint       opens a debugger in a compiled program (not in a star import)
-    tools            the modules of these, and what belongs to them
-
-Functions with rules:
-    host             turns a Python function into a HostFunction
-    HostFunction     what `host` returns: a function with batching and derivatives
-    like             result=like(0): the result is an array like argument 0
-    elementwise      result=elementwise: arguments broadcast to one floating array
-    same_tree        result=same_tree(0): the result is a pytree like argument 0
-    finite_difference  approximates derivatives that have no rule
-    bridge           HostFunctions from PyTorch, autograd and SymPy, and from JAX
-                     functions for other devices
 
 Programs that leave the process:
     register         names host code, which an exported program calls by its name
     export           exports a function with host calls, as bytes for other processes
-    Exported         what both return: the program, and what it needs
     load             reads such bytes, and checks that their names are registered here
 
-Waiting, errors, settings:
-    retrying         an executor= that is made anew when a worker dies
-    barrier          waits for programs and taps, and raises what taps raised
-    reraise          a block in which a program raises its callback's own exception
-    last_error       returns the exception that a callback raised last
-    HostcallError    the base of all errors that hostcall raises
-    recover          goes on after a program over several processes failed in all
-    configure        changes settings of the process
-
 In place of JAX's own:
-    pure_callback, io_callback, buffer_callback
+    pure_callback, io_callback
                      drop-ins with JAX's names and options
-    debug            a module with drop-ins for jax.debug.callback and jax.debug.print
-    host_callback    a module that replaces the one which JAX removed
-    patch_jax        installs all of these under JAX's names, for every program
-    unpatch_jax      restores JAX's functions
+    patch_jax        installs all drop-ins under JAX's names, for every program
 
-More modules:
-    errors           the tree of exceptions
+Settings, and after a failure of several processes:
+    configure        changes settings of the process
+    recover          goes on after a program over several processes failed in all
+
+Modules:
+    results          like, elementwise, same_tree: what a function of host returns
+    errors           the tree of exceptions; last_error, what a callback raised last
     monitor          shows what is running, what it has cost, and what is queued
-    buffers          types of buffer_callback's arguments; machine code as a callback
-    testing          checks a HostFunction's rules; collects the values of taps
-    derivatives      taps that see tangents and cotangents
+    debug            drop-ins for jax.debug.callback and jax.debug.print
+    buffers          drop-in for JAX's buffer_callback, its types; machine code
+    bridge           host functions from PyTorch, autograd and SymPy, and from JAX
+                     functions for other devices
+    derivatives      taps that see tangents and cotangents; finite_difference
+    testing          checks a host function's rules; collects taps; unpatch_jax
+    tools            the modules of progress, Recorder and so on; reads what they wrote
+    typing           the types of what host, feed, export and current return
+    host_callback    a module that replaces the one which JAX removed; import it alone
 
 The map, top to bottom. Each wing imports only those below it:
     tools            what can be built on the public names
@@ -89,11 +79,8 @@ from hostcall._api.configure import configure
 from hostcall._api.export.register import register
 from hostcall._api.print import print as print
 from hostcall._api.recover import recover
-from hostcall._api.retrying import retrying
 from hostcall._api.tap import tap, tap_through
-from hostcall._core.errors import HostcallError
-from hostcall._core.failures import last_error
-from hostcall._runtime.context import Current, current
+from hostcall._runtime.context import current
 from hostcall._runtime.reraise import reraise
 
 if TYPE_CHECKING:
@@ -103,21 +90,18 @@ if TYPE_CHECKING:
         debug,
         derivatives,
         errors,
-        host_callback,
         monitor,
+        results,
         testing,
         tools,
+        typing,
     )
-    from hostcall._api.export.export import Exported, export, load
-    from hostcall._api.feed.feed import Feed, feed
+    from hostcall._api.export.export import export, load
+    from hostcall._api.feed.feed import feed
     from hostcall._api.object.handle import Object
-    from hostcall._compat.buffer_callback import buffer_callback
     from hostcall._compat.callbacks import io_callback, pure_callback
-    from hostcall._compat.patch import patch_jax, unpatch_jax
-    from hostcall._host_function.differences import finite_difference
-    from hostcall._host_function.function import HostFunction
+    from hostcall._compat.patch import patch_jax
     from hostcall._host_function.host import host
-    from hostcall._host_function.results import elementwise, like, same_tree
     from hostcall.tools.breakpoint import breakpoint as breakpoint
     from hostcall.tools.progress import progress
     from hostcall.tools.recorder import Recorder
@@ -128,28 +112,37 @@ if TYPE_CHECKING:
 
 # Imported lazily: together they take longer to import than everything else.
 _LATER = {
-    "Exported": "_api.export.export",
-    "Feed": "_api.feed.feed",
-    "HostFunction": "_host_function.function",
     "Object": "_api.object.handle",
     "Recorder": "tools.recorder",
     "breakpoint": "tools.breakpoint",
-    "buffer_callback": "_compat.buffer_callback",
-    "elementwise": "_host_function.results",
     "export": "_api.export.export",
     "feed": "_api.feed.feed",
-    "finite_difference": "_host_function.differences",
     "host": "_host_function.host",
     "io_callback": "_compat.callbacks",
-    "like": "_host_function.results",
     "load": "_api.export.export",
     "patch_jax": "_compat.patch",
     "pure_callback": "_compat.callbacks",
     "progress": "tools.progress",
-    "same_tree": "_host_function.results",
     "trace": "tools.trace",
-    "unpatch_jax": "_compat.patch",
     "watch": "tools.watch",
+}
+# Names that have gone or moved, and what to write instead.
+_GONE = {
+    "Current": "hostcall.typing.Current",
+    "Exported": "hostcall.typing.Exported",
+    "Feed": "hostcall.typing.Feed",
+    "HostFunction": "hostcall.typing.HostFunction",
+    "HostcallError": "hostcall.errors.HostcallError",
+    "buffer_callback": "hostcall.buffers.buffer_callback",
+    "elementwise": "hostcall.results.elementwise",
+    "finite_difference": "hostcall.derivatives.finite_difference",
+    "host_callback": "a module to import: import hostcall.host_callback as hcb",
+    "last_error": "hostcall.errors.last_error",
+    "like": "hostcall.results.like",
+    "retrying": "a pool of loky's: loky.get_reusable_executor makes a new one after a"
+    " worker has died (the page 'Pools and clusters' shows how)",
+    "same_tree": "hostcall.results.same_tree",
+    "unpatch_jax": "hostcall.testing.unpatch_jax",
 }
 _MODULES_LATER = (
     "bridge",
@@ -157,10 +150,11 @@ _MODULES_LATER = (
     "debug",
     "derivatives",
     "errors",
-    "host_callback",
     "monitor",
+    "results",
     "testing",
     "tools",
+    "typing",
 )
 
 
@@ -180,6 +174,8 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
         if name == "__version__":
             globals()[name] = _version()
             return globals()[name]
+        if name in _GONE:
+            raise AttributeError(f"hostcall.{name} is now {_GONE[name]}")
         if name not in _LATER:
             raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
@@ -196,32 +192,21 @@ def __dir__() -> list[str]:
 # The front page without `breakpoint` and `print`: a star import must not replace
 # builtins.
 __all__ = [
-    "Current",
-    "Exported",
-    "Feed",
-    "HostFunction",
-    "HostcallError",
     "Object",
     "Recorder",
     "barrier",
     "bridge",
-    "buffer_callback",
     "buffers",
     "call",
     "configure",
     "current",
     "debug",
     "derivatives",
-    "elementwise",
     "errors",
     "export",
     "feed",
-    "finite_difference",
     "host",
-    "host_callback",
     "io_callback",
-    "last_error",
-    "like",
     "load",
     "monitor",
     "patch_jax",
@@ -230,13 +215,12 @@ __all__ = [
     "recover",
     "register",
     "reraise",
-    "retrying",
-    "same_tree",
+    "results",
     "tap",
     "tap_through",
     "testing",
     "tools",
     "trace",
-    "unpatch_jax",
+    "typing",
     "watch",
 ]

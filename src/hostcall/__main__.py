@@ -1,85 +1,35 @@
-"""python -m hostcall: reports what works here, runs a real job, and times calls."""
+"""python -m hostcall: reports what works here; runs programs, times calls."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-import jax
+from hostcall._cli import costs, explain, report, run
 
-from hostcall._cli import explain, run
-from hostcall._cli.costs import costs, logging
-from hostcall._cli.report import missing_packages, report
-
-# --- The program ----------------------------------------------------------------------
+_COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
+    "run": run.main,
+    "explain": explain.main,
+    "costs": costs.main,
+}
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["run"]:
-        run.main(sys.argv[2:])
-        return 0
-    if sys.argv[1:2] == ["explain"]:
-        return explain.main(sys.argv[2:])
-    options = parsed()
-    # SciPy computes in double precision, so the JAX programs must too.
-    jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
-    cpu, gpu = report()
-    if options.report:
-        return int("BROKEN" in cpu + gpu)
-    if "BROKEN" in cpu:
-        return 1
-    missing = missing_packages()
-    if missing:
-        print(
-            f"\nThe demonstration needs {' and '.join(missing)}. Install with:"
-            f"\n  pip install {' '.join(missing)}",
-            file=sys.stderr,
-        )
-        return 1
-    from hostcall._cli import jobs
-
-    jobs.run(options.quick, options.plot)
-    costs(options.quick)
-    logging(options.quick)
-    print("\nAll results agree with plain SciPy.")
-    return 0
-
-
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
+        return _COMMANDS[sys.argv[1]](sys.argv[2:]) or 0
+    argparse.ArgumentParser(
         prog="python -m hostcall",
-        usage="python -m hostcall [-h] [--quick] [--report] [--plot PATH]\n"
+        usage="python -m hostcall [-h]\n"
         "       python -m hostcall run [-h] [--arrays {jax,numpy}] [-m] program ...\n"
-        "       python -m hostcall explain [-h] [code]",
-        description="Reports what works on this machine, fits models to the records of"
-        " lynx and hares and of sunspots in JAX programs that call SciPy, checks the"
-        " results against plain SciPy, and times calls. `run` runs a program with its"
+        "       python -m hostcall explain [-h] [code]\n"
+        "       python -m hostcall costs [-h] [--quick]",
+        description="Reports what works on this machine. `run` runs a program with its"
         " callbacks on the engine; `explain` prints the page of an error's code, or all"
-        " codes. `python -m hostcall run -h` and `explain -h` tell more.",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer starts and steps, coarser times"
-    )
-    parser.add_argument("--report", action="store_true", help="print only the report")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        default=Path("lynx_hare.png"),
-        metavar="PATH",
-        help="the PNG file for the plot of lynx and hares (default: %(default)s)",
-    )
-    options = parser.parse_args()
-    folder = options.plot.parent
-    possible = folder.is_dir() and os.access(folder, os.W_OK)
-    if not options.report and (options.plot.is_dir() or not possible):
-        parser.error(
-            f"the plot can't be written to {options.plot}: it is a folder, or is not in"
-            " a folder that you can write to. Name a file: --plot lynx_hare.png"
-        )
-    return options
+        " codes; `costs` times calls beside JAX's own. `python -m hostcall run -h`"
+        " and so on tell more.",
+    ).parse_args()
+    return int("BROKEN" in "".join(report.report()))
 
 
 if __name__ == "__main__":

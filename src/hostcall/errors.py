@@ -18,10 +18,12 @@
     │   └── FeedEndError               its items have ended (on_end="raise")
     └── WatchError(RuntimeError)       a value that `hostcall.watch` checks is bad
 
+`last_error` returns the exception that a callback raised last.
+
 The first seven are raised when a call is written or traced, or a program is loaded. The
 others fail the program that is running, like any exception of the function: JAX raises
-a JaxRuntimeError with their text, and `hostcall.reraise()` and `hostcall.last_error()`
-give the exception itself. A WatchError needs neither: it is raised in place of the
+a JaxRuntimeError with their text, and `hc.reraise()` and `hc.errors.last_error()` give
+the exception itself. A WatchError needs neither: it is raised in place of the
 JaxRuntimeError, with the values that were bad. `Watched` is the type of the entries of
 its history.
 
@@ -46,6 +48,7 @@ from hostcall._core.errors import (
     SpecError,
     UnwrittenError,
 )
+from hostcall._core.failures import last_error
 from hostcall._core.watch_error import Watched, WatchError
 
 __all__ = [
@@ -66,4 +69,5 @@ __all__ = [
     "UnwrittenError",
     "WatchError",
     "Watched",
+    "last_error",
 ]

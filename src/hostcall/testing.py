@@ -4,9 +4,11 @@ check    tests whether a HostFunction and its rules agree
 Report   what `check` found; it is true if no check failed
 Check    one line of a report
 collect  gathers the values of tagged taps, as arrays
+unpatch_jax  restores JAX's functions after `hostcall.patch_jax()`
 """
 
 from hostcall._api.collect import collect
+from hostcall._compat.patch import unpatch_jax
 from hostcall._host_function.check.report import Check, Report, check
 
-__all__ = ["Check", "Report", "check", "collect"]
+__all__ = ["Check", "Report", "check", "collect", "unpatch_jax"]

@@ -321,10 +321,10 @@ def test_threads_that_nest_traces(anp, mode):
         return slope(q) * anp.sum(q)
 
     rows = jnp.array(np.random.RandomState(0).rand(16, 3), jnp.float32)
-    f = hc.bridge.autograd(force, result=hc.like(0))
+    f = hc.bridge.autograd(force, result=hc.results.like(0))
     want = [np.asarray(jax.jit(jax.jacrev(f))(row)) for row in rows]
     if mode == "parallel":
-        f = hc.bridge.autograd(force, result=hc.like(0), vmap_method="parallel")
+        f = hc.bridge.autograd(force, result=hc.results.like(0), vmap_method="parallel")
         got = jax.jit(jax.vmap(jax.jacrev(f)))(rows)
     else:
         program = jax.jit(jax.jacrev(f))

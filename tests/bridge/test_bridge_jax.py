@@ -599,7 +599,7 @@ def test_decorator_name_and_pickle():
     same(again(W, X), model(W, X))
     assert again.__name__ == "s"
     twice = hc.bridge.jax(timeout=10, name="twice")(lambda x: 2 * x)
-    assert repr(twice) == "<hostcall.HostFunction twice>"
+    assert repr(twice) == "<hostcall.typing.HostFunction twice>"
     same(twice(X), 2 * X)
 
 

@@ -412,7 +412,7 @@ def test_threads_take_over_torchs_number_of_threads(derivative):
             teams.append(ctypes.CDLL(found[0]).omp_get_max_threads())
             return 2 * ct
 
-    f = bridge(Double.apply, result=hc.like(0))
+    f = bridge(Double.apply, result=hc.results.like(0))
     if derivative:
         f = jax.grad(f)
     before = torch.get_num_threads()
@@ -673,7 +673,7 @@ def test_an_exception_is_itself():
     def fail(t):
         raise Mine
 
-    f = jax.jit(bridge(fail, result=hc.like(0)))
+    f = jax.jit(bridge(fail, result=hc.results.like(0)))
     with pytest.raises(Mine), hc.reraise():
         jax.block_until_ready(f(X))
 
@@ -683,8 +683,8 @@ def test_a_bridged_function_is_a_host_function():
     def double(t, k=2.0):
         return t * k
 
-    assert isinstance(double, hc.HostFunction)
-    assert repr(double) == "<hostcall.HostFunction twice with defjvp, defvjp>"
+    assert isinstance(double, hc.typing.HostFunction)
+    assert repr(double) == "<hostcall.typing.HostFunction twice with defjvp, defvjp>"
     close(double(X, k=3.0), 3 * X)
     for f in (double, bridge(wave), bridge(by_view, vmap_method="torch")):
         report = hc.testing.check(f, X)

@@ -128,7 +128,7 @@ FACES = {
     "ordered": lambda f: jax.jit(lambda x: hc.call(f, x, x, order="ordered"))(X),
     "timeout": lambda f: jax.jit(lambda x: hc.call(f, x, x, timeout=600))(X),
     "tap": tapped,
-    "host": lambda f: jax.jit(hc.host(f, result=hc.like(0)))(X),
+    "host": lambda f: jax.jit(hc.host(f, result=hc.results.like(0)))(X),
     "pure_callback": lambda f: jax.jit(lambda x: hc.pure_callback(f, x, x))(X),
     "debug.callback": lambda f: [hc.debug.callback(f, X), WANT][1],
     "patched": lambda f: _patched(f),

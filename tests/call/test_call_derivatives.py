@@ -120,7 +120,7 @@ def test_a_derivative_is_refused_with_the_remedy(derive, what):
 REMEDIES = {
     "pure": (
         "Write f = hc.host(sine, result=...) with a rule: f.defvjp(fwd, bwd),"
-        " f.defjvp(rule), or hc.finite_difference(f) without one. Or put"
+        " f.defjvp(rule), or hc.derivatives.finite_difference(f) without one. Or put"
     ),
     "ordered": (
         "It has order='ordered', and derivatives run a function again, or not at all."

@@ -117,5 +117,5 @@ def test_other_platforms_are_refused():
     spec = jax.ShapeDtypeStruct((), np.float32)
     jaxpr = jax.make_jaxpr(lambda x: hc.call(np.sin, spec, x))(np.float32(0))
     params = jaxpr.eqns[0].params
-    with pytest.raises(hc.HostcallError, match="lowered for cpu, rocm"):
+    with pytest.raises(hc.errors.HostcallError, match="lowered for cpu, rocm"):
         lowering._lower_elsewhere(Context, **params)

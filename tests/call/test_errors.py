@@ -69,7 +69,7 @@ def test_reraise_gives_the_raised_object(flaky, mode, order, successes_before):
             step(-1.0)
         error = caught.value
         assert error is bad.raised[-1]
-        assert hc.last_error() is error
+        assert hc.errors.last_error() is error
         assert "double" in [f.name for f in traceback.extract_tb(error.__traceback__)]
         assert isinstance(error.__context__, JaxRuntimeError) == (mode is jax.jit)
         assert step(3.0) == 6
@@ -194,7 +194,7 @@ def test_errors_raised_by_c_code(mode, fn, kind):
     for _ in range(2):
         with pytest.raises(kind), hc.reraise():
             step(1.0)
-        assert isinstance(hc.last_error(), kind)
+        assert isinstance(hc.errors.last_error(), kind)
 
 
 @modes
@@ -360,11 +360,11 @@ FORBIDDEN = {
     "call": (lambda x: hc.call(nan, F32, x), "nan", "`nan`"),
     "infinity": (lambda x: hc.call(infinite, F32, x), "inf", "`infinite`"),
     "ordered": (lambda x: hc.call(nan, F32, x, order="ordered"), "nan", "`nan`"),
-    "host": (hc.host(nan, result=hc.like(0)), "nan", "`nan`"),
+    "host": (hc.host(nan, result=hc.results.like(0)), "nan", "`nan`"),
     "pure": (lambda x: hc.pure_callback(nan, F32, x), "nan", "pure_callback of `nan`"),
     "io": (lambda x: hc.io_callback(nan, F32, x), "nan", "io_callback of `nan`"),
     "buffer": (
-        lambda x: hc.buffer_callback(nan_into, F32)(x),
+        lambda x: hc.buffers.buffer_callback(nan_into, F32)(x),
         "nan",
         "buffer_callback of `nan_into`",
     ),

@@ -94,7 +94,7 @@ PROGRAMS = {
             jax.random.key(0),
         )
     ),
-    "host": lambda v: hc.host(double, result=hc.like(0))(v),
+    "host": lambda v: hc.host(double, result=hc.results.like(0))(v),
     "tap": told(lambda v: hc.tap(see, v)),
     "ordered tap": told(lambda v: hc.tap(see, v, order="ordered")),
     "tap of shards": told(lambda v: hc.tap(see, v, on="shards")),

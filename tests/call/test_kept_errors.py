@@ -105,7 +105,7 @@ def test_only_the_newest_keeps_its_values(make, run, kind, no_collector, caplog)
             record.exc_info = None
         assert sum(ref() is not None for ref in alive) <= 1 + FREED_LATER
     assert len(alive) == 40
-    assert isinstance(hc.last_error(), kind)
+    assert isinstance(hc.errors.last_error(), kind)
     with contextlib.suppress(BaseExceptionGroup):
         hc.barrier()
 
@@ -130,7 +130,7 @@ def test_what_the_user_holds_shows_its_values(mode, kind):
         with pytest.raises(kind) as caught, hc.reraise():
             f(np.float32(i))
         held.append(caught.value)
-    assert hc.last_error() is held[-1]
+    assert hc.errors.last_error() is held[-1]
     for i, error in enumerate(held):
         assert f"<{float(i)}>" in said(error, "p f'<{float(x)}>'")
         error.__traceback__ = None  # its frames hold this list
@@ -195,7 +195,7 @@ def test_values_of_the_exception_that_is_handled_around_a_program_stay():
             for _ in range(3):
                 with pytest.raises(jax.errors.JaxRuntimeError):
                     jax.block_until_ready(f(1.0))
-                contexts.append(hc.last_error().__context__)
+                contexts.append(hc.errors.last_error().__context__)
     assert contexts == [caught.value] * 3
     assert caught.traceback[-1].frame.f_locals["value"] == 5
 

@@ -59,7 +59,7 @@ def test_a_pure_call_without_results(mode, result):
 def test_a_pure_host_function_that_turns_out_to_return_nothing(result):
     host = hc.host(lambda x: None, result=result, name="f")
     assert "`f` returns nothing, and hc.host calls it" in refused(jax.jit(host), X)
-    tree = hc.host(lambda x: x, result=hc.same_tree(0))
+    tree = hc.host(lambda x: x, result=hc.results.same_tree(0))
     assert tree({}) == {}
 
 

@@ -297,8 +297,10 @@ def test_refusing_results_that_are_not_numbers_says_what_to_return(mode, value, 
 
 
 def test_host_functions_and_their_rules_refuse_it_too():
-    f = hc.host(lambda x: np.ma.array(x, mask=x > 2), result=hc.like(0), name="f")
-    g = hc.host(np.sin, result=hc.like(0), name="g")
+    f = hc.host(
+        lambda x: np.ma.array(x, mask=x > 2), result=hc.results.like(0), name="f"
+    )
+    g = hc.host(np.sin, result=hc.results.like(0), name="g")
     g.defjvp(lambda p, t: np.cos(p[0]).astype(object) * t[0])
     h = hc.host(np.sin, result="infer", name="h")
     h.defvjp(lambda x: (x, None), lambda _, ct: (np.zeros(3, "M8[s]"),))

@@ -152,7 +152,7 @@ WAYS = {
     "jvp rule": lambda fn, m: jax.jvp(pushed(fn), (costly(m),), (costly(m),)),
     "vjp rule": lambda fn, m: jax.grad(pulled(fn))(costly(m)),
     "differences": lambda fn, m: jax.grad(
-        hc.finite_difference(hc.host(fn, result=F32))
+        hc.derivatives.finite_difference(hc.host(fn, result=F32))
     )(costly(m)),
     "object": lambda fn, m: methods(fn).ask(costly(m)),
     "pure_callback": lambda fn, m: hc.pure_callback(fn, F32, costly(m)),

@@ -189,7 +189,7 @@ FAILING = """
             with hc.reraise():
                 jax.block_until_ready(f(bad))
         except KeyError as error:
-            assert error is hc.last_error()
+            assert error is hc.errors.last_error()
         else:
             raise AssertionError("no error")
         for _ in range(2):

@@ -132,7 +132,7 @@ def test_a_device_outside_of_the_program_is_refused():
     host = Host(on=jax.devices()[3])
     x = jax.device_put(X, NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P()))
     with pytest.raises(
-        hc.HostcallError, match="is not among the devices of the program"
+        hc.errors.HostcallError, match="is not among the devices of the program"
     ):
         jax.jit(host)(x)
 

@@ -128,7 +128,7 @@ CALLS = {
     "rows at once": lambda v: jax.vmap(
         lambda r: hc.call(double, r, r, vmap_method="expand_dims")
     )(v),
-    "host": lambda v: hc.host(double, result=hc.like(0))(v),
+    "host": lambda v: hc.host(double, result=hc.results.like(0))(v),
     "tap_through": lambda v: 2 * hc.tap_through(lambda a: None, v),
 }
 

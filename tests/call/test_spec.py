@@ -64,7 +64,7 @@ RESULTS = {
     "text": ("3.0", "result of `host` is '3.0', which has no shape and dtype"),
     "type": (float, "which has no shape and dtype. Write jax.ShapeDtypeStruct"),
     "like": (
-        hc.like(0),
+        hc.results.like(0),
         "result of `host` is like(argument=0), which has no shape and dtype. It is only"
         " for hc.host, and only as the whole result=. In hc.call give the argument itself",
     ),
@@ -202,9 +202,12 @@ OPTIONS = {
     "order of another kind": ({"order": ["pure"]}, "got ['pure']"),
     "vmap_method": (
         {"vmap_method": "rows"},
-        "vmap_method= of `host` should be one of 'sequential', 'sequential_unrolled',"
-        " 'parallel', 'expand_dims', 'broadcast_all', 'legacy_vectorized', None,"
-        " got 'rows'",
+        "vmap_method= of `host` should be one of 'sequential', 'parallel',"
+        " 'expand_dims', 'broadcast_all', 'legacy_vectorized', None, got 'rows'",
+    ),
+    "vmap_method of the drop-ins": (
+        {"vmap_method": "sequential_unrolled"},
+        "got 'sequential_unrolled'. 'sequential' does the same",
     ),
     "arrays": ({"arrays": "torch"}, "should be one of 'numpy', 'jax', 'dlpack'"),
     "lend": ({"lend": "in"}, "should be one of False, True, 'out', got 'in'"),
@@ -257,13 +260,13 @@ def test_fill_is_not_traced():
 
 
 def test_errors_are_what_their_kind_says():
-    assert issubclass(hc.errors.SpecError, hc.HostcallError)
+    assert issubclass(hc.errors.SpecError, hc.errors.HostcallError)
     assert issubclass(hc.errors.SpecError, ValueError)
     for kind in (
         hc.errors.EscapeError,
         hc.errors.UnwrittenError,
         hc.errors.DeadlockError,
     ):
-        assert issubclass(kind, hc.HostcallError)
+        assert issubclass(kind, hc.errors.HostcallError)
         assert issubclass(kind, RuntimeError)
     assert issubclass(hc.errors.CallTimeoutError, TimeoutError)

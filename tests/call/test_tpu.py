@@ -149,7 +149,7 @@ def test_the_first_device_sends_otherwise(backend):
 
 
 def test_a_tap_of_shards_is_refused_with_what_to_write(backend):
-    with pytest.raises(hc.HostcallError, match=r"on='shards'.*jax.shard_map"):
+    with pytest.raises(hc.errors.HostcallError, match=r"on='shards'.*jax.shard_map"):
         lowered(told(lambda x: hc.tap(see, x, on="shards")), over_devices())
     f = jax.shard_map(
         told(lambda x: hc.tap(see, x, on="shards")),
@@ -179,7 +179,7 @@ def test_a_device_in_a_shard_map_is_refused(backend):
 
 FACES = {
     "call": lambda x: hc.call(np.sin, x, x),
-    "host": lambda x: hc.host(np.sin, result=hc.like(0))(x),
+    "host": lambda x: hc.host(np.sin, result=hc.results.like(0))(x),
     "tap": told(lambda x: hc.tap(see, x)),
     "print": told(lambda x: hc.print("{}", x)),
     "pure_callback": lambda x: hc.pure_callback(np.sin, x, x),
@@ -207,7 +207,7 @@ def _refusal(f, platform):
 
 @pytest.mark.parametrize("name", ["call", "host", "tap", "print"])
 def test_other_platforms_are_refused_with_advice_that_jax_takes(name):
-    with pytest.raises(hc.HostcallError, match="lowered for METAL") as caught:
+    with pytest.raises(hc.errors.HostcallError, match="lowered for METAL") as caught:
         lowered(FACES[name], platform="METAL")
     assert 'jax.device_put(x, jax.devices("cpu")[0])' in str(caught.value)
     x = jax.device_put(jnp.arange(8.0), jax.devices("cpu")[0])

@@ -47,11 +47,13 @@ class Counter:
 
 
 def host_functions():
-    forward = hc.host(np.sin, result=hc.like(0))
+    forward = hc.host(np.sin, result=hc.results.like(0))
     forward.defjvp(lambda p, t: np.cos(p[0]) * t[0])
-    reverse = hc.host(np.sin, result=hc.like(0))
+    reverse = hc.host(np.sin, result=hc.results.like(0))
     reverse.defvjp(lambda x: (np.sin(x), x), lambda x, ct: (np.cos(x) * ct,))
-    differences = hc.finite_difference(hc.host(np.sin, result=hc.elementwise))
+    differences = hc.derivatives.finite_difference(
+        hc.host(np.sin, result=hc.results.elementwise)
+    )
     return forward, reverse, differences
 
 
@@ -115,7 +117,7 @@ PAIRS = {
         lambda fn, spec, x: jax.debug.callback(nothing, x),
     ),
     "buffer": (
-        lambda fn, spec, x: hc.buffer_callback(write_twice, spec)(x),
+        lambda fn, spec, x: hc.buffers.buffer_callback(write_twice, spec)(x),
         lambda fn, spec, x: buffer_callback(write_twice, spec)(x),
     ),
 }

@@ -9,7 +9,7 @@ import pytest
 
 import hostcall as hc
 
-ROWS = ["sequential", "sequential_unrolled", "parallel", None]
+ROWS = ["sequential", "parallel", None]
 WHOLE = ["expand_dims", "broadcast_all", "legacy_vectorized"]
 METHODS = ROWS + WHOLE
 EAGER_AND_JIT = pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_an_empty_batch_as_a_whole(method, wrap):
 
 
 @pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
-@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "parallel"])
+@pytest.mark.parametrize("method", ["sequential", "parallel"])
 def test_program_size_does_not_depend_on_the_batch(method, order):
     def text(*sizes):
         f = Host(method, order=order)

@@ -14,7 +14,7 @@ import pytest
 
 import hostcall as hc
 
-METHODS = ["sequential", "sequential_unrolled", "parallel", None]
+METHODS = ["sequential", "parallel", None]
 EAGER_AND_JIT = pytest.mark.parametrize(
     "wrap", [lambda f: f, jax.jit], ids=["eager", "jit"]
 )
@@ -110,7 +110,7 @@ def test_exception_of_a_row(method, wrap):
     f = wrap(jax.vmap(lambda x: hc.call(host, x, x, vmap_method=method)))
     with pytest.raises(KeyError, match="row of two") as caught, hc.reraise():
         jax.block_until_ready(f(np.arange(4, dtype=np.int32)))
-    assert caught.value is hc.last_error()
+    assert caught.value is hc.errors.last_error()
     assert max(seen.values()) == 1
     assert method == "parallel" or seen.total() == 3  # no row after the failing one
     good = np.arange(4, dtype=np.int32) + 3

@@ -10,7 +10,7 @@ import pytest
 
 import hostcall as hc
 
-ROWS = ["sequential", "sequential_unrolled", "parallel", None]
+ROWS = ["sequential", "parallel", None]
 WHOLE = ["expand_dims", "broadcast_all"]
 ORDERS = pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
 EAGER_AND_JIT = pytest.mark.parametrize(

@@ -105,7 +105,9 @@ def printed(log: Log, i: Any, v: Any) -> Any:
 
 
 def buffers(log: Log, i: Any, v: Any) -> Any:
-    f = hc.buffer_callback(log.fill, I32, order="unordered", vmap_method="sequential")
+    f = hc.buffers.buffer_callback(
+        log.fill, I32, order="unordered", vmap_method="sequential"
+    )
     f(i, lax.stop_gradient(v))
     return i + 1
 

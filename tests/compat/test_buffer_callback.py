@@ -1,4 +1,4 @@
-"""hc.buffer_callback: works in place on XLA's memory, under every transformation."""
+"""hc.buffers.buffer_callback: works in place on XLA's memory, under every transformation."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def affine(ctx, out, x, y):
 @modes
 @effects
 def test_calls(mode, effect):
-    f = mode(hc.buffer_callback(affine, spec(3, 4), **effect))
+    f = mode(hc.buffers.buffer_callback(affine, spec(3, 4), **effect))
     x, y = jnp.arange(12.0).reshape(3, 4), jnp.ones((3, 4))
     for _ in range(3):
         np.testing.assert_array_equal(f(x, y), x * 2 + y)
@@ -50,7 +50,7 @@ def test_trees(mode):
         np.asarray(out["s"])[...] = np.asarray(a).sum() + np.asarray(more)
         np.asarray(out["t"][0])[...] = np.asarray(b)[::-1]
 
-    f = hc.buffer_callback(host, {"s": spec(), "t": (spec(3, dtype="int32"),)})
+    f = hc.buffers.buffer_callback(host, {"s": spec(), "t": (spec(3, dtype="int32"),)})
     tree = {"a": (jnp.ones(4), None), "b": [jnp.arange(3)]}
     out = mode(f)(tree, more=2.5)
     assert out["s"] == 6.5
@@ -80,7 +80,7 @@ def test_what_buffers_and_contexts_say(mode):
     device = jax.devices()[1]
     x, y = jax.device_put((jnp.ones(3), jnp.int32(1)), device)
     with hc.reraise():
-        out = mode(hc.buffer_callback(host, spec(2, 3, dtype="int16")))(x, y)
+        out = mode(hc.buffers.buffer_callback(host, spec(2, 3, dtype="int16")))(x, y)
     np.testing.assert_array_equal(out, np.ones((2, 3)))
     assert seen["device"] == seen["also"] == device
     assert (seen["run"] == -1) == (mode is MODES["eager"])
@@ -93,7 +93,7 @@ def test_equal_callbacks_are_compiled_once(compiled_during):
 
     def run():
         # Wrapped again each time, as when a user wraps inside a function.
-        return hc.buffer_callback(host, spec())(jnp.float32(1))
+        return hc.buffers.buffer_callback(host, spec())(jnp.float32(1))
 
     run()
     run()
@@ -104,7 +104,7 @@ def test_fresh_lambdas_compile_nothing(compiled_during):
     def run():
         for _ in range(20):
             host = lambda ctx, out, x: affine(ctx, out, x, x)
-            assert hc.buffer_callback(host, spec())(jnp.float32(1)) == 3
+            assert hc.buffers.buffer_callback(host, spec())(jnp.float32(1)) == 3
 
     run()
     assert compiled_during(run) == 0
@@ -121,7 +121,7 @@ def test_effects_run_once_and_in_order(effect):
         seen.append(int(np.asarray(n)))
         np.asarray(out)[...] = 0
 
-    f = hc.buffer_callback(host, spec(dtype="int32"), **EFFECTS[effect])
+    f = hc.buffers.buffer_callback(host, spec(dtype="int32"), **EFFECTS[effect])
 
     @jax.jit
     def program(x):
@@ -139,14 +139,14 @@ def test_effects_run_once_and_in_order(effect):
 
 def test_unused_pure_callbacks_are_dropped():
     seen = []
-    f = hc.buffer_callback(lambda *_: seen.append(1), spec())
+    f = hc.buffers.buffer_callback(lambda *_: seen.append(1), spec())
     assert jax.jit(lambda x: (f(x), x)[1])(1.0) == 1
     assert seen == []
 
 
 def test_no_arguments_and_no_results():
     seen = []
-    f = hc.buffer_callback(
+    f = hc.buffers.buffer_callback(
         lambda *args: seen.append(len(args)), (), has_side_effect=True
     )
     assert jax.jit(f)() == ()
@@ -172,7 +172,7 @@ METHODS = [
 def test_vmap(method, axes, mode):
     if method == "legacy_vectorized" and None in axes:
         pytest.skip("arguments of such shapes do not broadcast")
-    f = hc.buffer_callback(affine, spec(3), vmap_method=method)
+    f = hc.buffers.buffer_callback(affine, spec(3), vmap_method=method)
     rng = np.random.default_rng(1)
     args = [
         rng.normal(size=(3,) if axis is None else (3, 4) if axis else (4, 3))
@@ -186,7 +186,7 @@ def test_vmap(method, axes, mode):
 
 @pytest.mark.parametrize("method", METHODS[:4])
 def test_vmap_of_vmap(method):
-    f = hc.buffer_callback(affine, spec(2), vmap_method=method)
+    f = hc.buffers.buffer_callback(affine, spec(2), vmap_method=method)
     x, y = jnp.arange(8.0).reshape(4, 2), jnp.arange(6.0).reshape(2, 3)
     out = jax.jit(jax.vmap(jax.vmap(f, (0, None)), (None, 1)))(x, y)
     plain = jax.vmap(jax.vmap(lambda x, y: x * 2 + y, (0, None)), (None, 1))(x, y)
@@ -194,18 +194,18 @@ def test_vmap_of_vmap(method):
 
 
 def test_rows_are_one_call_of_the_program():
-    f = hc.buffer_callback(affine, spec(), vmap_method="sequential")
+    f = hc.buffers.buffer_callback(affine, spec(), vmap_method="sequential")
     text = jax.jit(jax.vmap(f)).lower(jnp.ones(100), jnp.ones(100)).as_text()
     assert text.count("custom_call @hostcall_buffer") == 1
     assert "while" not in text
 
 
 def test_vmap_needs_a_method():
-    f = hc.buffer_callback(affine, spec())
+    f = hc.buffers.buffer_callback(affine, spec())
     with pytest.raises(NotImplementedError, match="vmap is only supported"):
         jax.vmap(f)(jnp.ones(3), jnp.ones(3))
     with pytest.raises(ValueError, match="vmap_method must be on of the allowed"):
-        hc.buffer_callback(affine, spec(), vmap_method="paralel")
+        hc.buffers.buffer_callback(affine, spec(), vmap_method="paralel")
 
 
 def test_rows_of_a_failing_callback():
@@ -214,7 +214,7 @@ def test_rows_of_a_failing_callback():
             raise ZeroDivisionError("two")
         np.asarray(out)[...] = 1
 
-    f = hc.buffer_callback(host, spec(), vmap_method="sequential")
+    f = hc.buffers.buffer_callback(host, spec(), vmap_method="sequential")
     with pytest.raises(ZeroDivisionError, match="two"), hc.reraise():
         jax.block_until_ready(jax.jit(jax.vmap(f))(jnp.arange(4.0)))
 
@@ -223,7 +223,7 @@ def test_rows_of_a_failing_callback():
 
 
 def test_derivatives_are_refused():
-    f = hc.buffer_callback(affine, spec())
+    f = hc.buffers.buffer_callback(affine, spec())
     x = jnp.float32(1)
     with pytest.raises(ValueError, match=r"Buffer callbacks do not support JVP\. Pl"):
         jax.grad(lambda x: f(x, x))(x)
@@ -249,7 +249,7 @@ def test_an_alias_has_the_inputs_values_and_memory(mode):
         np.asarray(out)[...] *= 2
 
     x = jnp.arange(6.0).reshape(2, 3)
-    f = mode(hc.buffer_callback(host, spec(2, 3), input_output_aliases={0: 0}))
+    f = mode(hc.buffers.buffer_callback(host, spec(2, 3), input_output_aliases={0: 0}))
     for _ in range(3):
         np.testing.assert_array_equal(f(x), x * 2)
         np.testing.assert_array_equal(x, np.arange(6.0).reshape(2, 3))
@@ -259,7 +259,7 @@ def test_an_alias_has_the_inputs_values_and_memory(mode):
 @modes
 def test_aliases_count_leaves(mode):
     """Leaves inside tuples and dicts count too."""
-    f = hc.buffer_callback(
+    f = hc.buffers.buffer_callback(
         add_in_place,
         [spec(2), spec(3)],
         input_output_aliases={1: 1, 2: 0},
@@ -271,7 +271,7 @@ def test_aliases_count_leaves(mode):
 
 @pytest.mark.parametrize("effect", ["pure", "unordered", "ordered"])
 def test_aliases_with_tokens(effect):
-    f = hc.buffer_callback(
+    f = hc.buffers.buffer_callback(
         add_in_place, spec(3), input_output_aliases={1: 0}, **EFFECTS[effect]
     )
     program = jax.jit(lambda x: f(x * 5, f(x, x)), donate_argnums=0)
@@ -285,7 +285,7 @@ def test_aliases_under_vmap(method, axes):
         assert out.ptr == x.ptr
         np.asarray(out)[...] += np.asarray(y)
 
-    f = hc.buffer_callback(
+    f = hc.buffers.buffer_callback(
         host, spec(3), vmap_method=method, input_output_aliases={0: 0}
     )
     args = [jnp.arange(3.0) if a is None else jnp.ones((4, 3)) * 2 for a in axes]
@@ -305,13 +305,15 @@ def test_aliases_under_vmap(method, axes):
     ],
 )
 def test_aliases_that_do_not_fit(aliases, error):
-    f = hc.buffer_callback(add_in_place, spec(2), input_output_aliases=aliases)
+    f = hc.buffers.buffer_callback(add_in_place, spec(2), input_output_aliases=aliases)
     with pytest.raises(ValueError, match=error):
         f((jnp.ones(2), jnp.zeros(2, jnp.int32)))
 
 
 def test_memory_is_shared_by_two_at_most():
-    f = hc.buffer_callback(add_in_place, spec(2), input_output_aliases={0: 0, 1: 0})
+    f = hc.buffers.buffer_callback(
+        add_in_place, spec(2), input_output_aliases={0: 0, 1: 0}
+    )
     with pytest.raises(ValueError, match="another input is mapped to output 0 too"):
         f(jnp.ones(2), jnp.ones(2))
 
@@ -328,7 +330,7 @@ def test_its_exception_is_raised(mode, effect):
         raised.append(KeyError("x"))
         raise raised[-1]
 
-    f = mode(hc.buffer_callback(host, spec(), **effect))
+    f = mode(hc.buffers.buffer_callback(host, spec(), **effect))
     with pytest.raises(JaxRuntimeError, match="KeyError: 'x'"):
         jax.block_until_ready(f())
     with pytest.raises(KeyError) as caught, hc.reraise():
@@ -340,7 +342,7 @@ def test_its_exception_is_raised(mode, effect):
 @modes
 @effects
 def test_values_are_not_returned(mode, effect):
-    f = mode(hc.buffer_callback(lambda ctx, out: 3, spec(), **effect))
+    f = mode(hc.buffers.buffer_callback(lambda ctx, out: 3, spec(), **effect))
     text = (
         "ValueError: buffer_callback callback must not return any values. It returned"
         " <class 'int'>: write to `out`"
@@ -355,7 +357,7 @@ def test_a_program_goes_on_after_a_failure():
             raise ValueError("negative")
         np.asarray(out)[...] = np.sqrt(np.asarray(x))
 
-    f = jax.jit(hc.buffer_callback(host, spec(), order="ordered"))
+    f = jax.jit(hc.buffers.buffer_callback(host, spec(), order="ordered"))
     for _ in range(3):
         with pytest.raises(ValueError, match="negative"), hc.reraise():
             jax.block_until_ready(f(jnp.float32(-1)))
@@ -370,41 +372,45 @@ async def asynchronous(ctx, out):
     ("make", "error", "text"),
     [
         (
-            lambda: hc.buffer_callback(3, spec()),
+            lambda: hc.buffers.buffer_callback(3, spec()),
             hc.errors.SpecError,
             r"hc.buffers.native\(address\)",
         ),
         (
-            lambda: hc.buffer_callback(affine, spec(), order="any"),
+            lambda: hc.buffers.buffer_callback(affine, spec(), order="any"),
             hc.errors.SpecError,
             "one of pure, unordered, ordered, got 'any'",
         ),
         (
-            lambda: hc.buffer_callback(
+            lambda: hc.buffers.buffer_callback(
                 affine, spec(), order="pure", has_side_effect=True
             ),
             hc.errors.SpecError,
             "contradict",
         ),
         (
-            lambda: hc.buffer_callback(affine, spec(dtype="float64")),
+            lambda: hc.buffers.buffer_callback(affine, spec(dtype="float64")),
             ValueError,
             "cannot specify 64-bit types",
         ),
-        (lambda: hc.buffer_callback(affine, spec())("a"), TypeError, "not a valid JAX"),
         (
-            lambda: hc.buffer_callback(affine, {"a": 1.5}),
+            lambda: hc.buffers.buffer_callback(affine, spec())("a"),
+            TypeError,
+            "not a valid JAX",
+        ),
+        (
+            lambda: hc.buffers.buffer_callback(affine, {"a": 1.5}),
             hc.errors.SpecError,
             r"`affine` has the leaf 1.5, which has no shape and dtype",
         ),
         (
-            lambda: hc.buffer_callback(affine, spec())(np.int64(2**40 + 5), 1),
+            lambda: hc.buffers.buffer_callback(affine, spec())(np.int64(2**40 + 5), 1),
             hc.errors.SpecError,
             "holds 1099511627781",
         ),
         *(
             (
-                lambda wrong=wrong: hc.buffer_callback(
+                lambda wrong=wrong: hc.buffers.buffer_callback(
                     affine, spec(), input_output_aliases=wrong
                 ),
                 hc.errors.SpecError,
@@ -413,7 +419,7 @@ async def asynchronous(ctx, out):
             for wrong in ([(0, 0)], {"a": 0}, {0.5: 0})
         ),
         (
-            lambda: hc.buffer_callback(asynchronous, spec()),
+            lambda: hc.buffers.buffer_callback(asynchronous, spec()),
             hc.errors.SpecError,
             "`asynchronous` is a coroutine function",
         ),
@@ -434,7 +440,7 @@ def test_sharded_values_come_once_and_whole():
         seen.append((ctx.device, x.shape))
         np.asarray(out)[...] = np.asarray(x) * 2
 
-    f = hc.buffer_callback(host, spec(8, 2), has_side_effect=True)
+    f = hc.buffers.buffer_callback(host, spec(8, 2), has_side_effect=True)
     sharding = jax.NamedSharding(line(), jax.P("x"))
     x = jax.device_put(jnp.arange(16.0).reshape(8, 2), sharding)
     out = jax.jit(lambda x: f(x * 1) + 1)(x)
@@ -452,7 +458,7 @@ def test_shard_map():
         np.asarray(out)[...] = np.asarray(x) * 2
 
     mesh = line()
-    f = hc.buffer_callback(host, spec(2), has_side_effect=True)
+    f = hc.buffers.buffer_callback(host, spec(2), has_side_effect=True)
     g = jax.shard_map(f, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
     x = jnp.arange(8.0)
     np.testing.assert_array_equal(jax.jit(g)(x), x * 2)
@@ -461,7 +467,7 @@ def test_shard_map():
 
 def test_effects_on_some_axes_only_are_refused():
     mesh = grid()
-    f = hc.buffer_callback(lambda *_: None, spec(), has_side_effect=True)
+    f = hc.buffers.buffer_callback(lambda *_: None, spec(), has_side_effect=True)
     g = jax.shard_map(
         lambda x: (f(), x)[1], mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"),
         axis_names={"x"},
@@ -474,7 +480,7 @@ def test_a_failure_on_several_devices():
     def host(ctx, out, x):
         raise RuntimeError("all of them")
 
-    f = hc.buffer_callback(host, spec(8))
+    f = hc.buffers.buffer_callback(host, spec(8))
     x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(line(), jax.P("x")))
     with pytest.raises(RuntimeError, match="all of them"), hc.reraise():
         jax.block_until_ready(jax.jit(f)(x))
@@ -483,7 +489,7 @@ def test_a_failure_on_several_devices():
 def test_values_of_two_meshes_of_one_device():
     """Lowering does not ask for the program's devices."""
     one = np.array(jax.devices()[:1]).reshape(1, 1)
-    f = hc.buffer_callback(affine, spec(2, 2))
+    f = hc.buffers.buffer_callback(affine, spec(2, 2))
     x, y = (
         jax.device_put(
             jnp.ones((2, 2)), jax.NamedSharding(jax.sharding.Mesh(one, axes), jax.P())
@@ -494,7 +500,7 @@ def test_values_of_two_meshes_of_one_device():
 
 
 def test_other_platforms_are_refused():
-    f = jax.jit(hc.buffer_callback(affine, spec()))
+    f = jax.jit(hc.buffers.buffer_callback(affine, spec()))
     with pytest.raises(ValueError, match="not supported on tpu backend"):
         f.trace(1.0, 1.0).lower(lowering_platforms=("tpu",))
 
@@ -505,10 +511,10 @@ def test_a_callback_uses_jax_and_calls():
 
     def host(ctx, out, x):
         value = jax.jit(lambda x: jnp.sin(x) * 2)(np.array(x))
-        value = hc.buffer_callback(inner, spec(4))(value)
+        value = hc.buffers.buffer_callback(inner, spec(4))(value)
         np.asarray(out)[...] = value
 
-    f = jax.jit(hc.buffer_callback(host, spec(4)))
+    f = jax.jit(hc.buffers.buffer_callback(host, spec(4)))
     x = np.linspace(-1, 1, 4, dtype=np.float32)
     np.testing.assert_allclose(f(x), np.sin(x) * 2 + 1, rtol=1e-6)
 
@@ -520,7 +526,7 @@ def test_recursion():
         k = int(np.asarray(n))
         np.asarray(out)[...] = 1 if k == 0 else k * int(f(jnp.int32(k - 1)))
 
-    f = jax.jit(hc.buffer_callback(host, spec(dtype="int32")))
+    f = jax.jit(hc.buffers.buffer_callback(host, spec(dtype="int32")))
     assert f(jnp.int32(6)) == 720
 
 
@@ -528,7 +534,7 @@ def test_statistics():
     def copied_once(ctx, out, x):
         np.asarray(out)[...] = np.asarray(x)
 
-    f = hc.buffer_callback(copied_once, spec(8))
+    f = hc.buffers.buffer_callback(copied_once, spec(8))
     jax.jit(lambda x: f(f(x)))(jnp.ones(8)).block_until_ready()
     (stats,) = [s for name, s in hc.monitor.stats().items() if "copied_once" in name]
     assert stats.calls == 2
@@ -538,11 +544,14 @@ def test_statistics():
 CALLBACKS = {
     "without ctx": (
         lambda out, x: None,
-        "hc.buffer_callback calls `<lambda>` with (ctx, out, x), and it takes (out, x)."
+        "hc.buffers.buffer_callback calls `<lambda>` with (ctx, out, x), and it takes (out, x)."
         " The first two are the context of the call, and the Buffers of the results to"
         " write into: write def f(ctx, out, *args)",
     ),
-    "of C": (np.float32, "hc.buffer_callback calls `float32` with (ctx, out, x)"),
+    "of C": (
+        np.float32,
+        "hc.buffers.buffer_callback calls `float32` with (ctx, out, x)",
+    ),
     "one argument more": (lambda ctx, out, x, y: None, "it takes (ctx, out, x, y)."),
 }
 
@@ -550,7 +559,7 @@ CALLBACKS = {
 @pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize(("callback", "text"), CALLBACKS.values(), ids=CALLBACKS)
 def test_a_callback_that_does_not_take_its_arguments(mode, callback, text):
-    call = hc.buffer_callback(callback, jax.ShapeDtypeStruct((3,), jnp.float32))
+    call = hc.buffers.buffer_callback(callback, jax.ShapeDtypeStruct((3,), jnp.float32))
     with pytest.raises(hc.errors.SpecError) as caught:
         mode(call)(jnp.ones(3))
     assert text in str(caught.value)

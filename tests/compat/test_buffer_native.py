@@ -71,7 +71,7 @@ modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 @modes
 def test_calls(library, mode):
-    f = mode(hc.buffer_callback(hc.buffers.native(library.add), spec(4)))
+    f = mode(hc.buffers.buffer_callback(hc.buffers.native(library.add), spec(4)))
     x, y = jnp.arange(4.0), jnp.full(4, 2.0)
     for _ in range(3):
         np.testing.assert_array_equal(f(x, y), x + y)
@@ -87,7 +87,7 @@ def test_addresses_of_every_kind(library):
         np.int64(Compiled.address),
         ctypes.c_void_p(Compiled.address),
     ):
-        f = hc.buffer_callback(hc.buffers.native(function), spec(4))
+        f = hc.buffers.buffer_callback(hc.buffers.native(function), spec(4))
         np.testing.assert_array_equal(f(jnp.ones(4), jnp.ones(4)), [2] * 4)
     made = hc.buffers.native(Compiled(), name="adder")
     assert repr(made) == f"<native function adder at {Compiled.address:#x}>"
@@ -106,7 +106,7 @@ def test_addresses_of_every_kind(library):
 
 @modes
 def test_small_elements_and_no_stream(library, mode):
-    f = hc.buffer_callback(
+    f = hc.buffers.buffer_callback(
         hc.buffers.native(library.total), (spec(dtype="int32"), spec(dtype="int32"))
     )
     x = jnp.array([-8, 7, -1, 3, -2], jnp.int4)
@@ -115,7 +115,7 @@ def test_small_elements_and_no_stream(library, mode):
 
 @modes
 def test_aliases(library, mode):
-    f = hc.buffer_callback(
+    f = hc.buffers.buffer_callback(
         hc.buffers.native(library.twice), spec(), input_output_aliases={0: 0}
     )
     assert mode(lambda x: f(f(x)))(jnp.float32(3)) == 12
@@ -123,7 +123,7 @@ def test_aliases(library, mode):
 
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0)])
 def test_rows(library, axes):
-    f = hc.buffer_callback(
+    f = hc.buffers.buffer_callback(
         hc.buffers.native(library.add), spec(4), vmap_method="sequential"
     )
     args = [jnp.arange(4.0) if a is None else jnp.ones((6, 4)) * 3 for a in axes]
@@ -138,35 +138,37 @@ def test_no_whole_batches(library, method):
     with pytest.raises(
         hc.errors.SpecError, match="`add` is machine code, which does not get"
     ):
-        hc.buffer_callback(hc.buffers.native(library.add), spec(4), vmap_method=method)
+        hc.buffers.buffer_callback(
+            hc.buffers.native(library.add), spec(4), vmap_method=method
+        )
 
 
 @modes
 def test_debug_mode(library, mode, monkeypatch):
     x = jnp.arange(4.0)
-    f = mode(hc.buffer_callback(hc.buffers.native(library.nothing), spec(4)))
+    f = mode(hc.buffers.buffer_callback(hc.buffers.native(library.nothing), spec(4)))
     np.testing.assert_array_equal(f(x), np.zeros(4))
     monkeypatch.setenv("HOSTCALL_DEBUG", "1")
-    f = mode(hc.buffer_callback(hc.buffers.native(library.nothing), spec(4)))
+    f = mode(hc.buffers.buffer_callback(hc.buffers.native(library.nothing), spec(4)))
     with (
         pytest.raises(hc.errors.UnwrittenError, match="`nothing` did not write"),
         hc.reraise(),
     ):
         jax.block_until_ready(f(x))
-    f = mode(hc.buffer_callback(hc.buffers.native(library.spoil), spec()))
+    f = mode(hc.buffers.buffer_callback(hc.buffers.native(library.spoil), spec()))
     with (
         pytest.raises(hc.errors.ResultError, match=r"`spoil` wrote to args\[0\]"),
         hc.reraise(),
     ):
         jax.block_until_ready(f(x))
     np.testing.assert_array_equal(x, np.arange(4.0))
-    f = mode(hc.buffer_callback(hc.buffers.native(library.add), spec(4)))
+    f = mode(hc.buffers.buffer_callback(hc.buffers.native(library.add), spec(4)))
     np.testing.assert_array_equal(f(x, x), x * 2)
 
 
 @modes
 def test_status(library, mode):
-    f = hc.buffer_callback(hc.buffers.native(library.root, status=True), spec())
+    f = hc.buffers.buffer_callback(hc.buffers.native(library.root, status=True), spec())
     assert mode(f)(jnp.float32(4)) == 4
     with pytest.raises(
         jax.errors.JaxRuntimeError,
@@ -176,7 +178,7 @@ def test_status(library, mode):
 
 
 def test_status_of_a_row(library):
-    f = hc.buffer_callback(
+    f = hc.buffers.buffer_callback(
         hc.buffers.native(library.root, status=True), spec(), vmap_method="sequential"
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"returned 17 in row \(2\)"):
@@ -196,14 +198,14 @@ def test_it_does_not_hold_the_interpreters_lock(library):
 
     thread = threading.Thread(target=give)
     thread.start()
-    f = hc.buffer_callback(hc.buffers.native(library.wait), spec(dtype="int32"))
+    f = hc.buffers.buffer_callback(hc.buffers.native(library.wait), spec(dtype="int32"))
     for run in (f, jax.jit(f)):
         assert run() == 5
     thread.join()
 
 
 def test_statistics(library):
-    f = hc.buffer_callback(
+    f = hc.buffers.buffer_callback(
         hc.buffers.native(library.add, name="added_natively"), spec(4)
     )
     jax.jit(lambda x: f(f(x, x), x))(jnp.ones(4)).block_until_ready()
@@ -221,5 +223,5 @@ def test_where_numba_is_installed():
         out = numba.carray(inputs[0], (8,), numba.float32)
         numba.carray(outputs[0], (8,), numba.float32)[:] = out * 2
 
-    f = jax.jit(hc.buffer_callback(hc.buffers.native(double), spec(8)))
+    f = jax.jit(hc.buffers.buffer_callback(hc.buffers.native(double), spec(8)))
     np.testing.assert_array_equal(f(jnp.arange(8.0)), np.arange(8.0) * 2)

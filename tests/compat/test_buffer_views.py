@@ -39,7 +39,7 @@ def like(x):
 
 def run(mode, host, result, *args, **options):
     with hc.reraise():
-        out = mode(hc.buffer_callback(host, result, **options))(*args)
+        out = mode(hc.buffers.buffer_callback(host, result, **options))(*args)
         return jax.block_until_ready(out)
 
 
@@ -89,7 +89,7 @@ def test_rows_of_every_width(dtype):
     def host(ctx, out, x):
         np.asarray(out)[...] = np.asarray(x)[::-1]
 
-    f = hc.buffer_callback(
+    f = hc.buffers.buffer_callback(
         host, jax.ShapeDtypeStruct((7,), data.dtype), vmap_method="sequential"
     )
     same(jax.jit(jax.vmap(f))(data), data[:, ::-1])
@@ -476,7 +476,7 @@ def test_kept_buffers_are_not_opened_again():
         kept.append(x)
         np.asarray(out)[...] = len(kept)
 
-    f = jax.jit(hc.buffer_callback(host, spec()))
+    f = jax.jit(hc.buffers.buffer_callback(host, spec()))
     assert [float(f(jnp.float32(1))) for _ in range(3)] == [1, 2, 3]
     assert all(repr(x) == "<Buffer of a call that ended>" for x in kept)
     kept.clear()
@@ -571,7 +571,7 @@ def test_many_threads():
 
     f = jax.jit(
         lambda x: lax.fori_loop(
-            0, 50, lambda i, c: hc.buffer_callback(host, spec(16))(c), x
+            0, 50, lambda i, c: hc.buffers.buffer_callback(host, spec(16))(c), x
         )
     )
     failures = []
@@ -596,7 +596,7 @@ def test_buffers_do_not_grow_memory():
         memoryview(out).cast("B")[:] = memoryview(x).cast("B")
         np.asarray(x), x.__array__(), np.from_dlpack(x)
 
-    f = hc.buffer_callback(host, spec(256))
+    f = hc.buffers.buffer_callback(host, spec(256))
     loop = jax.jit(lambda x: lax.fori_loop(0, 2000, lambda i, c: f(c), x))
     x = jnp.ones(256)
     loop(x).block_until_ready()

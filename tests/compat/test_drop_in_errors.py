@@ -81,7 +81,7 @@ def test_fails_the_same_each_time_and_works_between(kind, error):
         assert "Broken: negative (in callback `program.<locals>.host`" in text
         assert "test_drop_in_errors.py" in text
         assert len(text.splitlines()[0]) < 400
-        assert hc.last_error() is error
+        assert hc.errors.last_error() is error
 
     fails()
     fails()
@@ -134,7 +134,7 @@ def test_eager(kind, error):
         else:
             assert type(caught.value) is jax.errors.JaxRuntimeError
             assert "Broken: negative (in callback" in str(caught.value)
-        assert hc.last_error() is error
+        assert hc.errors.last_error() is error
 
 
 def test_an_eager_call_can_be_reraised():

@@ -498,7 +498,7 @@ def test_waiting_inside_a_callback_is_refused():
     def tap(arg, transforms):
         try:
             hcb.barrier_wait()
-        except hc.HostcallError as error:
+        except hc.errors.HostcallError as error:
             said.append(str(error))
 
     jax.jit(lambda x: hcb.id_tap(tap, x))(1.0)

@@ -59,7 +59,7 @@ def in_place():
 @pytest.fixture(autouse=True)
 def as_before():
     yield
-    hc.unpatch_jax()
+    hc.testing.unpatch_jax()
     assert in_place() == ORIGINALS
 
 
@@ -133,7 +133,7 @@ def test_errors(bound, patched):
         ) as caught:
             f(1.0).block_until_ready()
         assert "test_patch.py" in str(caught.value)
-        assert hc.last_error() is error
+        assert hc.errors.last_error() is error
     error.__traceback__ = None
 
 
@@ -288,7 +288,7 @@ def test_what_an_emitted_callback_returns(host, patched):
             return "Mismatched number of outputs" in str(error)
 
     ours = run()
-    hc.unpatch_jax()
+    hc.testing.unpatch_jax()
     assert ours == run()
 
 
@@ -414,16 +414,16 @@ def test_the_patch_replaces_and_restores_names():
     hc.patch_jax()
     assert not set(in_place()) & set(ORIGINALS)
     hc.patch_jax()  # again, with no effect
-    hc.unpatch_jax()
+    hc.testing.unpatch_jax()
     assert in_place() == ORIGINALS
-    hc.unpatch_jax()
+    hc.testing.unpatch_jax()
     assert in_place() == ORIGINALS
 
 
 def test_context_managers_nest():
     plain = hc.patch_jax()
     assert repr(plain) == "<hostcall.patch_jax(arrays='jax')>"
-    hc.unpatch_jax()
+    hc.testing.unpatch_jax()
     with hc.patch_jax():
         inner = jax.pure_callback
         with hc.patch_jax(arrays="numpy"):
@@ -451,7 +451,7 @@ def test_a_block_ends_its_own_patch_only():
         assert type_that_comes() is not np.ndarray
     assert type_that_comes() is np.ndarray
     with hc.patch_jax():
-        hc.unpatch_jax()
+        hc.testing.unpatch_jax()
         assert in_place() == ORIGINALS
     assert in_place() == ORIGINALS
 
@@ -478,12 +478,12 @@ def test_our_own_wrapper_is_not_taken_for_jaxs():
     ours = jax.effects_barrier
     jax.effects_barrier = wrapper = lambda: ours()
     try:
-        hc.unpatch_jax()
+        hc.testing.unpatch_jax()
         assert jax.effects_barrier is wrapper
         hc.patch_jax()
         jax.effects_barrier()
         ours()
-        hc.unpatch_jax()
+        hc.testing.unpatch_jax()
     finally:
         jax.effects_barrier = ORIGINALS[4]
 
@@ -508,7 +508,7 @@ def test_who_patched_after_us_stays():
     hc.patch_jax()
     jax.debug.print = other
     try:
-        hc.unpatch_jax()
+        hc.testing.unpatch_jax()
         assert jax.debug.print is other
     finally:
         jax.debug.print = debug_print
@@ -533,7 +533,7 @@ def test_from_many_threads():
     for thread in threads:
         thread.join()
     assert problems == []
-    hc.unpatch_jax()
+    hc.testing.unpatch_jax()
     assert in_place() == ORIGINALS
 
 

@@ -59,20 +59,22 @@ def drawn(key):
     return jax.random.fold_in(key, 1)
 
 
-cube = hc.register("tests.cube")(hc.host(lambda x: x**3, result=hc.like(0)))
+cube = hc.register("tests.cube")(hc.host(lambda x: x**3, result=hc.results.like(0)))
 cube.defvjp(lambda x: (x**3, x), lambda x, ct: (3 * x**2 * ct,))
 
-pushed = hc.register("tests.pushed")(hc.host(lambda x: x**2, result=hc.like(0)))
+pushed = hc.register("tests.pushed")(hc.host(lambda x: x**2, result=hc.results.like(0)))
 pushed.defjvp(lambda xs, dots: (xs[0] ** 2, 2 * xs[0] * dots[0]))
 
 product = hc.register("tests.product")(
-    hc.finite_difference(hc.host(lambda x, y: x * y**2, result=hc.elementwise))
+    hc.derivatives.finite_difference(
+        hc.host(lambda x, y: x * y**2, result=hc.results.elementwise)
+    )
 )
 
 pooled = hc.register("tests.pooled")(
     hc.host(
         lambda x: x + 1,
-        result=hc.like(0),
+        result=hc.results.like(0),
         vmap_method="parallel",
         executor=ThreadPoolExecutor(2),
         cache="memory",
@@ -81,7 +83,7 @@ pooled = hc.register("tests.pooled")(
 )
 
 effect = hc.register("tests.effect")(
-    hc.host(lambda x: x - 1, result=hc.like(0), order="ordered")
+    hc.host(lambda x: x - 1, result=hc.results.like(0), order="ordered")
 )
 
 

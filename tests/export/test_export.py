@@ -45,7 +45,6 @@ PROGRAMS = {
     "timeout": lambda x: hc.call(r.sine, x, x, timeout=60.0),
     "lend": lambda x: hc.call(r.sine, x, x, lend=True),
     "jax arrays": lambda x: hc.call(r.sine, x, x, arrays="jax"),
-    "keep": lambda x: hc.call(r.sine, x, x, where=x[0] > 0, keep=2),
     "trees": lambda x: hc.call(
         r.scaled,
         {"a": x, "b": (x,)},
@@ -219,7 +218,7 @@ def test_failures_are_those_of_the_function():
         jax.block_until_ready(loaded.call(X))
     with pytest.raises(ValueError, match=r"no 0\.1"), hc.reraise():
         loaded.call(X)
-    assert str(hc.last_error()) == f"no {float(X[0])}"
+    assert str(hc.errors.last_error()) == f"no {float(X[0])}"
 
 
 def test_several_devices_call_once():
@@ -259,7 +258,7 @@ def test_the_manifest_says_what_is_called():
         "  tests.Walk v1: ordered method step, (float32[]) -> (float32[])",
     ]
     platform = jax.default_backend().replace("gpu", "cuda")
-    begin = f"<hc.Exported f for {platform}, vjp_order=0, by hostcall"
+    begin = f"<hc.typing.Exported f for {platform}, vjp_order=0, by hostcall"
     assert repr(loaded).startswith(begin)
 
 

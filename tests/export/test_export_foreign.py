@@ -429,7 +429,7 @@ def test_methods_that_a_file_may_not_name(change, why):
     else:
         manifest["objects"] = [changed(dict(header["objects"][0]))]
     _, program = container.unpack(forged)
-    with pytest.raises(hc.HostcallError, match=why):
+    with pytest.raises(hc.errors.HostcallError, match=why):
         hc.load(container.pack(manifest, program))
 
 

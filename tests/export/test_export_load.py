@@ -89,7 +89,7 @@ def test_objects_that_were_closed_are_made_again_by_loading():
         loaded.objects["Walk"].close()
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"after close\(\)"):
             jax.block_until_ready(loaded.call(ONE))
-    with pytest.raises(hc.HostcallError, match=r"after close\(\)"):
+    with pytest.raises(hc.errors.HostcallError, match=r"after close\(\)"):
         hc.export(lambda x: env.step(x))(ONE)  # it was the object of the first load
 
 

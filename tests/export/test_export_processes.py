@@ -146,7 +146,7 @@ def refused():
 refused()
 from hostcall._core import registry
 registry._things.clear(), registry._names.clear()
-hc.register("tests.cube")(hc.host(lambda x: x, result=hc.like(0)))
+hc.register("tests.cube")(hc.host(lambda x: x, result=hc.results.like(0)))
 refused()
 """,
     )

@@ -40,13 +40,13 @@ NEEDS_A_NAME = {
     "call": lambda fn, x: hc.call(fn, SCALAR, x),
     "ordered": lambda fn, x: hc.call(fn, SCALAR, x, order="ordered"),
     "tap": lambda fn, x: (hc.tap(fn, x), x)[1],
-    "host": lambda fn, x: hc.host(fn, result=hc.like(0))(x),
+    "host": lambda fn, x: hc.host(fn, result=hc.results.like(0))(x),
 }
 JAXS_OWN = {
     "pure_callback": lambda fn, x: hc.pure_callback(fn, SCALAR, x),
     "io_callback": lambda fn, x: hc.io_callback(fn, SCALAR, x),
     "debug": lambda fn, x: (hc.debug.callback(fn, x), x)[1],
-    "buffer_callback": lambda fn, x: hc.buffer_callback(into, SCALAR)(x),
+    "buffer_callback": lambda fn, x: hc.buffers.buffer_callback(into, SCALAR)(x),
 }
 KINDS = {**NEEDS_A_NAME, **JAXS_OWN}
 
@@ -333,7 +333,7 @@ def test_a_changed_text_is_refused_or_read(data):
         del inner[path[-1]]
     else:
         inner[path[-1]] = data.draw(ANY)
-    with contextlib.suppress(hc.HostcallError):
+    with contextlib.suppress(hc.errors.HostcallError):
         travel._read_text(json.dumps(told), False, None)
 
 

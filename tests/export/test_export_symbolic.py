@@ -15,7 +15,7 @@ from hostcall._core import portable
 pytest.importorskip("flatbuffers")
 LIKE = jax.ShapeDtypeStruct((), np.float32)
 times = hc.register("tests.times")(
-    hc.host(lambda x, y: np.multiply(x, y), result=hc.elementwise)
+    hc.host(lambda x, y: np.multiply(x, y), result=hc.results.elementwise)
 )
 
 

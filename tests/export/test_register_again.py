@@ -40,12 +40,12 @@ CELLS = {
     """,
     "host": """
         @hc.register("again.host")
-        @hc.host(result=hc.like(0))
+        @hc.host(result=hc.results.like(0))
         def thing(x):
             return k * x
     """,
     "host lambda": """
-        thing = hc.register("again.hl")(hc.host(lambda x: k * x, result=hc.like(0)))
+        thing = hc.register("again.hl")(hc.host(lambda x: k * x, result=hc.results.like(0)))
     """,
     "decorated": """
         def twice(f):
@@ -123,7 +123,7 @@ def test_a_class_is_registered_again():
 
 def test_derivatives_are_those_of_the_new_one():
     cell = """
-        thing = hc.register("again.vjp")(hc.host(lambda x: x * k, result=hc.like(0)))
+        thing = hc.register("again.vjp")(hc.host(lambda x: x * k, result=hc.results.like(0)))
         thing.defvjp(lambda x: (x * k, None), lambda _, ct: (k * ct,))
     """
     old = run_cell(cell, 1.0)
@@ -167,8 +167,8 @@ def closure(k):
 OTHERS = {
     "closures": closure,
     "lambdas of one line": lambda k: lambda x: k * x,
-    "host closures": lambda k: hc.host(closure(k), result=hc.like(0)),
-    "host lambdas": lambda k: hc.host(lambda x: k * x, result=hc.like(0)),
+    "host closures": lambda k: hc.host(closure(k), result=hc.results.like(0)),
+    "host lambdas": lambda k: hc.host(lambda x: k * x, result=hc.results.like(0)),
     "methods": lambda k: Model(k).step,
     "instances": Model,
     "partials": lambda k: functools.partial(np.multiply, k),
@@ -205,7 +205,7 @@ def test_a_function_and_its_host_function():
 
     hc.register("others.inner")(inner)
     with pytest.raises(hc.errors.RegistryError, match="Use another name, or a higher"):
-        hc.register("others.inner")(hc.host(inner, result=hc.like(0)))
+        hc.register("others.inner")(hc.host(inner, result=hc.results.like(0)))
 
 
 def test_cells_of_a_notebook_may_be_edited(run_python):

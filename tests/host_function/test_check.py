@@ -15,7 +15,7 @@ Y = np.float32(1.5)
 
 
 def right():
-    f = hc.host(lambda x, y: np.sin(x) * y, result=hc.like(0), name="right")
+    f = hc.host(lambda x, y: np.sin(x) * y, result=hc.results.like(0), name="right")
     f.defjvp(lambda p, t: np.cos(p[0]) * p[1] * t[0] + np.sin(p[0]) * t[1])
     f.defvjp(
         lambda x, y: (np.sin(x) * y, (x.copy(), y.copy())),
@@ -53,7 +53,7 @@ def test_a_right_function():
 
 
 def test_several_examples_and_one_argument():
-    f = hc.host(np.cumsum, result=hc.like(0))
+    f = hc.host(np.cumsum, result=hc.results.like(0))
     report = hc.testing.check(f, X, (X * 2,), jnp.ones(3))
     assert report
     assert [c.name for c in report.checks][:2] == [
@@ -82,7 +82,7 @@ def test_a_linear_function():
 
 
 def plain(fn, **options):
-    return hc.host(fn, **{"result": hc.like(0), **options})
+    return hc.host(fn, **{"result": hc.results.like(0), **options})
 
 
 def test_another_result():

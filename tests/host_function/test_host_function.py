@@ -22,7 +22,7 @@ def counted(fn):
     return wrapper
 
 
-@hc.host(result=hc.like(0))
+@hc.host(result=hc.results.like(0))
 def module_sine(x):
     return np.sin(x)
 
@@ -40,7 +40,7 @@ def plain_transpose(ct):
     return 2 * ct
 
 
-aliased = hc.host(plain, result=hc.like(0))
+aliased = hc.host(plain, result=hc.results.like(0))
 aliased.deftranspose(plain_transpose)
 
 
@@ -55,7 +55,7 @@ def test_it_is_called_like_a_function(wrap):
 
 
 def test_trees_static_objects_and_keywords():
-    @hc.host(result=hc.same_tree(0))
+    @hc.host(result=hc.results.same_tree(0))
     def scale(tree, how, factor=2.0):
         assert how == "times"
         return {k: v * factor for k, v in tree.items()}
@@ -67,11 +67,11 @@ def test_trees_static_objects_and_keywords():
 
 
 def test_a_keyword_without_a_position_is_refused():
-    f = hc.host(lambda x, *, y: x, result=hc.like(0))
+    f = hc.host(lambda x, *, y: x, result=hc.results.like(0))
     with pytest.raises(hc.errors.SpecError, match="by position"):
         f(ROW, y=1)
     with pytest.raises(hc.errors.SpecError, match="missing a required"):
-        hc.host(plain, result=hc.like(0))(y=1)
+        hc.host(plain, result=hc.results.like(0))(y=1)
 
 
 def test_typed_keys_as_arguments_and_results():
@@ -82,10 +82,10 @@ def test_typed_keys_as_arguments_and_results():
 
 
 def test_the_name_is_in_reprs_and_traces():
-    assert repr(module_sine) == "<hostcall.HostFunction module_sine with defjvp>"
+    assert repr(module_sine) == "<hostcall.typing.HostFunction module_sine with defjvp>"
     assert module_sine.__name__ == "module_sine"
     assert "module_sine" in str(jax.make_jaxpr(module_sine)(ROW))
-    named = hc.host(lambda x: x, result=hc.like(0), name="best")
+    named = hc.host(lambda x: x, result=hc.results.like(0), name="best")
     assert named.__name__ == "best"
     assert "best" in str(jax.make_jaxpr(named)(ROW))
 
@@ -94,7 +94,7 @@ def test_the_error_of_the_function_names_the_users_line():
     def fail(x):
         raise LookupError("no")
 
-    f = hc.host(fail, result=hc.like(0))
+    f = hc.host(fail, result=hc.results.like(0))
 
     def program(x):
         return f(x)
@@ -125,11 +125,13 @@ def test_calls_with_equal_arguments_compile_once(compiled_during):
 
 def test_options_reach_the_call():
     kinds = []
-    f = hc.host(lambda x: kinds.append(type(x)) or x, result=hc.like(0), arrays="jax")
+    f = hc.host(
+        lambda x: kinds.append(type(x)) or x, result=hc.results.like(0), arrays="jax"
+    )
     jax.block_until_ready(f(ROW))
     assert issubclass(kinds[0], jax.Array)
 
-    @hc.host(result=hc.like(0), lend="out")
+    @hc.host(result=hc.results.like(0), lend="out")
     def double(x, out):
         np.multiply(x, 2, out=out)
 
@@ -143,7 +145,9 @@ def test_options_reach_the_call():
 @pytest.mark.parametrize("order", ["unordered", "ordered"])
 def test_functions_with_effects(order):
     seen = []
-    f = hc.host(lambda x: seen.append(float(x)) or x, result=hc.like(0), order=order)
+    f = hc.host(
+        lambda x: seen.append(float(x)) or x, result=hc.results.like(0), order=order
+    )
 
     @jax.jit
     def program(x):
@@ -164,7 +168,7 @@ def test_functions_with_effects(order):
 
 
 def test_elementwise_promotes_and_broadcasts(x64):
-    f = hc.host(np.hypot, result=hc.elementwise)
+    f = hc.host(np.hypot, result=hc.results.elementwise)
     cases = [
         ((ROW, 1.0), np.float32),  # Python's numbers have weak types
         ((ROW, 1), np.float32),
@@ -183,7 +187,9 @@ def test_elementwise_promotes_and_broadcasts(x64):
 
 @pytest.mark.parametrize("method", ["expand_dims", "broadcast_all", "sequential"])
 def test_elementwise_rows_of_unequal_ranks(method, x64):
-    f = hc.host(lambda x, y: x - y**2, result=hc.elementwise, vmap_method=method)
+    f = hc.host(
+        lambda x, y: x - y**2, result=hc.results.elementwise, vmap_method=method
+    )
 
     @f.defjvp
     def _(primals, tangents):
@@ -232,8 +238,8 @@ def test_infer_runs_once_an_aval():
 
 
 SPEC_ERRORS = {
-    "like a tree": (hc.like(0), ({"a": ROW},), r"hc\.same_tree\(0\)"),
-    "like nothing": (hc.like(2), (ROW,), "called with 1 argument."),
+    "like a tree": (hc.results.like(0), ({"a": ROW},), r"hc\.results\.same_tree\(0\)"),
+    "like nothing": (hc.results.like(2), (ROW,), "called with 1 argument."),
     "infer": ("infer", ("x",), r"failed on zeros: \w+: .*result="),
     "function": (lambda x: x.nothing, (ROW,), r"failed for \(float32\[3\]\)"),
     "no spec": (object(), (ROW,), "has no shape and dtype"),
@@ -251,21 +257,21 @@ def test_errors_of_result(result, args, text):
 
 def test_errors_of_options():
     with pytest.raises(hc.errors.SpecError, match="should be a function"):
-        hc.host(3, result=hc.like(0))
+        hc.host(3, result=hc.results.like(0))
     with pytest.raises(hc.errors.SpecError, match="only string it takes is 'infer'"):
         hc.host(plain, result="same")
     with pytest.raises(hc.errors.SpecError, match="nondiff="):
-        hc.host(plain, result=hc.like(0), nondiff=("x",))
+        hc.host(plain, result=hc.results.like(0), nondiff=("x",))
     with pytest.raises(hc.errors.SpecError, match="order="):
-        hc.host(plain, result=hc.like(0), order="some")
+        hc.host(plain, result=hc.results.like(0), order="some")
     with pytest.raises(hc.errors.SpecError, match="should be 'host'"):
-        hc.host(plain, result=hc.like(0)).defjvp(plain, where="gpu")
+        hc.host(plain, result=hc.results.like(0)).defjvp(plain, where="gpu")
     with pytest.raises(hc.errors.SpecError, match="wants a function"):
-        hc.host(plain, result=hc.like(0)).defvjp(plain, 3)
+        hc.host(plain, result=hc.results.like(0)).defvjp(plain, 3)
     with pytest.raises(hc.errors.SpecError, match="was given no rule"):
-        hc.host(plain, result=hc.like(0)).defjvps(None)
+        hc.host(plain, result=hc.results.like(0)).defjvps(None)
     with pytest.raises(hc.errors.SpecError, match="drop residuals="):
-        hc.host(plain, result=hc.like(0)).defvjp(
+        hc.host(plain, result=hc.results.like(0)).defvjp(
             plain, plain, where="jax", residuals=ROW
         )
     with pytest.raises(hc.errors.SpecError, match="already"):
@@ -284,7 +290,7 @@ def test_errors_of_options():
 )
 def test_vmap_by_method(method, calls):
     fn = counted(np.sin)
-    f = hc.host(fn, result=hc.like(0), vmap_method=method)
+    f = hc.host(fn, result=hc.results.like(0), vmap_method=method)
     out = jax.jit(jax.vmap(f))(ROW)
     np.testing.assert_array_equal(out, np.sin(ROW))
     assert fn.calls == calls
@@ -294,7 +300,7 @@ def test_vmap_by_method(method, calls):
 
 def test_vmap_by_rule():
     seen = []
-    f = hc.host(lambda x, y: x + y, result=hc.elementwise)
+    f = hc.host(lambda x, y: x + y, result=hc.results.elementwise)
 
     @f.defbatch
     def _(size, in_batched, x, y):
@@ -318,7 +324,7 @@ def test_vmap_by_rule():
     ],
 )
 def test_errors_of_a_batching_rule(answer, text):
-    f = hc.host(lambda x: x, result=hc.like(0))
+    f = hc.host(lambda x: x, result=hc.results.like(0))
     f.defbatch(lambda size, in_batched, x: answer(x))
     with pytest.raises(hc.errors.BatchingError, match=text):
         jax.vmap(f)(ROW)
@@ -335,7 +341,7 @@ def test_inside_shard_map():
 
 
 def test_numbers_of_python_as_tangents():
-    f = hc.host(np.sin, result=hc.like(0))
+    f = hc.host(np.sin, result=hc.results.like(0))
     f.defjvp(lambda p, t: np.cos(p[0]) * t[0])
     _, dot = jax.jvp(f, (2.0,), (1.0,))
     np.testing.assert_allclose(dot, np.cos(2.0), rtol=1e-6)
@@ -343,7 +349,9 @@ def test_numbers_of_python_as_tangents():
 
 def test_elementwise_with_residuals_of_unequal_ranks():
     f32 = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((3,), np.float32)
-    f = hc.host(lambda x, y: x * y, result=hc.elementwise, vmap_method="expand_dims")
+    f = hc.host(
+        lambda x, y: x * y, result=hc.results.elementwise, vmap_method="expand_dims"
+    )
     f.defvjp(
         lambda x, y: (x * y, (x, y)),
         lambda kept, ct: ((ct * kept[1]).sum(), ct * kept[0]),
@@ -358,7 +366,9 @@ def test_elementwise_with_residuals_of_unequal_ranks():
 
 def test_elementwise_rules_that_leave_out_the_argument_of_the_batch():
     f = hc.host(
-        lambda x, y: x * np.sin(y), result=hc.elementwise, vmap_method="expand_dims"
+        lambda x, y: x * np.sin(y),
+        result=hc.results.elementwise,
+        vmap_method="expand_dims",
     )
     f.defjvps(lambda t, o, x, y: t * np.sin(y), lambda t, o, x, y: t * x * np.cos(y))
     got = jax.vmap(jax.jacfwd(f), (0, None))(jnp.ones(3), 1.0)
@@ -366,7 +376,7 @@ def test_elementwise_rules_that_leave_out_the_argument_of_the_batch():
 
 
 def test_a_nondifferentiable_argument_that_is_left_out():
-    f = hc.host(lambda a, b, c=None: a * b, result=hc.like(0), nondiff=(2, -1))
+    f = hc.host(lambda a, b, c=None: a * b, result=hc.results.like(0), nondiff=(2, -1))
     f.defjvp(lambda p, t: t[0] * p[1])
     _, dot = jax.jvp(lambda a: f(a, 2.0), (1.0,), (1.0,))
     assert dot == 2

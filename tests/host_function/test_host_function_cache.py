@@ -37,7 +37,7 @@ def backward(slope, ct):
 class Counted:
     """A host function with and without a cache, and how often each code of it ran."""
 
-    def __init__(self, fn=sine, result=hc.like(0), **options):
+    def __init__(self, fn=sine, result=hc.results.like(0), **options):
         self.ran = {}
         self.plain = hc.host(fn, result=result, **options)
         self.kept = hc.host(self.count(fn), result=result, cache="memory", **options)
@@ -93,7 +93,6 @@ def test_a_program_with_a_cache(kind):
 METHODS = {
     None: 3,
     "sequential": 3,
-    "sequential_unrolled": 3,
     "parallel": 3,
     "expand_dims": 1,  # the batch as a whole
     "broadcast_all": 1,
@@ -127,7 +126,7 @@ def test_a_whole_batch_without_the_masked_rows(method):
 
 @pytest.mark.parametrize("method", ["sequential", "parallel", "expand_dims"])
 def test_elementwise_functions(method):
-    found = Counted(np.add, hc.elementwise, vmap_method=method)
+    found = Counted(np.add, hc.results.elementwise, vmap_method=method)
     found.check(lambda f: jax.vmap(f, (0, None)), X, X[:2])
 
 
@@ -186,7 +185,7 @@ def test_rules_with_residuals_on_the_host_run_each_time():
 def test_finite_differences_and_a_transpose():
     found = Counted(vmap_method="expand_dims")
     for f in (found.plain, found.kept):
-        hc.finite_difference(f)
+        hc.derivatives.finite_difference(f)
     found.check(DERIVATIVES["value and grad"], X, times=1)
     ran = dict(found.ran)
     assert found.check(DERIVATIVES["value and grad"], X) == ran
@@ -223,7 +222,7 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 def test_arguments_are_equal_if_their_bytes_are(pair):
     one, other, equal = PAIRS[pair]
-    found = Counted(lambda x: x, hc.same_tree(0))
+    found = Counted(lambda x: x, hc.results.same_tree(0))
     found.check(lambda f: f, one, times=1)
     found.check(lambda f: jax.jit(f), other, times=1)
     assert found.ran == {"<lambda>": 1 if equal else 2}
@@ -274,7 +273,7 @@ def test_the_function_may_change_what_it_returned():
         buffer[:] = x
         return buffer
 
-    f = hc.host(reuses, result=hc.like(0), cache="memory")
+    f = hc.host(reuses, result=hc.results.like(0), cache="memory")
     first = f(X)
     f(2 * X)
     np.testing.assert_array_equal(f(X), X)
@@ -290,7 +289,7 @@ def test_errors_and_wrong_results_are_not_kept():
             raise answer
         return answer
 
-    f = jax.jit(hc.host(fails, result=hc.like(0), cache="memory"))
+    f = jax.jit(hc.host(fails, result=hc.results.like(0), cache="memory"))
     for wanted in (RuntimeError, hc.errors.ResultError):
         with pytest.raises(wanted), hc.reraise():
             jax.block_until_ready(f(X))
@@ -330,7 +329,7 @@ def test_cache_clear_and_the_end_of_a_function(in_time):
     assert in_time(lambda: (caches.fit(), caches.memory_bytes())[1] == before)
 
 
-module_sine = hc.host(sine, result=hc.like(0), cache="memory")
+module_sine = hc.host(sine, result=hc.results.like(0), cache="memory")
 module_sine.__qualname__ = "another"  # is not found by name
 
 
@@ -346,13 +345,17 @@ def test_a_pickled_function_has_a_cache_of_its_own():
 
 
 def test_hits_and_misses_are_counted():
-    f = hc.host(sine, result=hc.like(0), cache="memory", tag="counted sine")
+    f = hc.host(sine, result=hc.results.like(0), cache="memory", tag="counted sine")
     for method in (f, jax.vmap(f), jax.vmap(f)):
         method(X)
     found = hc.monitor.stats()["counted sine"]
     assert (found.hits, found.misses) == (5, 4)
     parallel = hc.host(
-        sine, result=hc.like(0), cache="memory", tag="parallel", vmap_method="parallel"
+        sine,
+        result=hc.results.like(0),
+        cache="memory",
+        tag="parallel",
+        vmap_method="parallel",
     )
     jax.vmap(parallel)(X)
     found = hc.monitor.stats()["parallel"]
@@ -367,7 +370,9 @@ def test_rows_of_a_coroutine_function():
         await asyncio.sleep(0)
         return 2 * x
 
-    f = hc.host(double, result=hc.like(0), cache="memory", vmap_method="parallel")
+    f = hc.host(
+        double, result=hc.results.like(0), cache="memory", vmap_method="parallel"
+    )
     for _ in range(2):
         np.testing.assert_array_equal(jax.jit(jax.vmap(f))(X), 2 * X)
         np.testing.assert_array_equal(f(X[0]), 2 * X[0])

@@ -69,7 +69,7 @@ def disk(request, tmp_path):
             each.close()
 
 
-def host(fn, cache, version=1, result=hc.like(0), **options):
+def host(fn, cache, version=1, result=hc.results.like(0), **options):
     return hc.host(fn, result=result, cache=cache, version=version, **options)
 
 
@@ -219,18 +219,18 @@ WRONG = {
 def test_wrong_options(mistake):
     fn, options, text = WRONG[mistake]
     with pytest.raises(hc.errors.SpecError, match=text):
-        hc.host(fn, result=hc.like(0), **options)
+        hc.host(fn, result=hc.results.like(0), **options)
 
 
 def test_a_static_argument_without_a_key():
-    f = hc.host(lambda x, g: g(x), result=hc.like(0), cache="memory")
+    f = hc.host(lambda x, g: g(x), result=hc.results.like(0), cache="memory")
     with pytest.raises(hc.errors.SpecError, match="One of them can't be pickled"):
         jax.jit(lambda x: f(x, lambda y: y))(X)
 
 
 def test_nothing_to_clear():
     with pytest.raises(hc.errors.SpecError, match="no cache= that could be cleared"):
-        hc.host(sine, result=hc.like(0)).cache_clear()
+        hc.host(sine, result=hc.results.like(0)).cache_clear()
 
 
 def test_the_limit_should_be_a_number_of_bytes():

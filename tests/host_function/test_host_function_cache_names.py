@@ -41,7 +41,7 @@ def test_a_static_argument_defined_again(wrap):
         ran.append(1)
         return how(x) if isinstance(how, types.FunctionType) else how.by * x
 
-    f = hc.host(apply, result=hc.like(1), cache="memory")
+    f = hc.host(apply, result=hc.results.like(1), cache="memory")
     for by, runs in [(2, 2), (3, 4)]:
         for how in scale(by):
             for _ in range(2):
@@ -58,7 +58,7 @@ def test_a_static_function_defined_again_on_a_disk():
     disk = Disk()
     for by in (2, 3, 2):
         double, _ = scale(by)
-        f = hc.host(apply_on_disk, result=hc.like(1), cache=disk, version=1)
+        f = hc.host(apply_on_disk, result=hc.results.like(1), cache=disk, version=1)
         np.testing.assert_array_equal(f(double, X), by * X)
     assert len(disk) == 2
 
@@ -67,7 +67,7 @@ def test_rules_and_differences_have_entries_of_their_own():
     disk = Disk()
 
     def function():
-        return hc.host(sine, result=hc.like(0), cache=disk, version=1)
+        return hc.host(sine, result=hc.results.like(0), cache=disk, version=1)
 
     one, seven = function(), function()
     one.defjvp(lambda p, t: np.float32(1) * t[0])
@@ -75,7 +75,7 @@ def test_rules_and_differences_have_entries_of_their_own():
     for f, slope in [(one, 1), (seven, 7), (one, 1)]:
         assert jax.jvp(f, (1.0,), (1.0,))[1] == slope
     rough, fine, forward = (
-        hc.finite_difference(function(), step=step, scheme=scheme)
+        hc.derivatives.finite_difference(function(), step=step, scheme=scheme)
         for step, scheme in [(0.5, "central"), (1e-3, "central"), (0.5, "forward")]
     )
     slopes = {float(jax.jacobian(f)(1.0)) for f in (rough, fine, forward)}
@@ -89,8 +89,10 @@ def elementwise_sine(x):
 def test_differences_of_elementwise_functions():
     disk, slopes = Disk(), set()
     for step in (0.5, 1e-3):
-        f = hc.host(elementwise_sine, result=hc.elementwise, cache=disk, version=1)
-        slopes.add(float(jax.grad(hc.finite_difference(f, step=step))(1.0)))
+        f = hc.host(
+            elementwise_sine, result=hc.results.elementwise, cache=disk, version=1
+        )
+        slopes.add(float(jax.grad(hc.derivatives.finite_difference(f, step=step))(1.0)))
     assert len(slopes) == 2
 
 
@@ -101,7 +103,7 @@ def test_a_result_that_is_too_large_leaves_the_others():
         ran.append(x.size)
         return x
 
-    f = hc.host(same, result=hc.like(0), cache="memory")
+    f = hc.host(same, result=hc.results.like(0), cache="memory")
     before = caches.memory_bytes()
     try:
         hc.configure(cache_bytes=before + 3000)
@@ -122,7 +124,9 @@ def test_a_cached_coroutine_function_that_calls_itself():
             return np.float32(1)
         return n * float(await asyncio.to_thread(program, n - 1))
 
-    f = hc.host(factorial, result=hc.like(0), vmap_method="parallel", cache="memory")
+    f = hc.host(
+        factorial, result=hc.results.like(0), vmap_method="parallel", cache="memory"
+    )
     program = jax.jit(lambda n: f(n))
     # JAX runs the first call of a program alone: here one would wait for another.
     jax.jit(jax.vmap(f))(np.ones(2, np.float32)).block_until_ready()
@@ -133,7 +137,7 @@ def test_a_cached_coroutine_function_that_calls_itself():
 
 
 def test_the_thread_of_a_loop_does_not_wait_for_another_computation():
-    @hc.host(result=hc.like(0), cache="memory")
+    @hc.host(result=hc.results.like(0), cache="memory")
     async def same(x):
         started.set()
         await asyncio.sleep(0.2)
@@ -165,7 +169,7 @@ def test_functions_and_objects_that_live_until_the_process_ends(run_python):
         import jax, numpy as np
         import hostcall as hc
 
-        @hc.host(result=hc.like(0), cache="memory")
+        @hc.host(result=hc.results.like(0), cache="memory")
         def f(x):
             return np.sin(x)
 

@@ -56,7 +56,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_concurrent_callers_compute_once(kind):
     gate = Gate()
-    f = hc.host(gate, result=hc.like(0), cache="memory")
+    f = hc.host(gate, result=hc.results.like(0), cache="memory")
     program = PROGRAMS[kind](f)
     x = X if kind != "sequential" else X[:1]
     tasks = in_threads(lambda i: np.asarray(program(on(i, x))), 4)
@@ -72,7 +72,7 @@ def test_concurrent_callers_compute_once(kind):
 def test_batches_with_common_rows_compute_each_once():
     """Each batch computes what it claimed before it waits for the other's rows."""
     gate = Gate()
-    f = hc.host(gate, result=hc.like(0), cache="memory", vmap_method="parallel")
+    f = hc.host(gate, result=hc.results.like(0), cache="memory", vmap_method="parallel")
     program = jax.jit(jax.vmap(f))
     batches = [X, X[::-1].copy(), X[[2, 0, 3, 1]]]
     gate.end.set()
@@ -94,7 +94,7 @@ def test_if_the_computation_fails_one_that_waits_computes():
             raise LookupError("no")
         return value
 
-    f = hc.host(fails_first, result=hc.like(0), cache="memory")
+    f = hc.host(fails_first, result=hc.results.like(0), cache="memory")
     tasks = in_threads(lambda _: np.asarray(f(X)), 3)
     assert gate.entered.acquire(timeout=WAIT)
     assert holds_in_time(lambda: waiting(f) == 2)
@@ -118,7 +118,7 @@ def test_a_function_that_calls_itself_for_the_same_key():
         inner = f if len(depth) == 1 else jax.jit(f)
         return np.asarray(inner(jnp.asarray(x))) + 1
 
-    f = hc.host(again, result=hc.like(0), cache="memory")
+    f = hc.host(again, result=hc.results.like(0), cache="memory")
     np.testing.assert_array_equal(jax.jit(f)(X), X + 2)
     depth.clear()
     np.testing.assert_array_equal(f(2 * X), 2 * X + 2)
@@ -139,7 +139,7 @@ def test_functions_that_run_programs_while_others_wait(committed):
         x = jax.device_put(x, jax.devices()[0]) if committed else jnp.asarray(x)
         return np.asarray(inner(x))
 
-    f = hc.host(computes, result=hc.like(0), cache="memory")
+    f = hc.host(computes, result=hc.results.like(0), cache="memory")
 
     @jax.jit
     def program(x):  # large enough for XLA to run it on a thread of its own
@@ -162,7 +162,7 @@ def test_functions_that_run_programs_while_others_wait(committed):
 def test_a_time_limit_holds_for_the_computation(method):
     gate = Gate()
     f = hc.host(
-        gate, result=hc.like(0), cache="memory", timeout=0.1, vmap_method=method
+        gate, result=hc.results.like(0), cache="memory", timeout=0.1, vmap_method=method
     )
     with pytest.raises(hc.errors.CallTimeoutError), hc.reraise():
         jax.block_until_ready(jax.jit(jax.vmap(f))(X[:2]))
@@ -177,7 +177,7 @@ def test_devices_of_a_mesh_share_the_results():
         ran.append(1)
         return np.sin(x)
 
-    f = hc.host(sine, result=hc.like(0), cache="memory")
+    f = hc.host(sine, result=hc.results.like(0), cache="memory")
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
     program = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec))
@@ -203,7 +203,7 @@ def test_ctrl_c_ends_the_wait_for_another_computation(run_python):
             end.wait(120)
             return x
 
-        f = hc.host(slow, result=hc.like(0), cache="memory")
+        f = hc.host(slow, result=hc.results.like(0), cache="memory")
         first = threading.Thread(target=lambda: print(f(1.0)))
         first.start()
         entered.wait(120)

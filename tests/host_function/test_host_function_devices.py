@@ -16,7 +16,7 @@ EXPLICIT = jax.sharding.AxisType.Explicit
 def product(kind):
     """x * w, with derivative rules of one kind; w is a scalar."""
     nondiff = (0,) if kind == "transpose" else ()
-    f = hc.host(np.multiply, result=hc.elementwise, nondiff=nondiff)
+    f = hc.host(np.multiply, result=hc.results.elementwise, nondiff=nondiff)
     total = lambda x: np.sum(x, dtype=np.float32)
     if kind == "vjp":
         f.defvjp(
@@ -67,7 +67,7 @@ def test_sharded_arrays(kind, axis_type):
 def test_other_arrays(arrays):
     here = np.asarray if arrays == "jax" else np.from_dlpack
     f = hc.host(
-        lambda x, y: np.sin(here(x)) * here(y), result=hc.like(0), arrays=arrays
+        lambda x, y: np.sin(here(x)) * here(y), result=hc.results.like(0), arrays=arrays
     )
 
     @f.defjvp
@@ -91,7 +91,7 @@ def test_other_arrays(arrays):
 
 
 def test_bfloat16_and_complex_numbers():
-    f = hc.host(np.square, result=hc.like(0))
+    f = hc.host(np.square, result=hc.results.like(0))
     f.defjvp(lambda p, t: 2 * p[0] * t[0])
     f.defvjp(lambda x: (x * x, x), lambda x, ct: (2 * x * ct,))
     for dtype in (jnp.bfloat16, np.complex64):
@@ -104,7 +104,7 @@ def test_bfloat16_and_complex_numbers():
 
 
 def test_a_timeout_holds_for_rules():
-    f = hc.host(np.sin, result=hc.like(0), timeout=5.0)
+    f = hc.host(np.sin, result=hc.results.like(0), timeout=5.0)
     f.defvjp(lambda x: (np.sin(x), np.cos(x)), lambda c, ct: (c * ct,))
     got = jax.jit(jax.grad(lambda x: f(x).sum()))(X)
     np.testing.assert_allclose(got, np.cos(X), rtol=1e-6)

@@ -1,4 +1,4 @@
-"""hc.finite_difference: derivatives of functions without rules."""
+"""hc.derivatives.finite_difference: derivatives of functions without rules."""
 
 import pickle
 
@@ -25,7 +25,7 @@ def exact(p, n):
 @SCHEMES
 def test_jacobians_of_trees(scheme, x64):
     f = hc.host(polynomial, result="infer")
-    assert hc.finite_difference(f, scheme=scheme) is f
+    assert hc.derivatives.finite_difference(f, scheme=scheme) is f
     p = {"a": X, "b": X[::-1].copy()}
     for derive in (jax.jacfwd, jax.jacrev):
         got = jax.jit(derive(lambda p: f(p, 2)))(p)
@@ -55,7 +55,9 @@ def test_elementwise(scheme, x64):
         calls.append(np.shape(x))
         return np.sin(x) * y**2
 
-    f = hc.finite_difference(hc.host(fn, result=hc.elementwise), scheme=scheme)
+    f = hc.derivatives.finite_difference(
+        hc.host(fn, result=hc.results.elementwise), scheme=scheme
+    )
     y = np.float64(1.5)  # broadcast
     got = jax.jit(jax.grad(lambda x, y: f(x, y).sum(), (0, 1)))(X, y)
     want = np.cos(X) * y**2, (2 * y * np.sin(X)).sum()
@@ -151,8 +153,8 @@ TRIED = {
 @pytest.mark.parametrize(("fn", "slope", "x", "most"), TRIED.values(), ids=TRIED)
 def test_the_error_is_at_most_twice_the_estimate(fn, slope, x, most, scheme):
     for step in (None, 1e-3, 0.1):
-        f = hc.host(fn, result=hc.elementwise)
-        hc.finite_difference(f, scheme=scheme, step=step)
+        f = hc.host(fn, result=hc.results.elementwise)
+        hc.derivatives.finite_difference(f, scheme=scheme, step=step)
         got = f.differences.diagonal(0, x)
         told = f.difference_error(x)
         wrong = abs(got - slope(x))
@@ -168,8 +170,8 @@ def test_the_error_is_at_most_twice_the_estimate(fn, slope, x, most, scheme):
 def test_of_a_wave_much_finer_than_the_step_nothing_is_known(w):
     fn, slope, x = sine_of(w)
     for step in (None, 1e-3, 0.1):
-        f = hc.host(fn, result=hc.elementwise)
-        hc.finite_difference(f, step=step)
+        f = hc.host(fn, result=hc.results.elementwise)
+        hc.derivatives.finite_difference(f, step=step)
         got = f.differences.diagonal(0, x)
         told = f.difference_error(x)
         # It goes unnoticed if all the points happen to fit a slower wave.
@@ -182,7 +184,7 @@ def test_the_error_of_a_jacobian_in_float32():
     too small.
     """
     fn = inside(np.float32, lambda x: np.array([x[0] * x[1], np.sin(x).sum(), x[2]]))
-    f = hc.finite_difference(hc.host(fn, result=hc.like(0)))
+    f = hc.derivatives.finite_difference(hc.host(fn, result=hc.results.like(0)))
     for x in random.uniform(0.1, 3, (40, 3)):
         c, z = np.cos(x), 0.0
         want = [[x[1], x[0], z], c, [z, z, 1.0]]
@@ -206,9 +208,9 @@ ANALYTIC = {
 def test_the_error_of_complex_steps(fn, slope, most, x64):
     g = hc.host(
         lambda x: fn(np.asarray(x) + 0j) if np.iscomplexobj(x) else fn(x + 0j).real,
-        result=hc.elementwise,
+        result=hc.results.elementwise,
     )
-    hc.finite_difference(g, scheme="complex")
+    hc.derivatives.finite_difference(g, scheme="complex")
     got = np.asarray(jax.grad(lambda x: g(x).sum())(SMOOTH))
     told = g.difference_error(SMOOTH)
     wrong = abs(got - slope(SMOOTH))
@@ -217,23 +219,27 @@ def test_the_error_of_complex_steps(fn, slope, most, x64):
 
 
 def test_where_the_function_is_no_number_nothing_is_known(x64):
-    f = hc.finite_difference(
-        hc.host(np.log, result=hc.elementwise), scheme="forward", step=0.1
+    f = hc.derivatives.finite_difference(
+        hc.host(np.log, result=hc.results.elementwise), scheme="forward", step=0.1
     )
     with np.errstate(all="ignore"):
         assert f.difference_error(np.float64([0.05, 5.0])).tolist()[0] == np.inf
 
 
-@pytest.mark.parametrize("result", [hc.elementwise, hc.like(0)], ids=["each", "whole"])
+@pytest.mark.parametrize(
+    "result", [hc.results.elementwise, hc.results.like(0)], ids=["each", "whole"]
+)
 def test_half_precision_moves_too(result):
-    f = hc.finite_difference(hc.host(lambda x: x * x, result=result))
+    f = hc.derivatives.finite_difference(hc.host(lambda x: x * x, result=result))
     x = jax.numpy.array([0.5, 1.5], jax.numpy.bfloat16)
     assert jax.vjp(f, x)[1](jax.numpy.ones_like(x))[0].tolist() == [1, 3]
     assert f.difference_error(x).max() < 1e-8
 
 
 def test_float32_programs_get_differences_in_float64():
-    f = hc.finite_difference(hc.host(lambda x: np.sin(x), result=hc.like(0)))
+    f = hc.derivatives.finite_difference(
+        hc.host(lambda x: np.sin(x), result=hc.results.like(0))
+    )
     x = X.astype(np.float32)
     got = jax.jit(jax.jacrev(f))(x)
     assert got.dtype == np.float32
@@ -241,8 +247,8 @@ def test_float32_programs_get_differences_in_float64():
 
 
 def test_integers_and_nondiff_do_not_move():
-    f = hc.host(lambda n, x, w: x * n * w, result=hc.like(1), nondiff=2)
-    hc.finite_difference(f, step=1e-3)
+    f = hc.host(lambda n, x, w: x * n * w, result=hc.results.like(1), nondiff=2)
+    hc.derivatives.finite_difference(f, step=1e-3)
     x = np.float32(2)
     assert np.isclose(jax.grad(lambda x: f(3, x, 2.0))(x), 6)
 
@@ -251,9 +257,13 @@ def module_sine(x):
     return np.sin(x)
 
 
-@pytest.mark.parametrize("result", [hc.elementwise, hc.like(0)], ids=["each", "whole"])
+@pytest.mark.parametrize(
+    "result", [hc.results.elementwise, hc.results.like(0)], ids=["each", "whole"]
+)
 def test_it_can_be_pickled(result):
-    f = hc.finite_difference(hc.host(module_sine, result=result, name="sine"))
+    f = hc.derivatives.finite_difference(
+        hc.host(module_sine, result=result, name="sine")
+    )
     slope = lambda f: jax.grad(lambda x: f(x).sum())(X)
     want = slope(f)
     again = pickle.loads(pickle.dumps(f))
@@ -263,13 +273,13 @@ def test_it_can_be_pickled(result):
 
 
 def test_errors():
-    f = hc.host(np.sin, result=hc.like(0), name="f")
+    f = hc.host(np.sin, result=hc.results.like(0), name="f")
     with pytest.raises(hc.errors.SpecError, match="what hc.host returns"):
-        hc.finite_difference(np.sin)
+        hc.derivatives.finite_difference(np.sin)
     with pytest.raises(hc.errors.SpecError, match="scheme= of `f`"):
-        hc.finite_difference(f, scheme="backward")
+        hc.derivatives.finite_difference(f, scheme="backward")
     with pytest.raises(hc.errors.SpecError, match="step= of `f`"):
-        hc.finite_difference(f, step=-1)
-    hc.finite_difference(f)
+        hc.derivatives.finite_difference(f, step=-1)
+    hc.derivatives.finite_difference(f)
     with pytest.raises(hc.errors.SpecError, match="defjacobian already"):
-        hc.finite_difference(f)
+        hc.derivatives.finite_difference(f)

@@ -12,7 +12,7 @@ X = np.array([0.3, -1.2, 2.0], dtype=np.float32)
 
 
 def make(**rules):
-    f = hc.host(np.sin, result=hc.like(0), name="f")
+    f = hc.host(np.sin, result=hc.results.like(0), name="f")
     for name, rule in rules.items():
         rule(getattr(f, name))
     return f
@@ -40,7 +40,7 @@ MISSING = {
         jvp,
         r"`f` has no derivative rule \(called at .*\)\. Give one: f\.defjvp\(rule\) for"
         r" forward mode, f\.defvjp\(fwd, bwd\) for reverse mode, f\.defjacobian\(rule\)"
-        r" for both, hc\.finite_difference\(f\) .*stop_gradient",
+        r" for both, hc\.derivatives\.finite_difference\(f\) .*stop_gradient",
     ),
     "none, reverse": ({}, grad, "`f` has no derivative rule"),
     "forward": (
@@ -94,7 +94,7 @@ def jvp_at(f, x):
 )
 def test_a_missing_rule_names_itself(rules, derive, text, wrap):
     f = make(**rules)
-    with pytest.raises(hc.HostcallError) as caught:
+    with pytest.raises(hc.errors.HostcallError) as caught:
         wrap(lambda: derive(f))()
     assert re.search(text, str(caught.value)), caught.value
     assert isinstance(caught.value, (hc.errors.DerivativeError, hc.errors.SpecError))
@@ -121,7 +121,7 @@ def test_the_error_names_the_users_line_where_jax_makes_the_call():
 
 
 def test_an_argument_that_defjvps_leaves_out():
-    f = hc.host(np.multiply, result=hc.like(0), name="f")
+    f = hc.host(np.multiply, result=hc.results.like(0), name="f")
     f.defjvps(lambda t, out, x, y: t * y, None)
     np.testing.assert_array_equal(jax.jvp(lambda x: f(x, X), (X,), (X,))[1], X * X)
     with pytest.raises(
@@ -131,7 +131,7 @@ def test_an_argument_that_defjvps_leaves_out():
 
 
 def test_the_nonlinear_argument_of_a_linear_function():
-    f = hc.host(lambda a, x: a * x, result=hc.like(1), nondiff=0, name="f")
+    f = hc.host(lambda a, x: a * x, result=hc.results.like(1), nondiff=0, name="f")
     f.deftranspose(lambda ct, a: a * ct)
     with pytest.raises(
         hc.errors.DerivativeError, match="argument 0, which is in nondiff"
@@ -207,7 +207,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("derive", "text"), WRONG.values(), ids=WRONG.keys())
 def test_what_a_rule_returns_is_checked(derive, text):
-    with pytest.raises(hc.HostcallError, match=text):
+    with pytest.raises(hc.errors.HostcallError, match=text):
         derive()
 
 

@@ -53,7 +53,7 @@ def small():
 
 
 def make(fwd_calls=None):
-    f = hc.host(np.sin, result=hc.like(0))
+    f = hc.host(np.sin, result=hc.results.like(0))
 
     def fwd(x):
         if fwd_calls is not None:
@@ -137,7 +137,7 @@ def test_vmap(wrap):
 @pytest.mark.parametrize("method", ["expand_dims", "parallel"])
 def test_vmap_by_method(method):
     """Objects can't have a batch axis, so their rules run row by row."""
-    f = hc.host(np.sin, result=hc.like(0), vmap_method=method)
+    f = hc.host(np.sin, result=hc.results.like(0), vmap_method=method)
     shapes = []
 
     def fwd(x):
@@ -195,7 +195,7 @@ def test_a_scan_longer_than_the_store(small):
 
 def waiting(name, length=6):
     """A program whose forward rule runs `length` times before its backward rule."""
-    f = hc.host(np.sin, result=hc.like(0), name=name)
+    f = hc.host(np.sin, result=hc.results.like(0), name=name)
     f.defvjp(
         lambda x: (np.sin(x), Residual(np.cos(x))),
         lambda residual, ct: (residual.slope * ct,),
@@ -343,7 +343,7 @@ def test_linearize_of_a_function_with_both_rules():
 
 
 def test_the_forward_rule_may_keep_its_arguments():
-    f = hc.host(np.sin, result=hc.like(0), lend=True)
+    f = hc.host(np.sin, result=hc.results.like(0), lend=True)
     f.defvjp(lambda x: (np.sin(x), x), lambda x, ct: (np.cos(x) * ct,))
     g = jax.jit(jax.grad(lambda x: f(x).sum()))
     close(g(X), np.cos(X))
@@ -351,7 +351,7 @@ def test_the_forward_rule_may_keep_its_arguments():
 
 
 def test_an_exception_of_a_rule_is_raised_and_leaves_nothing():
-    f = hc.host(np.sin, result=hc.like(0))
+    f = hc.host(np.sin, result=hc.results.like(0))
 
     def bwd(residual, ct):
         raise LookupError("bwd")

@@ -89,7 +89,7 @@ def jax_jacobian(x, y):
 
 def make(kind, calls=None):
     calls = Calls() if calls is None else calls
-    f = hc.host(calls.of("value")(value), result=hc.like(0), name="f")
+    f = hc.host(calls.of("value")(value), result=hc.results.like(0), name="f")
     jvp, halves = calls.of("jvp"), (calls.of("fwd"), calls.of("bwd"))
     for part in kind.split("+"):
         if part == "jvp":
@@ -303,8 +303,8 @@ def test_forward_along_tangents_of_tangents(kind):
 
 
 def test_functions_that_are_each_others_derivatives():
-    sine = hc.host(np.sin, result=hc.elementwise, vmap_method="expand_dims")
-    cosine = hc.host(np.cos, result=hc.elementwise, vmap_method="expand_dims")
+    sine = hc.host(np.sin, result=hc.results.elementwise, vmap_method="expand_dims")
+    cosine = hc.host(np.cos, result=hc.results.elementwise, vmap_method="expand_dims")
     sine.defjvp(lambda p, t: cosine(*p) * t[0], where="jax")
     cosine.defjvp(lambda p, t: -sine(*p) * t[0], where="jax")
     test_util.check_grads(sine, (X,), order=3, atol=0.1, rtol=0.1)
@@ -314,7 +314,7 @@ def test_functions_that_are_each_others_derivatives():
 
 def test_the_jacobian_of_a_jacobian(x64):
     """A HostFunction as a rule is JAX code, and may have rules."""
-    cube = hc.host(lambda x: x**3, result=hc.like(0))
+    cube = hc.host(lambda x: x**3, result=hc.results.like(0))
     first = hc.host(
         lambda x: np.diag(3 * x**2),
         result=lambda x: jax.ShapeDtypeStruct((*x.shape, *x.shape), x.dtype),
@@ -378,7 +378,7 @@ def test_a_linear_function(where):
 
 
 def test_a_linear_function_of_several_arguments():
-    f = hc.host(lambda x, y: 2 * x + 3 * y["a"], result=hc.like(0))
+    f = hc.host(lambda x, y: 2 * x + 3 * y["a"], result=hc.results.like(0))
     f.deftranspose(lambda ct: (2 * ct, {"a": 3 * ct}))
     y = {"a": Y}
     x_bar, y_bar = jax.linear_transpose(f, X, y)(X)
@@ -457,8 +457,8 @@ def test_rows_of_tangents_share_one_value():
 @pytest.mark.parametrize("where", ["host", "jax"])
 @pytest.mark.parametrize("number", [float, np.float32, np.asarray])
 def test_pythons_numbers_as_primals_and_tangents(where, number):
-    sine = hc.host(np.sin, result=hc.elementwise, vmap_method="expand_dims")
-    cosine = hc.host(np.cos, result=hc.elementwise, vmap_method="expand_dims")
+    sine = hc.host(np.sin, result=hc.results.elementwise, vmap_method="expand_dims")
+    cosine = hc.host(np.cos, result=hc.results.elementwise, vmap_method="expand_dims")
     rule = np.cos if where == "host" else cosine
     sine.defjvp(lambda p, t: rule(p[0]) * t[0], where=where)
     out, dot = jax.jvp(sine, (number(0.7),), (number(2.0),))
@@ -485,7 +485,7 @@ def test_zero_tangents_make_no_call():
 
 def test_only_tangents_that_are_there_are_sent():
     sent = []
-    f = hc.host(value, result=hc.like(0))
+    f = hc.host(value, result=hc.results.like(0))
 
     @f.defjvp
     def _(primals, tangents):
@@ -505,7 +505,10 @@ def test_only_tangents_that_are_there_are_sent():
 def test_integers_statics_and_nondiff():
     seen = []
     f = hc.host(
-        lambda x, n, how, w: x**n * w, result=hc.like(0), nondiff=(3,), name="power"
+        lambda x, n, how, w: x**n * w,
+        result=hc.results.like(0),
+        nondiff=(3,),
+        name="power",
     )
 
     @f.defjvp
@@ -589,7 +592,7 @@ def test_trees_of_arguments_and_results():
 
 def test_whole_batches_reach_the_rules():
     calls = Calls()
-    f = hc.host(np.sin, result=hc.like(0), vmap_method="expand_dims")
+    f = hc.host(np.sin, result=hc.results.like(0), vmap_method="expand_dims")
     f.defjvp(calls.of("jvp")(lambda p, t: np.cos(p[0]) * t[0]))
     spec = jax.ShapeDtypeStruct((), np.float32)
     f.defvjp(

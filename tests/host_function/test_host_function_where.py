@@ -21,7 +21,7 @@ class Seen:
 
     def __init__(self, kind, **options):
         self.xs = []
-        self.f = f = hc.host(self.note(np.sin), result=hc.like(0), **options)
+        self.f = f = hc.host(self.note(np.sin), result=hc.results.like(0), **options)
         note, cos = self.note, np.cos
         if kind == "jvp":
             f.defjvp(note(lambda p, t: cos(p[0]) * t[0]))
@@ -131,7 +131,7 @@ def test_linear_functions(where):
         calls.append(x.copy())
         return 2 * x
 
-    f = hc.host(double, result=hc.like(0))
+    f = hc.host(double, result=hc.results.like(0))
     f.deftranspose(lambda ct: 2 * ct, where=where)
     g = lambda mask, x: f.where(mask, FILL)(x) ** 2
     want = lambda mask, x: jnp.where(mask, 2 * x, FILL) ** 2
@@ -191,7 +191,7 @@ def test_functions_with_effects():
 
 
 def test_what_is_refused():
-    f = hc.host(np.sin, result=hc.like(0))
+    f = hc.host(np.sin, result=hc.results.like(0))
     with pytest.raises(hc.errors.SpecError, match="where= of `sin` should be one bool"):
         f.where(X > 0)(X)
     with pytest.raises(hc.errors.SpecError, match="fill= of `sin` is 'x'"):
@@ -205,7 +205,7 @@ def test_what_is_refused():
 
 
 def logarithm(kind):
-    log = hc.host(np.log, result=hc.like(0))
+    log = hc.host(np.log, result=hc.results.like(0))
     if kind == "jvp":
         log.defjvp(lambda p, t: t[0] / p[0], where="jax")
     elif kind == "vjp":
@@ -226,7 +226,7 @@ def test_rules_in_jax_code_that_are_infinite_there(kind):
 
 @pytest.mark.parametrize("method", ["sequential", "parallel", *WHOLE])
 def test_rows_that_differ_in_the_mask_only(method):
-    sine = hc.host(np.sin, result=hc.like(0), vmap_method=method)
+    sine = hc.host(np.sin, result=hc.results.like(0), vmap_method=method)
     mask, x = jnp.array([True, False, True]), jnp.ones(3)
     got = jax.jit(jax.vmap(lambda m: sine.where(m)(x)))(mask)
     np.testing.assert_allclose(got, jnp.where(mask[:, None], np.sin(x), 0), rtol=1e-6)
@@ -237,8 +237,10 @@ def test_rows_that_differ_in_the_mask_only(method):
 
 def test_finite_differences():
     seen = []
-    f = hc.host(lambda x: (seen.append(float(x)), np.sqrt(x))[1], result=hc.elementwise)
-    hc.finite_difference(f)
+    f = hc.host(
+        lambda x: (seen.append(float(x)), np.sqrt(x))[1], result=hc.results.elementwise
+    )
+    hc.derivatives.finite_difference(f)
     x = jnp.array([-1.0, 4.0])
     slopes = jax.vmap(jax.grad(lambda x: f.where(x > 0)(x)))(x)
     np.testing.assert_allclose(slopes, [0, 0.25], rtol=1e-4)
@@ -252,7 +254,7 @@ class Scaled:
     def __init__(self, scale):
         self.scale = scale
 
-    @hc.host(result=hc.like(1))
+    @hc.host(result=hc.results.like(1))
     def sine(self, x):
         """A sine."""
         return self.scale * np.sin(x)
@@ -263,11 +265,11 @@ class Scaled:
     )
 
     @staticmethod
-    @hc.host(result=hc.like(0))
+    @hc.host(result=hc.results.like(0))
     def plain(x):
         return 2 * x
 
-    ufunc = hc.host(np.sin, result=hc.like(0))
+    ufunc = hc.host(np.sin, result=hc.results.like(0))
 
 
 def test_methods():
@@ -276,7 +278,7 @@ def test_methods():
     np.testing.assert_allclose([value, slope], [3 * np.sin(0.3), 3 * np.cos(0.3)], 1e-6)
     assert s.plain(X).tolist() == (2 * X).tolist()
     np.testing.assert_allclose(s.ufunc(X), np.sin(X), rtol=1e-6)
-    assert isinstance(Scaled.sine, hc.HostFunction)
+    assert isinstance(Scaled.sine, hc.typing.HostFunction)
     assert Scaled.sine.__doc__ == "A sine."
     assert Scaled.sine(s, X[0]) == s.sine(X[0])
     assert jax.vmap(s.sine)(X).shape == X.shape
@@ -289,7 +291,7 @@ def test_methods():
 
 class Counted:
     @classmethod
-    @hc.host(result=hc.like(1))
+    @hc.host(result=hc.results.like(1))
     def twice(cls, x):
         return 2 * x
 

@@ -130,7 +130,7 @@ def _call(host: Host, order: str) -> Any:
 
 
 def _host(host: Host, order: str) -> Any:
-    f = hc.host(lambda v: host.fn(v), result=hc.like(0), order=order)
+    f = hc.host(lambda v: host.fn(v), result=hc.results.like(0), order=order)
     if order == "pure":
         f.defjvps(lambda t, _, x: 2 * x * t, where="jax")
     return host.named(f)
@@ -177,7 +177,9 @@ def _buffer(host: Host, order: str) -> Any:
 
 
 def _in_place(fill: Any, v: Any, order: str) -> Any:
-    f = hc.buffer_callback(fill, _like(v), order=order, vmap_method="sequential")
+    f = hc.buffers.buffer_callback(
+        fill, _like(v), order=order, vmap_method="sequential"
+    )
     return f(v)
 
 
@@ -231,7 +233,7 @@ FACES: dict[str, tuple[tuple[str, ...], Callable[[Host, str], Any]]] = {
     "hc.tap": (_TWO, _tap),
     "hc.tap_through": (("pure",), _tap_through),
     "hc.print": (_TWO, _print),
-    "hc.buffer_callback": (_THREE, _buffer),
+    "hc.buffers.buffer_callback": (_THREE, _buffer),
     "hc.buffers.native": (_THREE, _native),
     "hc.pure_callback": (("pure",), _pure_callback),
     "hc.io_callback": (_TWO, _io_callback),

@@ -40,7 +40,7 @@ The programs are written like this:
 - "Beside" a loop means that the function is called in each step, with a carried value that is not
   differentiated, while another one is.
 - `hc.feed` gives an item to each row of a `vmap` (`rows=`).
-- `hc.buffers.native` is machine code in an `hc.buffer_callback`.
+- `hc.buffers.native` is machine code in an `hc.buffers.buffer_callback`.
 - The first table's values are float32. The dtypes are tested with each order, and with jit, vmap,
   scan, cond and shard_map in turn: each of these with each dtype, but not with all orders. Other
   transformations do not look at dtypes, or need a derivative, which few dtypes have.

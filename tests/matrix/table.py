@@ -98,7 +98,7 @@ RAW_KEYS = Hole(
 
 _DERIVATIVES = ("grad", "jvp", "linearize", "jvp of while_loop")
 _WORDS = {
-    "hc.buffer_callback": "Buffer",
+    "hc.buffers.buffer_callback": "Buffer",
     "hc.buffers.native": "Buffer",
     "hc.pure_callback": "Pure",
     "hc.io_callback": "IO",

@@ -60,7 +60,7 @@ def outcome(face, order, transformation, work, portable=False):
                 assert seen == numbers(face, transformation, host)
                 return "numbers"
             assert seen == want_seen
-        except hc.HostcallError as error:
+        except hc.errors.HostcallError as error:
             return f"{error.code}: {error}"
         except Exception as error:
             return f"{type(error).__name__}: {error}"

@@ -629,7 +629,7 @@ if child == 0:
     for use in (lambda: env.step(1), env.save):
         try:
             use()
-        except hc.HostcallError as error:
+        except hc.errors.HostcallError as error:
             print("refused" if "'spawn'" in str(error) else error, flush=True)
     env.close()
     from hostcall._api.object import group
@@ -839,7 +839,7 @@ MESSAGES = {
     ),
     "not there": (
         used(lambda env: jax.jit(env.step)(1.0), Fly),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "methods= of `Fly` declares 'reset', but its factory returned a Fly, which has no such method. Its methods are: fly, land",
     ),
     "pickled": (
@@ -849,32 +849,32 @@ MESSAGES = {
     ),
     "traced after close": (
         used(lambda env: (env.close(), env.step(1.0))),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "step() of `Walk` was called after close(). Make another hc.Object, or call renew() instead of close()",
     ),
     "run after close": (
         used(after_close),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "step() of `Walk` was called after close(). Make another hc.Object, or call renew() instead of close()",
     ),
     "saved after close": (
         used(lambda env: (env.close(), env.save())),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "save() of `Walk` was called after close(). Make another hc.Object, or call renew() instead of close()",
     ),
     "entered after close": (
         used(lambda env: (env.close(), env.__enter__())),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "__enter__() of `Walk` was called after close(). Make another hc.Object, or call renew() instead of close()",
     ),
     "another batch": (
         batch_then(lambda env: jax.jit(jax.vmap(env.step))(actions(4))),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "step() of `Walk` was called for 4 rows, but its objects were made for 3 rows. Each object belongs to one row, so the batch can't change: make another hc.Object, or start again with renew()",
     ),
     "nothing depends on the row": (
         batch_then(lambda env: jax.jit(jax.vmap(lambda a: env.step(1.0)))(actions(3))),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "step() of `Walk` was called without vmap, but its objects were made for 3 rows. Each object belongs to one row, so the batch can't change: make another hc.Object, or start again with renew(). Under vmap, JAX makes a call only once for all rows if no argument depends on the row: pass one that does (where=mask is enough)",
     ),
     "another mesh": (
@@ -884,7 +884,7 @@ MESSAGES = {
                 line(), jax.vmap(lambda a: env.step(a)[0]), P("x"), check_vma=False
             )(actions(4)),
         ),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "step() of `Walk` was called for 2 x 3 rows, but its objects were made for 1 rows on each device of a mesh x=4. Each object",
     ),
     "restored from something else": (
@@ -897,17 +897,17 @@ MESSAGES = {
             lambda env: (jax.vmap(env.step)(actions(2)), env.save()),
             lambda: type("Local", (Walk,), {})(),
         ),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "object (0,) of `object` can't be saved, since it can't be pickled (PicklingError:",
     ),
     "saved inside": (
         used(lambda env: hc.call(lambda: env.save(), None, order="ordered")),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "save() of `Walk` inside a callback would wait for the program that made the call. Call it where the program is called",
     ),
     "closed inside": (
         used(lambda env: hc.call(env.close, None, order="ordered")),
-        hc.HostcallError,
+        hc.errors.HostcallError,
         "close() of `Walk` inside a callback would wait for the program that made the call. Call it where the program is called",
     ),
 }
@@ -944,7 +944,9 @@ class Inline(futures.Executor):
 def test_rows_on_the_thread_that_waits_are_refused():
     with (
         walks(vmap_method="parallel", executor=Inline()) as env,
-        pytest.raises(hc.HostcallError, match="can't tell which object is meant"),
+        pytest.raises(
+            hc.errors.HostcallError, match="can't tell which object is meant"
+        ),
     ):
         jax.vmap(env.step)(actions(2))
 

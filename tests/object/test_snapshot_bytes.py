@@ -45,7 +45,7 @@ FOREIGN = {
 @pytest.mark.parametrize("case", FOREIGN)
 def test_bytes_that_no_process_wrote(case):
     with pytest.raises(
-        hc.HostcallError, match="was not written by a process"
+        hc.errors.HostcallError, match="was not written by a process"
     ) as caught:
         decode(FOREIGN[case], "save() of `env`, process 1")
     assert caught.value.code == "hc-process"

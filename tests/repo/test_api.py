@@ -10,6 +10,7 @@ import public
 import pytest
 
 import hostcall as hc
+import hostcall.host_callback
 
 
 def test_the_snapshot_is_current():
@@ -25,8 +26,8 @@ def test_the_snapshot_is_current():
     ("before", "after", "names"),
     [
         ("hostcall.call(fn)", "hostcall.call(fn, on)", ["hostcall.call"]),
-        ("class hostcall.Feed(object)", "", ["hostcall.Feed"]),
-        ("", "hostcall.Feed.__call__(self)", ["hostcall.Feed.__call__"]),
+        ("class hostcall.typing.Feed(object)", "", ["hostcall.typing.Feed"]),
+        ("", "hostcall.typing.Feed.__call__(self)", ["hostcall.typing.Feed.__call__"]),
         ("", "code hc-feed", ["hc-feed"]),
         ("", "hostcall.tap(fn)  [Args]", []),
         ("code hc-escape", "", []),
@@ -51,7 +52,7 @@ FACES = (
         "progress.__call__",
         "watch",
     ),
-    *("pure_callback", "io_callback", "buffer_callback", "debug.callback"),
+    *("pure_callback", "io_callback", "buffers.buffer_callback", "debug.callback"),
     *("debug.print", "derivatives.tap_tangent", "derivatives.tap_cotangent"),
     *("host_callback.call", "host_callback.id_tap", "host_callback.id_print"),
 )

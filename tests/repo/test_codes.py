@@ -201,7 +201,7 @@ def test_jax_reports_a_failed_program_with_the_code():
     text = str(caught.value)
     assert text.count("python -m hostcall explain") == 1
     assert codes.code_in(text) == "hc-result"
-    assert isinstance(hc.last_error(), hc.errors.ResultError)
+    assert isinstance(hc.errors.last_error(), hc.errors.ResultError)
 
 
 # --- The command ----------------------------------------------------------------------

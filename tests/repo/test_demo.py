@@ -1,7 +1,9 @@
-"""What `python -m hostcall` computes, piece by piece: derivatives, plot, report."""
+"""What `make demo` computes, piece by piece: derivatives, plot, report."""
 
+import runpy
 import struct
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,13 @@ import hostcall as hc
 
 pytest.importorskip("scipy")
 
-from hostcall import __main__ as program
-from hostcall._cli import bessel, report, text
-from hostcall._cli import lynx as demo
+import bessel
+import lynx as demo
+import text
 
+from hostcall._cli import report
+
+DEMO = Path(demo.__file__).parent
 BEST = np.log([0.5401590, 0.0271654, 0.7963860, 0.0236946, 34.602437, 5.844507])
 SHORT = demo.YEARS[:6]
 
@@ -146,10 +151,10 @@ def test_the_plot_is_a_png(tmp_path):
 
 def test_without_matplotlib_the_plot_is_left_out(tmp_path, monkeypatch):
     pytest.importorskip("statsmodels")
-    from hostcall._cli import jobs
+    import fits
 
-    monkeypatch.setattr(jobs.importlib.util, "find_spec", lambda name: None)
-    said = jobs.plotted(tmp_path / "fit.png", BEST, np.eye(6))
+    monkeypatch.setattr(fits.importlib.util, "find_spec", lambda name: None)
+    said = fits.plotted(tmp_path / "fit.png", BEST, np.eye(6))
     assert said == "not drawn without matplotlib: pip install matplotlib"
     assert not list(tmp_path.iterdir())
 
@@ -159,9 +164,9 @@ def test_a_plot_that_cannot_be_written_is_refused_first(
     where, tmp_path, monkeypatch, capsys
 ):
     path = tmp_path / where
-    monkeypatch.setattr("sys.argv", ["hostcall", "--plot", str(path)])
+    monkeypatch.setattr("sys.argv", ["demo", "--plot", str(path)])
     with pytest.raises(SystemExit):
-        program.parsed()
+        runpy.run_path(str(DEMO), run_name="__main__")
     said = capsys.readouterr().err
     assert f"the plot can't be written to {path}: it is a folder, or is not" in said
     assert "Name a file: --plot lynx_hare.png" in said
@@ -177,7 +182,7 @@ def test_the_report_on_gpus(monkeypatch):
     assert tried == [gpu]
 
     def fails(device):
-        raise hc.HostcallError("hostcall: no driver\nand more")
+        raise hc.errors.HostcallError("hostcall: no driver\nand more")
 
     monkeypatch.setattr(report, "engine_answers", fails)
     said = report.engine_on_gpu([gpu])

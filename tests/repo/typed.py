@@ -14,12 +14,12 @@ import numpy as np
 import hostcall as hc
 
 
-@hc.host(result=hc.like(0))
+@hc.host(result=hc.results.like(0))
 def scale(x: jax.Array, by: float = 2.0) -> jax.Array:
     return x * by
 
 
-@hc.host(result=hc.like(0), vmap_method="parallel")
+@hc.host(result=hc.results.like(0), vmap_method="parallel")
 async def asked(x: jax.Array) -> jax.Array:
     return x
 
@@ -49,14 +49,16 @@ def host_functions(x: jax.Array) -> None:
     assert_type(scale.where(x > 0)(x, 1.0), jax.Array)
     scale("x")  # type: ignore
     scale(x, times=3.0)  # type: ignore
-    made = hc.host(length, result=hc.like(0), vmap_method="parallel", tag="length")
+    made = hc.host(
+        length, result=hc.results.like(0), vmap_method="parallel", tag="length"
+    )
     assert_type(made(x), jax.Array)
-    assert_type(hc.finite_difference(made)(x), jax.Array)
+    assert_type(hc.derivatives.finite_difference(made)(x), jax.Array)
     assert_type(asked(x), jax.Array)
-    assert_type(hc.host(remote, result=hc.like(0), concurrency=8)(x), jax.Array)
-    hc.host(np.multiply, result=hc.elementwise)(x, np.ones(3))
+    assert_type(hc.host(remote, result=hc.results.like(0), concurrency=8)(x), jax.Array)
+    hc.host(np.multiply, result=hc.results.elementwise)(x, np.ones(3))
     hc.host(length)  # type: ignore
-    hc.host(length, result=hc.like(0), lend="in")  # type: ignore
+    hc.host(length, result=hc.results.like(0), lend="in")  # type: ignore
 
 
 def rules(x: jax.Array) -> None:
@@ -99,12 +101,14 @@ def objects(x: jax.Array) -> None:
 
 def buffers(out: hc.buffers.Buffer) -> None:
     spec = jax.ShapeDtypeStruct(out.shape, out.dtype)
-    assert_type(hc.buffer_callback(hc.buffers.native(7), spec), Callable[..., Any])
+    assert_type(
+        hc.buffers.buffer_callback(hc.buffers.native(7), spec), Callable[..., Any]
+    )
 
 
 def names() -> None:
     hc.SpecError  # type: ignore
-    assert issubclass(hc.errors.SpecError, hc.HostcallError)
+    assert issubclass(hc.errors.SpecError, hc.errors.HostcallError)
     assert_type(hc.monitor.stats(), dict[str, hc.monitor.CallStats])
     assert_type(hc.barrier(1.0, programs=False), bool)
     with hc.testing.collect() as seen, hc.patch_jax():

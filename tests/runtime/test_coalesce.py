@@ -335,7 +335,6 @@ WRONG = {
     "has coalesce= and order='ordered'": {"coalesce": 2, "order": "ordered"},
     "has coalesce= and vmap_method=": {"coalesce": 2, "vmap_method": "expand_dims"},
     "has coalesce= and lend=": {"coalesce": 2, "lend": True},
-    "has coalesce= and keep=": {"coalesce": 2, "where": True, "keep": 1},
     "has coalesce= and arrays='cuda'": {"coalesce": 2, "arrays": "cuda"},
 }
 

@@ -251,14 +251,14 @@ def test_concurrency_is_for_coroutine_functions():
 
 
 def test_rules_that_could_not_run():
-    function = hc.host(lambda x: x, result=hc.like(0))
+    function = hc.host(lambda x: x, result=hc.results.like(0))
     for rule in (
         lambda: function.defjvp(same, where="jax"),
         lambda: function.defbatch(same),
     ):
         with pytest.raises(hc.errors.SpecError, match="a coroutine function and JAX"):
             rule()
-    lends = hc.host(lambda x: x, result=hc.like(0), lend=True)
+    lends = hc.host(lambda x: x, result=hc.results.like(0), lend=True)
     with pytest.raises(hc.errors.SpecError, match="`same` can't have lend=True"):
         lends.defvjp(same, same)
 
@@ -280,7 +280,7 @@ def test_a_plain_function_that_returns_a_coroutine(result):
         lambda: hc.pure_callback(same, F32, 1.0),
         lambda: hc.io_callback(same, F32, 1.0),
         lambda: hc.debug.callback(same, 1.0),
-        lambda: hc.buffer_callback(same, F32)(1.0),
+        lambda: hc.buffers.buffer_callback(same, F32)(1.0),
     ],
 )
 def test_drop_ins_refuse_coroutine_functions(make):

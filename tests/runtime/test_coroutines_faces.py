@@ -65,7 +65,9 @@ RULES = {
 @pytest.mark.parametrize("method", ["parallel", "sequential"])
 @pytest.mark.parametrize("rule", RULES)
 def test_derivatives(rule, method):
-    function = hc.host(cube, result=hc.like(0), vmap_method=method, concurrency=2)
+    function = hc.host(
+        cube, result=hc.results.like(0), vmap_method=method, concurrency=2
+    )
     RULES[rule](function)
 
     def slope(f):
@@ -79,7 +81,7 @@ def test_derivatives(rule, method):
 
 
 def test_a_forward_rule_that_runs_again():
-    function = hc.host(cube, result=hc.like(0))
+    function = hc.host(cube, result=hc.results.like(0))
     function.defvjp(fwd, bwd)
     hc.configure(residuals=0)
     try:
@@ -101,7 +103,9 @@ def test_jacobians_batches_and_inferred_results():
 
 
 def test_finite_differences():
-    function = hc.finite_difference(hc.host(cube, result=hc.elementwise))
+    function = hc.derivatives.finite_difference(
+        hc.host(cube, result=hc.results.elementwise)
+    )
     np.testing.assert_allclose(jax.vmap(jax.grad(function))(X), 3 * X**2, rtol=1e-2)
 
 
@@ -117,7 +121,7 @@ def test_all_rules_of_a_function_share_its_limit():
         return x
 
     function = hc.host(
-        counted, result=hc.like(0), vmap_method="parallel", concurrency=3
+        counted, result=hc.results.like(0), vmap_method="parallel", concurrency=3
     )
     np.testing.assert_array_equal(
         jax.jit(jax.vmap(function))(jnp.arange(9.0)), range(9)

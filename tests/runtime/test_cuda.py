@@ -272,7 +272,7 @@ def host(ctx, out, x):
         assert count("cuStreamSynchronize") == waits + 2
     at(out.__cuda_array_interface__)[:] = at(x.__cuda_array_interface__) * 2
 copies = lambda: sum(count(f"cuMemcpy{k}Async_v2") for k in ("DtoH", "HtoD", "DtoD"))
-f = jax.jit(hc.buffer_callback(host, spec(8)))
+f = jax.jit(hc.buffers.buffer_callback(host, spec(8)))
 for device in jax.devices():
     x = jax.device_put(jnp.arange(8.0), device)
     before = copies()
@@ -287,14 +287,14 @@ kept = []
 class Tensor:  # holds the Buffer, as those made from the interface do
     def __init__(self, buffer): self.of, self.at = buffer, buffer.__cuda_array_interface__
 for keep in (Tensor, lambda b: b.__dlpack__(), lambda b: b.__dlpack__(max_version=(1, 0))):
-    f = jax.jit(hc.buffer_callback(lambda ctx, out, x: kept.append(keep(x)), spec()))
+    f = jax.jit(hc.buffers.buffer_callback(lambda ctx, out, x: kept.append(keep(x)), spec()))
     try:
         with hc.reraise(): jax.block_until_ready(f(jnp.ones(4)))
     except hc.errors.EscapeError as error:
         assert "args[0]" in str(error)
     else: raise AssertionError("kept")
     kept.clear()
-f = jax.jit(hc.buffer_callback(lambda ctx, out, x: kept.append(x), spec()))
+f = jax.jit(hc.buffers.buffer_callback(lambda ctx, out, x: kept.append(x), spec()))
 jax.block_until_ready(f(jnp.ones(4)))     # the Buffer alone
 """)
 
@@ -302,11 +302,11 @@ jax.block_until_ready(f(jnp.ones(4)))     # the Buffer alone
 def test_small_elements_on_the_device(run):
     run("""
 sizes = []
-f = lambda n, **more: jax.jit(hc.buffer_callback(
+f = lambda n, **more: jax.jit(hc.buffers.buffer_callback(
     lambda ctx, out, x: sizes.append((out.nbytes, x.nbytes)), spec(n, dtype=jnp.int4), **more))
 jax.block_until_ready(f(7)(jnp.zeros(8, jnp.int2)))
 assert sizes == [(4, 2)], sizes
-g = hc.buffer_callback(lambda *_: None, spec(3, dtype=jnp.int4), vmap_method="sequential")
+g = hc.buffers.buffer_callback(lambda *_: None, spec(3, dtype=jnp.int4), vmap_method="sequential")
 try:
     jax.block_until_ready(jax.jit(jax.vmap(g))(jnp.zeros((4, 3), jnp.int32)))
 except jax.errors.JaxRuntimeError as error:
@@ -320,7 +320,7 @@ def test_native_code_gets_the_stream(run):
 seen = []
 kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 code = kind(lambda outs, ins, stream: seen.append(stream))
-f = jax.jit(hc.buffer_callback(hc.buffers.native(code), spec()))
+f = jax.jit(hc.buffers.buffer_callback(hc.buffers.native(code), spec()))
 jax.block_until_ready(f(jnp.ones(4)))
 assert seen and seen[0] in platforms._streams
 """)
@@ -340,7 +340,7 @@ def test_without_a_driver_the_cpu_works_and_gpus_are_refused(run_python):
             platform = "cuda"
         try:
             targets.start_on(Client)
-        except hc.HostcallError as error:
+        except hc.errors.HostcallError as error:
             print(error)
         """,
         env={"HOSTCALL_CUDA_DRIVER": "/no/such/libcuda.so"},
@@ -353,8 +353,8 @@ X = np.float32(1)
 PROGRAMS = {
     "hostcall_call": lambda x: hc.call(np.sin, x, x),
     "hostcall_tap": lambda x: (hc.tap(print, x), x)[1],
-    "hostcall_buffer": hc.buffer_callback(print, X),
-    "hostcall_buffer_graph": hc.buffer_callback(
+    "hostcall_buffer": hc.buffers.buffer_callback(print, X),
+    "hostcall_buffer_graph": hc.buffers.buffer_callback(
         print, X, command_buffer_compatible=True
     ),
 }

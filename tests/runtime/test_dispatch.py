@@ -32,7 +32,7 @@ def through_buffers(host, x, **options):
     def callback(ctx, out, v):
         np.asarray(out)[...] = host(np.asarray(v))
 
-    return hc.buffer_callback(callback, SCALAR, **options)(x)
+    return hc.buffers.buffer_callback(callback, SCALAR, **options)(x)
 
 
 def printed(callback):
@@ -167,7 +167,7 @@ def pure(host, x):
 
 
 def through_host_function(host, x):
-    return hc.host(host, result=hc.like(0))(x)
+    return hc.host(host, result=hc.results.like(0))(x)
 
 
 @pytest.mark.parametrize("bind", [pure, through_host_function])

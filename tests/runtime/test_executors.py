@@ -75,7 +75,7 @@ def leaves_a_lock(x):
     return np.sin(x), threading.Lock()
 
 
-@hc.host(result=hc.like(0), vmap_method="parallel")
+@hc.host(result=hc.results.like(0), vmap_method="parallel")
 def decorated(x):
     return np.sin(x)
 
@@ -168,7 +168,7 @@ def empty_store():
     store.clear()
 
 
-def host(fn, executor, result=hc.like(0)):
+def host(fn, executor, result=hc.results.like(0)):
     return hc.host(fn, result=result, vmap_method="parallel", executor=executor)
 
 
@@ -280,6 +280,46 @@ def test_a_worker_that_dies(processes):
     assert "Make a new executor" in note
 
 
+def test_a_new_pool_of_loky_after_a_worker_has_died(run_python, tmp_path):
+    """In a process of its own: loky keeps the pool that it made last."""
+    pytest.importorskip("loky")
+    run_python(
+        """
+        import concurrent.futures, os, pathlib, sys
+        import jax, jax.numpy as jnp, loky
+        import hostcall as hc
+
+        died = pathlib.Path(sys.argv[1]) / "died"
+
+        def dies_once(x):
+            if x == 5 and not died.exists():
+                died.touch()
+                os._exit(3)
+            return x + 1
+
+        def run(xs):
+            pool = loky.get_reusable_executor(2)
+            how = {"vmap_method": "parallel", "executor": pool}
+            f = jax.jit(jax.vmap(hc.host(dies_once, result=lambda x: x, **how)))
+            with hc.reraise():
+                return pool, jax.block_until_ready(f(xs))
+
+        if __name__ == "__main__":
+            xs = jnp.arange(12.0)
+            try:
+                run(xs)
+                raise SystemExit("no worker died")
+            except concurrent.futures.BrokenExecutor:
+                pass
+            pool, values = run(xs)
+            assert values.tolist() == (xs + 1).tolist()
+            assert run(xs)[0] is pool  # without a death the pool stays
+            pool.shutdown()
+        """,
+        str(tmp_path),
+    )
+
+
 def test_the_time_limit_holds_for_derivatives():
     def slow(residual, ct):
         import time
@@ -288,7 +328,7 @@ def test_the_time_limit_holds_for_derivatives():
         return (ct,)
 
     for method in ("sequential", "parallel"):
-        f = hc.host(np.sin, result=hc.like(0), vmap_method=method, timeout=0.1)
+        f = hc.host(np.sin, result=hc.results.like(0), vmap_method=method, timeout=0.1)
         f.defvjp(lambda x: (np.sin(x), None), slow)
         with (
             pytest.raises(hc.errors.CallTimeoutError, match=r"timeout=0\.1"),

@@ -93,7 +93,7 @@ for name, f in cases.items():
         try:
             refused(x)
             say(name, "was not refused")
-        except hc.HostcallError as error:
+        except hc.errors.HostcallError as error:
             assert "call hc.recover() in all" in str(error), error
             assert text in str(error), error
     lost = hc.recover()
@@ -167,7 +167,7 @@ except BaseException as error:
         try:
             jax.jit(lambda x: x.sum())(x)
             say("wrong")
-        except hc.HostcallError:
+        except hc.errors.HostcallError:
             say("refused")
         threading.Thread(target=end_with_the_other).start()
         threading.Event().wait()  # it lives on
@@ -204,7 +204,7 @@ say(float(local(np.float32(1))))
 threading.Event().wait(2.5)
 try:
     f(x)
-except hc.HostcallError as error:
+except hc.errors.HostcallError as error:
     say("refused:", "Bad: outside of a program" in str(error))
 """
     other, failed = alone("pass", rest=rest)
@@ -266,7 +266,7 @@ fails = False
 if me == 0:
     try:
         hc.recover(timeout=0.5)
-    except hc.HostcallError as error:
+    except hc.errors.HostcallError as error:
         say(error)
 """
     ended = alone("pass", rest=rest)

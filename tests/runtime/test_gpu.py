@@ -90,7 +90,7 @@ DOUBLES = [cupy_double, torch_double]
 
 @pytest.mark.parametrize("double", DOUBLES)
 def test_kernels_on_buffers(double):
-    f = hc.buffer_callback(double(), SPEC)
+    f = hc.buffers.buffer_callback(double(), SPEC)
     g = jax.jit(lambda x: lax.fori_loop(0, 5, lambda i, x: f(x + 1) - 1, x))
     x = jnp.arange(float(N)) / N
     wanted = np.asarray(x)
@@ -108,7 +108,7 @@ def test_recorded_once_and_replayed(double):
         entered.append(1)
         host(ctx, out, x)
 
-    f = hc.buffer_callback(counted, SPEC, command_buffer_compatible=True)
+    f = hc.buffers.buffer_callback(counted, SPEC, command_buffer_compatible=True)
 
     def steps(x):
         for _ in range(8):  # XLA records long enough sequences
@@ -128,7 +128,9 @@ def test_what_is_kept_is_an_error():
     torch = pytest.importorskip("torch")
     kept = []
     f = jax.jit(
-        hc.buffer_callback(lambda ctx, out, x: kept.append(torch.from_dlpack(x)), SPEC)
+        hc.buffers.buffer_callback(
+            lambda ctx, out, x: kept.append(torch.from_dlpack(x)), SPEC
+        )
     )
     with pytest.raises(hc.errors.EscapeError, match=r"args\[0\]"), hc.reraise():
         jax.block_until_ready(f(jnp.ones(N)))

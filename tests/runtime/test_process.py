@@ -94,7 +94,7 @@ child = os.fork()
 if child == 0:
     try:
         hc.call(lambda a: a, jax.ShapeDtypeStruct((), np.float32), np.float32(1))
-    except hc.HostcallError as error:
+    except hc.errors.HostcallError as error:
         print("refused" if "spawn" in str(error) else error, flush=True)
     sys.exit(0)
 print(os.waitpid(child, 0)[1], flush=True)
@@ -111,7 +111,7 @@ def in_a_child(use):
     if child == 0:
         try:
             print("gave", use(), flush=True)
-        except hc.HostcallError as error:
+        except hc.errors.HostcallError as error:
             assert "multiprocessing's 'spawn' or 'forkserver'" in str(error), error
             print("refused", flush=True)
         finally:

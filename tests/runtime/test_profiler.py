@@ -50,7 +50,9 @@ WRITES = {
     "call": lambda x: hc.call(double, SCALAR, x, order="ordered"),
     "drop-in": lambda x: hc.pure_callback(double, SCALAR, x),
     "print": lambda x: hc.print("{}", x) or x,
-    "buffers": lambda x: hc.buffer_callback(lambda ctx, out, x: None, SCALAR)(x),
+    "buffers": lambda x: hc.buffers.buffer_callback(lambda ctx, out, x: None, SCALAR)(
+        x
+    ),
 }
 
 

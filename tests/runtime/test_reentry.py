@@ -66,7 +66,7 @@ RUNS_ITSELF = {
     "ordered": lambda f, x: jax.jit(lambda v: hc.call(f, v, v, order="ordered")),
     "eager": lambda f, x: lambda v: hc.call(f, v, v),
     "timeout": lambda f, x: jax.jit(lambda v: hc.call(f, v, v, timeout=600)),
-    "host": lambda f, x: hc.host(f, result=hc.like(0)),
+    "host": lambda f, x: hc.host(f, result=hc.results.like(0)),
     "rule": _of_a_rule,
     "drop-in": lambda f, x: jax.jit(lambda v: hc.pure_callback(f, v, v)),
 }
@@ -83,7 +83,7 @@ def test_a_program_that_its_own_callback_runs_ends_with_an_error(kind):
         return np.asarray(program(v))
 
     program = RUNS_ITSELF[kind](host, x)
-    with pytest.raises((jax.errors.JaxRuntimeError, hc.HostcallError)) as caught:
+    with pytest.raises((jax.errors.JaxRuntimeError, hc.errors.HostcallError)) as caught:
         jax.block_until_ready(program(x))
     assert str(caught.value).strip().endswith("python -m hostcall explain hc-recursion")
     assert "runs the program that called it" in str(caught.value)

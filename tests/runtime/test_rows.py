@@ -260,7 +260,9 @@ def test_pools_inside_rows_inside_rows():
 
 @pytest.mark.parametrize("kept", [2, 1024])
 def test_rows_whose_residuals_are_there_beside_rows_whose_are_not(processes, kept):
-    f = hc.host(np.sin, result=hc.like(0), vmap_method="parallel", executor=processes)
+    f = hc.host(
+        np.sin, result=hc.results.like(0), vmap_method="parallel", executor=processes
+    )
     f.defvjp(sine_and_slope, times)
     hc.configure(residuals=kept)
     try:
@@ -457,7 +459,7 @@ def test_dask_runs_rows_with_effects_once(order, tmp_path):
             assert (tmp_path / "3").read_text() == "xx"
         else:
             with (
-                pytest.raises(hc.HostcallError, match="must run only once"),
+                pytest.raises(hc.errors.HostcallError, match="must run only once"),
                 hc.reraise(),
             ):
                 jax.block_until_ready(f(X[:8]))

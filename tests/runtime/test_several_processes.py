@@ -7,8 +7,8 @@ from pathlib import Path
 import jobs
 import pytest
 
-from hostcall import HostcallError
 from hostcall._runtime import job
+from hostcall.errors import HostcallError
 
 HEAD = """
 import functools, gc, os, sys
@@ -219,14 +219,14 @@ for name, (f, text) in cases.items():
     except BaseException as error:
         said = str(error) if me == 0 else f"{type(error).__name__}: {error}"
         if me == 0:
-            assert type(error) is hc.HostcallError, repr(error)
+            assert type(error) is hc.errors.HostcallError, repr(error)
             assert "whose results all processes take, failed in process 1: " in said
         assert text.partition(" (in callback")[0] in said, (name, said)
         assert me == 1 or text in said, (name, said)
     fails = False
     try:
         f(whole)
-    except hc.HostcallError as error:
+    except hc.errors.HostcallError as error:
         assert "therefore refuses further ones" in str(error), error
     job._first, _jax.execution._refusal_across = None, None
     again = np.asarray(f(whole).addressable_shards[0].data)
@@ -268,7 +268,7 @@ def in_place(x):
         assert me == 0
         np.asarray(out[0])[...] = np.asarray(v) + 5
         np.asarray(out[1])[...] = 7
-    a, b = hc.buffer_callback(fills, (x, one))(x)
+    a, b = hc.buffers.buffer_callback(fills, (x, one))(x)
     return a + b + 0 * hc.call(host, x, x, on=last)
 wanted = np.arange(12, dtype=np.float32).reshape(4, 3)
 for f, want in [
@@ -347,7 +347,7 @@ for f in (step, total, compiled, lambda x, _: untraced(x), lambda x, _: x.sum())
     )
     try:
         f(x, 1.0)
-    except hc.HostcallError as error:
+    except hc.errors.HostcallError as error:
         assert "therefore refuses further ones" in str(error), error
         assert "The first failure was: LookupError: no such row (in callback `host`" in str(error)
         assert not compiles

@@ -138,7 +138,7 @@ def test_a_tag_is_the_name_in_status_and_stats(mode, kind):
 
 
 def test_rules_count_under_their_functions_tag():
-    f = hc.host(np.sin, result=hc.like(0), tag="sine with rules")
+    f = hc.host(np.sin, result=hc.results.like(0), tag="sine with rules")
     f.defjvp(lambda p, t: np.cos(p[0]) * t[0])
     jax.jvp(f, (1.0,), (1.0,))  # value and tangent in one call
     assert hc.monitor.stats()["sine with rules"].calls == 1

@@ -185,7 +185,7 @@ def test_views_that_another_thread_takes_while_the_call_ends():
         newest[:] = [x]
 
     newest = []
-    program = jax.jit(hc.buffer_callback(host, ROW))
+    program = jax.jit(hc.buffers.buffer_callback(host, ROW))
     escaped = []
     for i in range(300):
         x = np.full(4, i, np.float32)
@@ -332,7 +332,7 @@ def test_equal_arguments_of_all_threads_are_computed_once():
         computed.append(float(x))
         return x * 2
 
-    cached = hc.host(host, result=hc.like(0), cache="memory")
+    cached = hc.host(host, result=hc.results.like(0), cache="memory")
     step = jax.jit(cached)
 
     def work(number):

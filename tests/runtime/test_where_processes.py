@@ -96,7 +96,7 @@ try:
     one = Mesh(devices[:2], ("x",))
     jax.jit(lambda x: hc.tap(see, x, on=devices[3])).lower(
         jax.ShapeDtypeStruct((4,), np.float32, sharding=NamedSharding(one, P("x"))))
-except hc.HostcallError as error:
+except hc.errors.HostcallError as error:
     assert "`see` has on=" in str(error) and "not among the devices of the" in str(error)
     say("not among")
 
@@ -300,7 +300,7 @@ if part == "save":
     jax.jit(lambda: own.add(0))()
     try:
         own.save(processes="all")
-    except hc.HostcallError as error:
+    except hc.errors.HostcallError as error:
         assert "processes 0 and 1 each have an object () of `own`" in str(error), error
         say("own")
     class Stuck(Counter):
@@ -309,13 +309,13 @@ if part == "save":
     jax.jit(lambda x: stuck.add(0) + 0 * x.sum())(x).block_until_ready()
     try:
         stuck.save(processes="all")
-    except hc.HostcallError as error:
+    except hc.errors.HostcallError as error:
         assert "object () of `stuck` can't be saved" in str(error)
         assert (me == 0) != ("save() of `stuck` failed in process 0: HostcallError: " in str(error))
         say("pickled")
     try:
         jax.jit(lambda x: hc.call(lambda: np.float32(1), one, order="ordered") + x.sum())(x)
-    except hc.HostcallError as error:
+    except hc.errors.HostcallError as error:
         assert "since XLA would crash. Give it where=" in str(error)
         say("no argument")
     feed = hc.feed(lambda: iter(np.arange(10 * me, 10 * me + 5, dtype=np.float32)))
@@ -326,7 +326,7 @@ if part == "save":
     if me == 0:
         try:
             made.save(processes="all", limit=1)
-        except hc.HostcallError as error:
+        except hc.errors.HostcallError as error:
             assert "save() of `made` waited 1 s for all processes of the job, and processes [1] have not come" in str(error)
             say("absent")
 else:  # in a new job, whose devices are in another order
@@ -335,7 +335,7 @@ else:  # in a new job, whose devices are in another order
         thing.restore(both[name], processes="all")
     try:
         made.save()
-    except hc.HostcallError as error:
+    except hc.errors.HostcallError as error:
         count = 2 if how else 4
         assert f"the states of {count} object" in str(error), error
         say("whose")
@@ -353,13 +353,13 @@ else:  # in a new job, whose devices are in another order
     say("restored")
     try:
         alone.restore({"no": "snapshot"} if me == 0 else None, processes="all")
-    except hc.HostcallError as error:
+    except hc.errors.HostcallError as error:
         assert "restore() of `alone` takes what save() returned, got dict" in str(error)
         say("no snapshot")
     alone.restore({"batch": (), "objects": {(): pickle.dumps(7)}}, processes="all")
     try:
         alone.restore({"batch": (), "objects": {(): pickle.dumps(me)}}, processes="all")
-    except hc.HostcallError as error:
+    except hc.errors.HostcallError as error:
         assert me == 1 and "another snapshot here than in process 0" in str(error), error
         say("another")
 for wrong, text in [({"processes": 2}, "processes= of save() of `made` should be 'all', got 2"),

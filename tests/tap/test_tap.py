@@ -368,7 +368,7 @@ def test_one_error_is_the_object_itself(mode, order, caplog, log):
     with pytest.raises(LookupError) as caught:
         hc.barrier()
     assert caught.value is error
-    assert hc.last_error() is error
+    assert hc.errors.last_error() is error
     hc.barrier()  # raised once
     assert log.values() == [3]
     (record,) = (r for r in caplog.records if r.name == "hostcall")
@@ -437,7 +437,7 @@ def test_reraise_leaves_taps_to_the_barrier():
 def test_waiting_inside_a_tap_is_refused(programs):
     jax.jit(lambda x: hc.tap(lambda v: hc.barrier(programs=programs), x))(1)
     text = r"hc.barrier\(\) inside a tap would wait for the tap itself"
-    with pytest.raises(hc.HostcallError, match=text):
+    with pytest.raises(hc.errors.HostcallError, match=text):
         hc.barrier()
 
 

@@ -119,5 +119,5 @@ def test_other_platforms_are_refused(seen):
             platforms = ("cpu", "rocm")
 
     jaxpr = jax.make_jaxpr(lambda x: hc.tap(seen.append, x))(np.float32(0))
-    with pytest.raises(hc.HostcallError, match="lowered for cpu, rocm"):
+    with pytest.raises(hc.errors.HostcallError, match="lowered for cpu, rocm"):
         lowering._lower_elsewhere(Context, **jaxpr.eqns[0].params)

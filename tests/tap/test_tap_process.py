@@ -103,7 +103,7 @@ def test_fork_with_a_live_worker(run_python):
                 except Exception as error: assert "forked" in str(error), error
                 else: raise AssertionError("a program tapped in the child")
                 try: hc.tap(print, 1)
-                except hc.HostcallError as error: code = 0 if "forked" in str(error) else 2
+                except hc.errors.HostcallError as error: code = 0 if "forked" in str(error) else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

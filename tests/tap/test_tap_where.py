@@ -134,7 +134,7 @@ def test_what_is_refused(x, taken):
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     half = jax.device_put(X, NamedSharding(mesh, P("x")))
     with pytest.raises(
-        hc.HostcallError, match="has on=.*not among the devices of the program"
+        hc.errors.HostcallError, match="has on=.*not among the devices of the program"
     ):
         jax.jit(lambda x: hc.tap(see, x, on=jax.devices()[3]))(half)
     each = jax.shard_map(

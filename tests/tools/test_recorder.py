@@ -390,10 +390,14 @@ def test_an_object_that_jax_takes_for_an_array_may_have_any_name(rec):
 
 
 def test_two_recorders_of_one_folder(tmp_path, rec):
-    with pytest.raises(hc.HostcallError, match="another recorder, of this or another"):
+    with pytest.raises(
+        hc.errors.HostcallError, match="another recorder, of this or another"
+    ):
         hc.Recorder(tmp_path / "run")
 
 
 def test_a_folder_without_a_run(tmp_path):
-    with pytest.raises(hc.HostcallError, match="has no run that a recorder wrote"):
+    with pytest.raises(
+        hc.errors.HostcallError, match="has no run that a recorder wrote"
+    ):
         hc.tools.read(tmp_path)

@@ -72,7 +72,7 @@ def test_only_arrays(rec):
     run = hc.tools.read(rec._store.folder)
     assert run.arrays == ["a", "b"]
     assert run.array("a")[1].shape == (1, 4, 5)
-    with pytest.raises(hc.HostcallError, match="no array 'c'. It has: a, b"):
+    with pytest.raises(hc.errors.HostcallError, match="no array 'c'. It has: a, b"):
         run.array("c")
 
 
@@ -291,7 +291,9 @@ def test_shards_that_never_come_are_forgotten(rec, monkeypatch):
 )
 def test_rows_that_have_no_place(call, text, rec):
     jax.jit(jax.vmap(lambda x: call(rec, x)))(jnp.arange(40.0).reshape(2, 20))
-    with pytest.raises(hc.HostcallError, match=f"values x can't be recorded.*{text}"):
+    with pytest.raises(
+        hc.errors.HostcallError, match=f"values x can't be recorded.*{text}"
+    ):
         hc.barrier()
 
 
@@ -307,7 +309,7 @@ def test_a_vmap_of_another_size(resumed, tmp_path):
         f = jax.jit(jax.vmap(lambda x: rec(x=x)))
     f(jnp.ones((3, 20)))
     text = r"array 'x' is recorded with the shape \(3, 20\).* have the shape \(2, 20\)"
-    with pytest.raises(hc.HostcallError, match=text):
+    with pytest.raises(hc.errors.HostcallError, match=text):
         hc.barrier()
     f(jnp.ones((2, 20)))
     rec.close()

@@ -55,14 +55,18 @@ def test_a_damaged_run(tmp_path, file):
         rec(many=jnp.ones(20))
     path = tmp_path / "run" / "arrays" / "many" / file
     path.write_text('{"shape": 3}')
-    with pytest.raises(hc.HostcallError, match="the run in .* can't be read") as caught:
+    with pytest.raises(
+        hc.errors.HostcallError, match="the run in .* can't be read"
+    ) as caught:
         hc.tools.read(tmp_path / "run").array("many")
     assert caught.value.code == "hc-record"
     if file == "value/zarr.json":
-        with pytest.raises(hc.HostcallError, match="the run in .* can't be read"):
+        with pytest.raises(
+            hc.errors.HostcallError, match="the run in .* can't be read"
+        ):
             hc.Recorder(tmp_path / "run")
     path.unlink()
-    with pytest.raises(hc.HostcallError):  # and nobody holds the lock
+    with pytest.raises(hc.errors.HostcallError):  # and nobody holds the lock
         hc.tools.read(tmp_path / "run").array("many")
 
 
@@ -71,7 +75,7 @@ def test_a_name_of_a_column_that_is_no_text(tmp_path):
         rec(loss=1.0)
     (path,) = (tmp_path / "run" / "columns").iterdir()
     path.write_bytes(path.read_bytes().replace(b"loss", b"l\xd2ss"))
-    with pytest.raises(hc.HostcallError, match="the run in .* can't be read"):
+    with pytest.raises(hc.errors.HostcallError, match="the run in .* can't be read"):
         hc.tools.read(tmp_path / "run").table()
 
 
@@ -131,10 +135,12 @@ def test_a_closed_recorder(tmp_path):
     f(1.0)
     rec.close()
     rec.close()
-    with pytest.raises(hc.HostcallError, match="is closed"):
+    with pytest.raises(hc.errors.HostcallError, match="is closed"):
         rec(x=1.0)
     f(2.0)
-    with pytest.raises(hc.HostcallError, match="closed, and a program still records"):
+    with pytest.raises(
+        hc.errors.HostcallError, match="closed, and a program still records"
+    ):
         hc.barrier()
     assert hc.tools.read(tmp_path / "run").table().num_rows == 1
 
@@ -183,7 +189,9 @@ def test_a_disk_that_fails(tmp_path, in_time, caplog):
     with pytest.raises(OSError, match="columns"):
         hc.barrier()
     rec(x=2.0)
-    with pytest.raises(hc.HostcallError, match="could not write, and records") as error:
+    with pytest.raises(
+        hc.errors.HostcallError, match="could not write, and records"
+    ) as error:
         rec.flush()
     assert isinstance(error.value.__cause__, OSError)
     rec.close()
@@ -240,5 +248,5 @@ def test_a_disk_that_is_slow_makes_the_program_wait(rec, monkeypatch):
 
 def test_a_run_that_does_not_fit_into_memory(tmp_path):
     text = "It does not fit into memory, or a file of it was damaged"
-    with pytest.raises(hc.HostcallError, match=text), errors.reading(tmp_path):
+    with pytest.raises(hc.errors.HostcallError, match=text), errors.reading(tmp_path):
         raise MemoryError

@@ -54,7 +54,7 @@ def read_all(folder):
     for name, reader in READERS.items():
         if name == "zarr":
             pytest.importorskip("zarr", minversion="3")
-        with pytest.raises(hc.HostcallError) as caught:
+        with pytest.raises(hc.errors.HostcallError) as caught:
             reader(folder)
         assert caught.value.code == "hc-record"
         raised[name] = str(caught.value)
@@ -125,7 +125,7 @@ def test_arrays_of_zarr_2_hold_pickles(run, where, which, tmp_path):
 def test_an_array_that_no_recorder_describes_so(run, change):
     path = run / "arrays" / "w" / "value" / "zarr.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(hc.HostcallError, match="the run in .* can't be read"):
+    with pytest.raises(hc.errors.HostcallError, match="the run in .* can't be read"):
         READERS["array"](run)
 
 
@@ -147,7 +147,7 @@ def test_blocks_that_are_no_corners(run, blocks):
     path = run / "arrays" / "w" / "zarr.json"
     told = json.loads(path.read_text()) | {"attributes": {"blocks": blocks}}
     path.write_text(json.dumps(told))
-    with pytest.raises(hc.HostcallError, match="the run in .* can't be read"):
+    with pytest.raises(hc.errors.HostcallError, match="the run in .* can't be read"):
         READERS["array"](run)
 
 
@@ -195,7 +195,9 @@ def write_stream(path, batch):
 
 def refused_columns(run):
     for reader in (lambda: hc.tools.read(run).table(), lambda: hc.Recorder(run)):
-        with pytest.raises(hc.HostcallError, match="the run in .* can't be read"):
+        with pytest.raises(
+            hc.errors.HostcallError, match="the run in .* can't be read"
+        ):
             reader()
 
 
@@ -261,11 +263,13 @@ def test_a_link_leads_nowhere(run, place, tmp_path):
     if path.exists():
         path.rename(tmp_path / "aside")
     path.symlink_to(tmp_path / "other" / place)
-    with pytest.raises(hc.HostcallError, match="is a link, or no plain file"):
+    with pytest.raises(hc.errors.HostcallError, match="is a link, or no plain file"):
         hc.Recorder(run)
     if place != ".lock":
         table = place.startswith("columns")
-        with pytest.raises(hc.HostcallError, match="is a link, or no plain file"):
+        with pytest.raises(
+            hc.errors.HostcallError, match="is a link, or no plain file"
+        ):
             hc.tools.read(run).table() if table else hc.tools.read(run).array("w")
     assert {p: p.read_bytes() for p in before} == before
     path.unlink()
@@ -275,7 +279,7 @@ def test_a_link_leads_nowhere(run, place, tmp_path):
 def test_a_pipe_is_not_waited_for(run, place):
     (run / place).unlink(missing_ok=True)
     os.mkfifo(run / place)
-    with pytest.raises(hc.HostcallError, match="is a link, or no plain file"):
+    with pytest.raises(hc.errors.HostcallError, match="is a link, or no plain file"):
         hc.Recorder(run)
 
 

@@ -270,7 +270,7 @@ def test_the_processes_of_a_job_share_a_folder(tmp_path, run_python):
     totals = [(r["step"], r["process"]) for r in table if r["total"] is not None]
     assert sorted(totals) == [(step, 0) for step in range(10)]  # once in the job
     assert run.zarr("w", process=0)[1].shape == (10, 8, 20)
-    with pytest.raises(hc.HostcallError, match="process 1 has no array 'w'"):
+    with pytest.raises(hc.errors.HostcallError, match="process 1 has no array 'w'"):
         run.zarr("w", process=1)
     few = {(r["step"], r["index"]): r for r in table if r["few"] is not None}
     assert len(few) == 80
@@ -291,5 +291,5 @@ def test_the_processes_of_a_job_share_a_folder(tmp_path, run_python):
             np.testing.assert_array_equal(entry[at], np.broadcast_to(expected, (2, 20)))
     assert sorted(r["alone"] for r in table if r["alone"] is not None) == [0, 1]
     assert run.zarr("x", process=1)[1].shape == (10, 8, 20)
-    with pytest.raises(hc.HostcallError, match="process 2 has no array 'x'"):
+    with pytest.raises(hc.errors.HostcallError, match="process 2 has no array 'x'"):
         run.zarr("x", process=2)

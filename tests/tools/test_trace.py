@@ -424,7 +424,7 @@ def test_mistakes_are_named(tmp_path):
     trace = hc.trace(tmp_path / "run.json")
     with trace:
         pass
-    with pytest.raises(hc.HostcallError, match="Make a new one"), trace:
+    with pytest.raises(hc.errors.HostcallError, match="Make a new one"), trace:
         pass
 
 

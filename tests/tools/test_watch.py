@@ -20,7 +20,7 @@ from hostcall.errors import SpecError, WatchError
 
 def test_the_error_comes_out_of_the_program():
     error = fired(jax.jit(down), 2.5)
-    assert isinstance(error, hc.HostcallError)
+    assert isinstance(error, hc.errors.HostcallError)
     assert np.isnan(error.values["y"])
     assert error.also == -0.5
     assert (error.step, error.row, error.history) == (3, (), ())
@@ -109,7 +109,7 @@ def test_waits_raise_it(reader):
             y = f(-1.0)
             hc.barrier() if reader == "barrier" else y.block_until_ready()
     assert np.isnan(caught.value.values)
-    assert hc.last_error() is caught.value
+    assert hc.errors.last_error() is caught.value
 
 
 def test_an_eager_watch():

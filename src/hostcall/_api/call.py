@@ -15,6 +15,7 @@ from hostcall._core.arguments import (
     parse_on,
 )
 from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.host_code import HostCode
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import (
@@ -27,7 +28,6 @@ from hostcall._engine.params.call import Arrays, Callback, Fail, Lend
 from hostcall._primitives.call.make import make
 from hostcall._primitives.call.options import (
     check_fail,
-    check_keep,
     check_options,
     parse_coalesce,
     refuse_no_arrays,
@@ -54,7 +54,6 @@ def call(
     concurrency: int | None = ...,
     coalesce: int | None = ...,
     wait: float | None = ...,
-    keep: int | None = ...,
     fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -78,7 +77,6 @@ def call(
     concurrency: int | None = ...,
     coalesce: int | None = ...,
     wait: float | None = ...,
-    keep: int | None = ...,
     fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -102,7 +100,6 @@ def call(  # type: ignore[overload-cannot-match]  # JAX is Any in `make check`
     concurrency: int | None = ...,
     coalesce: int | None = ...,
     wait: float | None = ...,
-    keep: int | None = ...,
     fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -125,78 +122,55 @@ def call(
     concurrency: int | None = None,
     coalesce: int | None = None,
     wait: float | None = None,
-    keep: int | None = None,
     fail: Fail | None = None,
     tag: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Calls a Python function from a JAX program, and returns its results to it.
 
-    `fn(*args, **kwargs)` runs on the host each time the program reaches this call. It
-    gets NumPy arrays in place of JAX's.
+    `fn(*args, **kwargs)` runs on the host each time the program reaches this call, and
+    gets NumPy arrays. It may run on another thread than the caller's, without the
+    caller's context variables, np.errstate and thread-locals. The pages "Call a
+    simulator" and "Options" say more.
 
     Args:
-        fn: any callable except a generator function. It may use JAX, start threads, and
-            run programs that call it again. A coroutine function (`async def`) runs on
-            hostcall's event loop (see `concurrency`).
+        fn: any callable except a generator function. It may use JAX. A coroutine
+            function (`async def`) runs on hostcall's event loop.
         result: describes what `fn` returns: a pytree of the same structure, whose
-            leaves have `shape` and `dtype`. A Python number stands for a scalar of the
-            dtype that jit would give it. None if `fn` returns nothing, which needs an
-            `order` other than "pure". 64-bit dtypes need x64 mode.
+            leaves have `shape` and `dtype`, or are Python numbers, for scalars. None if
+            `fn` returns nothing, which needs an `order` other than "pure".
         *args: pytrees. Arrays and numbers reach `fn` as arrays, and typed PRNG keys as
             keys. All other leaves (strings, objects) reach it unchanged.
-        order: what JAX may do with the call. "pure": run it as often as the results are
-            needed, or not at all. "unordered": run it exactly once, in program order
-            within straight-line code. "ordered": run it exactly once, after the
-            previous ordered call on the same device, across loops, conditionals, jitted
-            functions and dispatches.
-        vmap_method: see *Under transformations*.
+        order: "pure": `fn` runs as often as the results are needed, or not at all.
+            "unordered": exactly once, in program order within straight-line code.
+            "ordered": exactly once, after the previous ordered call on its device.
+        vmap_method: see *Under transformations*. Default: "sequential".
         where: a bool scalar. If it is False, `fn` is not called, and the results are
             `fill`. Under vmap each row has its own.
-        fill: the results if `where` is False: one number for all of them, or a pytree
-            like `result` whose leaves broadcast to it. Default: zeros.
-        on: which device makes the call, with the whole value, in a jitted program over
-            several devices: "once", the program's first device; or the given device.
-        arrays: the kind of array that `fn` gets. "numpy". "jax": jax.Arrays on a CPU
-            device of hostcall's own, on which `fn` may compute. "dlpack": objects of
-            any dtype that every DLPack consumer accepts (torch.from_dlpack). "cuda":
-            read-only `hc.buffers.Buffer`s of GPU memory (cupy.asarray,
-            torch.from_dlpack), on `hc.current().stream`; `fn` must not keep them, and
-            returns arrays on the GPU. Nothing is copied through the host.
-        lend: False: `fn` owns its arguments. True: `fn` gets read-only views of XLA's
-            memory, without a copy, and must not keep them. "out": like True, but `fn`
-            also gets a keyword argument `out`, arrays in the structure of `result`. It
-            writes the results into them and returns None.
-        timeout: a limit in seconds. `fn` then runs on a separate thread. If it takes
-            longer, the program fails, and the thread runs on until `fn` returns. A
-            coroutine is cancelled.
-        executor: where the rows of vmap_method="parallel" run: a
-            `concurrent.futures.Executor` (also of processes), a Dask client,
-            `multiprocessing.Pool` or Ray's pool. Default: threads of this process. Rows
-            are sent in chunks, four for each worker. An argument that all rows share is
-            sent once.
-        concurrency: of a coroutine function: how many of its calls (rows of a batch
-            with vmap_method="parallel", devices, programs) wait at the same time.
-            Default: 32. The first row that fails cancels the others of its batch.
-        coalesce: merges up to so many calls of `fn` (of devices, threads, programs and
-            rows of a batch) that come within `wait` seconds into one. `fn` gets all
-            arguments with a new axis in front, one entry for each call, and returns
-            results with that axis. An error goes to all of them, `timeout` limits the
-            merged call, and `hc.current()` answers for one of them. Pure calls only.
-        wait: with `coalesce=`: how many seconds a call waits for others at most. When
-            `coalesce` calls have come, they are made at once. Default: 0.002.
-        keep: with `where=`: keeps the arguments of the last `keep` executions of this
-            place on each device, whether or not `where` was True. When `fn` is called,
-            `hc.current().history` has them, and `hc.current().execution` counts them
-            all. Each execution then costs a copy of the arguments; 0 only counts.
-        fail: where the call raises in a program over several processes. "together": in
-            all of them, with the name, type, message and process of the first failure.
-            Every device of the program must reach such a call, which costs a small
-            collective. "alone": in the process where it failed; the others wait in
-            their next collective. A call with results in a jitted program over sharded
-            arrays always raises in all. Default: `hc.configure(fail=)`.
-        tag: the name of this call in `hc.monitor.stats()` and `status()`. Default: the
-            function's name, in `stats()` with its source line.
+        fill: one number for all results, or a pytree that broadcasts to `result`.
+            Default: zeros.
+        on: which device of a jitted program calls, with the whole value: "once", the
+            program's first; or the given device.
+        arrays: what `fn` gets. "numpy". "jax": jax.Arrays on a CPU device, on which it
+            may compute. "dlpack": for torch.from_dlpack and others. "cuda": read-only
+            `hc.buffers.Buffer`s of GPU memory; `fn` returns arrays on the GPU.
+        lend: True: `fn` gets read-only views of XLA's memory, and must not keep them.
+            "out": it also gets `out`, arrays like `result`, writes the results into
+            them and returns None. False: it owns its arguments.
+        timeout: seconds. If `fn` takes longer, the program fails, and `fn` runs on in
+            its thread. A coroutine is cancelled. Default: no limit.
+        executor: where the rows of vmap_method="parallel" run: an Executor of
+            concurrent.futures, a Dask client, `multiprocessing.Pool` or Ray's pool.
+            Default: threads of this process.
+        concurrency: how many calls of a coroutine function wait at the same time.
+            Default: 32.
+        coalesce: merges up to so many pure calls (of devices, threads, programs, rows)
+            into one, whose arguments and results have a new axis in front.
+        wait: with `coalesce=`: for how many seconds a call waits for others at most.
+            Default: 0.002.
+        fail: in a program over several processes, "together": a failure raises in all
+            of them. "alone": in its own. Default: `hc.configure(fail=)`.
+        tag: the name of this call in `hc.monitor`. Default: the function's name.
         **kwargs: arguments for `fn`, like `args`: all keywords that are not options.
 
     Returns:
@@ -206,57 +180,41 @@ def call(
         SpecError: an option or argument is invalid, `fn` can't take the arguments, or
             `fn` uses a traced value of an enclosing function instead of taking it as an
             argument.
-        jax.errors.JaxRuntimeError: `fn` failed while the program ran. The text has the
-            type and message of its exception, the function's name, and the line of this
-            call. `hostcall.reraise()` and `hostcall.last_error()` give the exception
-            itself; an eager call raises it directly. The same holds if a result has the
-            wrong structure, shape or dtype or has masked elements (`ResultError`), if
-            `fn` kept a lent view (`EscapeError`) or exceeded `timeout`
-            (`CallTimeoutError`).
-
-    `fn` may run on another thread than the caller's, and then does not see its context
-    variables, np.errstate, tracing spans or thread-locals.
-    The page "Call a simulator" says which thread it is.
+        jax.errors.JaxRuntimeError: `fn` failed while the program ran, or exceeded
+            `timeout` (`CallTimeoutError`), kept a lent view (`EscapeError`), or
+            returned what does not fit `result` (`ResultError`). The text has the
+            exception, the function's name, and the line of this call. `hc.reraise()`
+            and `hc.errors.last_error()` give the exception itself; an eager call raises
+            it directly.
 
     Under transformations:
         jit, scan, while_loop, cond, map: `fn` runs each time the call is reached.
-        vmap: depends on `vmap_method`. "sequential" (the default),
-            "sequential_unrolled": `fn` runs once per row, in row order, in the engine's
-            loop. "parallel": once per row, all rows at once on `executor`
-            (of a coroutine function: on the event loop).
-            "expand_dims", "broadcast_all", "legacy_vectorized": once for the batch,
-            with the batch axis in front; an argument without that axis gets one of size
-            1, is repeated, or is passed as it is. A function `rule(axis_size,
-            in_batched, *args, **kwargs) -> (result, batched)` of JAX code replaces the
-            call, as in `jax.custom_batching.custom_vmap`; with keyword arguments, their
-            flags are the last entry of `in_batched`.
+        vmap: "sequential": once per row, in row order. "parallel": all rows at once, on
+            `executor` or the event loop. "expand_dims", "broadcast_all",
+            "legacy_vectorized": once, with the batch axis in front; arguments without
+            it get one of size 1, are repeated, or are passed as they are. A function
+            `rule(axis_size, in_batched, *args, **kwargs) -> (result, batched)` of JAX
+            code replaces the call; the flags of keyword arguments are the last entry
+            of `in_batched`.
         vmap of cond, of while_loop: JAX computes every branch for every row. Pass the
             condition as `where=` too; then `fn` runs only for the rows that need it.
-        jvp, grad, transposition: refused. Use `hc.host` with a rule, or put
-            jax.custom_jvp or custom_vjp around it.
+        jvp, grad, transposition: refused. Use `hc.host` with a rule.
         remat: a pure call runs again in the backward pass; other calls do not.
-        shard_map, pmap: `fn` runs once per shard; `hostcall.current()` says for which.
-            With `axis_names`, once per shard along these axes, on the whole block.
-        jit over sharded arrays: `fn` runs once, on the whole value.
+        shard_map, pmap: once per shard; `hc.current()` says for which. With
+            `axis_names`, once per shard along these axes, on the whole block.
+        jit over sharded arrays: once, on the whole value.
         jax.export, hc.export: `fn` must be registered (`hc.register`), else
             `ExportError`; arguments that are not arrays must be numbers or texts.
 
-    Cost: on a CPU 0.4 us for a scalar in a compiled loop, and two copies of each array
-    (none with `lend`). A pure call keeps JAX's fast dispatch; any other call loses it.
-    A program with a call that is not pure runs on the thread that dispatches it, like
-    programs with JAX's callbacks. If all calls are pure, XLA may run the program on a
-    thread of its own.
-
-    Source: JAX's guide "External callbacks", whose three kinds of callback this
-    function combines.
+    Cost: 0.4 us for a scalar in a compiled loop, and two copies of each array (none
+    with `lend`). A pure call keeps JAX's fast dispatch. A program with any other call
+    loses it, and runs on the thread that dispatches it.
     """
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     how = (arrays, lend, timeout, executor, concurrency, is_coroutine_function(fn))
     check_options(name, order, vmap_method, *how, fn=fn)
-    if keep is not None:
-        check_keep(name, keep, where is not None, vmap_method)
     others = {"lend=": bool(lend), "executor=": executor is not None}
-    others |= {"keep=": keep is not None, "arrays='cuda'": arrays == "cuda"}
+    others |= {"arrays='cuda'": arrays == "cuda"}
     merged = parse_coalesce(name, coalesce, wait, order, vmap_method, others)
     check_tag(tag, name)
     check_fail(name, fail)
@@ -294,9 +252,30 @@ def call(
         vmap_method=vmap_method,
         sharding=parse_on(on, name),
         mask=mask,
-        keep=keep,
     )
     return results.fill(leaves)
+
+
+def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
+    """`hc.watch`'s call: `fn(*args)` runs where `where` is True, exactly once.
+
+    `hc.current()` then has the arguments of the last `keep` executions of this place on
+    its device, whether or not `where` was True (`history`), and the number of all
+    executions (`execution`). Each execution costs a copy of the arguments; 0 only
+    counts.
+    """
+    name = check_function(fn, "hc.watch(x)")
+    operands, template = flatten_arguments(args, {})
+    mistakes.check(_FACE, fn, args, {}, template.leaves)
+    callback = Callback(
+        fn=Static(fn),
+        template=template,
+        results=parse_result(None, name),
+        fills=(),
+        place=users_place(fn),
+    )
+    mask = parse_mask(where, name, fn=fn)
+    make(callback, operands, order="unordered", mask=mask, keep=keep)
 
 
 _FACE = mistakes.Face(
@@ -310,4 +289,5 @@ _FACE = mistakes.Face(
         "sharding": "on=device",
         "result_shape_dtypes": "the second argument, result",
     },
+    {"keep": "hc.watch(x, keep=...) keeps the executions before a bad value"},
 )

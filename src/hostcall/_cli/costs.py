@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import hostcall as hc
-from hostcall._cli.text import heading, line
+from hostcall._cli.report import heading, line
 
-# --- The costs ------------------------------------------------------------------------
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m hostcall costs",
+        description="Times calls and taps on this machine's CPU, beside JAX's own.",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer and coarser times")
+    quick = parser.parse_args(arguments).quick
+    jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
+    costs(quick)
+    logging(quick)
 
 
 def costs(quick: bool) -> None:

@@ -12,9 +12,14 @@ import jax
 import numpy as np
 
 import hostcall as hc
-from hostcall._cli.text import heading, line
 
-# --- The report -----------------------------------------------------------------------
+
+def heading(text: str) -> None:
+    print(f"\n{text}\n{'-' * len(text)}")
+
+
+def line(name: str, value: object) -> None:
+    print(f"  {name:<36} {value}")
 
 
 def engine_answers(device: jax.Device) -> str:
@@ -68,8 +73,3 @@ def report() -> tuple[str, str]:
     line("engine on gpu", gpu)
     line("running calls", len(hc.monitor.status()))
     return cpu, gpu
-
-
-def missing_packages() -> list[str]:
-    needed = ("scipy", "statsmodels", "tqdm")
-    return [name for name in needed if importlib.util.find_spec(name) is None]

@@ -1,4 +1,4 @@
-"""`hc.buffer_callback`: host code that works in place in the device's memory."""
+"""`hc.buffers.buffer_callback`: host code that works in the device's memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def buffer_callback(
         def add_one(ctx, out, x):
             np.asarray(out)[...] = np.asarray(x) + 1
 
-        y = hc.buffer_callback(add_one, jax.ShapeDtypeStruct((), jnp.int32))(x)
+        y = hc.buffers.buffer_callback(add_one, jax.ShapeDtypeStruct((), jnp.int32))(x)
 
     Args:
         callback: returns None. A Buffer is closed when the callback returns; keeping a
@@ -75,7 +75,7 @@ def buffer_callback(
             a value (ValueError), keeps a view (EscapeError), or has written to an input
             (ResultError; the page "Work in place on XLA's memory" says when that is
             seen).
-            `hostcall.reraise()` and `hostcall.last_error()` give the exception itself.
+            `hc.reraise()` and `hc.errors.last_error()` give the exception itself.
 
     Memory: the part of an output that the callback does not write is zero in outputs of
     up to 4096 bytes, and undefined in larger ones. With HOSTCALL_DEBUG=1 in the
@@ -107,7 +107,9 @@ def buffer_callback(
             f"hostcall: the callback should be a function, got {callback!r}. Make one"
             " from an address with hc.buffers.native(address)"
         )
-    name = check_function(callback, "hc.buffer_callback(callback, result_shape_dtypes)")
+    name = check_function(
+        callback, "hc.buffers.buffer_callback(callback, result_shape_dtypes)"
+    )
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
     avals = tuple(_described(leaf, name) for leaf in described)
     results = Results(out_tree, avals, (None,) * len(avals))
@@ -151,9 +153,9 @@ def _check_arguments(callback: Any, name: str, n: int, kwargs: Any) -> None:
     given = ", ".join(["ctx", "out", *["x"] * n, *(f"{k}=" for k in kwargs)])
     short = name.rpartition(".")[2].replace("<lambda>", "f")
     raise SpecError(
-        f"hostcall: hc.buffer_callback calls `{name}` with ({given}){has}. The first"
-        " two are the context of the call, and the Buffers of the results to write"
-        f" into: write def {short}(ctx, out, *args)",
+        f"hostcall: hc.buffers.buffer_callback calls `{name}` with"
+        f" ({given}){has}. The first two are the context of the call, and the Buffers"
+        f" of the results to write into: write def {short}(ctx, out, *args)",
         code="hc-arguments",
     )
 

@@ -64,7 +64,7 @@ def pure_callback(
             under jvp, grad and transposition.
         jax.errors.JaxRuntimeError: when the program runs and `callback` fails, or
             returns a different number of leaves, shape or dtype. `hostcall.reraise()`
-            and `hostcall.last_error()` give the exception itself.
+            and `hostcall.errors.last_error()` give the exception itself.
 
     Under transformations: as `hc.call` with order="pure".
 

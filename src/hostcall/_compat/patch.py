@@ -239,7 +239,7 @@ def patch_jax(arrays: str = "jax") -> Patch:
         A context manager that ends this patch, and no other, with its block:
         `with hc.patch_jax(): ...` The newest patch that has not ended decides what
         callbacks get; JAX is as it was when all have ended. A patch that was made
-        without a block lasts until `hc.unpatch_jax()`, which ends all of them.
+        without a block lasts until `hc.testing.unpatch_jax()`, which ends all of them.
 
     Raises:
         SpecError: `arrays` has another value.

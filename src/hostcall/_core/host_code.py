@@ -109,7 +109,7 @@ class TakesMask:
 
 
 class OfArguments:
-    """A `result=` that depends on the arguments: hc.like, hc.same_tree."""
+    """A `result=` that depends on the arguments: `like` and `same_tree`."""
 
 
 def own(fn: Any) -> HostCode | None:

@@ -36,12 +36,14 @@ class Face(NamedTuple):
         form: how to call it, with places for {fn} and {args}.
         options: its own keywords. It passes all others to the host function.
         jaxs: JAX's names of options, and what to write here instead.
+        gone: options that it had once, and what to write instead.
     """
 
     name: str
     form: str
     options: frozenset[str] = frozenset()
     jaxs: Mapping[str, str] = types.MappingProxyType({})
+    gone: Mapping[str, str] = types.MappingProxyType({})
 
     def with_argument(self, name: str, argument: str) -> str:
         return self.form.format(fn=name, args=f"..., {argument}")
@@ -58,6 +60,8 @@ class Face(NamedTuple):
         """
         if keyword in self.jaxs:
             return f"In {self.name}, JAX's {keyword}= is {self.jaxs[keyword]}"
+        if keyword in self.gone:
+            return f"{self.name} has no {keyword}= any more: {self.gone[keyword]}"
         near = get_close_matches(keyword, [*self.options, *others], n=1)
         return f"Did you mean {near[0]}=?" if near else ""
 
@@ -202,7 +206,8 @@ def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
     for k in names:
         if k in signature.parameters:
             continue
-        if get_close_matches(k, face.options, n=1, cutoff=0.8):
+        near = get_close_matches(k, face.options, n=1, cutoff=0.8)
+        if near or k in face.gone:
             name = name_of(fn)
             raise SpecError(
                 f"hostcall: {face.name} has no option {k}=, and would pass it to"

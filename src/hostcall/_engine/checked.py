@@ -81,7 +81,6 @@ _PARAMS: dict[str, dict[str, _Check]] = {
         "levels": _int(0),
         "results_as": _one_of("tree", "leaves", "nothing"),
         "literals": _BOOL,
-        "keep": _or_none(_int(0)),
     },
     "tap": {
         "order": _one_of(*ORDERS),
@@ -120,6 +119,8 @@ def check_options(told: Any) -> None:
     if not isinstance(kind, str) or kind not in _PARAMS:
         raise Malformed(f"an equation of kind {kind!r}")
     for given, checks in ((params, _PARAMS[kind]), (callback, _CALLBACK)):
+        if unknown := given.keys() - checks.keys():
+            raise Malformed(f"the options {sorted(unknown)}")
         for option, check in checks.items():
             if not check(given[option]):
                 raise Malformed(f"the option {option}={given[option]!r}")
@@ -150,8 +151,6 @@ def check_options(told: Any) -> None:
         raise Malformed("lend= beside timeout= or rows in parallel")
     if callback["coalesce"] and (params["order"] != "pure" or params["levels"]):
         raise Malformed("coalesce= beside effects or whole batches")
-    if kind != "tap" and params["keep"] is not None and not params["masked"]:
-        raise Malformed("keep= without where=")
     alone = params["order"] == "ordered" or (kind == "tap" and params["rows"] == "each")
     if kind == "tap" and alone and params["batch"] is not None:
         raise Malformed("batch= beside order='ordered' or rows='each'")

@@ -63,7 +63,11 @@ def _kind(name: Any) -> Kind:
 
 
 # Parameters that the function, or whoever lowers the program, knows better.
-_NOT_TOLD = ("callback", "avals", "sharding", "vmap_method", "devices", "device")
+# `keep` is hc.watch's, whose programs don't travel.
+_NOT_TOLD = (
+    *("callback", "avals", "sharding", "vmap_method", "devices", "device"),
+    "keep",
+)
 _FIELDS_OF_CALLBACK = (
     "arrays",
     "lend",

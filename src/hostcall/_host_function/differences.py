@@ -46,8 +46,8 @@ def finite_difference(
 
     Args:
         f: made by `hc.host`, with real arguments and no derivative rule yet. With
-            result=hc.elementwise it is taken to be elementwise, and all elements move
-            at once; otherwise they move one by one.
+            result=hc.results.elementwise it is taken to be elementwise, and all
+            elements move at once; otherwise they move one by one.
         scheme: "central", 2 calls of `fn` per element, error about 1e-10 of the scale
             of f; "forward", 1 call per element and 1 for all, error about 1e-8;
             "complex", 1 call per element, exact to rounding, for analytic functions
@@ -70,7 +70,8 @@ def finite_difference(
     """
     if not isinstance(f, HostFunction):
         raise SpecError(
-            f"hostcall: hc.finite_difference wants what hc.host returns, got {f!r}"
+            f"hostcall: hc.derivatives.finite_difference wants what hc.host"
+            f" returns, got {f!r}"
         )
     if scheme not in ("central", "forward", "complex"):
         raise SpecError(

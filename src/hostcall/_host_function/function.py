@@ -78,13 +78,13 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
         self.options = options
         self._inferred: dict[Any, Any] = {}
-        self.differences: Any = None  # set by hc.finite_difference
+        self.differences: Any = None  # set by hc.derivatives.finite_difference
         self.advice = ""  # what errors advise if the rules are not the user's to give
 
     def __repr__(self) -> str:
         given = [k for k, v in vars(self.rules).items() if v is not None]
         having = f" with {', '.join('def' + k for k in given)}" if given else ""
-        return f"<hostcall.HostFunction {self.__qualname__}{having}>"
+        return f"<hostcall.typing.HostFunction {self.__qualname__}{having}>"
 
     def __reduce__(self) -> Any:
         """Pickles by name if the HostFunction stands in its module under its name."""
@@ -362,7 +362,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         return rule
 
     def difference_error(self, *args: Any) -> Any:
-        """Estimates how wrong the differences of `hc.finite_difference` are at `args`.
+        """Estimates how wrong `hc.derivatives.finite_difference` is at `args`.
 
         Returns:
             Estimates of the absolute error: NumPy arrays in the structure of the
@@ -375,8 +375,8 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         """
         if self.differences is None:
             raise SpecError(
-                f"hostcall: `{self.__name__}` has no differences whose error could be"
-                f" estimated. Add them with hc.finite_difference({self.__name__})",
+                f"hostcall: `{self.__name__}` has no differences to estimate the error"
+                f" of. Add them: hc.derivatives.finite_difference({self.__name__})",
                 code="hc-rule",
             )
         return self.differences.error(*args)

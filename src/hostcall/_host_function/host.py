@@ -86,9 +86,10 @@ def host(
     """Makes a Python function part of JAX: its results, its batching and its
     derivatives are declared once.
 
-        j1 = hc.host(scipy.special.j1, result=hc.like(0), vmap_method="expand_dims")
+        like = hc.results.like(0)
+        j1 = hc.host(scipy.special.j1, result=like, vmap_method="expand_dims")
 
-        @hc.host(result=hc.elementwise)
+        @hc.host(result=hc.results.elementwise)
         def f(x, y): ...
 
         @f.defjvp
@@ -99,10 +100,11 @@ def host(
             `host` returns a decorator.
         result: what `fn` returns. Either a spec as in `hc.call`; or a function from the
             arguments, with a ShapeDtypeStruct for each array, to a spec; or
-            `hc.like(i)`, an array like argument `i`; `hc.same_tree(i)`, a pytree like
-            it; `hc.elementwise`, a floating array to which all arguments broadcast; or
-            "infer", which runs `fn` on zeros when a program is traced, once for each
-            combination of shapes, dtypes and static arguments.
+            `hc.results.like(i)`, an array like argument `i`;
+            `hc.results.same_tree(i)`, a pytree like it; `hc.results.elementwise`, a
+            floating array to which all arguments broadcast; or "infer", which runs `fn`
+            on zeros when a program is traced, once for each combination of shapes,
+            dtypes and static arguments.
         vmap_method: as in `hc.call`, for rules in host code too. Rules that leave
             Python objects as residuals run row by row ("parallel": all rows at once).
         arrays: as in `hc.call`, for rules too.
@@ -196,8 +198,8 @@ def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[in
     if isinstance(result, str) and result != "infer":
         raise SpecError(
             f"hostcall: result= of `{shown}` is {result!r}. The only string it takes is"
-            " 'infer'; otherwise give a spec, a function, hc.like(i), hc.same_tree(i)"
-            " or hc.elementwise",
+            " 'infer'; otherwise give a spec, a function, hc.results.like(i),"
+            " hc.results.same_tree(i) or hc.results.elementwise",
             code="hc-result-spec",
         )
     positions = (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)

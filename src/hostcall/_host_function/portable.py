@@ -97,9 +97,9 @@ def _slope(function: Any, position: int, name: registry.Name) -> Any:
     if differences is None or not differences.elementwise:
         raise LoadError(
             f"hostcall: the program calls the finite difference of {name}, and what is"
-            " registered here is no elementwise function with hc.finite_difference."
-            " Give it what it had where the program was exported, or count its"
-            " version= up"
+            " registered here is no elementwise function with"
+            " hc.derivatives.finite_difference. Give it what it had where the"
+            " program was exported, or count its version= up"
         )
     return differences.slope(position)
 

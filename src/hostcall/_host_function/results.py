@@ -25,11 +25,11 @@ tree = jax.tree_util
 
 @dataclass(frozen=True)
 class like(OfArguments):
-    """`result=hc.like(i)`: the result is an array like argument `i`.
+    """`result=hc.results.like(i)`: the result is an array like argument `i`.
 
     Args:
         argument: the position of the argument, which must be one array. For a pytree
-            use `hc.same_tree(i)`.
+            use `hc.results.same_tree(i)`.
     """
 
     argument: int
@@ -38,10 +38,10 @@ class like(OfArguments):
         found = _argument(self.argument, args, name, "like")
         if not hasattr(found, "shape"):
             raise SpecError(
-                f"hostcall: `{name}` has result=hc.like({self.argument}), and argument"
-                f" {self.argument} is not an array but {tree.tree_structure(found)}."
-                " For a result with its structure write"
-                f" hc.same_tree({self.argument})",
+                f"hostcall: `{name}` has result=hc.results.like({self.argument}), and"
+                f" argument {self.argument} is not an array but"
+                f" {tree.tree_structure(found)}. For a result with its structure write"
+                f" hc.results.same_tree({self.argument})",
                 code="hc-result-spec",
             )
         return found
@@ -49,7 +49,7 @@ class like(OfArguments):
 
 @dataclass(frozen=True)
 class same_tree(OfArguments):
-    """`result=hc.same_tree(i)`: the result is a pytree like argument `i`.
+    """`result=hc.results.same_tree(i)`: the result is a pytree like argument `i`.
 
     Args:
         argument: the position of the argument. The result has its structure, shapes
@@ -75,7 +75,7 @@ def _argument(number: int, args: tuple[Any, ...], name: str, what: str) -> Any:
 
 
 def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
-    """`result=hc.elementwise`: one floating array, as a NumPy ufunc would return.
+    """`result=hc.results.elementwise`: a floating array, as NumPy's ufuncs return.
 
     Its shape is the one to which all array arguments broadcast. Its dtype is the one to
     which JAX promotes theirs; if all are integers, it is the default floating dtype

@@ -176,9 +176,9 @@ def no_derivative(name: str, place: Any, advice: str = "") -> DerivativeError:
     return DerivativeError(
         f"hostcall: `{name}` has no derivative rule (called at {place}). Give one:"
         f" {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for reverse"
-        f" mode, {name}.defjacobian(rule) for both, hc.finite_difference({name}) if you"
-        " have no rule; or keep the derivative out with jax.lax.stop_gradient on its"
-        " arguments"
+        f" mode, {name}.defjacobian(rule) for both,"
+        f" hc.derivatives.finite_difference({name}) if you have no rule; or keep the"
+        " derivative out with jax.lax.stop_gradient on its arguments"
     )
 
 

@@ -62,14 +62,14 @@ class Current:
             a shard_map over an abstract mesh.
         process: the number of this process in the job (`jax.process_index()`).
         processes: how many processes the job has. Without `jax.distributed` it is 1.
-        execution: in a call with keep=, how many executions of this place came before
+        execution: in hc.watch, how many executions of this place came before
             in this run of the program on this device, called or not; else None.
-        history: in a call with keep=, the last of these, the oldest first. In the first
-            execution of a run, the last executions of earlier runs. Else empty.
+        history: in hc.watch with keep=, the last of these, the oldest first. In the
+            first execution of a run, the last executions of earlier runs. Else empty.
         grid: the sizes of the batch axes that `row` indexes.
         mesh_shape: the sizes of the mesh axes that `mesh_coords` indexes.
-        stream: in a call on a GPU's memory (arrays="cuda", `hc.buffer_callback`) the
-            address of XLA's stream; else None.
+        stream: in a call on a GPU's memory (arrays="cuda", or in
+            `hc.buffers.buffer_callback`) the address of XLA's stream; else None.
         run: XLA's number of the program's execution, the same on all its devices; -1
             outside of compiled programs.
         step: the number of the tap among all taps of the process; None in a call.

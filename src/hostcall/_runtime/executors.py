@@ -19,7 +19,6 @@ import numpy as np
 
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._runtime.pools import Pool, Workers, by_name, is_of_processes
-from hostcall._runtime.retrying import Retrying, now
 
 
 def is_executor(given: Any) -> bool:
@@ -27,14 +26,11 @@ def is_executor(given: Any) -> bool:
 
     Ray's pool is one of the last kind.
     """
-    if isinstance(given, Retrying):
-        return True
     return any(hasattr(given, name) for name in ("submit", "apply_async"))
 
 
 def sends(given: Any) -> bool:
     """Whether rows are sent to another process, and get copies of their arguments."""
-    given = now(given)
     return is_of_processes(given) or _is_dask(given) or _is_ray(given)
 
 

@@ -29,8 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from hostcall._runtime.retrying import now
-
 logger = logging.getLogger("hostcall")
 
 
@@ -40,7 +38,6 @@ def by_name(given: Any) -> bool:
     The standard library's process pools do. Those of Dask, Ray and loky send a function
     without an importable name by value.
     """
-    given = now(given)
     kind = type(given)
     if kind.__module__.partition(".")[0] == "multiprocessing":
         return kind.__name__ != "ThreadPool"

@@ -15,8 +15,6 @@ Guarantees
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -30,9 +28,6 @@ from hostcall._core.errors import CallTimeoutError
 from hostcall._core.source import name_of
 from hostcall._core.wait import SLICE, slice_of
 from hostcall._runtime import chunks, executors, steps, waits, workers
-from hostcall._runtime.retrying import Retrying
-
-logger = logging.getLogger("hostcall")
 
 _CHUNKS = 4  # for each worker
 _UNDER_WAY = 2  # chunks for each worker, if they can't be taken back
@@ -79,53 +74,11 @@ def run_rows(
             own = workers.pool_of(len(rows))
         executor = own or workers.default_pool()
     try:
-        if isinstance(executor, Retrying):
-            how = (current, settings, list(shared), once)
-            return _retried(executor, fn, rows, how, timeout, describe)
         run = _Run(executor, fn, rows, current, settings, list(shared), once)
         return run.values(timeout, describe)
     finally:
         if own is not None:
             own.shutdown(wait=False)
-
-
-def _retried(
-    retrying: Retrying,
-    fn: Callable[..., Any],
-    rows: list[chunks.Row],
-    how: tuple[Callable[[int], Any], Any, list[np.ndarray], bool],
-    timeout: float | None,
-    describe: Callable[[str], str],
-) -> list[Any]:
-    """Runs rows on the pools of `retrying`, and those again whose worker has died."""
-    current, settings, shared, once = how
-    left = 0 if once else retrying.retries
-    end = None if timeout is None else time.monotonic() + timeout
-    values: dict[int, Any] = {}
-    while True:
-        numbers = [i for i in range(len(rows)) if i not in values]
-        here = functools.partial(_at, current, numbers)
-        pool, these = retrying.pool(), [rows[i] for i in numbers]
-        run = _Run(pool, fn, these, here, settings, shared, once, numbers, len(rows))
-        seconds = None if end is None else max(end - time.monotonic(), 1e-3)
-        try:
-            values.update(zip(numbers, run.values(seconds, describe), strict=True))
-            return [values[i] for i in range(len(rows))]
-        except futures.BrokenExecutor as error:
-            retrying.drop(pool)
-            if left == 0:
-                raise
-            left -= 1
-            values.update(run.there())
-            logger.warning(
-                "`%s` goes on with a new pool, since a worker has died; %d of %d rows"
-                " are sent again (hc.retrying, %d more times). The failure was: %s",
-                *(name_of(fn), len(rows) - len(values), len(rows), left, error),
-            )
-
-
-def _at(current: Callable[[int], Any], numbers: Sequence[int], i: int) -> Any:
-    return current(numbers[i])
 
 
 class _Run:
@@ -150,13 +103,7 @@ class _Run:
         settings: workers.Settings,
         shared: list[np.ndarray],
         once: bool,
-        numbers: Sequence[int] | None = None,
-        total: int = 0,
     ) -> None:
-        # In messages: the number of each row in the call, and how many rows that has.
-        self._numbers = range(len(rows)) if numbers is None else numbers
-        self._total = total or len(rows)
-        self._done: set[int] = set()
         self._executor, self._name = executor, name_of(fn)
         self._fn, self._rows, self._finish = steps.split(fn, rows)
         self._workers = executors.workers_of(executor, once)
@@ -214,10 +161,6 @@ class _Run:
                 started.clear()
                 self._workers.forget()
 
-    def there(self) -> dict[int, Any]:
-        """The results of the rows that ended before the run failed, by number."""
-        return {self._numbers[i]: self._finish[i](self._values[i]) for i in self._done}
-
     def _wait_for(self, running: list[Any], started: dict[Any, range]) -> None:
         while futures.wait(running, SLICE).not_done:
             late = self._end is not None and time.monotonic() > self._end
@@ -262,7 +205,6 @@ class _Run:
                 self._lanes.pop(task).end()
             if error is None:
                 self._values[chunk.start : chunk.stop] = value
-                self._done.update(chunk)
             elif self._failed is None or chunk.start < self._failed[0].start:
                 # `until` first: a chunk that can't be cancelled any more reads it
                 # before each of its rows.
@@ -287,10 +229,10 @@ class _Run:
         return task
 
     def _rows_of(self, rows: range) -> str:
-        first, last = self._numbers[rows[0]], self._numbers[rows[-1]]
+        total = len(self._rows)
         if len(rows) == 1:
-            return f"row {first} of {self._total}"
-        return f"one of rows {first} to {last} of {self._total}"
+            return f"row {rows[0]} of {total}"
+        return f"one of rows {rows[0]} to {rows[-1]} of {total}"
 
     def _look_for_dead(self, which: str, unfinished: list[int]) -> None:
         dead = self._workers.dead(unfinished)
@@ -307,7 +249,7 @@ class _Run:
         which = self._rows_of(rows)
         try:
             if len(rows) == 1:
-                error.__dict__["hostcall_row"] = self._numbers[rows.start]
+                error.__dict__["hostcall_row"] = rows.start
             if isinstance(error, Exception):
                 sent = (self._fn, self._rows[rows.start])
                 executors.explain(error, self._executor, self._name, which, sent)

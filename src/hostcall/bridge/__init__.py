@@ -6,9 +6,9 @@
     torch           a torch function or nn.Module, differentiated by torch autograd
     value_and_grad  a function that returns its value and its gradient together
 
-Each makes an `hc.HostFunction`. It works in any JAX code, the other library gives its
-derivatives, and `hc.testing.check` can test it. A library is imported only when its
-bridge is used.
+Each makes an `hc.typing.HostFunction`. It works in any JAX code, the other library
+gives its derivatives, and `hc.testing.check` can test it. A library is imported only
+when its bridge is used.
 
 `_programs` holds what several bridges share: functions of flat arrays whose derivatives
 are functions of the same kind, made when JAX asks for them.

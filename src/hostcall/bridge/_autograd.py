@@ -91,7 +91,7 @@ def of_autograd(
             f" can be differentiated, 0 or more, got {derivatives!r}",
             code="hc-option",
         )
-    if vmap_method not in (None, "sequential", "sequential_unrolled", "parallel"):
+    if vmap_method not in (None, "sequential", "parallel"):
         raise SpecError(
             f"hostcall: vmap_method= of `{shown}` should be 'sequential' or 'parallel',"
             f" got {vmap_method!r}: autograd differentiates one row at a time",

@@ -3,7 +3,7 @@
 The check is part of the program. Where it fails, a masked call (`hc.call(where=...)`)
 brings the values to the host and raises `WatchError`; elsewhere the engine passes the
 call without Python. The engine also counts the executions of the call, and keeps the
-arguments of the last ones (`hc.call(keep=...)`).
+arguments of the last ones (`call_kept`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import hostcall as hc
+from hostcall._api.call import call_kept
 from hostcall._core.host_code import HostCode
 from hostcall.errors import SpecError, Watched, WatchError
 from hostcall.tools._breakpoint.frames import Line, users_lines
@@ -142,15 +143,7 @@ def _look(x: Any, also: Any, where: Any, fired: _Fired, keep: int) -> None:
     bad = ~_passes(x, fired)
     if where is not None:
         bad &= where
-    hc.call(
-        fired,
-        None,
-        x,
-        also,
-        order="unordered",
-        where=bad,
-        keep=keep,
-    )
+    call_kept(fired, bad, keep, x, also)
 
 
 def _passes(x: Any, fired: _Fired) -> Any:

@@ -112,7 +112,7 @@ class Exported:
         return load, (self.serialize(),)
 
     def __repr__(self) -> str:
-        return f"<hc.Exported {self.manifest}>"
+        return f"<hc.typing.Exported {self.manifest}>"
 
 
 def export(

@@ -306,8 +306,8 @@ def feed(
         SpecError: an argument is invalid, or the first item holds no numbers.
         FeedError: the source gave no item, and there is no `spec`.
         jax.errors.JaxRuntimeError: in a program: the source failed, or an item does not
-            fit `spec` (ResultError). `hc.reraise()` and `hc.last_error()` give the
-            exception itself. Items before it are still taken.
+            fit `spec` (ResultError). `hc.reraise()` and `hc.errors.last_error()`
+            give the exception itself. Items before it are still taken.
 
     Under transformations:
         jit, scan, fori_loop, while_loop (bodies and conditions), cond: one item each

@@ -48,7 +48,7 @@ class NativeFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(
-            f"hostcall: {self!r} is for hc.buffer_callback, which gives it the"
+            f"hostcall: {self!r} is for hc.buffers.buffer_callback, which gives it the"
             " addresses of XLA's memory; Python can't call it"
         )
 
@@ -59,7 +59,7 @@ class NativeFunction:
 def native(
     function: Any, *, status: bool = False, name: str | None = None
 ) -> NativeFunction:
-    """Wraps machine code, which runs without the GIL, for `hc.buffer_callback`.
+    """Wraps machine code, which runs without the GIL, for `hc.buffers.buffer_callback`.
 
     The code has the C signature::
 
@@ -86,14 +86,14 @@ def native(
         name: the name in errors and `hc.monitor.stats()`. Default: the function's.
 
     Returns:
-        An object to pass as `callback` to `hc.buffer_callback`.
+        An object to pass as `callback` to `hc.buffers.buffer_callback`.
 
     Raises:
         SpecError: `function` has no valid address.
 
     Under transformations: with vmap_method="sequential", vmap runs the rows natively.
     Other methods are refused, since the code could not tell the size of the batch.
-    Other transformations are as for `hc.buffer_callback`.
+    Other transformations are as for `hc.buffers.buffer_callback`.
 
     Cost: 0.15 us for each call in a compiled loop.
     """

@@ -112,7 +112,7 @@ class CallParams:
         results_as: "tree": the function returns the structure of `result`. "leaves": it
             returns the same leaves in any containers. "nothing": its return value is
             ignored.
-        keep: as given to `hc.call`.
+        keep: of hc.watch: how many executions are kept (`_api.call.call_kept`).
         literals: whether the function may return Python numbers for 32-bit arrays.
     """
 

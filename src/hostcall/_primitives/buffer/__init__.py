@@ -1,1 +1,1 @@
-"""The primitive behind `hc.buffer_callback`."""
+"""The primitive behind `hc.buffers.buffer_callback`."""

@@ -2,7 +2,7 @@
 
 `vmap_method` chooses between three ways:
 
-rows (sequential, sequential_unrolled, parallel)
+rows (sequential, parallel; of drop-ins also sequential_unrolled)
     The call's grid gets one more batch axis, and the engine runs the rows: in row
     order, or all at once. The program keeps one call, whatever the batch size.
 whole (expand_dims, broadcast_all, legacy_vectorized)
@@ -30,7 +30,7 @@ from hostcall._primitives.axes import in_front, size_of
 from hostcall._primitives.call.primitive import call_p
 
 WHOLE = ("expand_dims", "broadcast_all", "legacy_vectorized")
-ROWS = ("sequential", "sequential_unrolled", "parallel")
+ROWS = ("sequential", "parallel")
 
 
 def batch(

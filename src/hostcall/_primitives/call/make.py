@@ -19,7 +19,7 @@ from hostcall._engine.params.call import Callback, CallParams
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
 from hostcall._primitives.call.primitive import bind
 
-_ON_DEVICE = ("sequential", "sequential_unrolled", *batching.WHOLE)
+_ON_DEVICE = ("sequential", *batching.WHOLE)
 
 
 def make(
@@ -42,7 +42,7 @@ def make(
         vmap_method: as in `hc.call`.
         sharding: of the device that calls, or None for the program's first.
         mask: the condition of `where=`, or None.
-        keep: as in `hc.call`.
+        keep: as in `call_kept`.
     """
     masked = mask is not None
     if masked:

@@ -34,6 +34,8 @@ def check_options(
 
     def choose(option: str, value: Any, allowed: tuple[Any, ...]) -> None:
         own = "" if fn is None else own_option(fn, option, value)
+        if value == "sequential_unrolled":
+            own = ". 'sequential' does the same"
         raise SpecError(
             f"hostcall: {option}= of `{name}` should be one of"
             f" {', '.join(map(repr, allowed))}, got {value!r}{own}",
@@ -181,27 +183,6 @@ def refuse_no_arrays(name: str) -> None:
         " could not tell how many calls were merged: pass one, or leave out coalesce=",
         code="hc-conflict",
     )
-
-
-def check_keep(name: str, keep: Any, masked: bool, vmap_method: Any) -> None:
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
-        raise SpecError(
-            f"hostcall: keep= of `{name}` should be a number of executions, an int of 0"
-            f" or more, got {keep!r}",
-            code="hc-option",
-        )
-    if not masked:
-        raise SpecError(
-            f"hostcall: `{name}` has keep= and no where=. It keeps the executions that"
-            " where= lets pass without a call; give where=, or leave out keep=",
-            code="hc-conflict",
-        )
-    if vmap_method not in (None, "sequential"):
-        raise SpecError(
-            f"hostcall: `{name}` has keep= and vmap_method={vmap_method!r}. It keeps"
-            " rows that are called one by one: leave out vmap_method=, or keep=",
-            code="hc-conflict",
-        )
 
 
 def check_fail(name: str, fail: Any) -> None:

@@ -87,7 +87,10 @@ def _why_and_what(params: CallParams) -> str:
         return why
     rule = f"f = hc.host({name}, result=...) with a rule: f.defvjp(fwd, bwd)"
     if params.order == "pure":
-        return f"Write {rule}, f.defjvp(rule), or hc.finite_difference(f) without one."
+        return (
+            f"Write {rule}, f.defjvp(rule), or hc.derivatives.finite_difference(f)"
+            " without one."
+        )
     begin = (
         f"It has order={params.order!r}, and derivatives run a function again, or not"
         " at all."

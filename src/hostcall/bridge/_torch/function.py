@@ -217,7 +217,7 @@ class TorchFunction(HostFunction[..., Any]):
 
 # The methods under which each row is a call. With the others a derived function would
 # get a whole batch, but its spec has the shapes of one row.
-_OF_ROWS = ("sequential", "sequential_unrolled", "parallel")
+_OF_ROWS = ("sequential", "parallel")
 
 
 class TorchModule(TorchFunction):

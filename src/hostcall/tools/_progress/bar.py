@@ -84,7 +84,7 @@ class Bar:
         self._devices: dict[Any, Delivery] = {}
         self.drawn: list[drawing.Drawn] = []
 
-    def show(self, here: hc.Current, new: Delivery) -> None:
+    def show(self, here: hc.typing.Current, new: Delivery) -> None:
         now, before, old = clock(), self.place, self._devices.get(here.device)
         self._devices[here.device] = new
         order = sorted(self._devices, key=lambda device: getattr(device, "id", -1))

@@ -16,7 +16,7 @@ _LEAVES_AT_MOST = 8  # that the text of an error describes
 
 
 def text_of(
-    name: str, check: Any, values: Any, here: hc.Current, has_history: bool
+    name: str, check: Any, values: Any, here: hc.typing.Current, has_history: bool
 ) -> str:
     """The text of a WatchError."""
     what = "is not finite" if check == "finite" else "did not pass its check"

@@ -1,4 +1,4 @@
-"""Lynx and hares: a fit through one of SciPy's ODE solvers, for `python -m hostcall`.
+"""Lynx and hares: a fit through one of SciPy's ODE solvers.
 
 The Hudson Bay Company counted the pelts that trappers sold: hares, and the lynx that
 live on them. The Lotka-Volterra model of both, in the logarithms x of the hares and y
@@ -33,9 +33,9 @@ import jax.scipy.optimize
 import numpy as np
 import scipy.integrate
 import scipy.optimize
+from text import Array
 
 import hostcall as hc
-from hostcall._cli.text import Array
 
 # Thousands of pelts, hares and lynx. C. Gordon Hewitt, "The Conservation of the Wild
 # Life of Canada" (1921), as it is widely tabulated.
@@ -146,7 +146,7 @@ def cycle(parameters: np.ndarray) -> float:
 
 
 # `cycle` has no derivative rule, so it gets finite differences.
-period = hc.finite_difference(
+period = hc.derivatives.finite_difference(
     hc.host(cycle, result=lambda p: jax.ShapeDtypeStruct((), p.dtype), name="period")
 )
 

@@ -1,4 +1,4 @@
-"""The jobs of `python -m hostcall`: each is run, checked and reported.
+"""The jobs of the demonstration: each is run, checked and reported.
 
 The science is in the modules that this one imports. Every difference that is printed
 has been compared with its tolerance first.
@@ -14,15 +14,17 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import bessel
 import jax
 import jax.numpy as jnp
+import lynx
 import numpy as np
 import scipy.special
+import sunspots
+from bessel import jv
+from text import close, heading, line
 
 import hostcall as hc
-from hostcall._cli import bessel, lynx, sunspots
-from hostcall._cli.bessel import jv
-from hostcall._cli.text import close, heading, line
 
 
 def run(quick: bool, plot: Path) -> None:

@@ -1,4 +1,4 @@
-"""How the jobs of `python -m hostcall` print, and how they compare."""
+"""How the jobs print, and how they compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three centuries of sunspots, for `python -m hostcall`.
+"""Three centuries of sunspots.
 
 The yearly sunspot numbers, 1700 to 2008, ship with statsmodels. Two JAX programs work
 on them, and both need SciPy routines that JAX does not have:
@@ -29,10 +29,10 @@ import scipy.optimize
 import scipy.signal
 import scipy.special
 import statsmodels.api
+from bessel import jv
+from text import Array
 
 import hostcall as hc
-from hostcall._cli.bessel import jv
-from hostcall._cli.text import Array
 
 SIDEBANDS = np.arange(-4, 5)
 CYCLE = 22.1  # years: the magnetic cycle, two sunspot cycles

@@ -1,4 +1,4 @@
-"""Bessel functions with derivatives of every order, for `python -m hostcall`.
+"""Bessel functions with derivatives of every order.
 
 `jv` is SciPy's function of that name. It has one derivative rule, in JAX code over `jv`
 itself, so JAX derives forward and reverse mode of every order from it. `drum` is a
@@ -12,13 +12,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import scipy.special
+from text import Array
 
 import hostcall as hc
-from hostcall._cli.text import Array
 
 # SciPy's Bessel function of the first kind: jv(order, z), elementwise.
 jv = hc.host(
-    scipy.special.jv, result=hc.elementwise, vmap_method="expand_dims", nondiff=0
+    scipy.special.jv,
+    result=hc.results.elementwise,
+    vmap_method="expand_dims",
+    nondiff=0,
 )
 
 

@@ -1,0 +1,14 @@
+"""`hostcall.typing`: the types of what hostcall's functions return, for annotations.
+
+HostFunction  what `host` returns: a function with batching and derivatives
+Feed          what `feed` returns
+Exported      what `export` and `load` return: the program, and what it needs
+Current       what `current` returns
+"""
+
+from hostcall._api.export.export import Exported
+from hostcall._api.feed.feed import Feed
+from hostcall._host_function.function import HostFunction
+from hostcall._runtime.context import Current
+
+__all__ = ["Current", "Exported", "Feed", "HostFunction"]
