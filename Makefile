@@ -47,7 +47,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist worksteal
 PYTHON ?=
 JAX ?=
 BIN := $(VENV)/bin
-NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc)
+NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc benchmarks/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 

@@ -13,6 +13,7 @@ import numpy as np
 
 import hostcall as hc
 from benchmarks.harness import Case, Row, at_most, run_time, times_faster
+from benchmarks.raw_handler import raw_call
 
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 MIB = jax.ShapeDtypeStruct((1 << 18,), np.float32)
@@ -34,25 +35,6 @@ def nothing() -> None:
     pass
 
 
-def raw_call(
-    result: Any = SCALAR, function: Callable[[], Any] = nothing
-) -> Callable[..., Any]:
-    """A handler that only enters Python and calls a function that does nothing.
-
-    That is the floor under every callback. Its results are not written. The process
-    has one such function: the last one."""
-    from hostcall import _native
-    from hostcall._engine import targets
-
-    targets.start()
-    # Only benchmarks have this target: a program from a file may name any.
-    jax.ffi.register_ffi_target(
-        "hostcall_raw", _native.handlers()["raw"], platform="cpu"
-    )
-    _native.set_raw_function(function)
-    return jax.ffi.ffi_call("hostcall_raw", result, has_side_effect=True)
-
-
 def scalar_loop(quick: bool) -> dict[str, Case]:
     x, n = jnp.float32(1), 200 if quick else 2000
     more = 10 * n  # cheap steps run longer, so that starting the program counts little
@@ -60,7 +42,7 @@ def scalar_loop(quick: bool) -> dict[str, Case]:
         name: run_time(looped(step, more), x, per=more)
         for name, step in {
             "hostcall": lambda c: hc.call(same, SCALAR, c),
-            "raw handler": raw_call(),
+            "raw handler": raw_call(SCALAR, nothing),
             "hostcall unordered": lambda c: hc.call(same, SCALAR, c, order="unordered"),
         }.items()
     }

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
-from benchmarks.rows_call import SCALAR, nothing, raw_call
+from benchmarks.raw_handler import raw_call
+from benchmarks.rows_call import SCALAR, nothing
 from benchmarks.sweep_sizes import Host, Program, Programs, leaves, repeated, rows
 
 Step = Callable[[Any, Any], Any]  # of a loop's carry and a flag that is False

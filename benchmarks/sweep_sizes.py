@@ -20,7 +20,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import hostcall as hc
-from benchmarks.rows_call import SCALAR, looped, nothing, raw_call
+from benchmarks.raw_handler import raw_call
+from benchmarks.rows_call import SCALAR, looped, nothing
 
 Host = Callable[[Any], Any]
 CHAIN = 16  # calls in straight-line code, so that a loop copies its carry once in 16

@@ -104,7 +104,7 @@ def modules() -> list[tuple[Any, str, dict[str, Any], tuple[Any, ...]]]:
 
 
 WORDS = ("hostcall_call", "hostcall_tap", "hostcall_link", "hostcall_verdict")
-WORDS += ("hostcall_buffer", "hostcall_raw", "xla_ffi_python_cpu_callback")
+WORDS += ("hostcall_buffer", "hostcall_other", "xla_ffi_python_cpu_callback")
 WORDS += ("tensor<3x4xf32>", "tensor<4xf32>", "tensor<?x4xf32>", "tensor<i32>")
 WORDS += ("tensor<i1>", "tensor<f32>", "!stablehlo.token", "true", "false", "2 : i32")
 _WORD = re.compile(r"@?\b(?:hostcall_\w+|tensor<[^>]*>|true|false)|!stablehlo.token")

@@ -1,9 +1,10 @@
 """Where the tests run: `pytest --platform cpu` (the default), `staged` or `cuda`.
 
 cpu     Programs run on XLA's CPU runtime, with the handlers for CPUs.
-staged  Programs run on XLA's CPU runtime, with the handlers for CUDA on a fake driver
-        (tests/native/fake_cuda.cc): its device memory is host memory, its streams are
-        threads. All values go through pinned memory, as on a GPU.
+staged  Programs run on XLA's CPU runtime, with the handlers for CUDA (wrapped by
+        tests/native/staged.cc) on a fake driver (tests/native/fake_cuda.cc): its device
+        memory is host memory, its streams are threads. All values go through pinned
+        memory, as on a GPU.
 cuda    Programs run on NVIDIA GPUs. Tests that need more devices are skipped.
 """
 
@@ -14,26 +15,38 @@ import inspect
 import os
 import re
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax._src import dispatch
 
 PLATFORMS = ("cpu", "staged", "cuda")
 _streams: list[int] = []
 
 
-def fake_driver(folder: Path) -> Path:
-    """Compiles the fake driver into a folder. Returns the path of the library."""
-    built = folder / "fake_cuda.so"
-    source = Path(__file__).parent / "native" / "fake_cuda.cc"
+def compiled(source: str, folder: Path, *includes: str) -> Path:
+    """Compiles a file of tests/native into a folder. Returns the library's path."""
+    built = folder / Path(source).with_suffix(".so").name
     flags = ["-std=c++17", "-O1", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden"]
+    if sys.platform == "darwin":  # Python's symbols are the process's
+        flags += ["-undefined", "dynamic_lookup"]
+    flags += [f"-isystem{path}" for path in includes]
     compiler = os.environ.get("CXX", "c++")
-    subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
+    path = Path(__file__).parent / "native" / source
+    subprocess.run([compiler, *flags, str(path), "-o", str(built)], check=True)
     return built
+
+
+def staged(folder: Path) -> tuple[Path, Path]:
+    """Compiles the fake driver, and the handlers that use it in XLA's CPU runtime."""
+    paths = jax.ffi.include_dir(), sysconfig.get_path("include")
+    return compiled("fake_cuda.cc", folder), compiled("staged.cc", folder, *paths)
 
 
 def set_up(platform: str) -> None:
@@ -42,14 +55,8 @@ def set_up(platform: str) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
     if platform != "staged":
         return
-    folder = tempfile.TemporaryDirectory()
-    driver = fake_driver(Path(folder.name))
-    os.environ["HOSTCALL_CUDA_DRIVER"] = str(driver)
-    # Read when hostcall is imported, and not for the processes that tests start.
-    os.environ["HOSTCALL_HANDLERS_ON_CPU"] = "staged "
-    use_fake_driver(driver)
-    del os.environ["HOSTCALL_HANDLERS_ON_CPU"]
-    folder.cleanup()  # the library stays loaded
+    with tempfile.TemporaryDirectory() as folder:  # the libraries stay loaded
+        use_fake_driver(*staged(Path(folder)))
 
 
 _DISPATCHED = "a program on a GPU has made its calls when its dispatch returns"
@@ -164,14 +171,50 @@ def forget_failed_effects() -> None:
     dispatch.runtime_tokens.clear()
 
 
-def use_fake_driver(driver: Path) -> ctypes.CDLL:
-    from hostcall import _native
-    from hostcall._engine import targets
+def use_fake_driver(driver: Path, handlers: Path) -> ctypes.CDLL:
+    """Imports hostcall, with its handlers for GPUs in XLA's CPU runtime.
 
-    library = ctypes.CDLL(str(driver))
-    library.fakeStreamCreate.restype = ctypes.c_void_p
-    _streams.extend(library.fakeStreamCreate() for _ in range(8))
+    They are registered in place of those for CPUs, whose plans they get.
+    """
+    # For this process, not for those that tests start.
+    os.environ["HOSTCALL_CUDA_DRIVER"] = str(driver)
+    given: list[tuple[str, Any, str]] = []
+    register = jax.ffi.register_ffi_target
+    jax.ffi.register_ffi_target = lambda name, made, platform: given.append(
+        (name, made, platform)
+    )
+    try:
+        from hostcall import _native
+        from hostcall._engine import targets  # noqa: F401  (it registers)
+    finally:
+        jax.ffi.register_ffi_target = register
     assert not _native.cuda_missing()  # opens the driver that the environment names
-    _native.set_streams_for_tests(_streams)
-    assert targets._ON_CPU == "staged "
+    library, wrapper = ctypes.CDLL(str(driver)), ctypes.CDLL(str(handlers))
+    library.fakeStreamCreate.restype = ctypes.c_void_p
+    wrapper.Wrap.restype = ctypes.c_void_p
+    _streams.extend(library.fakeStreamCreate() for _ in range(8))
+    wrapper.SetUp(
+        (ctypes.c_void_p * len(_streams))(*_streams),
+        len(_streams),
+        library.cuStreamSynchronize,
+        library.fakeFinishAll,
+        _pointer(_native.handlers()["type"]["type_id"]),
+    )
+    on_cpu = {name: made for name, made, platform in given if platform == "cpu"}
+    on_gpu = {name: made for name, made, platform in given if platform == "CUDA"}
+    # The CPU runtime has no command buffers, so nothing is recorded.
+    on_gpu["hostcall_buffer_graph"] = on_gpu["hostcall_buffer"]
+    for number, (name, made) in enumerate(on_cpu.items()):
+        inner = _pointer(on_gpu[name]["execute"])
+        outer = wrapper.Wrap(number, inner)
+        execute = jax.ffi.pycapsule(ctypes.c_void_p(outer))
+        register(name, {**made, "execute": execute}, platform="cpu")
     return library
+
+
+def _pointer(capsule: Any) -> ctypes.c_void_p:
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    name = ctypes.pythonapi.PyCapsule_GetName
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    return ctypes.c_void_p(get(capsule, name(capsule)))

@@ -2,11 +2,8 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <utility>
-#include <vector>
 
 #include "buffer/buffer_object.h"
 #include "cuda/streams.h"
@@ -27,8 +24,8 @@ nb::capsule FunctionCapsule(F* function) {
 }
 
 /// The handlers by name, each as the dict of stages that JAX registers. "type" and
-/// "cuda type" are the types of their states. The names begin with the platform:
-/// none for the CPU, "cuda", and "staged" for tests without a GPU.
+/// "cuda type" are the types of their states. The names of those for GPUs begin
+/// with "cuda".
 nb::dict Handlers() {
   using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
   const auto handler = [](Handler* execute, Handler* instantiate) {
@@ -52,19 +49,12 @@ nb::dict Handlers() {
   all["verdict"] = handler(&ExecuteVerdict, &InstantiateCall);
   all["buffer"] = handler(&ExecuteCall, &InstantiateCall);
   all["graph"] = handler(&ExecuteCall, &InstantiateCall);
-  all["raw"] = handler(&ExecuteRaw, nullptr);
   all["cuda call"] = handler(&ExecuteCallOnCuda, &InstantiateOnCuda);
   all["cuda tap"] = handler(&ExecuteTapOnCuda, &InstantiateOnCuda);
   all["cuda link"] = handler(&ExecuteLinkOnCuda, nullptr);
   all["cuda verdict"] = handler(&ExecuteVerdictOnCuda, &InstantiateOnCuda);
   all["cuda buffer"] = handler(&ExecuteBuffersOnCuda, &InstantiateOnCuda);
   all["cuda graph"] = handler(&ExecuteBuffersInGraph, &InstantiateInGraph);
-  all["staged call"] = handler(&ExecuteCallStaged, &InstantiateCall);
-  all["staged tap"] = handler(&ExecuteTapStaged, &InstantiateCall);
-  all["staged link"] = handler(&ExecuteLinkStaged, nullptr);
-  all["staged verdict"] = handler(&ExecuteVerdictStaged, &InstantiateCall);
-  all["staged buffer"] = handler(&ExecuteBuffersStaged, &InstantiateCall);
-  all["staged graph"] = handler(&ExecuteBuffersStaged, &InstantiateCall);
   return all;
 }
 
@@ -119,9 +109,6 @@ void InitHandlers(nb::module_& m) {
   // Without the GIL: a lower limit frees pinned memory, and the driver may be slow.
   m.def("limit_pinned", &LimitPinned, nb::arg("for_calls"), nb::arg("for_taps"),
         nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "set_raw_function", [](nb::object f) { SetRawFunction(f.ptr()); },
-      nb::arg("function"));
   // JAX's handler calls it with the callback's arguments, which are not used.
   m.def("run_pending", [](nb::args) { RunPending(); });
   m.def(
@@ -133,16 +120,6 @@ void InitHandlers(nb::module_& m) {
   m.def("ask_inside", &AskInside);
   m.def("is_inside", &InsideHostCallback);
   m.def("on_foreign_thread", &OnForeignThread);
-  m.def(
-      "set_streams_for_tests",
-      [](const std::vector<uintptr_t>& addresses) {
-        std::vector<void*> streams;
-        for (uintptr_t address : addresses) {
-          streams.push_back(reinterpret_cast<void*>(address));
-        }
-        SetStreamsForTests(std::move(streams));
-      },
-      nb::arg("addresses"));
 }
 
 }  // namespace hostcall

@@ -34,9 +34,6 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame) {
   return ErrorOfOutcome(frame, *state->plan, told->data);
 }
 
-/// The benchmark's function, owned; null until it is set. Guarded by the GIL.
-PyObject* g_raw = nullptr;
-
 }  // namespace
 
 XLA_FFI_Error* ExecuteCall(XLA_FFI_CallFrame* frame) {
@@ -45,26 +42,6 @@ XLA_FFI_Error* ExecuteCall(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* ExecuteVerdict(XLA_FFI_CallFrame* frame) {
   return Guarded(frame, Judge);
-}
-
-void SetRawFunction(PyObject* function) {
-  Py_XINCREF(function);
-  Py_XSETREF(g_raw, function);
-}
-
-XLA_FFI_Error* ExecuteRaw(XLA_FFI_CallFrame* frame) {
-  return Guarded(frame, [](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
-    // Without an Entry, exit does not wait for this call: a benchmark has to wait
-    // for its programs itself.
-    GilGuard gil;
-    if (g_raw == nullptr) return MakeError(f->api, "no raw function is set");
-    Ref value = Ref::Steal(PyObject_CallNoArgs(g_raw));
-    if (!value) {
-      PyErr_Clear();
-      return MakeError(f->api, "the raw function failed");
-    }
-    return nullptr;
-  });
 }
 
 }  // namespace hostcall

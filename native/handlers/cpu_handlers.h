@@ -2,7 +2,6 @@
 // execution of its place in a program.
 #pragma once
 
-#include "base/guards.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace hostcall {
@@ -14,9 +13,5 @@ XLA_FFI_Error* ExecuteCall(XLA_FFI_CallFrame* frame);
 /// operands are the call's outcome and results, and its own results share the
 /// memory of the call's.
 XLA_FFI_Error* ExecuteVerdict(XLA_FFI_CallFrame* frame);
-/// Only calls a Python function without arguments: the floor for benchmarks.
-XLA_FFI_Error* ExecuteRaw(XLA_FFI_CallFrame* frame);
-/// Sets that function. The GIL is held.
-void SetRawFunction(PyObject* function);
 
 }  // namespace hostcall

@@ -278,31 +278,6 @@ XLA_FFI_Error* OnXlasStream(XLA_FFI_CallFrame* frame, Body body,
       XLA_FFI_UNKNOWN_TYPE_ID, traits);
 }
 
-/// No lock guards them: tests set them only while no program runs.
-std::vector<void*>& StreamsForTests() {
-  static auto* streams = new std::vector<void*>();
-  return *streams;
-}
-
-/// Runs a body in XLA's CPU runtime on the device's test stream, and waits for the
-/// stream: that runtime would use the results at once.
-XLA_FFI_Error* OnAStreamOfTests(XLA_FFI_CallFrame* frame, Body body) {
-  return Guarded(frame, [body](XLA_FFI_CallFrame* f) -> XLA_FFI_Error* {
-    const std::vector<void*>& streams = StreamsForTests();
-    const auto device = static_cast<size_t>(DeviceOrdinal(f));
-    void* stream = streams.at(device % streams.size());
-    XLA_FFI_Error* error = body(f, stream, PlanTypeId());
-    const CudaDriver& driver = Driver();
-    ScopedContext current(driver, static_cast<CudaStream>(stream));
-    driver.Check(driver.cuStreamSynchronize(static_cast<CudaStream>(stream)),
-                 "cuStreamSynchronize");
-    // Tests of taps look at the queue as soon as a program has ended.
-    while (!AwaitTapsOfGpus(1)) {
-    }
-    return error;
-  });
-}
-
 }  // namespace
 
 XLA_FFI_Error* ExecuteCallOnCuda(XLA_FFI_CallFrame* f) {
@@ -323,26 +298,6 @@ XLA_FFI_Error* ExecuteBuffersOnCuda(XLA_FFI_CallFrame* f) {
 XLA_FFI_Error* ExecuteBuffersInGraph(XLA_FFI_CallFrame* f) {
   return OnXlasStream(f, OnBuffers,
                       XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
-}
-
-XLA_FFI_Error* ExecuteCallStaged(XLA_FFI_CallFrame* f) {
-  return OnAStreamOfTests(f, Call);
-}
-XLA_FFI_Error* ExecuteTapStaged(XLA_FFI_CallFrame* f) {
-  return OnAStreamOfTests(f, Tap);
-}
-XLA_FFI_Error* ExecuteLinkStaged(XLA_FFI_CallFrame* f) {
-  return OnAStreamOfTests(f, Link);
-}
-XLA_FFI_Error* ExecuteVerdictStaged(XLA_FFI_CallFrame* f) {
-  return OnAStreamOfTests(f, Judge);
-}
-XLA_FFI_Error* ExecuteBuffersStaged(XLA_FFI_CallFrame* f) {
-  return OnAStreamOfTests(f, OnBuffers);
-}
-
-void SetStreamsForTests(std::vector<void*> streams) {
-  StreamsForTests() = std::move(streams);
 }
 
 }  // namespace hostcall

@@ -5,8 +5,6 @@
 // write.
 #pragma once
 
-#include <vector>
-
 #include "xla/ffi/api/c_api.h"
 
 namespace hostcall {
@@ -25,16 +23,5 @@ XLA_FFI_Error* ExecuteBuffersOnCuda(XLA_FFI_CallFrame* frame);
 /// The same, but XLA may record it into a command buffer. The function then runs
 /// once, and the work that it has put on the stream is repeated with each run.
 XLA_FFI_Error* ExecuteBuffersInGraph(XLA_FFI_CallFrame* frame);
-
-/// The same handlers for XLA's CPU runtime, for tests on machines without a GPU.
-/// They use a driver that treats the host's memory as a device's, and return when
-/// their stream is empty, since that runtime does not know streams.
-XLA_FFI_Error* ExecuteCallStaged(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* ExecuteTapStaged(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* ExecuteLinkStaged(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* ExecuteVerdictStaged(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* ExecuteBuffersStaged(XLA_FFI_CallFrame* frame);
-/// Sets the streams of these handlers, one for each device. Not owned.
-void SetStreamsForTests(std::vector<void*> streams);
 
 }  // namespace hostcall

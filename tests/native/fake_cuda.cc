@@ -375,6 +375,17 @@ FAKE_EXPORT void* fakeStreamCreateOn(int device) {
 }
 FAKE_EXPORT void* fakeStreamCreate() { return fakeStreamCreateOn(0); }
 
+/// Returns when all streams are empty.
+FAKE_EXPORT void fakeFinishAll() {
+  Lock lock(W().mutex);
+  W().changed.wait(lock, [] {
+    for (const CUstream_st* stream : W().streams) {
+      if (stream->done != stream->enqueued) return false;
+    }
+    return true;
+  });
+}
+
 FAKE_EXPORT void fakeStreamDestroy(void* handle) {
   auto* stream = static_cast<CUstream_st*>(handle);
   {

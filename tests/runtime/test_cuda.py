@@ -8,6 +8,7 @@ pinned memory only, no call from a host function, nothing overwritten early.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import jax
@@ -22,11 +23,12 @@ HEAD = """
 import ctypes, os, sys, threading, time
 sys.path.insert(0, os.environ["TESTS"])
 import jax, jax.numpy as jnp, numpy as np
-import hostcall as hc, platforms
-from hostcall import _native
 from jax import lax
 from pathlib import Path
-fake = platforms.use_fake_driver(Path(os.environ["HOSTCALL_CUDA_DRIVER"]))
+import platforms
+fake = platforms.use_fake_driver(*map(Path, os.environ["STAGED"].split(os.pathsep)))
+import hostcall as hc
+from hostcall import _native
 fake.fakeCount.restype = ctypes.c_long
 fake.fakePinnedBytes.restype = ctypes.c_size_t
 count = lambda name: fake.fakeCount(name.encode())
@@ -36,14 +38,13 @@ spec = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype)
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    return platforms.fake_driver(tmp_path_factory.mktemp("driver"))
+    return platforms.staged(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture
 def run(run_python, driver):
     tests = str(Path(__file__).parents[1])
-    env = {"HOSTCALL_CUDA_DRIVER": str(driver), "TESTS": tests}
-    env["HOSTCALL_HANDLERS_ON_CPU"] = "staged "
+    env = {"STAGED": os.pathsep.join(map(str, driver)), "TESTS": tests}
     return lambda program: run_python(HEAD + program, env=env).stdout
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
@@ -27,10 +26,6 @@ _HANDLERS = {
     BUFFER_TARGET: "buffer",
     GRAPH_TARGET: "graph",
 }
-# The prefix of the handlers that serve the CPU. Tests set "staged " to run the CUDA
-# handlers on a fake driver, which uses host memory as device memory
-# (tests/platforms.py).
-_ON_CPU = os.environ.get("HOSTCALL_HANDLERS_ON_CPU", "")
 
 _started = False
 _started_cuda = False
@@ -91,7 +86,7 @@ def _register() -> None:
     """
     handlers = _native.handlers()
     for platform, plan_type, kind in (
-        ("cpu", "type", _ON_CPU),
+        ("cpu", "type", ""),
         # The "graph" handler itself tells XLA that it may be recorded into a command
         # buffer: the CUDA plugin accepts no traits at registration.
         ("CUDA", "cuda type", "cuda "),
