@@ -41,7 +41,6 @@ Waiting, errors, settings:
     reraise          a block in which a program raises its callback's own exception
     last_error       returns the exception that a callback raised last
     HostcallError    the base of all errors that hostcall raises
-    recover          goes on after a program over several processes failed in all
     configure        changes settings of the process
 
 In place of JAX's own:
@@ -88,7 +87,6 @@ from hostcall._api.call import call
 from hostcall._api.configure import configure
 from hostcall._api.export.register import register
 from hostcall._api.print import print as print
-from hostcall._api.recover import recover
 from hostcall._api.retrying import retrying
 from hostcall._api.tap import tap, tap_through
 from hostcall._core.errors import HostcallError
@@ -163,6 +161,14 @@ _MODULES_LATER = (
     "tools",
 )
 
+# Names of before, and what to write instead.
+_GONE = {
+    "recover": (
+        "no more: after a failure, end all processes of the job, and restart them from"
+        " the last checkpoint"
+    ),
+}
+
 
 def _version() -> str:
     """pyproject.toml has it, and what pip writes beside the installed package."""
@@ -180,6 +186,8 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
         if name == "__version__":
             globals()[name] = _version()
             return globals()[name]
+        if name in _GONE:
+            raise AttributeError(f"hostcall.{name} is {_GONE[name]}")
         if name not in _LATER:
             raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
@@ -227,7 +235,6 @@ __all__ = [
     "patch_jax",
     "progress",
     "pure_callback",
-    "recover",
     "register",
     "reraise",
     "retrying",
