@@ -31,9 +31,8 @@ In place of JAX's own:
                      drop-ins with JAX's names and options
     patch_jax        installs all drop-ins under JAX's names, for every program
 
-Settings, and after a failure of several processes:
+Settings:
     configure        changes settings of the process
-    recover          goes on after a program over several processes failed in all
 
 Modules:
     results          like, elementwise, same_tree: what a function of host returns
@@ -78,7 +77,6 @@ from hostcall._api.call import call
 from hostcall._api.configure import configure
 from hostcall._api.export.register import register
 from hostcall._api.print import print as print
-from hostcall._api.recover import recover
 from hostcall._api.tap import tap, tap_through
 from hostcall._runtime.context import current
 from hostcall._runtime.reraise import reraise
@@ -139,6 +137,8 @@ _GONE = {
     "host_callback": "a module to import: import hostcall.host_callback as hcb",
     "last_error": "hostcall.errors.last_error",
     "like": "hostcall.results.like",
+    "recover": "a restart: end all processes of the job after a failure, and start them"
+    " again from the last checkpoint (the page 'Programs over many processes')",
     "retrying": "a pool of loky's: loky.get_reusable_executor makes a new one after a"
     " worker has died (the page 'Pools and clusters' shows how)",
     "same_tree": "hostcall.results.same_tree",
@@ -212,7 +212,6 @@ __all__ = [
     "patch_jax",
     "progress",
     "pure_callback",
-    "recover",
     "register",
     "reraise",
     "results",

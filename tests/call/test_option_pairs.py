@@ -560,7 +560,7 @@ def of_host(fn=doubled, result=F32, **options):
 
 
 def unpicklable():
-    f = hc.host(lambda x, lock: x, result=hc.like(0), cache="memory")
+    f = hc.host(lambda x, lock: x, result=hc.results.like(0), cache="memory")
     f(np.float32(1), threading.Lock())
 
 
@@ -595,7 +595,7 @@ def write(ctx, out, x):
 
 
 def buffer(**options):
-    return hc.buffer_callback(write, F32, **options)
+    return hc.buffers.buffer_callback(write, F32, **options)
 
 
 REFUSED = {
@@ -644,7 +644,7 @@ REFUSED = {
         "hc-conflict",
     ),
     "buffer: machine code and a whole batch": (
-        lambda: hc.buffer_callback(
+        lambda: hc.buffers.buffer_callback(
             hc.buffers.native(1), F32, vmap_method="expand_dims"
         ),
         "hc-conflict",

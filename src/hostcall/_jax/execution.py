@@ -145,16 +145,6 @@ def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
             setting.set_global(_AcrossGuard(setting.get_global()))
 
 
-def allow_programs_across() -> None:
-    """Undoes `refuse_programs_across`; programs compiled before it are found again."""
-    global _refusal_across
-    _refusal_across = None
-    for setting in (_config.no_tracing, _config.no_execution):
-        guard = setting.get_global()
-        if isinstance(guard, _AcrossGuard):
-            setting.set_global(guard.before)
-
-
 def _refuse_across(frame: Any) -> None:
     if _refusal_across is None:
         return

@@ -7,9 +7,9 @@ The danger, which plain JAX has too:
   3. This process goes on to step 2, and reaches step 2's collective.
   4. The two collectives meet, and mix the values of two steps without an error.
 
-So after such a failure this process refuses every program over several processes, until
-`hc.recover()`. Programs over its own devices still run. A process that learns that
-another one failed (peers.py) refuses them too: they could only hang.
+So after such a failure this process refuses every program over several processes, for
+the rest of its life. Programs over its own devices still run. A process that learns
+that another one failed (peers.py) refuses them too: they could only hang.
 
 A failure that reaches all processes by the program's own reduction is not told to the
 others. They will raise it by themselves, and one that has not even started the program
@@ -84,21 +84,6 @@ def until_failure(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def what_failed() -> list[str]:
-    """The failures for which programs over several processes are refused."""
-    with _lock:
-        here = None if _first is None else failures.without_number(_first)
-        return [text for text in (here, _elsewhere) if text is not None]
-
-
-def allow() -> None:
-    """Forgets the failures, and allows programs over several processes again."""
-    global _first, _elsewhere
-    with _lock:
-        _first = _elsewhere = None
-        _jax.allow_programs_across()
-
-
 def keep_text(text: str) -> None:
     """Puts the text of a failure here where the other processes find it."""
     if _jax.job_size() == 1:
@@ -123,7 +108,7 @@ _FETCHING = 2.0  # seconds; the text was put there before the failure could be k
 
 
 def _key(process: int) -> str:
-    return f"hostcall/text/{peers.round_now()}/{process}"
+    return f"hostcall/text/{process}"
 
 
 def _refusal() -> Exception:
@@ -131,15 +116,14 @@ def _refusal() -> Exception:
         "hostcall: a program over several processes failed in this process, which"
         " therefore refuses further ones. Other processes may still be waiting inside"
         " the failed program, and the values of the two programs would mix. End all"
-        " processes of the job, and restart them from the last checkpoint; or, if all"
-        " of them have raised, call hc.recover() in all. Programs"
+        " processes of the job, and restart them from the last checkpoint. Programs"
         " over this process's own devices still run. The first failure was:"
         f" {_first}"
         if _first is not None
         else "hostcall: another process of the job has failed, so this one refuses"
         " further programs over several processes: they would wait for it for ever. End"
-        " all processes of the job, and restart them from the last checkpoint; or, if"
-        " all of them have raised, call hc.recover() in all. Programs over this"
-        f" process's own devices still run. The first failure was: {_elsewhere}",
+        " all processes of the job, and restart them from the last checkpoint. Programs"
+        " over this process's own devices still run. The first failure was:"
+        f" {_elsewhere}",
         code="hc-process",
     )

@@ -25,13 +25,11 @@ class Message(NamedTuple):
         kind: see peers.py.
         process: the process that it is about.
         text: what failed there.
-        round: how many recoveries there were when it was sent.
     """
 
     kind: str
     process: int
     text: str
-    round: int
 
     def __str__(self) -> str:
         what = {

@@ -28,8 +28,6 @@ So one process that still works is waited for: a collective may need it only.
 
 Guarantees
   * No message is lost, overwritten, or read twice (mail.py).
-  * A message from before a `recover` is ignored after it: it has the number of the
-    recovery (`_round`).
   * Nothing here changes what a job without failures computes, or when.
 
 Both threads are told to stop and joined before the interpreter ends (watcher.py says
@@ -37,8 +35,8 @@ why): one by an event, the other through its socket. If the service
 does not answer any more, the thread that waits for it stays behind in jaxlib's C++; the
 process then ends without an answer to wait for, and the thread never comes back.
 
-`_lock` protects `_known`, `_waits`, `_gone`, `_idle`, `_later` and `_round`; the
-threads, failing calls and the main thread change them.
+`_lock` protects `_known`, `_waits`, `_gone` and `_idle`; the threads, failing calls and
+the main thread change them.
 """
 
 from __future__ import annotations
@@ -77,13 +75,11 @@ _known: Message | None = None  # the first failure
 _waits: Message | None = None  # the first process that waits for the others
 _gone: set[int] = set()
 _idle: set[int] = set()  # those that have failed, wait at their end, or are stuck
-_later: list[Message] = []  # from processes that are further, after a recovery
 _ring: Ring | None = None
 _stopping = threading.Event()
 _woken = threading.Event()  # the inbox's thread should look what is known now
 _ending = False  # a thread is ending this process, which was stuck
-_paused = False  # `recover` waits in the service, which must not count as stuck
-_round = 0  # how many recoveries there were
+_paused = False  # the end waits in the service, which must not count as stuck
 _listeners: list[Callable[[Message], object]] = []
 
 
@@ -152,7 +148,7 @@ def tell(text: str) -> None:
 def new(kind: str, text: str = "", process: int | None = None) -> Message:
     """A message about this process, or another one."""
     about = _jax.job_rank() if process is None else process
-    return Message(kind, about, text, _round)
+    return Message(kind, about, text)
 
 
 def send(message: Message, to: list[int]) -> threading.Event:
@@ -235,9 +231,7 @@ def _learn(message: Message) -> None:
     with _lock:
         if message.kind in ("died", "left"):
             _gone.add(message.process)
-        if message.round > _round:
-            _later.append(message)
-        if message.round != _round or message.kind == "left":
+        if message.kind == "left":
             return
         if message.kind == "moves":
             _idle.discard(message.process)
@@ -345,43 +339,7 @@ def stop() -> None:
     _threads.clear()
 
 
-# --- After a failure, together (recovery.py) -----------------------------------------
-
-
 def pause(on: bool) -> None:
     """While on, this process does not count as stuck."""
     global _paused
     _paused = on
-
-
-def must_end(done: threading.Event, seconds: float, what: str) -> None:
-    """Ends this process if `done` is not set in time: it waits in a collective that the
-    other processes do not come to. Without a `fail_grace` it only says so.
-    """
-
-    def wait() -> None:
-        if done.wait(seconds):
-            return
-        failure = new("failed", f"{what} does not end")
-        if config.fail_grace():
-            _end_the_process(failure, seconds)
-        logger.error("%s", failure)
-
-    threading.Thread(target=wait, daemon=True, name="hostcall-check").start()
-
-
-def round_now() -> int:
-    return _round
-
-
-def next_round() -> None:
-    """Forgets the failures so far."""
-    global _round, _known, _waits
-    with _lock:
-        _round += 1
-        _known = _waits = None
-        _idle.clear()
-        early = [message for message in _later if message.round == _round]
-        _later.clear()
-    for message in early:
-        _learn(message)
