@@ -137,8 +137,8 @@ _GONE = {
     "host_callback": "a module to import: import hostcall.host_callback as hcb",
     "last_error": "hostcall.errors.last_error",
     "like": "hostcall.results.like",
-    "recover": "a restart: end all processes of the job after a failure, and start them"
-    " again from the last checkpoint (the page 'Programs over many processes')",
+    "recover": "a restart: after a failure, end all processes of the job, and restart"
+    " them from the last checkpoint",
     "retrying": "a pool of loky's: loky.get_reusable_executor makes a new one after a"
     " worker has died (the page 'Pools and clusters' shows how)",
     "same_tree": "hostcall.results.same_tree",
