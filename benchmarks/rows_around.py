@@ -48,6 +48,10 @@ def dispatch_with_effect(ordered: bool) -> Callable[[bool], dict[str, Case]]:
         x, repeat = jnp.float32(1), 64 if quick else 256
         fs = {
             "hostcall": lambda x: hc.call(same, SCALAR, x, order=order),
+            "jit(x + 1)": lambda x: x + 1,
+            "drop-in": lambda x: hc.io_callback(
+                same, SCALAR, x, ordered=ordered, arrays="numpy"
+            ),
             "io_callback": lambda x: io_callback(same, SCALAR, x, ordered=ordered),
         }
         return {n: dispatch_time(jax.jit(f), x, repeat=repeat) for n, f in fs.items()}
@@ -145,6 +149,9 @@ def program_size(quick: bool) -> dict[str, Case]:
     return {"batch of 1000": lines(1000), "batch of 2": lines(2)}
 
 
+# With effects as without, since programs on one CPU device need no tokens.
+EFFECTS = (at_most(1.5, "jit(x + 1)"), at_most(2.5, "jit(x + 1)", ours="drop-in"))
+
 ROWS = (
     Row(
         "dispatch, one pure call",
@@ -153,12 +160,12 @@ ROWS = (
     ),
     Row(
         "dispatch, one unordered call",
-        (),
+        EFFECTS,
         dispatch_with_effect(False),
     ),
     Row(
         "dispatch, one ordered call",
-        (),
+        EFFECTS,
         dispatch_with_effect(True),
     ),
     Row("eager call of a fresh lambda", (at_most(100, None),), fresh_time, rounds=3),

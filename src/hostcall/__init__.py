@@ -9,7 +9,7 @@ First:
     reraise          a block in which a program raises its callback's own exception
 
 More ways to the host:
-    tap_through      a tap tied to a value, which keeps JAX's fast dispatch
+    tap_through      a tap tied to a value, which runs if the value is used
     feed             brings the items of an iterator or data loader into programs
     Object           a host object whose methods programs call; under vmap one per row
     current          tells a callback its device, mesh coordinates and row

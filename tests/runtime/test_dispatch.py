@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
 from jax.experimental import io_callback
@@ -228,20 +230,56 @@ def python_dispatches(monkeypatch, f, x):
     return len(count)
 
 
-@pytest.mark.parametrize(
-    ("bind", "python"),
-    [
-        (pure, 0),
-        (lambda host, x: hc.tap_through(host, x), 0),
-        (WHERE_DISPATCHED["pure_callback"], 0),
-        (WHERE_DISPATCHED["unordered"], 5),
-    ],
-)
-def test_programs_without_an_effect_stay_on_jaxs_fast_path(
-    bind, python, x, monkeypatch
-):
+def a_tap(order):
+    def bind(host, x):
+        hc.tap(host, x, order=order)
+        return x
+
+    return bind
+
+
+FAST = ALL | {
+    "pure": pure,
+    "hc.host": through_host_function,
+    "tap": a_tap("unordered"),
+    "ordered tap": a_tap("ordered"),
+    "tap_through": lambda host, x: hc.tap_through(host, x),
+    "print": printed(lambda host, x: hc.print("{}", x)),
+    "where": lambda host, x: hc.call(host, SCALAR, x, order="ordered", where=x > 9e9),
+}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_programs_take_jaxs_fast_path(name, x, monkeypatch, capsys):
+    with hc.patch_jax() if name in PATCHED else contextlib.nullcontext():
+        f = jax.jit(lambda x: FAST[name](lambda v: np.asarray(v), work(x)))
+        assert python_dispatches(monkeypatch, f, x) == 0
+    hc.barrier()
+
+
+def beside_jaxs_own(host, x):
+    jax.debug.callback(lambda v: None, x)
+    return WHERE_DISPATCHED["ordered"](host, x)
+
+
+def without_results(host, x):
+    WHERE_DISPATCHED["ordered"](host, x)
+
+
+def over_devices(host, x):
+    mesh, spec = meshes.line(), jax.P("x")
+
+    def block(v):
+        return WHERE_DISPATCHED["ordered"](host, v.sum())[None]
+
+    both = jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec)
+    return both(jnp.ones(mesh.size) * x)
+
+
+@pytest.mark.parametrize("bind", [beside_jaxs_own, without_results, over_devices])
+def test_programs_that_need_tokens_go_through_python(bind, x, monkeypatch):
     f = jax.jit(lambda x: bind(lambda v: np.asarray(v), work(x)))
-    assert python_dispatches(monkeypatch, f, x) == python
+    assert python_dispatches(monkeypatch, f, x) == 5
 
 
 @each

@@ -70,6 +70,8 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
         number = failures.number_in(error)
         if number and not failures.is_surely_told(number):
             failed.append(error)
+    seen = {failures.number_in(error) for error in failed}
+    failed += [e for e in failures.owed() if failures.number_in(e) not in seen]
     left = None if end is None else max(0.0, end - time.monotonic())
     if not delivery.flush(left, "hc.barrier()"):
         return False

@@ -149,12 +149,13 @@ def tap(
         jit over sharded arrays: see `on`.
 
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes
-    the GIL, and waits only if the queue is full and `when_full="block"`. Like any
-    effect, a tap costs the program JAX's fast dispatch (about 65 us a dispatch instead
-    of 4); `hc.tap_through` keeps it. A product that is tapped is no longer fused into a
-    multiply-add (FMA), so results may differ by about one rounding, 1 ulp of it. On a
-    TPU or an AMD GPU, JAX's own callback brings the values to the queue at its own
-    speed, `on` has no effect, and `hc.current()` knows no device.
+    the GIL, and waits only if the queue is full and `when_full="block"`. On one CPU
+    device the program keeps JAX's fast dispatch; elsewhere a dispatch takes about 65 us
+    instead of 4, as with any effect (not with `hc.tap_through`). A product that is
+    tapped is no longer fused into a multiply-add (FMA), so results may differ by about
+    one rounding, 1 ulp of it. On a TPU or an AMD GPU, JAX's own callback brings the
+    values to the queue at its own speed, `on` has no effect, and `hc.current()` knows
+    no device.
     """
     operands, params = prepare(
         fn,
@@ -193,8 +194,9 @@ def tap_through(
     """Hands `x` to `fn(x)`, which runs later, and returns `x`.
 
     Like `hc.tap`, but the result ties the tap to the program, instead of an effect. The
-    program keeps JAX's fast dispatch (4 us instead of about 65), and **the tap runs
-    only if the result is used**. JAX may drop, merge or repeat it like any computation.
+    program keeps JAX's fast dispatch also on several devices and on GPUs, and **the tap
+    runs only if the result is used**. JAX may drop, merge or repeat it like any
+    computation.
 
     Args:
         fn: as in `hc.tap`.

@@ -6,8 +6,9 @@
 | unordered | exactly once | straight-line code | `CallEffect` |
 | ordered | exactly once | all of a device's programs | `OrderedCallEffect` |
 
-A program with any effect can't take JAX's fast dispatch path: a dispatch costs 3 us
-without effects, 35 us with one, and 94 us with an ordered one. So a pure call has none.
+A program with effects takes JAX's fast dispatch only on one CPU device, where XLA keeps
+programs in order by itself (_jax/fast_dispatch.py). Elsewhere a dispatch costs 3 us
+without effects, 35 us with one, 94 us with an ordered one. So a pure call has none.
 """
 
 from __future__ import annotations
@@ -107,6 +108,11 @@ def _is_lowered_here(effects: Collection[Any]) -> bool:
 
 
 lower_effectful_conditions(_is_lowered_here)
+_jax.dispatch_fast(
+    lambda effect: isinstance(effect, CallEffect | OrderedCallEffect),
+    failures.wait_quietly,
+    failures.raise_owed,
+)
 
 
 def _heal(effect: Any) -> None:

@@ -114,7 +114,8 @@ class CallInfo:
         # Rows that run together say by themselves which of them failed.
         row = row or vars(error).pop("hostcall_index", ())
         hint = self.hint(error)
-        text = failures.text_for_xla(error, self.name, self.place, row, hint)
+        is_effect = self.params.order != "pure"
+        text = failures.text_for_xla(error, self.name, self.place, row, hint, is_effect)
         if self.across:
             # A failure that the program tells all processes is noted when they learn
             # it: until then this process's other devices still make their calls.

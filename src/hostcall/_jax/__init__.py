@@ -14,6 +14,7 @@ versions differ, the code tests whether a name exists, and never compares versio
     hoisting      keeps calls with effects in the scans that they are in
     while_loops   runs host calls once in loops that JAX runs twice
     dispatch      reports the programs that a thread dispatches
+    fast_dispatch programs with host calls on JAX's fast dispatch
     execution     settings that JAX reads before it runs a program
     settings      a thread's settings, as they are where a call is traced
     devices       devices, clients, and arrays on them
@@ -34,6 +35,7 @@ from hostcall._jax.dtypes import *  # noqa: F403
 from hostcall._jax.effects import *  # noqa: F403
 from hostcall._jax.execution import *  # noqa: F403
 from hostcall._jax.exporting import *  # noqa: F403
+from hostcall._jax.fast_dispatch import *  # noqa: F403
 from hostcall._jax.hoisting import *  # noqa: F403
 from hostcall._jax.lowering import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403

@@ -14,6 +14,7 @@ from jax._src import debugging as _debugging
 from jax._src import tree_util as _tree_util
 from jax._src.interpreters import mlir as _mlir
 
+from hostcall._jax.fast_dispatch import ENGINE_CALLS
 from hostcall._jax.program import SERVED, is_served
 
 # Saved at import, before `patch_jax` can replace it, so that `emit_jax_callback` never
@@ -126,8 +127,10 @@ def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> Callable[[], N
 
     for table in tables:
         replace_in(table)
+    ENGINE_CALLS.add(primitive)
 
     def restore() -> None:
+        ENGINE_CALLS.discard(primitive)
         for table, entry, ours in replaced:
             if table[primitive] is ours:  # else another library has replaced our entry
                 table[primitive] = entry

@@ -12,6 +12,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
 from jax._src.interpreters import mlir as _mlir
 
+from hostcall._jax.fast_dispatch import marks
 from hostcall._jax.hoisting import keep_in_loops
 from hostcall._jax.lowering import lower_by
 
@@ -83,7 +84,8 @@ def lower_while_loops_by(
 def tokens() -> list[Any]:
     """The tokens of the newest programs with effects that this thread dispatched."""
     held = _dispatch.runtime_tokens
-    return [*held.current_tokens.values(), *held.output_runtime_tokens.values()]
+    latest = [*held.current_tokens.values(), *held.output_runtime_tokens.values()]
+    return [*marks(), *latest]
 
 
 def wait_for_effects(

@@ -19,6 +19,7 @@ from jax._src import mesh as _mesh
 from jax._src.interpreters import mlir as _mlir
 
 from hostcall._jax.devices import default_device
+from hostcall._jax.fast_dispatch import forget_fast_dispatches
 from hostcall._native import Ambient
 
 
@@ -188,6 +189,7 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
         del args, kwargs
         raise refusal()
 
+    forget_fast_dispatches()
     _mlir.lower_jaxpr_to_module = refuse
     _compiler.compile_or_get_cached = refuse
     setting, guard = _config.no_execution, _Refusal(refusal)

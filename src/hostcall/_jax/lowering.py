@@ -12,6 +12,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 
+from hostcall._jax.fast_dispatch import ENGINE_CALLS
 from hostcall._jax.program import SERVED, platforms
 
 
@@ -46,6 +47,7 @@ def register_lowering(
         return chosen(ctx, *operands, **params)
 
     _mlir.register_lowering(primitive, lower, cacheable=False)
+    ENGINE_CALLS.add(primitive)
     if wants_devices:
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
 

@@ -50,10 +50,9 @@ def breakpoint(*, where: Any = None, **values: Any) -> None:
         shard_map: stops for each device, with its shard. The others wait.
         jit over sharded arrays: stops once, with the whole values.
 
-    Cost: where `where` is False, about 0.2 us on a CPU. Like any call that is not
-    pure, it costs the program JAX's fast dispatch. Results are the same, but for about
-    one rounding (1 ulp of a product that is among `values`): XLA no longer fuses it
-    into a multiply-add (FMA).
+    Cost: where `where` is False, about 0.2 us on a CPU. Results are the same,
+    but for about one rounding (1 ulp of a product that is among `values`): XLA no
+    longer fuses it into a multiply-add (FMA).
     """
     lines = users_lines()
     stopped = without_derivative(values)

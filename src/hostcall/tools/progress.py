@@ -90,10 +90,9 @@ class Progress:
         the program goes on, and `hc.barrier()` raises the error.
 
         Cost: that of a tap that is held back, on the device's thread, and a few
-        milliseconds for the drawing of each loop, on another. A jitted step that a
-        Python loop calls loses JAX's fast dispatch, as with `hc.tap`. Results are
-        the same, but for about one rounding (1 ulp of a product that is shown): XLA
-        no longer fuses it into a multiply-add (FMA).
+        milliseconds for the drawing of each loop, on another. Results are the
+        same, but for about one rounding (1 ulp of a product that is shown): XLA no
+        longer fuses it into a multiply-add (FMA).
         """
         if os.environ.get("HOSTCALL_PROGRESS") == "0":
             return
