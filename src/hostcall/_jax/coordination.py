@@ -47,12 +47,6 @@ def job_rank() -> int:
     return int(_distributed.global_state.process_id)
 
 
-def job_host() -> str:
-    """The host on which the service runs."""
-    address = _distributed.global_state.coordinator_address or ""
-    return address.rsplit(":", 1)[0].strip("[]")
-
-
 def job_put(key: str, text: str, overwrite: bool = False) -> bool:
     """Stores `text`; False if the key has a text already (without `overwrite`)."""
     try:
