@@ -127,7 +127,7 @@ def host(v):
         _jax.job_put(f"in the program/{me}", "yes")
     elif fails:  # not before the others are in it: they would refuse to start it
         for other in set(range(size)) - {me}:
-            assert _jax.job_get(f"in the program/{other}", 60)
+            assert awaited(f"in the program/{other}")
         ACT
     return v
 def body(v):  # the collective needs the call's result, so it comes after the call
@@ -205,7 +205,7 @@ def test_a_process_that_is_killed(where):
         rest = """
 if me == 0:
     sys.exit()
-assert _jax.job_get("hostcall/end/count", 60) == "1"
+assert awaited("hostcall/end/count") == "1"
 os.kill(os.getpid(), signal.SIGKILL)
 """
     ended = alone(
@@ -215,12 +215,27 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert ended[0].code == (1 if where == "in a collective" else -6), ended[0]
 
 
+def test_sys_exit_while_the_others_wait():
+    """It waits for them at its end, for as long as JAX would, and no longer."""
+    rest = """
+from hostcall._job import job
+job._JAXS_END = 1.0
+if me == 1:
+    sys.exit(3)
+f(x).block_until_ready()
+"""
+    other, left = alone("pass", rest=rest)
+    assert (other.code, left.code) == (1, 3), (other, left)
+    text = "process 1 failed: it waited 1 s at its end for the others"
+    assert text in other.err
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_end_at_once(fails):
     """Nobody waits for JAX's own end, whether or not a process has failed."""
     rest = """
 if me == 1:
-    assert _jax.job_get("hostcall/end/count", 60) == "1"  # the other is at its end
+    assert awaited("hostcall/end/count") == "1"  # the other is at its end
     FAILS
 """
     fail = "raise Bad('late')" if fails else "pass"

@@ -32,7 +32,6 @@ from hostcall._core.errors import HostcallError
 
 logger = logging.getLogger("hostcall")
 
-_FETCHING = 2.0  # seconds; the text was put there before the failure could be known
 _LONGEST = 10_000  # characters of a text of another process
 
 
@@ -99,7 +98,8 @@ class Failures:
     def text_of(process: int) -> str:
         """The text of a failure of another process; empty if it can't be had."""
         try:
-            return _shown(_jax.job_get(_key(process), _FETCHING) or "")
+            # It was put there before the failure could be known.
+            return _shown(_jax.job_get(_key(process)) or "")
         except jax.errors.JaxRuntimeError:  # the service is gone, and the text with it
             return ""
 

@@ -119,8 +119,9 @@ class Job:
             if arrived == size or len(_jax.job_folder(_HERE)) < size:
                 _jax.job_put(f"{_END}all", "go on")
             while self.failures.told is None:
-                if _jax.job_get(f"{_END}all", _SLICE) is not None:
+                if _jax.job_get(f"{_END}all") is not None:
                     return
+                time.sleep(_SLICE)
                 if time.monotonic() >= until:
                     text = f"it waited {_JAXS_END:g} s at its end for the others"
                     self.failures.tell(text)
@@ -154,7 +155,7 @@ def ask(seconds: float) -> dict[int, status.Answer | None]:
 
 
 def job() -> Job:
-    """The part of this process; begins at the first call, in a job of several processes."""
+    """The part of this process, in a job of several; begins at the first call."""
     global _job
     with _lock:
         if _job is None:
