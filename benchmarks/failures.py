@@ -2,10 +2,10 @@
 
     python benchmarks/failures.py [processes ...]
 
-Each scenario runs twice: with hostcall's calls and with JAX's own callbacks, which
-have neither a ring nor an inbox. A row says, for each process, its exit code and how
-many seconds after the failure it had ended; `wrong` counts values of later steps that
-were not what they had to be. A process that still runs after LIMIT seconds is killed.
+Each scenario runs twice: with hostcall's calls and with JAX's own callbacks. A row
+says, for each process, its exit code and how many seconds after the failure it had
+ended; `wrong` counts values of later steps that were not what they had to be. A process
+that still runs after LIMIT seconds is killed.
 """
 
 from __future__ import annotations

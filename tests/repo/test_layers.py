@@ -25,6 +25,7 @@ WINGS: list[tuple[str, ...]] = [
     ("_jax",),
     ("_core",),
     ("_runtime",),
+    ("_job",),
     ("_engine",),
     ("_primitives",),
     ("_host_function", "_api"),

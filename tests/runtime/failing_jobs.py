@@ -18,7 +18,9 @@ import jax, jax.numpy as jnp, numpy as np
 def say(*what):
     os.write(1, f"says: {' '.join(map(str, what))}\\n".encode())
 me, size, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-jax.distributed.initialize(f"localhost:{port}", size, me)
+jax.distributed.initialize(
+    f"localhost:{port}", size, me, heartbeat_timeout_seconds=int(sys.argv[5])
+)
 import hostcall as hc
 from jax.sharding import NamedSharding, PartitionSpec as P
 n = jax.device_count()
@@ -27,6 +29,14 @@ sharding = NamedSharding(mesh, P("x"))
 x = jax.make_array_from_callback(
     (2 * n,), sharding, lambda index: np.arange(2.0 * n, dtype="float32")[index]
 )
+def awaited(key):
+    from hostcall import _jax
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        text = _jax.job_get(key)
+        if text is not None:
+            return text
+        time.sleep(0.02)
 def over_shards(body):
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
 """
@@ -52,14 +62,14 @@ class Ended(NamedTuple):
 
 
 def run_job(
-    source: str, size: int = 2, devices: int = 1, env: dict[str, str] | None = None
+    source: str, size: int = 2, devices: int = 1, heartbeat_seconds: int = 100
 ) -> list[Ended]:
     """Runs HEAD + `source` in `size` processes, and waits for all."""
 
     def run(me: int, port: str) -> Ended:
-        args = map(str, (me, size, port, devices))
+        args = map(str, (me, size, port, devices, heartbeat_seconds))
         command = [sys.executable, "-c", HEAD + source, *args]
-        done = nursery.run(command, {**os.environ, **(env or {})}, PROGRAM_SECONDS)
+        done = nursery.run(command, {**os.environ}, PROGRAM_SECONDS)
         return Ended(done.returncode, jobs.said(done.stdout), done.stderr)
 
     return jobs.in_each(size, run)

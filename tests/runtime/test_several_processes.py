@@ -7,7 +7,8 @@ from pathlib import Path
 import jobs
 import pytest
 
-from hostcall._runtime import job
+from hostcall import _jax
+from hostcall._job.failures import Failures
 from hostcall.errors import HostcallError
 
 HEAD = """
@@ -162,7 +163,7 @@ def test_a_failure_of_the_caller_raises_in_all(run_both, staged):
     printed = run_both(
         """
 from hostcall import _jax
-from hostcall._runtime import job
+from hostcall._job.job import job
 last = jax.devices()[-1]
 whole = jax.device_put(np.zeros((4, 3), np.float32), NamedSharding(mesh, P()))
 fails = False
@@ -228,7 +229,7 @@ for name, (f, text) in cases.items():
         f(whole)
     except hc.errors.HostcallError as error:
         assert "therefore refuses further ones" in str(error), error
-    job._first, _jax.execution._refusal_across = None, None
+    job().failures._here, _jax.execution._refusal_across = None, None
     again = np.asarray(f(whole).addressable_shards[0].data)
     assert (again == good).all(), (name, again, good)
     say(name)
@@ -363,9 +364,11 @@ os._exit(0)
 
 
 def test_a_call_that_was_dispatched_before_the_failure(monkeypatch):
-    call = job.until_failure(abs)
+    failures = Failures(tell=print)
+    call = failures.until_failure(abs)
     assert call(-1) == 1
-    monkeypatch.setattr(job, "_first", "LookupError: no such row")
+    monkeypatch.setattr(_jax, "refuse_programs_across", lambda refusal: None)
+    failures.failed("LookupError: no such row", tell=False)
     with pytest.raises(
         HostcallError, match="first failure was: LookupError: no such row"
     ):

@@ -231,9 +231,9 @@ for wrong, text in [({"processes": "some"}, "should be 'all', got 'some'"),
     except hc.errors.SpecError as error:
         assert text in str(error)
         say("refused")
-assert _jax.job_folder("hostcall/questions/") == {}
+assert _jax.job_folder("hostcall/board/") == {}
 assert _jax.job_folder("hostcall/answers/") == {}
-assert "hostcall-answers" in {t.name for t in threading.enumerate()}
+assert "hostcall-job" in {t.name for t in threading.enumerate()}
 # One process asks for the job's service to be gone before the end, the other leaves it
 # to JAX; neither may crash or hang.
 _jax.job_meet("end", 60)

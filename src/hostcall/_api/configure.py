@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 from hostcall import _native
-from hostcall._core import config
+from hostcall._core import config, mistakes
 from hostcall._core.errors import SpecError
 from hostcall._runtime import caches, flights
 from hostcall._runtime import loop as event_loop
@@ -21,7 +21,7 @@ def configure(
     flight: Literal["sigterm", "signals", "off"] | None = None,
     loop: asyncio.AbstractEventLoop | Literal["own"] | None = None,
     fail: Literal["together", "alone"] | None = None,
-    fail_grace: float | None = None,
+    **unknown: Never,
 ) -> None:
     """Changes settings of this process. Settings that are None stay as they are.
 
@@ -54,15 +54,16 @@ def configure(
             Default: "own".
         fail: the default of `hc.call(fail=)`, which counts when a program is compiled.
             It also holds for the drop-ins, HostFunctions and objects. Default: "alone".
-        fail_grace: in a job of several processes: after a process has failed or ended,
-            how many seconds another one may be stuck in a collective before it ends
-            itself, with the first failure as its last line on stderr and exit code 70
-            (the page "Failures in a job of several processes"). 0: never. Default: 10,
-            or the environment variable HOSTCALL_FAIL_GRACE.
+        **unknown: no other setting exists. One that is gone says what to write.
 
     Raises:
         SpecError: a value is not valid. No setting has changed then.
     """
+    for keyword in unknown:
+        raise SpecError(
+            f"hostcall: hc.configure has no setting {keyword}=. {_FACE.hint(keyword)}",
+            code="hc-arguments",
+        )
     if residuals is not None and not _is_count(residuals):
         raise SpecError(
             "hostcall: residuals should be a number of objects, 0 or more, got"
@@ -88,12 +89,6 @@ def configure(
             f" {fail!r}",
             code="hc-option",
         )
-    if fail_grace is not None and not _is_seconds(fail_grace):
-        raise SpecError(
-            "hostcall: fail_grace should be a number of seconds, 0 or more (0: a stuck"
-            f" process does not end itself), got {fail_grace!r}",
-            code="hc-option",
-        )
     if pinned_bytes is not None:
         pinned_bytes = _bytes(pinned_bytes, "pinned_bytes")
     if cache_bytes is not None:
@@ -114,8 +109,6 @@ def configure(
         event_loop.use(None if isinstance(loop, str) else loop)
     if fail is not None:
         config.set_fail(fail)
-    if fail_grace is not None:
-        config.set_fail_grace(float(fail_grace))
     if flight is not None:
         config.set_flight(flight)
         flights.apply()
@@ -123,16 +116,20 @@ def configure(
         _native.limit_pinned(config.pinned_bytes(), config.tap_queue_bytes())
 
 
+_FACE = mistakes.Face(
+    "hc.configure",
+    "hc.configure({args})",
+    mistakes.options_of(configure, "unknown"),
+    gone={
+        "fail_grace": "no process of a job ends itself any more. The launcher ends the"
+        " others when one ends (srun --kill-on-bad-exit), and"
+        " jax.distributed.initialize(heartbeat_timeout_seconds=10) notices the dead"
+    },
+)
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_seconds(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and 0 <= value < float("inf")
-    )
 
 
 def _bytes(value: Any, name: str) -> int:

@@ -9,7 +9,7 @@ from hostcall import _native
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._engine.counters import Tally, all_counters, all_tallies
-from hostcall._runtime import answers, running
+from hostcall._runtime import running
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class ProcessStatus:
     Attributes:
         process: its number in the job.
         answered: whether it answered in time. If not, it has ended, is stopped, has not
-            run anything of hostcall's yet, or its C code keeps the GIL.
+            run host code in a program over several processes yet, or its C code keeps
+            the GIL.
         calls: its running calls and its running tap, oldest first.
         taps: how many taps it has queued.
         main: the stack of its main thread. A frame of JAX's at the end is a wait for a
@@ -101,7 +102,7 @@ class ProcessStatus:
         if not self.answered:
             return (
                 f"process {self.process} did not answer: it has ended, is stopped, or"
-                " has not run anything of hostcall's yet"
+                " has not run host code in a program over several processes yet"
             )
         what = "\n".join(map(str, self.calls)) or "no call is running"
         return (
@@ -153,13 +154,15 @@ def status(*, processes: Literal["all"] | None = None, limit: float = 5.0) -> An
             code="hc-option",
         )
     found = []
-    for process, said in answers.ask(limit).items():
+    from hostcall._job import job  # asked for: a job of one process does without
+
+    for process, said in job.ask(limit).items():
         if said is None:
             found.append(ProcessStatus(process, answered=False))
             continue
-        calls = tuple(ActiveCall(*call) for call in running.untold(said))
-        rest = {"taps": said["taps"], "main": said["main"], "pid": said["pid"]}
-        found.append(ProcessStatus(process, answered=True, calls=calls, **rest))
+        pid, taps, main, running_there = said
+        calls = tuple(ActiveCall(*call) for call in running_there)
+        found.append(ProcessStatus(process, True, calls, taps, main, pid))
     return found
 
 

@@ -43,9 +43,6 @@ _tap_queue_bytes = int(float(os.environ.get("HOSTCALL_TAP_QUEUE_BYTES", "256e6")
 FAILS = ("together", "alone")
 _fail = "alone"
 
-# Seconds that a process may be stuck after another one failed; 0 for ever.
-_fail_grace = float(os.environ.get("HOSTCALL_FAIL_GRACE", "10"))
-
 
 def debug() -> bool:
     """Whether programs that are lowered now check for mistakes that are slow to detect.
@@ -116,12 +113,3 @@ def fail() -> str:
 def set_fail(how: str) -> None:
     global _fail
     _fail = how
-
-
-def fail_grace() -> float:
-    return _fail_grace
-
-
-def set_fail_grace(seconds: float) -> None:
-    global _fail_grace
-    _fail_grace = seconds

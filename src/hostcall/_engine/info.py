@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,7 +17,10 @@ import numpy as np
 from hostcall._core import coerce, collector, errors, failures, frames
 from hostcall._core.host_code import own
 from hostcall._engine.places import number_of
-from hostcall._runtime import job, tap_failures
+from hostcall._runtime import tap_failures
+
+if TYPE_CHECKING:
+    from hostcall._job.failures import Failures
 
 logger = logging.getLogger("hostcall")
 
@@ -26,7 +29,7 @@ class CallInfo:
     """The description of one call, with the hooks that native code calls.
 
     Attributes:
-        across: whether several processes run its program.
+        job: where its failures are noted if several processes run its program.
         caller: the process whose results all processes take, or None.
         of_program: the devices of its program, those of other processes too; None if
             there is one, empty if they are not known.
@@ -35,7 +38,7 @@ class CallInfo:
             device of the program; empty if they are not known. Else None.
     """
 
-    across = False
+    job: Failures | None = None
     of_program: tuple[Any, ...] | None = None
     caller: int | None = None
     tells = False
@@ -116,13 +119,13 @@ class CallInfo:
         hint = self.hint(error)
         is_effect = self.params.order != "pure"
         text = failures.text_for_xla(error, self.name, self.place, row, hint, is_effect)
-        if self.across:
+        if self.job is not None:
             # A failure that the program tells all processes is noted when they learn
             # it: until then this process's other devices still make their calls.
             if not self.tells:
-                job.failed(text)
+                self.job.failed(text)
             if self.origins is not None:
-                job.keep_text(text)
+                self.job.keep_text(text)
         return text
 
     def hint(self, error: BaseException) -> str:
@@ -166,14 +169,15 @@ class CallInfo:
 
         `said` is the error of this process, or what the failed one sent along.
         """
+        assert self.job is not None  # only programs over several processes have one
         if ours:
-            job.failed(said, tell=False)
+            self.job.failed(said, tell=False)
             return said
         process, taken = self.caller, ""
         if self.origins is not None:  # `said` is a device's number plus one
             known = self.origins[int(said) - 1 :][:1]
             process = known[0] if known else None
-            said = "" if process is None else job.text_of(process)
+            said = "" if process is None else self.job.text_of(process)
         elif self.params.avals:
             taken = ", whose results all processes take,"
         # Without a text, a Source's caller may not be what failed: any device may have.
@@ -185,7 +189,7 @@ class CallInfo:
             f"hostcall: `{self.name}`{taken} failed in {where}", code="hc-failed"
         )
         text = failures.numbered(error, failures.summary(error))
-        job.failed(text, tell=False)
+        self.job.failed(text, tell=False)
         return text
 
     def on_escape(

@@ -21,7 +21,7 @@ from hostcall._engine.masks import CompressedCall, CompressedTap
 from hostcall._engine.params.call import CallParams, executor_of
 from hostcall._engine.params.tap import TapParams
 from hostcall._native import Inside, Lend, ResultForm
-from hostcall._runtime import collectors, context, deadlocks, executors, job, workers
+from hostcall._runtime import collectors, context, deadlocks, executors, workers
 from hostcall._runtime.rows import run_rows
 from hostcall._runtime.tasks import run_tasks
 
@@ -121,9 +121,9 @@ def make_plan(
         if isinstance(params, CallParams) and callback.coalesce is not None:
             function = Coalesced(params, operands, info, function, made, device)
             runner = function.rows if grid else None
-    if info.across:
-        function = job.until_failure(function)
-        runner = runner and job.until_failure(runner)
+    if info.job is not None:
+        function = info.job.until_failure(function)
+        runner = runner and info.job.until_failure(runner)
     lend = _LENDS[callback.lend]
     traced = callback.traced
     note(params)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from hostcall import _jax, _native
 from hostcall._core import config, errors, failures
-from hostcall._runtime import answers, lifecycle
+from hostcall._runtime import lifecycle
+
+if TYPE_CHECKING:
+    from hostcall._job.failures import Failures
 
 TARGET = "hostcall_call"
 TAP_TARGET = "hostcall_tap"
@@ -64,7 +67,6 @@ def start_on(client: Any | None) -> None:
     """Does what `start` does, and prepares for CUDA if `client` has GPUs."""
     global _started_cuda
     start()
-    answers.start()
     if client is None or client.platform not in ("cuda", "gpu") or _started_cuda:
         return
     missing = _native.cuda_missing()
@@ -75,6 +77,17 @@ def start_on(client: Any | None) -> None:
             return
         _native.limit_pinned(config.pinned_bytes(), config.tap_queue_bytes())
         _started_cuda = True
+
+
+def failures_over(program_is_across: bool) -> Failures | None:
+    """Where failures of a program over several processes are noted, and told to the
+    others; None for a program of this process alone.
+    """
+    if not program_is_across:
+        return None
+    from hostcall._job.job import job  # never in a job of one process
+
+    return job().failures
 
 
 def _register() -> None:

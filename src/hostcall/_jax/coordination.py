@@ -9,7 +9,6 @@ What the service can't do raises `jax.errors.JaxRuntimeError`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,6 @@ import jax
 from jax._src import distributed as _distributed
 
 from hostcall import _native
-
-_SLICE = 0.05  # seconds between two looks
 
 
 def place_in_job() -> tuple[int, int]:
@@ -47,12 +44,6 @@ def job_rank() -> int:
     return int(_distributed.global_state.process_id)
 
 
-def job_host() -> str:
-    """The host on which the service runs."""
-    address = _distributed.global_state.coordinator_address or ""
-    return address.rsplit(":", 1)[0].strip("[]")
-
-
 def job_put(key: str, text: str, overwrite: bool = False) -> bool:
     """Stores `text`; False if the key has a text already (without `overwrite`)."""
     try:
@@ -64,15 +55,10 @@ def job_put(key: str, text: str, overwrite: bool = False) -> bool:
     return True
 
 
-def job_get(key: str, seconds: float = 0.0) -> str | None:
-    """The text of `key`; None if it has none, also after `seconds`."""
-    until = time.monotonic() + seconds
-    while True:
-        text: str | None = _found(_client().key_value_try_get, key)
-        left = until - time.monotonic()
-        if text is not None or left <= 0:
-            return text
-        time.sleep(min(left, _SLICE))
+def job_get(key: str) -> str | None:
+    """The text of `key`; None if it has none."""
+    text: str | None = _found(_client().key_value_try_get, key)
+    return text
 
 
 def job_put_bytes(key: str, value: bytes) -> None:

@@ -12,7 +12,7 @@ Guarantees
     waits in it for ever. Results of failed calls are zeros, and no operation sees them:
     they pass through the verdict, which fails then.
   * All processes name the same device. The text of its error is fetched from the job's
-    store (_runtime/job.py), where the failing process put it before the reduction.
+    store (_job/failures.py), where the failing process put it before the reduction.
 
 All devices must reach the call equally often. Inside a `lax.cond` whose condition
 differs between devices, those that reach it wait for the others, as in a `psum`.

@@ -63,30 +63,39 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from hostcall import _jax, _native
 from hostcall._core import failures
 from hostcall._core.errors import HostcallError
 from hostcall._core.wait import SLICE
 from hostcall._runtime import (
-    answers,
     delivery,
     feeds,
     fork,
     host_device,
-    leaving,
     loop,
-    peers,
     watcher,
 )
 
 logger = logging.getLogger("hostcall")
+
+
+class JobEnd(Protocol):
+    """What a process of a job of several does at its end (_job/job.py)."""
+
+    def script_ended(self) -> None: ...
+    def interrupted(self) -> None: ...
+    def leave(self) -> None: ...
+    def after_fork(self) -> None: ...
+
 
 # Protects `_ending`: atexit and a Finalize may both call `end`.
 _lock = threading.Lock()
 _begun = _ending = False
 _ender: int | None = None  # the thread that ends the process
 _last: list[Callable[[], object]] = []
+_job: JobEnd | None = None
 
 
 def begin() -> None:
@@ -103,7 +112,6 @@ def begin() -> None:
         return
     _begun = True
     os.register_at_fork(after_in_child=_after_fork)
-    leaving.begin()
     atexit.register(drain)
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:
@@ -120,6 +128,12 @@ def after_the_last_call(fn: Callable[[], object]) -> None:
     may use the event loop, and raises nothing.
     """
     _last.append(fn)
+
+
+def leave_by(job: JobEnd) -> None:
+    """From now on, the end of the process also leaves its job."""
+    global _job
+    _job = job
 
 
 def drain() -> None:
@@ -152,11 +166,10 @@ def end(*, interpreter: bool = True) -> None:
         # After the last call, since a call may still have pushed taps.
         delivery.stop()
         feeds.end_all()
-        if _begun:
-            # After the last program, and while Ctrl-C is still watched.
-            leaving.leave()
-            # After all waits: other processes may ask what this one waits for.
-            answers.stop()
+        if _begun and _job is not None:
+            # After the last program, and while Ctrl-C is still watched. After all
+            # waits: other processes may ask what this one waits for.
+            _job.leave()
         for fn in _last:
             fn()
         # After the objects, which may need the loop to close.
@@ -175,14 +188,16 @@ def _ending_by_ctrl_c() -> Iterator[None]:
     except KeyboardInterrupt:
         # Without the normal exit, which would end the interpreter under running calls.
         try:
-            leaving.interrupted()
+            if _job is not None:
+                _job.interrupted()
             delivery.flush_streams()
         finally:
             os._exit(130)
 
 
 def _drain() -> None:
-    leaving.script_ended()
+    if _job is not None:
+        _job.script_ended()
     watcher.watch_the_end()
     feeds.process_ends()
     _wait_for_programs()
@@ -226,8 +241,8 @@ def _wait_for_calls(interpreter: bool) -> None:
 
 def _after_fork() -> None:
     fork.after_fork()
-    answers.after_fork()
-    peers.after_fork()
+    if _job is not None:
+        _job.after_fork()
     delivery.after_fork()
     if not _native.forked():  # JAX had not started
         watcher.start()

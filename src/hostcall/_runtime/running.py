@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import traceback
 from typing import Any, NamedTuple
 
@@ -39,29 +37,9 @@ def running() -> list[Running]:
     return sorted(calls, key=lambda call: -call.seconds)
 
 
-def told() -> dict[str, Any]:
-    """What the process is doing, in types that JSON has."""
-    main = threading.main_thread().ident or 0
-    return {
-        "pid": os.getpid(),
-        "calls": [
-            {
-                **call._asdict(),
-                "place": [call.place.file, call.place.line, call.place.function],
-            }
-            for call in running()
-        ],
-        "taps": _native.tap_queue()["pending"],
-        "main": _stack(sys._current_frames(), main),
-    }
-
-
-def untold(said: dict[str, Any]) -> list[Running]:
-    """The calls that `told` has written."""
-    return [
-        Running(**{**call, "place": Place(*call["place"]), "row": tuple(call["row"])})
-        for call in said["calls"]
-    ]
+def stack_of(thread: int) -> str:
+    """The stack of a thread, by its `threading.get_ident()`."""
+    return _stack(sys._current_frames(), thread)
 
 
 def _stack(frames: dict[int, Any], thread: int) -> str:

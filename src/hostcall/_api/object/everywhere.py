@@ -21,7 +21,6 @@ from hostcall import _jax
 from hostcall._api.object.group import Group
 from hostcall._api.object.snapshot_bytes import decode, encode
 from hostcall._core.errors import HostcallError, SpecError
-from hostcall._runtime import exchange
 
 Snapshot = dict[str, Any]
 
@@ -55,6 +54,8 @@ def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:
         own = part()
     except Exception as error:
         failure, own = error, {"error": f"{type(error).__name__}: {error}"}
+    from hostcall._job import exchange  # asked for: a job of one process does without
+
     who = f"save() of `{name}`"
     given = exchange.of_all(who, encode(own), limit)
     if failure is not None:
@@ -108,6 +109,8 @@ def scatter(name: str, state: Any, refuse: Callable[[Any], None], limit: float) 
             own = encode(state)
         except Exception as error:
             failure, own = error, encode({"error": str(error)})
+    from hostcall._job import exchange
+
     who = f"restore() of `{name}`"
     given = exchange.of_first(who, own, limit)
     if failure is not None:

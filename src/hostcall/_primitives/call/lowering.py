@@ -82,7 +82,7 @@ def prepare(
     """
     targets.start_on(program.client)
     _native.bury()  # frees the slots of programs that died since the last lowering
-    info.across = program.across
+    info.job = targets.failures_over(program.across)
     team, source, elsewhere = _team(program, info, leader)
     reaches: Source | Everyone | None = source
     if source is None and _fails_together(program, info):
@@ -203,7 +203,7 @@ def lower_through_jax(
     targets.start()
     program = _jax.program_of(ctx)
     info = info_type(params, {}, program.mesh)
-    info.across = program.across
+    info.job = targets.failures_over(program.across)
     avals = _jax.physical_avals(ctx.avals_in)
     device = host_device.above(None)
     made: dict[Any, Any] = {}  # by operand shapes, which differ between blocks

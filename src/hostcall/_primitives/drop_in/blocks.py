@@ -44,7 +44,7 @@ class CallBlocks(Equation):
     @staticmethod
     def _info(params: DropInParams, program: Any) -> DropInInfo:
         info = DropInInfo(params, program.by_ordinal, None)
-        info.across = program.across
+        info.job = targets.failures_over(program.across)
         return info
 
     def plan_of_block(self, block: str) -> _native.Plan:

@@ -97,6 +97,7 @@ def lower(
     """The lowering of a tap for which `serves` is true."""
     _refuse(params, program.ctx.avals_in)
     targets.start_on(program.client)
+    targets.failures_over(program.across)
     delivery.start()
     _native.bury()
     equation = TapBlocks(program, params)

@@ -41,6 +41,7 @@ def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
     if blocks.serves(program, params):
         return blocks.lower(program, operands, params)
     targets.start_on(program.client)
+    targets.failures_over(program.across)
     delivery.start()
     _native.bury()  # frees the slots of programs that died since the last lowering
     number, avals = chosen.chosen(program, params), list(ctx.avals_in)

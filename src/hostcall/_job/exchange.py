@@ -61,15 +61,20 @@ def _exchange(
     here = _jax.job_rank()
     name = f"hostcall/exchange/{next(_numbers)}/{what}"
     end = time.monotonic() + seconds
+    found: dict[int, bytes] = {}
     if own is not None:
         _jax.job_put_bytes(f"{name}/{here}", own)
+        found[here] = own
     try:
-        found = _fetch_all(what, name, own, givers, end, seconds)
+        while missing := _fetch(name, givers, found):
+            if time.monotonic() >= end:
+                raise _absent(what, f"processes {missing} have", seconds)
+            time.sleep(_FETCH)
         try:
             _jax.job_meet(name, max(end - time.monotonic(), 1.0))
         except jax.errors.JaxRuntimeError as error:
             raise _absent(what, "a process has", seconds) from error
-        return found
+        return [found[giver] for giver in givers]
     finally:
         # After a failure too: who has not fetched them by now fails as well.
         if own is not None:
@@ -77,26 +82,14 @@ def _exchange(
                 _jax.job_delete(f"{name}/{here}")
 
 
-def _fetch_all(
-    what: str,
-    name: str,
-    own: bytes | None,
-    givers: range,
-    end: float,
-    seconds: float,
-) -> list[bytes]:
-    found: dict[int, bytes | None] = dict.fromkeys(givers)
-    if own is not None:
-        found[_jax.job_rank()] = own
-    while True:
-        for giver in [g for g in givers if found[g] is None]:
-            found[giver] = _jax.job_get_bytes(f"{name}/{giver}")
-        missing = [giver for giver in givers if found[giver] is None]
-        if not missing:
-            return [value for value in found.values() if value is not None]
-        if time.monotonic() >= end:
-            raise _absent(what, f"processes {missing} have", seconds)
-        time.sleep(_FETCH)
+def _fetch(name: str, givers: range, found: dict[int, bytes]) -> list[int]:
+    """Fetches the bytes that are there by now; returns whose are missing."""
+    for giver in givers:
+        if giver not in found:
+            value = _jax.job_get_bytes(f"{name}/{giver}")
+            if value is not None:
+                found[giver] = value
+    return [giver for giver in givers if giver not in found]
 
 
 def _absent(what: str, who: str, seconds: float) -> Exception:

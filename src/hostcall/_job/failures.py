@@ -1,0 +1,153 @@
+"""Keeps a process out of later collectives, once a program over several has failed.
+
+The danger, which plain JAX has too:
+
+  1. Step 1 fails in this process before it reaches a collective (psum, all_gather).
+  2. The other processes wait in that collective.
+  3. This process goes on to step 2, and reaches step 2's collective.
+  4. The two collectives meet, and mix the values of two steps without an error.
+
+So after such a failure this process refuses every program over several processes, for
+the rest of its life. Programs over its own devices still run. A process that learns
+that another one failed refuses them too: they could only hang.
+
+A failure that reaches all processes by the program's own reduction is not told to the
+others. They will raise it by themselves, and one that has not even started the program
+must not refuse it: the failed process waits for it in the reduction.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from hostcall import _jax
+from hostcall._core import failures
+from hostcall._core.errors import HostcallError
+
+logger = logging.getLogger("hostcall")
+
+_LONGEST = 10_000  # characters of a text of another process
+
+
+class Failures:
+    """The first failures that this process knows of.
+
+    Attributes:
+        told: the first one that all processes are told of, with its process; or None.
+    """
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        """`tell(text)` tells the other processes that this one failed."""
+        self.told: str | None = None
+        self._here: str | None = None
+        self._tell = tell
+        self._lock = threading.Lock()
+
+    def failed(self, text: str, *, tell: bool = True) -> None:
+        """Notes that a call of a program over several processes failed here.
+
+        `tell`: the others do not learn it from the program itself.
+        """
+        with self._lock:
+            is_first = self._here is None
+            if is_first:
+                self._here = text
+        if is_first:
+            _jax.refuse_programs_across(self._refusal)
+            if tell:
+                self.tell(text)
+
+    def tell(self, text: str) -> None:
+        """Tells the other processes of a failure here."""
+        text = failures.without_number(text)
+        self._tell(text)
+        # Now, since this failure may follow from another's, which is learned there.
+        self._learn(_jax.job_rank(), text)
+
+    def failed_there(self, process: int, text: str) -> None:
+        """Notes that another process failed, and logs the first one that did."""
+        if self._learn(process, _shown(text)):
+            _jax.refuse_programs_across(self._refusal)
+            logger.error(
+                "%s. This process may run no further program over several processes",
+                self.told,
+            )
+
+    def _learn(self, process: int, text: str) -> bool:
+        with self._lock:
+            if self.told is not None:
+                return False
+            self.told = f"process {process} failed: {text}"
+            return True
+
+    @staticmethod
+    def keep_text(text: str) -> None:
+        """Puts the text of a failure here where the other processes find it."""
+        try:
+            _jax.job_put(_key(_jax.job_rank()), failures.without_number(text), True)
+        except jax.errors.JaxRuntimeError as error:
+            logger.error("the others can't be told what failed here: %s", error)
+
+    @staticmethod
+    def text_of(process: int) -> str:
+        """The text of a failure of another process; empty if it can't be had."""
+        try:
+            # It was put there before the failure could be known.
+            return _shown(_jax.job_get(_key(process)) or "")
+        except jax.errors.JaxRuntimeError:  # the service is gone, and the text with it
+            return ""
+
+    def until_failure(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the function of a call, to refuse it after a failure.
+
+        The guard on dispatch is not enough: the program may already have been
+        dispatched. Only failures here count: a program that another process's failure
+        has not reached yet fails by its own reduction, with that failure's text.
+        """
+
+        @functools.wraps(function, updated=())
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            # Without the lock: a call that reads None here began before the failure
+            # was noted, as if it had been made earlier.
+            if self._here is not None:
+                raise self._refusal()
+            return function(*args, **kwargs)
+
+        return checked
+
+    def _refusal(self) -> Exception:
+        if self._here is not None:
+            why = (
+                "a program over several processes failed in this process, which"
+                " therefore refuses further ones. Other processes may still be waiting"
+                " inside the failed program, and the values of the two programs would"
+                " mix"
+            )
+        else:
+            why = (
+                "another process of the job has failed, so this one refuses further"
+                " programs over several processes: they would wait for it for ever"
+            )
+        return HostcallError(
+            f"hostcall: {why}. End all processes of the job, and restart them from the"
+            " last checkpoint. Programs over this process's own devices still run. The"
+            f" first failure was: {self._here or self.told}",
+            code="hc-process",
+        )
+
+
+def _key(process: int) -> str:
+    return f"hostcall/text/{process}"
+
+
+def _shown(text: str) -> str:
+    """A text that anyone may have written, cut and without control characters."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "?" for c in text[:_LONGEST]
+    )

@@ -1,0 +1,164 @@
+"""The part of this process in a job of several, from its first program over several on.
+
+JAX meets all processes when one of them ends. If one does not come, it waits until that
+one's heartbeats have been missing (for 100 s, unless the program says otherwise), and
+aborts. Meanwhile the process keeps its connections, so that others wait for it in their
+collectives. So before JAX's own end (_runtime/lifecycle.py calls this; JAX's runs
+later, since it was registered earlier):
+
+  1. An exception that ends the script is told to the others.
+  2. If no failure is known, the process waits for the others as JAX would, but a
+     failure ends this wait at once. When the last one has come, all go on to JAX's end.
+     (A process that has run nothing of hostcall's over several processes goes to JAX's
+     end at once; then all do.)
+  3. If a failure is known, or that wait takes too long, JAX's meeting is left out: it
+     can only fail. The process ends, Gloo closes its connections, and the collectives
+     of the others raise. Process 0 stays until the others have left, or for `_STAYS`:
+     it has the coordination service, and jaxlib aborts processes whose service ends.
+
+All waits return to Python every `_SLICE`, so that Ctrl-C ends them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+
+from hostcall import _jax
+from hostcall._core import failures
+from hostcall._job import status
+from hostcall._job.failures import Failures
+from hostcall._job.mailbox import BOARD, Mailbox
+from hostcall._runtime import fork, lifecycle
+
+logger = logging.getLogger("hostcall")
+
+_HERE = "hostcall/here/"  # a key for each process that has come here,
+_LEFT = "hostcall/left/"  # and for each one that ends after a failure
+_END = "hostcall/end/"
+
+_TELLING = 0.5  # seconds that a failing call waits until the others are told
+_STAYS = 5.0  # seconds that process 0 stays for the others,
+_ENDING = 1.0  # and until the last one's interpreter has ended
+_JAXS_END = 300.0  # seconds that JAX's own end waits for the others
+_SLICE = 0.25
+
+
+class Job:
+    """One process's part in the job.
+
+    Attributes:
+        failures: what has failed.
+        watched: whether the thread was started. Not if the job's processes may come
+            and go: those jobs are left to JAX. Not in a forked child either.
+    """
+
+    def __init__(self) -> None:
+        self.failures = Failures(self._tell)
+        self._mailbox = Mailbox(self.failures.failed_there, status.answer)
+        self._ended_by: BaseException | None = None  # what ended the script
+        self.watched = not _jax.job_outlives_processes()
+        if self.watched:
+            self._mailbox.start()
+            self._mailbox.post(f"{_HERE}{_jax.job_rank()}")
+            sys.excepthook = functools.partial(self._note, sys.excepthook)
+
+    def _tell(self, text: str) -> None:
+        if self.watched:
+            key = f"{BOARD}failed/{_jax.job_rank()}"
+            self._mailbox.post(key, text).wait(_TELLING)
+
+    def _note(self, before: Any, kind: Any, error: BaseException, trace: Any) -> None:
+        """Notes an exception that Python reports; in an interactive session it only
+        ends a statement.
+        """
+        if not hasattr(sys, "ps1"):
+            self._ended_by = error
+        before(kind, error, trace)
+
+    # --- The end of the process ------------------------------------------------------
+
+    def script_ended(self) -> None:
+        """Tells the others of an exception that ended the script."""
+        error = self._ended_by
+        if self.watched and self.failures.told is None and error is not None:
+            self.failures.tell(failures.summary(error))
+
+    def interrupted(self) -> None:
+        """Tells the others that Ctrl-C ends this process's end."""
+        if self.watched and _jax.job_size() > 1:
+            self.failures.tell("KeyboardInterrupt at its end")
+
+    def leave(self) -> None:
+        """Meets the other processes, or leaves a job that failed."""
+        if not self.watched:
+            return
+        if _jax.job_size() > 1 and self.failures.told is None:  # not shut down yet
+            self._meet()
+        fails = _jax.job_size() > 1 and self.failures.told is not None
+        if fails:
+            self._part()
+        self._mailbox.stop()
+        if fails:
+            _jax.leave_job()
+
+    def after_fork(self) -> None:
+        """The thread does not exist in a forked child, nor do those of JAX's client."""
+        self.watched = False
+
+    def _meet(self) -> None:
+        until = time.monotonic() + _JAXS_END
+        try:
+            arrived, size = _jax.job_count(f"{_END}count"), _jax.job_size()
+            if arrived == size or len(_jax.job_folder(_HERE)) < size:
+                _jax.job_put(f"{_END}all", "go on")
+            while self.failures.told is None:
+                if _jax.job_get(f"{_END}all") is not None:
+                    return
+                time.sleep(_SLICE)
+                if time.monotonic() >= until:
+                    text = f"it waited {_JAXS_END:g} s at its end for the others"
+                    self.failures.tell(text)
+        except jax.errors.JaxRuntimeError as error:
+            logger.error("the job's other processes can't be awaited: %s", error)
+
+    def _part(self) -> None:
+        """Tells process 0 that this one ends now. Process 0 waits for all others."""
+        here, size = _jax.place_in_job()
+        if here:
+            self._mailbox.post(f"{_LEFT}{here}").wait(_TELLING)
+            return
+        until = time.monotonic() + _STAYS
+        while len(_jax.job_folder(_LEFT)) < size - 1 and time.monotonic() < until:
+            time.sleep(_SLICE)
+        # Even in the last moment before its own end, jaxlib aborts a process whose
+        # service ends.
+        time.sleep(_ENDING)
+
+
+_lock = threading.Lock()  # two programs may be lowered at once
+_job: Job | None = None
+
+
+def ask(seconds: float) -> dict[int, status.Answer | None]:
+    """Asks all processes what they are doing, and answers the others from now on."""
+    if _jax.job_size() > 1:
+        fork.refuse("hc.monitor.status(processes='all') is called")
+        job()
+    return status.ask(seconds)
+
+
+def job() -> Job:
+    """The part of this process, in a job of several; begins at the first call."""
+    global _job
+    with _lock:
+        if _job is None:
+            _job = Job()
+            lifecycle.leave_by(_job)
+        return _job

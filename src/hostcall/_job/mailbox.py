@@ -1,0 +1,119 @@
+"""The thread that reads what the other processes of a job say, and writes for this one.
+
+JAX's coordination service keeps a store of texts (_jax/coordination.py). One folder of
+it is the job's board. All processes look at it, twice a second, and less often in jobs
+of more than 250 processes:
+
+    failed/<process>   the text of that process's first failure
+    asks/<question>    a question what all processes are doing (status.py)
+
+So the news of a failure is one write for the process that failed, and one read of a
+small folder for each other process. A look needs the GIL for some 50 us. It never
+blocks in the service, where each wait that finds nothing would leave 35 KB for ever.
+
+The thread works as long as Python runs in any thread: waits in XLA and in sleeping
+callbacks release the GIL. It also writes, so that a failing call waits for the service
+no longer than it wants to. It is a daemon, and is joined before the interpreter ends:
+Python would otherwise end it inside C++, which aborts the process. If the service does
+not answer any more, it is left behind there.
+
+Whoever reaches the service's port can write there. So names are taken apart by fixed
+patterns, texts are cut, and nothing is looked up by what they say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable
+
+import jax
+
+from hostcall import _jax
+from hostcall._core import daemon
+
+BOARD = "hostcall/board/"
+
+_LOOK = 0.5  # seconds between two looks
+_LOOKS = 500.0  # looks of all processes together that the service gets in a second
+_JOINING = 2.0  # seconds for a thread that waits for a service that does not answer
+_NAME = re.compile(r"(failed|asks)/([0-9]{1,9})(\.[0-9]{1,18})?", re.ASCII)
+
+
+class Mailbox:
+    """The thread. `post` and `stop` may be called by any other one."""
+
+    def __init__(
+        self, failed: Callable[[int, str], object], asked: Callable[[str], object]
+    ) -> None:
+        """`failed(process, text)` and `asked(question)` are called on the thread, each
+        once for what another process has put on the board.
+        """
+        self._failed, self._asked = failed, asked
+        self._seen: set[str] = set()
+        self._lock = threading.Lock()
+        self._outbox: list[tuple[str, str, threading.Event]] = []
+        self._woken = threading.Event()
+        self._stopping = False
+        self._thread = daemon.daemon("hostcall-job", self._run)
+
+    def start(self) -> None:
+        # Python starts no thread in handlers of atexit: nobody is told anything then.
+        with contextlib.suppress(RuntimeError):
+            self._thread.start()
+
+    def post(self, key: str, text: str = "") -> threading.Event:
+        """Stores a text, after one more look at what the others say; the event is set
+        when it is there.
+        """
+        posted = threading.Event()
+        with self._lock:
+            self._outbox.append((key, text, posted))
+        self._woken.set()
+        return posted
+
+    def stop(self) -> None:
+        """Ends the thread, after what has been posted."""
+        self._stopping = True
+        self._woken.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOINING)
+
+    def _run(self) -> None:
+        look = max(_LOOK, _jax.job_size() / _LOOKS)
+        while True:
+            self._woken.wait(look)
+            self._woken.clear()
+            stopping = self._stopping  # before the outbox, whose last texts it follows
+            if _jax.job_size() == 1:  # jax.distributed.shutdown()
+                return
+            # The service is gone, or the network is. JAX ends the process for the
+            # first, and the second passes.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._look()
+            self._post_all()
+            if stopping:
+                return
+
+    def _post_all(self) -> None:
+        with self._lock:
+            outbox, self._outbox = self._outbox, []
+        for key, text, posted in outbox:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                _jax.job_put(key, text)
+            posted.set()
+
+    def _look(self) -> None:
+        here, size = _jax.place_in_job()
+        there = _jax.job_folder(BOARD)
+        new = there.keys() - self._seen
+        self._seen = set(there)  # what was asked is deleted by who asked
+        for name in sorted(new):
+            known = _NAME.fullmatch(name)
+            if known is None or (process := int(known[2])) == here or process >= size:
+                continue
+            if known[1] == "failed":
+                self._failed(process, there[name])
+            else:
+                self._asked(name.removeprefix("asks/"))
