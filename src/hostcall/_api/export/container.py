@@ -50,8 +50,8 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
     if layout and layout[0] != _LAYOUT:
         raise LoadError(
             f"hostcall: the exported program has version {layout[0]} of the file"
-            f" layout, and this hostcall reads version {_LAYOUT}. Load it with the version that"
-            " wrote it, or export it again"
+            f" layout, and this hostcall reads version {_LAYOUT}. Load it with the"
+            " version that wrote it, or export it again"
         )
     behind = data[_START:]
     if hashlib.sha256(behind).digest() != data[at + 9 : _START]:
