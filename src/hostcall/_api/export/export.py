@@ -12,14 +12,10 @@ from hostcall import _jax
 from hostcall._api.export import container, program
 from hostcall._api.export.manifest import Manifest, manifest_of, names_in
 from hostcall._api.object.handle import Object
-from hostcall._api.object.portable import descriptions, generation_of, objects_of
+from hostcall._api.object.portable import descriptions, objects_of
+from hostcall._api.options import wrong
 from hostcall._core import registry
-from hostcall._core.errors import (
-    ExportError,
-    LoadError,
-    RegistryError,
-    SpecError,
-)
+from hostcall._core.errors import ExportError, LoadError, RegistryError, SpecError
 from hostcall._primitives import travel
 
 _OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, program.TARGETS))
@@ -168,11 +164,7 @@ def export(
     loaded, each call takes about 0.2 ms.
     """
     if isinstance(vjp_order, bool) or not isinstance(vjp_order, int) or vjp_order < 0:
-        raise SpecError(
-            f"hostcall: vjp_order= of hc.export should be 0, 1, 2, ..., got"
-            f" {vjp_order!r}",
-            code="hc-option",
-        )
+        raise wrong("vjp_order", "hc.export", "0, 1, 2, ...", vjp_order)
     # An argument that is not used must stay: see `of`.
     jitted: Any = f if isinstance(f, _JITTED) else jax.jit(f, keep_unused=True)
     make = jax.export.export(
@@ -294,7 +286,7 @@ def _newer(
     the objects that were open, when equal bytes were loaded before.
     """
     times = [registry.times_replaced(name) for name in names_in(manifest)]
-    times += [generation_of(each) for each in objects]
+    times += [each._group.generation for each in objects]
     if not any(times):
         return exported
     return _jax.marked(exported, f"hostcall {times}")

@@ -18,6 +18,7 @@ from hostcall._api.object import everywhere
 from hostcall._api.object.declaration import check, hook, maker
 from hostcall._api.object.entry import Entry, definition
 from hostcall._api.object.group import CLOSED, Group
+from hostcall._api.options import of_all_processes
 from hostcall._core import failures, mistakes
 from hostcall._core.arguments import check_function, parse_mask
 from hostcall._core.coroutines import is_coroutine_function
@@ -30,6 +31,8 @@ from hostcall._primitives.call.options import check_options
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall")
+
+_ALONE = "the objects of this process"
 
 
 class Object:
@@ -236,7 +239,8 @@ class Object:
                 if this happens in one, or two have an object with the same index.
         """
         group = self._group
-        if everywhere.check(processes, limit, f"save() of `{group.name}`"):
+        who = f"save() of `{group.name}`"
+        if of_all_processes(processes, limit, who, _ALONE):
             return everywhere.gather(group.name, self._snapshot, limit)
         snapshot = self._snapshot()
         waiting = snapshot.pop("waiting")
@@ -290,7 +294,7 @@ class Object:
         """
         group, put = self._group, self._restore
         who = f"restore() of `{group.name}`"
-        if everywhere.check(processes, limit, who):
+        if of_all_processes(processes, limit, who, _ALONE):
             state = everywhere.scatter(group.name, state, self._refuse, limit)
             assert state is not None
             self._wait("restore")

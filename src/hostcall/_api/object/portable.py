@@ -115,11 +115,6 @@ def objects_of(told: Sequence[Any]) -> dict[str, Object]:
     return found
 
 
-def generation_of(made: Object) -> int:
-    """How many objects of this number were closed, and made again by loading."""
-    return made._group.generation
-
-
 def descriptions(calls: Iterable[Any]) -> list[Any]:
     """What `objects_of` needs of these exported calls: each object once."""
     found: dict[str, Any] = {}
