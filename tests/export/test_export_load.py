@@ -101,9 +101,9 @@ def test_64_bit_objects_where_64_bits_are_off():
         )
         data = bytes(hc.export(lambda x: env.step(x))(np.float64(1)))
     declared = hc.load(data).objects["Walk"]._group.declared["methods"]
-    assert declared["step"].dtype == np.float64
-    assert declared["key"].dtype == KEY.dtype
-    assert declared["key"].shape == (3,)
+    assert declared["step"].avals[0].dtype == np.float64
+    assert declared["key"].keys == (KEY.dtype,)
+    assert declared["key"].avals[0].shape == (3, 2)
 
 
 KEY = jax.ShapeDtypeStruct((3,), jax.random.key(0).dtype)

@@ -20,8 +20,8 @@ the last item that was taken is known, whatever has been pulled ahead.
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import itertools
 import threading
 import time
 import weakref
@@ -64,7 +64,6 @@ class Puller:
         self.epoch = self._item = 0
         self._read: Callable[[Any, int], list[Any]] = lambda value, item: []
         self._opened: Opened | None = None
-        self._held: Any = _NOTHING  # the first item, pulled to learn the spec
         self._idle = False
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._begun = threading.Event()
@@ -86,18 +85,21 @@ class Puller:
     def first(self) -> Any:
         """Pulls the first item, which is also the first that devices get."""
 
-        def peek() -> None:
-            self._held = self._next()
+        def peek() -> Any:
+            value = self._next()
+            assert self._opened is not None
+            self._opened.iterator = itertools.chain([value], self._opened.iterator)
+            return value
 
-        self.ask(peek)
-        if self._held is _NOTHING:
+        value = self.ask(peek)
+        if value is _NOTHING:
             raise FeedError(
                 f"hostcall: the source of the feed `{self.name}` gave no item, so there"
                 " is none to take the spec from. Give spec=, a pytree of"
                 " jax.ShapeDtypeStruct, if it may be empty",
                 code="hc-feed-source",
             )
-        return self._held
+        return value
 
     def begin(self, ring: Any, read: Callable[[Any, int], list[Any]]) -> None:
         """Starts to pull ahead. `read(value, number)` makes the item's arrays."""
@@ -105,7 +107,7 @@ class Puller:
         self.ring = ring  # from now on the thread may pull
         self._begun.set()
 
-    def ask(self, job: Callable[[], Any]) -> None:
+    def ask(self, job: Callable[[], Any]) -> Any:
         """Runs a job on the feed's thread, between two pulls."""
         if threading.get_ident() == self.thread:
             raise FeedError(
@@ -115,8 +117,7 @@ class Puller:
                 code="hc-deadlock",
             )
         future: Future[Any] = Future()
-        entry = future, job
-        self._jobs.append(entry)
+        self._jobs.append((future, job))
         if self.ring is None:
             self._begun.set()
         else:
@@ -125,10 +126,9 @@ class Puller:
             while not future.done():
                 self.check_open()
                 futures.wait([future], SLICE)
-            future.result()
+            return future.result()
         finally:
-            with contextlib.suppress(ValueError):  # the thread has taken it
-                self._jobs.remove(entry)
+            future.cancel()  # Ctrl-C: unless the thread has taken it
 
     def check_open(self) -> None:
         if self.closed:
@@ -195,7 +195,7 @@ class Puller:
                 )
             opened.restore(copy.deepcopy(saved))  # the source may change what it got
         self.ring.clear()
-        self._held, self.error, self._idle = _NOTHING, None, False
+        self.error, self._idle = None, False
         self.epoch, self._item = epoch, 0 if saved is None else item
         self._opened = opened
         self._note_start(copy.deepcopy(saved))
@@ -259,13 +259,15 @@ class Puller:
             )
         finally:
             # The source may hold anything, also what leads to programs of this feed.
-            self._opened, self._held, self.error = None, _NOTHING, None
+            self._opened, self.error = None, None
             del self.source
             self._read = lambda value, item: []
 
     def _step(self) -> None:
         while self._jobs:
             future, job = self._jobs.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(job())
             except BaseException as error:
@@ -299,9 +301,6 @@ class Puller:
 
     def _next(self) -> Any:
         """The next item, or _NOTHING at the end."""
-        if self._held is not _NOTHING:
-            value, self._held = self._held, _NOTHING
-            return value
         self._be_host()
         self.since = time.monotonic()
         try:

@@ -8,19 +8,21 @@ from typing import Any
 from hostcall._api.options import wrong
 from hostcall._core.arguments import of_a_number
 from hostcall._core.errors import SpecError
-from hostcall._core.spec import parse_result
+from hostcall._core.spec import Results, parse_result
 
 # The methods of hc.Object itself, which a declaration can't use as names.
 OWN = ("close", "renew", "restore", "save")
 
 
-def check(name: str, methods: Any, order: Any, vmap_method: Any) -> None:
+def check(name: str, methods: Any, order: Any, vmap_method: Any) -> dict[str, Results]:
+    """Refuses wrong options; returns what each method returns."""
     if not isinstance(methods, Mapping) or not methods:
         raise SpecError(
             f"hostcall: methods= of `{name}` should be a dict from method names to"
             f" result specs, got {methods!r}",
             code="hc-object",
         )
+    results = {}
     for method, result in methods.items():
         if not isinstance(method, str) or not method.isidentifier() or method[0] == "_":
             raise SpecError(
@@ -35,13 +37,16 @@ def check(name: str, methods: Any, order: Any, vmap_method: Any) -> None:
                 " it, and declare that one",
                 code="hc-object",
             )
-        parse_result(result, f"{name}.{method}")
+        if not isinstance(result, Results):  # read from an exported program
+            result = parse_result(result, f"{name}.{method}")
+        results[method] = result
     if order not in ("ordered", "unordered"):
         why = ". An object has state, so its calls can't be dropped or repeated"
         raise wrong("order", f"`{name}`", "'ordered' or 'unordered'", order, why)
     if vmap_method not in ("sequential", "parallel"):
         wanted, why = "'sequential' or 'parallel'", ". Each row has its own object"
         raise wrong("vmap_method", f"`{name}`", wanted, vmap_method, why)
+    return results
 
 
 def maker(factory: Callable[..., Any], name: str) -> Callable[[Any], Any]:
