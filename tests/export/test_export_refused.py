@@ -226,12 +226,13 @@ DATA = bytes(hc.export(lambda x: hc.call(r.sine, x, x, order="ordered"))(X))
     [
         (b"", "these 0 bytes are not a program that hc.export wrote"),
         (b"PK\x03\x04 a zip file", "are not a program that hc.export wrote"),
-        (DATA[:20], "ends within its first"),
+        (DATA[:15], "checksum does not fit"),
+        (DATA[:20], "checksum does not fit"),
         (DATA[:15] + b"\x09" + DATA[16:], "version 9 of the file layout"),
-        (DATA[:100], "ends within its header"),
+        (DATA[:100], "checksum does not fit"),
         (DATA[:-1], "checksum does not fit"),
         (DATA + b"x", "checksum does not fit"),
-        (DATA[:200] + b"\0" + DATA[201:], "checksum does not fit"),
+        (DATA[:300] + bytes([DATA[300] ^ 1]) + DATA[301:], "checksum does not fit"),
     ],
 )
 def test_damaged_files(data, why):
@@ -262,13 +263,8 @@ def rewritten(change):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda h, p: ([], p), "manifest of the exported program lacks a field"),
-        (lambda h, p: ({**h, "calls": 3}, p), "manifest of the exported program lacks"),
-        (lambda h, p: ({**h, "more": 3}, p), "manifest of the exported program lacks"),
-        (
-            lambda h, p: ({**h, "vjp_order": 2}, p),
-            "vjp_order=2, and the program in the",
-        ),
+        (lambda h, p: ([], p), "header of the exported program lacks a field"),
+        (lambda h, p: ({}, p), "header of the exported program lacks a field"),
         (lambda h, p: (h, b""), "jax.export can't read the program in the file"),
         (lambda h, p: (h, b"\xff" * 64), "jax.export can't read the program"),
     ],

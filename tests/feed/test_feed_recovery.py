@@ -172,11 +172,11 @@ def test_a_job_whose_caller_was_interrupted_is_not_run(monkeypatch):
     with hc.feed(source) as feed:
         assert at.wait(60)
 
-        def interrupted(future, timeout=None):
+        def interrupted(waiting, timeout=None):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(concurrent.futures.Future, "result", interrupted)
+            patch.setattr(concurrent.futures, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 feed.reset()
         go.set()

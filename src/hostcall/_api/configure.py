@@ -65,30 +65,18 @@ def configure(
             code="hc-arguments",
         )
     if residuals is not None and not _is_count(residuals):
-        raise SpecError(
-            "hostcall: residuals should be a number of objects, 0 or more, got"
-            f" {residuals!r}",
-            code="hc-option",
-        )
+        raise _wrong("residuals", "a number of objects, 0 or more", residuals)
     if flight is not None and flight not in config.FLIGHTS:
-        raise SpecError(
-            f"hostcall: flight should be one of {', '.join(map(repr, config.FLIGHTS))},"
-            f" got {flight!r}",
-            code="hc-option",
-        )
+        raise _wrong("flight", _one_of(config.FLIGHTS), flight)
     own = isinstance(loop, str) and loop == "own"
     if loop is not None and not own and not isinstance(loop, asyncio.AbstractEventLoop):
-        raise SpecError(
-            "hostcall: loop should be an event loop, as asyncio.get_running_loop()"
-            f" returns it, or 'own' for hostcall's, got {loop!r}",
-            code="hc-option",
+        wanted = (
+            "an event loop, as asyncio.get_running_loop() returns it, or 'own' for"
+            " hostcall's"
         )
+        raise _wrong("loop", wanted, loop)
     if fail is not None and fail not in config.FAILS:
-        raise SpecError(
-            f"hostcall: fail should be one of {', '.join(map(repr, config.FAILS))}, got"
-            f" {fail!r}",
-            code="hc-option",
-        )
+        raise _wrong("fail", _one_of(config.FAILS), fail)
     if pinned_bytes is not None:
         pinned_bytes = _bytes(pinned_bytes, "pinned_bytes")
     if cache_bytes is not None:
@@ -128,6 +116,16 @@ _FACE = mistakes.Face(
 )
 
 
+def _wrong(name: str, wanted: str, got: Any, more: str = "") -> SpecError:
+    return SpecError(
+        f"hostcall: {name} should be {wanted}, got {got!r}{more}", code="hc-option"
+    )
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return f"one of {', '.join(map(repr, choices))}"
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -138,9 +136,6 @@ def _bytes(value: Any, name: str) -> int:
     except (TypeError, ValueError, OverflowError):  # a text, or infinite
         size = 0
     if isinstance(value, bool) or size <= 0 or size != value:
-        raise SpecError(
-            f"hostcall: {name} should be a number of bytes above 0, got {value!r}."
-            " Write 256e6 for 256 MB, for example",
-            code="hc-option",
-        )
+        more = ". Write 256e6 for 256 MB, for example"
+        raise _wrong(name, "a number of bytes above 0", value, more)
     return size

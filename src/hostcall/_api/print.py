@@ -195,7 +195,7 @@ def _check(told: Any) -> None:
     if fault := plain_format.fault(told["fmt"]):
         raise Malformed(f"the format {told['fmt']!r}, which {fault}")
     for name, value in told["options"]:
-        if name not in _FITS or not _FITS[name](value):
+        if name not in _OPTIONS or not _OPTIONS[name][1](value):
             raise Malformed(f"the print option {name}={value!r}")
     for number in told.get("numbers", ()):
         if type(number) is not int or number < 0:
@@ -218,23 +218,8 @@ def _print_options() -> tuple[tuple[str, Any], ...]:
     return tuple(
         (name, options[name])
         for name in sorted(options)
-        if options[name] != _DEFAULTS.get(name) and name != "override_repr"
+        if options[name] != _OPTIONS.get(name, (None,))[0] and name != "override_repr"
     )
-
-
-_DEFAULTS = {
-    "edgeitems": 3,
-    "threshold": 1000,
-    "floatmode": "maxprec",
-    "precision": 8,
-    "suppress": False,
-    "linewidth": 75,
-    "nanstr": "nan",
-    "infstr": "inf",
-    "sign": "-",
-    "formatter": None,
-    "legacy": False,
-}
 
 
 def _up_to(most: int) -> Callable[[Any], bool]:
@@ -245,17 +230,20 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-# The print options that may come from a file, and which values of them. A formatter
-# is a function.
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "edgeitems": _up_to(2**31),
-    "threshold": _up_to(sys.maxsize),
-    "floatmode": ("fixed", "unique", "maxprec", "maxprec_equal").__contains__,
-    "precision": lambda value: value is None or _up_to(plain_format.WIDEST)(value),
-    "suppress": lambda value: isinstance(value, bool),
-    "linewidth": _up_to(2**31),
-    "nanstr": _is_text,
-    "infstr": _is_text,
-    "sign": ("-", "+", " ").__contains__,
-    "legacy": lambda value: value is False or _is_text(value),
+# Each print option: its default, and which values of it may come from a file.
+_OPTIONS: dict[str, tuple[Any, Callable[[Any], bool]]] = {
+    "edgeitems": (3, _up_to(2**31)),
+    "threshold": (1000, _up_to(sys.maxsize)),
+    "floatmode": (
+        "maxprec",
+        ("fixed", "unique", "maxprec", "maxprec_equal").__contains__,
+    ),
+    "precision": (8, lambda v: v is None or _up_to(plain_format.WIDEST)(v)),
+    "suppress": (False, lambda value: isinstance(value, bool)),
+    "linewidth": (75, _up_to(2**31)),
+    "nanstr": ("nan", _is_text),
+    "infstr": ("inf", _is_text),
+    "sign": ("-", ("-", "+", " ").__contains__),
+    "formatter": (None, lambda value: False),  # functions
+    "legacy": (False, lambda value: value is False or _is_text(value)),
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, overload
 
 from hostcall import _native
+from hostcall._api.options import of_all_processes
 from hostcall._core.counted import counted
-from hostcall._core.errors import SpecError
 from hostcall._engine.counters import Tally, all_counters, all_tallies
 from hostcall._runtime import running
 
@@ -139,20 +139,9 @@ def status(*, processes: Literal["all"] | None = None, limit: float = 5.0) -> An
     to format the stacks. In a job of several processes a thread looks for questions
     twice a second, so their answers take up to half a second.
     """
-    if processes is None:
+    who = "hc.monitor.status"
+    if not of_all_processes(processes, limit, who, "this process only"):
         return [ActiveCall(*call) for call in running.running()]
-    if processes != "all":
-        raise SpecError(
-            f"hostcall: processes= of hc.monitor.status should be 'all', got"
-            f" {processes!r}. Leave it out for this process only",
-            code="hc-option",
-        )
-    if not isinstance(limit, (int, float)) or not limit > 0:
-        raise SpecError(
-            f"hostcall: limit= of hc.monitor.status should be seconds above 0, got"
-            f" {limit!r}",
-            code="hc-option",
-        )
     found = []
     from hostcall._job import job  # asked for: a job of one process does without
 
@@ -177,21 +166,16 @@ def stats() -> dict[str, CallStats]:
     tallies, none = all_tallies(), Tally()
     return {
         name: CallStats(
-            c.calls,
-            c.masked,
-            c.dropped,
-            c.skipped,
-            c.errors,
-            c.bytes_in,
-            c.bytes_out,
-            c.python_seconds,
-            c.gil_seconds,
-            c.wait_seconds,
-            tallies.get(name, none).hits,
-            tallies.get(name, none).misses,
+            *(getattr(c, field) for field in _COUNTED),
+            hits=tallies.get(name, none).hits,
+            misses=tallies.get(name, none).misses,
         )
         for name, c in all_counters().items()
     }
+
+
+# The engine's counters have the names of CallStats; those of a cache are Python's.
+_COUNTED = [field.name for field in fields(CallStats)][:-2]
 
 
 # --- Taps ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from hostcall._api.options import check_count, one_of, wrong
 from hostcall._core import mistakes
 from hostcall._core.arguments import (
     check_function,
@@ -266,31 +267,44 @@ def refuse_pure(params: TapParams, why: str) -> None:
         )
 
 
+_CHOICES = {
+    "order": ("unordered", "ordered", "pure"),
+    "when_full": WHEN_FULL,
+    "rows": ("batched", "each"),
+    "remat": ("once", "repeat"),
+    "arrays": ("numpy", "jax", "dlpack"),
+}
+
+
 def prepare(
     fn: Any,
     args: Any,
     kwargs: Any,
     *,
-    order: Any = "unordered",
+    face: mistakes.Face = FACE,
     where: Any = None,
-    when_full: Any = "block",
-    rows: Any = "batched",
-    remat: Any = "once",
     on: Any = "once",
-    arrays: Any = "numpy",
     every: Any = None,
     sample: Any = None,
     always: Any = None,
     batch: Any = None,
     tag: Any = None,
-    face: mistakes.Face = FACE,
+    **chosen: Any,
 ) -> tuple[list[Any], TapParams]:
-    """Checks a tap's arguments. Returns the operands and parameters of its equation."""
+    """Checks a tap's arguments. Returns the operands and parameters of its equation.
+
+    `chosen` has the options that are in `_CHOICES`; the first value is the default.
+    """
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
     called = check_function(fn, usage, awaits=True, returns=False)
-    _check_options(called, order, when_full, rows, remat, arrays, every, sample)
+    of = f"the tap `{called}`"
+    options = {option: values[0] for option, values in _CHOICES.items()} | chosen
+    for option, values in _CHOICES.items():
+        one_of(option, of, options[option], values)
+    arrays = options.pop("arrays")
+    _check_numbers(of, every, sample)
     if batch is not None:
-        _check_batch(called, batch, order, rows)
+        _check_batch(called, batch, **options)
     check_tag(tag, called)
     on, device = parse_on_of_tap(on, called)
     operands, template = flatten_arguments(args, kwargs)
@@ -310,74 +324,34 @@ def prepare(
         results=_NO_RESULT,
         fills=(),
         arrays=arrays,
-        lend=False,
-        timeout=None,
-        executor=None,
         tag=tag,
         place=users_place(),
     )
     return operands, TapParams(
         callback=callback,
-        order=order,
         masked=where is not None,
-        rows=rows,
-        when_full=when_full,
-        remat=remat,
         on=on,
         device=device,
         every=every,
         sample=sample,
         batch=batch,
         always=always is not None,
+        **options,
     )
 
 
-def _check_options(
-    called: str,
-    order: Any,
-    when_full: Any,
-    rows: Any,
-    remat: Any,
-    arrays: Any,
-    every: Any,
-    sample: Any,
-) -> None:
-    choices = {
-        "order": (order, ("unordered", "ordered", "pure")),
-        "when_full": (when_full, WHEN_FULL),
-        "rows": (rows, ("batched", "each")),
-        "remat": (remat, ("once", "repeat")),
-        "arrays": (arrays, ("numpy", "jax", "dlpack")),
-    }
-    for option, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise SpecError(
-                f"hostcall: {option}= of the tap `{called}` should be one of"
-                f" {', '.join(map(repr, allowed))}, got {value!r}",
-                code="hc-option",
-            )
+def _check_numbers(of: str, every: Any, sample: Any) -> None:
     number = isinstance(every, (int, float)) and not isinstance(every, bool)
     if every is not None and not (number and every > 0):
-        raise SpecError(
-            f"hostcall: every= of the tap `{called}` should be a number of executions"
-            f" (an int) or of seconds (a float) above 0, got {every!r}",
-            code="hc-option",
-        )
+        wanted = "a number of executions (an int) or of seconds (a float) above 0"
+        raise wrong("every", of, wanted, every)
     if sample is not None and not (isinstance(sample, float) and 0 < sample <= 1):
-        raise SpecError(
-            f"hostcall: sample= of the tap `{called}` should be a float above 0 and up"
-            f" to 1.0, the share of executions that tap, got {sample!r}",
-            code="hc-option",
-        )
+        wanted = "a float above 0 and up to 1.0, the share of executions that tap"
+        raise wrong("sample", of, wanted, sample)
 
 
-def _check_batch(called: str, batch: Any, order: Any, rows: Any) -> None:
-    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-        raise SpecError(
-            f"hostcall: batch= of the tap `{called}` should be the most taps that a"
-            f" call gets, an int of 1 or more, got {batch!r}",
-            code="hc-option",
-        )
+def _check_batch(called: str, batch: Any, order: str, rows: str, **_: Any) -> None:
+    check_count("batch", f"the tap `{called}`", batch, "the most taps that a call gets")
     for given, option, instead in (
         (order == "ordered", "order='ordered'", "leave out order="),
         (rows == "each", "rows='each'", "use rows='batched'"),

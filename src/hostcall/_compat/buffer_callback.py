@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from hostcall import _jax
+from hostcall._api.options import one_of
 from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
 from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
@@ -92,12 +93,8 @@ def buffer_callback(
     """
     if order is None:
         order = "unordered" if has_side_effect else "pure"
-    elif order not in ORDERS:
-        raise SpecError(
-            f"hostcall: order= should be one of {', '.join(ORDERS)}, got {order!r}",
-            code="hc-option",
-        )
-    elif has_side_effect and order == "pure":
+    one_of("order", "hc.buffers.buffer_callback", order, ORDERS)
+    if has_side_effect and order == "pure":
         raise SpecError(
             "hostcall: order='pure' and has_side_effect=True contradict each other",
             code="hc-conflict",
@@ -195,10 +192,7 @@ def make_params(
             template=template,
             results=results,
             fills=(None,) * len(results.avals),
-            arrays="numpy",
             lend="buffers",
-            timeout=None,
-            executor=None,
             place=place,
         ),
         avals=results.avals,

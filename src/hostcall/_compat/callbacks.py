@@ -81,15 +81,14 @@ def pure_callback(
                 " used together. Please use the vmap_method argument."
             )
         vmap_method = "legacy_vectorized" if vectorized else "sequential"
-    return call_back(
-        "pure",
+    return pure(
+        arrays,
         callback,
         result_shape_dtypes,
-        args,
-        kwargs,
+        *args,
         sharding=sharding,
-        vmap_method=check_vmap_method(vmap_method) or "sequential",
-        arrays=arrays,
+        vmap_method="sequential" if vmap_method is None else vmap_method,
+        **kwargs,
     )
 
 
@@ -133,15 +132,42 @@ def io_callback(
 
     Source: JAX's guide "External callbacks".
     """
-    return call_back(
-        "io",
-        callback,
-        result_shape_dtypes,
-        args,
-        kwargs,
-        sharding=sharding,
-        ordered=ordered,
-        arrays=arrays,
+    options = {"sharding": sharding, "ordered": ordered}
+    return io(arrays, callback, result_shape_dtypes, *args, **options, **kwargs)
+
+
+# --- With JAX's signatures: all other keywords are the callback's ---------------------
+
+
+def pure(
+    arrays: str,
+    /,
+    callback: Any,
+    result_shape_dtypes: Any,
+    *args: Any,
+    sharding: Any = None,
+    vmap_method: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    options = {"sharding": sharding, "vmap_method": check_vmap_method(vmap_method)}
+    return _call_back(
+        "pure", arrays, callback, result_shape_dtypes, args, kwargs, **options
+    )
+
+
+def io(
+    arrays: str,
+    /,
+    callback: Any,
+    result_shape_dtypes: Any,
+    *args: Any,
+    sharding: Any = None,
+    ordered: bool = False,
+    **kwargs: Any,
+) -> Any:
+    options = {"sharding": sharding, "ordered": ordered}
+    return _call_back(
+        "io", arrays, callback, result_shape_dtypes, args, kwargs, **options
     )
 
 
@@ -154,21 +180,15 @@ def check_vmap_method(method: Any) -> str | None:
     return method  # type: ignore[no-any-return]
 
 
-def call_back(
+def _call_back(
     kind: Kind,
+    arrays: str,
     callback: Callable[..., Any],
     result: Any,
     args: Any,
     kwargs: Any,
-    *,
-    arrays: str,
     **options: Any,
 ) -> Any:
-    """Makes the call. All keywords in `kwargs` are the callback's, none are options.
-
-    Without a `vmap_method` it refuses vmap, as today's JAX does. JAX would call a
-    coroutine function, and fail when the program runs: a coroutine is no array.
-    """
     refuse_coroutines(callback)
     leaves, in_tree = jax.tree.flatten((args, kwargs))
     operands = [raw_keys(leaf) for leaf in leaves]

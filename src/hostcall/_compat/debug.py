@@ -58,50 +58,41 @@ def callback(
 
     Source: JAX's guide "External callbacks".
     """
-    if callback is None:
-        return two_calls(args, kwargs, ordered, partitioned, arrays)
-    call_back(callback, args, kwargs, ordered, partitioned, arrays)
-    return None
-
-
-def two_calls(
-    args: Any, kwargs: Any, ordered: bool, partitioned: bool, arrays: str
-) -> Callable[..., None]:
-    """JAX's two-call form: the options first, then the function and its arguments."""
-    _refuse_arguments("debug_callback", args, kwargs)
-
-    def call(callback: Callable[..., None], *c_args: Any, **c_kwargs: Any) -> None:
-        call_back(callback, c_args, c_kwargs, ordered, partitioned, arrays)
-
-    return call
+    options = {"ordered": ordered, "partitioned": partitioned}
+    return call_back(arrays, callback, *args, **options, **kwargs)
 
 
 def call_back(
-    callback: Callable[..., None],
-    args: Any,
-    kwargs: Any,
-    ordered: bool,
-    partitioned: bool,
     arrays: str,
-) -> None:
-    """Makes the call. All keywords in `kwargs` are the callback's, none are options."""
-    if not callable(callback):
-        raise TypeError(
-            "first argument to jax.debug.callback must be callable, but got an object"
-            f" of type {type(callback)}"
+    /,
+    callback: Callable[..., None] | None = None,
+    *args: Any,
+    ordered: bool = False,
+    partitioned: bool = False,
+    **kwargs: Any,
+) -> Callable[..., None] | None:
+    """With JAX's signature: all other keywords are the callback's."""
+
+    def call(callback: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+        if not callable(callback):
+            raise TypeError(
+                "first argument to jax.debug.callback must be callable, but got an"
+                f" object of type {type(callback)}"
+            )
+        refuse_coroutines(callback)  # JAX would drop the coroutine without a word
+        operands, template = _flatten(args, kwargs)
+        params = make_params(
+            "debug",
+            callback,
+            template,
+            _NOTHING,
+            ordered=ordered,
+            partitioned=partitioned,
+            arrays=arrays_of(arrays),
         )
-    refuse_coroutines(callback)  # JAX would drop the coroutine without a word
-    operands, template = _flatten(args, kwargs)
-    params = make_params(
-        "debug",
-        callback,
-        template,
-        _NOTHING,
-        ordered=ordered,
-        partitioned=partitioned,
-        arrays=arrays_of(arrays),
-    )
-    bind(*operands, params=params)
+        bind(*operands, params=params)
+
+    return _now_or_later("debug_callback", call, callback, args, kwargs)
 
 
 def print(
@@ -136,11 +127,11 @@ def print(
     Cost: 1 us for the call, plus the formatting; JAX's takes 50.
     """
 
-    def call(fmt: str, *c_args: Any, **c_kwargs: Any) -> None:
+    def call(fmt: str, /, *args: Any, **kwargs: Any) -> None:
         if not skip_format_check:
-            _checker.format(fmt, *c_args, **c_kwargs)
-        operands, template = _flatten(c_args, c_kwargs)
-        plain = _is_plain(fmt, template, len(c_args), c_kwargs)
+            _jax.print_checker.format(fmt, *args, **kwargs)
+        operands, template = _flatten(args, kwargs)
+        plain = _is_plain(fmt, template, len(args), kwargs)
         params = make_params(
             "debug",
             Line(fmt, _has_fields(fmt), tuple(np.get_printoptions().items())),
@@ -152,22 +143,25 @@ def print(
         )
         bind(*operands, params=params)
 
-    if fmt is not None:
-        call(fmt, *args, **kwargs)
-        return None
-    _refuse_arguments("debug_print", args, kwargs)
-    return call
+    return _now_or_later("debug_print", call, fmt, args, kwargs)
 
 
 _NOTHING = Results(jax.tree.structure(None), (), ())
 
 
-def _refuse_arguments(name: str, args: Any, kwargs: Any) -> None:
+def _now_or_later(
+    name: str, call: Callable[..., None], first: Any, args: Any, kwargs: Any
+) -> Callable[..., None] | None:
+    """Makes the call; or returns it, in JAX's two-call form with the options first."""
+    if first is not None:
+        call(first, *args, **kwargs)
+        return None
     if args or kwargs:
         raise TypeError(
             f"{name} received unexpected arguments in the two-call form:"
             f" {args=} {kwargs=}"
         )
+    return call
 
 
 def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
@@ -258,28 +252,3 @@ def _is_plain(fmt: str, template: Template, positional: int, kwargs: Any) -> boo
         or (conversion is None and not set("{.[") & set(field) and "{" not in str(spec))
         for _, field, spec, conversion in fields
     )
-
-
-class _Checker(string.Formatter):
-    """Finds the arguments that a format leaves out, without formatting."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        del value, format_spec
-        return ""
-
-    def check_unused_args(self, used: Any, args: Any, kwargs: Any) -> None:
-        positional = [arg for i, arg in enumerate(args) if i not in used]
-        if positional:
-            raise ValueError(
-                f"Unused positional arguments to `jax.debug.print`: {positional}"
-            )
-        named = [name for name in kwargs if name not in used]
-        if named:
-            raise ValueError(
-                f"Unused keyword arguments to `jax.debug.print`: {named}. You may be"
-                ' passing an f-string (i.e, `f"{x}"`) into `jax.debug.print` and'
-                " instead should pass in a regular string."
-            )
-
-
-_checker = _Checker()

@@ -9,7 +9,6 @@ call, and all else (batching, derivatives, refusals) stays JAX's.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,67 +55,48 @@ def _place(ctx: Any, fn: Callable[..., Any]) -> Place:
     return place_of(fn) if line is None else Place(*line)
 
 
-def _params(kind: Kind, ctx: Any, fn: Any, template: Template, **more: Any) -> Any:
-    return make_params(
+def _lower(
+    kind: Kind, ctx: Any, operands: Sequence[Any], callback: Any, **options: Any
+) -> list[Any]:
+    # The user's function and its arguments' tree, if JAX wrapped it as we know. Else
+    # the wrapped function, with flat arguments.
+    fn, template = callback, _flat(len(operands))
+    if isinstance(callback, _jax.FlatCallback):
+        fn, template = callback.callback_func, _template(callback.in_tree)
+    params = make_params(
         kind,
         fn,
         template,
         Results.flat(_jax.physical_avals(ctx.avals_out)),
         arrays=arrays_of(chosen or "jax"),
         place=_place(ctx, fn),
-        **more,
+        **options,
     )
+    return lowering.lower(ctx, *operands, params=params)
 
 
 def _lower_pure(
     ctx: Any, *operands: Any, callback: Any, sharding: Any, **_: Any
 ) -> list[Any]:
-    fn, template = _open(callback, len(operands))
-    params = _params("pure", ctx, fn, template, sharding=sharding)
-    return lowering.lower(ctx, *operands, params=params)
+    return _lower("pure", ctx, operands, callback, sharding=sharding)
 
 
 def _lower_io(
     ctx: Any, *operands: Any, callback: Any, sharding: Any, ordered: bool, **_: Any
 ) -> list[Any]:
-    fn, template = _open(callback, len(operands))
-    params = _params("io", ctx, fn, template, sharding=sharding, ordered=ordered)
-    return lowering.lower(ctx, *operands, params=params)
-
-
-def _open(callback: Any, operands: int) -> tuple[Callable[..., Any], Template]:
-    """(the user's function, its arguments' tree), if JAX wrapped it as we know.
-
-    Otherwise the wrapped function, with flat arguments.
-    """
-    if isinstance(callback, _jax.FlatCallback):
-        return callback.callback_func, _template(callback.in_tree)
-    return callback, _flat(operands)
+    return _lower("io", ctx, operands, callback, sharding=sharding, ordered=ordered)
 
 
 def _lower_debug(
     ctx: Any, *operands: Any, callback: Any, effect: Any, partitioned: bool, **_: Any
 ) -> list[Any]:
-    params = _params(
-        "debug",
-        ctx,
-        callback,
-        _flat(len(operands)),
-        ordered=effect == _jax.ORDERED_DEBUG_EFFECT,
-        partitioned=partitioned,
-    )
-    return lowering.lower(ctx, *operands, params=params)
+    options = {"ordered": effect == _jax.ORDERED_DEBUG_EFFECT}
+    return _lower("debug", ctx, operands, callback, partitioned=partitioned, **options)
 
 
-def _lower_print(ctx: Any, *operands: Any, **params: Any) -> list[Any]:
-    ordered = params["ordered"]
-    return _lower_debug(
-        ctx,
-        *operands,
-        callback=_jax.print_callback(params),
-        effect=_jax.ORDERED_DEBUG_EFFECT if ordered else _jax.DEBUG_EFFECT,
-        partitioned=params["partitioned"],
-    )
+def _lower_print(ctx: Any, *operands: Any, **given: Any) -> list[Any]:
+    options = {key: given[key] for key in ("ordered", "partitioned")}
+    return _lower("debug", ctx, operands, _jax.print_callback(given), **options)
 
 
 def _lower_buffer(
@@ -241,35 +221,9 @@ class _Sequence(HostCode):
 # --- Taking the places of JAX's -------------------------------------------------------
 
 
-class Hooks:
-    """Replaces the lowerings of JAX's primitives and `emit_python_callback`, until
-    `release`.
-    """
-
-    def __init__(self) -> None:
-        self._restore = [
-            _jax.replace_lowering(primitive, rule)
-            for primitive, rule in _LOWERINGS.items()
-        ]
-        self._emit = {name: _emit_of(name) for name in _jax.MODULES_WITH_EMIT}
-        for name in self._emit:
-            _set_emit(name, emit_python_callback)
-
-    def release(self) -> None:
-        """Restores what was there before."""
-        for restore in self._restore:
-            restore()
-        for name, function in self._emit.items():
-            if _emit_of(name) is emit_python_callback:  # else replaced again since
-                _set_emit(name, function)
-
-
-def _emit_of(module: str) -> Any:
-    return importlib.import_module(module).emit_python_callback
-
-
-def _set_emit(module: str, function: Any) -> None:
-    setattr(importlib.import_module(module), "emit_python_callback", function)  # noqa: B010
+def replace() -> list[Callable[[], None]]:
+    """Lowers JAX's primitives by the rules above; returns what puts JAX's back."""
+    return [_jax.replace_lowering(*each) for each in _LOWERINGS.items()]
 
 
 def forget_programs() -> None:

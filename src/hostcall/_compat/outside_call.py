@@ -8,8 +8,9 @@ a tap or a call of this library.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -75,17 +76,16 @@ class Outside:
 
 # --- On the host ---------------------------------------------------------------------
 
-# Guards `_last`: callbacks of several threads may fail at once.
-_lock = threading.Lock()
-_last: tuple[Exception, str] | None = None
+# The last exception of a callback, with its traceback's text. A deque: callbacks of
+# several threads may fail at once.
+_last: collections.deque[tuple[Exception, str]] = collections.deque(maxlen=1)
 
 
 def take_last_exception() -> tuple[Exception, str] | None:
     """Returns and forgets the last exception of a callback, with its traceback text."""
-    global _last
-    with _lock:
-        taken, _last = _last, None
-        return taken
+    with contextlib.suppress(IndexError):
+        return _last.pop()
+    return None
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,6 @@ def run(params: Outside, arrays: Any, device: Any) -> Any:
 
     Only a call raises the exception too, since its program then lacks a result.
     """
-    global _last
     fn = params.fn.value
     try:
         arg = params.arg_tree.unflatten(arrays)
@@ -128,8 +127,7 @@ def run(params: Outside, arrays: Any, device: Any) -> Any:
         text = traceback.format_exc()
         logger.error("Outside call %s threw exception %s.", fn, error)
         logger.error("Postponing exception raised in callback function: %s", text)
-        with _lock:
-            _last = error, text
+        _last.append((error, text))
         if not params.identity:
             raise
         return None
@@ -159,7 +157,7 @@ def check_result(params: Outside, value: Any) -> tuple[np.ndarray, ...]:
 
 
 def _impl(*operands: Any, params: Outside) -> list[Any]:
-    if inline():
+    if _jax.old_flag("jax_host_callback_inline"):
         arrays = [_jax.to_host(operand) for operand in operands]
         results = run(params, arrays, jax.devices()[params.device_index])
         chosen = operands if params.identity else results
@@ -168,10 +166,6 @@ def _impl(*operands: Any, params: Outside) -> list[Any]:
         out: list[Any] = _jax.apply_primitive(outside_call_p, *operands, params=params)
         return out
     return _emit(params, None, operands)
-
-
-def inline() -> bool:
-    return bool(_jax.old_flag("jax_host_callback_inline"))
 
 
 def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
@@ -228,16 +222,12 @@ def _batch(operands: Any, dims: Any, *, params: Outside) -> tuple[list[Any], Any
 # --- JVP, transpose ------------------------------------------------------------------
 
 
-def _ad_transforms() -> bool:
-    return bool(_jax.old_flag("jax_host_callback_ad_transforms"))
-
-
 def _jvp(primals: Any, tangents: Any, *, params: Outside) -> tuple[Any, Any]:
     if not params.identity:
         raise NotImplementedError(
             "JVP rule is implemented only for id_tap, not for call."
         )
-    if not _ad_transforms():
+    if not _jax.old_flag("jax_host_callback_ad_transforms"):
         return outside_call_p.bind(*primals, params=params), tangents
     dots = list(map(_jax.instantiate_zeros, tangents))
     tree = params.arg_tree

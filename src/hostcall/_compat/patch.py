@@ -15,9 +15,11 @@ everything that still bears the patch is put back.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -25,9 +27,8 @@ import jax
 import jax.experimental
 
 from hostcall import _jax
-from hostcall._compat import debug, lowerings
+from hostcall._compat import callbacks, debug, lowerings
 from hostcall._compat.buffer_callback import buffer_callback
-from hostcall._compat.callbacks import call_back, check_vmap_method
 from hostcall._engine.params import buffer
 from hostcall._engine.params.drop_in import arrays_of
 from hostcall._runtime import delivery
@@ -35,148 +36,71 @@ from hostcall._runtime import delivery
 # --- What stands under JAX's names ----------------------------------------------------
 
 
-def _pure_callback(
-    callback: Any,
-    result_shape_dtypes: Any,
-    *args: Any,
-    sharding: Any = None,
-    vmap_method: str | None = None,
-    **kwargs: Any,
-) -> Any:
-    """`jax.pure_callback` on hostcall's engine (`hostcall.patch_jax`)."""
-    return call_back(
-        "pure",
-        callback,
-        result_shape_dtypes,
-        args,
-        kwargs,
-        sharding=sharding,
-        vmap_method=check_vmap_method(vmap_method),
-        arrays=_arrays(),
-    )
+def _drop_in(
+    name: str, function: Callable[..., Any], kernels: bool = True
+) -> Callable[..., Any]:
+    """What stands under JAX's name. `function` gets what callbacks get, and the rest.
 
-
-def _io_callback(
-    callback: Any,
-    result_shape_dtypes: Any,
-    *args: Any,
-    sharding: Any = None,
-    ordered: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """`jax.experimental.io_callback` on hostcall's engine (`hostcall.patch_jax`)."""
-    return call_back(
-        "io",
-        callback,
-        result_shape_dtypes,
-        args,
-        kwargs,
-        sharding=sharding,
-        ordered=ordered,
-        arrays=_arrays(),
-    )
-
-
-def _debug_callback(
-    callback: Any = None,
-    *args: Any,
-    ordered: bool = False,
-    partitioned: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """`jax.debug.callback` on hostcall's engine (`hostcall.patch_jax`)."""
-    options = {"ordered": ordered, "partitioned": partitioned}
-    if _jax.in_pallas_kernel():
-        return _ORIGINALS["jax.debug.callback"](callback, *args, **options, **kwargs)
-    if callback is None:  # JAX's two-call form
-        return debug.two_calls(args, kwargs, arrays=_arrays(), **options)
-    debug.call_back(callback, args, kwargs, arrays=_arrays(), **options)
-    return None
-
-
-def _debug_print(
-    fmt: str | None = None,
-    *args: Any,
-    ordered: bool = False,
-    partitioned: bool = False,
-    skip_format_check: bool = False,
-    _use_logging: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """`jax.debug.print` on hostcall's engine (`hostcall.patch_jax`)."""
-    options: dict[str, Any] = {
-        "ordered": ordered,
-        "partitioned": partitioned,
-        "skip_format_check": skip_format_check,
-    }
-    if _use_logging or _jax.in_pallas_kernel():
-        return _ORIGINALS["jax.debug.print"](
-            fmt, *args, **options, _use_logging=_use_logging, **kwargs
-        )
-    return debug.print(fmt, *args, **options, **kwargs)
-
-
-def _buffer_callback(
-    callback: Any,
-    result_shape_dtypes: Any,
-    *,
-    has_side_effect: bool = False,
-    vmap_method: str | None = None,
-    input_output_aliases: Any = None,
-    command_buffer_compatible: bool = False,
-) -> Any:
-    """`jax.experimental.buffer_callback.buffer_callback` on hostcall's engine
-    (`hostcall.patch_jax`).
+    In Pallas kernels it is JAX's own, unless `kernels`.
     """
-    return buffer_callback(
-        callback,
-        result_shape_dtypes,
-        has_side_effect=has_side_effect,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        command_buffer_compatible=command_buffer_compatible,
-    )
+    original = _get(name)
+
+    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
+    def drop_in(*args: Any, **kwargs: Any) -> Any:
+        if not kernels and _jax.in_pallas_kernel():
+            return original(*args, **kwargs)
+        return function(lowerings.chosen or "jax", *args, **kwargs)
+
+    return drop_in
 
 
-def _effects_barrier() -> None:
-    """`jax.effects_barrier`, which also waits until queued taps are delivered."""
-    _ORIGINALS["jax.effects_barrier"]()
+def _print(
+    arrays: str, /, *args: Any, _use_logging: bool = False, **kwargs: Any
+) -> Any:
+    del arrays  # a format takes either kind
+    if _use_logging:
+        return _print_of_jax(*args, _use_logging=True, **kwargs)
+    return debug.print(*args, **kwargs)
+
+
+def _effects_barrier(arrays: str, /) -> None:
+    """Also waits until queued taps are delivered."""
+    del arrays
+    _effects_barrier_of_jax()
     delivery.flush(None, "jax.effects_barrier()")
 
 
+def _get(name: str) -> Any:
+    module, attribute = name.rsplit(".", 1)
+    return getattr(importlib.import_module(module), attribute)
+
+
+# Saved once at import, so that no replacement wraps another one.
+_print_of_jax, _effects_barrier_of_jax = jax.debug.print, jax.effects_barrier
 _BUFFERS = "jax.experimental.buffer_callback"
 _REPLACEMENTS: dict[str, Any] = {
-    "jax.pure_callback": _pure_callback,
-    "jax.experimental.io_callback": _io_callback,
-    "jax.debug.callback": _debug_callback,
-    "jax.debug.print": _debug_print,
-    "jax.effects_barrier": _effects_barrier,
-    f"{_BUFFERS}.buffer_callback": _buffer_callback,
+    "jax.pure_callback": _drop_in("jax.pure_callback", callbacks.pure),
+    "jax.experimental.io_callback": _drop_in(
+        "jax.experimental.io_callback", callbacks.io
+    ),
+    "jax.debug.callback": _drop_in("jax.debug.callback", debug.call_back, False),
+    "jax.debug.print": _drop_in("jax.debug.print", _print, False),
+    "jax.effects_barrier": _drop_in("jax.effects_barrier", _effects_barrier),
+    f"{_BUFFERS}.buffer_callback": buffer_callback,
     f"{_BUFFERS}.Buffer": buffer.Buffer,
     f"{_BUFFERS}.ExecutionContext": buffer.ExecutionContext,
+    **{
+        f"{module}.emit_python_callback": lowerings.emit_python_callback
+        for module in _jax.MODULES_WITH_EMIT
+    },
 }
-# JAX's own functions, saved once at import, so that no replacement wraps another one.
-_ORIGINALS = {
-    "jax.debug.callback": jax.debug.callback,
-    "jax.debug.print": jax.debug.print,
-    "jax.effects_barrier": jax.effects_barrier,
-}
-for _name, _function in _REPLACEMENTS.items():
-    if isinstance(_function, type):
-        continue
-    _function.__name__ = _function.__qualname__ = _name.rsplit(".", 1)[1]
 
 
 # --- Patching ------------------------------------------------------------------------
 
 _lock = threading.RLock()  # guards the names below, and what stands under JAX's names
 _active: list[Patch] = []  # the last one counts; empty if JAX is not patched
-_replaced: dict[str, Any] = {}  # what stood under JAX's names before the patch
-_hooks_held: lowerings.Hooks | None = None
-
-
-def _arrays() -> str:
-    return lowerings.chosen or "jax"
+_undo: list[Callable[[], None]] = []  # puts back what is replaced now
 
 
 class Patch:
@@ -265,51 +189,44 @@ def unpatch_jax() -> None:
 
 def _apply() -> None:
     """Makes JAX as the last active patch says. The caller holds the lock."""
-    global _hooks_held
     before, choice = lowerings.chosen, _active[-1].arrays if _active else None
     if choice == before:
         return
     lowerings.chosen = choice
     if before is None:
-        _hooks_held = lowerings.Hooks()
-        _revive(True)
-        for name, function in _REPLACEMENTS.items():
-            _replaced[name] = _replace(name, function)
+        _undo.extend(lowerings.replace())
+        _undo.extend(_replace(*each) for each in _REPLACEMENTS.items())
+        _undo.append(_revive())
     elif choice is None:
-        for name, function in _replaced.items():
-            if _get(name) is _REPLACEMENTS[name]:  # else replaced again since the patch
-                _replace(name, function)
-        _revive(False)
-        assert _hooks_held is not None
-        _hooks_held.release()
-        _hooks_held = None
+        while _undo:
+            _undo.pop()()
     lowerings.forget_programs()
 
 
-_OLD_MODULE = "jax.experimental.host_callback"
-
-
-def _revive(there: bool) -> None:
-    """Makes `jax.experimental.host_callback` importable, or removes it again."""
+def _revive() -> Callable[[], None]:
+    """Makes `jax.experimental.host_callback` importable; returns what ends that."""
     # Imported here because that module imports this wing.
-    host_callback = importlib.import_module("hostcall.host_callback")
-    if there and _OLD_MODULE not in sys.modules:
-        sys.modules[_OLD_MODULE] = host_callback
-        jax.experimental.host_callback = host_callback
-    elif not there and sys.modules.get(_OLD_MODULE) is host_callback:
-        del sys.modules[_OLD_MODULE]
-        del jax.experimental.host_callback
+    module = importlib.import_module("hostcall.host_callback")
+    name = "jax.experimental.host_callback"
+    if name not in sys.modules:
+        sys.modules[name] = jax.experimental.host_callback = module
+
+    def end() -> None:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+            del jax.experimental.host_callback
+
+    return end
 
 
-def _get(name: str) -> Any:
+def _replace(name: str, function: Any) -> Callable[[], None]:
+    """Puts `function` under `name`; returns what puts the old one back."""
     module, attribute = name.rsplit(".", 1)
-    return getattr(importlib.import_module(module), attribute)
-
-
-def _replace(name: str, function: Any) -> Any:
-    """Puts `function` under `name`; returns what stood there."""
-    module, attribute = name.rsplit(".", 1)
-    home = importlib.import_module(module)
-    before = getattr(home, attribute)
+    home, before = importlib.import_module(module), _get(name)
     setattr(home, attribute, function)
-    return before
+
+    def restore() -> None:
+        if _get(name) is function:  # else replaced again since the patch
+            setattr(home, attribute, before)
+
+    return restore

@@ -68,6 +68,7 @@ ORDERED_DEBUG_EFFECT = _debugging.ordered_debug_effect
 # first one, so the drop-ins must log there too.
 callback_logger = _callback.logger
 debug_logger = _debugging.logger
+print_checker = _debugging.formatter  # refuses arguments that a format does not use
 
 FlatCallback = _callback._FlatCallback  # the `callback` parameter of JAX's primitives
 

@@ -20,17 +20,20 @@ the last item that was taken is known, whatever has been pulled ahead.
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import itertools
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
 from hostcall import _jax
+from hostcall._core import failures
+from hostcall._core.counted import counted
 from hostcall._core.daemon import daemon, start
 from hostcall._core.errors import FeedEndError, FeedError
 from hostcall._core.wait import SLICE
@@ -61,7 +64,6 @@ class Puller:
         self.epoch = self._item = 0
         self._read: Callable[[Any, int], list[Any]] = lambda value, item: []
         self._opened: Opened | None = None
-        self._held: Any = _NOTHING  # the first item, pulled to learn the spec
         self._idle = False
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._begun = threading.Event()
@@ -84,11 +86,12 @@ class Puller:
         """Pulls the first item, which is also the first that devices get."""
 
         def peek() -> Any:
-            if self._held is _NOTHING:
-                self._held = self._next()
-            return self._held
+            value = self._next()
+            assert self._opened is not None
+            self._opened.iterator = itertools.chain([value], self._opened.iterator)
+            return value
 
-        value = self.ask(peek, wake=False)
+        value = self.ask(peek)
         if value is _NOTHING:
             raise FeedError(
                 f"hostcall: the source of the feed `{self.name}` gave no item, so there"
@@ -104,7 +107,7 @@ class Puller:
         self.ring = ring  # from now on the thread may pull
         self._begun.set()
 
-    def ask(self, job: Callable[[], Any], wake: bool = True) -> Any:
+    def ask(self, job: Callable[[], Any]) -> Any:
         """Runs a job on the feed's thread, between two pulls."""
         if threading.get_ident() == self.thread:
             raise FeedError(
@@ -113,25 +116,19 @@ class Puller:
                 " the program is called",
                 code="hc-deadlock",
             )
-        self.check_open()
         future: Future[Any] = Future()
-        entry = future, job
-        self._jobs.append(entry)
-        if wake:
-            self.ring.wake()
-        else:
+        self._jobs.append((future, job))
+        if self.ring is None:
             self._begun.set()
+        else:
+            self.ring.wake()
         try:
-            while True:
-                try:
-                    return future.result(SLICE)
-                except TimeoutError:
-                    if future.done():  # just now, or it raised this itself
-                        return future.result()
-                    self.check_open()
+            while not future.done():
+                self.check_open()
+                futures.wait([future], SLICE)
+            return future.result()
         finally:
-            with contextlib.suppress(ValueError):  # the thread has taken it
-                self._jobs.remove(entry)
+            future.cancel()  # Ctrl-C: unless the thread has taken it
 
     def check_open(self) -> None:
         if self.closed:
@@ -156,8 +153,8 @@ class Puller:
     def state(self) -> str:
         if self.closed:
             return "closed"
-        if self.error is not None:
-            return "failed" if isinstance(self.error, feed_texts.Failure) else "ended"
+        if isinstance(self.error, feed_texts.Failure):
+            return "failed"
         if self._idle:
             return "ended"
         return "full" if self.since is None else "pulling"
@@ -190,11 +187,15 @@ class Puller:
         opened = self.source.open(epoch)
         if saved is not None:
             if opened.load is None:
-                raise FeedError(feed_texts.no_state(self.name))
-            # A copy: the source may change what it got.
-            opened.iterator = opened.load(copy.deepcopy(saved))
+                raise FeedError(
+                    f"hostcall: the state for the feed `{self.name}` holds a state of"
+                    " its source, and the source can't take one: it has neither"
+                    " set_state nor load_state_dict. Make the feed with the source that"
+                    " it had when the state was saved"
+                )
+            opened.restore(copy.deepcopy(saved))  # the source may change what it got
         self.ring.clear()
-        self._held, self.error, self._idle = _NOTHING, None, False
+        self.error, self._idle = None, False
         self.epoch, self._item = epoch, 0 if saved is None else item
         self._opened = opened
         self._note_start(copy.deepcopy(saved))
@@ -217,7 +218,12 @@ class Puller:
         try:
             while self._item < wanted and not self.closed:
                 if self._next() is _NOTHING:
-                    raise FeedError(feed_texts.too_few(self.name, wanted, self._item))
+                    raise FeedError(
+                        f"hostcall: the feed `{self.name}` can't go on after item"
+                        f" {wanted}: its source gave only"
+                        f" {counted(self._item, 'item')}. Is it the source with which"
+                        " the state was saved?"
+                    )
                 self._item += 1
         except BaseException as error:
             self._note_start(None)
@@ -247,16 +253,21 @@ class Puller:
             while not self.closed:
                 self._step()
         except BaseException as error:
-            self.close(feed_texts.died(error))
+            self.close(
+                f"was closed, since its thread failed with {failures.summary(error)}."
+                " Make another hc.feed"
+            )
         finally:
             # The source may hold anything, also what leads to programs of this feed.
-            self._opened, self._held, self.error = None, _NOTHING, None
+            self._opened, self.error = None, None
             del self.source
             self._read = lambda value, item: []
 
     def _step(self) -> None:
         while self._jobs:
             future, job = self._jobs.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(job())
             except BaseException as error:
@@ -290,9 +301,6 @@ class Puller:
 
     def _next(self) -> Any:
         """The next item, or _NOTHING at the end."""
-        if self._held is not _NOTHING:
-            value, self._held = self._held, _NOTHING
-            return value
         self._be_host()
         self.since = time.monotonic()
         try:
@@ -318,10 +326,19 @@ class Puller:
             self._idle = True
             self.ring.finish(FeedEnding.END)
         elif self.on_end == "raise":
-            text = feed_texts.ended(self.name, self._item)
+            text = (
+                f"hostcall: the feed `{self.name}` has ended after"
+                f" {counted(self._item, 'item')}, and a program wants another"
+                ' (on_end="raise"). Run fewer steps, call feed.reset() before the next'
+                ' epoch, or use "mask"'
+            )
             self._finish(lambda: FeedEndError(text))
         elif self._item == 0:
-            text = feed_texts.empty(self.name, self.epoch)
+            text = (
+                f"hostcall: the source of the feed `{self.name}` gave no item in epoch"
+                f' {self.epoch}, so on_end="repeat" would repeat it for ever. Does it'
+                " give an iterator that was used up before?"
+            )
             self._finish(lambda: FeedError(text))
         else:
             self.epoch, self._item = self.epoch + 1, 0

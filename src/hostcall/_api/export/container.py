@@ -19,7 +19,7 @@ from hostcall._core import portable
 from hostcall._core.errors import LoadError
 
 _MAGIC = b"hostcall export"
-_LAYOUT = 1
+_LAYOUT = 2
 _START = len(_MAGIC) + 1 + 8 + 32
 
 
@@ -45,30 +45,21 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
             f" they start with {data[:16]!r}. What jax.export wrote is read by"
             " jax.export.deserialize"
         )
-    if len(data) < _START:
-        raise LoadError(
-            f"hostcall: the exported program ends within its first {_START} bytes"
-            f" ({len(data)} are there). It was cut off: copy it again"
-        )
     at = len(_MAGIC)
-    if data[at] != _LAYOUT:
+    layout = data[at : at + 1]
+    if layout and layout[0] != _LAYOUT:
         raise LoadError(
-            f"hostcall: the exported program has version {data[at]} of the file layout,"
-            f" and this hostcall reads version {_LAYOUT}. Load it with the version that"
-            " wrote it, or export it again"
+            f"hostcall: the exported program has version {layout[0]} of the file"
+            f" layout, and this hostcall reads version {_LAYOUT}. Load it with the"
+            " version that wrote it, or export it again"
         )
-    length = int.from_bytes(data[at + 1 : at + 9], "little")
     behind = data[_START:]
-    if length > len(behind):
-        raise LoadError(
-            f"hostcall: the exported program ends within its header, which should have"
-            f" {length} bytes ({len(behind)} are there). It was cut off: copy it again"
-        )
     if hashlib.sha256(behind).digest() != data[at + 9 : _START]:
         raise LoadError(
             "hostcall: the exported program's checksum does not fit: bytes were"
             " changed, or are missing at the end. Copy it again"
         )
+    length = int.from_bytes(data[at + 1 : at + 9], "little")
     try:
         header = portable.read(behind[:length])
     except portable.Malformed as error:

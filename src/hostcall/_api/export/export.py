@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
+import hostcall
 from hostcall import _jax
 from hostcall._api.export import container, program
-from hostcall._api.export.manifest import (
-    Manifest,
-    manifest_of,
-    names_in,
-    read_manifest,
-)
+from hostcall._api.export.manifest import Manifest, manifest_of, names_in
 from hostcall._api.object.handle import Object
-from hostcall._api.object.portable import descriptions, generation_of, objects_of
+from hostcall._api.object.portable import descriptions, objects_of
+from hostcall._api.options import wrong
 from hostcall._core import registry
-from hostcall._core.errors import (
-    ExportError,
-    LoadError,
-    RegistryError,
-    SpecError,
-)
+from hostcall._core.errors import ExportError, LoadError, RegistryError, SpecError
 from hostcall._primitives import travel
 
 _OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, program.TARGETS))
@@ -48,11 +39,17 @@ class Exported:
     """
 
     def __init__(
-        self, exported: jax.export.Exported, manifest: Manifest, told: Sequence[Any]
+        self,
+        exported: jax.export.Exported,
+        vjp_order: int,
+        texts: Sequence[str],
+        by: tuple[str, str],
     ) -> None:
-        self._told, self._unmarked = told, exported
-        self.manifest, self.objects = manifest, objects_of(told)
-        self.exported = _newer(exported, manifest, self.objects.values())
+        calls = [travel.parse(text)["function"] for text in dict.fromkeys(texts)]
+        self._unmarked = exported
+        self.manifest = manifest_of(exported, vjp_order, texts, by)
+        self.objects = objects_of(descriptions(calls))
+        self.exported = _newer(exported, self.manifest, self.objects.values())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program, like the function that was exported.
@@ -102,8 +99,12 @@ class Exported:
         Needs the package flatbuffers, as jax.export does.
         """
         behind = bytes(self._unmarked.serialize(vjp_order=self.manifest.vjp_order))
-        header = {**dataclasses.asdict(self.manifest), "objects": list(self._told)}
-        header["format"] = travel.FORMAT
+        header = {
+            "format": travel.FORMAT,
+            "hostcall": self.manifest.hostcall,
+            "jax": self.manifest.jax,
+            "names": names_in(self.manifest),
+        }
         return container.pack(header, behind)
 
     __bytes__ = serialize
@@ -163,11 +164,7 @@ def export(
     loaded, each call takes about 0.2 ms.
     """
     if isinstance(vjp_order, bool) or not isinstance(vjp_order, int) or vjp_order < 0:
-        raise SpecError(
-            f"hostcall: vjp_order= of hc.export should be 0, 1, 2, ..., got"
-            f" {vjp_order!r}",
-            code="hc-option",
-        )
+        raise wrong("vjp_order", "hc.export", "0, 1, 2, ...", vjp_order)
     # An argument that is not used must stay: see `of`.
     jitted: Any = f if isinstance(f, _JITTED) else jax.jit(f, keep_unused=True)
     make = jax.export.export(
@@ -195,8 +192,8 @@ def export(
                 ) from error
             raise
         texts = program.texts_of(exported, vjp_order)
-        manifest = manifest_of(exported, vjp_order, texts)
-        return Exported(exported, manifest, _objects(texts))
+        by = (hostcall.__version__, jax.__version__)
+        return Exported(exported, vjp_order, texts, by)
 
     return of
 
@@ -205,8 +202,8 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
     """Reads what `Exported.serialize` wrote, in this process or another.
 
     Everything is checked before anything runs: the bytes, the versions, that all names
-    are registered here, and that the program calls what its manifest lists, with the
-    arrays that it passes. Nothing in the bytes is executed or unpickled.
+    are registered here, and that each call gets the arrays that it describes. The
+    manifest is read from the program. Nothing in the bytes is executed or unpickled.
 
     Args:
         data: the bytes. Like any compiled program they must come from somebody you
@@ -229,8 +226,7 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             code="hc-load",
         )
     header, behind = container.unpack(bytes(data))
-    manifest, told = read_manifest(header)
-    lacking = [name for name in names_in(manifest) if not registry.is_here(name)]
+    by, lacking = _read_header(header)
     if lacking:
         raise RegistryError(registry.missing(lacking))
     try:
@@ -240,40 +236,40 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
     except Exception as error:
         raise LoadError(
             "hostcall: jax.export can't read the program in the file, which jax"
-            f" {manifest.jax} wrote (this is {jax.__version__}; JAX reads what it or an"
+            f" {by[1]} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    program.check_order(exported, manifest.vjp_order)
-    texts = program.texts_of(exported, manifest.vjp_order)
+    vjp_order = program.order_of(exported)
+    texts = program.texts_of(exported, vjp_order)
     with travel.reading():
-        found = manifest_of(exported, manifest.vjp_order, texts)
-        _check_told("function", manifest.function, found.function)
-        _check_told("platforms", manifest.platforms, found.platforms)
-        _check_told("calls", manifest.calls, found.calls)
-        _check_told("objects", told, _objects(texts))
         for text in dict.fromkeys(texts):
             travel.check(text)
-        return Exported(exported, manifest, told)
+        return Exported(exported, vjp_order, texts, by)
 
 
-def _check_told(what: str, said: Any, found: Any) -> None:
-    """Refuses a file whose manifest is not that of the program behind it."""
-    if said != found:
-        if isinstance(said, tuple):
-            both = (", ".join(map(str, each)) or "none" for each in (said, found))
-            said, found = both
+def _read_header(header: Any) -> tuple[tuple[str, str], list[registry.Name]]:
+    """The versions that wrote a file, and the names it needs that are not here.
+
+    The names are asked before the program is read: their modules also register the
+    pytrees in it. That it needs no others, `travel.check` makes sure.
+    """
+    try:
+        by = (str(header["hostcall"]), str(header["jax"]))
+        names = [registry.Name(str(name), int(v)) for name, v in header["names"]]
+        version = header["format"]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise LoadError(
-            f"hostcall: the manifest of the exported program has the {what} {said}, and"
-            f" the program in the file has {found}. Something else wrote the file or"
-            " changed it, so what the manifest says can't be relied on. Export the"
-            " program again"
+            "hostcall: the header of the exported program lacks a field, or has one of"
+            f" another type ({error!r}). Another version of hostcall may have written"
+            " it"
+        ) from error
+    if version != travel.FORMAT:
+        raise LoadError(
+            f"hostcall: the exported program describes its calls in version {version}"
+            f" of hostcall's format, and this hostcall reads version {travel.FORMAT}."
+            f" Load it with hostcall {by[0]}, which wrote it, or export it again"
         )
-
-
-def _objects(texts: Sequence[str]) -> list[Any]:
-    """The descriptions of the objects whose methods are called."""
-    calls = [travel.parse(text)["function"] for text in dict.fromkeys(texts)]
-    return descriptions(calls)
+    return by, [name for name in names if not registry.is_here(name)]
 
 
 def _uses_none(program: Any) -> bool:
@@ -290,7 +286,7 @@ def _newer(
     the objects that were open, when equal bytes were loaded before.
     """
     times = [registry.times_replaced(name) for name in names_in(manifest)]
-    times += [generation_of(each) for each in objects]
+    times += [each._group.generation for each in objects]
     if not any(times):
         return exported
     return _jax.marked(exported, f"hostcall {times}")

@@ -1,4 +1,7 @@
-"""What an exported program is and needs: `Exported.manifest`, and how files hold it."""
+"""What an exported program is and needs: `Exported.manifest`.
+
+A file does not hold it: it is read from the program, so that no file can say otherwise.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,7 @@ from typing import Any
 
 import jax
 
-import hostcall
 from hostcall._core import registry
-from hostcall._core.errors import LoadError
 from hostcall._engine import portable
 from hostcall._primitives import travel
 
@@ -94,12 +95,16 @@ def names_in(manifest: Manifest) -> list[registry.Name]:
 
 
 def manifest_of(
-    exported: jax.export.Exported, vjp_order: int, texts: Sequence[str]
+    exported: jax.export.Exported,
+    vjp_order: int,
+    texts: Sequence[str],
+    by: tuple[str, str],
 ) -> Manifest:
+    """What the program is, with the texts of its calls. `by` has the versions."""
     return Manifest(
         function=exported.fun_name,
-        hostcall=hostcall.__version__,
-        jax=jax.__version__,
+        hostcall=by[0],
+        jax=by[1],
         platforms=tuple(exported.platforms),
         vjp_order=vjp_order,
         calls=tuple(_described(*each) for each in Counter(texts).items()),
@@ -131,64 +136,3 @@ def _described(text: str, places: int) -> HostCode:
 def _spec(dtype: str, sizes: Sequence[Any]) -> str:
     shown = [next(iter(n.values())) if isinstance(n, dict) else str(n) for n in sizes]
     return f"{dtype}[{','.join(shown)}]"
-
-
-# --- Reading ------------------------------------------------------------------------
-
-# What the JSON of each field is; a list stands for a list of such values.
-_CALL: dict[str, Any] = {
-    "name": (str, type(None)),
-    **{"version": int, "kind": str, "order": str, "places": int},
-    **{"arguments": [str], "results": [str]},
-}
-_MORE = ("objects", "format")  # what is in no Manifest
-_HEADER: dict[str, Any] = {
-    **{"function": str, "hostcall": str, "jax": str, "vjp_order": int},
-    **{"platforms": [str], "calls": [dict], "objects": [dict], "format": int},
-}
-
-
-def read_manifest(header: Any) -> tuple[Manifest, list[Any]]:
-    """(manifest, descriptions of the objects) of a file. Raises LoadError."""
-    _check(header, _HEADER, "")
-    if header["format"] != travel.FORMAT:
-        raise LoadError(
-            "hostcall: the exported program describes its calls in version"
-            f" {header['format']} of hostcall's format, and this hostcall reads version"
-            f" {travel.FORMAT}. Load it with hostcall {header['hostcall']}, which wrote"
-            " it, or export it again"
-        )
-    for number, call in enumerate(header["calls"]):
-        _check(call, _CALL, f"calls[{number}].")
-    calls = []
-    for call in header["calls"]:
-        arrays = {key: tuple(call[key]) for key in ("arguments", "results")}
-        calls.append(HostCode(**{**call, **arrays}))
-    fields = {key: value for key, value in header.items() if key not in _MORE}
-    fields |= {"platforms": tuple(header["platforms"]), "calls": tuple(calls)}
-    return Manifest(**fields), header["objects"]
-
-
-def _check(told: Any, wanted: dict[str, Any], where: str) -> None:
-    if not isinstance(told, dict):
-        raise _malformed(f"{where[:-1] or 'it'} is a {type(told).__name__}, no object")
-    for key in sorted(told.keys() ^ wanted.keys()):
-        what = "is missing" if key in wanted else "is not known here"
-        raise _malformed(f"{where}{key} {what}")
-    for key, kind in wanted.items():
-        value = told[key]
-        if isinstance(kind, list):
-            fits = isinstance(value, list) and all(type(v) is kind[0] for v in value)
-        elif kind is int:
-            fits = type(value) is int and value >= 0
-        else:
-            fits = isinstance(value, kind)
-        if not fits:
-            raise _malformed(f"{where}{key} is {value!r}")
-
-
-def _malformed(what: str) -> LoadError:
-    return LoadError(
-        "hostcall: the manifest of the exported program lacks a field, or has one of"
-        f" another type ({what}). Another version of hostcall may have written it"
-    )

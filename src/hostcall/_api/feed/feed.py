@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, Literal
 
 import jax
@@ -12,22 +11,23 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._api.call import call
-from hostcall._api.feed import checks
 from hostcall._api.feed.indexed import Indexed
 from hostcall._api.feed.items import parse_spec, reader, spec_of
 from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import read_source
+from hostcall._api.options import check_count, check_seconds, one_of
+from hostcall._core import mistakes
 from hostcall._core.arguments import check_tag, parse_mask
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.source import name_of, users_place
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import Results, Static, Template, is_array_like
 from hostcall._engine.params.call import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import lowering  # noqa: F401  (registers)
 from hostcall._primitives.feed.primitive import bind
 from hostcall._runtime.feed_puller import Puller
-from hostcall._runtime.feed_texts import CLOSED
+from hostcall._runtime.feed_texts import CLOSED, once
 from hostcall._runtime.feeds import PATIENCE, Stream
 
 
@@ -40,50 +40,14 @@ class Feed(Handle):
 
     def __init__(
         self,
-        source: Any,
         spec: Any,
-        *,
-        batch: int | None,
-        prefetch: int,
-        on_end: str,
-        timeout: float | None,
-        sharding: Any,
-        tag: str | None,
+        stream: Stream,
+        indexed: Indexed | None,
+        items: Results,
+        shards: Shards | None,
     ) -> None:
-        name = tag or _name(source)
-        check_tag(tag, name)
-        checks.check_options(name, prefetch, on_end, timeout)
-        checks.refuse_traced(source)
-        given = read_source(source, batch, name)
-        if on_end == "repeat" and not given.again:
-            raise SpecError(
-                f'hostcall: the feed `{name}` has on_end="repeat", and its source is an'
-                " iterator, which can be iterated only once. Give a function that"
-                " returns a new iterator, hc.feed(lambda: make_iterator())",
-                code="hc-feed-source",
-            )
-        self._place = users_place()
-        puller = Puller(name, given, on_end)
-        try:
-            self.spec = spec_of(puller.first(), name) if spec is None else spec
-            items = parse_spec(self.spec, name)
-            read = reader(items, name, spec is None)
-            shards = None if sharding is None else Shards(sharding, items, name)
-            blocks = items.avals if shards is None else shards.blocks
-            sizes = [_bytes(aval) for aval in blocks]
-            ring = _native.FeedRing(
-                leaves=sizes,
-                lanes=1 if shards is None else len(shards.devices),
-                capacity=prefetch,
-            )
-        except BaseException:
-            puller.close(CLOSED)
-            raise
-        where = f"{name} ({self._place.file}:{self._place.line})"
-        self._stream = Stream(puller, ring, sizes, timeout, where)
-        self._indexed = given.get and Indexed(given, read, items.avals, prefetch, name)
-        self._items, self._shards, self._blocks = items, shards, tuple(blocks)
-        puller.begin(ring, read if shards is None else shards.cut(read))
+        self.spec, self._stream, self._indexed = spec, stream, indexed
+        self._items, self._shards = items, shards
 
     def _held(self) -> Stream:
         """What programs hold of it."""
@@ -103,46 +67,42 @@ class Feed(Handle):
             (item, ok): a pytree like `spec`, and a bool scalar. At the end of the items
             `ok` is False and the item zeros, if on_end="mask".
         """
-        puller = self._stream.puller
+        puller, shards = self._stream.puller, self._shards
         puller.check_open()
         name = puller.name
-        if rows is not None and self._shards is not None:
+        if rows is not None and shards is not None:
             raise SpecError(
                 f"hostcall: the feed `{name}` has sharding=, and rows= wants an item"
                 " for each row of a vmap. Leave out one of the two",
                 code="hc-conflict",
             )
-        operands = [checks.marker(leaf, name) for leaf in jax.tree.leaves(rows)]
-        masked = where is not None
-        if masked:
-            operands.insert(0, parse_mask(where, name))
-        count = len(operands) - masked
+        markers = [_marker(leaf, name) for leaf in jax.tree.leaves(rows)]
+        mask = [] if where is None else [parse_mask(where, name)]
         results = Results.flat(
-            (*self._blocks, _jax.ShapedArray((), np.dtype(np.bool_))),
+            (
+                *(self._items.avals if shards is None else shards.blocks),
+                _jax.ShapedArray((), np.dtype(np.bool_)),
+            ),
             (*self._items.keys, None),
         )
-        callback = Callback(
-            fn=Static(self._stream),
-            template=Template.flat(*(None,) * count),
-            results=results,
-            fills=(None,) * len(results.avals),
-            tag=None,
-            place=users_place(),
-        )
         params = FeedParams(
-            callback=callback,
+            callback=Callback(
+                fn=Static(self._stream),
+                template=Template.flat(*(None,) * len(markers)),
+                results=results,
+                fills=(None,) * len(results.avals),
+                place=users_place(),
+            ),
             avals=results.avals,
             order="ordered",
             vmap_method="sequential",
             sharding=None,
-            masked=masked,
-            devices=() if self._shards is None else self._shards.devices,
+            masked=bool(mask),
+            devices=() if shards is None else shards.devices,
         )
-        if self._shards is None:
-            *leaves, ok = bind(*operands, params=params)
-        else:
-            take = functools.partial(bind, params=params)
-            *leaves, ok = self._shards.over(take, operands)
+        take = functools.partial(bind, params=params)
+        operands = [*mask, *markers]
+        *leaves, ok = take(*operands) if shards is None else shards.over(take, operands)
         return self._items.fill(leaves), ok
 
     def at(self, i: Any) -> Any:
@@ -166,12 +126,15 @@ class Feed(Handle):
             jit: JAX may drop, merge or repeat the read, as for a pure `hc.call`.
         """
         name = self._stream.puller.name
-        if self._indexed is None or self._shards is not None:
-            why = "its source has no items by number"
+        if self._indexed is None:
+            why = (
+                "it has sharding="
+                if self._shards
+                else "its source has no items by number"
+            )
             raise SpecError(
-                f"hostcall: feed.at(i) of `{name}`:"
-                f" {why if self._indexed is None else 'it has sharding='}. It is for"
-                " sequences, and for arrays and tables with batch=",
+                f"hostcall: feed.at(i) of `{name}`: {why}. It is for sequences, and for"
+                " arrays and tables with batch=",
                 code="hc-feed-source",
             )
         if jnp.shape(i) != () or not jnp.issubdtype(jnp.result_type(i), jnp.integer):
@@ -183,13 +146,8 @@ class Feed(Handle):
         spec = tuple(
             jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._items.avals
         )
-        leaves = call(
-            self._indexed,
-            spec,
-            jnp.asarray(i, int),
-            vmap_method="expand_dims",
-            tag=self._indexed.__qualname__,
-        )
+        options = {"vmap_method": "expand_dims", "tag": self._indexed.__qualname__}
+        leaves = call(self._indexed, spec, jnp.asarray(i, int), **options)
         return self._items.fill(leaves)
 
     def state(self) -> dict[str, Any]:
@@ -328,22 +286,59 @@ def feed(
         costs the feed's thread one more copy, and its check. A program with a feed is
         dispatched like one with ordered calls.
     """
-    return Feed(
-        source,
-        spec,
-        batch=batch,
-        prefetch=prefetch,
-        on_end=on_end,
-        timeout=timeout,
-        sharding=sharding,
-        tag=tag,
+    is_named = hasattr(source, "__qualname__")
+    name = tag or (name_of(source) if is_named else type(source).__qualname__)
+    check_tag(tag, name)
+    of = f"the feed `{name}`"
+    check_count("prefetch", of, prefetch, "a number of items")
+    one_of("on_end", of, on_end, ("mask", "raise", "repeat"))
+    if timeout is not None:
+        check_seconds("timeout", of, timeout)
+    if _jax.is_tracing():
+        mistakes.refuse_traced(source, _instead_of_traced)
+    given = read_source(source, batch, name)
+    if on_end == "repeat" and not given.again:
+        raise SpecError(once(name, 'on_end="repeat" needs more'), code="hc-feed-source")
+    place = users_place()
+    puller = Puller(name, given, on_end)
+    try:
+        inferred = spec is None
+        if inferred:
+            spec = spec_of(puller.first(), name)
+        items = parse_spec(spec, name)
+        read = reader(items, name, inferred)
+        shards = None if sharding is None else Shards(sharding, items, name)
+        blocks = items.avals if shards is None else shards.blocks
+        sizes = [aval.size * aval.dtype.itemsize for aval in blocks]
+        lanes = 1 if shards is None else len(shards.devices)
+        ring = _native.FeedRing(leaves=sizes, lanes=lanes, capacity=prefetch)
+    except BaseException:
+        puller.close(CLOSED)
+        raise
+    stream = Stream(puller, ring, sizes, timeout, f"{name} ({place.file}:{place.line})")
+    indexed = None
+    if given.get is not None and shards is None:
+        indexed = Indexed(given, read, items.avals, prefetch, name)
+    puller.begin(ring, read if shards is None else shards.cut(read))
+    return Feed(spec, stream, indexed, items, shards)
+
+
+def _instead_of_traced(_: str, value: str) -> str:
+    return (
+        f"Make the feed before the program, and compute with its items and {value} in"
+        " the program: item, ok = feed()"
     )
 
 
-def _name(source: Any) -> str:
-    named = getattr(source, "__qualname__", None)
-    return name_of(source) if named is not None else type(source).__qualname__
-
-
-def _bytes(aval: Any) -> int:
-    return int(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize)
+def _marker(leaf: Any, name: str) -> Any:
+    """An array without elements and derivatives, that has the rows of `leaf`."""
+    if not isinstance(leaf, jax.Array) and not is_array_like(leaf):
+        raise SpecError(
+            f"hostcall: rows= of a call of the feed `{name}` should be an array of the"
+            f" vmapped function, which differs between the rows, got {leaf!r}. Write"
+            " feed(rows=x), which takes an item for each row of x",
+            code="hc-option",
+        )
+    if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
+        leaf = jax.random.key_data(leaf)
+    return jnp.ravel(jax.lax.stop_gradient(leaf))[:0].astype(bool)

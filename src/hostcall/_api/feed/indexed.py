@@ -8,6 +8,7 @@ while it reads, so that an unused one is collected.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -18,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from hostcall import _jax
-from hostcall._api.feed.sources import OpenSource
 from hostcall._core.daemon import daemon
 from hostcall._core.errors import FeedError
 from hostcall._runtime import workers
+from hostcall._runtime.feed_source import Source
 
 # Bytes of items that are kept, beside the newest.
 _KEPT_BYTES = 64 << 20
@@ -34,7 +35,7 @@ class Indexed:
 
     def __init__(
         self,
-        source: OpenSource,
+        source: Source,
         read: Callable[[Any, int], Leaves],
         avals: Sequence[Any],
         ahead: int,
@@ -46,7 +47,8 @@ class Indexed:
         self._kept: OrderedDict[int, Leaves] = OrderedDict()
         self._bytes = 0
         self._last = self._stride = 0
-        self._wanted: queue.SimpleQueue[int | None] | None = None
+        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._reads_ahead = False
         self.closed = ""
 
     def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -65,8 +67,7 @@ class Indexed:
 
     def close(self, why: str) -> None:
         self.closed = why
-        if self._wanted is not None:
-            self._wanted.put(None)
+        self._wanted.put(None)
 
     def _item(self, number: int) -> Leaves:
         if number < 0:
@@ -131,8 +132,8 @@ class Indexed:
             step = flat[-1] - flat[-2] if len(flat) > 1 else stride
             if stride != before or stride == 0 or step == 0 or self.closed:
                 return
-            if self._wanted is None:
-                self._wanted = queue.SimpleQueue()
+            if not self._reads_ahead:
+                self._reads_ahead = True
                 # In a call of `feed.at`, whose settings the reader takes along.
                 reader = (_read_ahead, weakref.ref(self), self._wanted)
                 daemon("hostcall-feed at", *reader, _jax.traced_here()).start()
@@ -140,16 +141,8 @@ class Indexed:
                 for i in range(1, self._ahead * len(flat) + 1):
                     self._wanted.put(flat[-1] + i * step)
 
-    def _read_if_there(self, number: int) -> None:
-        try:
-            if number >= 0:
-                self._item(number)
-        except Exception:
-            return  # beyond the end, perhaps; a program that asks for it gets the error
-
     def __del__(self) -> None:
-        if self._wanted is not None:
-            self._wanted.put(None)
+        self._wanted.put(None)
 
 
 def _read_ahead(
@@ -157,6 +150,7 @@ def _read_ahead(
     wanted: queue.SimpleQueue[int | None],
     traced: _jax.Traced | None,
 ) -> None:
+    """The reader's thread. It does not hold the reader, which can then be collected."""
     host = False
     if traced is not None:
         traced.enter()  # for the life of the thread
@@ -165,5 +159,8 @@ def _read_ahead(
         there = reader()
         if there is None:
             return
-        there._read_if_there(number)
+        # Beyond the end, perhaps; a program that asks for it gets the error.
+        with contextlib.suppress(Exception):
+            if number >= 0:
+                there._item(number)
         del there

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
+from hostcall._api.options import wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import Results
 
@@ -34,11 +35,8 @@ class Shards:
         if not isinstance(sharding, jax.NamedSharding) or not isinstance(
             sharding.mesh, jax.sharding.Mesh
         ):
-            raise SpecError(
-                f"hostcall: sharding= of the feed `{name}` should be a"
-                f" jax.NamedSharding on a mesh of devices, got {sharding!r}",
-                code="hc-option",
-            )
+            wanted = "a jax.NamedSharding on a mesh of devices"
+            raise wrong("sharding", f"the feed `{name}`", wanted, sharding)
         if any(key is not None for key in items.keys):
             raise SpecError(
                 f"hostcall: the feed `{name}` has sharding= and items with typed PRNG"
@@ -61,15 +59,13 @@ class Shards:
     ) -> tuple[tuple[int, ...], list[Slices]]:
         """(the shape of a device's block, the part of this process's item for each)."""
         parts = self._parts(len(shape), shape, path)
-        # Which of the parts each device has, counted along each axis.
         where = self.sharding.devices_indices_map(parts)
-        at = [
-            tuple(s.indices(n)[0] for s, n in zip(where[d], parts, strict=True))
-            for d in mine
-        ]
-        block, places = [], []
+        block: list[int] = []
+        cuts: list[Slices] = [()] * len(mine)
         for axis, size in enumerate(shape):
-            own = sorted({index[axis] for index in at})
+            # Which of the parts along this axis each device has.
+            at = [where[device][axis].indices(parts[axis])[0] for device in mine]
+            own = sorted(set(at))
             if size % len(own):
                 raise SpecError(
                     f"hostcall: item{path} of the feed `{self._name}` has the shape"
@@ -77,15 +73,12 @@ class Shards:
                     f" equal parts, as {self.sharding.spec} wants",
                     code="hc-device",
                 )
-            block.append(size // len(own))
-            places.append({index: i for i, index in enumerate(own)})
-        cuts = [
-            tuple(
-                slice(places[a][i] * n, (places[a][i] + 1) * n)
-                for a, (i, n) in enumerate(zip(index, block, strict=True))
-            )
-            for index in at
-        ]
+            n = size // len(own)
+            block.append(n)
+            begins = [n * own.index(part) for part in at]
+            cuts = [
+                (*cut, slice(i, i + n)) for cut, i in zip(cuts, begins, strict=True)
+            ]
         return tuple(block), cuts
 
     def _parts(self, ndim: int, shape: tuple[int, ...], path: str) -> tuple[int, ...]:

@@ -2,101 +2,37 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from hostcall._api.options import check_count
 from hostcall._core.arguments import of_a_number
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
-from hostcall._runtime.feed_source import Opened
+from hostcall._runtime.feed_source import Source
 
 
-class OpenSource:
-    """A source as a feed's thread sees it.
-
-    Attributes:
-        again: whether it can be iterated a second time.
-        get: the item of a number, or None if the source has no numbers.
-        size: how many numbers there are; it may raise TypeError.
-        lock: held by who asks the source for an item. Without numbers only the feed's
-            thread does, and the lock is none.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[int], Any],
-        again: bool,
-        get: Callable[[int], Any] | None = None,
-        size: Callable[[], int] | None = None,
-    ) -> None:
-        self._make, self.again, self.get, self.size = make, again, get, size
-        self.lock: AbstractContextManager[Any] = (
-            nullcontext() if get is None else threading.Lock()
-        )
-
-    def open(self, epoch: int) -> Opened:
-        made = self._make(epoch)
-        if callable(getattr(made, "as_numpy_iterator", None)):  # a tf.data.Dataset
-            made = made.as_numpy_iterator()
-        return _opened(made)
-
-
-def _opened(made: Any) -> Opened:
-    """Iterates `made`, with the state of its iterator or else its own.
-
-    grain's iterators have get_state and set_state, torchdata's StatefulDataLoader and
-    the data sets of Hugging Face have state_dict and load_state_dict.
-    """
-    iterator = iter(made)
-    for holder in (iterator, made):
-        for save, load in _STATES:
-            if callable(getattr(holder, save, None)) and hasattr(holder, load):
-                again = made if holder is made else iterator
-                return Opened(
-                    iterator,
-                    getattr(holder, save),
-                    _loader(getattr(holder, load), again),
-                )
-    return Opened(iterator)
-
-
-def _loader(load: Callable[[Any], Any], again: Any) -> Callable[[Any], Iterator[Any]]:
-    def restored(state: Any) -> Iterator[Any]:
-        load(state)
-        return iter(again)  # an iterator is its own
-
-    return restored
-
-
-_STATES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-
-
-def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
+def read_source(source: Any, batch: int | None, name: str) -> Source:
     """The source of `hc.feed(source, batch=batch)`."""
     if batch is not None:
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            raise SpecError(
-                f"hostcall: batch= of the feed `{name}` should be a number of rows, an"
-                f" int of 1 or more, got {batch!r}",
-                code="hc-option",
-            )
+        check_count("batch", f"the feed `{name}`", batch, "a number of rows")
         columns = _columns(source, name)
-        rows = _rows_of(columns, batch, name)
-        return OpenSource(
-            lambda epoch: _slices(columns, rows, batch),
-            again=True,
-            get=lambda number: _slice(columns, rows, batch, number),
-            size=lambda: rows // batch,
-        )
+        items = _rows_of(columns, batch, name) // batch
+
+        def get(number: int) -> Any:
+            if not 0 <= number < items:
+                raise IndexError(f"item {number} of {items}")
+            rows = slice(number * batch, (number + 1) * batch)
+            return jax.tree.map(lambda column: column[rows], columns)
+
+        return Source(lambda _: map(get, range(items)), get=get, size=lambda: items)
     if isinstance(source, type) and not hasattr(type(source), "__iter__"):
-        return OpenSource(_by_epoch(source, name), again=True)  # its objects iterate
+        return Source(_by_epoch(source, name))  # its objects iterate
     if hasattr(source, "__next__"):
-        return OpenSource(lambda epoch: source, again=False)
+        return Source(lambda _: source, again=False)
     if _is_table(source):
         raise SpecError(
             f"hostcall: the source `{name}` is a {type(source).__name__}, and iterating"
@@ -105,17 +41,13 @@ def read_source(source: Any, batch: int | None, name: str) -> OpenSource:
         )
     if hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator"):
         get = None if isinstance(source, dict) else getattr(source, "__getitem__", None)
-        return OpenSource(
-            lambda epoch: source, again=True, get=get, size=lambda: len(source)
-        )
+        return Source(lambda _: source, get=get, size=lambda: len(source))
     if callable(source):
-        return OpenSource(_by_epoch(source, name), again=True)
+        return Source(_by_epoch(source, name))
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        return OpenSource(
-            lambda epoch: (source[i] for i in range(len(source))),
-            again=True,
-            get=source.__getitem__,
-            size=lambda: len(source),
+        get = source.__getitem__
+        return Source(
+            lambda _: map(get, range(len(source))), get=get, size=lambda: len(source)
         )
     raise SpecError(
         f"hostcall: the source of a feed should be an iterable, an iterator, or a"
@@ -149,12 +81,11 @@ def _columns(source: Any, name: str) -> Any:
     """A pytree of NumPy arrays whose first axis are the rows."""
     if _is_table(source):
         if hasattr(source, "to_pydict"):
-            return {
-                key: source.column(key).to_numpy(zero_copy_only=False)
-                if type(source).__name__ == "RecordBatch"
-                else source.column(key).to_numpy()
-                for key in source.schema.names
-            }
+            # A Table's columns take no such option, and a RecordBatch's need it.
+            is_batch = type(source).__name__ == "RecordBatch"
+            how = {"zero_copy_only": False} if is_batch else {}
+            names = source.schema.names
+            return {key: source.column(key).to_numpy(**how) for key in names}
         return {str(key): source[key].to_numpy() for key in source.columns}
     if callable(source) or hasattr(source, "__next__"):
         raise SpecError(
@@ -184,15 +115,3 @@ def _rows_of(columns: Any, batch: int, name: str) -> int:
             code="hc-feed-source",
         )
     return rows
-
-
-def _slices(columns: Any, rows: int, batch: int) -> Iterator[Any]:
-    """The batches. Rows at the end that do not fill one are left out."""
-    for number in range(rows // batch):
-        yield _slice(columns, rows, batch, number)
-
-
-def _slice(columns: Any, rows: int, batch: int, number: int) -> Any:
-    if not 0 <= number < rows // batch:
-        raise IndexError(f"item {number} of {rows // batch}")
-    return jax.tree.map(lambda c: c[number * batch : (number + 1) * batch], columns)

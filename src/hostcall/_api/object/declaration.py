@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hostcall._api.options import wrong
 from hostcall._core.arguments import of_a_number
 from hostcall._core.errors import SpecError
-from hostcall._core.spec import parse_result
+from hostcall._core.spec import Results, parse_result
 
 # The methods of hc.Object itself, which a declaration can't use as names.
 OWN = ("close", "renew", "restore", "save")
 
 
-def check(name: str, methods: Any, order: Any, vmap_method: Any) -> None:
+def check(name: str, methods: Any, order: Any, vmap_method: Any) -> dict[str, Results]:
+    """Refuses wrong options; returns what each method returns."""
     if not isinstance(methods, Mapping) or not methods:
         raise SpecError(
             f"hostcall: methods= of `{name}` should be a dict from method names to"
             f" result specs, got {methods!r}",
             code="hc-object",
         )
+    results = {}
     for method, result in methods.items():
         if not isinstance(method, str) or not method.isidentifier() or method[0] == "_":
             raise SpecError(
@@ -34,20 +37,16 @@ def check(name: str, methods: Any, order: Any, vmap_method: Any) -> None:
                 " it, and declare that one",
                 code="hc-object",
             )
-        parse_result(result, f"{name}.{method}")
+        if not isinstance(result, Results):  # read from an exported program
+            result = parse_result(result, f"{name}.{method}")
+        results[method] = result
     if order not in ("ordered", "unordered"):
-        raise SpecError(
-            f"hostcall: order= of `{name}` should be 'ordered' or 'unordered', got"
-            f" {order!r}. An object has state, so its calls can't be dropped or"
-            " repeated",
-            code="hc-option",
-        )
+        why = ". An object has state, so its calls can't be dropped or repeated"
+        raise wrong("order", f"`{name}`", "'ordered' or 'unordered'", order, why)
     if vmap_method not in ("sequential", "parallel"):
-        raise SpecError(
-            f"hostcall: vmap_method= of `{name}` should be 'sequential' or 'parallel',"
-            f" got {vmap_method!r}. Each row has its own object",
-            code="hc-option",
-        )
+        wanted, why = "'sequential' or 'parallel'", ". Each row has its own object"
+        raise wrong("vmap_method", f"`{name}`", wanted, vmap_method, why)
+    return results
 
 
 def maker(factory: Callable[..., Any], name: str) -> Callable[[Any], Any]:
@@ -72,11 +71,7 @@ def hook(
     if given is None or callable(given):
         return given  # type: ignore[no-any-return]
     if not isinstance(given, str):
-        raise SpecError(
-            f"hostcall: {option}= of `{name}` should be a method's name or a function,"
-            f" got {given!r}",
-            code="hc-option",
-        )
+        raise wrong(option, f"`{name}`", "a method's name or a function", given)
 
     def by_name(value: Any, *args: Any) -> Any:
         if optional and not hasattr(value, given):

@@ -20,27 +20,9 @@ from typing import Any
 from hostcall import _jax
 from hostcall._api.object.group import Group
 from hostcall._api.object.snapshot_bytes import decode, encode
-from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.errors import HostcallError
 
 Snapshot = dict[str, Any]
-
-
-def check(processes: Any, limit: Any, who: str) -> bool:
-    """Whether all processes take part; refuses wrong options."""
-    if processes is None:
-        return False
-    if processes != "all":
-        raise SpecError(
-            f"hostcall: processes= of {who} should be 'all', got {processes!r}. Leave"
-            " it out for the objects of this process",
-            code="hc-option",
-        )
-    if not isinstance(limit, (int, float)) or not limit > 0:
-        raise SpecError(
-            f"hostcall: limit= of {who} should be seconds above 0, got {limit!r}",
-            code="hc-option",
-        )
-    return True
 
 
 def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:

@@ -18,18 +18,21 @@ from hostcall._api.object import everywhere
 from hostcall._api.object.declaration import check, hook, maker
 from hostcall._api.object.entry import Entry, definition
 from hostcall._api.object.group import CLOSED, Group
+from hostcall._api.options import of_all_processes
 from hostcall._core import failures, mistakes
 from hostcall._core.arguments import check_function, parse_mask
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import users_place
-from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
+from hostcall._core.spec import flatten_arguments, parse_fill
 from hostcall._primitives.call.make import make_with
 from hostcall._primitives.call.options import check_options
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall")
+
+_ALONE = "the objects of this process"
 
 
 class Object:
@@ -118,7 +121,7 @@ class Object:
         said = check_function(factory, usage, awaits=True)
         said = said.rpartition("<locals>.")[2]
         name = name or ("object" if said == "<lambda>" else said)
-        check(name, methods, order, vmap_method)
+        results = check(name, methods, order, vmap_method)
         kind = factory if isinstance(factory, type) else None
         awaits = any(is_coroutine_function(getattr(kind, m, None)) for m in methods)
         how = ("numpy", False, None, executor, concurrency)
@@ -137,7 +140,7 @@ class Object:
         self._restore = hook(name, "restore", restore)
         declared = {
             "factory": factory,
-            "methods": dict(methods),
+            "methods": results,
             "name": name,
             "order": order,
             "vmap_method": vmap_method,
@@ -236,7 +239,8 @@ class Object:
                 if this happens in one, or two have an object with the same index.
         """
         group = self._group
-        if everywhere.check(processes, limit, f"save() of `{group.name}`"):
+        who = f"save() of `{group.name}`"
+        if of_all_processes(processes, limit, who, _ALONE):
             return everywhere.gather(group.name, self._snapshot, limit)
         snapshot = self._snapshot()
         waiting = snapshot.pop("waiting")
@@ -290,7 +294,7 @@ class Object:
         """
         group, put = self._group, self._restore
         who = f"restore() of `{group.name}`"
-        if everywhere.check(processes, limit, who):
+        if of_all_processes(processes, limit, who, _ALONE):
             state = everywhere.scatter(group.name, state, self._refuse, limit)
             assert state is not None
             self._wait("restore")
@@ -362,7 +366,7 @@ _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 def _method(group: Group, name: str) -> Callable[..., Any]:
     keys = ("order", "vmap_method", "executor", "concurrency")
     options = {key: group.declared[key] for key in keys}
-    kind, result = group.declared["factory"], group.declared["methods"][name]
+    kind, results = group.declared["factory"], group.declared["methods"][name]
     positional, named = Entry(group, name, False), Entry(group, name, True)
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
@@ -376,7 +380,6 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
             mistakes.check(face, bound, args, kwargs)
         operands, template = flatten_arguments((args, kwargs) if kwargs else args, {})
         entry = named if kwargs else positional
-        results = parse_result(result, entry.__qualname__)
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
         place = users_place()

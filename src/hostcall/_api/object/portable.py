@@ -14,15 +14,11 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-
-from hostcall import _jax
 from hostcall._api.object.entry import Entry
 from hostcall._api.object.group import Group
 from hostcall._api.object.handle import Object
 from hostcall._core import portable, registry
 from hostcall._core.portable import Malformed, NotPortable
-from hostcall._core.spec import Results, parse_result
 from hostcall._engine.portable import add_kind
 
 # The objects of this process that programs name, by number. Guards itself by the lock.
@@ -68,8 +64,8 @@ def _tell(entry: Entry, exported: bool) -> Any:
         "method": entry.name,
         "named": entry.named,
         "methods": {
-            method: portable.tell_results(parse_result(result, method))
-            for method, result in declared["methods"].items()
+            method: portable.tell_results(results)
+            for method, results in declared["methods"].items()
         },
         "declared": {
             key: portable.tell_plain(declared[key], f"{key}= of `{group.name}`")
@@ -82,12 +78,11 @@ def object_of(told: Any) -> Object:
     """The `hc.Object` of an exported call; its host objects are made when called."""
     factory = registry.find(*told["registered"])
     methods = {
-        str(method): _spec(portable.read_results(results))
+        str(method): portable.read_results(results)
         for method, results in told["methods"].items()
     }
     declared = {key: told["declared"][key] for key in (*_HOOKS, *_PLAIN)}
-    with jax.enable_x64(True):  # what it returns need not fit this process's own mode
-        made = Object(factory, methods=methods, **declared)
+    made = Object(factory, methods=methods, **declared)
     number = str(told["object"])
     with _lock:
         group = _objects.get(number)
@@ -115,11 +110,6 @@ def objects_of(told: Sequence[Any]) -> dict[str, Object]:
     return found
 
 
-def generation_of(made: Object) -> int:
-    """How many objects of this number were closed, and made again by loading."""
-    return made._group.generation
-
-
 def descriptions(calls: Iterable[Any]) -> list[Any]:
     """What `objects_of` needs of these exported calls: each object once."""
     found: dict[str, Any] = {}
@@ -128,19 +118,6 @@ def descriptions(calls: Iterable[Any]) -> list[Any]:
             shared = {key: told[key] for key in told if key not in ("method", "named")}
             found.setdefault(told["object"], shared)
     return list(found.values())
-
-
-def _spec(results: Results) -> Any:
-    """The declaration, as given. No arrays are made: JAX would narrow their dtypes
-    where 64 bits are off.
-    """
-    leaves = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        if key is None
-        else jax.ShapeDtypeStruct(aval.shape[: aval.ndim - _jax.key_ndim(key)], key)
-        for aval, key in zip(results.avals, results.keys, strict=True)
-    ]
-    return results.treedef.unflatten(leaves)
 
 
 def _is_hook(given: Any) -> bool:
