@@ -83,25 +83,27 @@ def configure(
         cache_bytes = _bytes(cache_bytes, "cache_bytes")
     if tap_queue_bytes is not None:
         size = _bytes(tap_queue_bytes, "tap_queue_bytes")
-        config.set_tap_queue_bytes(size)
+        config.settings.tap_queue_bytes = size
         if not _native.forked():
             _native.set_tap_limit(size)
     if pinned_bytes is not None:
-        config.set_pinned_bytes(pinned_bytes)
+        config.settings.pinned_bytes = pinned_bytes
     if cache_bytes is not None:
-        config.set_cache_bytes(cache_bytes)
+        config.settings.cache_bytes = cache_bytes
         caches.fit()
     if residuals is not None:
-        config.set_residuals(residuals)
+        config.settings.residuals = residuals
     if loop is not None:
         event_loop.use(None if isinstance(loop, str) else loop)
     if fail is not None:
-        config.set_fail(fail)
+        config.settings.fail = fail
     if flight is not None:
-        config.set_flight(flight)
+        config.settings.flight = flight
         flights.apply()
     if not _native.forked():
-        _native.limit_pinned(config.pinned_bytes(), config.tap_queue_bytes())
+        _native.limit_pinned(
+            config.settings.pinned_bytes, config.settings.tap_queue_bytes
+        )
 
 
 _FACE = mistakes.Face(

@@ -11,7 +11,7 @@ import numpy as np
 
 from hostcall._core.coroutines import body_of, is_coroutine_function
 from hostcall._core.errors import SpecError
-from hostcall._core.signatures import own_option
+from hostcall._core.signatures import accepts, own_option, signature_of
 from hostcall._core.source import name_of
 
 
@@ -77,20 +77,17 @@ def of_a_number(
         refusal: makes the text of the SpecError for any other, given the names of the
             arguments that it requires.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except Exception:  # written in C, with an unknown signature, or its own raises
+    if accepts(function, 0, ()):
         return lambda number: function()
+    if accepts(function, 1, ()):
+        return function
+    signature: Any = signature_of(function)  # without one, all arguments are accepted
     needed = [
-        p
-        for p in parameters
+        p.name
+        for p in signature.parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    if not needed:
-        return lambda number: function()
-    if len(needed) > 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
-        raise SpecError(refusal(", ".join(p.name for p in needed)), code="hc-arguments")
-    return function
+    raise SpecError(refusal(", ".join(needed)), code="hc-arguments")
 
 
 def parse_mask(

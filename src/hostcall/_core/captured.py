@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from hostcall._core.host_code import is_partial
+from hostcall._core.host_code import is_partial, own_dictionary
 
 
 def has_tracers_text(value: Any) -> bool:
@@ -66,9 +66,10 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
         owner, fn = fn, vars(type(fn)).get("__call__")  # an object that can be called
     if type(fn) is not types.FunctionType:
         return
-    if owner is not None:
-        for name, tracer in _attributes(owner, fn.__code__):
-            yield Found(f"uses `{name}`", name.partition(".")[2], _aval(tracer))
+    held = None if owner is None else own_dictionary(owner)
+    if held is not None and fn.__code__.co_argcount:
+        for path, tracer in _used(fn.__code__, fn.__code__.co_varnames[0], held, True):
+            yield Found(f"uses `{path}`", path.partition(".")[2], _aval(tracer))
     for name, value in _defaults(fn):
         for tracer in _tracers_in(value):
             yield Found(f"uses the default of `{name}`", name, _aval(tracer))
@@ -84,31 +85,6 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
         elif isinstance(value, jax.core.Tracer | list | tuple | dict):
             for path, tracer in _used(fn.__code__, name, value):
                 yield Found(f"uses `{path}`", path, _aval(tracer))
-
-
-def _attributes(owner: Any, code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    """(source, tracer) for the attributes of its object that a method reads.
-
-    They are read from the object's dictionary: an attribute may be a property, which
-    would run.
-    """
-    if not code.co_argcount:
-        return
-    try:
-        held = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        return
-    if type(held) is not dict or not held.keys() & set(code.co_names):
-        return
-    steps = [i for i in dis.get_instructions(code) if i.opname not in _PASSED_OVER]
-    for i, step in enumerate(steps[1:], 1):
-        name, before = step.argval, str(steps[i - 1].argval)
-        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or name not in held:
-            continue
-        if code.co_varnames[0] not in before or _asks(steps[i + 1 :]):
-            continue
-        for tracer in _tracers_in(held[name]):
-            yield f"{code.co_varnames[0]}.{name}", tracer
 
 
 def _defaults(fn: types.FunctionType) -> list[tuple[str, Any]]:
@@ -149,77 +125,72 @@ _ASK = frozenset(
 _WANT = frozenset({"format", "print", "repr", "str"})
 
 
-class _Read(NamedTuple):
-    """A place where code reads a variable.
+def _used(
+    code: types.CodeType, name: str, value: Any, of_object: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """(source, tracer) for each use of a tracer that is in the variable `name`.
 
-    Attributes:
-        indices: constants with which the code indexes the variable there.
-        asks: the code uses only known attributes of the result (`_KNOWN`).
-        wants: if the result is a container, the code uses the values in it.
+    The code, and functions that are defined in it, are searched for places that read
+    the variable. `x[0]["loss"]`, with constants, is followed to the item. With
+    `of_object`, `value` is the dictionary of the object that the variable holds.
     """
-
-    indices: tuple[Any, ...]
-    asks: bool
-    wants: bool
-
-
-def _used(code: types.CodeType, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(source, tracer) for each use of a tracer that is in the variable `name`."""
-    for read in _reads(code, name):
-        path, found, left = name, value, list(read.indices)
-        while left and isinstance(found, list | tuple | dict):
-            index = left.pop(0)
-            path = f"{path}[{index!r}]"
+    steps = _steps(code)
+    for i, step in enumerate(steps):
+        if not _reads(step, name):
+            continue
+        path, found, rest = name, value, steps[i + 1 :]
+        if of_object:
+            if rest[0].opname not in _ATTRIBUTES or rest[0].argval not in value:
+                continue
+            path, found = f"{name}.{rest[0].argval}", value[rest[0].argval]
+            rest = rest[1:]
+        while isinstance(found, list | tuple | dict) and _is_index(rest):
+            path = f"{path}[{rest[0].argval!r}]"
             try:
-                found = found[index]
+                found = found[rest[0].argval]
             except (KeyError, IndexError, TypeError):
-                break  # the function will raise this error when it runs
+                found = None  # the function will raise this error when it runs
+            rest = rest[2:]
+        before = steps[i - 1].argval if i and steps[i - 1].opname in _CALLED else None
         if isinstance(found, jax.core.Tracer):
-            if left or not read.asks:
+            if before not in _ASK and not _asks(rest):
                 yield path, found
-        elif read.wants and not left:
+        elif before in _WANT or (rest and "FORMAT" in rest[0].opname):
             for tracer in _tracers_in(found):
                 yield path, tracer
+    for inner in code.co_consts:  # code of the functions defined inside
+        if isinstance(inner, types.CodeType) and name in inner.co_freevars:
+            yield from _used(inner, name, value, of_object)
 
 
 @functools.lru_cache(maxsize=1024)
-def _reads(code: types.CodeType, name: str) -> tuple[_Read, ...]:
-    """All reads, in this code and in functions defined in it, of an outer variable."""
-    found = []
-    steps = [i for i in dis.get_instructions(code) if i.opname not in _PASSED_OVER]
-    for i, step in enumerate(steps):
-        if step.argval != name or step.opname not in _READS:
-            continue
-        indices, rest = _indices(steps[i + 1 :])
-        before = steps[i - 1].argval if i and steps[i - 1].opname in _CALLED else None
-        wants = before in _WANT or bool(rest and "FORMAT" in rest[0].opname)
-        found.append(_Read(indices, before in _ASK or _asks(rest), wants))
-    for inner in code.co_consts:  # code of the functions defined inside
-        if isinstance(inner, types.CodeType) and name in inner.co_freevars:
-            found += _reads(inner, name)
-    return tuple(found)
+def _steps(code: types.CodeType) -> list[dis.Instruction]:
+    return [i for i in dis.get_instructions(code) if i.opname not in _PASSED_OVER]
 
 
-_PASSED_OVER = {"CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG", "NOP"}
-_CALLED = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD"}
-_READS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
-# Python 3.15 has the last one for None, -1 and others.
-_CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"}
+def _reads(step: dis.Instruction, name: str) -> bool:
+    """Whether this instruction puts the variable on the stack, perhaps as the last of
+    two.
+    """
+    last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+    return last == name and (step.opname in _READS or "LOAD_FAST" in step.opname)
 
 
-def _indices(
-    rest: Sequence[dis.Instruction],
-) -> tuple[tuple[Any, ...], Sequence[dis.Instruction]]:
-    """The constants with which the next instructions index a value, and the rest."""
-    found = []
-    while (
+def _is_index(rest: Sequence[dis.Instruction]) -> bool:
+    """Whether the next two instructions index with a constant."""
+    return (
         len(rest) > 1
         and rest[0].opname in _CONSTANTS
         and (rest[1].opname == "BINARY_SUBSCR" or rest[1].argrepr == "[]")
-    ):
-        found.append(rest[0].argval)
-        rest = rest[2:]
-    return tuple(found), rest
+    )
+
+
+_PASSED_OVER = {"CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG", "NOP"}
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+_CALLED = {"LOAD_GLOBAL", "LOAD_NAME"} | _ATTRIBUTES
+_READS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
+# Python 3.15 has the last one for None, -1 and others.
+_CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"}
 
 
 def _asks(rest: Sequence[dis.Instruction]) -> bool:
@@ -227,7 +198,7 @@ def _asks(rest: Sequence[dis.Instruction]) -> bool:
     if not rest:
         return False
     first, second = rest[0], rest[1] if len(rest) > 1 else rest[0]
-    if first.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+    if first.opname in _ATTRIBUTES:
         return first.argval in _KNOWN
     if first.opname in _CONSTANTS and first.argval is None:
         return second.opname == "IS_OP"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -91,32 +91,31 @@ def _coerce(
     where: Callable[[], str],
     hint: Callable[[tuple[int, ...]], str] | None,
 ) -> np.ndarray:
+    def wrong(got: str, code: str | None = None) -> ResultError:
+        should = f"{where()} should be {named(dtype, shape)}"
+        return ResultError(f"hostcall: {should}, got {got}", code=code)
+
     if value is None:
-        raise ResultError(
-            f"hostcall: {where()} should be {named(dtype, shape)}, got None. Does the"
-            " function lack a `return`?"
+        raise wrong("None. Does the function lack a `return`?")
+    for masked in _masked_in(value):
+        raise wrong(
+            f"a masked array with {np.ma.count_masked(masked)} of {masked.size}"
+            " elements masked, and JAX's arrays have no masks. Return"
+            " np.ma.filled(x, number) to give those elements a value, or return the"
+            " mask as a separate result (np.ma.getmaskarray(x))"
         )
-    _refuse_masked(value, dtype, shape, where)
     array = _as_numpy(value, where)
     if not is_numeric(array.dtype):
         unawaited = _unawaited(value)
         if unawaited:
-            raise ResultError(
-                f"hostcall: {where()} should be {named(dtype, shape)}, got a"
-                f" coroutine. {unawaited}",
-                code="hc-coroutine",
-            )
-        raise ResultError(
-            f"hostcall: {where()} should be {named(dtype, shape)}, got"
-            f" {type(value).__name__} {short(value)}, which is not an array of numbers"
+            raise wrong(f"a coroutine. {unawaited}", "hc-coroutine")
+        raise wrong(
+            f"{type(value).__name__} {short(value)}, which is not an array of numbers"
             f" but {instead(array.dtype, dtype)}"
         )
     if array.shape != shape:
         advice = (hint and hint(array.shape)) or shape_hint(array.shape, shape)
-        raise ResultError(
-            f"hostcall: {where()} should be {named(dtype, shape)}, got"
-            f" {named(array.dtype, array.shape)}. {advice}"
-        )
+        raise wrong(f"{named(array.dtype, array.shape)}. {advice}")
     if array.dtype != dtype:
         # Python's own numbers have no width that a conversion could lose.
         weak = not hasattr(value, "dtype")
@@ -172,22 +171,14 @@ def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:
         del fault
 
 
-def _refuse_masked(
-    value: Any, dtype: np.dtype, shape: tuple[int, ...], where: Callable[[], str]
-) -> None:
-    """Refuses masked elements, since `np.asarray` would silently drop the mask."""
+def _masked_in(value: Any) -> Iterator[Any]:
+    """The arrays with masked elements; `np.asarray` would silently drop the mask."""
     if isinstance(value, (list, tuple)):
         if not set(map(type, value)) <= _NUMBERS:  # skip long lists of plain numbers
             for item in value:
-                _refuse_masked(item, dtype, shape, where)
+                yield from _masked_in(item)
     elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        count = int(np.ma.count_masked(value))
-        raise ResultError(
-            f"hostcall: {where()} should be {named(dtype, shape)}, got a masked array"
-            f" with {count} of {value.size} elements masked, and JAX's arrays have no"
-            " masks. Return np.ma.filled(x, number) to give those elements a value, or"
-            " return the mask as a separate result (np.ma.getmaskarray(x))"
-        )
+        yield value
 
 
 _NUMBERS = {bool, int, float, complex}
@@ -198,61 +189,52 @@ def _cast(
 ) -> np.ndarray:
     have = array.dtype
     kind_have, kind_want = _kind(have), _kind(want)
+
+    def wrong(got: str) -> ResultError:
+        said = f"hostcall: {where()} should be {want}, got {have}{got}"
+        return ResultError(said, code="hc-result-dtype")
+
     if _ORDER[kind_have] > _ORDER[kind_want]:
         meant = "round(x)" if weak and kind_want == "integer" else f"x.astype('{want}')"
         if kind_have == "complex":
             meant = "x.real" if kind_want == "float" else f"x.real.astype('{want}')"
-        raise ResultError(
-            f"hostcall: {where()} should be {want}, got {have}"
+        raise wrong(
             f"{' from Python numbers' if weak else ''}. hostcall does not convert"
             f" {kind_have} to {kind_want} silently: return {meant} if that is what you"
-            f" mean, or declare {jax.dtypes.canonicalize_dtype(have)}",
-            code="hc-result-dtype",
+            f" mean, or declare {jax.dtypes.canonicalize_dtype(have)}"
         )
-    if kind_have == "integer":
-        if kind_want == "integer":
-            _check_range(array, want, where)
-        else:
-            with np.errstate(over="ignore"):
-                cast = array.astype(want)
-            if not np.array_equal(cast.astype(np.complex128), array.astype(object)):
-                raise ResultError(
-                    f"hostcall: {where()} should be {want}, got {have} with values that"
-                    f" {want} can't hold exactly. Return x.astype('{want}') to round",
-                    code="hc-result-dtype",
+    if kind_have == kind_want == "integer" and array.size:
+        info = ml_dtypes.iinfo(want)
+        for value in (int(array.min()), int(array.max())):
+            if not int(info.min) <= value <= int(info.max):
+                raise wrong(
+                    f" holding {value}, which {want} can't hold. Declare a wider"
+                    f" result, or return x.astype('{want}') to wrap around"
                 )
-            return cast
     try:
         with np.errstate(over="raise"):
-            return array.astype(want)
+            cast = array.astype(want)
     except FloatingPointError:
-        pass
-    # In place of NumPy's own warning, which would not name the function. The text has
-    # no values, so that Python shows it once for each function.
-    warnings.warn(
-        f"hostcall: {where()} should be {want}, got {have} with values beyond the range"
-        f" of {want}, which become infinite or NaN. Scale or clip them, or declare a"
-        " wider result",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    with np.errstate(over="ignore"):
-        return array.astype(want)
-
-
-def _check_range(array: np.ndarray, want: np.dtype, where: Callable[[], str]) -> None:
-    if not array.size:
-        return
-    info = ml_dtypes.iinfo(want)
-    low, high = int(array.min()), int(array.max())
-    if low < int(info.min) or high > int(info.max):
-        value = low if low < int(info.min) else high
-        raise ResultError(
-            f"hostcall: {where()} should be {want}, got {array.dtype} holding {value},"
-            f" which {want} can't hold. Declare a wider result, or return"
-            f" x.astype('{want}') to wrap around",
-            code="hc-result-dtype",
+        with np.errstate(over="ignore"):
+            cast = array.astype(want)
+        if kind_have != "integer":
+            # In place of NumPy's own warning, which would not name the function. The
+            # text has no values, so that Python shows it once for each function.
+            warnings.warn(
+                f"hostcall: {where()} should be {want}, got {have} with values beyond"
+                f" the range of {want}, which become infinite or NaN. Scale or clip"
+                " them, or declare a wider result",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    if (kind_have == "integer" and kind_want != "integer") and not np.array_equal(
+        cast.astype(np.complex128), array.astype(object)
+    ):
+        raise wrong(
+            f" with values that {want} can't hold exactly. Return x.astype('{want}') to"
+            " round"
         )
+    return cast
 
 
 _ORDER = {"bool": 0, "integer": 1, "float": 2, "complex": 3}

@@ -6,6 +6,7 @@ The environment sets them at import; `hc.configure` changes some of them later.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 # Seconds to wait at exit for running calls before interrupting them.
 EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
@@ -28,20 +29,42 @@ POOL_WORKERS = int(
     os.environ.get("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4))
 )
 
-_residuals = int(os.environ.get("HOSTCALL_RESIDUALS", "1024"))
-
-_cache_bytes = int(float(os.environ.get("HOSTCALL_CACHE_BYTES", "256e6")))
-
-_pinned_bytes = int(float(os.environ.get("HOSTCALL_PINNED_BYTES", "1e9")))
-
 FLIGHTS = ("sigterm", "signals", "off")
-_flight = os.environ.get("HOSTCALL_FLIGHT", "sigterm")
-
-_tap_queue_bytes = int(float(os.environ.get("HOSTCALL_TAP_QUEUE_BYTES", "256e6")))
-
-
 FAILS = ("together", "alone")
-_fail = "alone"
+
+
+def _whole(variable: str, default: str) -> int:
+    return int(float(os.environ.get(variable, default)))
+
+
+@dataclass
+class Settings:
+    """What `hc.configure` changes.
+
+    Attributes:
+        residuals: how many residuals of forward rules the host keeps for their backward
+            rules. Older ones are dropped and computed again
+            (_host_function/residuals.py).
+        cache_bytes: how many the results in `cache="memory"` of all functions may hold.
+        pinned_bytes: how many bytes of pinned memory calls on GPUs may hold.
+        tap_queue_bytes: how many the taps that wait for delivery may hold.
+        flight: when the flight recorder is printed, one of FLIGHTS.
+        fail: where a call over several processes raises if it fails, one of FAILS.
+    """
+
+    residuals: int = _whole("HOSTCALL_RESIDUALS", "1024")
+    cache_bytes: int = _whole("HOSTCALL_CACHE_BYTES", "256e6")
+    pinned_bytes: int = _whole("HOSTCALL_PINNED_BYTES", "1e9")
+    tap_queue_bytes: int = _whole("HOSTCALL_TAP_QUEUE_BYTES", "256e6")
+    flight: str = os.environ.get("HOSTCALL_FLIGHT", FLIGHTS[0])
+    fail: str = "alone"
+
+    def __post_init__(self) -> None:
+        if self.flight not in FLIGHTS:
+            self.flight = FLIGHTS[0]
+
+
+settings = Settings()
 
 
 def debug() -> bool:
@@ -50,66 +73,3 @@ def debug() -> bool:
     Read at each lowering, so that a test or a notebook can switch it on.
     """
     return os.environ.get("HOSTCALL_DEBUG", "0") not in ("", "0")
-
-
-def flight() -> str:
-    """When the flight recorder is printed (`hc.configure(flight=)`), one of FLIGHTS."""
-    return _flight if _flight in FLIGHTS else FLIGHTS[0]
-
-
-def set_flight(when: str) -> None:
-    global _flight
-    _flight = when
-
-
-def residuals() -> int:
-    """How many residuals of forward rules the host keeps for their backward rules.
-
-    Older ones are dropped and computed again (_host_function/residuals.py).
-    """
-    return _residuals
-
-
-def set_residuals(number: int) -> None:
-    global _residuals
-    _residuals = number
-
-
-def cache_bytes() -> int:
-    """How many bytes the results in `cache="memory"` may hold, of all functions."""
-    return _cache_bytes
-
-
-def set_cache_bytes(size: int) -> None:
-    global _cache_bytes
-    _cache_bytes = size
-
-
-def pinned_bytes() -> int:
-    """How many bytes of pinned memory calls on GPUs may hold."""
-    return _pinned_bytes
-
-
-def set_pinned_bytes(size: int) -> None:
-    global _pinned_bytes
-    _pinned_bytes = size
-
-
-def tap_queue_bytes() -> int:
-    """How many bytes the taps that wait for delivery may hold."""
-    return _tap_queue_bytes
-
-
-def set_tap_queue_bytes(size: int) -> None:
-    global _tap_queue_bytes
-    _tap_queue_bytes = size
-
-
-def fail() -> str:
-    """Where a call over several processes raises if it fails, one of FAILS."""
-    return _fail
-
-
-def set_fail(how: str) -> None:
-    global _fail
-    _fail = how

@@ -208,13 +208,15 @@ def dress(wrapper: Any, fn: Any) -> None:
     wrapper.__wrapped__ = fn
 
 
-def wrapped(thing: Any) -> Any:
-    """What `functools.wraps` has kept in an object; None without.
-
-    Read from its dictionary, which `__getattr__` can't answer for.
-    """
+def own_dictionary(thing: Any) -> dict[str, Any] | None:
+    """The attributes of an object itself, for which `__getattr__` can't answer."""
     try:
         kept = object.__getattribute__(thing, "__dict__")
     except Exception:  # no dictionary, or a property of that name
         return None
-    return kept.get("__wrapped__") if type(kept) is dict else None
+    return kept if type(kept) is dict else None
+
+
+def wrapped(thing: Any) -> Any:
+    """What `functools.wraps` has kept in an object; None without."""
+    return (own_dictionary(thing) or {}).get("__wrapped__")

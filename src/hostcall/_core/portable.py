@@ -125,10 +125,8 @@ def tell_tree(treedef: Any) -> Any:
     children = [tell_tree(child) for child in treedef.children()]
     if node_type is type(None):
         return None
-    if node_type is tuple:
-        return ["tuple", None, *children]
-    if node_type is list:
-        return ["list", None, *children]
+    if node_type in (tuple, list):
+        return [node_type.__name__, None, *children]
     if node_type is dict:
         if not all(type(key) is str for key in aux):
             raise NotPortable(
@@ -163,10 +161,8 @@ def _node_of(told: Any) -> Any:
         return None
     kind, more, *rest = told
     children = [_node_of(child) for child in rest]
-    if kind == "tuple":
-        return tuple(children)
-    if kind == "list":
-        return children
+    if kind in ("tuple", "list"):
+        return tuple(children) if kind == "tuple" else children
     if kind == "dict":
         return dict(zip(more, children, strict=True))
     if kind != "node":
@@ -183,7 +179,7 @@ def _node_of(told: Any) -> Any:
 
 def tell_template(template: Template) -> Any:
     marks: list[Any] = []
-    paths = iter(_static_paths(template))
+    paths = iter(template.paths(static=True))
     for leaf in template.leaves:
         if isinstance(leaf, Static):
             marks.append({"is": tell_plain(leaf.value, f"the argument {next(paths)}")})
@@ -205,18 +201,6 @@ def read_template(told: Any) -> Template:
     if treedef.num_leaves != len(leaves):
         raise Malformed(f"{len(leaves)} arguments in a tree of {treedef.num_leaves}")
     return Template(treedef, leaves)
-
-
-def _static_paths(template: Template) -> list[str]:
-    whole = template.treedef.unflatten(template.leaves)
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        whole, is_leaf=lambda x: isinstance(x, Static)
-    )
-    return [
-        ("args" if path[0].idx == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
-        for path, leaf in flat
-        if isinstance(leaf, Static)
-    ]
 
 
 def tell_results(results: Results) -> Any:

@@ -149,33 +149,30 @@ def missing(keys: list[Name]) -> str:
 
 
 def _check(thing: Any, name: Any, version: Any) -> Name:
+    def wrong(said: str) -> SpecError:
+        return SpecError(f"hostcall: {said}", code="hc-registry")
+
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise SpecError(
-            f"hostcall: hc.register got the name {name!r}. Give words joined by dots,"
-            ' such as "my_package.simulate", which all processes use',
-            code="hc-registry",
+        raise wrong(
+            f"hc.register got the name {name!r}. Give words joined by dots, such as"
+            ' "my_package.simulate", which all processes use'
         )
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-        raise SpecError(
-            f"hostcall: version= of {name!r} should be an int of 0 or more, got"
-            f" {version!r}. Count it up when the function's results or arguments"
-            " change",
-            code="hc-registry",
+        raise wrong(
+            f"version= of {name!r} should be an int of 0 or more, got {version!r}."
+            " Count it up when the function's results or arguments change"
         )
     if not callable(thing):
-        raise SpecError(
-            f"hostcall: hc.register({name!r}) got {thing!r}, which is not callable."
-            " Register a function, a hc.host function, a hc.feed, or the factory of a"
-            " hc.Object",
-            code="hc-registry",
+        raise wrong(
+            f"hc.register({name!r}) got {thing!r}, which is not callable. Register a"
+            " function, a hc.host function, a hc.feed, or the factory of a hc.Object"
         )
     try:
         hash(held_of(thing))
     except TypeError:
-        raise SpecError(
-            f"hostcall: hc.register({name!r}) got {thing!r}, which can't be hashed, so"
-            " programs can't be searched for it. Register a function that calls it",
-            code="hc-registry",
+        raise wrong(
+            f"hc.register({name!r}) got {thing!r}, which can't be hashed, so programs"
+            " can't be searched for it. Register a function that calls it"
         ) from None
     return Name(name, version)
 

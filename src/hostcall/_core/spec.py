@@ -100,18 +100,14 @@ class Template:
         args, kwargs = self.treedef.unflatten(leaves)
         return args, kwargs
 
-    def paths(self) -> list[str]:
-        """How a reader would write each array: `args[0]['x']`, `kwargs['y']`."""
+    def paths(self, static: bool = False) -> list[str]:
+        """How a reader would write each array, or each `Static`: `args[0]['x']`."""
         whole = self.treedef.unflatten([_LEAF] * len(self.leaves))
         flat, _ = tree.tree_flatten_with_path(whole)
-        names = [
-            ("args" if path[0].idx == 0 else "kwargs") + tree.keystr(path[1:])
-            for path, _ in flat
-        ]
         return [
-            name
-            for name, leaf in zip(names, self.leaves, strict=True)
-            if not isinstance(leaf, Static)
+            ("args" if path[0].idx == 0 else "kwargs") + tree.keystr(path[1:])
+            for (path, _), leaf in zip(flat, self.leaves, strict=True)
+            if isinstance(leaf, Static) == static
         ]
 
 
@@ -180,36 +176,31 @@ def canonical(leaf: Any) -> Any:
             " arrays have no masks. Pass np.ma.filled(x, number), or also pass the mask"
             " (np.ma.getmaskarray(x))"
         )
+    low = high = 0
     if isinstance(leaf, int) and not isinstance(leaf, bool):
-        dtype = _jax.canonical_dtype(np.int64)
-        info = np.iinfo(dtype)
-        if not info.min <= leaf <= info.max:
-            raise SpecError(_too_wide(str(leaf), "int", dtype), code="hc-32-bit")
-        return np.asarray(leaf, dtype)
-    array = np.asarray(leaf)
-    if not array.dtype.isnative:  # big-endian, as some file formats have it
-        array = array.astype(np.dtype(array.dtype.type))
-    dtype = _jax.canonical_dtype(array.dtype)
-    if dtype == array.dtype:
-        return array
-    if array.dtype.kind in "iu" and array.size:
-        info = np.iinfo(dtype)
-        low, high = array.min(), array.max()
-        if low < info.min or high > info.max:
-            value = low if low < info.min else high
+        array, have, dtype = leaf, "int", _jax.canonical_dtype(np.int64)
+        low = high = leaf
+    else:
+        array = np.asarray(leaf)
+        if not array.dtype.isnative:  # big-endian, as some file formats have it
+            array = array.astype(np.dtype(array.dtype.type))
+        have, dtype = str(array.dtype), _jax.canonical_dtype(array.dtype)
+        if dtype == array.dtype:
+            return array
+        if array.dtype.kind in "iu" and array.size:
+            low, high = array.min(), array.max()
+    for value in (low, high):
+        if dtype.kind in "iu" and not (
+            np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+        ):
             raise SpecError(
-                _too_wide(str(value), str(array.dtype), dtype), code="hc-32-bit"
+                f"hostcall: an argument holds {value} ({have}), which {dtype} can't"
+                " hold, and JAX is in 32-bit mode. Enable 64-bit types with"
+                ' jax.config.update("jax_enable_x64", True), or wrap the value in an'
+                " object of your own class, which the function gets unchanged",
+                code="hc-32-bit",
             )
-    return array.astype(dtype)
-
-
-def _too_wide(value: str, have: str, want: Any) -> str:
-    return (
-        f"hostcall: an argument holds {value} ({have}), which {want} can't hold, and"
-        " JAX is in 32-bit mode. Enable 64-bit types with"
-        ' jax.config.update("jax_enable_x64", True), or wrap the value in an object of'
-        " your own class, which the function gets unchanged"
-    )
+    return np.asarray(array, dtype)
 
 
 @dataclass(frozen=True)
@@ -250,72 +241,61 @@ def parse_result(result: Any, name: str) -> Results:
     as arguments of a jitted function.
     """
     flat, treedef = tree.tree_flatten_with_path(result)
-    avals: list[Any] = []
-    keys: list[Any] = []
-    for path, leaf in flat:
-        where = "result" + tree.keystr(path)
-        if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
-            keys.append(None)
-            avals.append(_jax.ShapedArray((), jnp.result_type(leaf)))
-            continue
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise SpecError(
-                f"hostcall: {where} of `{name}` is {leaf!r}, which has no shape and"
-                f" dtype. {_instead_of(leaf)}",
-                code="hc-result-spec",
-            )
-        shape = _sizes(leaf.shape, f"{where} of `{name}`")
-        try:
-            is_key = _jax.is_key_dtype(leaf.dtype)
-            dtype = np.dtype(np.uint32 if is_key else leaf.dtype)
-        except TypeError as error:
-            raise SpecError(
-                f"hostcall: {where} of `{name}` has the dtype {leaf.dtype!r}, which"
-                " NumPy does not know. Write one such as np.float32",
-                code="hc-result-spec",
-            ) from error
-        if is_key:
-            keys.append(leaf.dtype)
-            block = _jax.key_data_shape(leaf.dtype)
-            avals.append(_jax.ShapedArray(shape + block, dtype))
-            continue
-        if dtype.kind in "iufc" and not dtype.isnative:
-            dtype = np.dtype(dtype.type)
-        if not is_numeric(dtype) or dtype.type in (np.longdouble, np.clongdouble):
-            raise SpecError(
-                f"hostcall: {where} of `{name}` is {dtype}, which JAX arrays can't"
-                " have. Declare a numeric dtype, or keep Python objects on the host"
-                " with hc.Object",
-                code="hc-result-spec",
-            )
-        if _jax.canonical_dtype(dtype) != dtype:
-            raise SpecError(
-                f"hostcall: {where} of `{name}` is {dtype}, but JAX is in 32-bit mode."
-                f" Declare {_jax.canonical_dtype(dtype)}, or enable 64-bit types with"
-                ' jax.config.update("jax_enable_x64", True)',
-                code="hc-32-bit",
-            )
-        keys.append(None)
-        avals.append(_jax.ShapedArray(shape, dtype))
-    return Results(treedef, tuple(avals), tuple(keys))
+    found = [
+        _parse_leaf(leaf, f"result{tree.keystr(path)} of `{name}`")
+        for path, leaf in flat
+    ]
+    return Results(treedef, tuple(a for a, _ in found), tuple(k for _, k in found))
 
 
-def _sizes(shape: Any, which: str) -> tuple[Any, ...]:
-    """The shape of a leaf of `result=`. Raises SpecError if it is none."""
+def _parse_leaf(leaf: Any, which: str) -> tuple[Any, Any]:
+    """(aval, key dtype or None) of a leaf of `result=`."""
+
+    def wrong(said: str, code: str = "hc-result-spec") -> SpecError:
+        return SpecError(f"hostcall: {which} {said}", code=code)
+
+    if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
+        return _jax.ShapedArray((), jnp.result_type(leaf)), None
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise wrong(f"is {leaf!r}, which has no shape and dtype. {_instead_of(leaf)}")
     try:
-        sizes = tuple(shape)
+        shape = tuple(leaf.shape)
     except TypeError:  # one size, or nothing
-        sizes = (None,)
+        shape = (None,)
     if not all(
         _jax.is_symbolic(n) or (isinstance(n, (int, np.integer)) and n >= 0)
-        for n in sizes
+        for n in shape
     ):
-        raise SpecError(
-            f"hostcall: {which} has the shape {shape}. Sizes must be integers of at"
-            " least 0 that are known when the program is traced",
-            code="hc-result-spec",
+        raise wrong(
+            f"has the shape {leaf.shape}. Sizes must be integers of at least 0 that are"
+            " known when the program is traced"
         )
-    return sizes
+    try:
+        is_key = _jax.is_key_dtype(leaf.dtype)
+        dtype = np.dtype(np.uint32 if is_key else leaf.dtype)
+    except TypeError as error:
+        raise wrong(
+            f"has the dtype {leaf.dtype!r}, which NumPy does not know. Write one such"
+            " as np.float32"
+        ) from error
+    if is_key:
+        block = _jax.key_data_shape(leaf.dtype)
+        return _jax.ShapedArray(shape + block, dtype), leaf.dtype
+    if dtype.kind in "iufc" and not dtype.isnative:
+        dtype = np.dtype(dtype.type)
+    if not is_numeric(dtype) or dtype.type in (np.longdouble, np.clongdouble):
+        raise wrong(
+            f"is {dtype}, which JAX arrays can't have. Declare a numeric dtype, or keep"
+            " Python objects on the host with hc.Object"
+        )
+    if _jax.canonical_dtype(dtype) != dtype:
+        raise wrong(
+            f"is {dtype}, but JAX is in 32-bit mode. Declare"
+            f" {_jax.canonical_dtype(dtype)}, or enable 64-bit types with"
+            ' jax.config.update("jax_enable_x64", True)',
+            "hc-32-bit",
+        )
+    return _jax.ShapedArray(shape, dtype), None
 
 
 def _instead_of(leaf: Any) -> str:

@@ -8,10 +8,11 @@ loaded without running code of theirs, and any tool can read it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import zipfile
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import Place
 
 _VERSION = 1
+_SAVED = ("values", "also", "history", "step", "row", "device", "place", "name")
 
 
 class Watched(NamedTuple):
@@ -85,45 +87,22 @@ class WatchError(HostcallError, RuntimeError):
             path: the file, which is replaced if there is one.
 
         Raises:
-            SpecError: a leaf is neither an array nor a number, a text or None. Nothing
-                is written then.
+            SpecError: a leaf is neither an array nor a number, a text or None. There
+                is no file then.
         """
-        writer = _Writer()
-        told = {
-            "version": _VERSION,
-            "text": self.args[0],
-            "step": self.step,
-            "row": list(self.row),
-            "device": None if self.device is None else str(self.device),
-            "place": [self.place.file, self.place.line, self.place.function]
-            if self.place
-            else None,
-            "name": self.name,
-            "values": writer.tree(self.values, "values"),
-            "also": writer.tree(self.also, "also"),
-            "history": [
-                {
-                    "run": one.run,
-                    "step": one.step,
-                    "values": writer.tree(one.values, f"history[{i}].values"),
-                    "also": writer.tree(one.also, f"history[{i}].also"),
-                }
-                for i, one in enumerate(self.history)
-            ],
-        }
-        text = json.dumps(told, indent=1)
+        state = self.__reduce__()[2]
+        state = {"text": self.args[0], **{name: state[name] for name in _SAVED}}
+        state["place"] = self.place and dataclasses.astuple(self.place)
+        state["history"] = [one._asdict() for one in self.history]
         beside = f"{os.fspath(path)}.{os.getpid()}.part"
         with contextlib.suppress(FileNotFoundError):
             os.remove(beside)  # of a killed process, or a link that somebody put there
         try:
             # "x" follows no link, which "w" would.
             with zipfile.ZipFile(beside, "x", allowZip64=True) as file:
-                file.writestr("failure.json", text)
-                for number, array in enumerate(writer.arrays):
-                    with file.open(f"{number}.npy", "w", force_zip64=True) as to:
-                        np.lib.format.write_array(
-                            cast("BinaryIO", to), array, allow_pickle=False
-                        )
+                told = {name: _told(file, x, name) for name, x in state.items()}
+                told["version"] = _VERSION
+                file.writestr("failure.json", json.dumps(told, indent=1))
             os.replace(beside, path)  # so that no half of a file gets this name
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -155,30 +134,18 @@ class WatchError(HostcallError, RuntimeError):
             if any(one.compress_type != zipfile.ZIP_STORED for one in file.infolist()):
                 raise ValueError("it has compressed parts, of which `save` writes none")
             told = json.loads(file.read("failure.json"))
-            if told["version"] > _VERSION:
+            version = told.pop("version")
+            if version > _VERSION:
                 raise SpecError(
                     f"hostcall: {os.fspath(path)!r} was written by a newer hostcall"
-                    f" (version {told['version']} of the file; this one reads up to"
+                    f" (version {version} of the file; this one reads up to"
                     f" {_VERSION}). Update hostcall",
                     code="hc-load",
                 )
-            read = _Reader(file).tree
-            return cls(
-                told["text"],
-                values=read(told["values"]),
-                also=read(told["also"]),
-                history=tuple(
-                    Watched(
-                        one["run"], one["step"], read(one["values"]), read(one["also"])
-                    )
-                    for one in told["history"]
-                ),
-                step=told["step"],
-                row=tuple(told["row"]),
-                device=told["device"],
-                place=Place(*told["place"]) if told["place"] else None,
-                name=told["name"],
-            )
+            state = {name: _read(file, part) for name, part in told.items()}
+            state["place"] = state["place"] and Place(*state["place"])
+            state["history"] = tuple(Watched(**one) for one in state["history"])
+            return cls(state.pop("text"), **state)
 
 
 def _remade(kind: type[WatchError], args: tuple[str]) -> WatchError:
@@ -191,83 +158,73 @@ WatchError.__module__ = Watched.__module__ = "hostcall.errors"
 
 # --- Trees as JSON --------------------------------------------------------------------
 #
-# A leaf is {"leaf": value}, {"array": number, ...} or {"key": number, ...}; a node is
-# {"list": [...]}, {"tuple": [...]}, {"dict": [[key, child], ...]} or {"node": [[name,
-# child], ...], "type": name}.
+# A leaf is {"leaf": value}, {"array": its file, ...} or {"key": array, ...}; a node is
+# {"list": [...]}, {"tuple": [...]}, or {"dict": [[key, child], ...]}, which also stands
+# for nodes of other types.
 
-T = TypeVar("T")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class _Writer:
-    def __init__(self) -> None:
-        self.arrays: list[np.ndarray] = []
-
-    def tree(self, x: Any, at: str) -> dict[str, Any]:
-        """The JSON of a tree; its arrays go to `arrays`. `at` names it in errors."""
-        if type(x) in (list, tuple):
-            children = [self.tree(child, f"{at}[{i}]") for i, child in enumerate(x)]
-            return {type(x).__name__: children}
-        if type(x) is dict and all(type(k) in (str, int) for k in x):
-            pairs = [[k, self.tree(child, f"{at}[{k!r}]")] for k, child in x.items()]
-            return {"dict": pairs}
-        if type(x) in _PLAIN:
-            return {"leaf": x}
-        if isinstance(x, (np.ndarray, np.generic, jax.Array)):
-            return self._array(x, at)
-        # Any other node of a pytree: its children, by their names.
-        paths = jax.tree_util.tree_flatten_with_path(x, lambda y: y is not x)[0]
-        if len(paths) == 1 and paths[0][1] is x:
-            raise SpecError(
-                f"hostcall: {at} can't be saved: it is of type {type(x).__name__}."
-                " Arrays, numbers, texts and None are saved, and pytrees of them; leave"
-                " it out of the watched tree and of also=",
-                code="hc-pickle",
-            )
-        pairs = [
-            [
-                jax.tree_util.keystr(path, simple=True),
-                self.tree(child, at + jax.tree_util.keystr(path)),
-            ]
+def _told(file: zipfile.ZipFile, x: Any, at: str) -> Any:
+    """The JSON of a tree; its arrays go to the file. `at` names it in errors."""
+    if type(x) in (list, tuple):
+        children = [_told(file, child, f"{at}[{i}]") for i, child in enumerate(x)]
+        return {type(x).__name__: children}
+    if type(x) is dict and all(type(k) in (str, int) for k in x):
+        pairs = [[k, _told(file, child, f"{at}[{k!r}]")] for k, child in x.items()]
+        return {"dict": pairs}
+    if type(x) in _PLAIN:
+        return {"leaf": x}
+    if isinstance(x, (np.ndarray, np.generic, jax.Array)):
+        return _told_array(file, x, at)
+    # Any other node of a pytree: its children, by their names.
+    paths = jax.tree_util.tree_flatten_with_path(x, lambda y: y is not x)[0]
+    if len(paths) == 1 and paths[0][1] is x:
+        raise SpecError(
+            f"hostcall: {at} can't be saved: it is of type {type(x).__name__}."
+            " Arrays, numbers, texts and None are saved, and pytrees of them; leave"
+            " it out of the watched tree and of also=",
+            code="hc-pickle",
+        )
+    keystr = jax.tree_util.keystr
+    return {
+        "dict": [
+            [keystr(path, simple=True), _told(file, child, at + keystr(path))]
             for path, child in paths
         ]
-        return {"node": pairs, "type": type(x).__name__}
-
-    def _array(self, x: Any, at: str) -> dict[str, Any]:
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            kind = str(jax.random.key_impl(x))
-            return {"key": self._array(jax.random.key_data(x), at), "impl": kind}
-        array = np.asarray(x)
-        if array.dtype.hasobject:
-            raise SpecError(
-                f"hostcall: {at} can't be saved: it is an array of Python objects",
-                code="hc-pickle",
-            )
-        # NumPy's file format does not know the dtypes of ml_dtypes (bfloat16).
-        if array.dtype.isbuiltin != 1:
-            array = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-        self.arrays.append(array)
-        number = len(self.arrays) - 1
-        return {"array": number, "dtype": str(x.dtype), "shape": list(x.shape)}
+    }
 
 
-class _Reader:
-    def __init__(self, file: zipfile.ZipFile) -> None:
-        self._file = file
+def _told_array(file: zipfile.ZipFile, x: Any, at: str) -> Any:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        kind = str(jax.random.key_impl(x))
+        return {"key": _told_array(file, jax.random.key_data(x), at), "impl": kind}
+    array = np.asarray(x)
+    if array.dtype.hasobject:
+        raise SpecError(
+            f"hostcall: {at} can't be saved: it is an array of Python objects",
+            code="hc-pickle",
+        )
+    # NumPy's file format does not know the dtypes of ml_dtypes (bfloat16).
+    if array.dtype.isbuiltin != 1:
+        array = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+    name = f"{len(file.namelist())}.npy"
+    with file.open(name, "w", force_zip64=True) as to:
+        np.lib.format.write_array(cast("BinaryIO", to), array, allow_pickle=False)
+    return {"array": name, "dtype": str(x.dtype), "shape": x.shape}
 
-    def tree(self, told: dict[str, Any]) -> Any:
-        if "leaf" in told:
-            return told["leaf"]
-        if "array" in told:
-            with self._file.open(f"{told['array']}.npy") as data:
-                array = np.lib.format.read_array(
-                    cast("BinaryIO", data), allow_pickle=False
-                )
-            return array.view(jax.numpy.dtype(told["dtype"])).reshape(told["shape"])
-        if "key" in told:
-            return jax.random.wrap_key_data(self.tree(told["key"]), impl=told["impl"])
-        if "list" in told:
-            return [self.tree(child) for child in told["list"]]
-        if "tuple" in told:
-            return tuple(self.tree(child) for child in told["tuple"])
-        return {k: self.tree(child) for k, child in told.get("dict") or told["node"]}
+
+def _read(file: zipfile.ZipFile, told: dict[str, Any]) -> Any:
+    if "leaf" in told:
+        return told["leaf"]
+    if "array" in told:
+        with file.open(told["array"]) as data:
+            read_array = np.lib.format.read_array
+            array = read_array(cast("BinaryIO", data), allow_pickle=False)
+        return array.view(jax.numpy.dtype(told["dtype"])).reshape(told["shape"])
+    if "key" in told:
+        return jax.random.wrap_key_data(_read(file, told["key"]), impl=told["impl"])
+    if "dict" in told:
+        return {k: _read(file, child) for k, child in told["dict"]}
+    ((kind, children),) = told.items()
+    return {"list": list, "tuple": tuple}[kind](_read(file, x) for x in children)

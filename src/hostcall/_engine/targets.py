@@ -75,7 +75,9 @@ def start_on(client: Any | None) -> None:
     with _lock:
         if _started_cuda:
             return
-        _native.limit_pinned(config.pinned_bytes(), config.tap_queue_bytes())
+        _native.limit_pinned(
+            config.settings.pinned_bytes, config.settings.tap_queue_bytes
+        )
         _started_cuda = True
 
 

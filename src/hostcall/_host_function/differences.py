@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,20 +117,15 @@ class Differences:
 
     def jacobian(self, *args: Any) -> Any:
         """The Jacobian, in the structure that a Jacobian rule returns."""
-        wide = _wide(args)
-        out = self.function.run(*wide)
-
-        def column(place: _Place) -> list[np.ndarray]:
-            return self._slope(wide, place, out)
-
-        return self._blocks(wide, out, column)
+        point = _Point(self.function, args)
+        columns = [self._slope(point, place) for place in point.elements]
+        return point.jacobian(columns)
 
     def diagonal(self, position: int, *args: Any) -> np.ndarray:
         """The derivative of an elementwise function with respect to one argument."""
-        wide = _wide(args)
-        out = self.function.run(*wide) if self.scheme == "forward" else None
-        place = _Place(position, 0, np.ones(np.shape(args[position])))
-        (slope,) = self._slope(wide, place, out)
+        point = _Point(self.function, args)
+        (place,) = (part for part in point.moving if part.position == position)
+        (slope,) = self._slope(point, place)
         return slope
 
     def slope(self, position: int) -> HostFunction[..., Any]:
@@ -152,52 +147,52 @@ class Differences:
 
     def error(self, *args: Any) -> Any:
         """Error estimates (see `difference_error`), in the structure of a Jacobian."""
-        args = tree.tree_map(_on_host, args)
-        wide = _wide(args)
-        out = self.function.run(*wide)
-        known = [Precision(np.asarray(o).dtype) for o in tree.tree_leaves(out)]
-
-        def column(place: _Place) -> list[np.ndarray]:
-            return self._error(wide, place, known)
-
-        def whole(number: int, pair: np.ndarray) -> np.ndarray:
-            return np.asarray(pair[0] + known[number].eps * pair[1])
-
-        if not self.elementwise:
-            return self._blocks(wide, out, column, (2,), whole)
-        places = [
-            _Place(p, 0, np.ones(np.shape(args[p]))) for p in self._positions(args)
+        point = _Point(self.function, args)
+        known = [Precision(out.dtype) for out in point.start]
+        places = point.moving if self.elementwise else point.elements
+        pairs = [self._error(point, place, known) for place in places]
+        # All values have been seen by now, so the precisions are known.
+        columns = [
+            [
+                error + of.eps * rounding
+                for (error, rounding), of in zip(column, known, strict=True)
+            ]
+            for column in pairs
         ]
-        pairs = [column(place)[0] for place in places]
-        errors = [whole(0, pair) for pair in pairs]
-        return errors[0] if len(errors) == 1 else tuple(errors)
+        if self.elementwise:
+            return _one_or_all([error for (error,) in columns])
+        return point.jacobian(columns)
+
+    def _slope(self, point: _Point, place: _Part) -> list[np.ndarray]:
+        """The derivative of each result with respect to what moves at `place`."""
+        if self.scheme == "complex":
+            return self._imaginary(point, place, 0.0)
+        ups, up = point.at(place, self.step)
+        central = self.scheme == "central"
+        lows, low = point.at(place, -self.step) if central else (point.start, 0.0)
+        return [(b - a) / (up - low) for a, b in zip(lows, ups, strict=True)]
+
+    def _imaginary(self, point: _Point, place: _Part, step: float) -> list[Any]:
+        outs, _ = point.at(place, step, self.step)
+        return [out.imag / self.step for out in outs]
 
     def _error(
-        self, args: Any, place: _Place, known: list[Precision]
+        self, point: _Point, place: _Part, known: list[Precision]
     ) -> list[np.ndarray]:
         """For each result (error, what its relative rounding would add), stacked."""
         best = _EPS ** _POWERS["central"]
         step = best if self.scheme == "complex" else self.step
-
-        def at(steps: float) -> tuple[list[Any], Any]:
-            x = place.leaf(args)
-            moved = x + steps * self._steps(x, place, step)
-            return self._at(args, place, moved), self._width(moved - x, place)
-
-        found = lines(at, 256 * best / step)
+        found = lines(lambda steps: point.at(place, steps * step), 256 * best / step)
         for precision, line in zip(known, found, strict=True):
             precision.see(line)
         if self.scheme != "complex":
             error = central_error if self.scheme == "central" else forward_error
             return [error(line) for line in found]
-
-        def slopes(steps: float) -> tuple[list[Any], Any]:
-            x = place.leaf(args)
-            moved = x + steps * self._steps(x, place, step)
-            return self._imaginary(args, place, moved), 0.0
-
+        slopes = lines(
+            lambda steps: (self._imaginary(point, place, steps * step), 0.0), 0.0
+        )
         pairs = []
-        for line, slope in zip(found, lines(slopes, 0.0), strict=True):
+        for line, slope in zip(found, slopes, strict=True):
             # A function that isn't analytic has a wrong complex slope. The central
             # difference shows it.
             rough, rounding = central_error(line)
@@ -206,141 +201,112 @@ class Differences:
             pairs.append(np.stack([wrong + exact, rounding * (wrong > 0)]))
         return pairs
 
-    def _positions(self, args: Any) -> list[int]:
-        nondiff = self.function.nondiff_of(len(args))
-        return [
-            i
-            for i, arg in enumerate(args)
-            if i not in nondiff and any(map(_moves, tree.tree_leaves(arg)))
-        ]
 
-    # --- One element at a time -----------------------------------------------------
+class _Part(NamedTuple):
+    """A leaf of the arguments in the vector of all that moves, or one element of it.
 
-    def _blocks(
-        self,
-        args: Any,
-        out: Any,
-        column: Callable[[_Place], list[np.ndarray]],
-        lead: tuple[int, ...] = (),
-        finish: Callable[[int, np.ndarray], np.ndarray] = lambda _, block: block,
-    ) -> Any:
-        """Assembles columns, one for each element of each argument, into a Jacobian.
-
-        Args:
-            args: the arguments of the function.
-            out: its result.
-            column: returns for each result an array of shape (*lead, *result's shape).
-            lead: the leading axes of those arrays.
-            finish: maps the number of a result and a block of columns to the block
-                that goes into the Jacobian.
-        """
-        outs, out_tree = tree.tree_flatten(out)
-        shapes = [(*lead, *np.shape(o)) for o in outs]
-        columns = [
-            self._columns(args, p, shapes, column) for p in self._positions(args)
-        ]
-        leaves = []
-        for i in range(len(outs)):
-            of_out = [
-                treedef.unflatten(b if b is None else finish(i, b) for b in blocks[i])
-                for treedef, blocks in columns
-            ]
-            leaves.append(of_out[0] if len(of_out) == 1 else tuple(of_out))
-        return out_tree.unflatten(leaves) if columns else None
-
-    def _columns(
-        self,
-        args: Any,
-        position: int,
-        shapes: list[tuple[int, ...]],
-        column: Callable[[_Place], list[np.ndarray]],
-    ) -> Any:
-        """(treedef of the argument, its blocks by result and then by leaf)."""
-        leaves, treedef = tree.tree_flatten(args[position])
-        blocks: list[list[Any]] = [[] for _ in shapes]
-        for number, leaf in enumerate(leaves):
-            if not _moves(leaf):
-                for block in blocks:
-                    block.append(None)
-                continue
-            columns: list[list[Any]] = [[] for _ in shapes]
-            for index in np.ndindex(leaf.shape):
-                mask = np.zeros(leaf.shape)
-                mask[index] = 1
-                found = column(_Place(position, number, mask))
-                for several, one in zip(columns, found, strict=True):
-                    several.append(one)
-            for block, several, shape in zip(blocks, columns, shapes, strict=True):
-                whole = np.stack(several, -1) if several else np.zeros((*shape, 0))
-                block.append(whole.reshape(shape + leaf.shape))
-        return treedef, blocks
-
-    # --- One place -----------------------------------------------------------------
-
-    def _slope(self, args: Any, place: _Place, out: Any) -> list[np.ndarray]:
-        """The derivative of each result with respect to what moves at `place`."""
-        x = place.leaf(args)
-        if self.scheme == "complex":
-            return self._imaginary(args, place, x)
-        h = self._steps(x, place, self.step)
-        up, down = x + h, (x - h if self.scheme == "central" else x)
-        size = self._width(up - down, place)
-        ups = self._at(args, place, up)
-        lows = tree.tree_leaves(out)
-        if self.scheme == "central":
-            lows = self._at(args, place, down)
-        return [(b - np.asarray(a)) / size for b, a in zip(ups, lows, strict=True)]
-
-    def _steps(self, x: Any, place: _Place, step: float) -> Any:
-        return place.mask * step * np.maximum(1, np.abs(x))
-
-    def _width(self, moved: Any, place: _Place) -> Any:
-        """The distance that the argument really moved, after rounding."""
-        if self.elementwise and place.mask.all():
-            return moved
-        return moved[place.mask != 0].sum()
-
-    def _imaginary(self, args: Any, place: _Place, x: Any) -> list[np.ndarray]:
-        outs = self._at(args, place, x + 1j * place.mask * self.step)
-        return [o.imag / self.step for o in outs]
-
-    def _at(self, args: Any, place: _Place, moved: Any) -> list[np.ndarray]:
-        """The results, with another value for one leaf of the arguments."""
-        leaves, treedef = tree.tree_flatten(args[place.position])
-        leaves[place.number] = moved
-        new = list(args)
-        new[place.position] = treedef.unflatten(leaves)
-        return [np.asarray(o) for o in tree.tree_leaves(self.function.run(*new))]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What moves: an argument, one of its leaves, and in it the elements marked 1."""
+    Attributes:
+        position: of the argument that it is in.
+        leaf: its number among the leaves of all arguments.
+        where: its place in the vector.
+        shape: of the leaf; () for an element.
+    """
 
     position: int
-    number: int
-    mask: np.ndarray
-
-    def leaf(self, args: Any) -> Any:
-        return tree.tree_leaves(args[self.position])[self.number]
+    leaf: int
+    where: slice
+    shape: tuple[int, ...]
 
 
-def _on_host(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
-        return _jax.to_numpy(leaf)
-    return np.asarray(leaf) if is_array_like(leaf) else leaf
+class _Point:
+    """The arguments of a function, with all that moves in them as one vector.
+
+    Attributes:
+        moving: the leaves that move.
+        x: the vector.
+    """
+
+    def __init__(self, function: HostFunction[..., Any], args: Any) -> None:
+        self.function, self.moving = function, list[_Part]()
+        wide = tree.tree_map(_wide, tuple(args))
+        self._leaves, self._tree = tree.tree_flatten(wide)
+        positions = [p for p, arg in enumerate(wide) for _ in tree.tree_leaves(arg)]
+        still, n = function.nondiff_of(len(wide)), 0
+        for leaf, position in enumerate(positions):
+            value = self._leaves[leaf]
+            if position not in still and np.asarray(value).dtype == np.float64:
+                where = slice(n, n + value.size)
+                self.moving.append(_Part(position, leaf, where, value.shape))
+                n += value.size
+        vectors = [np.ravel(self._leaves[part.leaf]) for part in self.moving]
+        self.x = np.concatenate([np.zeros(0), *vectors])
+
+    @property
+    def elements(self) -> list[_Part]:
+        """The elements that move, one by one."""
+        return [
+            _Part(part.position, part.leaf, slice(k, k + 1), ())
+            for part in self.moving
+            for k in range(part.where.start, part.where.stop)
+        ]
+
+    @cached_property
+    def start(self) -> list[np.ndarray]:
+        """The results at the point itself."""
+        return self._run(self.x)
+
+    def at(
+        self, place: _Part, step: float, lift: float = 0.0
+    ) -> tuple[list[np.ndarray], Any]:
+        """(the results nearby, how far the argument really moved, after rounding).
+
+        `step` is relative to `max(1, |x|)`; `lift` is added to the imaginary part.
+        """
+        x, where = self.x.copy(), place.where
+        x[where] += step * np.maximum(1, abs(x[where]))
+        offset = (x - self.x)[where].reshape(place.shape)
+        if lift:
+            x = x.astype(np.complex128)
+            x[where] += 1j * lift
+        return self._run(x), offset
+
+    def _run(self, x: np.ndarray) -> list[np.ndarray]:
+        leaves = list(self._leaves)
+        for part in self.moving:
+            of = x[part.where].reshape(part.shape)
+            leaves[part.leaf] = of if of.imag.any() else of.real
+        out = self.function.run(*self._tree.unflatten(leaves))
+        found, self._out_tree = tree.tree_flatten(out)
+        return list(map(np.asarray, found))
+
+    def jacobian(self, columns: list[list[np.ndarray]]) -> Any:
+        """A Jacobian from the derivatives of all results by each element that moves."""
+        if not self.moving:
+            return None
+        outs = []
+        for i, out in enumerate(self.start):
+            whole = np.stack([np.zeros(out.shape), *(c[i] for c in columns)], -1)
+            leaves: list[Any] = [None] * len(self._leaves)
+            for part in self.moving:
+                block = whole[..., 1:][..., part.where]
+                leaves[part.leaf] = block.reshape(out.shape + part.shape)
+            args = self._tree.unflatten(leaves)
+            positions = dict.fromkeys(part.position for part in self.moving)
+            outs.append(_one_or_all([args[p] for p in positions]))
+        return self._out_tree.unflatten(outs)
 
 
-def _moves(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(np.asarray(leaf).dtype, np.floating))
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)
 
 
-def _wide(args: Any) -> Any:
-    def wide(leaf: Any) -> Any:
-        array = np.asarray(leaf)
-        return array.astype(np.float64) if _moves(array) else leaf
-
-    return tree.tree_map(wide, tuple(args))
+def _wide(leaf: Any) -> Any:
+    """A leaf on the host; in 64 bits if it is real and floating."""
+    if not is_array_like(leaf) and not isinstance(leaf, jax.Array):
+        return leaf
+    array = _jax.to_numpy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    floats = jnp.issubdtype(array.dtype, np.floating)
+    return array.astype(np.float64) if floats else array
 
 
 @dataclass(frozen=True)

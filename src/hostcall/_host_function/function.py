@@ -18,7 +18,7 @@ from hostcall._core.arguments import parse_mask
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle, TakesMask, dress
-from hostcall._core.source import Place, name_of, users_place
+from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import kept
 from hostcall._host_function import results as shorthands
@@ -36,9 +36,7 @@ from hostcall._host_function.rules import (
     Vjp,
     Where,
     among,
-    check_coroutines,
-    check_rule,
-    check_where,
+    check_rules,
 )
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
@@ -150,41 +148,26 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         also = ("out",) if self.options["lend"] == "out" else ()
         mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
         spec = self._spec(args, template)
-        if self.options["order"] != "pure":
-            return self._call_in_order(operands, template, spec, mask, fill, place)
-        if spec is None:
+        if spec is None and self.options["order"] == "pure":
             mistakes.refuse_unneeded("hc.host", self.__name__)
-        parsed = parse_result(spec, self.__name__)
-        if not parsed.avals:  # an empty tree, as bridges and `same_tree` may give
-            return jax.tree.unflatten(parsed.treedef, ())
-        fills = None if mask is None else parse_fill(fill, parsed, self.__name__)
+        results = parse_result(spec, self.__name__)
+        fills = None if mask is None else parse_fill(fill, results, self.__name__)
+        mask = None if mask is None else parse_mask(mask, self.__name__)
+        if self.options["order"] != "pure":  # no derivatives, and no primitives
+            method = self.rules.batch or self.options["vmap_method"]
+            options = dict(self.options, vmap_method=method)
+            fills = fills or parse_fill(None, results, self.__name__)
+            how = options, self.fn, template, results, fills, place
+            return results.fill(make_with(*how, operands, mask))
+        if not results.avals:  # an empty tree, as bridges and `same_tree` may give
+            return jax.tree.unflatten(results.treedef, ())
         if mask is not None:
-            operands.append(parse_mask(mask, self.__name__))
+            operands.append(mask)
         in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
         nondiff = self.nondiff_of(len(args))
-        trees = Trees(self.__name__, template, in_avals, parsed, nondiff, fills)
+        trees = Trees(self.__name__, template, in_avals, results, nondiff, fills)
         site = Site(self, trees, place)
-        return parsed.fill(bind(_jax.vary_alike(operands), site))
-
-    def _call_in_order(
-        self,
-        operands: Any,
-        template: Any,
-        spec: Any,
-        mask: Any,
-        fill: Any,
-        place: Place,
-    ) -> Any:
-        """Calls a function with effects, which has no derivatives and no primitives."""
-        results = parse_result(spec, self.__name__)
-        method = self.rules.batch or self.options["vmap_method"]
-        options = dict(self.options, vmap_method=method)
-        fills = parse_fill(fill, results, self.__name__)
-        mask = None if mask is None else parse_mask(mask, self.__name__)
-        leaves = make_with(
-            options, self.fn, template, results, fills, place, operands, mask
-        )
-        return results.fill(leaves)
+        return results.fill(bind(_jax.vary_alike(operands), site))
 
     def _held(self) -> Any:
         return self if self.options["order"] == "pure" else self.fn
@@ -251,11 +234,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
             where: "host" for Python on NumPy arrays; "jax" for JAX code, from which JAX
                 derives reverse mode and higher orders too.
         """
-        if rule is None:
-            return functools.partial(self.defjvp, where=where)
-        check_rule(rule, self.__name__, "defjvp(rule)")
-        self._add("jvp", Jvp(rule, self._where(where, rule)))
-        return rule  # type: ignore[no-any-return]
+        return self._give("jvp", Jvp, where, rule)
 
     def defjvps(self, *each: Function | None, where: Where = "host") -> None:
         """Sets the rule for forward mode, one argument at a time.
@@ -266,16 +245,16 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
                 without a derivative: differentiating with respect to it is an error.
             where: as in `defjvp`, for all rules.
         """
-        for rule in each:
-            if rule is not None:
-                check_rule(rule, self.__name__, "defjvps(*rules)")
+        where = self._where(
+            "defjvps(*rules)", where, *(r for r in each if r is not None)
+        )
         if not any(each):
             raise SpecError(
                 f"hostcall: defjvps of `{self.__name__}` was given no rule. Give one"
                 " per argument, or None for an argument without a derivative",
                 code="hc-rule",
             )
-        self._add("jvp", Jvp(None, self._where(where, *each), each))
+        self._add("jvp", Jvp(None, where, each))
 
     def defvjp(
         self, fwd: Any, bwd: Any, *, where: Where = "host", residuals: Any = None
@@ -293,9 +272,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
                 `hc.call`) they are arrays of the program, which work in batches too:
                 give it for small arrays, and if `fwd` must not run twice.
         """
-        check_rule(fwd, self.__name__, "defvjp(fwd, bwd)")
-        check_rule(bwd, self.__name__, "defvjp(fwd, bwd)")
-        where = self._where(where, fwd, bwd)
+        where = self._where("defvjp(fwd, bwd)", where, fwd, bwd)
         if residuals is not None and where == "jax":
             raise SpecError(
                 f"hostcall: defjvp of `{self.__name__}` has residuals= and JAX code,"
@@ -321,11 +298,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
                 argument, or a tuple of them if there are several.
             where: as in `defjvp`.
         """
-        if rule is None:
-            return functools.partial(self.deftranspose, where=where)
-        check_rule(rule, self.__name__, "deftranspose(rule)")
-        self._add("transpose", Plain(rule, self._where(where, rule)))
-        return rule  # type: ignore[no-any-return]
+        return self._give("transpose", Plain, where, rule)
 
     @overload
     def defjacobian(self, rule: F, *, where: Where = "host") -> F: ...
@@ -342,11 +315,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
             where: as in `defjvp`. A HostFunction counts as JAX code, and its own rules
                 give derivatives of higher order.
         """
-        if rule is None:
-            return functools.partial(self.defjacobian, where=where)
-        check_rule(rule, self.__name__, "defjacobian(rule)")
-        self._add("jacobian", Plain(rule, self._where(where, rule)))
-        return rule  # type: ignore[no-any-return]
+        return self._give("jacobian", Plain, where, rule)
 
     def defbatch(self, rule: F) -> F:
         """Sets the rule for vmap, in JAX code, instead of a `vmap_method`.
@@ -356,8 +325,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
                 batch is the first axis of each batched array. The derivative of a
                 batched call is that of this code.
         """
-        check_rule(rule, self.__name__, "defbatch(rule)")
-        check_coroutines(self.__name__, "jax", [rule], self.options)
+        self._where("defbatch(rule)", "jax", rule)
         self.rules.add(self.__name__, "batch", rule)
         return rule
 
@@ -385,9 +353,15 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         """Drops the results of this function and its rules that `cache=` has kept."""
         kept.clear(self.options.get("cache"), self.__name__)
 
-    def _where(self, where: Any, *rules: Any) -> Where:
-        check_where(where, self.__name__)
-        check_coroutines(self.__name__, where, rules, self.options)
+    def _give(self, kind: str, make: Any, where: Where, rule: Any) -> Any:
+        """Sets a rule that may be given by a decorator."""
+        if rule is None:
+            return functools.partial(self._give, kind, make, where)
+        self._add(kind, make(rule, self._where(f"def{kind}(rule)", where, rule)))
+        return rule
+
+    def _where(self, usage: str, where: Any, *rules: Any) -> Where:
+        check_rules(rules, self.__name__, usage, where, self.options)
         if any(isinstance(rule, HostFunction) for rule in rules):
             return "jax"
         if where == "host" and _jax.is_tracing():

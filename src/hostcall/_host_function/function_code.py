@@ -31,7 +31,7 @@ from hostcall._host_function.kept import options_of
 from hostcall._host_function.primitive import Arrays, Tangents, Value
 from hostcall._host_function.residuals import say_that_it_runs_again, store
 from hostcall._host_function.results import aligned, elementwise
-from hostcall._host_function.trees import pick, spread, spread_known
+from hostcall._host_function.trees import pick, spread
 from hostcall._primitives.call.batching import WHOLE
 from hostcall._primitives.call.make import make_with
 from hostcall._runtime import pools
@@ -42,9 +42,8 @@ from hostcall._runtime import pools
 # jacobian, transpose: the rules of those names.
 Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "transpose"]
 
-# (function to run, its arguments, function that makes arrays of its value, what that
-# function needs besides the value).
-Steps = tuple[Callable[..., Any], Any, Callable[[Any, Any], Any], Any]
+# (function to run, its arguments, function that makes arrays of its value).
+Steps = tuple[Callable[..., Any], Any, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,7 @@ class FunctionCode(Value, HostCode):
     @property
     def code(self) -> Callable[..., Any]:
         """The user's function that names it in messages."""
-        if self.kind not in ("jvp", "both"):
-            return sendable.code_of(self.site.function, self.kind)
-        jvp = self.site.function.rules.jvp
-        return jvp.rule or next(filter(None, jvp.each))  # type: ignore[no-any-return]
+        return sendable.code_of(self.site.function, self.kind)
 
     @cached_property
     def keeps_objects(self) -> bool:
@@ -202,19 +198,20 @@ class FunctionCode(Value, HostCode):
     # --- When the program runs -----------------------------------------------------
 
     def __call__(self, *operands: Any, **out: Any) -> Any:
-        start = self._start
-        if start is None:
+        if self.kind == "value":
             return self._code("value")(*operands, **out)
-        run, sent, finish, more = start(self, operands)
-        return tuple(finish(run(*sent), more))
+        run, sent, finish = self._steps(operands)
+        return tuple(finish(run(*sent)))
 
     def split(self, args: Any, kwargs: Any) -> Any:
         del kwargs
-        start = self._start
-        if start is None:
+        if self.kind == "value":
             return self._code("value"), args, sendable.same
-        run, sent, finish, more = start(self, args)
-        return run, sent, lambda value: tuple(finish(value, more))
+        run, sent, finish = self._steps(args)
+        return run, sent, lambda value: tuple(finish(value))
+
+    def _steps(self, operands: Any) -> Steps:
+        return getattr(self, f"_{self.kind}")(operands)  # type: ignore[no-any-return]
 
     def awaits(self) -> bool:
         return self._awaits
@@ -230,16 +227,10 @@ class FunctionCode(Value, HostCode):
         return self.kind, self.code
 
     @cached_property
-    def _start(self) -> Callable[[Any, Any], Steps] | None:
-        # Not a bound method: that would be a cycle, and keep the user's function until
-        # the garbage collector runs.
-        return None if self.kind == "value" else getattr(type(self), "_" + self.kind)
-
-    @cached_property
     def _codes(self) -> dict[Any, Any]:
         return {}
 
-    def _code(self, which: str, index: int = 0) -> Any:
+    def _code(self, which: str, index: int | None = None) -> Any:
         """One of the user's functions, in a form that the executor can send."""
         found = self._codes.get((which, index))
         if found is None:
@@ -266,7 +257,7 @@ class FunctionCode(Value, HostCode):
     def _both(self, operands: Any) -> Steps:
         n = self._n
         run, sent = self._push(operands[:n], operands[n:], None, wants_outs=True)
-        return run, sent, self._pushed, True
+        return run, sent, lambda value: [*self._pushed(value, 0), *self._pushed(value)]
 
     def _jvp(self, operands: Any) -> Steps:
         n = self._n
@@ -274,7 +265,7 @@ class FunctionCode(Value, HostCode):
         results = self.site.trees.results
         outs = results.fill(operands[m:]) if operands[m:] else None
         run, sent = self._push(operands[:n], operands[n:m], outs, wants_outs=False)
-        return run, sent, self._pushed, False
+        return run, sent, self._pushed
 
     def _several(self, steps: Any, sent: Any) -> tuple[Callable[..., Any], Any]:
         return sendable.awaited if self._awaits else sendable.driven, (steps, *sent)
@@ -299,23 +290,20 @@ class FunctionCode(Value, HostCode):
         both = (self._code("jvp"), fn, like, args, whole)
         return self._several(sendable.push_whole, both)
 
-    def _pushed(self, value: Any, wants_outs: bool) -> Arrays:
-        outs, out_dot = value
-        trees = self.site.trees
+    def _pushed(self, value: Any, which: int = 1) -> Arrays:
+        """The arrays of the results (0) or of their tangents (1)."""
+        trees, part = self.site.trees, value[which]
         if self.site.function.rules.jvp.flat:
-            return [*outs, *out_dot] if wants_outs else out_dot  # type: ignore[no-any-return]
-        leaves = trees.out_leaves(out_dot, "the jvp rule")
-        tangents = pick(leaves, trees.out_diff)
-        if not wants_outs:
-            return tangents
-        return [*trees.out_leaves(outs, "the jvp rule"), *tangents]
+            return part  # type: ignore[no-any-return]
+        leaves = trees.out_leaves(part, "the jvp rule")
+        return pick(leaves, trees.out_diff) if which else leaves
 
     # --- Reverse mode --------------------------------------------------------------
 
     def _forward(self, operands: Any) -> Steps:
-        return self._code("forward"), self._arguments(operands), self._keep, None
+        return self._code("forward"), self._arguments(operands), self._keep
 
-    def _keep(self, value: Any, _: Any) -> Arrays:
+    def _keep(self, value: Any) -> Arrays:
         trees = self.site.trees
         outs, residual = rules.forward_pair(value, trees.name)
         leaves = trees.out_leaves(outs, "the forward rule")
@@ -333,27 +321,35 @@ class FunctionCode(Value, HostCode):
             ) from error
 
     def _backward(self, operands: Any) -> Steps:
-        if not self.keeps_objects:
+        again = False
+        if self.keeps_objects:
+            handle, given = operands[self._n], operands[self._n + 1 :]
+            residual, there = store.get(handle, self.take)
+            again = not there
+        else:
             treedef = self.site.function.rules.vjp.residuals.treedef
             n = treedef.num_leaves
             residual, given = treedef.unflatten(operands[:n]), operands[n:]
+        if not again:
             sent = (residual, *self._given(given))
-            return self._code("backward"), sent, self._pulled, given
-        n = self._n
-        handle, given = operands[n], operands[n + 1 :]
-        residual, there = store.get(handle, self.take)
-        if there:
-            sent = (residual, *self._given(given))
-            return self._code("backward"), sent, self._pulled, given
+            return (
+                self._code("backward"),
+                sent,
+                lambda value: self._pulled(value, given),
+            )
         if store.had_to_go(handle):
             say_that_it_runs_again(
                 self.name, source_of(self.site.function.fn), self.site.place
             )
-        args = self._arguments(operands[:n])
+        args = self._arguments(operands[: self._n])
         codes = self._code("forward"), self._code("backward")
         sent = (*codes, self.name, args, self._given(given))
-        run, sent = self._several(sendable.both_halves, sent)
-        return run, sent, self._pulled_again, (handle, given)
+
+        def finish(value: Any) -> Arrays:
+            store.put_back(handle, value[0])
+            return self._pulled(value[1], given)
+
+        return *self._several(sendable.both_halves, sent), finish
 
     def _given(self, cotangents: Any) -> tuple[Any, ...]:
         """The arguments of the backward rule besides its residuals."""
@@ -370,30 +366,24 @@ class FunctionCode(Value, HostCode):
         found: Arrays = self.site.trees.wanted_cotangents(leaves, self.nz, given)
         return found
 
-    def _pulled_again(self, value: Any, more: Any) -> Arrays:
-        (handle, given), (residual, value) = more, value
-        store.put_back(handle, residual)
-        return self._pulled(value, given)
-
     # --- The others ----------------------------------------------------------------
 
     def _transpose(self, operands: Any) -> Steps:
         trees, linear = self.site.trees, self.nz[: self._n]
         n = linear.count(False)
-        args = self._arguments(spread_known(operands[:n], linear))
-        sent = (trees.cotangents(operands[n:]), *trees.nonlinear(args))
+        args = self._arguments(spread(operands[:n], [not flag for flag in linear]))
+        given = operands[n:]
+        sent = (trees.cotangents(given), *trees.nonlinear(args))
 
-        def finish(value: Any, given: Any) -> Arrays:
+        def finish(value: Any) -> Arrays:
             leaves = trees.transposed_leaves(value)
-            found: Arrays = trees.wanted_cotangents(leaves, self.nz, given)
-            return found
+            return trees.wanted_cotangents(leaves, self.nz, given)  # type: ignore[no-any-return]
 
-        return self._code("transpose"), sent, finish, operands[n:]
+        return self._code("transpose"), sent, finish
 
     def _jacobian(self, operands: Any) -> Steps:
-        blocks = self.site.trees.jacobian_leaves
         args = self._arguments(operands)
-        return self._code("jacobian"), args, lambda value, _: blocks(value), None
+        return self._code("jacobian"), args, self.site.trees.jacobian_leaves
 
 
 _jax.hold_weakly_in_caches(FunctionCode)

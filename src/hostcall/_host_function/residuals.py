@@ -164,7 +164,7 @@ def number_of(handle: Any) -> int:
     return int.from_bytes(np.asarray(handle).tobytes(), "little")
 
 
-store = Store(config.residuals)
+store = Store(lambda: config.settings.residuals)
 
 
 # Functions, by name and source, for which the log has said that a rule runs again.

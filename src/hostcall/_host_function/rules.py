@@ -110,21 +110,23 @@ def _refuse_mixture(name: str, kind: str) -> None:
     )
 
 
-def check_rule(rule: Any, name: str, usage: str) -> None:
-    if not callable(rule):
+def check_rules(
+    rules: Sequence[Any], name: str, usage: str, where: Any, options: dict[str, Any]
+) -> None:
+    """Refuses what can't be rules of the function `name`, and a wrong `where`."""
+    for rule in rules:
+        if not callable(rule):
+            raise SpecError(
+                f"hostcall: {usage} of `{name}` wants a function, got {rule!r}",
+                code="hc-rule",
+            )
+    if where not in ("host", "jax"):
         raise SpecError(
-            f"hostcall: {usage} of `{name}` wants a function, got {rule!r}",
+            f"hostcall: where= of a rule of `{name}` should be 'host' (Python on NumPy"
+            f" arrays) or 'jax' (JAX code), got {where!r}",
             code="hc-rule",
         )
-
-
-def check_coroutines(
-    name: str, where: Where, rules: Sequence[Any], options: dict[str, Any]
-) -> None:
-    """Refuses coroutine functions that could not run as the rules of a function."""
-    for rule in rules:
-        if rule is None or not is_coroutine_function(rule):
-            continue
+    for rule in filter(is_coroutine_function, rules):
         if where == "jax":
             raise SpecError(
                 f"hostcall: the rule `{name_of(rule)}` of `{name}` is a coroutine"
@@ -143,15 +145,6 @@ def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:
     an optional argument that this call leaves out.
     """
     return tuple(i % n for i in positions if -n <= i < n)
-
-
-def check_where(where: Any, name: str) -> None:
-    if where not in ("host", "jax"):
-        raise SpecError(
-            f"hostcall: where= of a rule of `{name}` should be 'host' (Python on NumPy"
-            f" arrays) or 'jax' (JAX code), got {where!r}",
-            code="hc-rule",
-        )
 
 
 def forward_pair(value: Any, name: str) -> tuple[Any, Any]:

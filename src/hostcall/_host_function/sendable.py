@@ -27,16 +27,24 @@ def same(value: Any) -> Any:
     return value
 
 
-def code_of(function: Any, which: str, index: int = 0) -> Callable[..., Any]:
-    """One of the functions that the user gave to a HostFunction."""
-    given = function.rules
+def code_of(function: Any, which: str, index: int | None = None) -> Callable[..., Any]:
+    """One of the functions that the user gave to a HostFunction.
+
+    `index` is the argument of a rule of `defjvps`; None for the first of them.
+    """
+    given: Any = function.rules
+    found: Any
     if which == "value":
-        return function.fn  # type: ignore[no-any-return]
-    if which == "jvp":
-        return given.jvp.rule or given.jvp.each[index]  # type: ignore[no-any-return]
-    if which in ("forward", "backward"):
-        return given.vjp.fwd if which == "forward" else given.vjp.bwd  # type: ignore[no-any-return]
-    return getattr(given, which).rule  # type: ignore[no-any-return]
+        found = function.fn
+    elif which in ("jvp", "both"):
+        each = given.jvp.each
+        first = next(filter(None, each), None) if index is None else each[index]
+        found = given.jvp.rule or first
+    elif which in ("forward", "backward"):
+        found = given.vjp.fwd if which == "forward" else given.vjp.bwd
+    else:
+        found = getattr(given, which).rule
+    return found  # type: ignore[no-any-return]
 
 
 def awaits(function: Any, kind: str) -> bool:

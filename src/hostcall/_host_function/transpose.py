@@ -15,7 +15,7 @@ from hostcall import _jax
 from hostcall._host_function import rules
 from hostcall._host_function.function_code import FunctionCode
 from hostcall._host_function.primitive import Arrays, Tangents, bind, filled
-from hostcall._host_function.trees import pick, spread, spread_known
+from hostcall._host_function.trees import pick, spread
 
 
 def linear_jvp(site: Any, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
@@ -48,7 +48,7 @@ def transposed(site: Any, args: Arrays, cotangents: Arrays) -> Tangents:
     if rule.where == "host":
         transpose = Transpose(site, "transpose", avals, linear)
         return spread(bind([*known, *cotangents], transpose), linear)
-    whole = trees.arguments(spread_known(known, linear))
+    whole = trees.arguments(spread(known, [not flag for flag in linear]))
     value = rule.rule(trees.cotangents(cotangents), *trees.nonlinear(whole))
     leaves = pick(trees.transposed_leaves(value), linear)
     back = trees.fitting(leaves, avals, "the transposition rule")

@@ -381,11 +381,5 @@ def spread(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
     return [next(rest) if flag else None for flag in flags]
 
 
-def spread_known(known: Sequence[Any], linear: Sequence[bool]) -> list[Any]:
-    """The arrays in which the function isn't linear, with None for the others."""
-    rest = iter(known)
-    return [None if flag else next(rest) for flag in linear]
-
-
 def _structure(value: Any) -> str:
     return str(tree.tree_structure(value))

@@ -184,7 +184,7 @@ class _Memory:
 
     def put(self, key: bytes, value: Values) -> None:
         global _bytes
-        if _size(value) > config.cache_bytes():
+        if _size(value) > config.settings.cache_bytes:
             return  # else it would drop all others, and then itself
         with _lock:
             _drop((self._owner, key))
@@ -211,7 +211,7 @@ def fit() -> None:
         del _gone[: len(gone)]
         for key in [key for key in _kept if key[0] in gone] if gone else ():
             _drop(key)
-        while _kept and _bytes > config.cache_bytes():
+        while _kept and _bytes > config.settings.cache_bytes:
             _drop(next(iter(_kept)))
 
 

@@ -42,7 +42,7 @@ def start() -> None:
         return
     with _lock:
         if _thread is None:
-            _native.set_tap_limit(config.tap_queue_bytes())
+            _native.set_tap_limit(config.settings.tap_queue_bytes)
             worker = daemon("hostcall-taps", _native.run_tap_worker)
             try:
                 start_thread(worker, "a tap")

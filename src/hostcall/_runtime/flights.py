@@ -24,14 +24,14 @@ def apply() -> None:
     """Puts `hc.configure(flight=)` into effect. In a forked child nothing changes."""
     if _native.forked():
         return
-    _native.tell_at_sigterm(config.flight() != "off")
-    _native.watch_fatal_signals(config.flight() == "signals")
+    _native.tell_at_sigterm(config.settings.flight != "off")
+    _native.watch_fatal_signals(config.settings.flight == "signals")
 
 
 def tell(why: str) -> None:
     """Logs the newest calls and taps, at most once in 10 s for each reason."""
     now = time.monotonic()
-    if config.flight() == "off" or now - _told.get(why, -_PAUSE) < _PAUSE:
+    if config.settings.flight == "off" or now - _told.get(why, -_PAUSE) < _PAUSE:
         return
     _told[why] = now
     text = _native.flight_text(why).decode(errors="replace")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -20,6 +22,7 @@ from hostcall._runtime.reraise import reraise
 tree = jax.tree
 
 Status = Literal["passed", "failed", "left out"]
+_ARRAYS = (jax.Array, np.ndarray, np.generic, float, int, complex)
 
 
 class LeftOut(Exception):
@@ -31,7 +34,13 @@ class Wrong(Exception):
 
 
 class Checks:
-    """All checks of one example."""
+    """All checks of one example. They work on the leaves of its arguments.
+
+    Attributes:
+        arrays: by position, the leaves of each argument that is an array or a tree of
+            arrays.
+        moving: the leaves that have derivatives.
+    """
 
     def __init__(
         self,
@@ -42,13 +51,23 @@ class Checks:
         threads: int,
     ) -> None:
         self.f, self.args, self.random, self.threads = f, args, random, threads
-        nondiff = f.nondiff_of(len(args))
-        self.places = [
-            n for n, arg in enumerate(args) if n not in nondiff and _is_floating(arg)
+        self.leaves, self.treedef = tree.flatten(args)
+        numbers, nondiff = iter(range(len(self.leaves))), f.nondiff_of(len(args))
+        leaves = [[next(numbers) for _ in tree.leaves(arg)] for arg in args]
+        self.arrays = {
+            position: group
+            for position, group in enumerate(leaves)
+            if group and all(isinstance(self.leaves[n], _ARRAYS) for n in group)
+        }
+        self.moving = [
+            n
+            for position, group in self.arrays.items()
+            for n in group
+            if position not in nondiff and _inexact(self.leaves[n])
         ]
-        self.arrays = [n for n, arg in enumerate(args) if _is_array(arg)]
-        leaves = [x for n in self.places for x in tree.leaves(args[n])]
-        self.wide = bool(leaves) and all(map(_is_wide, leaves))
+        self.wide = bool(self.moving) and all(
+            jnp.finfo(jnp.result_type(self.leaves[n])).bits == 64 for n in self.moving
+        )
         self.rtol = rtol if rtol is not None else 1e-4 if self.wide else 2e-2
         self.out: Any = None
 
@@ -65,25 +84,46 @@ class Checks:
             ("lent arguments", self.lent),
             ("threads", self.several_threads),
         ):
-            status: Status = "passed"
-            try:
-                with reraise():
-                    detail = body() or ""
-            except LeftOut as reason:
-                status, detail = "left out", str(reason)
-            except DerivativeError as error:
-                status, detail = "left out", _first_sentence(error)
-            except Wrong as wrong:
-                status, detail = "failed", str(wrong)
-            except Exception as error:
-                status, detail = (
-                    "failed",
-                    f"{type(error).__name__}: {codes.without(str(error))}",
-                )
+            status, detail = self._outcome(body)
             results.append((name, status, detail))
             if name == "result" and status == "failed":
                 break  # every later check would fail for the same reason
         return results
+
+    def _outcome(self, body: Callable[[], str | None]) -> tuple[Status, str]:
+        try:
+            with reraise():
+                return "passed", body() or ""
+        except LeftOut as reason:
+            return "left out", str(reason)
+        except DerivativeError as error:
+            return "left out", _said(error).partition(". ")[0].removeprefix(
+                "hostcall: "
+            )
+        except Wrong as wrong:
+            return "failed", str(wrong)
+        except Exception as error:
+            return "failed", f"{type(error).__name__}: {_said(error)}"
+
+    def call(self, places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+        """The leaves of the result, with other values for these leaves."""
+        leaves = list(self.leaves)
+        for n, value in zip(places, values, strict=True):
+            leaves[n] = value
+        return tree.leaves(self.f(*self.treedef.unflatten(leaves)))
+
+    @property
+    def all_arrays(self) -> list[int]:
+        return [n for group in self.arrays.values() for n in group]
+
+    def nearby(self, places: list[int]) -> list[Any]:
+        """Other values for these leaves, near the example's."""
+        return [
+            (x * (1 + 0.01 * self.random.standard_normal())).astype(x.dtype)
+            if _inexact(x)
+            else x
+            for x in (np.asarray(self.leaves[n]) for n in places)
+        ]
 
     # --- Values ----------------------------------------------------------------------
 
@@ -99,78 +139,52 @@ class Checks:
 
     def purity(self) -> None:
         self.needs_purity()
-        again = self.f(*self.args)
-        self.same(again, self.out, "a second call gives another result")
+        again = self.call((), ())
+        _same(again, tree.leaves(self.out), "a second call gives another result")
 
     def jit(self) -> None:
         self.needs_purity()
-        self.same(self.jitted(*self.args), self.out, "the compiled program differs")
-
-    def jitted(self, *args: Any) -> Any:
-        arrays = self.arrays
-
-        def program(values: list[Any]) -> Any:
-            return self.f(*_put(args, arrays, values))
-
-        return jax.jit(program)([args[n] for n in arrays])
+        places = self.all_arrays
+        got = jax.jit(partial(self.call, places))([self.leaves[n] for n in places])
+        _same(got, tree.leaves(self.out), "the compiled program differs")
 
     def batching(self) -> str:
         self.needs_purity()
-        arrays = self.arrays
-        if not arrays:
+        if not self.arrays:
             raise LeftOut("no array among the arguments")
-        choices = [arrays] + ([[n] for n in arrays] if len(arrays) > 1 else [])
-        for chosen in choices:
-            rows = [self.nearby(chosen) for _ in range(3)]
-            stacked = [
-                tree.map(lambda *x: np.stack(x), *(row[i] for row in rows))
-                for i in range(len(chosen))
-            ]
-
-            def one(values: Any, chosen: list[int] = chosen) -> Any:
-                return self.f(*_put(self.args, chosen, values))
-
-            wanted = tree.map(lambda *x: np.stack(x), *(one(row) for row in rows))
-            got = jax.jit(jax.vmap(one))(stacked)
-            which = "all arguments" if chosen == arrays else f"argument {chosen[0]}"
+        choices = {"all arguments": self.all_arrays}
+        if len(self.arrays) > 1:
+            choices |= {f"argument {n}": group for n, group in self.arrays.items()}
+        for which, places in choices.items():
+            rows = [self.nearby(places) for _ in range(3)]
+            one = partial(self.call, places)
+            wanted = _stacked(map(one, rows))
+            got = jax.jit(jax.vmap(one))(_stacked(rows))
             self.close(got, wanted, f"vmap over {which} differs from a loop", 1e-5)
-        return "one argument" if len(arrays) == 1 else "all arguments, and each alone"
-
-    def nearby(self, chosen: list[int]) -> list[Any]:
-        """Other values for these arguments, near the example's."""
-
-        def other(x: Any) -> Any:
-            x = np.asarray(x)
-            if not _inexact(x.dtype):
-                return x
-            return (x * (1 + 0.01 * self.random.standard_normal())).astype(x.dtype)
-
-        return [tree.map(other, self.args[n]) for n in chosen]
+        return "one argument" if len(choices) == 1 else "all arguments, and each alone"
 
     # --- Derivatives -----------------------------------------------------------------
 
-    def along(self) -> Callable[..., Any]:
-        """`f` as a function of its differentiable arguments only."""
+    def along(self) -> tuple[Callable[..., list[Any]], list[Any]]:
+        """`f` as a function of what has derivatives, and the example's values."""
         self.needs_purity()
-        if not self.places:
+        if not self.moving:
             raise LeftOut("no floating argument")
-        return lambda *values: self.f(*_put(self.args, self.places, values))
 
-    def primals(self) -> tuple[Any, ...]:
-        return tuple(tree.map(jnp.asarray, self.args[n]) for n in self.places)
+        def g(*values: Any) -> list[Any]:
+            return [x for x in self.call(self.moving, values) if _inexact(x)]
 
-    def direction(self, like: Any) -> Any:
+        return g, [jnp.asarray(self.leaves[n]) for n in self.moving]
+
+    def direction(self, like: list[Any]) -> list[Any]:
         def draw(x: Any) -> Any:
-            x = np.asarray(x)
-            if not _inexact(x.dtype):
-                return np.zeros(x.shape, jax.dtypes.float0)
             noise = self.random.standard_normal(x.shape)
             if jnp.issubdtype(x.dtype, jnp.complexfloating):
                 # Not all functions are holomorphic, so both parts move.
                 noise = noise + 1j * self.random.standard_normal(x.shape)
             return jnp.asarray(noise, x.dtype)
 
-        return tree.map(draw, like)
+        return list(map(draw, like))
 
     def difference(
         self, g: Callable[..., Any], primals: Any, tangents: Any
@@ -178,7 +192,7 @@ class Checks:
         """The derivative along a direction by differences, and the errors of that."""
         found, errors = slopes(g, primals, tangents, self.wide)
         for slope, error in zip(found, errors, strict=True):
-            size = float(np.max(np.abs(slope), initial=0.0))
+            size = _largest(slope)
             if error > 0.1 * size and error > 1e-6:
                 raise LeftOut(
                     f"differences are {size:.3g} +- {error:.3g}, too inexact to check"
@@ -187,7 +201,7 @@ class Checks:
         return found, errors
 
     def forward(self) -> None:
-        g, primals = self.along(), self.primals()
+        g, primals = self.along()
         tangents = self.direction(primals)
         _, got = jax.jvp(g, primals, tangents)
         wanted, errors = self.difference(g, primals, tangents)
@@ -195,7 +209,7 @@ class Checks:
         self.close(got, wanted, what, errors=errors)
 
     def reverse(self) -> str:
-        g, primals = self.along(), self.primals()
+        g, primals = self.along()
         tangents = self.direction(primals)
         out, pull = jax.vjp(g, *primals)
         cotangents = self.direction(out)
@@ -204,12 +218,15 @@ class Checks:
             _, pushed = jax.jvp(g, primals, tangents)
             against = "the forward derivative"
         except DerivativeError:
-            found, errors = self.difference(g, primals, tangents)
-            pushed = tree.unflatten(tree.structure(out), found)
+            pushed, errors = self.difference(g, primals, tangents)
             against = "differences"
-        # A random cotangent may be nearly orthogonal to the tangent. The second
-        # cotangent is parallel to it.
-        for given in (cotangents, tree.map(_along, pushed, out)):
+        # A random cotangent may be nearly orthogonal to the tangent. The product of
+        # the second one with the tangent is the largest of all.
+        largest = [
+            jnp.conj(jnp.asarray(t)).astype(x.dtype)
+            for t, x in zip(pushed, out, strict=True)
+        ]
+        for given in (cotangents, largest):
             there, here = _inner(given, pushed), _inner(pull(given), tangents)
             size = max(_size(given) * _size(pushed), 1e-6)
             rough = 2 * sum(errors) * _size(given)
@@ -223,11 +240,15 @@ class Checks:
     def transpose(self) -> None:
         if self.f.rules.transpose is None:
             raise LeftOut("not declared linear (deftranspose)")
-        g, primals = self.along(), self.primals()
+        g, primals = self.along()
         other = self.direction(primals)
-        both = tree.map(lambda x, y: 2 * x + y, primals, other)
-        wanted = tree.map(lambda x, y: 2 * x + y, g(*primals), g(*other))
-        self.close(g(*both), wanted, "it is not linear: f(2x + y) is not 2f(x) + f(y)")
+
+        def both(xs: list[Any], ys: list[Any]) -> list[Any]:
+            return [2 * x + y for x, y in zip(xs, ys, strict=True)]
+
+        wanted = both(g(*primals), g(*other))
+        got = g(*both(primals, other))
+        self.close(got, wanted, "it is not linear: f(2x + y) is not 2f(x) + f(y)")
         cotangents = self.direction(g(*primals))
         back = jax.linear_transpose(g, *primals)(cotangents)
         there, here = _inner(cotangents, g(*primals)), _inner(back, primals)
@@ -246,134 +267,87 @@ class Checks:
                 lent = host(self.f.fn, result=spec, lend=True)
                 jax.block_until_ready(lent(*self.args))
         except EscapeError as error:
-            said = codes.without(str(error))
-            return self.not_lent(f"keeps a view of its arguments ({said})")
+            what = f"keeps a view of its arguments ({_said(error)})"
         except ValueError as error:
             if "read-only" not in str(error):
                 raise
-            return self.not_lent("writes to its arguments")
-        return "neither kept nor written: lend=True is safe"
-
-    def not_lent(self, what: str) -> str:
+            what = "writes to its arguments"
+        else:
+            return "neither kept nor written: lend=True is safe"
         if self.f.options["lend"]:
             raise Wrong(f"the function {what}, and has lend=True")
         return f"the function {what}: it needs its own copies, as without lend="
 
     def several_threads(self) -> str:
         self.needs_purity()
-        arrays = self.arrays
-        inputs = [_put(self.args, arrays, self.nearby(arrays)) for _ in range(8)]
-        wanted = [tree.map(np.asarray, self.f(*args)) for args in inputs]
-        wrong: list[str] = []
+        one = partial(self.call, self.all_arrays)
+        inputs = [self.nearby(self.all_arrays) for _ in range(8)]
+        wanted = [list(map(np.asarray, one(values))) for values in inputs]
         start = threading.Barrier(self.threads)
         wide = jax.config.jax_enable_x64  # the setting is per thread
 
         def work(first: int) -> None:
-            try:
-                start.wait()
-                with jax.enable_x64(wide):
-                    for i in range(len(inputs) * 2):
-                        k = (first + i) % len(inputs)
-                        got = self.f(*inputs[k])
-                        self.same(got, wanted[k], "threads at once give another result")
-            except Exception as error:
-                wrong.append(codes.without(str(error)))
+            start.wait()
+            with jax.enable_x64(wide):
+                for i in range(len(inputs) * 2):
+                    k = (first + i) % len(inputs)
+                    what = "threads at once give another result"
+                    _same(one(inputs[k]), wanted[k], what)
 
-        workers = [
-            threading.Thread(target=work, args=(n,)) for n in range(self.threads)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if wrong:
-            raise Wrong(wrong[0])
+        with futures.ThreadPoolExecutor(self.threads) as pool:
+            list(pool.map(work, range(self.threads)))  # raises what one has raised
         return f"{self.threads} at once"
-
-    # --- Comparing -------------------------------------------------------------------
-
-    def same(self, got: Any, wanted: Any, what: str) -> None:
-        for a, b in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
-            a, b = np.asarray(a), np.asarray(b)
-            if not np.array_equal(a, b, equal_nan=_inexact(a.dtype)):
-                raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
 
     def close(
         self,
-        got: Any,
-        wanted: Any,
+        got: list[Any],
+        wanted: list[Any],
         what: str,
         rtol: float | None = None,
         errors: Sequence[float] | None = None,
     ) -> None:
         """`errors` says how wrong each leaf of `wanted` may be itself."""
         rtol = self.rtol if rtol is None else rtol
-        leaves = tree.leaves(wanted)
-        roughs = [0.0] * len(leaves) if errors is None else errors
-        for a, b, rough in zip(tree.leaves(got), leaves, roughs, strict=True):
-            if not _inexact(np.asarray(a).dtype):
-                continue  # integers: their derivative is zero
-            size = float(np.max(np.abs(b), initial=0.0))
-            atol = rtol * size + 2 * rough + 1e-6
+        roughs = [0.0] * len(wanted) if errors is None else errors
+        for a, b, rough in zip(got, wanted, roughs, strict=True):
+            if not _inexact(a):
+                continue
+            atol = rtol * _largest(b) + 2 * rough + 1e-6
             if not np.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
                 raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
 
 
-def _put(args: tuple[Any, ...], places: list[int], values: Any) -> tuple[Any, ...]:
-    full = list(args)
-    for n, value in zip(places, values, strict=True):
-        full[n] = value
-    return tuple(full)
+def _same(got: list[Any], wanted: list[Any], what: str) -> None:
+    for a, b in zip(map(np.asarray, got), wanted, strict=True):
+        if not np.array_equal(a, b, equal_nan=_inexact(a)):
+            raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
 
 
-def _inexact(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
+def _stacked(rows: Iterable[list[Any]]) -> list[np.ndarray]:
+    return [np.stack(column) for column in zip(*rows, strict=True)]
 
 
-def _is_array(arg: Any) -> bool:
-    leaves = tree.leaves(arg)
-    kinds = (jax.Array, np.ndarray, np.generic, float, int, complex)
-    return bool(leaves) and all(isinstance(x, kinds) for x in leaves)
+def _inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def _is_floating(arg: Any) -> bool:
-    return _is_array(arg) and any(
-        _inexact(jnp.result_type(x)) for x in tree.leaves(arg)
-    )
-
-
-def _is_wide(x: Any) -> bool:
-    dtype = jnp.result_type(x)
-    parts = 2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1
-    return bool(dtype.itemsize >= 8 * parts)
-
-
-def _inner(a: Any, b: Any) -> float:
+def _inner(a: Iterable[Any], b: Iterable[Any]) -> float:
     """The real part of the sum of products, without conjugation.
 
     By JAX's rules a derivative J and its transpose have equal <ct, J t> and <J^T ct, t>
     in this product, whether or not the function is holomorphic (JAX, Autodiff Cookbook,
     "Complex numbers and differentiation").
     """
-    total = 0.0
-    for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        if _inexact(x.dtype) and _inexact(y.dtype):
-            total += float(np.real(np.vdot(np.conj(x), y)))
-    return total
+    pairs = zip(a, b, strict=True)
+    return float(sum(np.real(np.vdot(np.conj(x), y)) for x, y in pairs))
 
 
-def _along(pushed: Any, out: Any) -> Any:
-    """The cotangent whose product with this tangent is largest."""
-    if not _inexact(out.dtype):
-        return np.zeros(out.shape, jax.dtypes.float0)
-    return jnp.conj(jnp.asarray(pushed)).astype(out.dtype)
+def _size(a: list[Any]) -> float:
+    return float(np.sqrt(sum(np.sum(np.abs(np.asarray(x)) ** 2) for x in a)))
 
 
-def _size(a: Any) -> float:
-    leaves = [np.asarray(x) for x in tree.leaves(a)]
-    squares = [np.sum(np.abs(x) ** 2) for x in leaves if _inexact(x.dtype)]
-    return float(np.sqrt(sum(squares)))
+def _largest(x: Any) -> float:
+    return float(np.max(np.abs(x), initial=0.0))
 
 
 def _short(x: Any) -> str:
@@ -381,5 +355,5 @@ def _short(x: Any) -> str:
     return " ".join(text.split())
 
 
-def _first_sentence(error: Exception) -> str:
-    return codes.without(str(error)).partition(". ")[0].removeprefix("hostcall: ")
+def _said(error: Exception) -> str:
+    return codes.without(str(error))

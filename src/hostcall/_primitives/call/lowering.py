@@ -121,7 +121,7 @@ def _fails_together(program: _jax.Program, info: CallInfo) -> bool:
         return False
     if not program.across or getattr(info.params, "devices", None):
         return False
-    return (callback.fail or config.fail()) == "together"
+    return (callback.fail or config.settings.fail) == "together"
 
 
 def _size(program: _jax.Program) -> int:
