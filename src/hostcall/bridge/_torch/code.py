@@ -22,6 +22,7 @@ import torch
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
+from hostcall.bridge._library import Flags
 
 tree = jax.tree_util
 
@@ -30,22 +31,6 @@ tree = jax.tree_util
 # differentiation belongs to the process: with two threads in it, one would fail or get
 # the tangents of the other. Re-entrant, since one thread may nest them.
 _forward = threading.RLock()
-
-
-class Flags:
-    """Several bools as one hashable static argument."""
-
-    def __init__(self, flags: Sequence[bool]) -> None:
-        self.flags = tuple(flags)
-
-    def __hash__(self) -> int:
-        return hash((Flags, self.flags))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Flags) and other.flags == self.flags
-
-    def __repr__(self) -> str:
-        return f"Flags{self.flags}"
 
 
 class Plain:
