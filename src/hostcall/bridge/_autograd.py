@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -192,6 +193,7 @@ class Along:
         self._moving = tuple(self._leaves[i] for i in self._at)
         self.outs: list[Any] = []
         self.treedef: Any = None
+        self._marks: list[bool] = []  # which results have a derivative
 
     def _call(self, moving: Any) -> Any:
         """The tuple of results with a derivative, of the tuple of what moves.
@@ -207,7 +209,8 @@ class Along:
         self.outs, self.treedef = tree.tree_flatten(
             self._run(*self._form.unflatten(whole))
         )
-        return traced_tuple((*filter(moves, self.outs), moving[0]))
+        self._marks = [moves(x) for x in self.outs]
+        return traced_tuple((*itertools.compress(self.outs, self._marks), moving[0]))
 
     def jvp(self, tangents: Sequence[Any]) -> list[Any]:
         """The tangents of all results."""
@@ -216,7 +219,8 @@ class Along:
         found, dots = make_jvp(self._call)(self._moving)(tuple(tangents))
         self._settle(found)
         rest = iter(dots)
-        return [next(rest) if moves(x) else np.zeros(np.shape(x)) for x in self.outs]
+        pairs = zip(self.outs, self._marks, strict=True)
+        return [next(rest) if mark else np.zeros(np.shape(x)) for x, mark in pairs]
 
     def vjp(self) -> Callable[[Sequence[Any]], list[Any]]:
         """Cotangents of the results, None for zero -> those of what moves."""
@@ -225,12 +229,13 @@ class Along:
 
         pull, found = make_vjp(self._call)(self._moving)
         self._settle(found)
-        moving = [moves(x) for x in self.outs]
+        marks = self._marks
         zeros = [np.zeros_like(getval(x)) for x in found]
 
         def pullback(cotangents: Sequence[Any]) -> list[Any]:
-            cts = [ct for ct, flag in zip(cotangents, moving, strict=True) if flag]
-            pairs = zip((*cts, None), zeros, strict=True)
+            pairs = zip(
+                (*itertools.compress(cotangents, marks), None), zeros, strict=True
+            )
             return list(pull(tuple(zero if ct is None else ct for ct, zero in pairs)))
 
         return pullback
@@ -238,7 +243,8 @@ class Along:
     def _settle(self, found: Sequence[Any]) -> None:
         """Puts values in the places of the variables of a trace that has ended."""
         rest = iter(found)
-        self.outs = [next(rest) if moves(x) else x for x in self.outs]
+        pairs = zip(self.outs, self._marks, strict=True)
+        self.outs = [next(rest) if mark else x for x, mark in pairs]
 
 
 def is_array(leaf: Any) -> bool:
@@ -254,4 +260,9 @@ def moves(value: Any) -> bool:
     """Whether a value has a derivative."""
     from autograd.tracer import getval
 
-    return bool(jnp.issubdtype(jnp.result_type(getval(value)), jnp.inexact))
+    return _is_inexact(np.result_type(getval(value)))
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
