@@ -145,18 +145,6 @@ _GONE = {
     "same_tree": "hostcall.results.same_tree",
     "unpatch_jax": "hostcall.testing.unpatch_jax",
 }
-_MODULES_LATER = (
-    "bridge",
-    "buffers",
-    "debug",
-    "derivatives",
-    "errors",
-    "monitor",
-    "results",
-    "testing",
-    "tools",
-    "typing",
-)
 
 
 def _version() -> str:
@@ -170,14 +158,14 @@ def _version() -> str:
 if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
     def __getattr__(name: str) -> Any:
-        if name in _MODULES_LATER:
-            return importlib.import_module(f"hostcall.{name}")
         if name == "__version__":
             globals()[name] = _version()
             return globals()[name]
         if name in _GONE:
             raise AttributeError(f"hostcall.{name} is now {_GONE[name]}")
         if name not in _LATER:
+            if name in __all__:  # the modules
+                return importlib.import_module(f"hostcall.{name}")
             raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
         globals()[name] = value

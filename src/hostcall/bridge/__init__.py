@@ -10,8 +10,8 @@ Each makes an `hc.typing.HostFunction`. It works in any JAX code, the other libr
 gives its derivatives, and `hc.testing.check` can test it. A library is imported only
 when its bridge is used.
 
-`_programs` holds what several bridges share: functions of flat arrays whose derivatives
-are functions of the same kind, made when JAX asks for them.
+`_library` holds what several bridges share: functions whose derivatives are functions
+of the same kind, made when JAX asks for them.
 """
 
 import importlib

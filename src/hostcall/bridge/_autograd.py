@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
-from hostcall._core.spec import Template
-from hostcall._host_function.results import spec_of
-from hostcall.bridge._autograd_programs import OfFlat, make_thread_safe
-from hostcall.bridge._programs import Bridged, HostProgram, Struct, needed
+from hostcall._core.source import source_of
+from hostcall.bridge._library import Code, Flags, LibraryFunction, TakesNoRules, needed
 
 tree = jax.tree_util
 
@@ -84,7 +86,6 @@ def of_autograd(
         return functools.partial(of_autograd, **given)
     shown = name or check_function(fn, "hc.bridge.autograd(fn)")
     needed("autograd", "autograd")
-    make_thread_safe()
     if not isinstance(derivatives, int) or derivatives < 0:
         raise SpecError(
             f"hostcall: derivatives= of `{shown}` should be the number of times that it"
@@ -97,70 +98,171 @@ def of_autograd(
             f" got {vmap_method!r}: autograd differentiates one row at a time",
             code="hc-option",
         )
-    options = {
-        "vmap_method": vmap_method,
-        "timeout": timeout,
-        "executor": executor,
-    }
-    return OfAutograd(fn, name, result, derivatives, options)
+    make_thread_safe()
+    code = FromAutograd(fn, shown, source_of(fn))
+    functools.update_wrapper(code, fn, updated=())
+    code.__qualname__ = shown
+    return OfAutograd(
+        code,
+        advice=f"`{shown}` was made with derivatives={derivatives}. To differentiate it"
+        " more often, write hc.bridge.autograd(fn, derivatives=n)",
+        name=name,
+        result=result,
+        derivatives=derivatives,
+        vmap_method=vmap_method,
+        timeout=timeout,
+        executor=executor,
+    )
 
 
-class OfAutograd(Bridged):
+class OfAutograd(TakesNoRules, LibraryFunction):
     """A function of autograd's NumPy. `hc.bridge.autograd` makes it."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        name: str | None,
-        result: Any,
-        derivatives: int,
-        options: dict[str, Any],
-    ) -> None:
-        super().__init__(
-            fn,
-            name=name,
-            result=result,
-            nondiff=(),
-            order="pure",
-            lend=False,
-            arrays="numpy",
-            **options,
+
+@functools.cache
+def make_thread_safe() -> None:
+    """Gives each thread its own count of nested traces.
+
+    Autograd has one count for the process. If two threads trace at once, one confuses
+    an inner variable with an outer one, and its derivative is silently wrong.
+    """
+    from autograd import tracer
+
+    class PerThread(threading.local):
+        top = -1
+        new_trace = tracer.TraceStack.new_trace
+
+    tracer.trace_stack = PerThread()
+
+
+class FromAutograd(Code):
+    """A function of autograd's NumPy: the user's, or a derivative of one."""
+
+    def __init__(self, run: Callable[..., Any], name: str, source: str) -> None:
+        super().__init__(name, source)
+        self._run = run
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def pulled(self, name: str, source: str) -> Code:
+        return FromAutograd(functools.partial(_pulled, self._run), name, source)
+
+    def pushed(self, name: str, source: str) -> Code:
+        return FromAutograd(functools.partial(_pushed, self._run), name, source)
+
+    def forward(self, args: Sequence[Any], nondiff: Sequence[int]) -> tuple[Any, Any]:
+        del nondiff  # the bridge has no such option
+        moving = [moves(x) for x in tree.tree_leaves(args) if is_array(x)]
+        along = Along(self._run, args, moving)
+        pull = along.vjp()
+        return along.treedef.unflatten(along.outs), (pull, moving)
+
+    @staticmethod
+    def backward(graph: Any, cotangents: Sequence[Any], wanted: Sequence[bool]) -> Any:
+        pull, moving = graph
+        found = iter(pull(cotangents))
+        every = [next(found) if flag else None for flag in moving]
+        return [x for x, flag in zip(every, wanted, strict=True) if flag]
+
+
+def _pulled(run: Any, args: Any, cotangents: Any, wanted: Flags) -> list[Any]:
+    return Along(run, args, wanted.flags).vjp()(cotangents)
+
+
+def _pushed(run: Any, args: Any, tangents: Any, out_diff: Flags) -> Any:
+    along = Along(run, args, [t is not None for t in tangents])
+    touts = along.jvp([t for t in tangents if t is not None])
+    pairs = zip(touts, out_diff.flags, strict=True)
+    return along.outs, [x for x, flag in pairs if flag]
+
+
+class Along:
+    """A function along some of the arrays of its arguments.
+
+    Attributes:
+        outs, treedef: its result, once a derivative has run it.
+    """
+
+    def __init__(self, run: Any, args: Any, flags: Sequence[bool]) -> None:
+        """`flags` marks the arrays that move, among all arrays of `args`."""
+        self._run = run
+        self._leaves, self._form = tree.tree_flatten(args)
+        at = [i for i, x in enumerate(self._leaves) if is_array(x)]
+        self._at = [i for i, flag in zip(at, flags, strict=True) if flag]
+        self._moving = tuple(self._leaves[i] for i in self._at)
+        self.outs: list[Any] = []
+        self.treedef: Any = None
+        self._marks: list[bool] = []  # which results have a derivative
+
+    def _call(self, moving: Any) -> Any:
+        """The tuple of results with a derivative, of the tuple of what moves.
+
+        The last is the first argument, since autograd warns of a result that depends on
+        no argument, as second derivatives often do.
+        """
+        from autograd.builtins import tuple as traced_tuple
+
+        whole = list(self._leaves)
+        for n, i in enumerate(self._at):
+            whole[i] = moving[n]
+        self.outs, self.treedef = tree.tree_flatten(
+            self._run(*self._form.unflatten(whole))
         )
-        self.derivatives = derivatives
-        self._programs: dict[Any, tuple[HostProgram, Any]] = {}
+        self._marks = [moves(x) for x in self.outs]
+        return traced_tuple((*itertools.compress(self.outs, self._marks), moving[0]))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function and returns its result."""
-        if kwargs:
-            args = self._positional(args, kwargs)
-        return super().__call__(*args)
+    def jvp(self, tangents: Sequence[Any]) -> list[Any]:
+        """The tangents of all results."""
+        from autograd import make_jvp
 
-    def _program(
-        self, template: Template, avals: tuple[Struct, ...], x64: bool
-    ) -> tuple[HostProgram, Any, Sequence[Any]]:
-        key = (template, tuple((a.shape, a.dtype, a.weak_type) for a in avals), x64)
-        if key not in self._programs:
-            self._programs[key] = self._made(template, avals)
-        return *self._programs[key], ()
+        found, dots = make_jvp(self._call)(self._moving)(tuple(tangents))
+        self._settle(found)
+        rest = iter(dots)
+        pairs = zip(self.outs, self._marks, strict=True)
+        return [next(rest) if mark else np.zeros(np.shape(x)) for x, mark in pairs]
 
-    def _made(
-        self, template: Template, avals: tuple[Struct, ...]
-    ) -> tuple[HostProgram, Any]:
-        args, _ = template.fill(avals)
-        spec = spec_of(self.result, self.fn, args, self.__name__)
-        leaves, out_tree = tree.tree_flatten(spec)
-        leaves = [Struct(x.shape, x.dtype) for x in leaves]
-        fn = self.fn
+    def vjp(self) -> Callable[[Sequence[Any]], list[Any]]:
+        """Cotangents of the results, None for zero -> those of what moves."""
+        from autograd import make_vjp
+        from autograd.tracer import getval
 
-        def flat(*arrays: Any) -> list[Any]:
-            return list(out_tree.flatten_up_to(fn(*template.fill(arrays)[0])))
+        pull, found = make_vjp(self._call)(self._moving)
+        self._settle(found)
+        marks = self._marks
+        zeros = [np.zeros_like(getval(x)) for x in found]
 
-        program = OfFlat(
-            self.__name__,
-            flat,
-            tuple(Struct(a.shape, a.dtype) for a in avals),
-            tuple(leaves),
-            self.derivatives,
-            dict(self.options),
-        )
-        return program, out_tree
+        def pullback(cotangents: Sequence[Any]) -> list[Any]:
+            pairs = zip(
+                (*itertools.compress(cotangents, marks), None), zeros, strict=True
+            )
+            return list(pull(tuple(zero if ct is None else ct for ct, zero in pairs)))
+
+        return pullback
+
+    def _settle(self, found: Sequence[Any]) -> None:
+        """Puts values in the places of the variables of a trace that has ended."""
+        rest = iter(found)
+        pairs = zip(self.outs, self._marks, strict=True)
+        self.outs = [next(rest) if mark else x for x, mark in pairs]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array that the call hands over; other leaves are static."""
+    from autograd.tracer import getval
+
+    value = getval(leaf)
+    known = isinstance(value, (np.ndarray, np.generic))
+    return known and value.dtype.kind not in "OUSMm"
+
+
+def moves(value: Any) -> bool:
+    """Whether a value has a derivative."""
+    from autograd.tracer import getval
+
+    return _is_inexact(np.result_type(getval(value)))
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,15 +12,16 @@ import numpy as np
 
 from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
-from hostcall._core.spec import Template
+from hostcall._core.spec import Static, Template
+from hostcall._host_function import results
 from hostcall.bridge._jax_programs import (
     NO_MESH,
-    Compiled,
+    Program,
     ProgramDevice,
     is_plain,
     structs,
 )
-from hostcall.bridge._programs import Bridged, HostProgram, Struct
+from hostcall.bridge._library import PLAIN, TakesNoRules, is_operand
 
 
 def on_device(
@@ -99,22 +100,11 @@ def on_device(
     return JaxFunction(fn, device=device, name=name, timeout=timeout)
 
 
-class JaxFunction(Bridged):
+class JaxFunction(TakesNoRules):
     """A JAX function and its device. `hc.bridge.jax` makes it."""
 
     def __init__(self, fn: Callable[..., Any], *, device: Any, **options: Any) -> None:
-        super().__init__(
-            fn,
-            name=options["name"],
-            result=None,
-            nondiff=(),
-            order="pure",
-            lend=False,
-            vmap_method=None,
-            arrays="numpy",
-            timeout=options["timeout"],
-            executor=None,
-        )
+        super().__init__(fn, **{**PLAIN, "result": None, **options})
         self.device = device
         self._given = {"device": device, **options}
         self._place = ProgramDevice(device)
@@ -127,29 +117,33 @@ class JaxFunction(Bridged):
         self._flat = flat
         self._jit = jax.jit(flat, static_argnums=0)
         # Weak keys: jax.clear_caches() drops what JAX traced, and with it these.
-        self._programs: WeakKeyDictionary[Any, Compiled] = WeakKeyDictionary()
+        self._programs: WeakKeyDictionary[Any, Program] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         found = super().__reduce__()
         return found if isinstance(found, str) else (_again, (self.fn, self._given))
 
-    def _program(
-        self, template: Template, avals: tuple[Struct, ...], x64: bool
-    ) -> tuple[HostProgram, Any, Sequence[Any]]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function and returns its result."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = [x for x in leaves if is_operand(x)]
+        marks = tuple(None if is_operand(x) else Static(x) for x in leaves)
+        template, avals = Template(treedef, marks), results.avals_of(tuple(arrays))
         with jax.sharding.use_abstract_mesh(NO_MESH):
             traced = self._jit.trace(template, *avals)
-            out_tree = jax.tree_util.tree_structure(traced.out_info)
+            out_tree = jax.tree.structure(traced.out_info)
             jaxpr = traced.jaxpr
+            more: list[Any] = []
             if len(jaxpr.in_avals) > len(avals):  # it closes over the program's values
                 code = functools.partial(self._flat, template)
-                return self._closed(jax.make_jaxpr(code)(*avals), out_tree, x64)
-        if jaxpr not in self._programs:
-            self._programs[jaxpr] = self._compiled(jaxpr, x64)
-        return self._programs[jaxpr], out_tree, ()
+                program, more = self._closed(jax.make_jaxpr(code)(*avals))
+            elif jaxpr in self._programs:
+                program = self._programs[jaxpr]
+            else:
+                program = self._programs[jaxpr] = self._compiled(jaxpr)
+        return out_tree.unflatten(program.host(*more, *arrays))
 
-    def _closed(
-        self, jaxpr: Any, out_tree: Any, x64: bool
-    ) -> tuple[HostProgram, Any, Sequence[Any]]:
+    def _closed(self, jaxpr: Any) -> tuple[Program, list[Any]]:
         """The program, if `fn` closes over values of the caller: they are operands."""
         consts = list(jaxpr.consts)
         at = [i for i, x in enumerate(consts) if isinstance(x, jax.core.Tracer)]
@@ -165,14 +159,14 @@ class JaxFunction(Bridged):
 
         avals = (*structs(values), *structs(jaxpr.in_avals))
         opened = jax.make_jaxpr(code)(*avals)
-        return self._compiled(opened, x64), out_tree, values
+        return self._compiled(opened), values
 
-    def _compiled(self, jaxpr: Any, x64: bool) -> Compiled:
+    def _compiled(self, jaxpr: Any) -> Program:
         # NumPy arrays, so that constants don't stay on the device where they are now.
         consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
         jaxpr = jaxpr.replace(consts=consts)
-        options = dict(self.options)
-        return Compiled(self.__name__, jaxpr, x64, self._place, options)
+        x64, timeout = bool(jax.config.jax_enable_x64), self.options["timeout"]
+        return Program(self.__name__, jaxpr, x64, self._place, timeout)
 
 
 def _again(fn: Callable[..., Any], options: dict[str, Any]) -> JaxFunction:

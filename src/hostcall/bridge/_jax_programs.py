@@ -1,26 +1,50 @@
-"""Programs that are JAX functions, and the device on which they run."""
+"""Programs that are JAX functions, and the device on which they run.
+
+The idea: JAX differentiates and batches a call by its rules, and here each rule is the
+call of another program. From a program of f two others are made:
+
+    push    (x, t)  -> (f(x), f'(x) t)       the jvp rule calls it
+    pull    (x, ct) -> f'(x)^T ct            the backward rule calls it
+
+These are programs too, with rules made in the same way. So every order and both modes
+work, and no program is made before JAX asks for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from hostcall._core.failures import original
+from hostcall._core.host_code import HostCode
+from hostcall._host_function.function import HostFunction
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
-from hostcall.bridge._programs import HostProgram, Struct, has_tangent, pick_moving
+from hostcall.bridge._library import PLAIN
+
+Struct: TypeAlias = jax.ShapeDtypeStruct
 
 # The other device knows nothing of the mesh around the calling program.
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-class Compiled(HostProgram):
-    """A traced JAX function, compiled for its device when it first runs."""
+class Program(HostCode):
+    """A traced JAX function of flat arrays, compiled for its device when it first runs.
+
+    Attributes:
+        host: the function that JAX code calls: arrays in, a list of arrays out.
+    """
+
+    stays = (
+        "a bridge makes it when the program is traced, so it can have no name. Register"
+        " a hc.host function that calls the library, with rules of its own"
+    )
 
     def __init__(
         self,
@@ -28,19 +52,31 @@ class Compiled(HostProgram):
         jaxpr: Any,
         x64: bool,
         place: ProgramDevice,
-        options: dict[str, Any],
+        timeout: float | None,
     ) -> None:
-        self.name, self.options = name, options
-        self.in_avals = structs(jaxpr.in_avals)
-        self.out_avals = structs(jaxpr.out_avals)
+        self.__name__ = self.__qualname__ = name
+        self._in, self._out = structs(jaxpr.in_avals), structs(jaxpr.out_avals)
         self._code = jaxpr_as_fun(jaxpr)
-        self._x64, self._place = x64, place
+        self._x64, self._place, self._timeout = x64, place, timeout
+        self._batches: dict[Any, Program] = {}
+
+    @cached_property
+    def host(self) -> HostFunction[..., Any]:
+        given = {"name": self.__name__, "result": list(self._out)}
+        host: HostFunction[..., Any]
+        host = HostFunction(self, **{**PLAIN, **given, "timeout": self._timeout})
+        host.defjvp(self._jvp, where="jax")
+        host.defvjp(self._forward, self._backward, where="jax")
+        host.defbatch(self._batch)
+        return host
+
+    # --- When the calling program runs ----------------------------------------------
 
     @cached_property
     def _jit(self) -> Any:
         return jax.jit(self._code)
 
-    def run(self, *arrays: Any) -> list[Any]:
+    def __call__(self, *arrays: Any) -> list[Any]:
         device = self._place.find()
         try:
             with jax.enable_x64(self._x64), jax.default_device(device):
@@ -54,62 +90,91 @@ class Compiled(HostProgram):
         except jax.errors.JaxRuntimeError as report:
             raise original(report) or report from None
 
-    def push(self) -> HostProgram:
-        n, moving = len(self.in_avals), self._moving
+    # --- Rules, in JAX code ---------------------------------------------------------
+
+    def _jvp(self, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        found = iter(self._push.host(*primals, *_moving(tangents, self._in)))
+        outs = [next(found) for _ in self._out]
+        return outs, _spread(found, self._out)
+
+    def _forward(self, *args: Any) -> tuple[list[Any], Any]:
+        return self.host(*args), args
+
+    def _backward(self, args: Any, cotangents: Any) -> tuple[Any, ...]:
+        back = self._pull.host(*args, *_moving(cotangents, self._out))
+        return tuple(_spread(iter(back), self._in))
+
+    def _batch(self, size: int, batched: Any, *args: Any) -> tuple[list[Any], Any]:
+        key = size, tuple(batched)
+        if key not in self._batches:
+            avals = [
+                Struct((size, *aval.shape), aval.dtype) if flag else aval
+                for aval, flag in zip(self._in, batched, strict=True)
+            ]
+            axes = [0 if flag else None for flag in batched]
+            code = jax.vmap(self._code, in_axes=axes)
+            self._batches[key] = self._derived(self.__name__, code, avals)
+        return self._batches[key].host(*args), True
+
+    # --- Programs of derivatives ----------------------------------------------------
+
+    @cached_property
+    def _push(self) -> Program:
+        n = len(self._in)
 
         def code(*operands: Any) -> list[Any]:
             along, values = self._along(operands[:n])
             outs, touts = jax.jvp(along, values, operands[n:])
-            return [*outs, *pick_moving(touts, self.out_avals)]
+            return [*outs, *_moving(touts, self._out)]
 
-        tangents = [self.in_avals[i] for i in moving]
-        return self._derived(f"jvp of {self.name}", code, (*self.in_avals, *tangents))
+        avals = (*self._in, *_moving(self._in, self._in))
+        return self._derived(f"jvp of {self.__name__}", code, avals)
 
-    def pull(self) -> HostProgram:
-        n = len(self.in_avals)
+    @cached_property
+    def _pull(self) -> Program:
+        n = len(self._in)
 
         def code(*operands: Any) -> list[Any]:
             along, values = self._along(operands[:n])
-            rest = iter(operands[n:])
             cotangents = [
-                next(rest)
-                if has_tangent(aval)
-                else np.zeros(aval.shape, jax.dtypes.float0)
-                for aval in self.out_avals
+                np.zeros(aval.shape, jax.dtypes.float0) if ct is None else ct
+                for ct, aval in zip(
+                    _spread(iter(operands[n:]), self._out), self._out, strict=True
+                )
             ]
             return list(jax.vjp(along, *values)[1](cotangents))
 
-        coming = [aval for aval in self.out_avals if has_tangent(aval)]
-        return self._derived(f"vjp of {self.name}", code, (*self.in_avals, *coming))
+        avals = (*self._in, *_moving(self._out, self._out))
+        return self._derived(f"vjp of {self.__name__}", code, avals)
 
-    def batch(self, size: int, batched: tuple[bool, ...]) -> HostProgram:
-        axes = [0 if flag else None for flag in batched]
-        avals = [
-            Struct((size, *aval.shape), aval.dtype) if flag else aval
-            for aval, flag in zip(self.in_avals, batched, strict=True)
-        ]
-        return self._derived(self.name, jax.vmap(self._code, in_axes=axes), avals)
-
-    @property
-    def _moving(self) -> list[int]:
-        return [i for i, aval in enumerate(self.in_avals) if has_tangent(aval)]
-
-    def _along(self, args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _along(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """The function of the arguments that have tangents, and their values."""
-        moving = self._moving
 
         def along(*values: Any) -> list[Any]:
-            whole = list(args)
-            for i, x in zip(moving, values, strict=True):
-                whole[i] = x
+            found = _spread(iter(values), self._in)
+            whole = [a if x is None else x for a, x in zip(args, found, strict=True)]
             return list(self._code(*whole))
 
-        return along, tuple(args[i] for i in moving)
+        return along, tuple(_moving(args, self._in))
 
-    def _derived(self, name: str, code: Any, avals: Sequence[Struct]) -> HostProgram:
+    def _derived(self, name: str, code: Any, avals: Sequence[Struct]) -> Program:
         with jax.enable_x64(self._x64), jax.sharding.use_abstract_mesh(NO_MESH):
             jaxpr = jax.make_jaxpr(code)(*avals)
-        return Compiled(name, jaxpr, self._x64, self._place, self.options)
+        return Program(name, jaxpr, self._x64, self._place, self._timeout)
+
+
+def _moves(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _moving(values: Any, avals: Any) -> list[Any]:
+    """The values that have a tangent."""
+    return [v for v, a in zip(values, avals, strict=True) if _moves(a)]
+
+
+def _spread(found: Any, avals: Any) -> list[Any]:
+    """One of `found` for each that has a tangent, None for the others."""
+    return [next(found) if _moves(a) else None for a in avals]
 
 
 class ProgramDevice:

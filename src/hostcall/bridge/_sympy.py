@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall._core.errors import DerivativeError, SpecError
-from hostcall._host_function import results
 from hostcall._host_function.function import HostFunction
-from hostcall.bridge._programs import needed
+from hostcall.bridge._library import PLAIN, needed
 from hostcall.bridge._sympy_code import Evaluate
 
 
@@ -93,130 +93,75 @@ def of_sympy(
             f" arguments {names}. Add them to the second argument of hc.bridge.sympy,"
             " or replace them by numbers with expr.subs(...)"
         )
-    found = _Expressions(shown, tuple(outs), form, names, modules, timeout)
-    return OfSympy(found)
+    return OfSympy(Evaluate(shown, tuple(outs), form, names, modules), timeout)
 
 
 class OfSympy(HostFunction[..., Any]):
     """Expressions as a function. `hc.bridge.sympy` makes it."""
 
-    def __init__(self, expressions: _Expressions) -> None:
-        super().__init__(
-            expressions.evaluate,
-            name=expressions.name,
-            result=expressions.spec,
-            nondiff=(),
-            order="pure",
-            lend=False,
-            arrays="numpy",
-            vmap_method="expand_dims",
-            timeout=expressions.timeout,
-            executor=None,
-        )
-        self.expressions = expressions
-        columns = [_Column(expressions, i) for i in range(len(expressions.symbols))]
-        self.defjvps(*columns, where="jax")
+    fn: Evaluate
+
+    def __init__(self, evaluate: Evaluate, timeout: float | None) -> None:
+        given = {"name": evaluate.__name__, "result": evaluate.spec, "timeout": timeout}
+        super().__init__(evaluate, **{**PLAIN, "vmap_method": "expand_dims", **given})
+        self._slopes: dict[Any, tuple[list[int], OfSympy | None]] = {}
+        numbers = range(len(evaluate.symbols))
+        rules = (functools.partial(self._share, number) for number in numbers)
+        self.defjvps(*rules, where="jax")
 
     def __reduce__(self) -> Any:
-        return OfSympy, (self.expressions,)
+        return OfSympy, (self.fn, self.options["timeout"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result; keywords are names of symbols."""
-        if kwargs:
-            args = self.expressions.positional(args, kwargs)
-        return super().__call__(*self.expressions.checked(args))
-
-
-def _is_of_step(part: Any) -> bool:
-    """Whether this is a derivative of a step, which SymPy leaves unevaluated."""
-    import sympy
-
-    return isinstance(part, sympy.Derivative) and isinstance(
-        part.expr, (sympy.floor, sympy.ceiling)
-    )
-
-
-class _Expressions:
-    """Expressions of the same symbols, which are evaluated together.
-
-    Attributes:
-        outs: the expressions.
-        form: "one", "list", or the shape of a Matrix.
-        symbols: the symbols of the arguments.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        outs: tuple[Any, ...],
-        form: Any,
-        symbols: tuple[Any, ...],
-        modules: Any,
-        timeout: float | None,
-    ) -> None:
-        self.name, self.outs, self.form, self.symbols = name, outs, form, symbols
-        self.modules, self.timeout = modules, timeout
-        self._derivatives: dict[Any, tuple[list[int], OfSympy | None]] = {}
-        # Made now, so that missing functions are found before a program runs.
-        self.evaluate = Evaluate(name, outs, form, symbols, modules)
-
-    def __reduce__(self) -> Any:
-        given = (self.name, self.outs, self.form, self.symbols)
-        return _Expressions, (*given, self.modules, self.timeout)
-
-    def spec(self, *avals: Any) -> Any:
-        plain = results.elementwise(*avals)
-        structs = []
-        for unit in self.evaluate.units:
-            dtype = plain.dtype
-            if unit:
-                dtype = jnp.promote_types(dtype, jnp.complex64)
-            structs.append(jax.ShapeDtypeStruct(plain.shape, dtype))
-        if self.form == "one":
-            return structs[0]
-        if self.form == "list":
-            return structs
-        dtype = jnp.result_type(plain.dtype, *(s.dtype for s in structs))
-        return jax.ShapeDtypeStruct((*plain.shape, *self.form), dtype)
-
-    def positional(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        left = [str(symbol) for symbol in self.symbols[len(args) :]]
-        if sorted(kwargs) != sorted(left):
+        symbols = self.fn.symbols
+        left = [str(symbol) for symbol in symbols[len(args) :]]
+        if len(args) > len(symbols) or sorted(kwargs) != sorted(left):
+            by = f" by position and the keywords {sorted(kwargs)}" if kwargs else ""
             raise SpecError(
-                f"hostcall: `{self.name}` takes an array for each of {self.symbols},"
-                f" got {len(args)} by position and the keywords {sorted(kwargs)}",
+                f"hostcall: `{self.__name__}` takes an array for each of {symbols}, got"
+                f" {len(args)}{by}",
                 code="hc-arguments",
             )
-        return (*args, *(kwargs[name] for name in left))
-
-    def checked(self, args: tuple[Any, ...]) -> list[Any]:
-        """The arguments, as arrays with as many axes as the result.
-
-        vmap puts the batch axis in front of an array. With fewer axes, it would line up
-        with an axis of another argument.
-        """
-        if len(args) != len(self.symbols):
-            raise SpecError(
-                f"hostcall: `{self.name}` takes an array for each of {self.symbols},"
-                f" got {len(args)}",
-                code="hc-arguments",
-            )
-        for symbol, arg in zip(self.symbols, args, strict=True):
+        args = (*args, *(kwargs[name] for name in left))
+        for symbol, arg in zip(symbols, args, strict=True):
             if symbol.is_extended_real and jnp.iscomplexobj(arg):
                 raise SpecError(
-                    f"hostcall: `{self.name}` got a complex array for {symbol}, which"
-                    " is declared real. Declare it as"
+                    f"hostcall: `{self.__name__}` got a complex array for {symbol},"
+                    " which is declared real. Declare it as"
                     f" sympy.Symbol({str(symbol)!r})"
                 )
-        rank = max(np.ndim(arg) for arg in args)
-        return [
-            jnp.expand_dims(x, range(rank - x.ndim))
-            if hasattr(x, "ndim") and x.ndim < rank
-            else x
-            for x in args
-        ]
+        # vmap puts the batch axis in front of an array. With fewer axes than the
+        # result, it would line up with an axis of another argument.
+        rank = max(map(np.ndim, args))
+        return super().__call__(
+            *(
+                jnp.expand_dims(x, range(rank - x.ndim))
+                if hasattr(x, "ndim") and x.ndim < rank
+                else x
+                for x in args
+            )
+        )
 
-    def derivative(
+    def _share(self, number: int, tangent: Any, out: Any, *primals: Any) -> Any:
+        """One argument's share of the result's tangent, as JAX code."""
+        key = number, tuple(not jnp.iscomplexobj(x) for x in primals)
+        if key not in self._slopes:
+            self._slopes[key] = self._derived(*key)
+        at, slopes = self._slopes[key]
+        if slopes is None:
+            return jax.tree.map(jnp.zeros_like, out)
+        found = slopes(*primals)
+        if self.fn.form == "one":
+            return found * tangent
+        if self.fn.form != "list":
+            return found * jnp.asarray(tangent)[..., None, None]
+        touts = list(map(jnp.zeros_like, out))
+        for k, slope in zip(at, found, strict=True):
+            touts[k] = slope * tangent
+        return touts
+
+    def _derived(
         self, number: int, real: tuple[bool, ...]
     ) -> tuple[list[int], OfSympy | None]:
         """The derivatives with respect to symbol `number`.
@@ -224,26 +169,19 @@ class _Expressions:
         Returns which expressions depend on the symbol, and their derivatives; for a
         Matrix, all of them. `real` says which symbols stand for real arrays.
         """
-        key = (number, real)
-        if key not in self._derivatives:
-            self._derivatives[key] = self._derived(number, real)
-        return self._derivatives[key]
-
-    def _derived(
-        self, number: int, real: tuple[bool, ...]
-    ) -> tuple[list[int], OfSympy | None]:
         sympy = needed("sympy", "sympy")
-        to, back = {}, {}
-        for symbol, flag in zip(self.symbols, real, strict=True):
-            if flag and not symbol.is_extended_real:
-                to[symbol] = sympy.Dummy(symbol.name, real=True)
-                back[to[symbol]] = symbol
-        by = self.symbols[number]
-        found = [e.xreplace(to).diff(to.get(by, by)).doit() for e in self.outs]
+        symbols = self.fn.symbols
+        to = {
+            symbol: sympy.Dummy(symbol.name, real=True)
+            for symbol, flag in zip(symbols, real, strict=True)
+            if flag and not symbol.is_extended_real
+        }
+        back, by = {dummy: symbol for symbol, dummy in to.items()}, symbols[number]
+        found = [e.xreplace(to).diff(to.get(by, by)).doit() for e in self.fn.outs]
         # The derivative of a step is zero except at the step itself.
         found = [e.replace(sympy.DiracDelta, lambda *_: sympy.S.Zero) for e in found]
         found = [e.replace(_is_of_step, lambda _: sympy.S.Zero).doit() for e in found]
-        for out, slope in zip(self.outs, found, strict=True):
+        for out, slope in zip(self.fn.outs, found, strict=True):
             if slope.has(sympy.Derivative, sympy.Subs):
                 raise DerivativeError(
                     f"hostcall: SymPy can't differentiate {out} with respect to {by}:"
@@ -254,36 +192,20 @@ class _Expressions:
         at = [k for k, slope in enumerate(found) if slope != 0]
         if not at:
             return [], None
-        if self.form != "list":
+        if self.fn.form != "list":
             at = list(range(len(found)))
         outs = tuple(found[k].xreplace(back) for k in at)
-        name = f"d({self.name})/d{by}"
-        made = _Expressions(
-            name, outs, self.form, self.symbols, self.modules, self.timeout
-        )
-        return at, OfSympy(made)
+        evaluate = self.fn.of(f"d({self.__name__})/d{by}", outs)
+        return at, OfSympy(evaluate, self.options["timeout"])
 
 
-class _Column:
-    """One argument's share of the result's tangent, as JAX code."""
+def _is_of_step(part: Any) -> bool:
+    """Whether this is a derivative of a step, which SymPy leaves unevaluated."""
+    import sympy
 
-    def __init__(self, expressions: _Expressions, number: int) -> None:
-        self.expressions, self.number = expressions, number
-
-    def __call__(self, tangent: Any, out: Any, *primals: Any) -> Any:
-        real = tuple(not jnp.iscomplexobj(x) for x in primals)
-        at, slopes = self.expressions.derivative(self.number, real)
-        if slopes is None:
-            return jax.tree.map(jnp.zeros_like, out)
-        found = slopes(*primals)
-        if self.expressions.form == "one":
-            return found * tangent
-        if self.expressions.form != "list":
-            return found * jnp.asarray(tangent)[..., None, None]
-        touts = list(map(jnp.zeros_like, out))
-        for k, slope in zip(at, found, strict=True):
-            touts[k] = slope * tangent
-        return touts
+    return isinstance(part, sympy.Derivative) and isinstance(
+        part.expr, (sympy.floor, sympy.ceiling)
+    )
 
 
 def _parts(expr: Any) -> tuple[list[Any], Any]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import builtins
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import HostCode
-from hostcall.bridge._programs import needed
+from hostcall._host_function.results import elementwise
+from hostcall.bridge._library import needed
 
 
 def code_of(
@@ -48,8 +51,9 @@ class Evaluate(HostCode):
     """Evaluates expressions on NumPy arrays.
 
     Attributes:
+        outs: the expressions.
         form: "one", "list", or the shape of a Matrix.
-        units: for each expression, whether it has the imaginary unit.
+        symbols: the symbols of the arguments.
     """
 
     stays = (  # read for derivatives: the user can register the value
@@ -66,23 +70,42 @@ class Evaluate(HostCode):
         modules: Any,
     ) -> None:
         sympy = needed("sympy", "sympy")
-        self._given = (name, outs, form, symbols, modules)
         self.__name__ = self.__qualname__ = name
-        self.form = form
-        self.units = tuple(bool(out.has(sympy.I)) for out in outs)
-        self.code = code_of(name, outs, symbols, modules)
+        self.outs, self.form, self.symbols, self._modules = outs, form, symbols, modules
+        # For each expression, whether it has the imaginary unit.
+        self._units = tuple(bool(out.has(sympy.I)) for out in outs)
+        # Made now, so that missing functions are found before a program runs.
+        self._code = code_of(name, outs, symbols, modules)
+
+    def of(self, name: str, outs: tuple[Any, ...]) -> Evaluate:
+        """The same for other expressions."""
+        return Evaluate(name, outs, self.form, self.symbols, self._modules)
 
     def __reduce__(self) -> Any:
-        return Evaluate, self._given
+        given = (self.__name__, self.outs, self.form, self.symbols, self._modules)
+        return Evaluate, given
+
+    def spec(self, *avals: Any) -> Any:
+        """The spec of its result for such arrays."""
+        plain = elementwise(*avals)
+        wide = jnp.promote_types(plain.dtype, jnp.complex64)
+        dtypes = [wide if unit else plain.dtype for unit in self._units]
+        structs = [jax.ShapeDtypeStruct(plain.shape, dtype) for dtype in dtypes]
+        if self.form == "one":
+            return structs[0]
+        if self.form == "list":
+            return structs
+        dtype = jnp.result_type(plain.dtype, *dtypes)
+        return jax.ShapeDtypeStruct((*plain.shape, *self.form), dtype)
 
     def __call__(self, *arrays: Any) -> Any:
         shape = np.broadcast_shapes(*(x.shape for x in arrays))
         real = not any(map(np.iscomplexobj, arrays))
         with np.errstate(all="ignore"):  # NaN and infinity without warnings, as in JAX
-            values = self.code(*map(_wide, arrays))
+            values = self._code(*map(_wide, arrays))
             outs = [
                 np.broadcast_to(_real(v) if real and not unit else v, shape)
-                for v, unit in zip(values, self.units, strict=True)
+                for v, unit in zip(values, self._units, strict=True)
             ]
         if self.form == "one":
             return outs[0]

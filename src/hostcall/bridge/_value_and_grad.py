@@ -108,9 +108,9 @@ def value_and_grad(
     both = _Both(fn, shown, (nondiff,) if isinstance(nondiff, int) else tuple(nondiff))
     spec = both.scalar if result is None else result
     made = host(_Value(both) if value is None else value, result=spec, **options)
-    pair = host(both, result=_PairSpec(made, both), **options)
+    pair = host(both, result=functools.partial(_pair_spec, made, both), **options)
     pair.defjvp(both.again, where="jax")
-    made.defjvp(_Rule(both, pair), where="jax")
+    made.defjvp(functools.partial(_jvp, both, pair), where="jax")
     return made
 
 
@@ -223,41 +223,28 @@ class _Value:
         return self.both.pair(args)[0]
 
 
-@dataclass(frozen=True)
-class _PairSpec:
-    """The spec of what `_Both` returns, as `result=` of `hc.host` takes it."""
-
-    made: HostFunction[..., Any]
-    both: _Both
-
-    def __call__(self, *avals: Any) -> Any:
-        made = self.made
-        value = results.spec_of(made.result, made.fn, avals, made.__name__)
-        return value, self.both.floating(avals)
+def _pair_spec(made: HostFunction[..., Any], both: _Both, *avals: Any) -> Any:
+    """The spec of what `_Both` returns."""
+    value = results.spec_of(made.result, made.fn, avals, made.__name__)
+    return value, both.floating(avals)
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """rule(primals, tangents) -> (value, tangent): JAX code, which JAX transposes."""
-
-    both: _Both
-    pair: HostFunction[..., Any]
-
-    def __call__(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        there = self.both.floating(primals)
-        if any(jnp.iscomplexobj(x) for x in there):
-            raise SpecError(
-                f"hostcall: `{self.both.name}` is differentiated with respect to a"
-                " complex argument. There are two conventions for its gradient, and"
-                " hostcall can't know which one the function follows. Pass the real and"
-                " imaginary parts instead, or name the argument in nondiff="
-            )
-        value, gradients = self.pair(*primals)
-        moving = self.both.moving(primals)
-        dots = tree.tree_leaves([tangents[n] for n in moving])
-        dots = [t for t in map(jnp.asarray, dots) if t.dtype != jax.dtypes.float0]
-        terms = [jnp.sum(g * t) for g, t in zip(gradients, dots, strict=True)]
-        return value, sum(terms[1:], terms[0]).astype(value.dtype)
+def _jvp(
+    both: _Both, pair: HostFunction[..., Any], primals: Any, tangents: Any
+) -> tuple[Any, Any]:
+    """(value, its tangent): JAX code, which JAX transposes."""
+    if any(jnp.iscomplexobj(x) for x in both.floating(primals)):
+        raise SpecError(
+            f"hostcall: `{both.name}` is differentiated with respect to a complex"
+            " argument. There are two conventions for its gradient, and hostcall can't"
+            " know which one the function follows. Pass the real and imaginary parts"
+            " instead, or name the argument in nondiff="
+        )
+    value, gradients = pair(*primals)
+    dots = tree.tree_leaves([tangents[n] for n in both.moving(primals)])
+    dots = [t for t in map(jnp.asarray, dots) if t.dtype != jax.dtypes.float0]
+    terms = [jnp.sum(g * t) for g, t in zip(gradients, dots, strict=True)]
+    return value, sum(terms[1:], terms[0]).astype(value.dtype)
 
 
 def _floating(x: Any) -> bool:

@@ -33,24 +33,14 @@ if TYPE_CHECKING:
     from hostcall.tools.watch import load_failure
 
 _LATER = {"load_failure": "watch", "read": "reading", "read_trace": "trace"}
-_MODULES = (
-    "breakpoint",
-    "jax_tqdm",
-    "progress",
-    "reading",
-    "recorder",
-    "sinks",
-    "trace",
-    "watch",
-)
 
 
 if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
     def __getattr__(name: str) -> Any:
-        if name in _MODULES:
-            return importlib.import_module(f"hostcall.tools.{name}")
         if name not in _LATER:
+            if name in __all__:
+                return importlib.import_module(f"hostcall.tools.{name}")
             raise AttributeError(f"module 'hostcall.tools' has no attribute {name!r}")
         module = importlib.import_module(f"hostcall.tools.{_LATER[name]}")
         return getattr(module, name)

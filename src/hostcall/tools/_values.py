@@ -31,6 +31,14 @@ def without_derivative(tree: T) -> T:
     return stopped
 
 
+def need(is_right: bool, wanted: str, got: Any, code: str = "hc-option") -> None:
+    """Raises a SpecError that says what was wanted, and what came."""
+    if not is_right:
+        is_array = isinstance(got, (np.ndarray, jax.Array))
+        shown = f"{got.dtype}{list(got.shape)}" if is_array else repr(got)
+        raise SpecError(f"hostcall: {wanted}, got {shown}", code=code)
+
+
 def refuse_misspelt(
     face: Callable[..., Any], name: str, values: Mapping[str, Any]
 ) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall.tools._breakpoint.frames import Line, users_lines
-from hostcall.tools._breakpoint.stop import stop
+from hostcall.tools._debugger import Line, stop, users_lines
 from hostcall.tools._values import without_derivative
 
 

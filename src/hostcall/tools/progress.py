@@ -111,7 +111,6 @@ class Progress:
         edge = step == initial
         if total is not None:
             edge |= step == total - 1
-        bars.close_at_barriers()
         # If the queue is full, the newest value of a bar is worth more than the oldest.
         hc.tap(
             loop,

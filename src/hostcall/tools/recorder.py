@@ -31,7 +31,7 @@ from hostcall.tools._recorder.feed import Feed, Sink, wait_for
 from hostcall.tools._recorder.fields import Field, arrays_of, fields_of
 from hostcall.tools._recorder.inbox import Inbox
 from hostcall.tools._recorder.store import Store
-from hostcall.tools._values import refuse_misspelt
+from hostcall.tools._values import need, refuse_misspelt
 from hostcall.tools.reading import Run, read
 
 # A delivery has up to so many events, and about up to so many bytes.
@@ -86,11 +86,7 @@ class Recorder:
             "hostcall[record]",
             "hand the values to a function of yours with hc.tap",
         )
-        if not flush >= 0:
-            raise SpecError(
-                f"hostcall: flush= of a recorder should be seconds, got {flush!r}",
-                code="hc-option",
-            )
+        need(flush >= 0, "flush= of a recorder should be seconds", flush)
         # Absolute, since the program may change its directory while the writer works.
         self._store = Store(Path(folder).absolute())
         self._inbox = Inbox(f"the recorder of {folder}", flush)

@@ -44,7 +44,6 @@ _HEAD = (
 )
 
 _open: list[trace] = []  # traces that write now; its methods are atomic
-_ends = threading.Lock()  # held for ever once the end of the process ends traces
 
 
 class trace:
@@ -113,8 +112,6 @@ class trace:
         # Unbuffered: what is written is in the file, whatever happens to the process.
         self._file = open(self.path, "wb", buffering=0)
         self._write(_HEAD)
-        if _ends.acquire(blocking=False):
-            monitor.at_barrier(_at_barrier)
         self._process = os.getpid()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         self._thread = threading.Thread(
@@ -207,6 +204,9 @@ def _at_barrier(ending: bool) -> None:
     if ending and not sys.is_finalizing():
         for each in list(_open):
             each._end()
+
+
+monitor.at_barrier(_at_barrier)
 
 
 # --- Reading --------------------------------------------------------------------------

@@ -23,10 +23,9 @@ import hostcall as hc
 from hostcall._api.call import call_kept
 from hostcall._core.host_code import HostCode
 from hostcall.errors import SpecError, Watched, WatchError
-from hostcall.tools._breakpoint.frames import Line, users_lines
-from hostcall.tools._breakpoint.stop import stop
+from hostcall.tools._debugger import Line, stop, users_lines
 from hostcall.tools._values import without_derivative
-from hostcall.tools._watch.messages import can_be_bad, check_options, text_of
+from hostcall.tools._watched import can_be_bad, check_options, text_of
 
 logger = logging.getLogger("hostcall")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
-from hostcall.bridge._programs import needed
+from hostcall.bridge._library import needed
 
 
 def torch(

@@ -22,6 +22,7 @@ import torch
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
+from hostcall.bridge._library import Flags
 
 tree = jax.tree_util
 
@@ -30,22 +31,6 @@ tree = jax.tree_util
 # differentiation belongs to the process: with two threads in it, one would fail or get
 # the tangents of the other. Re-entrant, since one thread may nest them.
 _forward = threading.RLock()
-
-
-class Flags:
-    """Several bools as one hashable static argument."""
-
-    def __init__(self, flags: Sequence[bool]) -> None:
-        self.flags = tuple(flags)
-
-    def __hash__(self) -> int:
-        return hash((Flags, self.flags))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Flags) and other.flags == self.flags
-
-    def __repr__(self) -> str:
-        return f"Flags{self.flags}"
 
 
 class Plain:
@@ -210,21 +195,12 @@ class _Slots:
 # --- Functions over others -----------------------------------------------------------
 
 
-class _Derived:
+class _Derived(Plain):
     """A function over another, which it gives copies if that one writes."""
 
-    writes = False
-    buffers: Mapping[str, Any] = MappingProxyType({})
-
     def __init__(self, code: Any) -> None:
-        self.code = code
-
-    @property
-    def keeps(self) -> bool:
-        return bool(self.code.keeps)
-
-    def check(self, args: Sequence[Any]) -> None:
-        """Accepts anything: only hostcall's own JAX code calls it."""
+        super().__init__(code)
+        self.writes, self.keeps = False, bool(code.keeps)
 
     def along(self, args: Any, flags: Sequence[bool]) -> tuple[Any, list[torch.Tensor]]:
         """(function, tensors): the inner function, of some of its tensors.
@@ -240,11 +216,11 @@ class _Derived:
             whole = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 whole[i] = x
-            if self.code.writes:
+            if self.fn.writes:
                 for i in places:
                     whole[i] = whole[i].clone()
             try:
-                return _tensors(self.code(*treedef.unflatten(whole)))
+                return _tensors(self.fn(*treedef.unflatten(whole)))
             except BaseException:
                 # The engine clears the frames of the traceback, but the functions in
                 # them keep their closures, and so the leaves: lent memory would seem

@@ -11,8 +11,14 @@ import numpy as np
 import torch
 
 from hostcall._core.errors import DerivativeError
-from hostcall._core.host_code import HostCode
-from hostcall.bridge._torch.code import conjugate, has_derivative
+from hostcall.bridge._library import Code, Flags
+from hostcall.bridge._torch.code import (
+    Mapped,
+    Pulled,
+    Pushed,
+    conjugate,
+    has_derivative,
+)
 from hostcall.bridge._torch.tensors import (
     array,
     check_unwritten,
@@ -30,7 +36,7 @@ tree = jax.tree_util
 take_over_number_of_threads = torch.get_num_threads
 
 
-class OnHost(HostCode):
+class OnHost(Code):
     """A function of tensors as a function of the host's arrays.
 
     Attributes:
@@ -40,13 +46,18 @@ class OnHost(HostCode):
     __signature__: inspect.Signature  # set for a module
 
     def __init__(self, code: Any, name: str, source: str) -> None:
+        super().__init__(name, source)
         self.code = code
-        self.__name__ = name.rpartition(".")[2]
-        self.__qualname__ = name
-        self._source = source
 
-    def source(self) -> str:
-        return self._source
+    def pulled(self, name: str, source: str) -> Code:
+        return OnHost(Pulled(self.code), name, source)
+
+    def pushed(self, name: str, source: str) -> Code:
+        return OnHost(Pushed(self.code), name, source)
+
+    def mapped(self, flags: Flags, name: str, source: str) -> Code:
+        """A batch of it: the arrays in `flags` have a batch axis in front."""
+        return OnHost(Mapped(self.code, flags), name, source)
 
     def __call__(self, *args: Any) -> Any:
         take_over_number_of_threads()
@@ -83,6 +94,73 @@ class OnHost(HostCode):
             return array(value)
         return tree.tree_map(array, value)
 
+    def forward(self, args: Sequence[Any], nondiff: Sequence[int]) -> tuple[Any, Any]:
+        """(result, Graph). The graph owns its tensors."""
+        code = self.code
+        take_over_number_of_threads()
+        inputs: list[torch.Tensor] = []
+
+        def enter(leaf: Any, differentiable: bool) -> Any:
+            if not is_array(leaf):
+                return leaf
+            x = own_tensor(leaf)
+            inputs.append(x)
+            if differentiable and has_derivative(x):
+                x.requires_grad_()
+            # A leaf of the graph can't be written to in place, but a copy of it can.
+            return x.clone() if code.writes else x
+
+        with torch.inference_mode(False), torch.enable_grad():
+            whole = []
+            for position, arg in enumerate(args):
+                may = position not in nondiff
+                if position == 0 and code.buffers:
+                    names = sorted(arg)  # the order in which JAX flattens a dict
+                    parts = {
+                        k: enter(arg[k], may and k not in code.buffers) for k in names
+                    }
+                    whole.append(parts)
+                else:
+                    whole.append(
+                        tree.tree_map(lambda leaf, may=may: enter(leaf, may), arg)
+                    )
+            value = code(*whole)
+        outs = tree.tree_leaves(value)
+        recorded = [
+            x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in outs
+        ]
+        return tree.tree_map(array, value), Graph(recorded, inputs)
+
+    @staticmethod
+    def backward(
+        graph: Graph, cotangents: Sequence[Any], wanted: Sequence[bool]
+    ) -> list[Any]:
+        """The cotangents of the wanted tensors of the arguments; None for zero."""
+        take_over_number_of_threads()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return OnHost.backward(graph, cotangents, wanted)
+        outs, seeds = [], []
+        for out, ct in zip(graph.outs, cotangents, strict=True):
+            if out is not None and ct is not None:
+                outs.append(out)
+                seeds.append(conjugate(tensor(ct)).to(out.dtype))
+        inputs = [x for x, flag in zip(graph.inputs, wanted, strict=True) if flag]
+        if not all(x.requires_grad for x in inputs):
+            raise DerivativeError(
+                "hostcall: a module of hc.bridge.torch is differentiated with respect"
+                " to one of its buffers, which have no derivative. Differentiate with"
+                " respect to the parameters only:"
+                " lambda params: f({**params, **buffers}, x)"
+            )
+        if not outs:
+            return [None] * len(inputs)
+        # The graph is kept: only the residual store knows whether it is needed again.
+        found = torch.autograd.grad(
+            outs, inputs, seeds, retain_graph=True, allow_unused=True
+        )
+        return [None if x is None else array(conjugate(x)) for x in found]
+
 
 class Graph:
     """What a forward pass leaves for its backward pass.
@@ -96,65 +174,3 @@ class Graph:
 
     def __init__(self, outs: list[Any], inputs: list[torch.Tensor]) -> None:
         self.outs, self.inputs = outs, inputs
-
-
-def forward(code: Any, args: Sequence[Any], nondiff: Sequence[int]) -> Any:
-    """Returns (result, Graph). The graph owns its tensors."""
-    take_over_number_of_threads()
-    inputs: list[torch.Tensor] = []
-
-    def enter(leaf: Any, differentiable: bool) -> Any:
-        if not is_array(leaf):
-            return leaf
-        x = own_tensor(leaf)
-        inputs.append(x)
-        if differentiable and has_derivative(x):
-            x.requires_grad_()
-        # A leaf of the graph can't be written to in place, but a copy of it can.
-        return x.clone() if code.writes else x
-
-    with torch.inference_mode(False), torch.enable_grad():
-        whole = []
-        for position, arg in enumerate(args):
-            may = position not in nondiff
-            if position == 0 and code.buffers:
-                names = sorted(arg)  # the order in which JAX flattens a dict
-                parts = {k: enter(arg[k], may and k not in code.buffers) for k in names}
-                whole.append(parts)
-            else:
-                whole.append(tree.tree_map(lambda leaf, may=may: enter(leaf, may), arg))
-        value = code(*whole)
-    outs = tree.tree_leaves(value)
-    recorded = [
-        x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in outs
-    ]
-    return tree.tree_map(array, value), Graph(recorded, inputs)
-
-
-def backward(
-    graph: Graph, cotangents: Sequence[Any], wanted: Sequence[bool]
-) -> list[Any]:
-    """The cotangents of the wanted tensors of the arguments; None for zero."""
-    take_over_number_of_threads()
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return backward(graph, cotangents, wanted)
-    outs, seeds = [], []
-    for out, ct in zip(graph.outs, cotangents, strict=True):
-        if out is not None and ct is not None:
-            outs.append(out)
-            seeds.append(conjugate(tensor(ct)).to(out.dtype))
-    inputs = [x for x, flag in zip(graph.inputs, wanted, strict=True) if flag]
-    if not all(x.requires_grad for x in inputs):
-        raise DerivativeError(
-            "hostcall: a module of hc.bridge.torch is differentiated with respect to"
-            " one of its buffers, which have no derivative. Differentiate with respect"
-            " to the parameters only: lambda params: f({**params, **buffers}, x)"
-        )
-    if not outs:
-        return [None] * len(inputs)
-    # The graph is kept: only the residual store knows whether it is needed again.
-    found = torch.autograd.grad(
-        outs, inputs, seeds, retain_graph=True, allow_unused=True
-    )
-    return [None if x is None else array(conjugate(x)) for x in found]

@@ -25,42 +25,25 @@ from hostcall._core.errors import ResultError, SpecError
 _VERSION = (1, 0)  # the first version of DLPack that can hand out read-only memory
 
 # NumPy's DLPack can't name these dtypes, so they are handed over as integers.
+_EIGHT_BITS = "e4m3fn e4m3fnuz e5m2 e5m2fnuz e8m0fnu"
 _BITS: dict[Any, tuple[Any, torch.dtype]] = {
     np.dtype(getattr(ml_dtypes, name)): (np.dtype(bits), getattr(torch, name))
-    for name, bits in {
-        "bfloat16": "uint16",
-        "float8_e4m3fn": "uint8",
-        "float8_e4m3fnuz": "uint8",
-        "float8_e5m2": "uint8",
-        "float8_e5m2fnuz": "uint8",
-        "float8_e8m0fnu": "uint8",
-    }.items()
+    for name, bits in [
+        ("bfloat16", "uint16"),
+        *((f"float8_{form}", "uint8") for form in _EIGHT_BITS.split()),
+    ]
     if hasattr(torch, name) and hasattr(ml_dtypes, name)
 }
 _FROM_BITS: dict[torch.dtype, tuple[torch.dtype, Any]] = {
     theirs: (getattr(torch, bits.name), ours) for ours, (bits, theirs) in _BITS.items()
 }
+_SAME_NAMES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+    " float16 float32 float64 complex64 complex128"
+)
 TORCH_DTYPES: dict[Any, torch.dtype] = {
     **{ours: theirs for ours, (_, theirs) in _BITS.items()},
-    **{
-        np.dtype(name): getattr(torch, name)
-        for name in [
-            "bool",
-            "int8",
-            "int16",
-            "int32",
-            "int64",
-            "uint8",
-            "uint16",
-            "uint32",
-            "uint64",
-            "float16",
-            "float32",
-            "float64",
-            "complex64",
-            "complex128",
-        ]
-    },
+    **{np.dtype(name): getattr(torch, name) for name in _SAME_NAMES.split()},
 }
 NUMPY_DTYPES: dict[torch.dtype, Any] = {v: k for k, v in TORCH_DTYPES.items()}
 

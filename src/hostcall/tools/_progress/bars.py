@@ -204,18 +204,6 @@ _lock = threading.RLock()
 # --- Barriers and forks -----------------------------------------------------------
 
 
-_waits_for_barriers = False
-
-
-def close_at_barriers() -> None:
-    """Makes barriers and the end of the process close bars. Called by each trace."""
-    global _waits_for_barriers
-    if not _waits_for_barriers:
-        _waits_for_barriers = True
-        hc.monitor.at_barrier(close_all)
-        os.register_at_fork(after_in_child=_after_fork)
-
-
 def close_all(ending: bool = True) -> None:
     """Closes all bars; if not `ending`, those that are over."""
     with _lock:
@@ -233,3 +221,7 @@ def _after_fork() -> None:
     for drawn in (drawn for bar in _bars.open for drawn in bar.drawn):
         drawn.bar.disable = True
     _bars.open.clear()
+
+
+hc.monitor.at_barrier(close_all)
+os.register_at_fork(after_in_child=_after_fork)

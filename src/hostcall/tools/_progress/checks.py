@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
+from hostcall.tools._values import need
 
 PACKAGES = {"auto": "tqdm", "rich": "rich"}
 
@@ -143,9 +144,4 @@ def _is_scalar(value: Any, *kinds: Any) -> bool:
 
 
 def _need(is_right: bool, wanted: str, got: Any) -> None:
-    if not is_right:
-        is_array = isinstance(got, (np.ndarray, jax.Array))
-        shown = f"{got.dtype}{list(got.shape)}" if is_array else repr(got)
-        raise hc.errors.SpecError(
-            f"hostcall: hc.progress: {wanted}, got {shown}", code="hc-option"
-        )
+    need(is_right, f"hc.progress: {wanted}", got)

@@ -14,21 +14,16 @@ from pathlib import Path
 import hostcall as hc
 
 _logger = logging.getLogger("hostcall")
-# Protects `_untold` and `_registered`. Its parties are the threads of recorders, and
-# those of the user at a barrier or in `close`.
+# Protects `_untold`. Its parties are the threads of recorders, and those of the user at
+# a barrier or in `close`.
 _lock = threading.Lock()
 _untold: list[tuple[object, BaseException]] = []
-_registered = False
 
 
 def tell(owner: object, who: str, error: BaseException) -> None:
     """Called by a thread that ends with an error."""
-    global _registered
     with _lock:
         _untold.append((owner, error))
-        register, _registered = not _registered, True
-    if register:
-        hc.monitor.at_barrier(_raise_untold)
     # Last: who reads this expects the next barrier to raise.
     _logger.error("hostcall: %s failed: %s: %s", who, type(error).__name__, error)
 
@@ -71,3 +66,6 @@ def raise_all(errors: list[BaseException], what: str) -> None:
 def _raise_untold(ending: bool) -> None:
     del ending
     raise_all(take(), "threads of recorders failed")
+
+
+hc.monitor.at_barrier(_raise_untold)

@@ -65,16 +65,14 @@ class Inbox:
     def take(self) -> tuple[list[Any], bool]:
         """Called by the writer. Returns what came, and whether it is the last."""
         with self._changed:
-            while not (self._items or self._closing):
-                self._changed.wait()
-            end = self._first + self._patience
-            while not (
-                self._closing or self._wanted > self._done or self._bytes > ENOUGH
-            ):
-                left = end - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+            self._changed.wait_for(lambda: self._items or self._closing)
+            left = self._first + self._patience - time.monotonic()
+            self._changed.wait_for(
+                lambda: (
+                    self._closing or self._wanted > self._done or self._bytes > ENOUGH
+                ),
+                min(max(left, 0.0), threading.TIMEOUT_MAX),
+            )
             items, self._items, self._bytes = self._items, [], 0
             self._changed.notify_all()  # `put` may go on
             return items, self._closing

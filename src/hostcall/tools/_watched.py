@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
-from hostcall.errors import SpecError
+from hostcall.tools._values import need
 
 _ACTIONS = ("raise", "log", "breakpoint")
 _LEAVES_AT_MOST = 8  # that the text of an error describes
@@ -61,30 +61,28 @@ def _told(name: str, path: Any, leaf: Any) -> str:
 
 
 def check_options(check: Any, keep: Any, action: Any, name: Any) -> None:
-    if check != "finite" and not callable(check):
-        raise SpecError(
-            'hostcall: check= of hc.watch should be "finite" or a function of the'
-            f" tree that returns a bool, got {check!r}",
-            code="hc-option",
-        )
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
-        raise SpecError(
-            "hostcall: keep= of hc.watch should be a number of executions, an int of 0"
-            f" or more, got {keep!r}",
-            code="hc-option",
-        )
-    if action not in _ACTIONS and not callable(action):
-        raise SpecError(
-            f"hostcall: action= of hc.watch should be one of"
-            f" {', '.join(map(repr, _ACTIONS))} or a function of the error, got"
-            f" {action!r}",
-            code="hc-option",
-        )
-    if name is not None and not isinstance(name, str):
-        raise SpecError(
-            f"hostcall: name= of hc.watch should be a str, got {name!r}",
-            code="hc-option",
-        )
+    need(
+        check == "finite" or callable(check),
+        'check= of hc.watch should be "finite" or a function of the tree that returns a'
+        " bool",
+        check,
+    )
+    need(
+        isinstance(keep, int) and not isinstance(keep, bool) and keep >= 0,
+        "keep= of hc.watch should be a number of executions, an int of 0 or more",
+        keep,
+    )
+    need(
+        action in _ACTIONS or callable(action),
+        f"action= of hc.watch should be one of {', '.join(map(repr, _ACTIONS))} or a"
+        " function of the error",
+        action,
+    )
+    need(
+        name is None or isinstance(name, str),
+        "name= of hc.watch should be a str",
+        name,
+    )
 
 
 def can_be_bad(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Runs a function as if it were called by lines of the user's program.
+"""Opens a debugger in a callback, as if lines of the user's program had called it.
 
 A debugger shows frames: a file, a line, and the names in it. When a callback runs, the
 frames in which the user wrote it are long gone. So they are noted while JAX traces, and
@@ -9,13 +9,17 @@ name and the line, and it calls the next one. They call through C (`exec` in a
 
 from __future__ import annotations
 
+import bdb
 import builtins
+import collections
 import functools
 import os
+import pdb
 import sys
+import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import jax
@@ -63,7 +67,7 @@ def users_lines() -> tuple[Line, ...]:
     return tuple(found)
 
 
-def run_in(
+def _run_in(
     lines: tuple[Line, ...], names: dict[str, Any], open_debugger: Callable[[], Any]
 ) -> None:
     """Calls `open_debugger` in the innermost of these frames, with these locals."""
@@ -83,14 +87,67 @@ def run_in(
 def _step(
     line: Line, source: str, names: dict[str, Any], hidden: dict[str, Any]
 ) -> Callable[[], Any]:
+    code = compile("\n" * (line.line - line.first) + source, line.file, "exec")
+    code = code.replace(
+        co_firstlineno=line.first,
+        co_name=line.function.rpartition(".")[2],
+        co_qualname=line.function,
+    )
     # The hidden names are builtins of this frame, so that no list of names shows them.
     around = {**line.names, "__builtins__": {**vars(builtins), **hidden}}
-    return functools.partial(exec, _code(line, source), around, names)
+    return functools.partial(exec, code, around, names)
 
 
-def _code(line: Line, source: str) -> CodeType:
-    code = compile("\n" * (line.line - line.first) + source, line.file, "exec")
-    name = line.function.rpartition(".")[2]
-    return code.replace(
-        co_firstlineno=line.first, co_name=name, co_qualname=line.function
+# Held while a debugger is open: two that read the same terminal would take each other's
+# lines. Reentrant, because a program that the user starts in the debugger may stop in
+# the same thread. `acquire` waits without the GIL, so the open debugger goes on.
+_open = threading.RLock()
+
+# The runs of programs whose debugger was quit. Guarded by `_open`.
+_quit_runs: collections.deque[int] = collections.deque(maxlen=64)
+
+
+def stop(lines: tuple[Line, ...], names: dict[str, Any]) -> None:
+    """Opens the debugger of the user in a frame with these lines and names.
+
+    Raises:
+        bdb.BdbQuit: the user has quit the debugger, here or on another device of the
+            same run of the program: its shards come one after another.
+    """
+    here = hostcall.current()
+    run = -1 if here is None or here.run is None else here.run
+    with _open:
+        if run in _quit_runs:
+            raise _quit(lines)
+        try:
+            # `breakpoint`, not the hook behind it: it reads PYTHONBREAKPOINT, and some
+            # notebooks replace it.
+            _run_in(lines, names, _pdb if _quit_ends_all() else builtins.breakpoint)
+        except bdb.BdbQuit:
+            if run != -1:
+                _quit_runs.append(run)
+            raise _quit(lines) from None
+
+
+def _quit_ends_all() -> bool:
+    """Whether `breakpoint` is Python's own, whose `quit` ends the process (3.14)."""
+    return (
+        sys.version_info >= (3, 14)
+        and isinstance(builtins.breakpoint, types.BuiltinFunctionType)
+        and sys.breakpointhook is sys.__breakpointhook__
+        and os.environ.get("PYTHONBREAKPOINT") in (None, "", "pdb.set_trace")
+        and pdb.set_trace.__module__ == "pdb"  # pytest replaces it
+    )
+
+
+def _pdb() -> None:
+    """Python's debugger, whose `quit` raises BdbQuit, as in older versions."""
+    pdb.Pdb().set_trace(sys._getframe(1))
+
+
+def _quit(lines: tuple[Line, ...]) -> bdb.BdbQuit:
+    at = f"{lines[0].file}:{lines[0].line} in {lines[0].function}"
+    return bdb.BdbQuit(
+        f"the debugger that hostcall opened at {at} was quit, so the program ends here."
+        " `continue` lets it go on"
     )

@@ -1,1 +1,0 @@
-"""The parts of `hc.watch`: what its errors say."""
