@@ -9,7 +9,7 @@ import time
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import failures, mistakes
+from hostcall._core import failures, mistakes, owed
 from hostcall._core.daemon import daemon, start
 from hostcall._core.wait import wait
 from hostcall._runtime import delivery, tap_failures, waits
@@ -63,15 +63,13 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
     if timeout is not None and not _programs_end_in(timeout):
         return False
     failed = delivery.reports  # outlives this wait if Ctrl-C or the limit ends it
-    failed += failures.failures_of_effects()
+    failed += owed.failures_of_programs()
     for error in failures.failures_of_arrays():
         # Only failures of host calls, and of those none that the user has seen: a
         # printed traceback may keep failed arrays in its frames, for long.
         number = failures.number_in(error)
         if number and not failures.is_surely_told(number):
             failed.append(error)
-    seen = {failures.number_in(error) for error in failed}
-    failed += [e for e in failures.owed() if failures.number_in(e) not in seen]
     left = None if end is None else max(0.0, end - time.monotonic())
     if not delivery.flush(left, "hc.barrier()"):
         return False

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -168,13 +168,8 @@ def text_for_xla(
     place: object,
     row: tuple[int, ...],
     hint: str = "",
-    is_effect: bool = False,
 ) -> str:
-    """The text that JaxRuntimeError shows for an exception of a callback.
-
-    If the call has an order (`is_effect`) and runs on a thread of XLA's, its failure is
-    owed until somebody is told of it.
-    """
+    """The text that JaxRuntimeError shows for an exception of a callback."""
     # XLA passes the text on as a C string in UTF-8.
     said = (summary(exception) + (hint and f". {hint}")).replace("\0", "\\0")
     said = said.encode("utf-8", "backslashreplace").decode()
@@ -188,10 +183,7 @@ def text_for_xla(
             f" {said.partition(': ')[2]}"
         )
         return numbered(exception, codes.ended(said, "hc-traced"))
-    text = numbered(exception, f"{said} {where}")
-    if is_effect and _is_on_a_thread_of_xlas():
-        _owe(text)
-    return text
+    return numbered(exception, f"{said} {where}")
 
 
 # Closures are searched for tracers when a call is traced (_core/captured.py).
@@ -226,10 +218,10 @@ def failures_so_far() -> int:
 
 def number_in(report: BaseException) -> int:
     """The number at the end of JAX's report; 0 if the failure is not a host call's."""
-    return _number_in(summary(report))
+    return number_of(summary(report))
 
 
-def _number_in(text: str) -> int:
+def number_of(text: str) -> int:
     found = _NUMBER.findall(text)
     return int(found[-1]) if found else 0
 
@@ -273,12 +265,6 @@ def last_error() -> BaseException | None:
             return None
         kept.handed_over = True
         return kept.get()
-
-
-def wait_quietly(things: Sequence[Any]) -> None:
-    """Waits for tokens; what they raise is left to those who read them later."""
-    for thing in things:
-        failure_of(thing)
 
 
 def failures_of_effects() -> list[BaseException]:
@@ -332,47 +318,6 @@ def in_place_of(report: BaseException) -> BaseException | None:
         same: BaseException = jax.errors.JaxRuntimeError(str(report))
         return same
     return None
-
-
-# --- Failures that nobody was told of -------------------------------------------------
-#
-# A program that fails while it is dispatched raises there. One that XLA has put behind
-# others fails on a thread of XLA's, and JAX raises it where a result is read: nowhere,
-# if the results were dropped.
-
-_OWED_AT_MOST = 1024
-_owed: OrderedDict[int, str] = OrderedDict()  # by number
-
-
-def _is_on_a_thread_of_xlas() -> bool:
-    """Whether nothing but hostcall's own code has called what runs here."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__")).startswith("hostcall.")
-
-
-def _owe(text: str) -> None:
-    with _lock:
-        _owed[_number_in(text)] = text
-        while len(_owed) > _OWED_AT_MOST:
-            _owed.popitem(last=False)
-
-
-def owed() -> list[BaseException]:
-    """What JAX would have raised for the failures that nobody was told of; once."""
-    with _lock:
-        texts = [text for number, text in _owed.items() if number not in _told]
-        _owed.clear()
-    with looking():
-        return [jax.errors.JaxRuntimeError(f"INTERNAL: {text}") for text in texts]
-
-
-def raise_owed() -> None:
-    """Raises the first failure that nobody was told of."""
-    for error in owed():
-        tell(number_in(error))
-        raise in_place_of(error) or error
 
 
 # --- Reports at the time JAX makes them ----------------------------------------------
@@ -441,7 +386,7 @@ def _watch_reports() -> None:
 
 
 def _report_is_made(text: str) -> None:
-    number = _number_in(text)
+    number = number_of(text)
     kept = _kept.get(number)
     found = None if kept is None else kept.get()
     if getattr(_looking, "on", False) and (

@@ -109,9 +109,7 @@ def _is_lowered_here(effects: Collection[Any]) -> bool:
 
 lower_effectful_conditions(_is_lowered_here)
 _jax.dispatch_fast(
-    lambda effect: isinstance(effect, CallEffect | OrderedCallEffect),
-    failures.wait_quietly,
-    failures.raise_owed,
+    lambda effect: isinstance(effect, CallEffect | OrderedCallEffect), failures.looking
 )
 
 

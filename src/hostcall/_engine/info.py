@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from hostcall._core import coerce, collector, errors, failures, frames
+from hostcall._core import coerce, collector, errors, failures, frames, owed
 from hostcall._core.host_code import own
 from hostcall._engine.places import number_of
 from hostcall._runtime import tap_failures
@@ -117,8 +117,10 @@ class CallInfo:
         # Rows that run together say by themselves which of them failed.
         row = row or vars(error).pop("hostcall_index", ())
         hint = self.hint(error)
-        is_effect = self.params.order != "pure"
-        text = failures.text_for_xla(error, self.name, self.place, row, hint, is_effect)
+        text = failures.text_for_xla(error, self.name, self.place, row, hint)
+        has_token = self.of_program is not None or self.mesh is not None
+        if self.params.order != "pure" and not has_token:
+            owed.owe(text)
         if self.job is not None:
             # A failure that the program tells all processes is noted when they learn
             # it: until then this process's other devices still make their calls.

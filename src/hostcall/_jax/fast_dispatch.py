@@ -18,13 +18,13 @@ holds the whole program, and makes the tokens of its ordered calls inside.
 
 Programs with other effects beside, over several devices, for other platforms, for
 export, and programs without results keep the way with tokens. A program without results
-would have nothing in which its failure could reach its reader. A program over several
-devices is not behind the thread's last one. So if it has ordered calls, its dispatch
-waits for the others before it and for its own end (`_in_order`).
+would have nothing in which its failure could reach its reader. Ordered programs over
+one device and over several are put in order by `_in_order`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,6 +38,8 @@ from jax._src import util as _util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib.mlir import ir as _ir
+
+from hostcall._jax.reports import REPORTS
 
 # --- A program as one equation without effects ----------------------------------------
 
@@ -121,15 +123,13 @@ def _is_for_one_cpu(args: Sequence[Any], options: dict[str, Any]) -> bool:
 
 def dispatch_fast(
     is_ours: Callable[[Any], bool],
-    wait: Callable[[Sequence[Any]], None],
-    raise_owed: Callable[[], None],
+    quietly: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> None:
     """From now on, JAX's fast dispatch serves the programs that it can.
 
     Args:
         is_ours: whether an effect can have been made by nothing but an engine's call.
-        wait: waits for tokens, and leaves what they raise to their other readers.
-        raise_owed: called at the end of `jax.effects_barrier`.
+        quietly: inside it, errors that JAX makes do not count as told.
     """
     plain = getattr(_pxla, "_cached_lowering_to_hlo", None)
     if plain is None:  # a later JAX: programs go through Python
@@ -143,21 +143,24 @@ def dispatch_fast(
             and _is_for_one_cpu(args, options)
             and _are_engine_calls(jaxpr, is_ours)
         ):
-            _clients.setdefault(args[1], None)
+            _clients.add(args[1])
             jaxpr = _without_effects(jaxpr)
         return plain(jaxpr, *args, **options)
 
     _pxla._cached_lowering_to_hlo = lowered
-    _pxla.ExecuteReplicated.__call__ = _in_order(_pxla.ExecuteReplicated.__call__, wait)
-    tokens = _dispatch.RuntimeTokenSet
-    tokens.block_until_ready = _with_marks(tokens.block_until_ready, wait, raise_owed)
+    _pxla.ExecuteReplicated.__call__ = _in_order(
+        _pxla.ExecuteReplicated.__call__, quietly
+    )
 
 
-# --- Waiting for them -----------------------------------------------------------------
+# --- Programs that are waited for, and programs over several devices ------------------
+#
+# Both need programs that do nothing, one for each CPU device: what XLA puts behind them
+# or before them is in order with all that the thread has dispatched.
 
-# A client for which such programs were lowered -> for each of its devices a program
-# that does nothing, once it is needed.
-_clients: dict[Any, list[Any] | None] = {}
+_clients: set[Any] = set()  # those for which such programs were lowered
+_nothing: dict[Any, Any] = {}  # by device: a program without operands
+_nothing_after: dict[Any, Any] = {}  # by device: one whose operand is a token
 
 
 def forget_fast_dispatches() -> None:
@@ -169,61 +172,76 @@ def marks() -> list[Any]:
     """Things to wait for. They are ready when the programs have ended that the calling
     thread has dispatched before. Cost: 10 us for each CPU device.
     """
-    found = []
-    for client, programs in list(_clients.items()):
-        if programs is None:
-            programs = [_nothing_on(device) for device in client.local_devices()]
-            _clients[client] = programs
-        for program in programs:
-            results = program.execute_sharded([], with_tokens=True)
-            found.append(results.consume_token())
-    return found
+    devices = [device for client in _clients for device in client.local_devices()]
+    return [_run(_nothing, "", device) for device in devices]
 
 
-def _nothing_on(device: Any) -> Any:
-    """A compiled program that does nothing, for this device."""
-    text = "module @nothing { func.func public @main() { return } }"
-    devices = np.array([[device]])
-    options = _compiler.get_compile_options(1, 1, devices, backend=device.client)
+def _run(programs: dict[Any, Any], operand: str, device: Any, *operands: Any) -> Any:
+    """Dispatches a program that does nothing; returns its token."""
+    if device not in programs:
+        programs[device] = _compiled(f"func.func public @main({operand})", device)
+    results = programs[device].execute_sharded(list(operands), with_tokens=True)
+    return results.consume_token()
+
+
+def _compiled(main: str, device: Any) -> Any:
+    options = _compiler.get_compile_options(
+        1, 1, np.array([[device]]), backend=device.client
+    )
     with _mlir.make_ir_context(), _ir.Location.unknown():
         return _compiler.backend_compile_and_load(
             device.client,
-            _ir.Module.parse(text),
+            _ir.Module.parse(f"module @nothing {{ {main} {{ return }} }}"),
             _pxla._create_device_list((device,)),
             options,
             [],
         )
 
 
-def _in_order(
-    plain: Callable[..., Any], wait: Callable[[Sequence[Any]], None]
-) -> Callable[..., Any]:
-    """`ExecuteReplicated.__call__`, which dispatches in Python."""
+def _in_order(plain: Callable[..., Any], quietly: Callable[[], Any]) -> Any:
+    """`ExecuteReplicated.__call__`, which dispatches in Python.
+
+    A program over several devices is not behind the thread's last one, nor is the next
+    one behind it. So if it has ordered calls, those before it are waited for, and on
+    each device a program is dispatched that needs its token.
+    """
 
     @functools.wraps(plain)
     def call(self: Any, *args: Any) -> Any:
-        if not self.ordered_effects or len(self._local_devices) == 1:
+        devices = self._local_devices
+        if (
+            not self.ordered_effects
+            or len(devices) == 1
+            or devices[0].platform != "cpu"
+        ):
             return plain(self, *args)
-        wait(marks())
+        with quietly():
+            for mark in marks():
+                mark.block_until_ready()
         results = plain(self, *args)
-        tokens = _dispatch.runtime_tokens.output_runtime_tokens
-        wait([tokens[device] for device in self._local_devices])
+        tokens = _dispatch.runtime_tokens.current_tokens
+        with quietly(), contextlib.suppress(*REPORTS):
+            for effect, token in list(tokens.items()):
+                if any(effect is ordered for ordered in self.ordered_effects):
+                    for part in token._buf.addressable_shards:
+                        _run(_nothing_after, _OF_A_TOKEN, part.device, part.data)
         return results
 
     return call
 
 
-def _with_marks(
-    plain: Callable[..., None],
-    wait: Callable[[Sequence[Any]], None],
-    raise_owed: Callable[[], None],
-) -> Callable[..., None]:
-    """`RuntimeTokenSet.block_until_ready`, which is `jax.effects_barrier`."""
+_OF_A_TOKEN = "%token: tensor<0xi1>"
+
+
+def when_waiting_for_effects(then: Callable[[], None]) -> None:
+    """`jax.effects_barrier` waits for programs without tokens too, then calls this."""
+    plain = _dispatch.RuntimeTokenSet.block_until_ready
 
     @functools.wraps(plain)
     def block_until_ready(self: Any) -> None:
-        wait(marks())
+        for mark in marks():
+            mark.block_until_ready()
         plain(self)
-        raise_owed()
+        then()
 
-    return block_until_ready
+    _dispatch.RuntimeTokenSet.block_until_ready = block_until_ready

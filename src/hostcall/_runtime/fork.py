@@ -7,6 +7,7 @@ them forever.
 from __future__ import annotations
 
 from hostcall import _jax, _native
+from hostcall._core import owed
 from hostcall._core.errors import HostcallError
 
 
@@ -29,4 +30,5 @@ def after_fork() -> None:
     if not _jax.back_ends_started():
         return
     _native.after_fork()
+    owed.forget()
     _jax.refuse_programs(lambda: refusal("a JAX program is compiled or run"))

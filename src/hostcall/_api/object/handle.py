@@ -19,7 +19,7 @@ from hostcall._api.object.declaration import check, hook, maker
 from hostcall._api.object.entry import Entry, definition
 from hostcall._api.object.group import CLOSED, Group
 from hostcall._api.options import of_all_processes
-from hostcall._core import failures, mistakes
+from hostcall._core import mistakes, owed
 from hostcall._core.arguments import check_function, parse_mask
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.counted import counted
@@ -333,7 +333,7 @@ class Object:
                 code="hc-deadlock",
             )
         self._group.check_open(f"{what}()")
-        ended = failures.failures_of_effects() if log else _jax.wait_for_effects()
+        ended = owed.failures_of_programs() if log else _jax.wait_for_effects()
         for failure in ended if log else ():
             logger.error(
                 "%s() of `%s` continues after a failed program: %s",
