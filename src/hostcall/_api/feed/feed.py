@@ -146,8 +146,8 @@ class Feed(Handle):
         spec = tuple(
             jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._items.avals
         )
-        options = {"vmap_method": "expand_dims", "tag": self._indexed.__qualname__}
-        leaves = call(self._indexed, spec, jnp.asarray(i, int), **options)
+        i, tag = jnp.asarray(i, int), self._indexed.__qualname__
+        leaves = call(self._indexed, spec, i, vmap_method="expand_dims", tag=tag)
         return self._items.fill(leaves)
 
     def state(self) -> dict[str, Any]:
