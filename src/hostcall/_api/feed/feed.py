@@ -26,9 +26,8 @@ from hostcall._engine.params.call import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import lowering  # noqa: F401  (registers)
 from hostcall._primitives.feed.primitive import bind
-from hostcall._runtime.feed_puller import Puller
-from hostcall._runtime.feed_texts import CLOSED, once
-from hostcall._runtime.feeds import PATIENCE, Stream
+from hostcall._runtime.feed_puller import Puller, once
+from hostcall._runtime.feeds import CLOSED, PATIENCE, Stream
 
 
 class Feed(Handle):
