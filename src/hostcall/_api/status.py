@@ -166,7 +166,7 @@ def stats() -> dict[str, CallStats]:
     tallies, none = all_tallies(), Tally()
     return {
         name: CallStats(
-            *(getattr(c, field) for field in _COUNTED),
+            **{field: getattr(c, field) for field in _COUNTED},
             hits=tallies.get(name, none).hits,
             misses=tallies.get(name, none).misses,
         )

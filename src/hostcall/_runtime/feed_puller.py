@@ -38,7 +38,7 @@ from hostcall._core.daemon import daemon, start
 from hostcall._core.errors import FeedEndError, FeedError
 from hostcall._core.wait import SLICE
 from hostcall._native import FeedEnding
-from hostcall._runtime import feed_texts, workers
+from hostcall._runtime import workers
 from hostcall._runtime.feed_source import Opened, Source
 
 _NOTHING = object()
@@ -153,7 +153,7 @@ class Puller:
     def state(self) -> str:
         if self.closed:
             return "closed"
-        if isinstance(self.error, feed_texts.Failure):
+        if isinstance(self.error, Failure):
             return "failed"
         if self._idle:
             return "ended"
@@ -171,7 +171,7 @@ class Puller:
     def reset(self) -> None:
         """Starts the next epoch."""
         if not self.source.again:
-            raise FeedError(feed_texts.once(self.name, "reset() can't start it again"))
+            raise FeedError(once(self.name, "reset() can't start it again"))
         self._start_at(self.position()["epoch"] + 1, 0, None)
 
     def restore(self, epoch: int, item: int, saved: Any) -> None:
@@ -205,9 +205,7 @@ class Puller:
         now = self.position()
         ahead = item - now["item"]
         if ahead < 0 or epoch != now["epoch"]:
-            raise FeedError(
-                feed_texts.once(self.name, f"restore() can't go back to item {item}")
-            )
+            raise FeedError(once(self.name, f"restore() can't go back to item {item}"))
         dropped = self.ring.drop(ahead)  # the ring forgets its end too
         self.error, self._idle = None, False
         self._skip(ahead - dropped)
@@ -227,7 +225,7 @@ class Puller:
                 self._item += 1
         except BaseException as error:
             self._note_start(None)
-            failure = feed_texts.Failure(error, self.name)
+            failure = Failure(error, self.name)
             failure()  # the caller gets it
             self._finish(failure)
             raise
@@ -291,7 +289,7 @@ class Puller:
             self._item += 1
             position = self._position()
         except BaseException as error:
-            self._finish(feed_texts.Failure(error, self.name))
+            self._finish(Failure(error, self.name))
             return
         with self._lock:
             # Before the push: no device can have taken it then.
@@ -362,3 +360,37 @@ class Puller:
         while self._base < taken and len(self._after) > 1:
             self._after.popleft()
             self._base += 1
+
+
+# --- Why there is nothing more -------------------------------------------------------
+
+
+class Failure:
+    """What a source raised, for all who want items after it.
+
+    The object is not held here once somebody has got it: its traceback then leads to
+    the program, which holds the feed, and no garbage collector sees that circle. It is
+    kept among the newest failures, as those of calls are.
+    """
+
+    def __init__(self, error: BaseException, name: str) -> None:
+        self._error: BaseException | None = error
+        self._name, self._said, self._number = name, failures.summary(error), 0
+
+    def __call__(self) -> BaseException:
+        error = self._error
+        if error is not None:
+            self._number, self._error = failures.keep(error), None
+            return error
+        return failures.kept(self._number) or FeedError(
+            f"hostcall: the source of the feed `{self._name}` has failed before with"
+            f" {self._said}. It gives nothing until reset() or restore() is called"
+        )
+
+
+def once(name: str, what: str) -> str:
+    return (
+        f"hostcall: the source of the feed `{name}` is an iterator, which can be"
+        f" iterated only once: {what}. Give a function that returns a new iterator,"
+        " hc.feed(lambda: make_iterator())"
+    )

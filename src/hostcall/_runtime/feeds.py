@@ -20,7 +20,16 @@ from hostcall._core.wait import SLICE
 from hostcall._native import FeedFound
 from hostcall._runtime import workers
 from hostcall._runtime.feed_puller import Puller, living
-from hostcall._runtime.feed_texts import CLOSED, ENDING, FORKED, INTERRUPTED
+
+# The reasons why a feed gives nothing any more. Each completes "the feed `x` ...".
+CLOSED = "was closed. Make another hc.feed, or close it later"
+INTERRUPTED = "was closed by Ctrl-C. Make another hc.feed"
+ENDING = "was closed, since the process is ending"
+FORKED = (
+    "belongs to the process from which this one was forked, and its thread does not"
+    " exist here. Start workers with multiprocessing's 'spawn' or 'forkserver' method,"
+    " and make the feed in the worker"
+)
 
 # Seconds that close() and the end of the process wait for a source that blocks.
 PATIENCE = 1.0

@@ -26,9 +26,8 @@ from hostcall._engine.params.call import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import lowering  # noqa: F401  (registers)
 from hostcall._primitives.feed.primitive import bind
-from hostcall._runtime.feed_puller import Puller
-from hostcall._runtime.feed_texts import CLOSED, once
-from hostcall._runtime.feeds import PATIENCE, Stream
+from hostcall._runtime.feed_puller import Puller, once
+from hostcall._runtime.feeds import CLOSED, PATIENCE, Stream
 
 
 class Feed(Handle):
@@ -146,8 +145,8 @@ class Feed(Handle):
         spec = tuple(
             jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._items.avals
         )
-        options = {"vmap_method": "expand_dims", "tag": self._indexed.__qualname__}
-        leaves = call(self._indexed, spec, jnp.asarray(i, int), **options)
+        i, tag = jnp.asarray(i, int), self._indexed.__qualname__
+        leaves = call(self._indexed, spec, i, vmap_method="expand_dims", tag=tag)
         return self._items.fill(leaves)
 
     def state(self) -> dict[str, Any]:

@@ -22,13 +22,13 @@ def read_source(source: Any, batch: int | None, name: str) -> Source:
         columns = _columns(source, name)
         items = _rows_of(columns, batch, name) // batch
 
-        def get(number: int) -> Any:
+        def cut(number: int) -> Any:
             if not 0 <= number < items:
                 raise IndexError(f"item {number} of {items}")
             rows = slice(number * batch, (number + 1) * batch)
             return jax.tree.map(lambda column: column[rows], columns)
 
-        return Source(lambda _: map(get, range(items)), get=get, size=lambda: items)
+        return Source(lambda _: map(cut, range(items)), get=cut, size=lambda: items)
     if isinstance(source, type) and not hasattr(type(source), "__iter__"):
         return Source(_by_epoch(source, name))  # its objects iterate
     if hasattr(source, "__next__"):
@@ -40,14 +40,15 @@ def read_source(source: Any, batch: int | None, name: str) -> Source:
             code="hc-feed-source",
         )
     if hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator"):
-        get = None if isinstance(source, dict) else getattr(source, "__getitem__", None)
+        numbered = not isinstance(source, dict)
+        get = getattr(source, "__getitem__", None) if numbered else None
         return Source(lambda _: source, get=get, size=lambda: len(source))
     if callable(source):
         return Source(_by_epoch(source, name))
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        get = source.__getitem__
+        at = source.__getitem__
         return Source(
-            lambda _: map(get, range(len(source))), get=get, size=lambda: len(source)
+            lambda _: map(at, range(len(source))), get=at, size=lambda: len(source)
         )
     raise SpecError(
         f"hostcall: the source of a feed should be an iterable, an iterator, or a"
