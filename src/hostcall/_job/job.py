@@ -86,9 +86,11 @@ class Job:
 
     def script_ended(self) -> None:
         """Tells the others of an exception that ended the script."""
-        error = self._ended_by
-        if self.watched and self.failures.told is None and error is not None:
-            self.failures.tell(failures.summary(error))
+        if self.watched and self._ended_by is not None:
+            # It may follow from another's failure, which is to be told then.
+            self._mailbox.post(None).wait(_TELLING)
+            if self.failures.told is None:
+                self.failures.tell(failures.summary(self._ended_by))
 
     def interrupted(self) -> None:
         """Tells the others that Ctrl-C ends this process's end."""
@@ -99,14 +101,12 @@ class Job:
         """Meets the other processes, or leaves a job that failed."""
         if not self.watched:
             return
-        if _jax.job_size() > 1 and self.failures.told is None:  # not shut down yet
-            self._meet()
-        fails = _jax.job_size() > 1 and self.failures.told is not None
-        if fails:
-            self._part()
+        if _jax.job_size() > 1:  # not shut down yet
+            if self.failures.told is None:
+                self._meet()
+            if self.failures.told is not None:
+                self._part()
         self._mailbox.stop()
-        if fails:
-            _jax.leave_job()
 
     def after_fork(self) -> None:
         """The thread does not exist in a forked child, nor do those of JAX's client."""
@@ -131,15 +131,16 @@ class Job:
     def _part(self) -> None:
         """Tells process 0 that this one ends now. Process 0 waits for all others."""
         here, size = _jax.place_in_job()
+        until = time.monotonic() + _STAYS
         if here:
             self._mailbox.post(f"{_LEFT}{here}").wait(_TELLING)
-            return
-        until = time.monotonic() + _STAYS
-        while len(_jax.job_folder(_LEFT)) < size - 1 and time.monotonic() < until:
-            time.sleep(_SLICE)
-        # Even in the last moment before its own end, jaxlib aborts a process whose
-        # service ends.
-        time.sleep(_ENDING)
+        else:
+            while len(_jax.job_folder(_LEFT)) < size - 1 and time.monotonic() < until:
+                time.sleep(_SLICE)
+            # Even in the last moment before its own end, jaxlib aborts a process whose
+            # service ends.
+            time.sleep(_ENDING)
+        _jax.leave_job()
 
 
 _lock = threading.Lock()  # two programs may be lowered at once

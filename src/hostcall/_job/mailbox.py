@@ -53,7 +53,7 @@ class Mailbox:
         self._failed, self._asked = failed, asked
         self._seen: set[str] = set()
         self._lock = threading.Lock()
-        self._outbox: list[tuple[str, str, threading.Event]] = []
+        self._outbox: list[tuple[str | None, str, threading.Event]] = []
         self._woken = threading.Event()
         self._stopping = False
         self._thread = daemon.daemon("hostcall-job", self._run)
@@ -63,9 +63,9 @@ class Mailbox:
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
-    def post(self, key: str, text: str = "") -> threading.Event:
-        """Stores a text, after one more look at what the others say; the event is set
-        when it is there.
+    def post(self, key: str | None, text: str = "") -> threading.Event:
+        """Stores a text (none without a key), after one more look at what the others
+        say; the event is set when it is there.
         """
         posted = threading.Event()
         with self._lock:
@@ -101,7 +101,8 @@ class Mailbox:
             outbox, self._outbox = self._outbox, []
         for key, text, posted in outbox:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                _jax.job_put(key, text)
+                if key is not None:
+                    _jax.job_put(key, text)
             posted.set()
 
     def _look(self) -> None:

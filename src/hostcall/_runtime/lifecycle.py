@@ -166,7 +166,7 @@ def end(*, interpreter: bool = True) -> None:
         # After the last call, since a call may still have pushed taps.
         delivery.stop()
         feeds.end_all()
-        if _begun and _job is not None:
+        if _job is not None:
             # After the last program, and while Ctrl-C is still watched. After all
             # waits: other processes may ask what this one waits for.
             _job.leave()
