@@ -347,3 +347,13 @@ def test_value_and_grad_takes_keywords_and_is_named():
 def test_a_position_in_nondiff_that_is_left_out():
     f = hc.bridge.value_and_grad(lambda x, y=None: ((x**2).sum(), 2 * x), nondiff=1)
     close(jax.jit(jax.grad(f))(Q), 2 * Q)
+
+
+def test_a_registered_function_travels_with_its_derivative(anp):
+    @hc.register("tests.autograd_energy")
+    @hc.bridge.autograd
+    def registered(q, k):
+        return energy(anp)(q, k)
+
+    exported = hc.export(jax.jit(jax.grad(registered)))(Q, K)
+    close(hc.load(bytes(exported)).call(Q, K), jax.grad(energy(jnp))(Q, K))

@@ -22,7 +22,7 @@ from meshes import line, over
 
 import hostcall as hc
 from hostcall import _jax
-from hostcall.bridge._jax_programs import Program
+from hostcall.bridge._jax_programs import DeviceProgram
 
 W = jnp.arange(6.0).reshape(2, 3) / 7
 X = jnp.array([0.3, -0.2, 0.8])
@@ -48,13 +48,13 @@ def device(request, private):
 def runs(monkeypatch):
     """The names of the programs that run on the other device."""
     names = []
-    run = Program.__call__
+    run = DeviceProgram.__call__
 
     def counted(self, *arrays):
         names.append(self.__name__)
         return run(self, *arrays)
 
-    monkeypatch.setattr(Program, "__call__", counted)
+    monkeypatch.setattr(DeviceProgram, "__call__", counted)
     return names
 
 

@@ -16,7 +16,7 @@ from hostcall._core.spec import Static, Template
 from hostcall._host_function import results
 from hostcall.bridge._jax_programs import (
     NO_MESH,
-    Program,
+    DeviceProgram,
     ProgramDevice,
     is_plain,
     structs,
@@ -117,7 +117,7 @@ class JaxFunction(TakesNoRules):
         self._flat = flat
         self._jit = jax.jit(flat, static_argnums=0)
         # Weak keys: jax.clear_caches() drops what JAX traced, and with it these.
-        self._programs: WeakKeyDictionary[Any, Program] = WeakKeyDictionary()
+        self._programs: WeakKeyDictionary[Any, DeviceProgram] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         found = super().__reduce__()
@@ -143,7 +143,7 @@ class JaxFunction(TakesNoRules):
                 program = self._programs[jaxpr] = self._compiled(jaxpr)
         return out_tree.unflatten(program.host(*more, *arrays))
 
-    def _closed(self, jaxpr: Any) -> tuple[Program, list[Any]]:
+    def _closed(self, jaxpr: Any) -> tuple[DeviceProgram, list[Any]]:
         """The program, if `fn` closes over values of the caller: they are operands."""
         consts = list(jaxpr.consts)
         at = [i for i, x in enumerate(consts) if isinstance(x, jax.core.Tracer)]
@@ -161,12 +161,12 @@ class JaxFunction(TakesNoRules):
         opened = jax.make_jaxpr(code)(*avals)
         return self._compiled(opened), values
 
-    def _compiled(self, jaxpr: Any) -> Program:
+    def _compiled(self, jaxpr: Any) -> DeviceProgram:
         # NumPy arrays, so that constants don't stay on the device where they are now.
         consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
         jaxpr = jaxpr.replace(consts=consts)
         x64, timeout = bool(jax.config.jax_enable_x64), self.options["timeout"]
-        return Program(self.__name__, jaxpr, x64, self._place, timeout)
+        return DeviceProgram(self.__name__, jaxpr, x64, self._place, timeout)
 
 
 def _again(fn: Callable[..., Any], options: dict[str, Any]) -> JaxFunction:

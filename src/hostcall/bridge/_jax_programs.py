@@ -34,7 +34,7 @@ Struct: TypeAlias = jax.ShapeDtypeStruct
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-class Program(HostCode):
+class DeviceProgram(HostCode):
     """A traced JAX function of flat arrays, compiled for its device when it first runs.
 
     Attributes:
@@ -58,7 +58,7 @@ class Program(HostCode):
         self._in, self._out = structs(jaxpr.in_avals), structs(jaxpr.out_avals)
         self._code = jaxpr_as_fun(jaxpr)
         self._x64, self._place, self._timeout = x64, place, timeout
-        self._batches: dict[Any, Program] = {}
+        self._batches: dict[Any, DeviceProgram] = {}
 
     @cached_property
     def host(self) -> HostFunction[..., Any]:
@@ -119,7 +119,7 @@ class Program(HostCode):
     # --- Programs of derivatives ----------------------------------------------------
 
     @cached_property
-    def _push(self) -> Program:
+    def _push(self) -> DeviceProgram:
         n = len(self._in)
 
         def code(*operands: Any) -> list[Any]:
@@ -131,7 +131,7 @@ class Program(HostCode):
         return self._derived(f"jvp of {self.__name__}", code, avals)
 
     @cached_property
-    def _pull(self) -> Program:
+    def _pull(self) -> DeviceProgram:
         n = len(self._in)
 
         def code(*operands: Any) -> list[Any]:
@@ -157,10 +157,10 @@ class Program(HostCode):
 
         return along, tuple(_moving(args, self._in))
 
-    def _derived(self, name: str, code: Any, avals: Sequence[Struct]) -> Program:
+    def _derived(self, name: str, code: Any, avals: Sequence[Struct]) -> DeviceProgram:
         with jax.enable_x64(self._x64), jax.sharding.use_abstract_mesh(NO_MESH):
             jaxpr = jax.make_jaxpr(code)(*avals)
-        return Program(name, jaxpr, self._x64, self._place, self._timeout)
+        return DeviceProgram(name, jaxpr, self._x64, self._place, self._timeout)
 
 
 def _moves(aval: Any) -> bool:
