@@ -176,7 +176,9 @@ def canonical(leaf: Any) -> Any:
             " arrays have no masks. Pass np.ma.filled(x, number), or also pass the mask"
             " (np.ma.getmaskarray(x))"
         )
-    low = high = 0
+    array: Any
+    low: Any = 0
+    high: Any = 0
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         array, have, dtype = leaf, "int", _jax.canonical_dtype(np.int64)
         low = high = leaf
@@ -189,10 +191,9 @@ def canonical(leaf: Any) -> Any:
             return array
         if array.dtype.kind in "iu" and array.size:
             low, high = array.min(), array.max()
-    for value in (low, high):
-        if dtype.kind in "iu" and not (
-            np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
-        ):
+    limits: Any = np.iinfo(dtype) if dtype.kind in "iu" else None
+    for value in (low, high) if limits else ():
+        if not limits.min <= value <= limits.max:
             raise SpecError(
                 f"hostcall: an argument holds {value} ({have}), which {dtype} can't"
                 " hold, and JAX is in 32-bit mode. Enable 64-bit types with"

@@ -27,7 +27,6 @@ from hostcall._host_function.primitive import (
     linear_p,
     value_p,
 )
-from hostcall._host_function.trees import spread
 from hostcall._primitives.axes import size_of
 
 Dims = tuple[int | None, ...]
@@ -53,10 +52,6 @@ def _unbatched(cotangent: Any, dim: int | None) -> Any:
     return cotangent.sum(0) if dim is None else _jax.moveaxis(cotangent, 0, dim)
 
 
-def _without_none(values: Tangents) -> tuple[Arrays, tuple[bool, ...]]:
-    return [v for v in values if v is not None], tuple(v is not None for v in values)
-
-
 @dataclass(frozen=True)
 class BatchedValue(Value):
     inner: Value
@@ -75,33 +70,14 @@ class BatchedValue(Value):
         return list(_call(self.inner.run, self.size, (args, self.dims)))
 
     def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
-        some, there = _without_none(tangents)
-        out_there: tuple[bool, ...] = ()
-
-        def row(args: Arrays, some: Arrays) -> tuple[Arrays, Arrays]:
-            nonlocal out_there
-            outs, touts = self.inner.jvp(args, spread(some, there))
-            touts, out_there = _without_none(touts)
-            return outs, touts
-
-        dims = [d for d, flag in zip(self.dims, there, strict=True) if flag]
-        outs, touts = _call(row, self.size, (args, self.dims), (some, dims))
-        return outs, spread(touts, out_there)
+        # None is a pytree without leaves, in what goes in and in what comes out.
+        pairs = (args, self.dims), (tangents, self.dims)
+        outs, touts = _call(self.inner.jvp, self.size, *pairs)
+        return outs, touts
 
     def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
-        known, there = _without_none(args)
-        out_there: tuple[bool, ...] = ()
-
-        def row(known: Arrays, cotangents: Arrays) -> Arrays:
-            nonlocal out_there
-            back = self.inner.transposed(spread(known, there), cotangents)
-            found, out_there = _without_none(back)
-            return found
-
-        dims = [d for d, flag in zip(self.dims, there, strict=True) if flag]
-        zeros = [0] * len(cotangents)
-        found = _call(row, self.size, (known, dims), (cotangents, zeros))
-        back = spread(found, out_there)
+        pairs = (args, self.dims), (cotangents, [0] * len(cotangents))
+        back = _call(self.inner.transposed, self.size, *pairs)
         return [
             None if ct is None else _unbatched(ct, d)
             for ct, d in zip(back, self.dims, strict=True)

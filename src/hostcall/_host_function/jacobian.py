@@ -42,31 +42,29 @@ def contract(
     """
     outs, ins = trees.out_avals, pick(trees.in_avals, trees.diff)
     rows = [jacobian[i * len(ins) : (i + 1) * len(ins)] for i in range(len(outs))]
+    sums: list[tuple[Any, list[tuple[Any, Any, int]]]]
     if wanted is None:
         tangents = pick(given, trees.diff)
-        return [
-            _sum(
+        sums = [
+            (
+                out,
                 [
-                    _tensordot(block, t, aval.ndim)
+                    (block, t, aval.ndim)
                     for block, t, aval in zip(row, tangents, ins, strict=True)
                     if t is not None
                 ],
-                out,
             )
             for row, out in zip(rows, outs, strict=True)
         ]
-    flags = pick(wanted, trees.diff)
-    return [
-        _sum(
-            [
-                _tensordot(ct, row[i], out.ndim)
-                for ct, row, out in zip(given, rows, outs, strict=True)
-            ],
-            aval,
-        )
-        for i, (aval, flag) in enumerate(zip(ins, flags, strict=True))
-        if flag
-    ]
+    else:
+        columns = pick(list(zip(*rows, strict=True)), pick(wanted, trees.diff))
+        avals = pick(trees.in_avals, wanted)
+        ndims = [out.ndim for out in outs]
+        sums = [
+            (aval, list(zip(given, column, ndims, strict=True)))
+            for aval, column in zip(avals, columns, strict=True)
+        ]
+    return [_sum([_tensordot(*term) for term in terms], like) for like, terms in sums]
 
 
 def _tensordot(left: Any, right: Any, axes: int) -> Any:

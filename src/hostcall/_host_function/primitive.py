@@ -304,25 +304,28 @@ def _value_transpose(cotangents: Any, *args: Any, what: Value) -> list[Any]:
     return _wanted(args, what.transposed(_known(args), whole))
 
 
-def _jvp_transpose(cotangents: Any, *operands: Any, what: Pair, n: int) -> list[Any]:
-    """For a jvp that is transposed as it stands: only its tangents are linear."""
-    cts = cotangents[len(what.value.avals) :]
+def _split_transpose(
+    cotangents: Any, *operands: Any, what: Pair | Linear, n: int
+) -> list[Any]:
+    """Of a linear part; or of a jvp that is transposed as it stands, in which only the
+    tangents are linear.
+    """
+    pair = what if isinstance(what, Pair) else None
+    cts = cotangents[len(pair.value.avals) :] if pair else cotangents
     if _all_zero(cts):
         return [None] * len(operands)
-    args = _checked(operands[:n], what.value.name)
-    _, consts, linear = what.start(args, True)
+    known, name = list(operands[:n]), pair.value.name if pair else "a derivative"
+    if any(map(_jax.is_undefined_primal, known)):
+        raise DerivativeError(
+            f"hostcall: `{name}` is transposed with respect to an argument in which"
+            " it isn't linear"
+        )
+    consts, linear = known, what
+    if pair:
+        _, consts, linear = pair.start(known, True)
+    assert isinstance(linear, Linear)
     back = linear.back(consts, list(map(_jax.instantiate_zeros, cts)))
-    return [*(None for _ in args), *_wanted(operands[n:], back)]
-
-
-def _linear_transpose(
-    cotangents: Any, *operands: Any, what: Linear, n: int
-) -> list[Any]:
-    if _all_zero(cotangents):
-        return [None] * len(operands)
-    consts = _checked(operands[:n], "a derivative")
-    back = what.back(consts, list(map(_jax.instantiate_zeros, cotangents)))
-    return [*(None for _ in consts), *_wanted(operands[n:], back)]
+    return [*(None for _ in known), *_wanted(operands[n:], back)]
 
 
 def _wanted(operands: Any, back: Tangents) -> list[Any]:
@@ -332,18 +335,9 @@ def _wanted(operands: Any, back: Tangents) -> list[Any]:
     ]
 
 
-def _checked(args: Any, name: str) -> Arrays:
-    if any(map(_jax.is_undefined_primal, args)):
-        raise DerivativeError(
-            f"hostcall: `{name}` is transposed with respect to an argument in which"
-            " it isn't linear"
-        )
-    return list(args)
-
-
 _jax.transposes[value_p] = _value_transpose
-_jax.transposes[jvp_p] = _jvp_transpose
-_jax.transposes[linear_p] = _linear_transpose
+_jax.transposes[jvp_p] = _split_transpose
+_jax.transposes[linear_p] = _split_transpose
 
 
 # --- Partial evaluation --------------------------------------------------------------

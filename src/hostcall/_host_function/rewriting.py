@@ -32,12 +32,7 @@ def _split_under_remat(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
         return None, eqn, everything, everything, residuals
     if not any(unknown):
         return eqn, eqn, [False] * len(everything), everything, residuals
-    known = eqn.replace(
-        primitive=value_p,
-        params={"what": what.value},
-        invars=eqn.invars[:n],
-        outvars=eqn.outvars[:n_outs],
-    )
+    known = _value_of(eqn)
     outs_unknown = [i >= n_outs for i in range(len(everything))]
     return known, eqn, outs_unknown, everything, residuals
 
@@ -64,13 +59,18 @@ def _drop_tangents(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     n, value = eqn.params["n"], eqn.params["what"].value
     if any(used[len(value.avals) :]):
         return [True] * len(eqn.invars), eqn
-    smaller = eqn.replace(
+    return [i < n for i in range(len(eqn.invars))], _value_of(eqn)
+
+
+def _value_of(eqn: Any) -> Any:
+    """The equation of the function itself, in place of its host_jvp."""
+    n, value = eqn.params["n"], eqn.params["what"].value
+    return eqn.replace(
         primitive=value_p,
         params={"what": value},
         invars=eqn.invars[:n],
         outvars=eqn.outvars[: len(value.avals)],
     )
-    return [i < n for i in range(len(eqn.invars))], smaller
 
 
 _jax.register_dce(value_p, _drop_residuals)

@@ -51,13 +51,9 @@ class Trees:
     @cached_property
     def positions(self) -> tuple[int, ...]:
         """For each array, the position of the argument that holds it."""
-        whole = self.template.treedef.unflatten(range(len(self.template.leaves)))
-        flat, _ = tree.tree_flatten_with_path(whole)
-        found = [
-            path[1].idx
-            for (path, _), leaf in zip(flat, self.template.leaves, strict=True)
-            if not isinstance(leaf, Static)
-        ]
+        trees = enumerate(self.argument_trees)
+        leaves = [n for n, part in trees for _ in range(part.num_leaves)]
+        found = self._arrays_of(leaves)
         return (*found, *self._of_mask(len(self.argument_trees)))
 
     def _of_mask(self, value: Any) -> tuple[Any, ...]:
@@ -146,18 +142,27 @@ class Trees:
 
     # --- From trees to arrays ------------------------------------------------------
 
+    def leaves_of(self, treedef: Any, value: Any, what: str, structure: str) -> Arrays:
+        """The leaves of a value that a rule returned.
+
+        `what` names the rule, and `structure` what the value should have the structure
+        of.
+        """
+        try:
+            return list(treedef.flatten_up_to(value))
+        except (ValueError, TypeError) as error:
+            raise DerivativeError(
+                f"hostcall: {what} of `{self.name}` should return {structure},"
+                f" {treedef}, got {tree.tree_structure(value)}",
+                code="hc-rule",
+            ) from error
+
     def out_leaves(self, value: Any, what: str) -> Arrays:
         """The leaves of a value in the structure of the result."""
         if self.result_is_leaf:
             return [value]
-        try:
-            return list(self.results.treedef.flatten_up_to(value))
-        except (ValueError, TypeError) as error:
-            raise DerivativeError(
-                f"hostcall: {what} of `{self.name}` should return the structure of the"
-                f" result, {self.results.treedef}, got {_structure(value)}",
-                code="hc-rule",
-            ) from error
+        structure = "the structure of the result"
+        return self.leaves_of(self.results.treedef, value, what, structure)
 
     def argument_leaves(
         self, value: Any, what: str, positions: Sequence[int] | None = None
@@ -171,16 +176,13 @@ class Trees:
         if positions is None:
             positions = range(len(self.argument_trees))
         if not isinstance(value, tuple) or len(value) != len(positions):
-            n = len(positions)
-            got = (
-                counted(len(value), "value")
-                if isinstance(value, tuple)
-                else repr(value)
-            )
+            tuples = isinstance(value, tuple)
+            got = counted(len(value), "value") if tuples else repr(value)
             raise DerivativeError(
-                f"hostcall: {what} of `{self.name}` should return a tuple of {n}, one"
-                f" value for each of the arguments {list(positions)} (None for zero),"
-                f" got {got if len(got) < 80 else type(value).__name__}",
+                f"hostcall: {what} of `{self.name}` should return a tuple of"
+                f" {len(positions)}, one value for each of the arguments"
+                f" {list(positions)} (None for zero), got"
+                f" {got if len(got) < 80 else type(value).__name__}",
                 code="hc-rule",
             )
         if self.template.is_flat and len(positions) == len(self.argument_trees):
@@ -191,21 +193,16 @@ class Trees:
             part = of.get(position)
             if part is None:
                 leaves += [None] * treedef.num_leaves
-                continue
-            try:
-                leaves += treedef.flatten_up_to(part)
-            except (ValueError, TypeError) as error:
-                raise DerivativeError(
-                    f"hostcall: {what} of `{self.name}` should return for argument"
-                    f" {position} the structure of that argument, {treedef}, got"
-                    f" {_structure(part)}",
-                    code="hc-rule",
-                ) from error
+            else:
+                structure = f"for argument {position} the structure of that argument"
+                leaves += self.leaves_of(treedef, part, what, structure)
+        return [*self._arrays_of(leaves), *self._of_mask(None)]
+
+    def _arrays_of(self, leaves: Sequence[Any]) -> list[Any]:
+        """Those of the arrays, from one entry for each leaf of the arguments."""
         marks = self.template.leaves
-        found = [
-            x for x, m in zip(leaves, marks, strict=True) if not isinstance(m, Static)
-        ]
-        return [*found, *self._of_mask(None)]
+        pairs = zip(leaves, marks, strict=True)
+        return [x for x, mark in pairs if not isinstance(mark, Static)]
 
     def jacobian_leaves(self, value: Any) -> Arrays:
         """The blocks of a Jacobian, by result and then by array of the arguments, for
@@ -292,23 +289,19 @@ class Trees:
         """`values` has one entry per array of the arguments; drops the mask's."""
         return values[: len(self.template.keys)]
 
-    def fill_arrays(self) -> list[np.ndarray]:
-        """Each result for a False mask; one element of it if its shape is symbolic."""
-        assert self.fills is not None
-        return [
-            np.zeros(shape, aval.dtype)
-            if fill is None
-            else np.frombuffer(fill, aval.dtype).reshape(shape)
-            for fill, aval in zip(self.fills, self.results.avals, strict=True)
-            for shape in [() if _jax.has_symbolic([aval]) else aval.shape]
-        ]
-
     def masking(self, arrays: Arrays, outs: Arrays) -> Arrays:
         """Puts the fills into results of JAX code, which runs whatever the mask is."""
-        if not self.masked:
+        if self.fills is None:
             return outs
-        fills = self.fill_arrays()
-        return [jnp.where(arrays[-1], x, y) for x, y in zip(outs, fills, strict=True)]
+        masked = []
+        for out, fill, aval in zip(outs, self.fills, self.results.avals, strict=True):
+            # One element of it if its shape is symbolic.
+            shape = () if _jax.has_symbolic([aval]) else aval.shape
+            other = np.zeros(shape, aval.dtype)
+            if fill is not None:
+                other = np.frombuffer(fill, aval.dtype).reshape(shape)
+            masked.append(jnp.where(arrays[-1], out, other))
+        return masked
 
     def zeroing(self, arrays: Arrays, values: Tangents) -> Tangents:
         """Zeros the tangents or cotangents of JAX code likewise; None stays zero."""
@@ -379,7 +372,3 @@ def spread(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
     """`values` where the flags are True, None elsewhere."""
     rest = iter(values)
     return [next(rest) if flag else None for flag in flags]
-
-
-def _structure(value: Any) -> str:
-    return str(tree.tree_structure(value))

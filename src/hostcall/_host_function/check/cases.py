@@ -110,7 +110,7 @@ class Checks:
         leaves = list(self.leaves)
         for n, value in zip(places, values, strict=True):
             leaves[n] = value
-        return tree.leaves(self.f(*self.treedef.unflatten(leaves)))
+        return list(tree.leaves(self.f(*self.treedef.unflatten(leaves))))
 
     @property
     def all_arrays(self) -> list[int]:
