@@ -172,8 +172,10 @@ def _reads(step: dis.Instruction, name: str) -> bool:
     """Whether this instruction puts the variable on the stack, perhaps as the last of
     two.
     """
+    if step.opname not in _READS and "LOAD_FAST" not in step.opname:
+        return False
     last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
-    return last == name and (step.opname in _READS or "LOAD_FAST" in step.opname)
+    return bool(last == name)
 
 
 def _is_index(rest: Sequence[dis.Instruction]) -> bool:
