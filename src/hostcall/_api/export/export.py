@@ -226,7 +226,8 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             code="hc-load",
         )
     header, behind = container.unpack(bytes(data))
-    by, lacking = _read_header(header)
+    by, names = _read_header(header)
+    lacking = [name for name in names if not registry.is_here(name)]
     if lacking:
         raise RegistryError(registry.missing(lacking))
     try:
@@ -244,24 +245,36 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
     with travel.reading():
         for text in dict.fromkeys(texts):
             travel.check(text)
-        return Exported(exported, vjp_order, texts, by)
+        loaded = Exported(exported, vjp_order, texts, by)
+    if set(names_in(loaded.manifest)) != set(names):
+        said, has = (
+            ", ".join(map(str, n)) or "none" for n in (names, names_in(loaded.manifest))
+        )
+        raise LoadError(
+            f"hostcall: the header of the exported program has the names {said}, and"
+            f" the program in the file calls {has}. The file was changed, or something"
+            " else wrote it"
+        )
+    return loaded
 
 
 def _read_header(header: Any) -> tuple[tuple[str, str], list[registry.Name]]:
-    """The versions that wrote a file, and the names it needs that are not here.
+    """The versions that wrote a file, and the names that it needs.
 
     The names are asked before the program is read: their modules also register the
-    pytrees in it. That it needs no others, `travel.check` makes sure.
+    pytrees in it.
     """
     try:
         by = (str(header["hostcall"]), str(header["jax"]))
         names = [registry.Name(str(name), int(v)) for name, v in header["names"]]
         version = header["format"]
+        if len(header) > 4:
+            raise ValueError(f"{len(header)} fields")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise LoadError(
-            "hostcall: the header of the exported program lacks a field, or has one of"
-            f" another type ({error!r}). Another version of hostcall may have written"
-            " it"
+            "hostcall: the header of the exported program lacks a field, has one more,"
+            f" or has one of another type ({error!r}). Another version of hostcall may"
+            " have written it"
         ) from error
     if version != travel.FORMAT:
         raise LoadError(
@@ -269,7 +282,7 @@ def _read_header(header: Any) -> tuple[tuple[str, str], list[registry.Name]]:
             f" of hostcall's format, and this hostcall reads version {travel.FORMAT}."
             f" Load it with hostcall {by[0]}, which wrote it, or export it again"
         )
-    return by, [name for name in names if not registry.is_here(name)]
+    return by, names
 
 
 def _uses_none(program: Any) -> bool:
