@@ -152,10 +152,12 @@ def _used(
                 found = None  # the function will raise this error when it runs
             rest = rest[2:]
         before = steps[i - 1].argval if i and steps[i - 1].opname in _CALLED else None
+        asks = before in _ASK or _asks(rest)
+        wants = before in _WANT or (rest and "FORMAT" in rest[0].opname)
         if isinstance(found, jax.core.Tracer):
-            if before not in _ASK and not _asks(rest):
+            if not asks:
                 yield path, found
-        elif before in _WANT or (rest and "FORMAT" in rest[0].opname):
+        elif wants or (of_object and not asks):  # a loop over what an object holds
             for tracer in _tracers_in(found):
                 yield path, tracer
     for inner in code.co_consts:  # code of the functions defined inside

@@ -7,6 +7,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Sequence
+from inspect import Parameter
 from typing import Any
 
 import jax
@@ -112,13 +113,30 @@ def _known_signature(fn: Any) -> inspect.Signature | None:
 
 
 def signature_of(fn: Any) -> inspect.Signature | None:
-    """A function's signature; None if it has none, as many C functions and, before
-    NumPy 2.4, its ufuncs.
-    """
+    """A function's signature; None if it has none, as many C functions."""
+    if isinstance(fn, np.ufunc):  # NumPy tells it from 2.4 on
+        return _ufunc_signature(fn)
     try:
         return inspect.signature(fn, follow_wrapped=not _is_python(fn))
     except Exception:  # also what an object's own `__signature__` raises
         return None
+
+
+def _ufunc_signature(fn: np.ufunc) -> inspect.Signature:
+    numbers = [""] if fn.nin == 1 else [str(k + 1) for k in range(fn.nin)]
+    inputs = [Parameter(f"x{k}", Parameter.POSITIONAL_ONLY) for k in numbers]
+    outputs = [Parameter("out", Parameter.POSITIONAL_OR_KEYWORD, default=None)]
+    if fn.nout > 1:
+        outputs = [
+            Parameter(f"out{k + 1}", Parameter.POSITIONAL_ONLY, default=None)
+            for k in range(fn.nout)
+        ]
+        outputs.append(Parameter("out", Parameter.KEYWORD_ONLY, default=None))
+    options = ["where", "casting", "order", "dtype", "subok", "signature", "sig"]
+    if fn.signature is not None:  # over axes, such as np.matmul
+        options += ["axes", "axis", "keepdims"]
+    keywords = [Parameter(k, Parameter.KEYWORD_ONLY, default=None) for k in options]
+    return inspect.Signature([*inputs, *outputs, *keywords])
 
 
 def _is_python(fn: Any) -> bool:

@@ -39,6 +39,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib.mlir import ir as _ir
 
+from hostcall import _native
 from hostcall._jax.reports import REPORTS
 
 # --- A program as one equation without effects ----------------------------------------
@@ -171,8 +172,15 @@ def forget_fast_dispatches() -> None:
 def marks() -> list[Any]:
     """Things to wait for. They are ready when the programs have ended that the calling
     thread has dispatched before. Cost: 10 us for each CPU device.
+
+    In a callback there are none: the programs that it dispatches have ended by then
+    (_runtime/host_device.py). XLA may have no place for another one: a client admits
+    32, which may all be waiting in callbacks.
     """
-    devices = [device for client in _clients for device in client.local_devices()]
+    if _native.current() is not None:
+        return []
+    clients = list(_clients)
+    devices = [device for client in clients for device in client.local_devices()]
     return [_run(_nothing, "", device) for device in devices]
 
 
@@ -220,6 +228,7 @@ def _in_order(plain: Callable[..., Any], quietly: Callable[[], Any]) -> Any:
                 mark.block_until_ready()
         results = plain(self, *args)
         tokens = _dispatch.runtime_tokens.current_tokens
+        # Of a program that has failed already there is nothing to wait for.
         with quietly(), contextlib.suppress(*REPORTS):
             for effect, token in list(tokens.items()):
                 if any(effect is ordered for ordered in self.ordered_effects):
