@@ -40,6 +40,7 @@ HOSTCALLS = {
         lambda: hc.Object(Counter, methods={"add": X}).add(X, wher=True),
         "Did you mean where=?",
     ),
+    "configure": (lambda: hc.configure(flihgt="off"), "Did you mean flight=?"),
     "progress": (lambda: hc.progress(0, 5, evry=3), "Did you mean every=?"),
     "progress.scan": (
         lambda: hc.progress.scan(lambda c, x: (c, x), 5, descr="fit")(0, 0),

@@ -379,7 +379,7 @@ async def asynchronous(ctx, out):
         (
             lambda: hc.buffers.buffer_callback(affine, spec(), order="any"),
             hc.errors.SpecError,
-            "one of pure, unordered, ordered, got 'any'",
+            "one of 'pure', 'unordered', 'ordered', got 'any'",
         ),
         (
             lambda: hc.buffers.buffer_callback(

@@ -21,7 +21,7 @@ class Hole:
         why: for the reader of the page, with what to do.
     """
 
-    starts: str
+    starts: str | tuple[str, ...]
     shown: str
     why: str
 
@@ -58,6 +58,11 @@ TWICE_LOOP = Hole(
     "JAX runs a `while_loop` twice if only some of its carried values are differentiated"
     " (`linearize`, and the forward pass of `checkpoint`), and its callbacks with it."
     " Other calls run once, or are refused if the derivative needs their results.",
+)
+PURE_LOOP = Hole(
+    ("ok", "again"),
+    "ok or twice",
+    "JAX may run a pure function again in the second of these two loops (0.10 does).",
 )
 NO_REMAT = Hole(
     "NotImplementedError: Effects not supported in ",
@@ -115,12 +120,12 @@ def of_transformation(face: str, order: str, name: str) -> Hole:
         if (face, order) == ("hc.host", "pure"):
             return OK
         return NO_RULE if face in ("hc.call", "hc.host", "hc.Object") else OK
-    if name == "linearize beside a while_loop":
-        return TWICE_LOOP if debug or face == "hc.io_callback" else OK
-    if name == "remat beside a while_loop" and debug:
-        return TWICE_LOOP
-    if name == "remat beside a while_loop" and face != "hc.io_callback":
-        return OK
+    if name.endswith("beside a while_loop"):
+        if face == "hc.io_callback" and name.startswith("remat"):
+            return NO_REMAT
+        if debug or face == "hc.io_callback":
+            return TWICE_LOOP
+        return PURE_LOOP if order == "pure" and face != "hc.tap_through" else OK
     if name.startswith("remat"):
         if face == "hc.io_callback":
             return NO_REMAT

@@ -363,7 +363,7 @@ else:  # in a new job, whose devices are in another order
         assert me == 1 and "another snapshot here than in process 0" in str(error), error
         say("another")
 for wrong, text in [({"processes": 2}, "processes= of save() of `made` should be 'all', got 2"),
-                    ({"processes": "all", "limit": "1"}, "should be seconds above 0, got '1'")]:
+                    ({"processes": "all", "limit": "1"}, "should be a number of seconds above 0, got '1'")]:
     try:
         made.save(**wrong)
     except hc.errors.SpecError as error:

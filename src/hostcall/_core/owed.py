@@ -26,7 +26,8 @@ def owe(text: str) -> None:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-    # Else somebody has dispatched the program here, and the error is raised there.
+    # Else somebody has dispatched the program here, and the error is raised there. That
+    # is so, too, if XLA's thread only helps the dispatching one, which tells of it.
     if str(frame.f_globals.get("__name__")).startswith("hostcall."):
         _texts.append(text)
 

@@ -119,7 +119,9 @@ class CallInfo:
         hint = self.hint(error)
         text = failures.text_for_xla(error, self.name, self.place, row, hint)
         has_token = self.of_program is not None or self.mesh is not None
-        if self.params.order != "pure" and not has_token:
+        # A Ctrl-C is raised in the main thread anyway.
+        stopped = isinstance(error, KeyboardInterrupt)
+        if self.params.order != "pure" and not has_token and not stopped:
             owed.owe(text)
         if self.job is not None:
             # A failure that the program tells all processes is noted when they learn
