@@ -39,8 +39,8 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib.mlir import ir as _ir
 
-from hostcall import _native
 from hostcall._jax.reports import REPORTS
+from hostcall._native import current
 
 # --- A program as one equation without effects ----------------------------------------
 
@@ -177,7 +177,7 @@ def marks() -> list[Any]:
     (_runtime/host_device.py). XLA may have no place for another one: a client admits
     32, which may all be waiting in callbacks.
     """
-    if _native.current() is not None:
+    if current() is not None:
         return []
     clients = list(_clients)
     devices = [device for client in clients for device in client.local_devices()]
