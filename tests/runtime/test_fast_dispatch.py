@@ -7,6 +7,7 @@ program to program (`_jax/fast_dispatch.py`).
 from __future__ import annotations
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -108,14 +109,17 @@ def test_programs_of_a_thread_are_in_order(kind, slow):
     assert log.seen == want
 
 
-def test_programs_over_one_device_and_over_several(slow):
+@pytest.mark.parametrize("loaded", [False, True], ids=["", "loaded"])
+def test_programs_over_one_device_and_over_several(loaded, slow):
     """Each device's calls are in the order of the dispatches."""
     n = len(jax.devices())
     seen = {k: [] for k in range(n)}
     spec = jax.P("x")
     mesh = jax.make_mesh((n,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
+    @hc.register(f"tests.fast_dispatch.note{loaded}")
     def note(device, i):
+        time.sleep(0.002 * (device == n - 1))  # the last device ends after the others
         seen[int(device)].append(int(i))
         return np.int32(i)
 
@@ -127,16 +131,22 @@ def test_programs_over_one_device_and_over_several(slow):
         f = jax.shard_map(block, mesh=mesh, in_specs=specs, out_specs=spec)
         return f(devices, i)
 
-    many = jax.jit(both)
-    one = jax.jit(lambda k, i, x: (note_of(k, i), x)[0])
-
     def note_of(k, i):
         return hc.call(note, I32, k, i, order="ordered")
 
-    devices = jax.device_put(jnp.arange(n), jax.NamedSharding(mesh, spec))
+    sharding = jax.NamedSharding(mesh, spec)
+    devices = jax.device_put(jnp.arange(n), sharding)
+    whole = jax.device_put(jnp.int32(0), jax.NamedSharding(mesh, jax.P()))
+    many = jax.jit(both)
+    jax.block_until_ready(many(devices, whole))
+    seen = {k: [] for k in range(n)}
+    if loaded:  # its effect is another object than that of the first token, and equal
+        pytest.importorskip("flatbuffers")
+        many = jax.jit(hc.load(bytes(hc.export(many)(devices, whole))).call)
+    one = jax.jit(lambda k, i, x: (note_of(k, i), x)[0])
     last = jax.device_put(jnp.int32(n - 1), jax.devices()[-1])
     for i in range(0, 60, 3):
-        many(devices, i)
+        many(devices, whole + i)
         one(0, i + 1, np.float32(0))
         one(0, i + 2, slow())
         one(last, i + 1, 0)

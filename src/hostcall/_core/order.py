@@ -73,8 +73,6 @@ def healing(effect: Any) -> Any:
     """
 
     class Healing(_jax.StandIn, type(effect)):  # type: ignore[misc]
-        stands_for = effect
-
         def __hash__(self) -> int:
             if failures.failures_so_far():
                 _heal(self)
@@ -108,9 +106,8 @@ def _is_lowered_here(effects: Collection[Any]) -> bool:
 
 
 lower_effectful_conditions(_is_lowered_here)
-_jax.dispatch_fast(
-    lambda effect: isinstance(effect, CallEffect | OrderedCallEffect), failures.looking
-)
+_jax.dispatch_fast(lambda e: isinstance(e, CallEffect | OrderedCallEffect))
+_jax.keep_in_order(failures.looking)
 
 
 def _heal(effect: Any) -> None:

@@ -1,12 +1,13 @@
-"""Reports the programs that a thread dispatches, when it dispatches them.
+"""The dispatches of programs: who hears of them, and the order of ordered ones.
 
 JAX dispatches in two ways. The first call of a program, and every call of a program
-with effects, goes through Python (`tell_of_dispatches` wraps that). Other calls take
-JAX's fast path in C++, which calls a hook (`POST_HOOK`).
+with tokens, goes through Python (`ExecuteReplicated.__call__`, which is wrapped here).
+Other calls take JAX's fast path in C++, which calls a hook (`POST_HOOK`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from jax._src import api as _api
 from jax._src import dispatch as _dispatch
 from jax._src.interpreters import pxla as _pxla
 
-from hostcall._jax.effects import _is_same
+from hostcall._jax.fast_dispatch import marks, run_nothing
+from hostcall._jax.reports import REPORTS
 
 # JAX calls `hook(function, args, kwargs, results)` after each dispatch on its fast
 # path. A thread's own hook replaces the process's hook, which `jax.debug_nans` sets.
@@ -30,7 +32,7 @@ def tell_of_dispatches(tell: Callable[[Sequence[Any], Sequence[Any]], None]) -> 
     """Calls `tell(results, tokens)` after each dispatch that JAX makes in Python.
 
     Those are the first dispatch of each program, and every dispatch of a program with
-    effects. Only the first call in a process has an effect.
+    tokens. Only the first call in a process has an effect.
 
     `tokens` are those of the program's effects. They are passed along because JAX keeps
     only the newest ones, and replaces them at the next dispatch.
@@ -63,9 +65,50 @@ def _tokens_of(program: Any) -> list[Any]:
         return []
     tokens = _dispatch.runtime_tokens
     found = [tokens.output_runtime_tokens.get(d) for d in program._local_devices]
+    return [token for token in found if token is not None] + _ordered_tokens_of(program)
+
+
+def _ordered_tokens_of(program: Any) -> list[Any]:
     # A scan, not a look-up: a look-up calls the effect's `__hash__`, which drops the
     # token of a failed program (see `drop_failed_token`).
-    for effect, token in list(tokens.current_tokens.items()):
-        if any(_is_same(effect, ordered) for ordered in program.ordered_effects):
-            found.append(token)
-    return [token for token in found if token is not None]
+    held = list(_dispatch.runtime_tokens.current_tokens.items())
+    return [token for effect, token in held if effect in list(program.ordered_effects)]
+
+
+# --- Order between programs over one device and over several --------------------------
+
+
+def keep_in_order(
+    quietly: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Keeps ordered programs over several CPU devices in order with those over one.
+
+    A program over several is not behind the thread's last one, nor is the next one
+    behind it (see fast_dispatch.py). So those before it are waited for, and on each
+    device a program that does nothing is dispatched after its token.
+
+    `quietly`: inside it, errors that JAX makes do not count as told.
+    """
+    plain = _pxla.ExecuteReplicated.__call__
+
+    @functools.wraps(plain)
+    def call(self: Any, *args: Any) -> Any:
+        devices = self._local_devices
+        if (
+            not self.ordered_effects
+            or len(devices) == 1
+            or devices[0].platform != "cpu"
+        ):
+            return plain(self, *args)
+        with quietly():
+            for mark in marks():
+                mark.block_until_ready()
+        results = plain(self, *args)
+        # Of a program that has failed already there is nothing to wait for.
+        with quietly(), contextlib.suppress(*REPORTS):
+            for token in _ordered_tokens_of(self):
+                for part in token._buf.addressable_shards:
+                    run_nothing(part.device, part.data)
+        return results
+
+    _pxla.ExecuteReplicated.__call__ = call

@@ -20,9 +20,7 @@ Effect = _effects.Effect
 
 
 class StandIn:
-    """A base of effects that take the place of one of JAX's."""
-
-    stands_for: Any
+    """A base of effects that take the place of one of JAX's, and are equal to it."""
 
 
 def register_effect(effect_type: type, ordered: bool) -> None:
@@ -124,8 +122,9 @@ def drop_failed_token(effect: Any) -> str | None:
     still running.
     """
     tokens = _dispatch.runtime_tokens.current_tokens
-    # A scan, not a look-up: the effect's `__hash__` calls this function.
-    token = next((t for e, t in list(tokens.items()) if _is_same(e, effect)), None)
+    # A scan, not a look-up: the effect's `__hash__` calls this function. It is compared
+    # by value: a program that was exported has another object for the same effect.
+    token = next((t for e, t in list(tokens.items()) if e == effect), None)
     buffer = getattr(token, "_buf", None)
     if buffer is None or not buffer.is_ready():
         return None
@@ -135,18 +134,11 @@ def drop_failed_token(effect: Any) -> str | None:
         # JAX asked for the effect's hash to look into this very dictionary, so change
         # it in place. Rebuild it instead of deleting one key: deletion would ask for
         # this effect's hash again.
-        kept = [(e, t) for e, t in tokens.items() if not _is_same(e, effect)]
+        kept = [(e, t) for e, t in tokens.items() if e != effect]
         tokens.clear()
         tokens.update(kept)
         return str(error)
     return None
-
-
-def _is_same(effect: Any, other: Any) -> bool:
-    """Whether two effects are one, or one stands for the other; asks for no hash."""
-    if isinstance(other, StandIn):
-        return effect is other or effect is other.stands_for
-    return effect is other
 
 
 def is_token_ready(token: Any) -> bool:

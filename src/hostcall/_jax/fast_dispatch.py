@@ -19,12 +19,11 @@ holds the whole program, and makes the tokens of its ordered calls inside.
 Programs with other effects beside, over several devices, for other platforms, for
 export, and programs without results keep the way with tokens. A program without results
 would have nothing in which its failure could reach its reader. Ordered programs over
-one device and over several are put in order by `_in_order`.
+one device and over several are put in order by `keep_in_order` (dispatch.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,7 +38,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib.mlir import ir as _ir
 
-from hostcall._jax.reports import REPORTS
+from hostcall._jax.tracing import open_jaxpr
 from hostcall._native import current
 
 # --- A program as one equation without effects ----------------------------------------
@@ -49,7 +48,7 @@ _program_p.multiple_results = True
 
 
 def _lower(ctx: Any, *operands: Any, jaxpr: Any) -> list[Any]:
-    inner = getattr(jaxpr, "jaxpr", jaxpr)  # a ClosedJaxpr's, before 0.12
+    inner = open_jaxpr(jaxpr)
     ordered = _effects.ordered_effects.filter_in(jaxpr.effects)
     results, _ = _mlir.jaxpr_subcomp(
         ctx.module_context,
@@ -69,7 +68,7 @@ _mlir.register_lowering(_program_p, _lower, cacheable=False)
 
 
 def _without_effects(jaxpr: Any) -> Any:
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = open_jaxpr(jaxpr)
     invars = [_core.Var(v.aval) for v in inner.invars]
     outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
     eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, {"jaxpr": jaxpr}, set())
@@ -122,15 +121,10 @@ def _is_for_one_cpu(args: Sequence[Any], options: dict[str, Any]) -> bool:
     return len(numbers) == 2 and numbers[1] == 1 and args[-1] == ("cpu",)
 
 
-def dispatch_fast(
-    is_ours: Callable[[Any], bool],
-    quietly: Callable[[], contextlib.AbstractContextManager[None]],
-) -> None:
+def dispatch_fast(is_ours: Callable[[Any], bool]) -> None:
     """From now on, JAX's fast dispatch serves the programs that it can.
 
-    Args:
-        is_ours: whether an effect can have been made by nothing but an engine's call.
-        quietly: inside it, errors that JAX makes do not count as told.
+    `is_ours` says whether an effect can have been made by nothing but an engine's call.
     """
     plain = getattr(_pxla, "_cached_lowering_to_hlo", None)
     if plain is None:  # a later JAX: programs go through Python
@@ -149,9 +143,6 @@ def dispatch_fast(
         return plain(jaxpr, *args, **options)
 
     _pxla._cached_lowering_to_hlo = lowered
-    _pxla.ExecuteReplicated.__call__ = _in_order(
-        _pxla.ExecuteReplicated.__call__, quietly
-    )
 
 
 # --- Programs that are waited for, and programs over several devices ------------------
@@ -160,8 +151,6 @@ def dispatch_fast(
 # or before them is in order with all that the thread has dispatched.
 
 _clients: set[Any] = set()  # those for which such programs were lowered
-_nothing: dict[Any, Any] = {}  # by device: a program without operands
-_nothing_after: dict[Any, Any] = {}  # by device: one whose operand is a token
 
 
 def forget_fast_dispatches() -> None:
@@ -181,17 +170,17 @@ def marks() -> list[Any]:
         return []
     clients = list(_clients)
     devices = [device for client in clients for device in client.local_devices()]
-    return [_run(_nothing, "", device) for device in devices]
+    return [run_nothing(device) for device in devices]
 
 
-def _run(programs: dict[Any, Any], operand: str, device: Any, *operands: Any) -> Any:
-    """Dispatches a program that does nothing; returns its token."""
-    if device not in programs:
-        programs[device] = _compiled(f"func.func public @main({operand})", device)
-    results = programs[device].execute_sharded(list(operands), with_tokens=True)
-    return results.consume_token()
+def run_nothing(device: Any, *tokens: Any) -> Any:
+    """Dispatches a program that does nothing, after these tokens; returns its own."""
+    operands = ", ".join(f"%{i}: tensor<0xi1>" for i in range(len(tokens)))
+    program = _compiled(f"func.func public @main({operands})", device)
+    return program.execute_sharded(list(tokens), with_tokens=True).consume_token()
 
 
+@functools.cache
 def _compiled(main: str, device: Any) -> Any:
     options = _compiler.get_compile_options(
         1, 1, np.array([[device]]), backend=device.client
@@ -204,42 +193,6 @@ def _compiled(main: str, device: Any) -> Any:
             options,
             [],
         )
-
-
-def _in_order(plain: Callable[..., Any], quietly: Callable[[], Any]) -> Any:
-    """`ExecuteReplicated.__call__`, which dispatches in Python.
-
-    A program over several devices is not behind the thread's last one, nor is the next
-    one behind it. So if it has ordered calls, those before it are waited for, and on
-    each device a program is dispatched that needs its token.
-    """
-
-    @functools.wraps(plain)
-    def call(self: Any, *args: Any) -> Any:
-        devices = self._local_devices
-        if (
-            not self.ordered_effects
-            or len(devices) == 1
-            or devices[0].platform != "cpu"
-        ):
-            return plain(self, *args)
-        with quietly():
-            for mark in marks():
-                mark.block_until_ready()
-        results = plain(self, *args)
-        tokens = _dispatch.runtime_tokens.current_tokens
-        # Of a program that has failed already there is nothing to wait for.
-        with quietly(), contextlib.suppress(*REPORTS):
-            for effect, token in list(tokens.items()):
-                if any(effect is ordered for ordered in self.ordered_effects):
-                    for part in token._buf.addressable_shards:
-                        _run(_nothing_after, _OF_A_TOKEN, part.device, part.data)
-        return results
-
-    return call
-
-
-_OF_A_TOKEN = "%token: tensor<0xi1>"
 
 
 def when_waiting_for_effects(then: Callable[[], None]) -> None:

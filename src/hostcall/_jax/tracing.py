@@ -24,6 +24,12 @@ from jax._src.state import discharge as _discharge
 
 from hostcall._jax.devices import guards_transfers_to_devices, here
 
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr in a ClosedJaxpr, which JAX has before 0.12; else the jaxpr itself."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
 Primitive = _core.Primitive
 ShapedArray = _core.ShapedArray
 moveaxis = _batching.moveaxis

@@ -25,6 +25,8 @@ from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
+from hostcall._jax.tracing import open_jaxpr
+
 _while_p = _loops.while_p
 # One type since 0.12.
 _JAXPRS = (_core.Jaxpr, getattr(_core, "ClosedJaxpr", _core.Jaxpr))
@@ -91,13 +93,13 @@ def _removed_avals(*, hidden: _Hidden) -> list[Any]:
 
 
 def _changed(jaxpr: Any, **changes: Any) -> Any:
-    inner = getattr(jaxpr, "jaxpr", jaxpr)  # a ClosedJaxpr's, before 0.12
+    inner = open_jaxpr(jaxpr)
     changed = inner.replace(**changes)
     return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
 
 
 def _effects_of(jaxpr: Any, eqns: Sequence[Any]) -> Any:
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = open_jaxpr(jaxpr)
     return _pe.make_jaxpr_effects(inner.constvars, inner.invars, inner.outvars, eqns)
 
 
@@ -131,7 +133,7 @@ class _Remover:
                 hidden = {"hidden": _Hidden(eqn)}
                 new = {"primitive": _removed_p, "params": hidden, "effects": set()}
                 eqns.append(eqn.replace(invars=[], **new))
-        outvars = [renamed(x) for x in getattr(jaxpr, "jaxpr", jaxpr).outvars]
+        outvars = [renamed(x) for x in open_jaxpr(jaxpr).outvars]
         changed = _changed(jaxpr, eqns=eqns, outvars=outvars)
         return _changed(changed, effects=_effects_of(changed, eqns))
 
@@ -161,7 +163,7 @@ def _joined(
     `ins` and `outs` say which inputs and outputs are unknown. The known part has its
     outputs and then what the other part needs, which has this as its first inputs.
     """
-    a, b = (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in (known, unknown))
+    a, b = open_jaxpr(known), open_jaxpr(unknown)
     own, passed = _util.split_list(a.outvars, [len(outs) - sum(outs)])
     takes, others = _util.split_list(b.invars, [len(passed)])
     renamed = _Renamed(zip(takes, passed, strict=True))
@@ -174,7 +176,7 @@ def _joined(
         "invars": _util.merge_lists(ins, a.invars, others),
         "outvars": _util.merge_lists(outs, own, list(map(renamed, b.outvars))),
         "eqns": eqns,
-        "debug_info": getattr(whole, "jaxpr", whole).debug_info,
+        "debug_info": open_jaxpr(whole).debug_info,
     }
     consts = [*known.consts, *unknown.consts]
     if a is known:
@@ -224,7 +226,7 @@ def _split(params: dict[str, Any], unknown: Sequence[bool]) -> _Split | None:
         return None
 
     def known_outputs(jaxpr: Any, number: int) -> Any:
-        outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars[:number]
+        outvars = open_jaxpr(jaxpr).outvars[:number]
         return _changed(jaxpr, outvars=outvars)
 
     first = {
@@ -262,7 +264,7 @@ def _needed(
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
 
     def without_dead_code(jaxpr: Any, outs: Any, keep: Any) -> tuple[Any, list[bool]]:
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        inner = open_jaxpr(jaxpr)
         new, used = _pe.dce_jaxpr(inner, outs, instantiate=keep)
         return (new if inner is jaxpr else jaxpr.replace(jaxpr=new)), used
 
