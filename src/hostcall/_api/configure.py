@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, Literal, Never
 
 from hostcall import _native
+from hostcall._api.options import choices
 from hostcall._core import config, mistakes
 from hostcall._core.errors import SpecError
 from hostcall._runtime import caches, flights
@@ -67,7 +68,7 @@ def configure(
     if residuals is not None and not _is_count(residuals):
         raise _wrong("residuals", "a number of objects, 0 or more", residuals)
     if flight is not None and flight not in config.FLIGHTS:
-        raise _wrong("flight", _one_of(config.FLIGHTS), flight)
+        raise _wrong("flight", choices(config.FLIGHTS), flight)
     own = isinstance(loop, str) and loop == "own"
     if loop is not None and not own and not isinstance(loop, asyncio.AbstractEventLoop):
         wanted = (
@@ -76,7 +77,7 @@ def configure(
         )
         raise _wrong("loop", wanted, loop)
     if fail is not None and fail not in config.FAILS:
-        raise _wrong("fail", _one_of(config.FAILS), fail)
+        raise _wrong("fail", choices(config.FAILS), fail)
     if pinned_bytes is not None:
         pinned_bytes = _bytes(pinned_bytes, "pinned_bytes")
     if cache_bytes is not None:
@@ -122,10 +123,6 @@ def _wrong(name: str, wanted: str, got: Any, more: str = "") -> SpecError:
     return SpecError(
         f"hostcall: {name} should be {wanted}, got {got!r}{more}", code="hc-option"
     )
-
-
-def _one_of(choices: tuple[str, ...]) -> str:
-    return f"one of {', '.join(map(repr, choices))}"
 
 
 def _is_count(value: Any) -> bool:

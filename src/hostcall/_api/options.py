@@ -18,8 +18,11 @@ def wrong(option: str, of: str, wanted: str, got: Any, more: str = "") -> SpecEr
 
 def one_of(option: str, of: str, value: Any, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        choices = ", ".join(map(repr, allowed))
-        raise wrong(option, of, f"one of {choices}", value)
+        raise wrong(option, of, choices(allowed), value)
+
+
+def choices(allowed: Sequence[str]) -> str:
+    return f"one of {', '.join(map(repr, allowed))}"
 
 
 def check_count(option: str, of: str, value: Any, what: str) -> None:
