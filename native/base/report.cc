@@ -7,28 +7,94 @@ namespace {
 /// Guarded by the GIL.
 PyObject* g_convert = nullptr;
 
-/// The trace function that WatchForReport sets. 0 lets the thread go on; -1 raises
-/// the Python error that is set in place of the traced exception.
-int OnEvent(PyObject*, PyFrameObject*, int what, PyObject* arg) {
-  // First, so that g_convert runs untraced and no second event comes here.
-  PyEval_SetTrace(nullptr, nullptr);
-  if (what != PyTrace_EXCEPTION || arg == nullptr || !PyTuple_Check(arg) ||
-      PyTuple_GET_SIZE(arg) != 3) {
-    return 0;
-  }
-  PyObject* stack[] = {PyTuple_GET_ITEM(arg, 1)};
+/// Raises a better exception in place of `error`, and returns false; or true if it
+/// stays.
+bool Stays(PyObject* error, PyObject* trace) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(error)) != PyExc_ValueError) return true;
+  PyObject* stack[] = {error};
   Ref other = Ref::Steal(CallPython(g_convert, stack, 1, nullptr));
   if (!other) {  // the report failed: the user still gets what JAX raised
     PyErr_Clear();
-    return 0;
+    return true;
   }
-  if (other.get() == Py_None || !PyExceptionInstance_Check(other.get())) return 0;
+  if (other.get() == Py_None || !PyExceptionInstance_Check(other.get()))
+    return true;
   // The traceback goes along: it shows where the user's code called the program.
-  PyObject* trace = PyTuple_GET_ITEM(arg, 2);
-  if (PyTraceBack_Check(trace)) PyException_SetTraceback(other.get(), trace);
+  if (trace != nullptr && PyTraceBack_Check(trace)) {
+    PyException_SetTraceback(other.get(), trace);
+  }
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(other.get())), other.get());
-  return -1;
+  return false;
 }
+
+#if PY_VERSION_HEX < 0x030C0000
+
+int OnEvent(PyObject*, PyFrameObject*, int what, PyObject* arg) {
+  // First, so that g_convert runs untraced and no second event comes here.
+  PyEval_SetTrace(nullptr, nullptr);
+  const bool is_error = what == PyTrace_EXCEPTION && arg != nullptr &&
+                        PyTuple_Check(arg) && PyTuple_GET_SIZE(arg) == 3;
+  const bool stays =
+      !is_error || Stays(PyTuple_GET_ITEM(arg, 1), PyTuple_GET_ITEM(arg, 2));
+  return stays ? 0 : -1;
+}
+
+void Watch() {
+  PyThreadState* thread = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+  for (; thread != nullptr; thread = PyThreadState_Next(thread)) {
+    // A debugger or a coverage tool keeps its trace function.
+    if (thread->c_tracefunc != nullptr) continue;
+    if (_PyEval_SetTrace(thread, &OnEvent, nullptr) < 0) PyErr_Clear();
+  }
+}
+
+#else
+
+PyObject* OnRaise(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count == 3) {  // code, offset, exception
+    Ref trace = Ref::Steal(PyException_GetTraceback(args[2]));
+    if (!Stays(args[2], trace.get())) return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef g_on_raise = {
+    "on_raise",
+    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&OnRaise)),
+    METH_FASTCALL, nullptr};
+
+bool WatchWith(PyObject* monitoring, int tool) {
+  Ref events = Ref::Steal(PyObject_GetAttrString(monitoring, "events"));
+  Ref raise =
+      events ? Ref::Steal(PyObject_GetAttrString(events.get(), "RAISE")) : Ref();
+  Ref function = raise ? Ref::Steal(PyCFunction_New(&g_on_raise, nullptr)) : Ref();
+  if (!function) return false;
+  return Ref::Steal(PyObject_CallMethod(monitoring, "use_tool_id", "is", tool,
+                                        "hostcall")) &&
+         Ref::Steal(PyObject_CallMethod(monitoring, "register_callback", "iOO",
+                                        tool, raise.get(), function.get())) &&
+         Ref::Steal(PyObject_CallMethod(monitoring, "set_events", "iO", tool,
+                                        raise.get()));
+}
+
+/// Tools that no kind of program is meant for (sys.monitoring names the other
+/// four).
+constexpr int kTools[] = {3, 4};
+
+/// Whether it has been tried. Guarded by the GIL.
+bool g_watches = false;
+
+void Watch() {
+  PyObject* monitoring = PySys_GetObject("monitoring");
+  if (g_watches || monitoring == nullptr) return;
+  g_watches = true;
+  for (const int tool : kTools) {
+    if (WatchWith(monitoring, tool)) return;
+    PyErr_Clear();  // somebody else has this one
+  }
+}
+
+#endif
 
 }  // namespace
 
@@ -38,16 +104,7 @@ void SetReportConverter(PyObject* convert) {
 }
 
 void WatchForReport() {
-  if (g_convert == nullptr) return;
-  Ref sys = Ref::Steal(PyImport_ImportModule("sys"));
-  Ref set =
-      sys ? Ref::Steal(PyObject_CallMethod(sys.get(), "gettrace", nullptr)) : Ref();
-  if (!set) {
-    PyErr_Clear();
-    return;
-  }
-  // A debugger or a coverage tool keeps its trace function.
-  if (set.get() == Py_None) PyEval_SetTrace(&OnEvent, nullptr);
+  if (g_convert != nullptr) Watch();
 }
 
 }  // namespace hostcall

@@ -1,32 +1,37 @@
-// Replaces the exception that JAX raises for a failed call.
+// Replaces the ValueError that JAX's fast path raises for a failed call.
 //
-// XLA carries only text, of which JAX makes an exception: JaxRuntimeError, or
-// ValueError if JAX's C++ fast path ran the program on the calling thread. No code
-// of hostcall runs between XLA's status and the user's `except`. But CPython runs
-// the thread's trace function there: it calls it with the exception before it looks
-// for a handler, and an error that the trace function raises takes the exception's
-// place. So a call that fails on one of Python's threads sets a trace function,
-// which removes itself at the first event that it sees.
+// XLA carries only text, of which JAX makes an exception: a ValueError if the
+// program was still being dispatched by JAX's C++, else a JaxRuntimeError, whose
+// constructor is Python's and is watched (_core/failures.py). No code of hostcall
+// runs between XLA's status and the user's `except`. But CPython shows each
+// exception to whoever monitors RAISE before it looks for a handler, and an error
+// raised there takes its place.
+//
+// The thread that raises is not always the one on which the call failed: threads of
+// XLA's may run a program's calls while the one that dispatches it waits. So all
+// threads are watched: from the first failure on, by sys.monitoring, at some 0.1 us
+// for each exception that is raised. Python 3.11 has no sys.monitoring; there each
+// failure sets a trace function on all threads, which removes itself at the first
+// event that it sees.
 //
 // Hazards
-//   * Somebody else's trace function (a debugger, coverage) is set: ours is not,
-//     and the exception stays what JAX made of it.
-//   * The exception is not raised on this thread, since another one fetches the
-//     result: our function sees some other event first, and removes itself without
-//     effect.
-//   * An unrelated exception comes first: its text lacks our error number, so it
-//     stays.
+//   * Both free tools of sys.monitoring are taken, or (3.11) a debugger or coverage
+//   has
+//     set a trace function: the exception stays what JAX made of it.
+//   * Another exception comes first: it is no ValueError with a number of ours that
+//     nobody has been told of, so it stays.
 #pragma once
 
 #include "base/guards.h"
 
 namespace hostcall {
 
-/// Sets the function that converts exceptions: `convert(exception)` returns the
-/// exception to raise in its place, or None to leave it. The GIL is held.
+/// Sets the function that converts exceptions: `convert(error)` returns the
+/// exception to raise in place of a ValueError, or None to leave it. The GIL is
+/// held.
 void SetReportConverter(PyObject* convert);
 
-/// Sets the trace function for the calling thread's next event. The GIL is held.
+/// A call has failed, and some thread may be told by a ValueError. The GIL is held.
 void WatchForReport();
 
 }  // namespace hostcall

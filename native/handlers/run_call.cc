@@ -127,11 +127,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     }
   };
   MakeInside(plan, site, call);
-  // Only if this thread returns to Python code, where JAX raises the error: it is
-  // one of Python's threads, or one of XLA's with a callback around this call.
-  if (!text.empty() && (!OnForeignThread() || CurrentCall() != nullptr)) {
-    WatchForReport();
-  }
+  if (!text.empty()) WatchForReport();
   Counters::Part& counters = plan.counters->mine();
   counters.gil_ticks.Add(attached - start);
   const int64_t end = Ticks();
@@ -259,7 +255,7 @@ XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
   if (Entry entry; entry) {
     GilGuard gil;
     error = TextOfVerdict(plan, error, is_ours);
-    if (!OnForeignThread() || CurrentCall() != nullptr) WatchForReport();
+    WatchForReport();
   } else if (error.empty()) {
     error = ClosedText();
   }

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import struct
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -320,6 +321,59 @@ def test_a_trace_function_of_somebody_else_stays():
     finally:
         sys.settrace(None)
     assert "exception" in seen
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is 3.12's")
+def test_the_type_is_the_same_under_a_debugger(flaky):
+    bad = flaky()
+    step = jax.jit(lambda x: hc.call(bad.double, F32, x))
+    step(2.0)
+    sys.settrace(lambda frame, event, arg: None)
+    try:
+        with pytest.raises(JaxRuntimeError):
+            step(-1.0)
+    finally:
+        sys.settrace(None)
+
+
+@orders
+def test_the_type_is_the_same_where_a_thread_of_xla_made_the_call(order):
+    """Such a failure is raised where the program was dispatched, and nowhere else."""
+    threads = set()
+
+    def host(x):
+        threads.add(threading.get_ident())
+        if x > 0:
+            raise LookupError("late")
+        return x
+
+    @jax.jit
+    def step(x, scale):  # two branches, which XLA runs beside each other
+        square = x[:250_000].reshape(500, 500)
+        first = hc.call(host, F32, scale * (square @ square).sum(), order=order)
+        second = hc.call(host, F32, scale * abs(jnp.fft.fft(x)).sum(), order=order)
+        return first + second + jnp.sort(x).sum() + (jnp.sin(square) @ square).sum()
+
+    x = jax.block_until_ready(jnp.full(300_000, 1.0))
+    for scale in [-1.0, *[1.0] * 20]:
+        fails = pytest.raises(JaxRuntimeError, match="LookupError: late")
+        with contextlib.nullcontext() if scale < 0 else fails:
+            step(x, scale).block_until_ready()
+        hc.barrier()
+        jax.effects_barrier()
+    assert threads - {threading.get_ident()}
+
+
+def test_a_value_error_made_of_a_report_stays(flaky):
+    bad = flaky()
+    step = jax.jit(lambda x: hc.call(bad.double, F32, x))
+    step(2.0)
+    with pytest.raises(JaxRuntimeError) as caught:
+        step(-1.0)
+    for text in [str(caught.value), f"INTERNAL: {caught.value}", "[hostcall error 0]"]:
+        with pytest.raises(ValueError) as mine:
+            raise ValueError(text)
+        assert type(mine.value) is ValueError
 
 
 def test_a_failure_that_comes_out_later_leaves_no_trace_function():

@@ -303,21 +303,28 @@ def _replaces_report(found: BaseException | None) -> bool:
 def in_place_of(report: BaseException) -> BaseException | None:
     """The exception that the caller should see in place of JAX's report, or None.
 
-    The engine calls this on the thread that ran the program, before Python looks for a
-    handler of the report (native/base/report.h). KeyboardInterrupt, SystemExit and the
-    like, WatchError and a debugger's `quit` replace the report. A ValueError from JAX's
-    fast path becomes a JaxRuntimeError, as elsewhere.
+    KeyboardInterrupt, SystemExit and the like, WatchError and a debugger's `quit`
+    replace the report.
     """
     kept = _kept.get(number_in(report))
-    if kept is None:
-        return None
-    found = kept.get()
-    if _replaces_report(found):
+    if kept is not None and _replaces_report(kept.get()):
         return original(report)
-    if type(report) is ValueError:
-        same: BaseException = jax.errors.JaxRuntimeError(str(report))
-        return same
     return None
+
+
+def in_place_of_value_error(report: ValueError) -> BaseException | None:
+    """The same for a ValueError of JAX's fast path, which should be a JaxRuntimeError.
+
+    The engine calls this on the thread that raises it, before Python looks for a
+    handler (native/base/report.h), and for every other ValueError. One that the user
+    made of a report's text stays: that failure has been told.
+    """
+    text = report.args[0] if len(report.args) == 1 else None
+    number = number_of(text) if type(text) is str else 0  # nothing of the user's runs
+    if is_told(number) or number not in _kept:
+        return None
+    tell(number)
+    return in_place_of(report) or jax.errors.JaxRuntimeError(str(report))
 
 
 # --- Reports at the time JAX makes them ----------------------------------------------

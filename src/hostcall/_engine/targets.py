@@ -53,7 +53,7 @@ def start() -> None:
             _has_host_callbacks = True
         for setting in _jax.ambient_settings():
             _native.add_ambient_setting(**setting._asdict(), unset=_jax.UNSET)
-        _native.set_report_converter(failures.in_place_of)
+        _native.set_report_converter(failures.in_place_of_value_error)
         lifecycle.begin()
         _started = True  # last: the check above takes no lock
 
