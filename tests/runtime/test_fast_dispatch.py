@@ -424,3 +424,146 @@ def test_without_the_function_that_lowers_programs(run_python):
         assert seen == [0, 1, 2, 3, 4]
         assert sum("lambda" in name for name in dispatched) == 5, dispatched
     """)
+
+
+def test_under_pgle(run_python):
+    """JAX profiles the first runs of a program, and then lowers it anew."""
+    run_python("""
+        import jax, jax.numpy as jnp, numpy as np, hostcall as hc
+        seen = []
+        def host(x):
+            seen.append(float(x))
+            return x
+        jax.config.update("jax_enable_pgle", True)
+        jax.config.update("jax_pgle_profiling_runs", 2)
+        f = jax.jit(lambda x: hc.call(host, x, x, order="ordered"))
+        for i in range(8):
+            assert float(f(jnp.float32(i))) == i
+        hc.barrier()
+        assert seen == list(range(8)), seen
+    """)
+
+
+def test_no_execution_refuses_it():
+    log = Log()
+    f = program("call", log)
+    with jax.no_execution(), pytest.raises(RuntimeError, match="no_execution"):
+        f(1, np.float32(0))
+    hc.barrier()
+    assert log.seen == []
+    assert f(2, np.float32(3)) == 3
+    assert log.seen == [2]
+
+
+def test_while_the_profiler_records(tmp_path):
+    log = Log()
+    f = program("call", log)
+    with jax.profiler.trace(str(tmp_path)):
+        for i in range(5):
+            f(i, np.float32(0))
+    assert log.seen == list(range(5))
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_ctrl_c_while_it_is_dispatched(run_python):
+    """The program is being dispatched when the signal comes: it runs on this thread."""
+    run_python("""
+        import signal, jax, jax.numpy as jnp, numpy as np, hostcall as hc
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        seen = []
+        def host(i):
+            seen.append(int(i))
+            if len(seen) == 3:
+                signal.raise_signal(signal.SIGINT)
+            return i
+        f = jax.jit(lambda i: hc.call(host, i, i, order="ordered"))
+        i = 0
+        try:
+            for i in range(10):
+                f(i)
+        except KeyboardInterrupt:
+            assert i == 2
+        assert i == 2
+        hc.barrier()
+        jax.effects_barrier()
+        for i in range(3, 6):
+            assert f(i) == i
+        assert seen == list(range(6))
+    """)
+
+
+def test_a_parent_goes_on_after_a_fork(run_python):
+    run_python("""
+        import os, jax, jax.numpy as jnp, hostcall as hc
+        seen = []
+        def host(i):
+            seen.append(int(i))
+            return i
+        f = jax.jit(lambda i: hc.call(host, i, i, order="ordered"))
+        for i in range(3):
+            f(i)
+        child = os.fork()
+        if child == 0:
+            hc.barrier()  # there is nothing to wait for, and it does not hang
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        for i in range(3, 6):
+            f(i)
+        hc.barrier()
+        assert seen == list(range(6))
+    """)
+
+
+def test_exported_and_loaded_it_is_dispatched_fast_and_in_order(slow):
+    pytest.importorskip("flatbuffers")
+    seen = []
+
+    @hc.register("tests.fast_dispatch.exported")
+    def note(i, x):
+        seen.append(int(i))
+        return np.float32(x)
+
+    f = jax.jit(lambda i, x: hc.call(note, SCALAR, i, x, order="ordered"))
+    loaded = hc.load(bytes(hc.export(f)(I32, SCALAR)))
+    g = jax.jit(loaded.call)
+    for i in range(0, 9, 3):
+        f(i, np.float32(0))
+        g(i + 1, slow())
+        f(i + 2, np.float32(0))
+    hc.barrier()
+    assert seen == list(range(9))
+
+
+CACHED = """
+import sys, jax, jax.numpy as jnp, hostcall as hc
+folder, order = sys.argv[1:]
+jax.config.update("jax_compilation_cache_dir", folder)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+hits = []
+jax.monitoring.register_event_listener(
+    lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
+seen = []
+def host(i):
+    seen.append(int(i))
+    return i
+@jax.jit
+def step(i):
+    return hc.call(host, i, i, order=order) + 1
+i = jnp.int32(0)
+hits.clear()
+for _ in range(6):
+    i = step(i)
+hc.barrier()
+assert seen == list(range(6)) and i == 6
+print(len(hits))
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_from_the_disk_cache(run_python, order, tmp_path):
+    first, again = (
+        int(run_python(CACHED, str(tmp_path), order).stdout) for _ in range(2)
+    )
+    assert first == 0
+    assert again > 0

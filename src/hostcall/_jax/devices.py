@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax
     The result may share the array's memory, so nobody may write to the array later.
     JAX's transfer guards see an explicit transfer, as they do for `jax.device_put`.
     """
-    aval = _core.ShapedArray(array.shape, array.dtype)
+    aval = _aval(array.shape, array.dtype)
     sharding = _single_device_sharding(device)
     guard = _guard_lib.thread_local_state()
     before = guard.explicit_device_put
@@ -43,6 +44,11 @@ def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax
         )
     finally:
         guard.explicit_device_put = before
+
+
+@functools.lru_cache(1024)
+def _aval(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    return _core.ShapedArray(shape, dtype)
 
 
 def guards_transfers_to_devices() -> bool:
