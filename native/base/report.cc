@@ -39,12 +39,10 @@ int OnEvent(PyObject*, PyFrameObject*, int what, PyObject* arg) {
   return stays ? 0 : -1;
 }
 
-void Watch() {
-  PyThreadState* thread = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
-  for (; thread != nullptr; thread = PyThreadState_Next(thread)) {
-    // A debugger or a coverage tool keeps its trace function.
-    if (thread->c_tracefunc != nullptr) continue;
-    if (_PyEval_SetTrace(thread, &OnEvent, nullptr) < 0) PyErr_Clear();
+void Watch(bool returns) {
+  // A debugger or a coverage tool keeps its trace function.
+  if (returns && PyThreadState_Get()->c_tracefunc == nullptr) {
+    PyEval_SetTrace(&OnEvent, nullptr);
   }
 }
 
@@ -84,7 +82,7 @@ constexpr int kTools[] = {3, 4};
 /// Whether it has been tried. Guarded by the GIL.
 bool g_watches = false;
 
-void Watch() {
+void Watch(bool) {
   PyObject* monitoring = PySys_GetObject("monitoring");
   if (g_watches || monitoring == nullptr) return;
   g_watches = true;
@@ -103,8 +101,8 @@ void SetReportConverter(PyObject* convert) {
   Py_XSETREF(g_convert, convert);
 }
 
-void WatchForReport() {
-  if (g_convert != nullptr) Watch();
+void WatchForReport(bool returns) {
+  if (g_convert != nullptr) Watch(returns);
 }
 
 }  // namespace hostcall

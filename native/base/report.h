@@ -10,14 +10,19 @@
 // The thread that raises is not always the one on which the call failed: threads of
 // XLA's may run a program's calls while the one that dispatches it waits. So all
 // threads are watched: from the first failure on, by sys.monitoring, at some 0.1 us
-// for each exception that is raised. Python 3.11 has no sys.monitoring; there each
-// failure sets a trace function on all threads, which removes itself at the first
-// event that it sees.
+// for each exception that is raised.
+//
+// Python 3.11 has no sys.monitoring. There a call that fails on one of Python's
+// threads sets a trace function on it, which removes itself at the first event that
+// it sees. One on another thread would hang it: 3.11 repeats the first instruction
+// of a traced function for as long as an asynchronous exception waits for any
+// thread.
 //
 // Hazards
 //   * Both free tools of sys.monitoring are taken, or (3.11) a debugger or coverage
 //   has
-//     set a trace function: the exception stays what JAX made of it.
+//     set a trace function, or (3.11) a thread of XLA's made the call: the
+//     exception stays what JAX made of it.
 //   * Another exception comes first: it is no ValueError with a number of ours that
 //     nobody has been told of, so it stays.
 #pragma once
@@ -31,7 +36,8 @@ namespace hostcall {
 /// held.
 void SetReportConverter(PyObject* convert);
 
-/// A call has failed, and some thread may be told by a ValueError. The GIL is held.
-void WatchForReport();
+/// A call has failed, and some thread may be told by a ValueError. `returns` says
+/// whether the calling thread returns to Python code. The GIL is held.
+void WatchForReport(bool returns);
 
 }  // namespace hostcall

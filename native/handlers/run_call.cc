@@ -28,6 +28,11 @@ struct CallSite {
   const Before* before = nullptr;  ///< with `keep=`: the executions before this one
 };
 
+/// Whether this thread returns to Python code, where JAX may raise what a call
+/// failed with: it is one of Python's, or one of XLA's with a callback around this
+/// call.
+bool ReturnsToPython() { return !OnForeignThread() || CurrentCall() != nullptr; }
+
 Event EventOf(const Plan& plan, EventKind kind, const CallSite& site,
               int64_t start) {
   return plan.NewEvent(kind, site.ordinal, site.run, start);
@@ -127,7 +132,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     }
   };
   MakeInside(plan, site, call);
-  if (!text.empty()) WatchForReport();
+  if (!text.empty()) WatchForReport(ReturnsToPython());
   Counters::Part& counters = plan.counters->mine();
   counters.gil_ticks.Add(attached - start);
   const int64_t end = Ticks();
@@ -255,7 +260,7 @@ XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
   if (Entry entry; entry) {
     GilGuard gil;
     error = TextOfVerdict(plan, error, is_ours);
-    WatchForReport();
+    WatchForReport(ReturnsToPython());
   } else if (error.empty()) {
     error = ClosedText();
   }

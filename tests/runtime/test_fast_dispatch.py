@@ -229,16 +229,16 @@ def test_a_barrier_waits_for_the_taps_of_such_a_program(slow):
         assert log.seen == list(range(i + 1))
 
 
-def failing(order="ordered"):
+def failing(order="ordered", result=SCALAR):
     """A program that fails from its second run on, and has been on the fast path."""
     fails = []
 
     def host(x):
         if fails:
             raise ValueError("no such row")
-        return x
+        return None if result is None else x
 
-    f = jax.jit(lambda x: hc.call(host, SCALAR, x, order=order))
+    f = jax.jit(lambda x: hc.call(host, result, x, order=order))
     for x in 3 * [np.float32(1), jnp.float32(1)]:
         jax.block_until_ready(f(x))
     fails.append(True)
@@ -248,9 +248,13 @@ def failing(order="ordered"):
 ORDERS = ["ordered", "unordered"]
 
 
+RESULTS = pytest.mark.parametrize("result", [SCALAR, None], ids=["result", "none"])
+
+
+@RESULTS
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_failure_is_raised_at_dispatch_and_not_again(order):
-    f = failing(order)
+def test_a_failure_is_raised_at_dispatch_and_not_again(order, result):
+    f = failing(order, result)
     for _ in range(3):
         with pytest.raises(jax.errors.JaxRuntimeError, match="no such row"):
             f(np.float32(1))
@@ -258,14 +262,21 @@ def test_a_failure_is_raised_at_dispatch_and_not_again(order):
         jax.effects_barrier()
 
 
+@RESULTS
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", BARRIERS)
-def test_a_failure_behind_another_program_is_raised_by_the_barrier(order, name, slow):
-    f = failing(order)
+@pytest.mark.parametrize("n", [1, 3])
+def test_failures_behind_another_program_are_raised_by_barriers(
+    order, result, name, n, slow
+):
+    """Each barrier raises one."""
+    f = failing(order, result)
     for _ in range(3):
-        f(slow())  # the result is dropped
-        with pytest.raises(jax.errors.JaxRuntimeError, match="no such row"):
-            BARRIERS[name]()
+        for _ in range(n):
+            f(slow())  # the result is dropped
+        for _ in range(n):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="no such row"):
+                BARRIERS[name]()
         hc.barrier()
         jax.effects_barrier()
 
@@ -280,9 +291,10 @@ def test_a_failure_that_was_read_is_not_raised_again(order, slow):
     jax.effects_barrier()
 
 
+@RESULTS
 @pytest.mark.parametrize("order", ORDERS)
-def test_reraise_raises_the_functions_own_exception(order, slow):
-    f = failing(order)
+def test_reraise_raises_the_functions_own_exception(order, result, slow):
+    f = failing(order, result)
     for x in (lambda: np.float32(1), slow):
         with pytest.raises(ValueError, match="no such row"), hc.reraise():
             f(x())

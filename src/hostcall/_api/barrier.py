@@ -37,9 +37,9 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
         BaseException: the exception object that a tap raised. If several taps failed,
             an ExceptionGroup of the first exceptions; its message gives the total.
         jax.errors.JaxRuntimeError: the callback of a program failed, or `WatchError` if
-            a watch did. This error comes first: the next barrier raises what taps
-            raised. An array whose failure was raised before, here or where it was
-            read, is passed over.
+            a watch did. This error comes first: the next barriers raise those of other
+            programs, one each, and then what taps raised. An array whose failure was
+            raised before, here or where it was read, is passed over.
         HostcallError: the barrier was called from inside a tap.
 
     Cost: the wait itself, and one look at each live array.
@@ -63,7 +63,7 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
     if timeout is not None and not _programs_end_in(timeout):
         return False
     failed = delivery.reports  # outlives this wait if Ctrl-C or the limit ends it
-    failed += owed.failures_of_programs()
+    failed += failures.failures_of_effects()
     for error in failures.failures_of_arrays():
         # Only failures of host calls, and of those none that the user has seen: a
         # printed traceback may keep failed arrays in its frames, for long.
@@ -74,18 +74,24 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
     if not delivery.flush(left, "hc.barrier()"):
         return False
     delivery.call_at_barrier(ending=False)
-    if failed:  # the next barrier raises what taps raised
-        first = failed[0]
-        failed.clear()
-        failures.tell(failures.number_in(first))
-        raise failures.in_place_of(first) or first
-    raised = tap_failures.take_as_one()
+    raised = _first(failed) or owed.first_failure() or tap_failures.take_as_one()
     try:
         if raised is not None:
             raise raised
     finally:  # the traceback refers to this frame: break the cycle
         del raised
     return True
+
+
+def _first(failed: list[BaseException]) -> BaseException | None:
+    """Takes the first failure that nobody was told of. Those behind it stay."""
+    while failed:
+        error = failed.pop(0)
+        number = failures.number_in(error)
+        if not (number and failures.is_surely_told(number)):
+            failures.tell(number)
+            return failures.in_place_of(error) or error
+    return None
 
 
 def _programs_end_in(seconds: float) -> bool:

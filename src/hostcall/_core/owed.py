@@ -32,28 +32,35 @@ def owe(text: str) -> None:
         _texts.append(text)
 
 
-def _take() -> list[BaseException]:
-    """What JAX would have raised for the failures that nobody was told of; once."""
-    texts = [_texts.popleft() for _ in range(len(_texts))]
-    with failures.looking():
-        return [
-            jax.errors.JaxRuntimeError(f"INTERNAL: {text}")
-            for text in texts
-            if not failures.is_told(failures.number_of(text))
-        ]
+def first_failure() -> BaseException | None:
+    """What JAX would have raised for the oldest failure that nobody was told of.
+
+    The caller raises it; those behind it stay.
+    """
+    while True:
+        try:
+            text = _texts.popleft()
+        except IndexError:
+            return None
+        number = failures.number_of(text)
+        if not failures.is_told(number):
+            error = jax.errors.JaxRuntimeError(f"INTERNAL: {text}")
+            failures.tell(number)
+            return failures.in_place_of(error) or error
 
 
 def failures_of_programs() -> list[BaseException]:
     """Waits for the programs that this thread has dispatched. Returns the failures."""
     found = failures.failures_of_effects()
-    seen = {failures.number_in(error) for error in found}
-    return found + [e for e in _take() if failures.number_in(e) not in seen]
+    while (error := first_failure()) is not None:
+        found.append(error)
+    return found
 
 
 def _raise_first() -> None:
-    for error in _take():
-        failures.tell(failures.number_in(error))
-        raise failures.in_place_of(error) or error
+    error = first_failure()
+    if error is not None:
+        raise error
 
 
 def forget() -> None:

@@ -16,10 +16,9 @@ device they order nothing that XLA does not order anyway:
 So such a program is lowered as one without effects. Its jaxpr becomes one equation that
 holds the whole program, and makes the tokens of its ordered calls inside.
 
-Programs with other effects beside, over several devices, for other platforms, for
-export, and programs without results keep the way with tokens. A program without results
-would have nothing in which its failure could reach its reader. Ordered programs over
-one device and over several are put in order by `keep_in_order` (dispatch.py).
+Programs with other effects beside, over several devices, for other platforms and for
+export keep the way with tokens. Ordered programs over one device and over several are
+put in order by `keep_in_order` (dispatch.py).
 """
 
 from __future__ import annotations
@@ -134,7 +133,6 @@ def dispatch_fast(is_ours: Callable[[Any], bool]) -> None:
     def lowered(jaxpr: Any, *args: Any, **options: Any) -> Any:
         if (
             jaxpr.effects
-            and jaxpr.out_avals
             and _is_for_one_cpu(args, options)
             and _are_engine_calls(jaxpr, is_ours)
         ):

@@ -9,7 +9,7 @@ import jax
 
 # What JAX raises for a program that failed: JaxRuntimeError, and ValueError on its fast
 # path. hostcall turns the ValueError into a JaxRuntimeError (native/base/report.h),
-# except, on Python 3.11, under a debugger's or coverage tool's trace function.
+# except, on Python 3.11, under a debugger or where a thread of XLA's made the call.
 REPORTS = (jax.errors.JaxRuntimeError, ValueError)
 
 

@@ -66,7 +66,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from hostcall import _jax, _native
-from hostcall._core import failures
+from hostcall._core import owed
 from hostcall._core.errors import HostcallError
 from hostcall._core.wait import SLICE
 from hostcall._runtime import (
@@ -222,7 +222,7 @@ def _in_a_late_handler() -> bool:
 
 
 def _wait_for_programs() -> None:
-    for failure in failures.failures_of_effects():
+    for failure in owed.failures_of_programs():
         what = str(failure) if isinstance(failure, Exception) else repr(failure)
         logger.error("a program failed while the process was ending: %s", what)
 

@@ -17,6 +17,9 @@ What happens to a sign:
   3. `end` settles the rest, and returns the first failure that the user has not seen.
      Signs that are left over go to the block around this one.
 
+A program without results and tokens gives no sign. After one of these, `end` waits for
+all programs of the thread, and asks for failures that nobody was told of.
+
 All of a block's state belongs to one thread, so there is no lock.
 """
 
@@ -33,7 +36,7 @@ from typing import Any
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import failures, mistakes
+from hostcall._core import failures, mistakes, owed
 
 
 class reraise(contextlib.ContextDecorator):
@@ -87,13 +90,14 @@ class reraise(contextlib.ContextDecorator):
         if isinstance(error, _jax.REPORTS):
             found = failures.original(error)
             if found is not None:
+                failures.tell(failures.number_in(error))
                 try:
                     raise found
                 finally:  # breaks the cycle found -> traceback -> this frame -> found
                     del found
 
 
-def _raise_behind(report: Exception) -> None:
+def _raise_behind(report: BaseException) -> None:
     """Raises the exception behind a report, with the report as its context."""
     found = failures.original(report)
     try:
@@ -135,6 +139,7 @@ class _Block:
         self._failed: list[_Sign] = []  # programs that have failed
         self._kept = 0.0
         self._scan_above = 32
+        self._without_sign = False  # whether a program had neither results nor tokens
 
     def is_here(self) -> bool:
         return self._thread == threading.get_ident() and self._depth == _depth()
@@ -147,6 +152,8 @@ class _Block:
             # callback of this program may have failed by now.
             self._pending.append(_Sign(result, kept, tokens, self._failures))
             self._kept += kept
+        else:
+            self._without_sign = True
         self._failures = failures.failures_so_far()
         while self._pending and self._pending[0].is_ready():
             self._settle(self._pending.pop(0))
@@ -173,7 +180,7 @@ class _Block:
         if sign.has_failed():
             self._failed.append(sign)
 
-    def end(self, waits: bool) -> Exception | None:
+    def end(self, waits: bool) -> BaseException | None:
         """Settles the pending programs; without `waits` only those that have ended.
 
         With `waits`, returns the first failure that the user has not seen.
@@ -184,7 +191,7 @@ class _Block:
                 self._settle(sign)
             else:
                 self._pending.append(sign)
-        first: Exception | None = None
+        first: BaseException | None = None
         failed, self._failed = self._failed, []
         for sign in failed:
             number = failures.number_in(sign.report)
@@ -198,6 +205,10 @@ class _Block:
             # has its number. Its tokens are forgotten too; otherwise JAX's next wait
             # for effects would raise the same failure again.
             _jax.forget_tokens(sign.tokens)
+        if waits and first is None and self._without_sign:
+            for mark in _jax.marks():
+                mark.block_until_ready()
+            first = owed.first_failure()
         return first
 
     def leave_to(self, outer: _Block) -> None:
@@ -205,6 +216,7 @@ class _Block:
         outer._failed += self._failed
         outer._pending += self._pending
         outer._kept += self._kept
+        outer._without_sign |= self._without_sign
 
 
 class _Sign:
@@ -291,7 +303,7 @@ def _open_block() -> None:
         _thread.hook_before = _jax.POST_HOOK.swap_local(_dispatched_fast)
 
 
-def _close_block(waits: bool) -> Exception | None:
+def _close_block(waits: bool) -> BaseException | None:
     """Leaves the innermost block; with `waits` returns the failure to raise, if any.
 
     Tasks or generators that interleave may leave blocks out of order.

@@ -255,9 +255,10 @@ class Object:
         return snapshot
 
     def _snapshot(self) -> dict[str, Any]:
-        failures = self._wait("save", log=False)
-        if failures:
-            raise failures[0]
+        failed = self._wait("save", log=False)
+        error = failed[0] if failed else owed.first_failure()
+        if error is not None:
+            raise error
         return self._group.snapshot(self._save)
 
     def restore(
