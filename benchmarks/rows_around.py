@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax._src.lib import xla_client
 from jax.experimental import io_callback
 
 import hostcall as hc
@@ -29,6 +31,25 @@ from benchmarks.harness import (
 from benchmarks.rows_call import SCALAR, same
 
 # --- Dispatch -------------------------------------------------------------------------
+
+
+# The least that a function pays for which an argument is made a jax.Array.
+WITH_ARRAY = "jit(x + 1) and a jax.Array"
+
+
+def with_array() -> Callable[[Any], Any]:
+    f, device = jax.jit(lambda x: x + 1), jax.devices()[0]
+    aval = jax.core.ShapedArray((), np.float32)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    put = xla_client.batched_device_put
+    value = np.zeros((), np.float32)
+
+    def run(x: Any) -> Any:
+        y = f(x)
+        put(aval, sharding, [value], [device], True)
+        return y
+
+    return run
 
 
 def dispatch_pure(quick: bool) -> dict[str, Case]:
@@ -52,9 +73,13 @@ def dispatch_with_effect(ordered: bool) -> Callable[[bool], dict[str, Case]]:
             "drop-in": lambda x: hc.io_callback(
                 same, SCALAR, x, ordered=ordered, arrays="numpy"
             ),
+            "drop-in, jax.Arrays": lambda x: hc.io_callback(
+                same, SCALAR, x, ordered=ordered
+            ),
             "io_callback": lambda x: io_callback(same, SCALAR, x, ordered=ordered),
         }
-        return {n: dispatch_time(jax.jit(f), x, repeat=repeat) for n, f in fs.items()}
+        made = {n: dispatch_time(jax.jit(f), x, repeat=repeat) for n, f in fs.items()}
+        return made | {WITH_ARRAY: dispatch_time(with_array(), x, repeat=repeat)}
 
     return cases
 
@@ -150,7 +175,11 @@ def program_size(quick: bool) -> dict[str, Case]:
 
 
 # With effects as without, since programs on one CPU device need no tokens.
-EFFECTS = (at_most(1.5, "jit(x + 1)"), at_most(2.5, "jit(x + 1)", ours="drop-in"))
+EFFECTS = (
+    at_most(1.5, "jit(x + 1)"),
+    at_most(2.5, "jit(x + 1)", ours="drop-in"),
+    at_most(3, WITH_ARRAY, ours="drop-in, jax.Arrays"),
+)
 
 ROWS = (
     Row(

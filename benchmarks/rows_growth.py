@@ -297,7 +297,7 @@ ROWS = (
     Row(
         "growth: a thread that dispatches an ordered call",
         (
-            _no_more("hostcall, 16", "hostcall, 1", 3),
+            at_most(1.5, "jit(x + 1), 16", "hostcall, 16"),
             at_most(1, "JAX, 16", "hostcall, 16"),
         ),
         threads("ordered"),

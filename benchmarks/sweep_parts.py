@@ -6,12 +6,14 @@ sweep_sizes.py says what a Program is.
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 
 import hostcall as hc
 from benchmarks.raw_handler import raw_call
@@ -129,4 +131,46 @@ def parts(_: int, times: int, host: Host) -> Programs:
         "hostcall, np.sin": computing(lambda c: hc.call(sine, SCALAR, c), n, sine),
         'hostcall, arrays="jax"': computing(jaxs, times),
         "JAX": computing(lambda c: jax.pure_callback(host, SCALAR, c), times),
+    }
+
+
+NOTHING = "nothing"
+
+
+class Dropped(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def steps(_: int, times: int, host: Host) -> Programs:
+    """A Python loop that calls a jitted step, as training loops do."""
+    n = max(16, times // 16)
+
+    def loop(step: Step, calls: int, twin: Host = lambda x: x + 1) -> Program:
+        f = jax.jit(lambda x: step(x, None))
+
+        def run(x: Any) -> Any:
+            for _ in range(n):
+                x = f(x)
+            return x
+
+        start = np.float32(0)
+        return Program(run, (start,), n, calls, lambda: repeated(twin, start, n))
+
+    def calling(call: Callable[..., Any], **how: Any) -> Program:
+        twin = lambda x: host(x) + 1
+        return loop(lambda x, _: call(host, SCALAR, x, **how) + 1, n, twin)
+
+    def telling(tell: Callable[..., None], calls: int = n) -> Program:
+        return loop(beside(lambda x, _: tell(x)), calls)
+
+    return {
+        NOTHING: loop(lambda x, _: x + 1, 0),
+        "hostcall, tap": telling(lambda x: hc.tap(host, x)),
+        "hostcall, print": telling(lambda x: hc.print("{}", x, file=Dropped()), 0),
+        "hostcall, ordered call": calling(hc.call, order="ordered"),
+        "hostcall, io_callback": calling(hc.io_callback, ordered=True),
+        "hostcall, debug.callback": telling(lambda x: hc.debug.callback(host, x)),
+        "JAX, io_callback": calling(io_callback, ordered=True),
+        "JAX, debug.callback": telling(lambda x: jax.debug.callback(host, x)),
     }

@@ -15,7 +15,7 @@ from benchmarks.sweep_texts import NOTES, TEXTS, caption
 GREY = "#7d858e"
 COLOURS = {"hostcall": "#2f81f7", "JAX": "#d9772b"}  # by the first word of a name
 LINES = ("-", "--", ":")  # the first of a colour, the second, the third
-BARS = {"cost", "parts"}
+BARS = {"cost", "parts", "steps"}
 STYLE = {
     "svg.hashsalt": "hostcall",
     "svg.fonttype": "none",

@@ -50,6 +50,9 @@ TEXTS = {
     "parts": Text(
         "What a call consists of", "step of a loop", "µs for a step of the loop"
     ),
+    "steps": Text(
+        "A jitted step that Python calls in a loop", "beside x + 1", "µs for a step"
+    ),
     "bytes": Text("A call, by bytes", "bytes in, and as many out", label=size),
     "leaves": Text("A call, by leaves", "scalars in, and as many out"),
     "rows": Text("A row of a vmap, by rows", "rows", "µs for a row"),
@@ -106,7 +109,7 @@ def _rows(name: str, figures: dict[str, Any]) -> str:
         [f"`{way}`" if "=" in way else way, *(_figure(series, i) for i in shown)]
         for way, series in figures["series"].items()
     ]
-    if name == "parts":
+    if len(points) == 1:
         head = [text.axis, "takes"]
     return _table(head, body)
 

@@ -63,6 +63,7 @@ class Sweep:
 SWEEPS = (
     Sweep("cost", ("call", "tap", "row"), sweep_parts.cost),
     Sweep("parts", (1,), sweep_parts.parts, sweep_parts.BASE),
+    Sweep("steps", (1,), sweep_parts.steps, sweep_parts.NOTHING),
     Sweep("bytes", tuple(4**i for i in range(1, 13)), sweep_sizes.size),
     Sweep("leaves", tuple(2**i for i in range(7)), sweep_sizes.leaves),
     Sweep(

@@ -567,15 +567,16 @@ hits.clear()
 for _ in range(6):
     i = step(i)
 hc.barrier()
-assert seen == list(range(6)) and i == 6
+assert seen == list(range(6)) and int(i) == 6
 print(len(hits))
 """
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_from_the_disk_cache(run_python, order, tmp_path):
+    """JAX caches programs with host callbacks from 0.11 on."""
     first, again = (
         int(run_python(CACHED, str(tmp_path), order).stdout) for _ in range(2)
     )
     assert first == 0
-    assert again > 0
+    assert again == (jax.__version_info__ >= (0, 11))

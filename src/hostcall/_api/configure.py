@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 from hostcall import _native
 from hostcall._api.options import choices
@@ -11,6 +10,9 @@ from hostcall._core import config, mistakes
 from hostcall._core.errors import SpecError
 from hostcall._runtime import caches, flights
 from hostcall._runtime import loop as event_loop
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 def configure(
@@ -70,7 +72,7 @@ def configure(
     if flight is not None and flight not in config.FLIGHTS:
         raise _wrong("flight", choices(config.FLIGHTS), flight)
     own = isinstance(loop, str) and loop == "own"
-    if loop is not None and not own and not isinstance(loop, asyncio.AbstractEventLoop):
+    if loop is not None and not own and not _is_loop(loop):
         wanted = (
             "an event loop, as asyncio.get_running_loop() returns it, or 'own' for"
             " hostcall's"
@@ -123,6 +125,12 @@ def _wrong(name: str, wanted: str, got: Any, more: str = "") -> SpecError:
     return SpecError(
         f"hostcall: {name} should be {wanted}, got {got!r}{more}", code="hc-option"
     )
+
+
+def _is_loop(given: Any) -> bool:
+    import asyncio
+
+    return isinstance(given, asyncio.AbstractEventLoop)
 
 
 def _is_count(value: Any) -> bool:

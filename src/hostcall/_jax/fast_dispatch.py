@@ -5,8 +5,8 @@ its C++ takes 4. It does so to hand runtime tokens from program to program. On o
 device they order nothing that XLA does not order anyway:
 
   * A program with host calls runs on the thread that dispatches it (see
-    `run_where_dispatched`). If its inputs are ready, it has ended when its dispatch
-    returns.
+    `run_where_dispatched`), which other threads of XLA's may help. If its inputs are
+    ready, it has ended when its dispatch returns.
   * If an input is not ready, or a program of the same thread has not ended, XLA puts
     the program behind that thread's last one, and dispatch returns at once. It does so
     for each program over one device (ExecuteHelper in xla/pjrt/cpu/cpu_client.cc: the

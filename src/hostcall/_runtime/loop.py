@@ -14,16 +14,19 @@ that would wake or close what the parent still uses.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hostcall._core.daemon import Pool, daemon, start
 from hostcall._core.errors import HostcallError
+
+if TYPE_CHECKING:
+    import asyncio
 
 logger = logging.getLogger("hostcall")
 
@@ -76,15 +79,25 @@ def current() -> asyncio.AbstractEventLoop:
 
 def is_here(loop: asyncio.AbstractEventLoop) -> bool:
     """Whether the calling thread runs this loop."""
-    return asyncio._get_running_loop() is loop
+    return _running() is loop
 
 
 def is_any_here() -> bool:
     """Whether the calling thread runs a loop, of whomever."""
-    return asyncio._get_running_loop() is not None
+    return _running() is not None
+
+
+def _running() -> asyncio.AbstractEventLoop | None:
+    if "asyncio" not in sys.modules:  # whoever runs a loop has imported it
+        return None
+    import asyncio
+
+    return asyncio._get_running_loop()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
+    import asyncio
+
     try:
         uvloop: Any = importlib.import_module("uvloop")
     except ImportError:
@@ -94,6 +107,8 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
+    import asyncio
+
     asyncio.set_event_loop(loop)
     while not _stopping.is_set():
         # asyncio lets SystemExit and KeyboardInterrupt of a task end the loop. Whoever

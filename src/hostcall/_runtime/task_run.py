@@ -24,7 +24,6 @@ No lock is needed, since `_done` orders the two threads.
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import functools
 import inspect
@@ -34,13 +33,16 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hostcall import _native
 from hostcall._core.errors import CallTimeoutError, HostcallError
 from hostcall._core.wait import slice_of, wait
 from hostcall._runtime import flights, task_texts, waits, workers
 from hostcall._runtime.steps import Row
+
+if TYPE_CHECKING:
+    import asyncio
 
 logger = logging.getLogger("hostcall")
 
@@ -219,6 +221,8 @@ class TaskRun:
     async def _row(self, number: int) -> None:
         # Nothing but CancelledError may leave a task: asyncio lets KeyboardInterrupt
         # and SystemExit end the loop.
+        import asyncio
+
         # In a trace, a row of its own: others run on this thread meanwhile.
         lane = waits.Lane(self._place, number, 1) if _native.events_on() else None
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import traceback
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 # The folder of the package. Frames of its code are skipped.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

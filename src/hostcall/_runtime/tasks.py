@@ -6,11 +6,10 @@ code that meets a coroutine. task_run.py says what holds while they run.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hostcall._core.coroutines import CONCURRENCY
 from hostcall._core.errors import DeadlockError
@@ -21,6 +20,9 @@ from hostcall._runtime import loop as loops
 from hostcall._runtime import steps, task_texts, workers
 from hostcall._runtime.steps import Row
 from hostcall._runtime.task_run import TaskRun
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 def run_tasks(

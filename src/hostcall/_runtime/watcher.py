@@ -37,7 +37,6 @@ ends. Python would otherwise end it inside C++ code, which aborts the process.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import os
@@ -138,6 +137,10 @@ def _raises() -> bool:
         return True
     if type(handler) is not functools.partial or type(handler.func) is not MethodType:
         return False
+    if "asyncio" not in sys.modules:
+        return False
+    import asyncio
+
     return type(handler.func.__self__) is asyncio.Runner
 
 
