@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
 import jax
@@ -155,3 +157,65 @@ def test_reraise_leaves_handled_eager_errors_alone():
 
     with hc.reraise(), contextlib.suppress(ValueError):
         hc.call(fail, SCALAR, np.float32(0))
+
+
+# --- Context variables ----------------------------------------------------------------
+
+RUN = contextvars.ContextVar("run", default="none")
+
+
+def seen_by(seen, awaits=False):
+    def host(x):
+        seen.append((RUN.get(), np.geterr()["divide"]))
+        RUN.set("the function's own")
+        return x
+
+    async def coroutine(x):
+        await asyncio.sleep(0)
+        return host(x)
+
+    return coroutine if awaits else host
+
+
+def one(host, x, **how):
+    return hc.call(host, x, x, order="ordered", **how)
+
+
+def rows(host, x, **how):
+    def row(x):
+        return hc.call(host, x, x, vmap_method="parallel", order="unordered", **how)
+
+    return jax.vmap(row)(jnp.stack([x] * 5))
+
+
+OTHER_THREADS = {
+    "none": (one, {}, False),
+    "timeout": (one, {"timeout": 60}, False),
+    "coroutine": (one, {}, True),
+    "coroutine, timeout": (one, {"timeout": 60}, True),
+    "parallel": (rows, {}, False),
+    "parallel, timeout": (rows, {"timeout": 60}, False),
+    "parallel, executor": (rows, {"executor": None}, False),
+    "parallel, coroutine": (rows, {}, True),
+}
+
+
+@MODES
+@pytest.mark.parametrize("name", OTHER_THREADS)
+def test_host_code_sees_the_callers_context(name, mode):
+    """On another thread, what it sets is its own."""
+    call, how, awaits = OTHER_THREADS[name]
+    seen = []
+    host = seen_by(seen, awaits)
+    with ThreadPoolExecutor(2) as pool:
+        how = how | {key: pool for key in how if key == "executor"}
+        step = mode(lambda x: call(host, x, **how))
+        for run in ("first", "second"):
+            RUN.set(run)
+            with np.errstate(divide="raise"):
+                jax.block_until_ready(step(jnp.float32(1)))
+            hc.barrier()
+            assert name == "none" or RUN.get() == run
+            assert seen == [(run, "raise")] * len(seen), name
+            assert len(seen) == (5 if call is rows else 1)
+            seen.clear()

@@ -75,7 +75,8 @@ def run_chunk(
     started = _native.ticks()
     try:
         with workers.as_host_code(run.settings):
-            return _run_each(fn, rows, shared, begin)
+            # A copy, since no two threads may be in one context.
+            return run.context.copy().run(_run_each, fn, rows, shared, begin)
     except BaseException:
         # At once: the waiting thread may take a while to notice.
         run.failing = min(run.failing, start)

@@ -15,6 +15,7 @@ Guarantees
 
 from __future__ import annotations
 
+import contextvars
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -87,6 +88,7 @@ class _Run:
     Attributes:
         settings: as in `run_rows`.
         current: as in `run_rows`.
+        context: the context variables of the waiting thread, for rows on threads.
         place: the number of the call's place, for traces.
         until: rows from this number on do not begin. Worker threads read it while the
             waiting thread lowers it; a stale value starts a row that is then ignored.
@@ -111,6 +113,7 @@ class _Run:
         call = _native.current()
         self.place = 0 if call is None else call[0].number
         self.settings, self.current = settings, current
+        self.context = contextvars.copy_context()
         self.until = self.failing = len(rows)
         self._number = next(chunks.numbers)
         self._started: dict[Any, range] = {}  # the rows that each task runs
