@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from jax.experimental import io_callback
 
 import hostcall as hc
+from hostcall import host_callback
 
 WAIT = 50  # seconds after which a test fails that would otherwise hang
 SIDE = 300
@@ -238,6 +240,17 @@ def a_tap(order):
     return bind
 
 
+FEED = hc.feed(itertools.repeat(np.float32(1)))
+
+
+class Counter:
+    def add(self, v):
+        return v + np.float32(1)
+
+
+COUNTER = hc.Object(Counter, methods={"add": SCALAR})
+
+
 def without_results(host, x):
     WHERE_DISPATCHED["ordered"](host, x)
 
@@ -250,6 +263,17 @@ FAST = ALL | {
     "tap_through": lambda host, x: hc.tap_through(host, x),
     "print": printed(lambda host, x: hc.print("{}", x)),
     "without results": without_results,
+    "feed": lambda host, x: FEED()[0] + x,
+    "object": lambda host, x: COUNTER.add(x),
+    "watch": printed(lambda host, x: hc.watch(x)),
+    "progress": printed(lambda host, x: hc.progress(jnp.int32(1), 10)),
+    "host_callback.call": lambda host, x: host_callback.call(
+        host, x, result_shape=SCALAR
+    ),
+    "host_callback.id_tap": lambda host, x: host_callback.id_tap(
+        lambda v, _: host(v), x
+    ),
+    "host_callback.id_print": lambda host, x: host_callback.id_print(x),
     "where": lambda host, x: hc.call(host, SCALAR, x, order="ordered", where=x > 9e9),
 }
 
