@@ -10,11 +10,14 @@ PyObject* g_convert = nullptr;
 /// Raises a better exception in place of `error`, and returns false; or true if it
 /// stays.
 bool Stays(PyObject* error, PyObject* trace) {
+  if (g_convert == nullptr) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(error)) != PyExc_ValueError) return true;
   PyObject* stack[] = {error};
   Ref other = Ref::Steal(CallPython(g_convert, stack, 1, nullptr));
-  if (!other) {  // the report failed: the user still gets what JAX raised
-    PyErr_Clear();
+  if (!other) {
+    // A Ctrl-C that came meanwhile is raised in its place.
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
+    PyErr_Clear();  // the report failed: the user still gets what JAX raised
     return true;
   }
   if (other.get() == Py_None || !PyExceptionInstance_Check(other.get()))
@@ -37,13 +40,6 @@ int OnEvent(PyObject*, PyFrameObject*, int what, PyObject* arg) {
   const bool stays =
       !is_error || Stays(PyTuple_GET_ITEM(arg, 1), PyTuple_GET_ITEM(arg, 2));
   return stays ? 0 : -1;
-}
-
-void Watch(bool returns) {
-  // A debugger or a coverage tool keeps its trace function.
-  if (returns && PyThreadState_Get()->c_tracefunc == nullptr) {
-    PyEval_SetTrace(&OnEvent, nullptr);
-  }
 }
 
 #else
@@ -79,19 +75,6 @@ bool WatchWith(PyObject* monitoring, int tool) {
 /// four).
 constexpr int kTools[] = {3, 4};
 
-/// Whether it has been tried. Guarded by the GIL.
-bool g_watches = false;
-
-void Watch(bool) {
-  PyObject* monitoring = PySys_GetObject("monitoring");
-  if (g_watches || monitoring == nullptr) return;
-  g_watches = true;
-  for (const int tool : kTools) {
-    if (WatchWith(monitoring, tool)) return;
-    PyErr_Clear();  // somebody else has this one
-  }
-}
-
 #endif
 
 }  // namespace
@@ -101,8 +84,30 @@ void SetReportConverter(PyObject* convert) {
   Py_XSETREF(g_convert, convert);
 }
 
+#if PY_VERSION_HEX < 0x030C0000
+
+void MonitorRaises() {}
+
 void WatchForReport(bool returns) {
-  if (g_convert != nullptr) Watch(returns);
+  // A debugger or a coverage tool keeps its trace function.
+  if (returns && g_convert != nullptr &&
+      PyThreadState_Get()->c_tracefunc == nullptr) {
+    PyEval_SetTrace(&OnEvent, nullptr);
+  }
 }
+
+#else
+
+void MonitorRaises() {
+  PyObject* monitoring = PySys_GetObject("monitoring");
+  for (const int tool : kTools) {
+    if (monitoring == nullptr || WatchWith(monitoring, tool)) return;
+    PyErr_Clear();  // somebody else has this one
+  }
+}
+
+void WatchForReport(bool) {}
+
+#endif
 
 }  // namespace hostcall

@@ -36,8 +36,11 @@ namespace hostcall {
 /// held.
 void SetReportConverter(PyObject* convert);
 
-/// A call has failed, and some thread may be told by a ValueError. `returns` says
-/// whether the calling thread returns to Python code. The GIL is held.
+/// The first failure has been kept. Does nothing on Python 3.11. The GIL is held.
+void MonitorRaises();
+
+/// What the calling thread does has failed. `returns` says whether it returns to
+/// Python code. Does nothing on Python 3.12 and later. The GIL is held.
 void WatchForReport(bool returns);
 
 }  // namespace hostcall

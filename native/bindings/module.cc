@@ -96,6 +96,7 @@ void InitEngine(nb::module_& m) {
   m.def(
       "set_report_converter", [](nb::object f) { SetReportConverter(f.ptr()); },
       nb::arg("convert"));
+  m.def("monitor_raises", &MonitorRaises);
   // Leaks a reference, so that the object is never destroyed.
   m.def(
       "keep_for_ever", [](nb::object thing) { thing.release(); }, nb::arg("thing"));

@@ -28,11 +28,6 @@ struct CallSite {
   const Before* before = nullptr;  ///< with `keep=`: the executions before this one
 };
 
-/// Whether this thread returns to Python code, where JAX may raise what a call
-/// failed with: it is one of Python's, or one of XLA's with a callback around this
-/// call.
-bool ReturnsToPython() { return !OnForeignThread() || CurrentCall() != nullptr; }
-
 Event EventOf(const Plan& plan, EventKind kind, const CallSite& site,
               int64_t start) {
   return plan.NewEvent(kind, site.ordinal, site.run, start);

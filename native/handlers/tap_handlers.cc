@@ -1,6 +1,6 @@
 // A tap copies its operands into the queue, and XLA goes on. Nothing here takes the
-// GIL. The thread waits for Python only if the queue is full and
-// `when_full="block"`.
+// GIL, unless Ctrl-C ends a wait. The thread waits for Python only if the queue is
+// full and `when_full="block"`.
 
 #include "handlers/tap_handlers.h"
 
@@ -8,10 +8,14 @@
 #include <cstring>
 
 #include "base/engine.h"
+#include "base/guards.h"
+#include "base/report.h"
 #include "handlers/ffi.h"
 #include "handlers/plan_state.h"
 #include "handlers/tap_filter.h"
 #include "invoke/tap_worker.h"
+#include "plan/call_scope.h"
+#include "queue/tap_space.h"
 
 namespace hostcall {
 namespace {
@@ -56,7 +60,13 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
     return MakeError(frame->api, ClosedText(),
                      XLA_FFI_Error_Code_FAILED_PRECONDITION);
   }
-  PushOrDeliver(plan, device, run, operands.data());
+  try {
+    PushOrDeliver(plan, device, run, operands.data());
+  } catch (const PushInterrupted&) {
+    GilGuard gil;
+    WatchForReport(ReturnsToPython());
+    throw;
+  }
   return nullptr;
 }
 

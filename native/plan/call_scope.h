@@ -152,4 +152,11 @@ void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* s
 /// Whether the calling thread is XLA's: a guard has made its thread state.
 inline bool OnForeignThread() { return t_made_state != nullptr; }
 
+/// Whether the calling thread returns to Python code, where JAX may raise what a
+/// call failed with: it is one of Python's, or one of XLA's with a callback around
+/// it.
+inline bool ReturnsToPython() {
+  return !OnForeignThread() || CurrentCall() != nullptr;
+}
+
 }  // namespace hostcall

@@ -185,7 +185,8 @@ def test_callbacks_get_trees_and_static_arguments():
         f(debug, 1.5)
         jax.effects_barrier()
     assert len(seen) == 8
-    assert seen[:4] == seen[4:]
+    # JAX's unordered callbacks may run before or after the others of their program.
+    assert sorted(seen[:4], key=str) == sorted(seen[4:], key=str)
 
 
 def test_keys(capsys):

@@ -34,7 +34,7 @@ from typing import Any
 
 import jax
 
-from hostcall import _jax
+from hostcall import _jax, _native
 from hostcall._core import codes, config, frames
 from hostcall._core.watch_error import WatchError
 
@@ -389,6 +389,7 @@ def _watch_reports() -> None:
     with _lock:
         if not _watching:
             _jax.tell_of_reports(_report_is_made)
+            _native.monitor_raises()
         _watching = True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import io
 import itertools
@@ -76,7 +77,8 @@ def run_chunk(
     try:
         with workers.as_host_code(run.settings):
             # A copy, since no two threads may be in one context.
-            return run.context.copy().run(_run_each, fn, rows, shared, begin)
+            context: contextvars.Context = run.context.copy()
+            return context.run(_run_each, fn, rows, shared, begin)
     except BaseException:
         # At once: the waiting thread may take a while to notice.
         run.failing = min(run.failing, start)
