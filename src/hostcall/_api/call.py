@@ -24,7 +24,7 @@ from hostcall._core.spec import (
     parse_fill,
     parse_result,
 )
-from hostcall._engine.params.call import Arrays, Callback, Fail, Lend
+from hostcall._engine.params.equation import Arrays, Callback, Fail, Lend
 from hostcall._primitives.call.make import make
 from hostcall._primitives.call.options import (
     check_fail,

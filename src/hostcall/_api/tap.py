@@ -20,7 +20,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
-from hostcall._engine.params.call import Arrays, Callback
+from hostcall._engine.params.equation import Arrays, Callback
 from hostcall._engine.params.tap import (
     WHEN_FULL,
     On,

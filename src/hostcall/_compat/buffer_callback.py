@@ -18,7 +18,7 @@ from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
 from hostcall._core.spec import Results, Static, Template, canonical
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
-from hostcall._engine.params.call import Callback
+from hostcall._engine.params.equation import Callback
 from hostcall._primitives.buffer import lowering  # noqa: F401  (it registers)
 from hostcall._primitives.buffer.primitive import bind
 from hostcall._primitives.call.batching import WHOLE

@@ -27,7 +27,7 @@ from hostcall._core.counted import counted
 from hostcall._core.order import effects_of
 from hostcall._core.source import users_place
 from hostcall._core.spec import Results, Static, flatten_arguments
-from hostcall._engine.params.call import Callback
+from hostcall._engine.params.equation import Callback
 from hostcall._primitives.call.make import make
 from hostcall._primitives.drop_in.primitive import seen_before
 from hostcall._primitives.tap.primitive import bind as bind_tap

@@ -33,7 +33,7 @@ from hostcall._core.fingerprint import fingerprint
 from hostcall._core.spec import Static, Template
 from hostcall._engine.counters import tally_of
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import Equation
 from hostcall._runtime import host_device, loop, workers
 from hostcall._runtime.caches import Cache, Values
 
@@ -109,7 +109,7 @@ class Rows:
 
     def __init__(
         self,
-        params: CallParams,
+        params: Equation,
         info: CallInfo,
         shapes: Sequence[Any],
         converters: Converters,

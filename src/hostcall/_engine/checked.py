@@ -179,7 +179,7 @@ def check_shapes(told: Any) -> None:
     _check_grid(grid, params["batched"], operands[: len(operands) - always])
     if masked:
         dtype, *shape = operands[0]
-        whole = levels > 0 and len(shape) > len(grid)  # `compresses`, in plans.py
+        whole = levels > 0 and len(shape) > len(grid)  # `Equation.compresses`
         flags = params["batched"][0] if grid else []
         if dtype != "bool" or (not whole and len(shape) != sum(flags)):
             raise Malformed(f"where= of {operands[0]!r}")

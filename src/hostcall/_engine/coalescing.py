@@ -36,7 +36,7 @@ import numpy as np
 from hostcall._core import coerce
 from hostcall._core.wait import SLICE
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import Equation
 from hostcall._runtime import tasks
 from hostcall._runtime.coalesce import Meeting
 
@@ -51,7 +51,7 @@ _meetings: weakref.WeakValueDictionary[Any, Meeting] = weakref.WeakValueDictiona
 _lock = threading.Lock()  # two programs may be lowered at once
 
 
-def _meeting_of(params: CallParams, operands: Sequence[Any]) -> Meeting:
+def _meeting_of(params: Equation, operands: Sequence[Any]) -> Meeting:
     callback = params.callback
     assert callback.coalesce is not None
     own = operands[1:] if params.masked else operands
@@ -99,7 +99,7 @@ class _Turn:
 _turns: weakref.WeakValueDictionary[Any, _Turn] = weakref.WeakValueDictionary()
 
 
-def _turn_of(params: CallParams, device: Any) -> _Turn:
+def _turn_of(params: Equation, device: Any) -> _Turn:
     key = params.callback.fn, device
     with _lock:
         found = _turns.get(key)
@@ -121,7 +121,7 @@ class Coalesced:
 
     def __init__(
         self,
-        params: CallParams,
+        params: Equation,
         operands: Sequence[Any],
         info: CallInfo,
         whole: Callable[..., Any],

@@ -6,8 +6,7 @@ import math
 import threading
 from dataclasses import dataclass, field
 
-from hostcall._engine.params.call import Callback, CallParams
-from hostcall._engine.params.tap import TapParams
+from hostcall._engine.params.equation import Callback, Equation
 from hostcall._native import Counters
 
 
@@ -69,12 +68,12 @@ def tally_of(callback: Callback) -> Tally:
         return _tallies.setdefault(callback.counted_as, Tally())
 
 
-def note(params: CallParams | TapParams) -> None:
+def note(params: Equation) -> None:
     """Notes what a plan that is made says about the calls of its function."""
     callback = params.callback
     with _lock:
         facts = _facts.setdefault(callback.counted_as, Facts())
-        facts.kinds.add("tap" if isinstance(params, TapParams) else "call")
+        facts.kinds.add("tap" if params.is_tap else "call")
         facts.arrays.add(callback.arrays)
         method = params.vmap_method or "sequential"
         facts.methods.add(method if isinstance(method, str) else "own")

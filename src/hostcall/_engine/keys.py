@@ -7,8 +7,7 @@ from typing import Any
 
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.registry import name_of_held
-from hostcall._engine.params.call import CallParams
-from hostcall._engine.params.tap import TapParams
+from hostcall._engine.params.equation import Equation
 
 # Fields of a call's or tap's parameters that its key has.
 _IN_KEY = (
@@ -18,7 +17,7 @@ _IN_KEY = (
 )
 
 
-def key_of(params: CallParams | TapParams, operands: Sequence[Any]) -> int:
+def key_of(params: Equation, operands: Sequence[Any]) -> int:
     """The key by which programs find a call: equal in all processes for equal calls.
 
     It says what the call is: the function, the avals, the options. A program that was

@@ -18,8 +18,7 @@ import numpy as np
 
 from hostcall._core import coerce
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import CallParams
-from hostcall._engine.params.tap import TapParams
+from hostcall._engine.params.equation import Equation
 from hostcall._runtime import context
 
 
@@ -31,7 +30,7 @@ class CompressedCall:
 
     def __init__(
         self,
-        params: CallParams,
+        params: Equation,
         info: CallInfo,
         whole: Callable[..., Any],
         converters: Sequence[Callable[[Any], Any] | None],
@@ -106,15 +105,21 @@ class CompressedTap:
 
     Called with (mask, *arrays). An array with a batch axis arrives with one axis in
     front, for the remaining rows in row order. Any other array arrives unchanged.
+
+    Args:
+        levels: for each vmap, the outermost first: whether each operand has its axis,
+            and its size.
+        whole: the function.
+        converters: of each leaf.
     """
 
     def __init__(
         self,
-        params: TapParams,
+        levels: Sequence[tuple[Sequence[bool], int]],
         whole: Callable[..., Any],
         converters: Sequence[Callable[[Any], Any] | None],
     ) -> None:
-        self._params = params
+        self._levels = levels
         self._whole = whole
         self._converters = converters
 
@@ -126,7 +131,7 @@ class CompressedTap:
         for i, (array, convert) in enumerate(
             zip(arrays, self._converters, strict=True), start=1
         ):
-            if any(flags[i] for flags in self._params.flags):
+            if any(flags[i] for flags, _ in self._levels):
                 array = self._full(i, array)[rows]
             leaves.append(array if convert is None else convert(array))
         with context.only_rows(rows):
@@ -134,8 +139,7 @@ class CompressedTap:
 
     def _full(self, number: int, array: np.ndarray) -> np.ndarray:
         """The array broadcast to all batch axes, the outermost first."""
-        params = self._params
-        levels = list(zip(params.flags, params.sizes, strict=True))[::-1]
+        levels = self._levels
         has = [flags[number] for flags, _ in levels]
         rest = array.shape[sum(has) :]
         lead = tuple(size if f else 1 for f, (_, size) in zip(has, levels, strict=True))

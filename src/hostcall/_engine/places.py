@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hostcall import _native
 from hostcall._core.source import Place
-from hostcall._engine.params.call import Callback
+from hostcall._engine.params.equation import Callback
 
 
 class Named(NamedTuple):

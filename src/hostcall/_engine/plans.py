@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
-from hostcall._core.errors import SpecError
 from hostcall._core.spec import Template, packed_bits
 from hostcall._engine import caching
 from hostcall._engine.coalescing import Coalesced
 from hostcall._engine.counters import counters_of, note
 from hostcall._engine.info import CallInfo
-from hostcall._engine.masks import CompressedCall, CompressedTap
-from hostcall._engine.params.call import CallParams, executor_of
-from hostcall._engine.params.tap import TapParams
+from hostcall._engine.params.equation import Callback, Equation
 from hostcall._native import Inside, Lend, ResultForm
-from hostcall._runtime import collectors, context, deadlocks, executors, workers
+from hostcall._runtime import context, deadlocks, executors, workers
 from hostcall._runtime.rows import run_rows
 from hostcall._runtime.tasks import run_tasks
 
@@ -37,26 +35,29 @@ _LENDS = {
 # --- Plans -------------------------------------------------------------------------
 
 
-def make_plan(
-    params: CallParams | TapParams,
-    operands: Sequence[Any],
-    info: CallInfo,
-    device: Any,
-    *,
-    packed: bool,
-    team: _native.TeamSettings | None = None,
-    inside: Inside = Inside.NEVER,
-    tap: _native.TapSettings | None = None,
-    tells: bool = False,
-    elsewhere: bool = False,
-    text: str = "",
-) -> _native.Plan:
-    """Builds the native plan of a call or tap.
+class Team(NamedTuple):
+    """How the devices of a program make a call together (native/base/team.h).
 
-    Args:
-        params: the parameters of the equation.
-        operands: the avals of its operands; the mask first if there is one.
-        info: answers the engine's questions about the call.
+    Attributes:
+        mode: the name of a `_native.TeamMode`.
+        size: the number of this process's devices.
+        leader: the ordinal of the device that calls; None for the first that comes.
+    """
+
+    mode: str
+    size: int
+    leader: int | None
+
+    def settings(self) -> _native.TeamSettings:
+        mode = _native.TeamMode[self.mode]
+        return _native.TeamSettings(mode=mode, size=self.size, leader=self.leader)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """How the engine is entered for the calls of a plan.
+
+    Attributes:
         device: where JAX code inside the callback runs.
         packed: whether elements smaller than a byte are packed, as in XLA's buffers but
             not in NumPy's arrays.
@@ -69,100 +70,156 @@ def make_plan(
         elsewhere: whether another process makes the call; all take its results.
         text: describes the call in other processes (_primitives/travel.py), or "".
     """
-    callback = params.callback
-    grid = params.grid
-    if isinstance(params, TapParams) and params.always:
-        operands = operands[:-1]  # the engine reads the flag, and never queues it
-    compressed = compresses(params, operands)
-    native_mask = params.masked and not compressed
-    mask_flags = list(params.batched[0]) if native_mask and grid else None
-    if native_mask and not grid:
-        mask_flags = []
-    arg_operands = operands[1:] if native_mask else operands
-    arg_flags = params.batched[1:] if native_mask else params.batched
-    keys = callback.template.keys
-    if compressed:
-        keys = (None, *keys)
-    converters = [_converter(callback.arrays, key, device) for key in keys]
-    made = converters
-    if compressed:
-        converters = [None] * len(keys)
-    args, shapes = [], []
-    for i, operand in enumerate(arg_operands):
-        flags = list(arg_flags[i]) if grid else []
-        dtype = np.dtype(operand.dtype)
-        shape = operand.shape[sum(flags) :]
-        shapes.append((shape, dtype))
-        # A cache converts what it does not find, and merged calls their stack.
-        convert = None if callback.cache or callback.coalesce else converters[i]
-        args.append(_leaf(dtype, shape, packed, flags, convert=convert))
-    results = []
-    for aval, fill in zip(params.avals, callback.fills, strict=True):
-        dtype = np.dtype(aval.dtype)
-        every = [True] * len(grid)
-        row_fill = _tile(fill, aval, params.levels)
-        results.append(_leaf(dtype, aval.shape, packed, every, fill=row_fill))
-    together = None if team is None else frozenset(info.devices.values())
+
+    device: Any = None
+    packed: bool = False
+    team: Team | None = None
+    inside: Inside = Inside.NEVER
+    tap: _native.TapSettings | None = None
+    tells: bool = False
+    elsewhere: bool = False
+    text: str = ""
+
+
+class _Arguments(NamedTuple):
+    """What the engine knows of a plan's arguments.
+
+    Attributes:
+        leaves: of each operand but a mask that the engine reads.
+        mask: which axes of the grid that mask has; None if there is none.
+        shapes: (shape, dtype) of each argument of one row.
+        compressed: whether the function's batch has no rows that `where` drops.
+    """
+
+    leaves: list[_native.Leaf]
+    mask: list[bool] | None
+    shapes: list[Any]
+    compressed: bool
+
+
+class _Code(NamedTuple):
+    """What the engine calls, and the form of what it returns."""
+
+    function: Callable[..., Any]
+    form: ResultForm
+    runner: Any = None
+    buffers: _native.BufferSettings | None = None
+    feed: _native.FeedSettings | None = None
+
+
+def make_plan(
+    equation: Equation, operands: Sequence[Any], info: CallInfo, entry: Entry
+) -> _native.Plan:
+    """Builds the native plan of a call or tap.
+
+    Args:
+        equation: the parameters of the equation.
+        operands: the avals of its operands; the mask first if there is one.
+        info: answers the engine's questions about the call.
+        entry: how the engine is entered.
+    """
+    callback, inside = equation.callback, entry.inside
+    operands = equation.read(operands)
+    arguments = _arguments(equation, operands, entry)
+    together = None if entry.team is None else frozenset(info.devices.values())
     if together is not None:
         info.guard = deadlocks.of_several(together)
-    in_place = None if isinstance(params, TapParams) else params.in_place()
-    function: Callable[..., Any]
-    if elsewhere:
-        function, form, runner = _nothing, ResultForm.NOTHING, None
-    elif in_place is not None:
-        function, form, runner = in_place[0], ResultForm.IGNORED, None
-    else:
-        function, form = _function(params, info, device, compressed)
-        runner = _runner(params, info, device)
-        if isinstance(params, CallParams) and callback.cache is not None:
-            rows = caching.Rows(params, info, shapes, converters, compressed, device)
-            function, form = caching.cached(function, rows), ResultForm.TUPLE
-            runner = runner and caching.cached_rows(runner, rows)
-        if isinstance(params, CallParams) and callback.coalesce is not None:
-            function = Coalesced(params, operands, info, function, made, device)
-            runner = function.rows if grid else None
+    code = _code(equation, operands, arguments, info, entry)
     if info.job is not None:
-        function = info.job.until_failure(function)
-        runner = runner and info.job.until_failure(runner)
-    lend = _LENDS[callback.lend]
-    traced = callback.traced
-    note(params)
+        code = code._replace(
+            function=info.job.until_failure(code.function),
+            runner=code.runner and info.job.until_failure(code.runner),
+        )
+    traced, lend = callback.traced, _LENDS[callback.lend]
+    note(equation)
     return _native.Plan(
-        function=function,
-        args=args,
-        results=results,
-        grid=grid,
-        mask=mask_flags,
-        form=form,
+        **code._asdict(),
+        args=arguments.leaves,
+        results=_results(equation, entry),
+        grid=equation.grid,
+        mask=arguments.mask,
         lend=lend,
-        runner=runner,
         out_tree=callback.results.treedef.unflatten if lend is Lend.OUT else None,
         info=info,
-        device=device,
+        device=entry.device,
         enter=None if traced is None else traced.enter,
         leave=None if traced is None else traced.leave,
         counters=counters_of(callback),
         place=info.number,
-        tells=tells,
-        elsewhere=elsewhere,
-        sends=runner is not None and executors.sends(executor_of(callback)),
-        team=team,
+        tells=entry.tells,
+        elsewhere=entry.elsewhere,
+        sends=code.runner is not None and executors.sends(callback.pool),
+        team=None if entry.team is None else entry.team.settings(),
         guard=info.guard,
         scout=deadlocks.scout(together) if inside is Inside.ASKED else None,
         inside=inside,
-        keeps_mesh=params.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
-        literals=getattr(params, "literals", True),
-        tap=tap,
-        buffers=None if in_place is None else in_place[1],
-        keep=getattr(params, "keep", None),
-        feed=None if elsewhere or isinstance(params, TapParams) else params.fed(),
-        text=text,
+        keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
+        literals=equation.literals,
+        tap=entry.tap,
+        keep=equation.keep,
+        text=entry.text,
     )
 
 
-def compresses(params: CallParams | TapParams, operands: Sequence[Any]) -> bool:
-    """Whether the function gets a batch without the rows that `where` leaves out."""
-    return params.masked and params.levels > 0 and operands[0].ndim > len(params.grid)
+def _arguments(equation: Equation, operands: Sequence[Any], entry: Entry) -> _Arguments:
+    callback, grid, batched = equation.callback, equation.grid, equation.batched
+    compressed = equation.compresses(operands)
+    mask = None
+    if equation.masked and not compressed:  # the engine reads the mask
+        mask = list(batched[0]) if grid else []
+        operands, batched = operands[1:], batched[1:]
+    converters = _converters(callback, entry.device, compressed)
+    # A cache converts what it does not find, merged calls their stack, and a function
+    # that gets fewer rows the rest.
+    later = compressed or callback.cache or callback.coalesce
+    leaves, shapes = [], []
+    for i, operand in enumerate(operands):
+        flags = list(batched[i]) if grid else []
+        dtype = np.dtype(operand.dtype)
+        shape = operand.shape[sum(flags) :]
+        shapes.append((shape, dtype))
+        convert = None if later else converters[i]
+        leaves.append(_leaf(dtype, shape, entry.packed, flags, convert=convert))
+    return _Arguments(leaves, mask, shapes, compressed)
+
+
+def _results(equation: Equation, entry: Entry) -> list[_native.Leaf]:
+    every = [True] * len(equation.grid)
+    leaves = []
+    for aval, fill in zip(equation.avals, equation.callback.fills, strict=True):
+        row_fill = _tile(fill, aval, equation.levels)
+        dtype = np.dtype(aval.dtype)
+        leaves.append(_leaf(dtype, aval.shape, entry.packed, every, fill=row_fill))
+    return leaves
+
+
+def _code(
+    equation: Equation,
+    operands: Sequence[Any],
+    arguments: _Arguments,
+    info: CallInfo,
+    entry: Entry,
+) -> _Code:
+    callback, device = equation.callback, entry.device
+    in_place = equation.in_place()
+    buffers = None if in_place is None else in_place[1]
+    if entry.elsewhere:
+        return _Code(_nothing, ResultForm.NOTHING, buffers=buffers)
+    if in_place is not None:
+        return _Code(in_place[0], ResultForm.IGNORED, buffers=buffers)
+    compressed = arguments.compressed
+    function, form = _function(equation, info, device, compressed)
+    runner = _runner(equation, info, device)
+    made = _converters(callback, device, compressed)
+    if callback.cache is not None:
+        each = [None] * len(made) if compressed else made
+        rows = caching.Rows(equation, info, arguments.shapes, each, compressed, device)
+        function, form = caching.cached(function, rows), ResultForm.TUPLE
+        runner = runner and caching.cached_rows(runner, rows)
+    if callback.coalesce is not None:
+        function = Coalesced(equation, operands, info, function, made, device)
+        runner = function.rows if equation.grid else None
+    return _Code(function, form, runner, feed=equation.fed())
 
 
 def _leaf(
@@ -199,6 +256,12 @@ def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:
     return fill * batch
 
 
+def _converters(callback: Callback, device: Any, masked: bool) -> list[Any]:
+    """How each leaf becomes what the function gets; the mask first, if it gets one."""
+    keys = (*(None,) * masked, *callback.template.keys)
+    return [_converter(callback.arrays, key, device) for key in keys]
+
+
 def _converter(arrays: str, key: Any, device: Any) -> Callable[[Any], Any] | None:
     if key is not None:
         return lambda block: _jax.wrap_key(_jax.put_on_device(block, device), key)
@@ -212,55 +275,22 @@ def _nothing() -> None:
     """Stands for the function if another process calls it."""
 
 
-def _result_form(params: CallParams) -> ResultForm:
-    treedef = params.callback.results.treedef
-    n = treedef.num_leaves
-    if params.results_as == "nothing":
-        return ResultForm.IGNORED
-    if params.results_as == "leaves":
-        return ResultForm.LEAF if n == 1 else ResultForm.TREE
-    structure = jax.tree_util.tree_structure
-    if treedef == structure(0):
-        return ResultForm.LEAF
-    if treedef == structure(None):
-        return ResultForm.NOTHING
-    if n and treedef == structure((0,) * n):
-        return ResultForm.TUPLE
-    return ResultForm.TREE
-
-
 def _function(
-    params: CallParams | TapParams, info: CallInfo, device: Any, compressed: bool
+    equation: Equation, info: CallInfo, device: Any, compressed: bool
 ) -> tuple[Callable[..., Any], ResultForm]:
     """The function that the engine calls with one array per leaf, and its form."""
-    callback = params.callback
-    fn, template = callback.function, callback.template
-    whole = fn if template.is_flat else _with_trees(fn, template)
+    callback = equation.callback
+    whole, template = callback.function, callback.template
     if callback.awaits:
-        whole = _with_loop(params, info, device)
-    converters = [_converter(callback.arrays, key, device) for key in template.keys]
-    if isinstance(params, TapParams):
-        if callback.tag is not None:
-            whole = collectors.seen_by(callback.tag, template, whole)
-        if compressed:  # one delivery for the batch, but `where` differs between rows
-            if params.batch is not None:
-                raise SpecError(
-                    f"hostcall: the tap `{callback.name}` has batch= and a where= that"
-                    " differs between the rows of a vmap, so its taps differ in size."
-                    " Pass the mask as an argument instead of where=, or leave out"
-                    " batch=",
-                    code="hc-conflict",
-                )
-            whole = CompressedTap(params, whole, converters)
-        return whole, ResultForm.IGNORED
-    form = _result_form(params)
+        whole = _with_loop(callback, info, device)
+    elif not template.is_flat:
+        whole = _with_trees(whole, template)
     if callback.timeout is not None and not callback.awaits:
         whole = _with_limit(whole, callback.timeout, info, device)
     if callback.lend == "out":
         whole = _with_own_results(whole)
-    if not compressed:
-        return whole, form
-    return CompressedCall(params, info, whole, converters), ResultForm.TUPLE
+    without = _converters(callback, device, False) if compressed else None
+    return equation.finish(whole, info, without)
 
 
 def _with_trees(fn: Callable[..., Any], template: Template) -> Callable[..., Any]:
@@ -271,11 +301,8 @@ def _with_trees(fn: Callable[..., Any], template: Template) -> Callable[..., Any
     return whole
 
 
-def _with_loop(
-    params: CallParams | TapParams, info: CallInfo, device: Any
-) -> Callable[..., Any]:
+def _with_loop(callback: Callback, info: CallInfo, device: Any) -> Callable[..., Any]:
     """A function that runs a coroutine function on the event loop, and waits."""
-    callback = params.callback
 
     def awaited(*leaves: Any) -> Any:
         here = context.current()
@@ -348,12 +375,12 @@ def _late(info: CallInfo, leaves: Sequence[Any], seconds: float, stuck: str) -> 
 
 
 def _runner(
-    params: CallParams | TapParams, info: CallInfo, device: Any
+    equation: Equation, info: CallInfo, device: Any
 ) -> Callable[[list[Any], list[Any]], list[Any]] | None:
     """A function that runs all rows of a "parallel" call at once; else None."""
-    if params.vmap_method != "parallel" or not params.grid:
+    if equation.vmap_method != "parallel" or not equation.grid:
         return None
-    callback = params.callback
+    callback = equation.callback
 
     def run(rows: list[Any], indices: list[Any]) -> list[Any]:
         try:
@@ -374,7 +401,7 @@ def _runner(
         if callback.awaits:
             return _run_tasks(callback, filled, current, info, device, rows[0])
         return run_rows(
-            executor_of(callback),
+            callback.pool,
             callback.function,
             filled,
             current,
@@ -387,7 +414,7 @@ def _runner(
                 for a, b in zip(rows[0], row, strict=True)
                 if a is b
             ],
-            params.order != "pure",
+            equation.order != "pure",
         )
 
     return run

@@ -19,7 +19,8 @@ from hostcall._core.host_code import own, why_here
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.source import Place
 from hostcall._core.spec import Static
-from hostcall._engine.params.call import Callback, CallParams
+from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._engine.params.tap import TapParams
 
@@ -102,7 +103,7 @@ def tell(params: Any, operands: Sequence[Any], *, exported: bool) -> dict[str, A
             "it is a buffer callback or stands for one of JAX's own callbacks, whose"
             " options name things of this process. Use hc.call, hc.tap or hc.host"
         )
-    if getattr(params, "devices", ()):
+    if params.devices:
         raise NotPortable("it is a feed with sharding=, which names devices")
     told: dict[str, Any] = {
         "equation": name,

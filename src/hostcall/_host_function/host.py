@@ -13,7 +13,7 @@ from hostcall._core.arguments import check_function, check_tag
 from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import refuse_unneeded
 from hostcall._core.order import Order
-from hostcall._engine.params.call import Arrays, Lend
+from hostcall._engine.params.equation import Arrays, Lend
 from hostcall._host_function import kept
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R

@@ -27,6 +27,7 @@ from hostcall import _jax, _native
 from hostcall._core.order import Order, effects_of
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
+from hostcall._engine.plans import Entry
 from hostcall._primitives import planning, slots
 from hostcall._primitives.emit import NUMBER, emit
 
@@ -62,7 +63,7 @@ _jax.register_lowering(link_p, _lower_link)
 # --- The part of one device -----------------------------------------------------------
 
 
-class Equation(abc.ABC):
+class Partitioned(abc.ABC):
     """What the parts of one equation share.
 
     It is a parameter of their equations, and is compared by identity. The name of the
@@ -72,7 +73,12 @@ class Equation(abc.ABC):
     for which no compiler asks again, finds its plans too.
     """
 
-    def __init__(self, program: _jax.Program, info: CallInfo, **settings: Any) -> None:
+    def __init__(
+        self,
+        program: _jax.Program,
+        info: CallInfo,
+        tap: _native.TapSettings | None = None,
+    ) -> None:
         self.params = info.params
         self.client = program.client
         self.by_ordinal = program.by_ordinal
@@ -81,7 +87,9 @@ class Equation(abc.ABC):
         self._inside = planning.calls_inside(program, info.params)
         info.plan_of_block = self.plan_of_block  # type: ignore[attr-defined]
         self._avals = _jax.physical_avals(program.ctx.avals_in)
-        self.attributes = slots.put(program, info, self._avals, whole=False, **settings)
+        self.attributes = slots.put(
+            program, info, self._avals, whole=False, entry=Entry(tap=tap)
+        )
 
     @abc.abstractmethod
     def plan_of_block(self, block: str) -> _native.Plan:
@@ -96,13 +104,17 @@ class Equation(abc.ABC):
         ]
 
     def make_plan(
-        self, info: CallInfo, avals: Sequence[Any], **settings: Any
+        self,
+        info: CallInfo,
+        avals: Sequence[Any],
+        tap: _native.TapSettings | None = None,
     ) -> _native.Plan:
-        return planning.make_plan(self.client, self._inside, info, avals, **settings)
+        entry = Entry(inside=self._inside, tap=tap)
+        return planning.make_plan(self.client, info, avals, entry)
 
 
 def emit_block(
-    ctx: Any, target: str, operands: Sequence[Any], equation: Equation, **more: Any
+    ctx: Any, target: str, operands: Sequence[Any], equation: Partitioned, **more: Any
 ) -> list[Any]:
     """Emits the custom call of one device. It is "pure": the links carry its order.
 
@@ -134,7 +146,7 @@ def _as_they_are(sharding: Any, shape: Sequence[int], number: int) -> Any:
 def lower_blocks(
     program: _jax.Program,
     operands: Sequence[Any],
-    equation: Equation,
+    equation: Partitioned,
     block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
     unpartitioned: Callable[..., Any],
     regroup: Regroup = _as_they_are,

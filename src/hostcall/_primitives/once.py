@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.across import bits, from_bits
 from hostcall._primitives.emit import refuse_some_axes
 
@@ -34,7 +33,7 @@ def lower(
         refuse_some_axes(program, params.callback.name, remedy)
     axes = sorted(program.automatic, key=str)
     masked = params if params.masked else with_mask(params)
-    through = isinstance(params, TapParams)  # its results are its arguments
+    through = params.is_tap  # its results are its arguments
 
     def once(*values: Any) -> list[Any]:
         first = jax.lax.axis_index(tuple(axes)) == 0
@@ -51,7 +50,7 @@ def with_mask(params: Any) -> Any:
     """The parameters of the same call or tap with a mask in front of its operands."""
     none = (False,) * len(params.grid)
     more: dict[str, Any] = {}
-    if isinstance(params, TapParams):
+    if params.is_tap:
         more["flags"] = tuple((False, *flags) for flags in params.flags)
     if params.grid:
         more["batched"] = (none, *params.batched)

@@ -3,73 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax
 
 from hostcall import _jax, _native
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
+from hostcall._engine.plans import Entry
 from hostcall._runtime import host_device
 
 
-class Team(NamedTuple):
-    """How the devices of a program make a call together (native/base/team.h).
-
-    Attributes:
-        mode: the name of a `_native.TeamMode`.
-        size: the number of this process's devices.
-        leader: the ordinal of the device that calls; None for the first that comes.
-    """
-
-    mode: str
-    size: int
-    leader: int | None
-
-
 def make_plan(
-    client: Any | None,
-    inside: _native.Inside,
-    info: CallInfo,
-    avals: Sequence[Any],
-    *,
-    tap: _native.TapSettings | None = None,
-    team: Team | None = None,
-    tells: bool = False,
-    elsewhere: bool = False,
-    text: str = "",
+    client: Any | None, info: CallInfo, avals: Sequence[Any], entry: Entry
 ) -> _native.Plan:
     """Makes the plan of a call or tap in a program.
 
     Args:
         client: the client that runs the program.
-        inside: which of its calls run inside one of XLA's host callbacks.
         info: the call or tap.
         avals: the avals of its operands; for a typed key, the aval of its uint32 block.
-        tap: the settings of a tap, or None.
-        team: how the devices of the program make the call together, or None.
-        tells: whether the call has its outcome as one more result.
-        elsewhere: whether another process makes the call.
-        text: describes the call in other processes (travel.py), or "".
+        entry: how the engine is entered, without what the client says.
     """
-    params = info.params
-    settings = None
-    if team is not None:
-        mode = _native.TeamMode[team.mode]
-        settings = _native.TeamSettings(mode=mode, size=team.size, leader=team.leader)
-    return plans.make_plan(
-        params,
-        avals,
-        info,
-        _host_device(client, params),
-        packed=True,
-        team=settings,
-        inside=inside if tap is None else _native.Inside.NEVER,
-        tap=tap,
-        tells=tells,
-        elsewhere=elsewhere,
-        text=text,
-    )
+    device = _host_device(client, info.params)
+    inside = entry.inside if entry.tap is None else _native.Inside.NEVER
+    entry = replace(entry, device=device, packed=True, inside=inside)
+    return plans.make_plan(info.params, avals, info, entry)
 
 
 def calls_inside(program: _jax.Program, params: Any) -> _native.Inside:

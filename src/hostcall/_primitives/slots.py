@@ -12,6 +12,7 @@ which order or process: JAX's compilation cache finds it again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,7 +22,8 @@ from hostcall._core.errors import ExportError
 from hostcall._core.portable import NotPortable
 from hostcall._engine import keys
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import Callback
+from hostcall._engine.params.equation import Callback
+from hostcall._engine.plans import Entry
 from hostcall._primitives import travel
 from hostcall._primitives.planning import calls_inside, make_plan
 
@@ -33,7 +35,7 @@ def put(
     *,
     only: Sequence[int] = (),
     whole: bool = True,
-    **more: Any,
+    entry: Entry,
 ) -> dict[str, Any]:
     """Makes a plan, and puts it into a slot that lives as long as the program.
 
@@ -46,13 +48,13 @@ def put(
         avals: as in `make_plan`.
         only: the ordinals of the devices that tap; empty for all.
         whole: False if each device finds the plan of its own block by this slot.
-        more: parameters of `make_plan`.
+        entry: as in `make_plan`, without what this function adds.
     """
     text, why = "", ""
     try:
         if not whole:
             raise NotPortable(_BY_BLOCKS)
-        text = travel.tell(program, info, avals, more.get("team"), only)
+        text = travel.tell(program, info, avals, entry.team, only)
     except NotPortable as error:
         why = str(error)
     if program.is_exported:
@@ -60,9 +62,9 @@ def put(
             refuse_export(info.callback, why)
         return {travel.ATTRIBUTE: text}
     key = keys.key_of(info.params, avals)
-    inside = calls_inside(program, info.params)
+    entry = replace(entry, inside=calls_inside(program, info.params), text=text)
     info.of_program = _jax.all_devices(program)
-    plan = make_plan(program.client, inside, info, avals, text=text, **more)
+    plan = make_plan(program.client, info, avals, entry)
     slot = _native.Slot(plan, key, program.across)
     keep(program, slot, info.name, why)
     attributes = {"key": np.uint64(key), "count": np.uint64(slot.count)}

@@ -37,7 +37,7 @@ from hostcall._core.portable import Malformed, NotPortable
 from hostcall._engine import checked, targets
 from hostcall._engine import portable as equations
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.tap import TapParams
+from hostcall._engine.plans import Entry, Team
 from hostcall._primitives import planning
 from hostcall._primitives.tap.description import describe
 from hostcall._runtime import context, delivery, host_device
@@ -54,7 +54,7 @@ def tell(
     program: _jax.Program,
     info: CallInfo,
     avals: Sequence[Any],
-    team: planning.Team | None,
+    team: Team | None,
     only: Sequence[int],
 ) -> str:
     """The text of a call or tap. `only` are the ordinals of the devices that tap.
@@ -69,7 +69,7 @@ def tell(
     told["hostcall"] = FORMAT
     if program.is_exported and team is not None:
         # The program may run on other devices than those that it was exported on.
-        if getattr(info.params, "sharding", None) is not None:
+        if info.params.sharding is not None:
             raise NotPortable(
                 "it has on=, which names a device, and the program may run on other"
                 " devices. Leave out on=: the first device that comes then calls"
@@ -77,7 +77,7 @@ def tell(
         team = team._replace(leader=None)
     told["team"] = None if team is None else list(team)
     told["only"] = list(only)
-    outs = getattr(info.params, "out_avals", ())
+    outs = info.params.out_avals
     told["linked"] = info.params.order != "pure" and _jax.has_symbolic(outs)
     told["mesh"] = _tell_mesh(program.mesh)
     _check_sizes(told)
@@ -217,12 +217,12 @@ def _make(
     client: Any,
 ) -> _native.Plan:
     by_ordinal = {_jax.ordinal(device): device for device in client.local_devices()}
-    team = None if told["team"] is None else planning.Team(*told["team"])
+    team = None if told["team"] is None else Team(*told["team"])
     if team is not None and "place" in told:  # exported, so on any devices
         team = team._replace(leader=None)
     tap = None
     info: CallInfo
-    if isinstance(params, TapParams):
+    if params.is_tap:
         delivery.start()
         only = portable.read_plain(told["only"])
         tap = params.settings(only, host_device.is_host(client))
@@ -231,9 +231,8 @@ def _make(
         info = CallInfo(params, by_ordinal, mesh)
     info.of_program = None if team is None else ()
     inside = planning.inside_of((platform,), params)
-    return planning.make_plan(
-        client, inside, info, operands, tap=tap, team=team, text=text
-    )
+    entry = Entry(inside=inside, tap=tap, team=team, text=text)
+    return planning.make_plan(client, info, operands, entry)
 
 
 def _client(platform: str) -> Any:

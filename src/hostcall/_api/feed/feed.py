@@ -22,7 +22,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import Results, Static, Template, is_array_like
-from hostcall._engine.params.call import Callback
+from hostcall._engine.params.equation import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import lowering  # noqa: F401  (registers)
 from hostcall._primitives.feed.primitive import bind

@@ -29,7 +29,8 @@ from hostcall._core.order import UNORDERED, healing
 from hostcall._core.source import Place, is_jaxs, users_place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import Callback, CallParams
+from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import Callback
 
 logger = logging.getLogger("hostcall")
 

@@ -10,7 +10,7 @@ from hostcall._engine.params.call import CallParams
 from hostcall._runtime.feeds import Stream
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FeedParams(CallParams):
     """The parameters of one equation of the feed primitive.
 

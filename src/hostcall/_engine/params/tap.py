@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hostcall import _native
-from hostcall._core.order import Order
-from hostcall._engine.params.call import Callback
+from hostcall._core.errors import SpecError
+from hostcall._engine.masks import CompressedTap
+from hostcall._engine.params.equation import Equation
+from hostcall._runtime import collectors
 
 WhenFull = Literal["block", "drop_newest", "drop_oldest"]
 Rows = Literal["batched", "each"]
@@ -16,15 +19,13 @@ On = Literal["once", "process", "shards"]
 WHEN_FULL: tuple[WhenFull, ...] = ("block", "drop_newest", "drop_oldest")
 
 
-@dataclass(frozen=True, repr=False)
-class TapParams:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TapParams(Equation):
     """The parameters of one equation of the tap primitive.
 
     Attributes:
-        callback: the function with its trees; it has no results.
         order: "unordered" or "ordered"; "pure" if the value passes through the tap
             (`hc.tap_through`).
-        masked: whether the first operand is the mask `where`.
         rows: under vmap, "batched" delivers the batch at once, "each" row by row.
         when_full, remat, every, sample, batch: as given to `hc.tap`.
         on: as given to `hc.tap`; "once" if that was a device.
@@ -33,17 +34,12 @@ class TapParams:
         leader: the index of the device that taps a whole value, in a program that is
             partitioned over devices; None for the program's first device, or `device`.
         device: the device that taps a whole value, if `on` was one.
-        grid: the sizes of the batch axes that rows run over, outermost first.
-        batched: for each operand, whether it has each of these axes.
         flags: with rows="batched", for each vmap in the order of application (the
             innermost first), whether each operand has its axis. The axis of a later
             vmap comes first in the operands.
         sizes: the size of each vmap in `flags`.
     """
 
-    callback: Callback
-    order: Order
-    masked: bool
     rows: Rows
     when_full: WhenFull
     remat: Remat
@@ -55,15 +51,10 @@ class TapParams:
     through: bool = False
     leader: int | None = None
     device: Any = None
-    grid: tuple[int, ...] = ()
-    batched: tuple[tuple[bool, ...], ...] = ()
     flags: tuple[tuple[bool, ...], ...] = ()
     sizes: tuple[int, ...] = ()
 
-    # `make_plan` (_engine/plans.py) reads these attributes of calls and taps alike.
-    avals = ()
-    vmap_method = "sequential"
-    runs_where_dispatched = is_jaxs_own = False
+    is_tap = True
 
     @property
     def levels(self) -> int:
@@ -71,7 +62,6 @@ class TapParams:
 
     @property
     def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """JAX's transformations of the tap, in the order of application."""
         first, last = self.masked, -1 if self.always else None
         return tuple(
             (
@@ -115,12 +105,33 @@ class TapParams:
             batch=self.batch or 0,
         )
 
-    def __repr__(self) -> str:
-        parts = [self.callback.name, self.order]
-        if self.masked:
-            parts.append("where")
+    def read(self, operands: Sequence[Any]) -> Sequence[Any]:
+        # The engine reads the flag `always`, and never queues it.
+        return operands[:-1] if self.always else operands
+
+    def finish(
+        self, whole: Any, info: Any, converters: Any
+    ) -> tuple[Callable[..., Any], _native.ResultForm]:
+        callback = self.callback
+        if callback.tag is not None:
+            whole = collectors.seen_by(callback.tag, callback.template, whole)
+        if converters is not None:  # one delivery, but `where` differs between rows
+            if self.batch is not None:
+                raise SpecError(
+                    f"hostcall: the tap `{callback.name}` has batch= and a where= that"
+                    " differs between the rows of a vmap, so its taps differ in size."
+                    " Pass the mask as an argument instead of where=, or leave out"
+                    " batch=",
+                    code="hc-conflict",
+                )
+            levels = list(zip(self.flags, self.sizes, strict=True))[::-1]
+            whole = CompressedTap(levels, whole, converters)
+        return whole, _native.ResultForm.IGNORED
+
+    def _details(self) -> list[str]:
+        parts = super()._details()
         if self.always:
             parts.append("always")
         if self.grid or self.sizes:
             parts.append(f"{self.rows}={self.grid or self.sizes}")
-        return f"<{' '.join(parts)}>"
+        return parts

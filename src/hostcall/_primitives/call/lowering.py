@@ -15,7 +15,8 @@ from hostcall._core.order import ORDERED
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
-from hostcall._primitives import once, planning, slots
+from hostcall._engine.plans import Entry, Team
+from hostcall._primitives import once, slots
 from hostcall._primitives.across import Source
 from hostcall._primitives.call.primitive import bind, call_p
 from hostcall._primitives.eager import row_major
@@ -93,9 +94,7 @@ def prepare(
         program,
         info,
         avals,
-        team=team,
-        tells=info.tells,
-        elsewhere=elsewhere,
+        entry=Entry(team=team, tells=info.tells, elsewhere=elsewhere),
     )
     if reaches is not None:
         reaches.attributes = attributes
@@ -119,7 +118,7 @@ def _fails_together(program: _jax.Program, info: CallInfo) -> bool:
     # to, and a sharded feed has no call.
     if program.platforms != ("cpu",) and callback.lend == "buffers":
         return False
-    if not program.across or getattr(info.params, "devices", None):
+    if not program.across or info.params.devices:
         return False
     return (callback.fail or config.settings.fail) == "together"
 
@@ -130,13 +129,13 @@ def _size(program: _jax.Program) -> int:
 
 def _team(
     program: _jax.Program, info: CallInfo, leader: Any | None
-) -> tuple[planning.Team | None, Source | None, bool]:
+) -> tuple[Team | None, Source | None, bool]:
     """How the devices of the program make the call together.
 
     Returns (settings of this process's team or None, the device whose results all
     processes take or None, whether that device belongs to another process).
     """
-    if getattr(info.params, "devices", ()):  # a sharded feed: each takes its part
+    if info.params.devices:  # a sharded feed: each takes its part
         return None, None, False
     local, mesh = program.local, program.mesh
     if local is None:
@@ -147,10 +146,10 @@ def _team(
         if n <= 1 or jax.process_count() > 1:
             return None, None, False
         if mesh is not None:  # a mesh without devices: an abstract one
-            return planning.Team("EACH", n, None), None, False
-        return planning.Team("ONCE", n, None), None, False
+            return Team("EACH", n, None), None, False
+        return Team("ONCE", n, None), None, False
     if mesh is not None:
-        return planning.Team("EACH", len(local), None), None, False
+        return Team("EACH", len(local), None), None, False
     devices = program.devices
     assert devices is not None
     if leader is None:
@@ -171,7 +170,7 @@ def _team(
         info.caller = leader.process_index
     elsewhere = leader not in local
     caller = _jax.ordinal(local[0] if elsewhere else leader)
-    team = planning.Team("ONCE", len(local), caller)
+    team = Team("ONCE", len(local), caller)
     return team, source, elsewhere
 
 
@@ -211,7 +210,7 @@ def lower_through_jax(
     def plan_of(operands: Sequence[Any]) -> Any:
         shapes = tuple(operand.shape for operand in operands)
         if shapes not in made:
-            made[shapes] = plans.make_plan(params, operands, info, device, packed=False)
+            made[shapes] = plans.make_plan(params, operands, info, Entry(device=device))
         return made[shapes]
 
     plan_of(avals)

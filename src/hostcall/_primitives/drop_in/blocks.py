@@ -15,7 +15,7 @@ from hostcall import _jax, _native
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine import targets
 from hostcall._engine.params.drop_in import DropInInfo, DropInParams
-from hostcall._primitives.blocks import Equation, emit_block, lower_blocks
+from hostcall._primitives.blocks import Partitioned, emit_block, lower_blocks
 from hostcall._primitives.emit import NUMBER
 
 block_call_p = _jax.Primitive("host_block_call")
@@ -35,7 +35,7 @@ block_call_p.def_abstract_eval(_abstract_eval)
 _jax.register_lowering(block_call_p, _lower)
 
 
-class CallBlocks(Equation):
+class CallBlocks(Partitioned):
     """What the parts of a call share."""
 
     def __init__(self, program: _jax.Program, params: DropInParams) -> None:

@@ -17,7 +17,7 @@ from hostcall._core.errors import SpecError
 from hostcall._engine import targets
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._primitives.blocks import Equation, emit_block, lower_blocks
+from hostcall._primitives.blocks import Partitioned, emit_block, lower_blocks
 from hostcall._primitives.emit import NUMBER
 from hostcall._primitives.tap import parts
 from hostcall._primitives.tap.description import arguments
@@ -51,7 +51,7 @@ block_tap_p.def_abstract_eval(_block_abstract_eval)
 _jax.register_lowering(block_tap_p, _lower_block)
 
 
-class TapBlocks(Equation):
+class TapBlocks(Partitioned):
     """What the parts of a tap share."""
 
     def __init__(self, program: _jax.Program, params: TapParams) -> None:

@@ -21,6 +21,7 @@ from hostcall._core.order import effects_of
 from hostcall._engine import plans, targets, throttle
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
+from hostcall._engine.plans import Entry
 from hostcall._primitives.axes import in_front, size_of
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.tap import parts
@@ -73,9 +74,10 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
             params,
             arrays,
             info,
-            host_device.above_here(),
-            packed=False,
-            tap=params.settings(in_program=False),
+            Entry(
+                device=host_device.above_here(),
+                tap=params.settings(in_program=False),
+            ),
         )
         plan.push(queued(arrays, params))
     return results
