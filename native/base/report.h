@@ -20,11 +20,10 @@
 //
 // Hazards
 //   * Both free tools of sys.monitoring are taken, or (3.11) a debugger or coverage
-//   has
-//     set a trace function, or (3.11) a thread of XLA's made the call: the
+//     has set a trace function, or (3.11) a thread of XLA's made the call: the
 //     exception stays what JAX made of it.
-//   * Another exception comes first: it is no ValueError with a number of ours that
-//     nobody has been told of, so it stays.
+//   * Another exception comes first. It stays: only a ValueError with a number of
+//     ours is replaced, and only if nobody has been told of that failure.
 #pragma once
 
 #include "base/guards.h"

@@ -301,6 +301,19 @@ def test_reraise_raises_the_functions_own_exception(order, result, slow):
         hc.barrier()
 
 
+def test_a_bad_value_behind_another_program_is_logged_where_an_object_closes(
+    slow, caplog
+):
+    """WatchError takes the report's place as soon as JAX makes one."""
+    f = jax.jit(lambda x: (hc.watch(jnp.log(x - 1)), x)[1])
+    for x in np.float32(2), jnp.float32(2):
+        jax.block_until_ready(f(x))
+    f(slow())
+    hc.Object(dict, methods={"get": SCALAR}).close()
+    assert "continues after a failed program" in caplog.text
+    hc.barrier()
+
+
 def test_ordered_calls_go_on_after_a_failure(slow):
     log = Log()
     f, bad = program("call", log), failing()

@@ -231,7 +231,11 @@ def original(report: BaseException) -> BaseException | None:
 
     The caller raises it in place of the report, so the user has it from now on.
     """
-    kept = _kept.get(number_in(report))
+    return _original(number_in(report))
+
+
+def _original(number: int) -> BaseException | None:
+    kept = _kept.get(number)
     if kept is None:
         return None
     found = kept.get()
@@ -306,10 +310,20 @@ def in_place_of(report: BaseException) -> BaseException | None:
     KeyboardInterrupt, SystemExit and the like, WatchError and a debugger's `quit`
     replace the report.
     """
-    kept = _kept.get(number_in(report))
-    if kept is not None and _replaces_report(kept.get()):
-        return original(report)
-    return None
+    return _replacement(number_in(report))
+
+
+def _replacement(number: int) -> BaseException | None:
+    return _original(number) if _replaces_report(kept(number)) else None
+
+
+def told_as(text: str) -> BaseException:
+    """What the caller raises for a failure of which XLA says this: JAX's report, or
+    what replaces it.
+    """
+    number = number_of(text)
+    tell(number)
+    return _replacement(number) or jax.errors.JaxRuntimeError(text)
 
 
 def in_place_of_value_error(report: ValueError) -> BaseException | None:
@@ -320,11 +334,10 @@ def in_place_of_value_error(report: ValueError) -> BaseException | None:
     made of a report's text stays: that failure has been told.
     """
     text = report.args[0] if len(report.args) == 1 else None
-    number = number_of(text) if type(text) is str else 0  # nothing of the user's runs
-    if is_told(number) or number not in _kept:
+    if type(text) is not str:  # nothing of the user's runs here
         return None
-    tell(number)
-    return in_place_of(report) or jax.errors.JaxRuntimeError(str(report))
+    number = number_of(text)
+    return None if is_told(number) or number not in _kept else told_as(text)
 
 
 # --- Reports at the time JAX makes them ----------------------------------------------

@@ -11,8 +11,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 
-import jax
-
 from hostcall import _jax
 from hostcall._core import failures
 
@@ -42,11 +40,8 @@ def first_failure() -> BaseException | None:
             text = _texts.popleft()
         except IndexError:
             return None
-        number = failures.number_of(text)
-        if not failures.is_told(number):
-            error = jax.errors.JaxRuntimeError(f"INTERNAL: {text}")
-            failures.tell(number)
-            return failures.in_place_of(error) or error
+        if not failures.is_told(failures.number_of(text)):
+            return failures.told_as(f"INTERNAL: {text}")
 
 
 def failures_of_programs() -> list[BaseException]:

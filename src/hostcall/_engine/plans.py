@@ -54,7 +54,7 @@ class Team(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entrance:
     """How the engine is entered for the calls of a plan.
 
     Attributes:
@@ -88,16 +88,19 @@ class _Arguments(NamedTuple):
         leaves: of each operand but a mask that the engine reads.
         mask: which axes of the grid that mask has; None if there is none.
         shapes: (shape, dtype) of each argument of one row.
+        converters: how each argument becomes what the function gets; the mask first,
+            if it is compressed.
         compressed: whether the function's batch has no rows that `where` drops.
     """
 
     leaves: list[_native.Leaf]
     mask: list[bool] | None
     shapes: list[Any]
+    converters: list[Any]
     compressed: bool
 
 
-class _Code(NamedTuple):
+class _Called(NamedTuple):
     """What the engine calls, and the form of what it returns."""
 
     function: Callable[..., Any]
@@ -108,7 +111,7 @@ class _Code(NamedTuple):
 
 
 def make_plan(
-    equation: Equation, operands: Sequence[Any], info: CallInfo, entry: Entry
+    equation: Equation, operands: Sequence[Any], info: CallInfo, entry: Entrance
 ) -> _native.Plan:
     """Builds the native plan of a call or tap.
 
@@ -161,14 +164,17 @@ def make_plan(
     )
 
 
-def _arguments(equation: Equation, operands: Sequence[Any], entry: Entry) -> _Arguments:
+def _arguments(
+    equation: Equation, operands: Sequence[Any], entry: Entrance
+) -> _Arguments:
     callback, grid, batched = equation.callback, equation.grid, equation.batched
     compressed = equation.compresses(operands)
     mask = None
     if equation.masked and not compressed:  # the engine reads the mask
         mask = list(batched[0]) if grid else []
         operands, batched = operands[1:], batched[1:]
-    converters = _converters(callback, entry.device, compressed)
+    keys = (*(None,) * compressed, *callback.template.keys)
+    converters = [_converter(callback.arrays, key, entry.device) for key in keys]
     # A cache converts what it does not find, merged calls their stack, and a function
     # that gets fewer rows the rest.
     later = compressed or callback.cache or callback.coalesce
@@ -180,10 +186,10 @@ def _arguments(equation: Equation, operands: Sequence[Any], entry: Entry) -> _Ar
         shapes.append((shape, dtype))
         convert = None if later else converters[i]
         leaves.append(_leaf(dtype, shape, entry.packed, flags, convert=convert))
-    return _Arguments(leaves, mask, shapes, compressed)
+    return _Arguments(leaves, mask, shapes, converters, compressed)
 
 
-def _results(equation: Equation, entry: Entry) -> list[_native.Leaf]:
+def _results(equation: Equation, entry: Entrance) -> list[_native.Leaf]:
     every = [True] * len(equation.grid)
     leaves = []
     for aval, fill in zip(equation.avals, equation.callback.fills, strict=True):
@@ -198,19 +204,18 @@ def _code(
     operands: Sequence[Any],
     arguments: _Arguments,
     info: CallInfo,
-    entry: Entry,
-) -> _Code:
+    entry: Entrance,
+) -> _Called:
     callback, device = equation.callback, entry.device
     in_place = equation.in_place()
     buffers = None if in_place is None else in_place[1]
     if entry.elsewhere:
-        return _Code(_nothing, ResultForm.NOTHING, buffers=buffers)
+        return _Called(_nothing, ResultForm.NOTHING, buffers=buffers)
     if in_place is not None:
-        return _Code(in_place[0], ResultForm.IGNORED, buffers=buffers)
-    compressed = arguments.compressed
-    function, form = _function(equation, info, device, compressed)
+        return _Called(in_place[0], ResultForm.IGNORED, buffers=buffers)
+    compressed, made = arguments.compressed, arguments.converters
+    function, form = _function(equation, info, device, made[1:] if compressed else None)
     runner = _runner(equation, info, device)
-    made = _converters(callback, device, compressed)
     if callback.cache is not None:
         each = [None] * len(made) if compressed else made
         rows = caching.Rows(equation, info, arguments.shapes, each, compressed, device)
@@ -219,7 +224,7 @@ def _code(
     if callback.coalesce is not None:
         function = Coalesced(equation, operands, info, function, made, device)
         runner = function.rows if equation.grid else None
-    return _Code(function, form, runner, feed=equation.fed())
+    return _Called(function, form, runner, feed=equation.fed())
 
 
 def _leaf(
@@ -256,12 +261,6 @@ def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:
     return fill * batch
 
 
-def _converters(callback: Callback, device: Any, masked: bool) -> list[Any]:
-    """How each leaf becomes what the function gets; the mask first, if it gets one."""
-    keys = (*(None,) * masked, *callback.template.keys)
-    return [_converter(callback.arrays, key, device) for key in keys]
-
-
 def _converter(arrays: str, key: Any, device: Any) -> Callable[[Any], Any] | None:
     if key is not None:
         return lambda block: _jax.wrap_key(_jax.put_on_device(block, device), key)
@@ -276,9 +275,12 @@ def _nothing() -> None:
 
 
 def _function(
-    equation: Equation, info: CallInfo, device: Any, compressed: bool
+    equation: Equation, info: CallInfo, device: Any, converters: list[Any] | None
 ) -> tuple[Callable[..., Any], ResultForm]:
-    """The function that the engine calls with one array per leaf, and its form."""
+    """The function that the engine calls with one array per leaf, and its form.
+
+    `converters` as in `Equation.finish`.
+    """
     callback = equation.callback
     whole, template = callback.function, callback.template
     if callback.awaits:
@@ -289,8 +291,7 @@ def _function(
         whole = _with_limit(whole, callback.timeout, info, device)
     if callback.lend == "out":
         whole = _with_own_results(whole)
-    without = _converters(callback, device, False) if compressed else None
-    return equation.finish(whole, info, without)
+    return equation.finish(whole, info, converters)
 
 
 def _with_trees(fn: Callable[..., Any], template: Template) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from hostcall import _jax, _native
 from hostcall._core.order import Order, effects_of
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
-from hostcall._engine.plans import Entry
+from hostcall._engine.plans import Entrance
 from hostcall._primitives import planning, slots
 from hostcall._primitives.emit import NUMBER, emit
 
@@ -88,7 +88,7 @@ class Partitioned(abc.ABC):
         info.plan_of_block = self.plan_of_block  # type: ignore[attr-defined]
         self._avals = _jax.physical_avals(program.ctx.avals_in)
         self.attributes = slots.put(
-            program, info, self._avals, whole=False, entry=Entry(tap=tap)
+            program, info, self._avals, whole=False, entry=Entrance(tap=tap)
         )
 
     @abc.abstractmethod
@@ -109,7 +109,7 @@ class Partitioned(abc.ABC):
         avals: Sequence[Any],
         tap: _native.TapSettings | None = None,
     ) -> _native.Plan:
-        entry = Entry(inside=self._inside, tap=tap)
+        entry = Entrance(inside=self._inside, tap=tap)
         return planning.make_plan(self.client, info, avals, entry)
 
 

@@ -13,7 +13,7 @@ from hostcall._core import failures
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
-from hostcall._engine.plans import Entry
+from hostcall._engine.plans import Entrance
 from hostcall._runtime import fork, host_device
 
 
@@ -39,7 +39,7 @@ def run_now(
     arrays = [row_major(operand) for operand in operands]
     home = _some_device(place)
     info = info_type(params, {-1: home}, mesh=None)
-    plan = plans.make_plan(params, arrays, info, Entry(device=device))
+    plan = plans.make_plan(params, arrays, info, Entrance(device=device))
     try:
         results = plan.invoke(arrays)
     except ValueError as error:

@@ -11,12 +11,12 @@ import jax
 from hostcall import _jax, _native
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
-from hostcall._engine.plans import Entry
+from hostcall._engine.plans import Entrance
 from hostcall._runtime import host_device
 
 
 def make_plan(
-    client: Any | None, info: CallInfo, avals: Sequence[Any], entry: Entry
+    client: Any | None, info: CallInfo, avals: Sequence[Any], entry: Entrance
 ) -> _native.Plan:
     """Makes the plan of a call or tap in a program.
 

@@ -23,7 +23,7 @@ from hostcall._core.portable import NotPortable
 from hostcall._engine import keys
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Callback
-from hostcall._engine.plans import Entry
+from hostcall._engine.plans import Entrance
 from hostcall._primitives import travel
 from hostcall._primitives.planning import calls_inside, make_plan
 
@@ -35,7 +35,7 @@ def put(
     *,
     only: Sequence[int] = (),
     whole: bool = True,
-    entry: Entry,
+    entry: Entrance,
 ) -> dict[str, Any]:
     """Makes a plan, and puts it into a slot that lives as long as the program.
 

@@ -37,7 +37,7 @@ from hostcall._core.portable import Malformed, NotPortable
 from hostcall._engine import checked, targets
 from hostcall._engine import portable as equations
 from hostcall._engine.info import CallInfo
-from hostcall._engine.plans import Entry, Team
+from hostcall._engine.plans import Entrance, Team
 from hostcall._primitives import planning
 from hostcall._primitives.tap.description import describe
 from hostcall._runtime import context, delivery, host_device
@@ -231,7 +231,7 @@ def _make(
         info = CallInfo(params, by_ordinal, mesh)
     info.of_program = None if team is None else ()
     inside = planning.inside_of((platform,), params)
-    entry = Entry(inside=inside, tap=tap, team=team, text=text)
+    entry = Entrance(inside=inside, tap=tap, team=team, text=text)
     return planning.make_plan(client, info, operands, entry)
 
 

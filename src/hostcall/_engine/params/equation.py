@@ -8,6 +8,7 @@ is in `CallInfo` (_engine/info.py) instead.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,7 +100,7 @@ class Callback:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Equation:
+class Equation(abc.ABC):
     """The parameters of one equation of a primitive of hostcall's.
 
     Attributes:
@@ -186,6 +187,7 @@ class Equation:
         """The operands that Python reads: the mask, if any, and the arguments."""
         return operands
 
+    @abc.abstractmethod
     def finish(
         self,
         whole: Callable[..., Any],
@@ -200,7 +202,6 @@ class Equation:
             converters: of each leaf, if the function gets a batch without the rows
                 that `where` drops; else None.
         """
-        raise NotImplementedError
 
     def compresses(self, operands: Sequence[Any]) -> bool:
         """Whether the function gets a batch without the rows that `where` drops."""

@@ -15,7 +15,7 @@ from hostcall._core.order import ORDERED
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
-from hostcall._engine.plans import Entry, Team
+from hostcall._engine.plans import Entrance, Team
 from hostcall._primitives import once, slots
 from hostcall._primitives.across import Source
 from hostcall._primitives.call.primitive import bind, call_p
@@ -94,7 +94,7 @@ def prepare(
         program,
         info,
         avals,
-        entry=Entry(team=team, tells=info.tells, elsewhere=elsewhere),
+        entry=Entrance(team=team, tells=info.tells, elsewhere=elsewhere),
     )
     if reaches is not None:
         reaches.attributes = attributes
@@ -210,7 +210,9 @@ def lower_through_jax(
     def plan_of(operands: Sequence[Any]) -> Any:
         shapes = tuple(operand.shape for operand in operands)
         if shapes not in made:
-            made[shapes] = plans.make_plan(params, operands, info, Entry(device=device))
+            made[shapes] = plans.make_plan(
+                params, operands, info, Entrance(device=device)
+            )
         return made[shapes]
 
     plan_of(avals)

@@ -13,7 +13,7 @@ from hostcall._core.errors import HostcallError
 from hostcall._engine import plans, targets, throttle
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._engine.plans import Entry
+from hostcall._engine.plans import Entrance
 from hostcall._primitives import once, slots
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.emit import (
@@ -52,7 +52,7 @@ def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
     nested = host_device.is_host(program.client)
     only = () if number is not None else _leader(program, params)
     tap = params.settings(only, nested)
-    attributes = slots.put(program, info, avals, only=only, entry=Entry(tap=tap))
+    attributes = slots.put(program, info, avals, only=only, entry=Entrance(tap=tap))
     first = 1 if params.masked else 0
     with _jax.named(ctx, info.label):
         return emit(
@@ -125,7 +125,7 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         params,
         ctx.avals_in,
         info,
-        Entry(device=host_device.above(None), tap=params.settings(in_program=False)),
+        Entrance(device=host_device.above(None), tap=params.settings(in_program=False)),
     )
 
     # JAX's callback knows neither device nor run, so all share one throttle.

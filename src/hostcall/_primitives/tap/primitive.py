@@ -21,7 +21,7 @@ from hostcall._core.order import effects_of
 from hostcall._engine import plans, targets, throttle
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._engine.plans import Entry
+from hostcall._engine.plans import Entrance
 from hostcall._primitives.axes import in_front, size_of
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.tap import parts
@@ -74,7 +74,7 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
             params,
             arrays,
             info,
-            Entry(
+            Entrance(
                 device=host_device.above_here(),
                 tap=params.settings(in_program=False),
             ),
