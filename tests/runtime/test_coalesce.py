@@ -14,8 +14,8 @@ import pytest
 from limits import HANG_SECONDS, holds_in_time
 
 import hostcall as hc
+from hostcall._core import wait
 from hostcall._engine import coalescing
-from hostcall._runtime import coalesce
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -194,7 +194,7 @@ def test_a_function_with_its_own_buffer_called_by_several_threads():
 
 
 def test_a_wait_for_a_turn_is_named_in_the_log(monkeypatch, caplog):
-    monkeypatch.setattr(coalescing, "_TOLD", 0.0)
+    monkeypatch.setattr(wait, "SLOW", 0.0)
     entered, end = threading.Event(), threading.Event()
 
     def slow(x):
@@ -220,7 +220,7 @@ def test_a_wait_for_a_turn_is_named_in_the_log(monkeypatch, caplog):
 
 
 def test_a_leader_keeps_no_batch_open_while_it_makes_another_call():
-    meeting = coalesce.Meeting(4, 0.01)
+    meeting = coalescing.Meeting(4, 0.01)
     entered, end, sizes = threading.Event(), threading.Event(), []
 
     def together(entries):
@@ -259,7 +259,7 @@ def test_a_merged_function_that_runs_a_program_with_itself():
 
 
 def test_an_interrupt_right_after_a_batch_was_opened():
-    meeting = coalesce.Meeting(4, 0.01)
+    meeting = coalescing.Meeting(4, 0.01)
     join, interrupts = meeting._join, [KeyboardInterrupt()]
 
     def joins(*given):

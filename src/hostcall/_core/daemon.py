@@ -52,17 +52,25 @@ class Pool(futures.ThreadPoolExecutor):
 
 
 class DaemonPool(futures.Executor):
-    """A pool of daemon threads, for rows.
+    """A pool of daemon threads, for rows and for calls with a limit.
 
     A ThreadPoolExecutor takes nothing more when the main thread has ended, though
     programs may still run. And the process then waits for its threads: for ever, if a
     row that was interrupted or was late never ends.
     """
 
-    def __init__(self, threads: int, begin: Callable[[], object]) -> None:
-        """`begin()` is called first on each thread."""
+    def __init__(
+        self,
+        threads: int | None,
+        begin: Callable[[], object] = lambda: None,
+        what: str = "a parallel row",
+    ) -> None:
+        """At most `threads`; with None no job ever waits for the end of another.
+
+        `begin()` is called first on each thread. `what` is what jobs are.
+        """
         self._max_workers = threads  # asked for where ThreadPoolExecutor has it
-        self._begin = begin
+        self._begin, self._what = begin, what
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the two below
         self._threads = 0
@@ -82,13 +90,14 @@ class DaemonPool(futures.Executor):
                 future.set_result(value)
 
         with self._lock:
-            if self._free <= 0 and self._threads < self._max_workers:
+            most = self._max_workers
+            if self._free <= 0 and (most is None or self._threads < most):
                 try:
-                    start(daemon("hostcall-rows", self._run), "a parallel row")
+                    start(daemon("hostcall-rows", self._run), self._what)
                     self._threads += 1
                     self._free += 1
                 except HostcallError:
-                    if self._threads == 0:
+                    if most is None or self._threads == 0:
                         raise
             self._free -= 1
         self._jobs.put(job)

@@ -7,23 +7,41 @@ however long it takes. So no wait of hostcall's is longer than a slice.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
+logger = logging.getLogger("hostcall")
+
 SLICE = 0.05  # seconds
+SLOW = 5.0  # seconds after which a wait that may have no end is named in the log
 
 
-def wait(done: Callable[[float], object], seconds: float | None = None) -> bool:
+def wait(
+    done: Callable[[float], object],
+    seconds: float | None = None,
+    look: Callable[[], object] | None = None,
+    slow: Callable[[], str] | None = None,
+) -> bool:
     """Waits until `done(slice)` is true; returns False if it isn't after `seconds`.
 
     Args:
         done: waits for so many seconds at most, as `threading.Event.wait` does.
         seconds: the limit; None for no limit.
+        look: called after each slice; raises if `done` can't become true any more.
+        slow: what is logged, once, if this takes long; "" for nothing so far.
     """
-    until = None if seconds is None else time.monotonic() + seconds
+    began = time.monotonic()
+    until = None if seconds is None else began + seconds
     while not done(slice_of(until)):
-        if until is not None and time.monotonic() >= until:
+        now = time.monotonic()
+        if until is not None and now >= until:
             return False
+        if look is not None:
+            look()
+        if slow is not None and now - began > SLOW and (text := slow()):
+            slow = None
+            logger.warning("%s", text)
     return True
 
 

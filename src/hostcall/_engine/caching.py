@@ -198,7 +198,7 @@ class Rows:
                 self._tally.add(1, 0)
                 return [self._arrays(value)]
         # What a task's threads wait for, the task waits for; and a loop must not wait.
-        alone = workers.stand_in() is None and not loop.is_any_here()
+        alone = workers.stand_in() is None and loop.running() is None
         may_wait = self._may_wait and alone
         values, n = self._part.cache.values_of(keys, missing, may_wait)
         self._tally.add(len(rows) - n, n)

@@ -12,7 +12,7 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
-from hostcall._core.spec import Template, packed_bits
+from hostcall._core.spec import packed_bits
 from hostcall._engine import caching
 from hostcall._engine.coalescing import Coalesced
 from hostcall._engine.counters import counters_of, note
@@ -20,6 +20,8 @@ from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Callback, Equation
 from hostcall._native import Inside, Lend, ResultForm
 from hostcall._runtime import context, deadlocks, executors, workers
+from hostcall._runtime.bound import Bound, Current, Row
+from hostcall._runtime.limit import run_with_timeout
 from hostcall._runtime.rows import run_rows
 from hostcall._runtime.tasks import run_tasks
 
@@ -223,6 +225,7 @@ def _code(
         runner = runner and caching.cached_rows(runner, rows)
     if callback.coalesce is not None:
         function = Coalesced(equation, operands, info, function, made, device)
+        form = ResultForm.TUPLE
         runner = function.rows if equation.grid else None
     return _Called(function, form, runner, feed=equation.fed())
 
@@ -282,72 +285,53 @@ def _function(
     `converters` as in `Equation.finish`.
     """
     callback = equation.callback
-    whole, template = callback.function, callback.template
+    whole, fill = callback.function, callback.template.fill
     if callback.awaits:
-        whole = _with_loop(callback, info, device)
-    elif not template.is_flat:
-        whole = _with_trees(whole, template)
-    if callback.timeout is not None and not callback.awaits:
-        whole = _with_limit(whole, callback.timeout, info, device)
+        whole = _each(_with_loop(callback, _bound(info, device)), fill)
+    elif callback.timeout is not None:
+        bound = _bound(info, device)
+
+        def limited(*leaves: Any) -> Any:
+            return run_with_timeout(bound, fill(leaves), context.current())
+
+        whole = limited
+    elif not callback.template.is_flat:
+        whole = _with_trees(whole, fill)
     if callback.lend == "out":
         whole = _with_own_results(whole)
     return equation.finish(whole, info, converters)
 
 
-def _with_trees(fn: Callable[..., Any], template: Template) -> Callable[..., Any]:
-    def whole(*leaves: Any, **out: Any) -> Any:
-        args, kwargs = template.fill(leaves)
-        return fn(*args, **kwargs, **out)
+def _bound(info: CallInfo, device: Any) -> Bound:
+    callback = info.callback
+    settings = workers.Settings(device, info.guard, callback.traced)
+    return Bound(callback.function, settings, callback.timeout, info.name)
+
+
+_Rows = Callable[[list[Row], Current], list[Any]]
+
+
+def _with_loop(callback: Callback, bound: Bound) -> _Rows:
+    return lambda rows, current: run_tasks(bound, rows, current, callback.concurrency)
+
+
+def _each(run: _Rows, fill: Callable[..., Row]) -> Callable[..., Any]:
+    """The function of one row, of what runs several."""
+
+    def whole(*leaves: Any) -> Any:
+        here = context.current()
+        (value,) = run([fill(leaves)], lambda _: here)
+        return value
 
     return whole
 
 
-def _with_loop(callback: Callback, info: CallInfo, device: Any) -> Callable[..., Any]:
-    """A function that runs a coroutine function on the event loop, and waits."""
+def _with_trees(fn: Callable[..., Any], fill: Callable[..., Row]) -> Any:
+    def whole(*leaves: Any, **out: Any) -> Any:
+        args, kwargs = fill(leaves)
+        return fn(*args, **kwargs, **out)
 
-    def awaited(*leaves: Any) -> Any:
-        here = context.current()
-        row = callback.template.fill(leaves)
-        (value,) = _run_tasks(callback, [row], lambda _: here, info, device, leaves)
-        return value
-
-    return awaited
-
-
-def _run_tasks(
-    callback: Any,
-    rows: list[Any],
-    current: Callable[[int], Any],
-    info: CallInfo,
-    device: Any,
-    leaves: Sequence[Any],
-) -> list[Any]:
-    return run_tasks(
-        callback.function,
-        rows,
-        current,
-        workers.Settings(device, info.guard, callback.traced),
-        concurrency=callback.concurrency,
-        timeout=callback.timeout,
-        describe=lambda stuck: _late(info, leaves, callback.timeout or 0.0, stuck),
-    )
-
-
-def _with_limit(
-    whole: Callable[..., Any], seconds: float, info: CallInfo, device: Any
-) -> Callable[..., Any]:
-    settings = workers.Settings(device, info.guard, info.callback.traced)
-
-    def limited(*leaves: Any) -> Any:
-        return workers.run_with_timeout(
-            lambda: whole(*leaves),
-            seconds,
-            settings,
-            context.current(),
-            lambda stack: _late(info, leaves, seconds, stack),
-        )
-
-    return limited
+    return whole
 
 
 def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,55 +351,31 @@ def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _late(info: CallInfo, leaves: Sequence[Any], seconds: float, stuck: str) -> str:
-    shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in leaves)
-    return (
-        f"hostcall: `{info.name}`({shapes}) took longer than timeout={seconds} s;"
-        f" {stuck}"
-    )
-
-
 def _runner(
     equation: Equation, info: CallInfo, device: Any
 ) -> Callable[[list[Any], list[Any]], list[Any]] | None:
     """A function that runs all rows of a "parallel" call at once; else None."""
     if equation.vmap_method != "parallel" or not equation.grid:
         return None
-    callback = equation.callback
+    callback, bound = equation.callback, _bound(info, device)
+    once = equation.order != "pure"
+    together = _with_loop(callback, bound) if callback.awaits else None
 
     def run(rows: list[Any], indices: list[Any]) -> list[Any]:
-        try:
-            return together(rows, indices)
-        except BaseException as error:
-            number = vars(error).pop("hostcall_row", None)
-            if number is not None:
-                vars(error)["hostcall_index"] = indices[number]
-            raise
-
-    def together(rows: list[Any], indices: list[Any]) -> list[Any]:
         here = context.current()
 
         def current(row: int) -> Any:
             return here and here.at_row(indices[row])
 
         filled = [callback.template.fill(row) for row in rows]
-        if callback.awaits:
-            return _run_tasks(callback, filled, current, info, device, rows[0])
-        return run_rows(
-            callback.pool,
-            callback.function,
-            filled,
-            current,
-            workers.Settings(device, info.guard, callback.traced),
-            callback.timeout,
-            lambda which: _late(info, rows[0], callback.timeout or 0.0, which),
-            [
-                a
-                for row in rows[1:2]
-                for a, b in zip(rows[0], row, strict=True)
-                if a is b
-            ],
-            equation.order != "pure",
-        )
+        try:
+            if together is not None:
+                return together(filled, current)
+            return run_rows(bound, filled, current, callback.pool, once)
+        except BaseException as error:
+            number = vars(error).pop("hostcall_row", None)
+            if number is not None:
+                vars(error)["hostcall_index"] = indices[number]
+            raise
 
     return run

@@ -175,7 +175,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
     def run(self, *args: Any) -> Any:
         """Calls the function on this thread, or on the event loop and waits."""
         if is_coroutine_function(self.fn):
-            return run_one(self.fn, args)
+            return run_one(self.fn, *args)
         fn: Function = self.fn
         return fn(*args)
 

@@ -159,7 +159,7 @@ def _inferred(fn: Callable[..., Any], args: Any, name: str) -> Any:
         lambda x: np.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x, args
     )
     try:
-        value = run_one(fn, zeros) if is_coroutine_function(fn) else fn(*zeros)
+        value = run_one(fn, *zeros) if is_coroutine_function(fn) else fn(*zeros)
     except Exception as error:
         raise SpecError(
             f"hostcall: `{name}` has result='infer', and failed on zeros:"

@@ -16,8 +16,7 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._runtime import pools, waits, workers
-
-Row = tuple[tuple[Any, ...], dict[str, Any]]
+from hostcall._runtime.bound import Row
 
 # The runs of this process. A chunk carries its run's number, which can be pickled.
 under_way: dict[int, Any] = {}

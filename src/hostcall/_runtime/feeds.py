@@ -63,7 +63,7 @@ class Stream(HostCode):
         """Returns when the lane may find an item. Called by the engine."""
         start, waiting = time.monotonic(), threading.get_ident()
         # hc.monitor.status() shows where the source is.
-        workers.delegates[waiting] = self.puller.thread
+        workers.delegates[waiting] = [self.puller.thread]
         try:
             while True:
                 found = self.ring.wait(lane, SLICE)

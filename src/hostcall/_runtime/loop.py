@@ -77,17 +77,8 @@ def current() -> asyncio.AbstractEventLoop:
         return _own
 
 
-def is_here(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether the calling thread runs this loop."""
-    return _running() is loop
-
-
-def is_any_here() -> bool:
-    """Whether the calling thread runs a loop, of whomever."""
-    return _running() is not None
-
-
-def _running() -> asyncio.AbstractEventLoop | None:
+def running() -> asyncio.AbstractEventLoop | None:
+    """The loop that the calling thread runs, of whomever; None if it runs none."""
     if "asyncio" not in sys.modules:  # whoever runs a loop has imported it
         return None
     import asyncio

@@ -18,48 +18,38 @@ from __future__ import annotations
 import contextvars
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent import futures
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
 from hostcall import _native
 from hostcall._core.errors import CallTimeoutError
 from hostcall._core.source import name_of
 from hostcall._core.wait import SLICE, slice_of
-from hostcall._runtime import chunks, executors, steps, waits, workers
+from hostcall._runtime import chunks, executors, waits, workers
+from hostcall._runtime.bound import Bound, Current, Row, place_here, split
 
 _CHUNKS = 4  # for each worker
 _UNDER_WAY = 2  # chunks for each worker, if they can't be taken back
 
 
 def run_rows(
-    executor: Any,
-    fn: Callable[..., Any],
-    rows: list[chunks.Row],
-    current: Callable[[int], Any],
-    settings: workers.Settings,
-    timeout: float | None,
-    describe: Callable[[str], str],
-    shared: Sequence[np.ndarray] = (),
+    run: Bound,
+    rows: Sequence[Row],
+    current: Current,
+    executor: Any = None,
     once: bool = False,
 ) -> list[Any]:
     """Runs all rows at the same time; returns their results in row order.
 
-    Code of hostcall's own may have steps (`HostCode.split`), which are what to
-    run on the executor, the arguments for that, and a function that turns its value
-    into the result on this thread.
-
     Args:
-        executor: see `executors.is_executor`; None for the default pool.
-        fn: the function.
+        run: the function. Code of hostcall's own may have steps (`HostCode.split`).
         rows: (args, kwargs) of each row.
         current: returns what `hc.current()` answers in a row, by the row's number.
-        settings: the settings of JAX that the rows have.
-        timeout: seconds for all rows together, or None.
-        describe: makes the message of a timeout from the rows that are late.
-        shared: arrays that all rows share, for an executor that sends its arguments.
+        executor: see `executors.is_executor`; None for the default pool.
         once: no row may run twice.
 
     Raises:
@@ -73,20 +63,28 @@ def run_rows(
         # own.
         if workers.is_in_pool():
             own = workers.pool_of(len(rows))
-        executor = own or workers.default_pool()
+        executor = own or workers.default_pool
     try:
-        run = _Run(executor, fn, rows, current, settings, list(shared), once)
-        return run.values(timeout, describe)
+        return _Run(run, rows, current, executor, once).values(rows[0])
     finally:
         if own is not None:
             own.shutdown(wait=False)
+
+
+def _shared(rows: Sequence[Row]) -> list[np.ndarray]:
+    """The arrays that all rows share, as far as the first two tell."""
+    if len(rows) < 2:
+        return []
+    pairs = zip(*map(jax.tree.leaves, rows[:2]), strict=False)
+    same = {id(a): a for a, b in pairs if a is b and type(a) is np.ndarray}
+    return [array for array in same.values() if not array.dtype.hasobject]
 
 
 class _Run:
     """The rows of one call while they run.
 
     Attributes:
-        settings: as in `run_rows`.
+        settings: the settings of JAX that the rows have.
         current: as in `run_rows`.
         context: the context variables of the waiting thread, for rows on threads.
         place: the number of the call's place, for traces.
@@ -98,21 +96,20 @@ class _Run:
 
     def __init__(
         self,
+        run: Bound,
+        rows: Sequence[Row],
+        current: Current,
         executor: Any,
-        fn: Callable[..., Any],
-        rows: list[chunks.Row],
-        current: Callable[[int], Any],
-        settings: workers.Settings,
-        shared: list[np.ndarray],
         once: bool,
     ) -> None:
-        self._executor, self._name = executor, name_of(fn)
-        self._fn, self._rows, self._finish = steps.split(fn, rows)
+        self._bound, self._name = run, name_of(run.fn)
+        self._executor = executor
+        self._fn, self._rows, self._finish = split(run.fn, rows)
         self._workers = executors.workers_of(executor, once)
-        self._shared = shared
-        call = _native.current()
-        self.place = 0 if call is None else call[0].number
-        self.settings, self.current = settings, current
+        self._sends = executors.sends(executor)
+        self._shared = _shared(self._rows) if self._sends else []
+        self.place = place_here()
+        self.settings, self.current = run.settings, current
         self.context = contextvars.copy_context()
         self.until = self.failing = len(rows)
         self._number = next(chunks.numbers)
@@ -123,19 +120,17 @@ class _Run:
         self._end: float | None = None  # the time at which the rows are late
         self._failed: tuple[range, Any] | None = None  # first failed chunk and error
 
-    def values(
-        self, timeout: float | None, describe: Callable[[str], str]
-    ) -> list[Any]:
+    def values(self, first: Row) -> list[Any]:
         wait = True
-        if timeout is not None:
-            self._end = time.monotonic() + timeout
+        if self._bound.timeout is not None:
+            self._end = time.monotonic() + self._bound.timeout
         try:
             try:
                 # Before anything is submitted: a chunk looks its run up here. No lock,
                 # since each run has its own key.
                 chunks.under_way[self._number] = self
                 self._workers.open()
-                self._run(describe)
+                self._run(first)
             except (CallTimeoutError, KeyboardInterrupt, SystemExit):
                 wait = False  # running rows are left to themselves
                 raise
@@ -170,7 +165,7 @@ class _Run:
             if late or self._workers.dead([started[task].start for task in running]):
                 return
 
-    def _run(self, describe: Callable[[str], str]) -> None:
+    def _run(self, first: Row) -> None:
         n, count = len(self._rows), self._workers.count()
         size = 1 if count is None else math.ceil(n / (_CHUNKS * count))
         at_once = n
@@ -195,10 +190,10 @@ class _Run:
             if done:
                 self._take(done)
                 continue
-            first = self._rows_of(min(awaited.values(), key=lambda c: c.start))
+            which = self._rows_of(min(awaited.values(), key=lambda c: c.start))
             if left <= 0:
-                raise CallTimeoutError(describe(first))
-            self._look_for_dead(first, [chunk.start for chunk in awaited.values()])
+                raise self._bound.late(first, which)
+            self._look_for_dead(which, [chunk.start for chunk in awaited.values()])
 
     def _take(self, done: Collection[Any]) -> None:
         outcomes = self._workers.outcomes(done)
@@ -217,7 +212,7 @@ class _Run:
 
     def _send(self, chunk: range) -> Any:
         rows: Sequence[Any] = self._rows[chunk.start : chunk.stop]
-        if executors.sends(self._executor):
+        if self._sends:
             try:
                 rows = chunks.bytes_of(rows, self._shared, self._workers.pickler())
             except Exception as error:
@@ -227,7 +222,7 @@ class _Run:
         task = self._workers.submit(
             chunks.run_chunk, where, self._fn, rows, *self._there
         )
-        if executors.sends(self._executor) and _native.events_on():
+        if self._sends and _native.events_on():
             self._lanes[task] = waits.Lane(self.place, chunk.start, len(chunk))
         return task
 

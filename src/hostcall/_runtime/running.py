@@ -27,7 +27,7 @@ def running() -> list[Running]:
     frames = sys._current_frames()
     calls = []
     for info, thread, seconds, row in _native.active():
-        thread = workers.delegates.get(thread, thread)
+        (thread,) = workers.delegates.get(thread) or [thread]
         name = info.callback.tag or info.name
         calls.append(
             Running(

@@ -1,67 +1,96 @@
 """Calls coroutine functions: runs them on the event loop, and waits for them.
 
-`run_tasks` is for the rows of a call, and `run_one` and `settled` are for other host
-code that meets a coroutine. task_run.py says what holds while they run.
+The thread of a call hands its rows to the loop, and waits for all of them without the
+GIL. On the loop, the rows of one function wait for their turn in a `Lane`, in the
+order in which they came, whichever calls, devices and programs they belong to.
+
+Guarantees
+  * Results are in row order.
+  * Of one function at most `concurrency` rows run at the same time at each depth: rows
+    that coroutines call count apart from those that programs of the user's call.
+  * The first row that fails cancels the others of its call, and its error is raised.
+  * A timeout or an interrupt (Ctrl-C, the end of the process) cancels all rows of the
+    call. The call then waits for them to end, for a second at most: a coroutine may
+    refuse to be cancelled, or may block the loop.
+  * Host code in a coroutine has the settings of a callback (its default device, the
+    guard against deadlocks) whenever it runs, and never while it waits: other tasks run
+    on the same thread then.
+
+What belongs to which thread: lanes, tasks and what rows have left behind are touched by
+the loop's thread only. The waiting thread reads them after `_done` was released, which
+is the loop's last act for a call, or after it has given up; then it reads no values.
+No lock is needed, since `_done` orders the two threads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+import os
+import threading
+import traceback
+import types
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hostcall import _native
 from hostcall._core.coroutines import CONCURRENCY
-from hostcall._core.errors import DeadlockError
+from hostcall._core.errors import DeadlockError, HostcallError
 from hostcall._core.host_code import own
 from hostcall._core.source import name_of
 from hostcall._core.spec import Static
+from hostcall._core.wait import SLOW, wait
+from hostcall._runtime import bound, waits, workers
 from hostcall._runtime import loop as loops
-from hostcall._runtime import steps, task_texts, workers
-from hostcall._runtime.steps import Row
-from hostcall._runtime.task_run import TaskRun
+from hostcall._runtime.bound import Bound, Current, Row
 
 if TYPE_CHECKING:
     import asyncio
 
+# Seconds that cancelled rows have to end after a timeout or an interrupt.
+_GRACE = 1.0
+
+# The folder of the package. Frames of its code are skipped.
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+# The lanes of each loop, by function. A lane exists while it has rows. Only the thread
+# of its loop touches the inner dict.
+lanes_of: dict[asyncio.AbstractEventLoop, dict[Any, Lane]] = {}
+
+# The functions of the tasks above, outermost first: of a coroutine, or of a thread that
+# asyncio.to_thread started in one.
+_above: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
+    "hostcall_above", default=()
+)
+
 
 def run_tasks(
-    fn: Callable[..., Any],
-    rows: Sequence[Row],
-    current: Callable[[int], Any],
-    settings: workers.Settings,
-    *,
-    concurrency: int | None = None,
-    timeout: float | None = None,
-    describe: Callable[[str], str] = str,
+    run: Bound, rows: Sequence[Row], current: Current, concurrency: int | None = None
 ) -> list[Any]:
-    """Runs `fn` on all rows as tasks; returns their results in row order.
-
-    Code of hostcall's own may have steps, as in `rows.run_rows`.
+    """Runs a function that returns awaitables on all rows; results are in row order.
 
     Args:
-        fn: a function that returns an awaitable.
+        run: the function.
         rows: (args, kwargs) of each row.
         current: returns what `hc.current()` answers in a row, by the row's number.
-        settings: the settings of JAX that the rows have.
-        concurrency: how many rows of the function run at the same time. What counts
-            as the same function: see `_lane_of`.
-        timeout: seconds for all rows together, or None.
-        describe: makes the message of a timeout from what is late.
+        concurrency: how many rows of the function run at the same time. Equal
+            functions, and all rules of one, count as the same function.
 
     Raises:
         BaseException: what the first failing row raised.
         CallTimeoutError: the rows are late.
         DeadlockError: this thread is the loop's, and would wait for itself.
     """
-    loop = refuse_on_loop(fn)
-    limit = concurrency or CONCURRENCY
+    loop = refuse_on_loop(run.fn)
+    mine = own(run.fn)
+    lane = Static(run.fn if mine is None else mine.lane())
     with contextlib.ExitStack() as held:
-        part, there, finish = _prepared(fn, rows, current, held)
-        run = TaskRun(
-            loop, part, name_of(fn), there, current, settings, _lane_of(fn), limit
-        )
-        values = run.wait(timeout, describe)
+        part, there, finish = _prepared(run.fn, rows, current, held)
+        limit = concurrency or CONCURRENCY
+        values = _Run(run, loop, part, there, current, (lane, limit)).wait(rows[0])
     return [end(value) for end, value in zip(finish, values, strict=True)]
 
 
@@ -72,15 +101,20 @@ def refuse_on_loop(fn: Callable[..., Any]) -> asyncio.AbstractEventLoop:
         DeadlockError: it is.
     """
     loop = loops.current()
-    if loops.is_here(loop):
-        raise DeadlockError(task_texts.would_wait(name_of(fn)))
+    if loops.running() is loop:
+        raise DeadlockError(
+            f"hostcall: a program that calls the coroutine function `{name_of(fn)}` was"
+            " run on the thread of the event loop that should run it, so it would wait"
+            " for itself. Run the program on another thread: await"
+            " asyncio.to_thread(program, x)"
+        )
     return loop
 
 
 def _prepared(
-    fn: Any, rows: Sequence[Row], current: Any, held: contextlib.ExitStack
-) -> tuple[Any, list[Row], list[Callable[[Any], Any]]]:
-    """`steps.split`. A method of an object enters the objects of all rows first.
+    fn: Any, rows: Sequence[Row], current: Current, held: contextlib.ExitStack
+) -> tuple[Any, Sequence[Row], list[Callable[[Any], Any]]]:
+    """`bound.split`. A method of an object enters the objects of all rows first.
 
     The rows' objects are locked by this thread, in row order, until `held` is closed.
     Another thread that enters the same objects does so in the same order.
@@ -90,41 +124,308 @@ def _prepared(
     for number, (args, _) in enumerate(rows):
         entry = None if mine is None else mine.enter(current(number), held, args)
         if entry is None:
-            break
+            return bound.split(fn, rows)
         entered.append(((entry,), {}))
-    if not entered:
-        return steps.split(fn, list(rows))
-    return steps.apply, entered, [steps.same] * len(entered)
+    return bound.apply, entered, [bound.same] * len(entered)
 
 
-def _lane_of(fn: Any) -> Any:
-    """What counts as the same function: equal functions, and all rules of one."""
-    mine = own(fn)
-    return Static(fn if mine is None else mine.lane())
-
-
-def run_one(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    current: Any = None,
-) -> Any:
+def run_one(fn: Callable[..., Any], *args: Any, current: Any = None) -> Any:
     """Runs one coroutine function on the loop, on behalf of other host code.
 
     The settings of host code are those of this thread.
     """
-    row = args, kwargs or {}
-    return run_tasks(fn, [row], lambda _: current, workers.Settings.here())[0]
+    run = Bound(fn, workers.Settings.here())
+    return run_tasks(run, [(args, {})], lambda _: current)[0]
 
 
 def settled(value: Any) -> Any:
     """The value, or what it gives if it is a coroutine: it runs on the loop."""
     if not inspect.iscoroutine(value):
         return value
-    here = workers.stand_in()
 
     def coroutine() -> Any:
         return value
 
     coroutine.__qualname__ = value.__qualname__
-    return run_one(coroutine, (), current=here)
+    return run_one(coroutine, current=workers.stand_in())
+
+
+class Lane:
+    """The rows of one function on one loop: how many run, and which wait."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.waiting: deque[tuple[_Run, int]] = deque()
+
+    def fill(self) -> None:
+        while self.waiting:
+            run, number = self.waiting[0]
+            if not run.over and self.running >= run.limit:
+                return
+            self.waiting.popleft()
+            if not run.over:
+                self.running += 1
+                run.start(number)
+
+
+class _Run:
+    """The rows of one call.
+
+    Attributes:
+        over: a row has failed, or the waiting thread has given up; no row starts.
+        limit: how many rows of the lane may run when one of these starts.
+    """
+
+    def __init__(
+        self,
+        run: Bound,
+        loop: asyncio.AbstractEventLoop,
+        fn: Callable[..., Any],
+        rows: Sequence[Row],
+        current: Current,
+        lane: tuple[Any, int],
+    ) -> None:
+        above = _above.get()
+        key, self.limit = lane
+        # The tasks above hold their places until these rows have ended. So there is a
+        # lane for each depth, and places are only waited for by rows of the same depth,
+        # which end without a place of it. Two functions that call each other would wait
+        # in a circle if each had one lane for itself.
+        self._key = key, len(above)
+        self._bound, self._name = run, name_of(run.fn)
+        self._loop, self._fn, self._rows, self._current = loop, fn, rows, current
+        self._place = bound.place_here()
+        self._context = contextvars.copy_context()
+        self._context.run(_above.set, (*above, key))
+        if _native.on_tap_worker():
+            self._context.run(workers.in_tap.set, True)
+        self._values: list[Any] = [None] * len(rows)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._failed: tuple[int, BaseException] | None = None
+        self._left = len(rows)
+        self._begun = self.over = False
+
+    # --- On the waiting thread -------------------------------------------------------
+
+    def wait(self, first: Row) -> list[Any]:
+        try:
+            self._post(self._begin)
+            seconds = self._bound.timeout
+            if not wait(self._is_done, seconds, self._look, self._blocked):
+                raise self._bound.late(first, self._late())
+            if self._failed is None:
+                return self._values
+            number, error = self._failed
+            try:
+                error.__dict__["hostcall_row"] = number
+                raise error
+            finally:
+                del error
+        except BaseException:
+            if not self._begun or self._left:
+                self._give_up()
+            raise
+        finally:
+            # Breaks cycles: an exception that leaves here holds this frame.
+            self._failed = None
+            self._values = []
+
+    def _is_done(self, seconds: float) -> bool:
+        return self._done.acquire(timeout=seconds)
+
+    def _look(self) -> None:
+        if self._loop.is_closed():
+            raise self._closed()
+
+    def _closed(self) -> HostcallError:
+        return HostcallError(
+            "hostcall: the event loop was closed before the coroutine function"
+            f" `{self._name}` had ended. Keep the loop of hc.configure(loop=) open"
+            " until the programs have ended; hostcall's own closes at the end of the"
+            " process",
+            code="hc-worker",
+        )
+
+    def _blocked(self) -> str:
+        if self._begun:
+            return ""
+        if not self._loop.is_running():
+            return (
+                "hostcall: a program waits for the coroutine function"
+                f" `{self._name}`, but the event loop given by hc.configure(loop=) does"
+                " not run. Run it on another thread, or leave out loop= for hostcall's"
+                " own"
+            )
+        return (
+            f"hostcall: a program has waited {SLOW:g} s for the event loop to take up"
+            f" `{self._name}`: something blocks the loop's thread. If it waits for the"
+            " program itself, run that on another thread: await"
+            " asyncio.to_thread(program, x). In coroutine functions, use await"
+            " asyncio.sleep and the like in place of calls that block"
+        )
+
+    def _give_up(self) -> None:
+        try:
+            self._post(self._cancel)
+        except HostcallError:
+            return  # the loop is closed, so no row runs
+        wait(self._is_done, _GRACE)
+
+    def _post(self, step: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(step)
+        except RuntimeError as error:
+            # Nothing runs on a closed loop, so nobody else uses its lanes any more.
+            lanes_of.pop(self._loop, None)
+            raise self._closed() from error
+
+    def _late(self) -> str:
+        # The loop's thread may change the dict meanwhile; a copy is one step of C.
+        tasks = dict(self._tasks)
+        if not tasks:
+            up = "" if self._begun else ": the event loop has not taken it up"
+            return f"it has not begun{up}"
+        number, n = min(tasks), len(self._rows)
+        row = "it" if n == 1 else f"row {number} of {n}"
+        return f"{row} {_stack_of(tasks[number].get_coro())}"
+
+    # --- On the loop -----------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._begun = True
+        if self.over:
+            return
+        lanes = lanes_of.setdefault(self._loop, {})
+        self._lane = lanes.setdefault(self._key, Lane())
+        self._lane.waiting.extend((self, number) for number in range(self._left))
+        self._fill()
+
+    def _fill(self) -> None:
+        lane = self._lane
+        lane.fill()
+        if not lane.running and not lane.waiting:
+            lanes = lanes_of[self._loop]
+            if lanes.get(self._key) is lane:
+                del lanes[self._key]
+            if not lanes:
+                lanes_of.pop(self._loop, None)
+
+    def start(self, number: int) -> None:
+        context = self._context.copy()
+        context.run(workers.in_task.set, functools.partial(self._current, number))
+        task = self._loop.create_task(self._row(number), context=context)
+        self._tasks[number] = task
+        task.add_done_callback(functools.partial(self._ended, number))
+
+    async def _row(self, number: int) -> None:
+        # Nothing but CancelledError may leave a task: asyncio lets KeyboardInterrupt
+        # and SystemExit end the loop.
+        import asyncio
+
+        # In a trace, a row of its own: others run on this thread meanwhile.
+        lane = waits.Lane(self._place, number, 1) if _native.events_on() else None
+        try:
+            args, kwargs = self._rows[number]
+            row = functools.partial(self._fn, *args, **kwargs)
+            self._values[number] = await _made(row, self._bound.settings)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._fail(number, error)
+        finally:
+            if lane is not None:
+                lane.end()
+
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[number]
+        self._left -= 1
+        self._lane.running -= 1
+        if task.cancelled() and not self.over:
+            error = HostcallError(
+                f"hostcall: `{self._name}` was cancelled, but not by hostcall:"
+                " something cancelled its task, or it raised asyncio.CancelledError",
+                code="hc-worker",
+            )
+            self._fail(number, error)
+        self._release_at_end()
+        self._fill()
+
+    def _release_at_end(self) -> None:
+        if self._left == 0 or (self.over and not self._tasks):
+            self._left = 0
+            self._done.release()
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        if not self.over:  # else it failed while it was being cancelled
+            self._failed = number, error
+            self._stop_all(but=number)
+
+    def _stop_all(self, but: int | None = None) -> None:
+        self.over = True
+        for number, task in list(self._tasks.items()):
+            if number != but:
+                task.cancel()
+
+    def _cancel(self) -> None:
+        self._stop_all()
+        if self._begun:
+            if self._left:
+                self._release_at_end()
+            self._fill()
+
+
+async def _made(row: Callable[[], Any], settings: workers.Settings) -> Any:
+    awaitable = settings.run(row)
+    if not inspect.isawaitable(awaitable):
+        return awaitable  # a plain function of a HostFunction's or an object's
+    if not inspect.iscoroutine(awaitable):
+        return await awaitable  # a future, which runs no code of its own
+    return await _stepped(awaitable, settings.run)
+
+
+@types.coroutine
+def _stepped(
+    awaited_in_steps: Any, run: Callable[..., Any]
+) -> Generator[Any, Any, Any]:
+    """Awaits, with the settings of host code during each step, not between them."""
+    step: Callable[[Any], Any] = awaited_in_steps.send
+    given: Any = None
+    try:
+        while True:
+            try:
+                waits_for = run(step, given)
+            except StopIteration as end:
+                return end.value
+            try:
+                step, given = awaited_in_steps.send, (yield waits_for)
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                step, given = awaited_in_steps.throw, error
+    finally:
+        awaited_in_steps.close()
+
+
+def _stack_of(coroutine: Any) -> str:
+    """Where a coroutine waits, in the user's code."""
+    lines = []
+    inner = coroutine
+    while True:
+        # By their types: a user's awaitable may have every attribute.
+        if type(inner) is types.CoroutineType:
+            frame, behind = inner.cr_frame, inner.cr_await
+        elif type(inner) is types.GeneratorType:
+            frame, behind = inner.gi_frame, inner.gi_yieldfrom
+        else:
+            break
+        if frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+            lines += traceback.format_stack(frame, limit=1)
+        if frame is not None and "awaited_in_steps" in frame.f_locals:
+            inner = frame.f_locals["awaited_in_steps"]
+            continue
+        inner = behind
+    if not lines:
+        return "has not begun to wait"
+    return "waits in:\n" + "".join(lines).rstrip()

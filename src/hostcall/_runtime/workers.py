@@ -1,4 +1,4 @@
-"""Runs host code on other threads: the pool for parallel rows, and `timeout=`.
+"""What host code needs on other threads than its call's.
 
 A worker runs the function while the call's own thread waits for it. So the worker needs
 the settings and the answer of `hc.current()` that the waiting thread would have.
@@ -7,26 +7,18 @@ the settings and the answer of `hc.current()` that the waiting thread would have
 from __future__ import annotations
 
 import contextvars
-import os
-import queue
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from hostcall import _jax, _native
 from hostcall._core import config
-from hostcall._core.daemon import DaemonPool, start
-from hostcall._core.errors import CallTimeoutError
-from hostcall._core.wait import wait
-from hostcall._runtime import flights, host_device
+from hostcall._core.daemon import DaemonPool
+from hostcall._runtime import host_device
 
-_lock = threading.Lock()
-_pool: DaemonPool | None = None
-
-# Waiting thread -> the worker that runs its function, for `hc.monitor.status()`.
-delegates: dict[int, int] = {}
+# Waiting thread -> the worker that runs its function, once it has begun, for
+# `hc.monitor.status()`. No lock: a thread writes its own key only.
+delegates: dict[int, list[int]] = {}
 
 # What `hc.current()` answers on a worker, as a function.
 _stand_in = threading.local()
@@ -62,16 +54,12 @@ def is_in_pool() -> bool:
 
 
 def pool_of(threads: int) -> DaemonPool:
+    """A pool like the default one, for rows on threads of that."""
     return DaemonPool(threads, lambda: setattr(_in_pool, "yes", True))
 
 
-def default_pool() -> DaemonPool:
-    """The pool for parallel rows without an `executor=`; made when first needed."""
-    global _pool
-    with _lock:
-        if _pool is None:
-            _pool = pool_of(config.POOL_WORKERS)
-        return _pool
+# For parallel rows without an `executor=`. Threads start when they are needed.
+default_pool = pool_of(config.POOL_WORKERS)
 
 
 class Settings:
@@ -157,84 +145,3 @@ def be_host_code() -> bool:
         return False
     Settings(host_device.above(None)).enter()
     return True
-
-
-# --- One call with a time limit ----------------------------------------------------
-
-
-class _Worker(threading.Thread):
-    """Runs one job at a time. It is a daemon thread, so that a job that never ends does
-    not keep the process alive.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True, name="hostcall-timeout")
-        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        start(self, "timeout=")
-
-    def run(self) -> None:
-        while True:
-            self.jobs.get()()
-            # Only now can another call get this worker, so a late job delays no other.
-            with _lock:
-                _idle.append(self)
-
-
-_idle: list[_Worker] = []  # protected by `_lock`
-
-
-def run_with_timeout(
-    fn: Callable[[], Any],
-    seconds: float,
-    settings: Settings,
-    current: Any,
-    describe: Callable[[str], str],
-) -> Any:
-    """Runs `fn()` on a worker; raises CallTimeoutError, with its stack, if it is late.
-
-    Python can't stop a thread, so the worker finishes a late job, and its result is
-    dropped.
-    """
-    outcome: list[Any] = []
-    done = threading.Event()
-    context = contextvars.copy_context()
-
-    def job() -> None:
-        try:
-            with as_host_code(settings, lambda: current):
-                outcome.append((context.run(fn), None))
-        except BaseException as error:
-            outcome.append((None, error))
-        done.set()  # after the outcome, which the waiting thread reads next
-
-    with _lock:
-        worker = _idle.pop() if _idle else None
-    worker = worker or _Worker()
-    waiting = threading.get_ident()
-    assert worker.ident is not None
-    # No lock: only this thread writes its own key, and `status()` looks up one key.
-    delegates[waiting] = worker.ident
-    try:
-        worker.jobs.put(job)
-        if not wait(done.wait, seconds):
-            flights.tell("a call takes longer than its timeout")
-            raise CallTimeoutError(describe(_stack_of(worker.ident)))
-    finally:
-        delegates.pop(waiting, None)
-    value, error = outcome.pop()
-    if error is not None:
-        try:
-            raise error
-        finally:  # breaks the cycle error -> traceback -> this frame -> error
-            del error
-    return value
-
-
-def _stack_of(thread: int) -> str:
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "its thread has ended"
-    lines = traceback.format_stack(frame)
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the package
-    users = [line for line in lines if here not in line and "threading.py" not in line]
-    return "it is stuck in:\n" + "".join(users or lines).rstrip()

@@ -216,7 +216,7 @@ class Group:
     def __del__(self) -> None:
         if not self.members:
             return
-        if not loop.is_any_here():
+        if loop.running() is None:
             self.finish()
             return
         # The garbage collector ran in a coroutine. A `close` that is one too needs the
