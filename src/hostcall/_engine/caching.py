@@ -37,8 +37,6 @@ from hostcall._engine.params.equation import Equation
 from hostcall._runtime import host_device, loop, workers
 from hostcall._runtime.caches import Cache, Values
 
-Converters = Sequence[Callable[[Any], Any] | None]
-
 # The bytes of smaller arrays are copied: that takes less time than a view.
 _SMALL = 4096
 
@@ -102,7 +100,6 @@ class Rows:
     Args:
         params, info, device: as in `make_plan`.
         shapes: the shape and dtype of each array of a row.
-        converters: what makes of each array what the function gets.
         flat: whether the function returns a flat list, with one more array in front
             of the arguments for the mask (_engine/masks.py).
     """
@@ -112,13 +109,11 @@ class Rows:
         params: Equation,
         info: CallInfo,
         shapes: Sequence[Any],
-        converters: Converters,
         flat: bool,
         device: Any,
     ) -> None:
         callback = params.callback
         self._part: Part = callback.cache
-        self._converters = converters
         self._info, self._flat, self._avals = info, flat, params.avals
         self._dtypes = [np.dtype(aval.dtype) for aval in params.avals]
         self._sizes = [
@@ -175,12 +170,6 @@ class Rows:
             )
         return digest.digest()
 
-    def converted(self, arrays: Sequence[Any]) -> list[Any]:
-        return [
-            x if convert is None else convert(x)
-            for x, convert in zip(arrays, self._converters, strict=True)
-        ]
-
     def values_of(
         self,
         rows: Sequence[Sequence[np.ndarray]],
@@ -235,7 +224,7 @@ def cached(
 
     def call(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
         def compute(_: list[int]) -> list[Any]:
-            return [whole(*rows.converted(arrays))]
+            return [whole(*arrays)]
 
         return rows.values_of([arrays], compute)[0]
 
@@ -249,8 +238,7 @@ def cached_rows(
 
     def runner(given: list[Any], indices: list[Any]) -> list[Any]:
         def compute(which: list[int]) -> list[Any]:
-            missing = [tuple(rows.converted(given[i])) for i in which]
-            return run(missing, [indices[i] for i in which])
+            return run([given[i] for i in which], [indices[i] for i in which])
 
         return list(rows.values_of(given, compute))
 

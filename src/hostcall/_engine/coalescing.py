@@ -245,7 +245,6 @@ class Coalesced:
         params, operands: of the equation.
         info: describes the call in messages.
         whole: the function, with one array for each leaf.
-        converters: make the kind of array that the function gets.
         device: where JAX code in the function runs.
     """
 
@@ -255,11 +254,9 @@ class Coalesced:
         operands: Sequence[Any],
         info: CallInfo,
         whole: Callable[..., Any],
-        converters: Sequence[Callable[[Any], Any] | None],
         device: Any,
     ) -> None:
-        self._params, self._info = params, info
-        self._whole, self._converters = whole, converters
+        self._params, self._info, self._whole = params, info, whole
         self._meeting = _meeting_of(params, operands)
         self._turn = None if params.callback.awaits else _turn_of(params, device)
 
@@ -275,11 +272,7 @@ class Coalesced:
         return self._meeting.call(rows, self._together)
 
     def _together(self, entries: list[Any]) -> Sequence[Any]:
-        leaves = []
-        columns = zip(*entries, strict=True)
-        for convert, column in zip(self._converters, columns, strict=True):
-            stacked = np.stack(column)
-            leaves.append(stacked if convert is None else convert(stacked))
+        leaves = [np.stack(column) for column in zip(*entries, strict=True)]
         turn = self._turn
         with contextlib.nullcontext() if turn is None else turn.taken(self._info.name):
             values = self._info.flatten(self._whole(*leaves))

@@ -33,12 +33,8 @@ class CompressedCall:
         params: Equation,
         info: CallInfo,
         whole: Callable[..., Any],
-        converters: Sequence[Callable[[Any], Any] | None],
     ) -> None:
-        self._params = params
-        self._info = info
-        self._whole = whole
-        self._converters = converters
+        self._params, self._info, self._whole = params, info, whole
 
     def __call__(self, mask: np.ndarray, *arrays: np.ndarray) -> tuple[Any, ...]:
         params, levels = self._params, self._params.levels
@@ -59,7 +55,7 @@ class CompressedCall:
                 full = np.broadcast_to(array, batch + rest)
                 array = full[rows].reshape((count, *ones, *rest))
             taken.append(array)
-        values = self._call(taken)
+        values = self._info.flatten(self._whole(*taken))
         for i, (out, value) in enumerate(zip(outs, values, strict=True)):
             rest = params.avals[i].shape[levels:]
             want = (seen, *ones, *rest) if arrays else rest
@@ -82,13 +78,6 @@ class CompressedCall:
         row = row.reshape(() if row.size == 1 else aval.shape[self._params.levels :])
         return np.broadcast_to(row, aval.shape).copy()
 
-    def _call(self, arrays: list[np.ndarray]) -> list[Any]:
-        leaves = [
-            array if convert is None else convert(array)
-            for array, convert in zip(arrays, self._converters, strict=True)
-        ]
-        return self._info.flatten(self._whole(*leaves))
-
     def _leaf(self, number: int, value: Any, shape: tuple[int, ...]) -> np.ndarray:
         info = self._info
         return coerce.coerce(
@@ -110,30 +99,23 @@ class CompressedTap:
         levels: for each vmap, the outermost first: whether each operand has its axis,
             and its size.
         whole: the function.
-        converters: of each leaf.
     """
 
     def __init__(
         self,
         levels: Sequence[tuple[Sequence[bool], int]],
         whole: Callable[..., Any],
-        converters: Sequence[Callable[[Any], Any] | None],
     ) -> None:
-        self._levels = levels
-        self._whole = whole
-        self._converters = converters
+        self._levels, self._whole = levels, whole
 
     def __call__(self, mask: np.ndarray, *arrays: np.ndarray) -> None:
         rows = np.nonzero(self._full(0, mask))
         if not len(rows[0]):
             return
         leaves = []
-        for i, (array, convert) in enumerate(
-            zip(arrays, self._converters, strict=True), start=1
-        ):
-            if any(flags[i] for flags, _ in self._levels):
-                array = self._full(i, array)[rows]
-            leaves.append(array if convert is None else convert(array))
+        for i, array in enumerate(arrays, start=1):
+            own = any(flags[i] for flags, _ in self._levels)
+            leaves.append(self._full(i, array)[rows] if own else array)
         with context.only_rows(rows):
             self._whole(*leaves)
 

@@ -27,6 +27,9 @@ from hostcall._runtime.tasks import run_tasks
 
 logger = logging.getLogger("hostcall")
 
+Converter = Callable[[Any], Any] | None
+Runner = Callable[[list[Any], list[Any]], list[Any]]  # of rows, and their indices
+
 _LENDS = {
     False: Lend.COPY,
     True: Lend.ARGS,
@@ -90,16 +93,17 @@ class _Arguments(NamedTuple):
         leaves: of each operand but a mask that the engine reads.
         mask: which axes of the grid that mask has; None if there is none.
         shapes: (shape, dtype) of each argument of one row.
-        converters: how each argument becomes what the function gets; the mask first,
-            if it is compressed.
         compressed: whether the function's batch has no rows that `where` drops.
+        converters: how each argument becomes what the function gets, if a layer (a
+            cache, a merged call, a batch without some rows) wants plain arrays before.
+            Else the engine converts them.
     """
 
     leaves: list[_native.Leaf]
     mask: list[bool] | None
     shapes: list[Any]
-    converters: list[Any]
     compressed: bool
+    converters: list[Converter] | None
 
 
 class _Called(NamedTuple):
@@ -175,20 +179,19 @@ def _arguments(
     if equation.masked and not compressed:  # the engine reads the mask
         mask = list(batched[0]) if grid else []
         operands, batched = operands[1:], batched[1:]
-    keys = (*(None,) * compressed, *callback.template.keys)
-    converters = [_converter(callback.arrays, key, entry.device) for key in keys]
-    # A cache converts what it does not find, merged calls their stack, and a function
-    # that gets fewer rows the rest.
-    later = compressed or callback.cache or callback.coalesce
+    converters = [
+        _converter(callback.arrays, key, entry.device) for key in callback.template.keys
+    ]
+    later = bool(compressed or callback.cache or callback.coalesce)
+    by_engine = [None] * len(operands) if later else converters
     leaves, shapes = [], []
-    for i, operand in enumerate(operands):
+    for i, (operand, convert) in enumerate(zip(operands, by_engine, strict=True)):
         flags = list(batched[i]) if grid else []
         dtype = np.dtype(operand.dtype)
         shape = operand.shape[sum(flags) :]
         shapes.append((shape, dtype))
-        convert = None if later else converters[i]
         leaves.append(_leaf(dtype, shape, entry.packed, flags, convert=convert))
-    return _Arguments(leaves, mask, shapes, converters, compressed)
+    return _Arguments(leaves, mask, shapes, compressed, converters if later else None)
 
 
 def _results(equation: Equation, entry: Entrance) -> list[_native.Leaf]:
@@ -215,16 +218,20 @@ def _code(
         return _Called(_nothing, ResultForm.NOTHING, buffers=buffers)
     if in_place is not None:
         return _Called(in_place[0], ResultForm.IGNORED, buffers=buffers)
-    compressed, made = arguments.compressed, arguments.converters
-    function, form = _function(equation, info, device, made[1:] if compressed else None)
+    made = arguments.converters
+    function = equation.seen(_function(equation, info, device))
     runner = _runner(equation, info, device)
+    if made is not None:
+        function = _converted(function, made)
+        runner = runner and _converted_rows(runner, made)
+    function, form = equation.finish(function, info, arguments.compressed)
     if callback.cache is not None:
-        each = [None] * len(made) if compressed else made
-        rows = caching.Rows(equation, info, arguments.shapes, each, compressed, device)
+        flat = arguments.compressed
+        rows = caching.Rows(equation, info, arguments.shapes, flat, device)
         function, form = caching.cached(function, rows), ResultForm.TUPLE
         runner = runner and caching.cached_rows(runner, rows)
     if callback.coalesce is not None:
-        function = Coalesced(equation, operands, info, function, made, device)
+        function = Coalesced(equation, operands, info, function, device)
         form = ResultForm.TUPLE
         runner = function.rows if equation.grid else None
     return _Called(function, form, runner, feed=equation.fed())
@@ -264,7 +271,7 @@ def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:
     return fill * batch
 
 
-def _converter(arrays: str, key: Any, device: Any) -> Callable[[Any], Any] | None:
+def _converter(arrays: str, key: Any, device: Any) -> Converter:
     if key is not None:
         return lambda block: _jax.wrap_key(_jax.put_on_device(block, device), key)
     if arrays in ("jax", "free"):
@@ -277,13 +284,23 @@ def _nothing() -> None:
     """Stands for the function if another process calls it."""
 
 
-def _function(
-    equation: Equation, info: CallInfo, device: Any, converters: list[Any] | None
-) -> tuple[Callable[..., Any], ResultForm]:
-    """The function that the engine calls with one array per leaf, and its form.
+def _converted(whole: Callable[..., Any], made: list[Converter]) -> Any:
+    """`whole` with plain arrays, which become what the function gets."""
 
-    `converters` as in `Equation.finish`.
-    """
+    def call(*arrays: Any) -> Any:
+        pairs = zip(arrays, made, strict=True)
+        return whole(*(x if convert is None else convert(x) for x, convert in pairs))
+
+    return call
+
+
+def _converted_rows(run: Runner, made: list[Converter]) -> Runner:
+    each = _converted(lambda *arrays: arrays, made)
+    return lambda rows, indices: run([each(*row) for row in rows], indices)
+
+
+def _function(equation: Equation, info: CallInfo, device: Any) -> Callable[..., Any]:
+    """The function with one array per leaf, of the kind that it gets."""
     callback = equation.callback
     whole, fill = callback.function, callback.template.fill
     if callback.awaits:
@@ -299,7 +316,7 @@ def _function(
         whole = _with_trees(whole, fill)
     if callback.lend == "out":
         whole = _with_own_results(whole)
-    return equation.finish(whole, info, converters)
+    return whole
 
 
 def _bound(info: CallInfo, device: Any) -> Bound:
@@ -351,9 +368,7 @@ def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _runner(
-    equation: Equation, info: CallInfo, device: Any
-) -> Callable[[list[Any], list[Any]], list[Any]] | None:
+def _runner(equation: Equation, info: CallInfo, device: Any) -> Runner | None:
     """A function that runs all rows of a "parallel" call at once; else None."""
     if equation.vmap_method != "parallel" or not equation.grid:
         return None

@@ -54,11 +54,11 @@ class CallParams(Equation):
         return ResultForm.TREE
 
     def finish(
-        self, whole: Any, info: Any, converters: Any
+        self, whole: Callable[..., Any], info: Any, compressed: bool
     ) -> tuple[Callable[..., Any], ResultForm]:
-        if converters is None:
+        if not compressed:
             return whole, self._form()
-        return CompressedCall(self, info, whole, converters), ResultForm.TUPLE
+        return CompressedCall(self, info, whole), ResultForm.TUPLE
 
     def _details(self) -> list[str]:
         rows = [f"rows={self.grid}"] if self.grid else []

@@ -187,20 +187,21 @@ class Equation(abc.ABC):
         """The operands that Python reads: the mask, if any, and the arguments."""
         return operands
 
+    def seen(self, whole: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, after those that see its arguments first."""
+        return whole
+
     @abc.abstractmethod
     def finish(
-        self,
-        whole: Callable[..., Any],
-        info: Any,
-        converters: Sequence[Callable[[Any], Any] | None] | None,
+        self, whole: Callable[..., Any], info: Any, compressed: bool
     ) -> tuple[Callable[..., Any], _native.ResultForm]:
         """The function that the engine calls, and the form of what it returns.
 
         Args:
             whole: the user's function, of one array per leaf.
             info: the `CallInfo`.
-            converters: of each leaf, if the function gets a batch without the rows
-                that `where` drops; else None.
+            compressed: whether `whole` gets a batch without the rows that `where`
+                drops.
         """
 
     def compresses(self, operands: Sequence[Any]) -> bool:

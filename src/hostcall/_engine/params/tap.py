@@ -109,23 +109,27 @@ class TapParams(Equation):
         # The engine reads the flag `always`, and never queues it.
         return operands[:-1] if self.always else operands
 
-    def finish(
-        self, whole: Any, info: Any, converters: Any
-    ) -> tuple[Callable[..., Any], _native.ResultForm]:
+    def seen(self, whole: Callable[..., Any]) -> Callable[..., Any]:
         callback = self.callback
-        if callback.tag is not None:
-            whole = collectors.seen_by(callback.tag, callback.template, whole)
-        if converters is not None:  # one delivery, but `where` differs between rows
+        if callback.tag is None:
+            return whole
+        return collectors.seen_by(callback.tag, callback.template, whole)
+
+    def finish(
+        self, whole: Callable[..., Any], info: Any, compressed: bool
+    ) -> tuple[Callable[..., Any], _native.ResultForm]:
+        name = self.callback.name
+        if compressed:  # one delivery, but `where` differs between rows
             if self.batch is not None:
                 raise SpecError(
-                    f"hostcall: the tap `{callback.name}` has batch= and a where= that"
+                    f"hostcall: the tap `{name}` has batch= and a where= that"
                     " differs between the rows of a vmap, so its taps differ in size."
                     " Pass the mask as an argument instead of where=, or leave out"
                     " batch=",
                     code="hc-conflict",
                 )
             levels = list(zip(self.flags, self.sizes, strict=True))[::-1]
-            whole = CompressedTap(levels, whole, converters)
+            whole = CompressedTap(levels, whole)
         return whole, _native.ResultForm.IGNORED
 
     def _details(self) -> list[str]:
