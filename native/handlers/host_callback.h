@@ -52,7 +52,7 @@ void RunPending();
 /// Whether a call of this thread runs inside a host callback.
 bool InsideHostCallback();
 
-/// What the scout of the calling thread's call has found (deadlocks.py says why).
+/// What the scout of the calling thread's call has found (host_device.py says why).
 enum class Scout {
   kNone,   ///< no call has a scout, though its guard may still be set on the thread
   kLooks,  ///< the call under way has a scout, which has found nothing

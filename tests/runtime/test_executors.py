@@ -19,7 +19,8 @@ import pytest
 
 import hostcall as hc
 from hostcall._host_function.residuals import store
-from hostcall._runtime import chunks, pools
+from hostcall._runtime import executors as kinds
+from hostcall._runtime import rows
 
 X = np.array([0.3, -1.2, 2.0, -0.5], dtype=np.float32)
 PID = jax.ShapeDtypeStruct((), np.int32)
@@ -242,7 +243,7 @@ def test_decorated_functions_are_sent_by_name(processes):
 
 @KEPT_BY_OTHERS
 def test_functions_without_a_name_are_sent_by_value(executor):
-    if pools.by_name(executor):
+    if kinds.by_name(executor):
         pytest.skip("sends functions by name")
     two = 2
     f = jax.vmap(host(lambda x: two * x, executor))
@@ -348,7 +349,7 @@ def test_a_row_in_another_process_of_the_same_number():
             [((0.5,), {}), ((0.2,), {})],
         )
     )
-    assert chunks.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
+    assert rows.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
 
 
 def test_an_error_in_a_pool_of_threads_of_multiprocessing():
@@ -387,7 +388,7 @@ def test_an_executor_that_will_fork_is_told_of(method, caplog):
     """Nothing is forked here: a program of the tests has started JAX's threads."""
     context = multiprocessing.get_context(method)
     with futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        workers = pools.Workers(pool)
+        workers = kinds.Workers(pool)
         workers.open()
         workers.drop()
     told = "may hang. Make the executor with mp_context=multiprocessing.get_context("

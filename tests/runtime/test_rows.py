@@ -19,7 +19,7 @@ from limits import holds_in_time
 from test_executors import dask_client, loky_pool, ray_pool
 
 import hostcall as hc
-from hostcall._runtime import pools
+from hostcall._runtime import executors
 
 X = np.arange(40, dtype=np.float32)
 
@@ -313,7 +313,7 @@ def test_each_row_has_the_shared_argument_for_itself(anywhere, dtype):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder for arrays that rows share."""
-    monkeypatch.setattr(pools, "_memory_for", lambda size: str(tmp_path))
+    monkeypatch.setattr(executors, "_memory_for", lambda size: str(tmp_path))
     return tmp_path
 
 
@@ -392,13 +392,13 @@ def appears(path):
 
 def test_a_worker_that_dies_after_a_row_has_failed(pool, tmp_path, monkeypatch):
     """The caller then does not wait for ever."""
-    drop = pools.Pool.drop
+    drop = executors.Pool.drop
 
     def told(self):
         drop(self)
         (tmp_path / "dropped").touch()
 
-    monkeypatch.setattr(pools.Pool, "drop", told)
+    monkeypatch.setattr(executors.Pool, "drop", told)
     with pytest.raises(LookupError, match="no 0"), hc.reraise():
         jax.block_until_ready(
             jax.jit(
@@ -423,13 +423,13 @@ def fails_and_dies(x, folder):
 
 def test_workers_of_a_pool_that_end_when_they_have_done_enough(tmp_path, monkeypatch):
     """Workers that ended by design don't count as dead, even if looked at meanwhile."""
-    dead = pools.Pool.dead
+    dead = executors.Pool.dead
 
     def asked(self, unfinished):
         (tmp_path / "asked").touch()
         return dead(self, unfinished)
 
-    monkeypatch.setattr(pools.Pool, "dead", asked)
+    monkeypatch.setattr(executors.Pool, "dead", asked)
     waits = functools.partial(waits_for, path=str(tmp_path / "asked"))
     with forked.CONTEXT.Pool(2, maxtasksperchild=1) as pool:
         x = X[:6]

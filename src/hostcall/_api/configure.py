@@ -8,7 +8,8 @@ from hostcall import _native
 from hostcall._api.options import choices
 from hostcall._core import config, mistakes
 from hostcall._core.errors import SpecError
-from hostcall._runtime import caches, flights
+from hostcall._engine import caching
+from hostcall._runtime import flights
 from hostcall._runtime import loop as event_loop
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def configure(
         config.settings.pinned_bytes = pinned_bytes
     if cache_bytes is not None:
         config.settings.cache_bytes = cache_bytes
-        caches.fit()
+        caching.fit()
     if residuals is not None:
         config.settings.residuals = residuals
     if loop is not None:

@@ -57,7 +57,7 @@ class CallInfo:
         self.number = number_of(self.callback)  # of the place, in the engine's events
         self.devices = devices  # by ordinal; an eager call has one, at -1
         self.mesh = mesh
-        # Set when the program has several devices (_runtime/deadlocks.py).
+        # Set when the program has several devices (_runtime/host_device.py).
         self.guard: Any = None
 
     def __repr__(self) -> str:

@@ -19,11 +19,10 @@ from hostcall._engine.counters import counters_of, note
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Callback, Equation
 from hostcall._native import Inside, Lend, ResultForm
-from hostcall._runtime import context, deadlocks, executors, workers
-from hostcall._runtime.bound import Bound, Current, Row
-from hostcall._runtime.limit import run_with_timeout
+from hostcall._runtime import context, executors, host_device, workers
 from hostcall._runtime.rows import run_rows
 from hostcall._runtime.tasks import run_tasks
+from hostcall._runtime.workers import Bound, Current, Row, run_with_timeout
 
 logger = logging.getLogger("hostcall")
 
@@ -132,7 +131,7 @@ def make_plan(
     arguments = _arguments(equation, operands, entry)
     together = None if entry.team is None else frozenset(info.devices.values())
     if together is not None:
-        info.guard = deadlocks.of_several(together)
+        info.guard = host_device.of_several(together)
     code = _code(equation, operands, arguments, info, entry)
     if info.job is not None:
         code = code._replace(
@@ -160,7 +159,7 @@ def make_plan(
         sends=code.runner is not None and executors.sends(callback.pool),
         team=None if entry.team is None else entry.team.settings(),
         guard=info.guard,
-        scout=deadlocks.scout(together) if inside is Inside.ASKED else None,
+        scout=host_device.scout(together) if inside is Inside.ASKED else None,
         inside=inside,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         literals=equation.literals,

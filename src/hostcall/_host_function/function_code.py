@@ -32,7 +32,7 @@ from hostcall._host_function.results import aligned, elementwise
 from hostcall._host_function.trees import pick, spread
 from hostcall._primitives.call.batching import WHOLE
 from hostcall._primitives.call.make import make_with
-from hostcall._runtime import pools
+from hostcall._runtime import executors
 
 # value: the function itself.
 # jvp: the tangents of the results. both: the results and their tangents.
@@ -237,7 +237,7 @@ class FunctionCode(Value, HostCode):
             executor = function.options["executor"]
             if executor is not None:
                 again = sendable.code_of, (function, which, index)
-                found = sendable.Sendable(found, again, pools.by_name(executor))
+                found = sendable.Sendable(found, again, executors.by_name(executor))
             self._codes[which, index] = found
         return found
 

@@ -15,8 +15,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.folders import open_to_others
 from hostcall._core.host_code import asked, text_of
 from hostcall._core.source import is_anonymous, name_of
-from hostcall._engine.caching import Part
-from hostcall._runtime.caches import Cache, is_dictionary
+from hostcall._engine.caching import Cache, Part, is_dictionary
 
 
 def part_of(

@@ -1,15 +1,32 @@
-"""The kinds of `executor=`, and the messages for failures of their workers.
+"""The kinds of `executor=`: what rows need from each, and messages for their failures.
 
-_runtime/pools.py has the executors with workers on this machine. This file has those
-whose workers may be on other machines (Dask, Ray). Dask runs a task again if its worker
+A `concurrent.futures.Executor` can run tasks. To run the rows of a call on it, hostcall
+must also know how many workers there are, send a value only once that all rows share,
+stop rows that have not begun, and notice a worker that has died.
+
+The leash. A chunk of rows that is queued in another process can't always be cancelled.
+So each run on processes has a file, its leash:
+
+  1. Before a worker begins a chunk, it appends the chunk's first row and its own
+     process id to the file.
+  2. Before each row, it checks that the file still exists, and stops if it does not.
+  3. This process deletes the file when no more rows may begin.
+  4. If a worker dies, the file says which chunk it had.
+
+Workers of Dask and Ray may be on other machines. Dask runs a task again if its worker
 dies, so a call with effects needs protection from that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import pickle
+import queue
+import tempfile
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Collection
 from concurrent import futures
@@ -18,7 +35,285 @@ from typing import Any
 import numpy as np
 
 from hostcall._core.errors import HostcallError, SpecError
-from hostcall._runtime.pools import Pool, Workers, by_name, is_of_processes
+
+logger = logging.getLogger("hostcall")
+
+
+def by_name(given: Any) -> bool:
+    """Whether the executor sends functions by name, with pickle.
+
+    The standard library's process pools do. Those of Dask, Ray and loky send a function
+    without an importable name by value.
+    """
+    kind = type(given)
+    if kind.__module__.partition(".")[0] == "multiprocessing":
+        return kind.__name__ != "ThreadPool"
+    return isinstance(given, futures.ProcessPoolExecutor)
+
+
+def is_of_processes(given: Any) -> bool:
+    """Whether rows run in other processes of this machine."""
+    return by_name(given) or "loky" in type(given).__module__.split(".")
+
+
+class Workers:
+    """An Executor: of threads, of processes, or of anything else.
+
+    Attributes:
+        leash: the path of the leash; None if workers run in this process, or may run on
+            other machines.
+        takes_back: whether submitted tasks that have not begun can still be stopped.
+    """
+
+    takes_back = True
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self._files: list[str] = []
+        self.leash: str | None = None
+        self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def open(self) -> None:
+        """Lets rows begin."""
+        self._tell_of_forks()
+        if is_of_processes(self._given):
+            self.leash = self._file()
+
+    def _tell_of_forks(self) -> None:
+        """Warns of an executor that is about to fork this process, its JAX included.
+
+        Workers that were forked before JAX started are sound, so those that exist
+        already are left alone. `multiprocessing.Pool` forks when it is made.
+        """
+        pool = self._given
+        if not isinstance(pool, futures.ProcessPoolExecutor) or pool._processes != {}:
+            return
+        context = pool._mp_context
+        if context is not None and context.get_start_method() == "fork":
+            logger.warning(
+                "executor= forks this process, in which JAX has started. The workers"
+                " inherit locks of JAX's threads and may hang. Make the executor with"
+                " mp_context=multiprocessing.get_context('spawn'), or 'forkserver'"
+            )
+
+    def count(self) -> int | None:
+        """How many tasks run at once; None if that is not known."""
+        return getattr(self._given, "_max_workers", None)
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
+        task = self._given.submit(fn, *args)
+        # A callback, not `futures.wait`: that is not woken for tasks which an executor
+        # cancels in shutdown(cancel_futures=True).
+        task.add_done_callback(self._ended.put)
+        return task
+
+    def wait(self, tasks: Collection[Any], seconds: float) -> Collection[Any]:
+        """Waits until a task has ended, or for `seconds`.
+
+        Returns the tasks that have ended since the last call.
+        """
+        ended = []
+        with contextlib.suppress(queue.Empty):
+            ended.append(self._ended.get(timeout=seconds))
+            while True:
+                ended.append(self._ended.get_nowait())
+        return ended
+
+    def outcomes(self, tasks: Collection[Any]) -> list[tuple[Any, Any]]:
+        """(value, None) or (None, exception) for each of some tasks that have ended."""
+        return [_outcome(task) for task in tasks]
+
+    def cancel(self, tasks: Collection[Any]) -> list[Any]:
+        """Cancels tasks that have not begun; returns the others, for `futures.wait`."""
+        return [task for task in tasks if not task.cancel()]
+
+    def dead(self, unfinished: Collection[int]) -> str:
+        """Says which worker has died while it had an unfinished chunk; "" if none.
+
+        `unfinished` has the first row of each of these chunks.
+        """
+        del unfinished
+        return ""
+
+    def share(self, array: np.ndarray) -> Any:
+        """What to send in place of an array. In a worker, `fresh` turns it back."""
+        return _File(self._file(array), array)
+
+    def _file(self, array: np.ndarray | None = None) -> str:
+        size = 0 if array is None else array.nbytes
+        handle, path = tempfile.mkstemp(".hostcall", dir=_memory_for(size))
+        self._files.append(path)
+        with os.fdopen(handle, "wb") as file:
+            if array is not None:
+                array.tofile(file)
+        return path
+
+    def drop(self) -> None:
+        """Stops rows that have not begun, and deletes the shared arrays."""
+        for path in self._files:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def pickler(self) -> Any:
+        """The pickler class that turns rows into bytes."""
+        if by_name(self._given):
+            # Imported here, since most programs never make a pool of processes.
+            from multiprocessing.reduction import ForkingPickler
+
+            return ForkingPickler
+        try:
+            import cloudpickle
+        except ImportError:
+            from joblib.externals import cloudpickle
+        return cloudpickle.Pickler
+
+    def forget(self) -> None:
+        """Called when all tasks have ended, to release what was kept for them."""
+
+
+def _outcome(task: futures.Future[Any]) -> tuple[Any, Any]:
+    try:
+        return task.result(), None
+    except BaseException as error:
+        return None, error
+
+
+class _File:
+    """An array in a file that workers map into their memory.
+
+    The file is in shared memory if the machine has room there. The mapping is private,
+    so a row that writes to the array gets its own copy of the pages it writes.
+    """
+
+    def __init__(self, path: str, array: np.ndarray) -> None:
+        self.path, self.dtype, self.shape = path, array.dtype, array.shape
+
+    def get(self) -> np.ndarray:
+        pages = np.memmap(self.path, self.dtype, "c", shape=self.shape)
+        return pages.view(np.ndarray)
+
+
+def _memory_for(size: int) -> str | None:
+    """The folder of files in memory; None if there is none or it lacks room."""
+    try:
+        there = os.statvfs("/dev/shm")
+    except (OSError, AttributeError):
+        return None
+    room = there.f_bavail * there.f_frsize > 2 * size
+    return "/dev/shm" if room and os.access("/dev/shm", os.W_OK) else None
+
+
+def begin(leash: str, start: int) -> None:
+    """In a worker: writes into the leash that this process begins the chunk at `start`.
+
+    Does nothing if the leash is gone: no row may begin then, and each row checks that.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        file = os.open(leash, os.O_WRONLY | os.O_APPEND)
+        try:
+            # One short append is atomic, so lines of several workers don't mix.
+            os.write(file, b"%d %d\n" % (start, os.getpid()))
+        finally:
+            os.close(file)
+
+
+def fresh(shared: Any) -> np.ndarray:
+    """In a worker: a row's own copy of a shared array."""
+    if isinstance(shared, np.ndarray):
+        return shared.copy()
+    array: np.ndarray = shared.get()
+    return array
+
+
+# Seconds in which the results of a worker that has died may still arrive.
+_ON_ITS_WAY = 2.0
+
+
+class Pool(Workers):
+    """`multiprocessing.Pool`.
+
+    It replaces a worker that has died, but never reports the task that it was running,
+    so this class watches the workers.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool)
+        # Worker processes by id; None for pools of threads, which don't die, and for
+        # Ray's, which reports the tasks of dead workers itself.
+        self._seen: dict[int, Any] | None = None
+        self._since: float | None = None  # when a worker was first found missing
+        self._begun_last: dict[int, int] = {}
+        if by_name(pool):
+            self._seen = {w.pid: w for w in list(pool._pool) if w.exitcode is None}
+
+    def count(self) -> int | None:
+        return getattr(self._given, "_processes", None)
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
+        task: futures.Future[Any] = futures.Future()
+        task.add_done_callback(self._ended.put)
+        task.set_running_or_notify_cancel()  # a pool can't cancel a task
+        self._given.apply_async(
+            _with_traceback,
+            (fn, args),
+            callback=task.set_result,
+            # Ray's pool wraps the worker's exception in one of its own.
+            error_callback=lambda e: task.set_exception(getattr(e, "underlying", e)),
+        )
+        return task
+
+    def _begun(self) -> dict[int, int]:
+        """The process id of each chunk's worker, by the chunk's first row."""
+        if self.leash is not None:
+            with contextlib.suppress(FileNotFoundError), open(self.leash) as file:
+                pairs = (line.split() for line in file)
+                self._begun_last = {int(start): int(pid) for start, pid in pairs}
+        return self._begun_last
+
+    def drop(self) -> None:
+        self._begun()  # read the leash a last time: `dead` may still be asked
+        super().drop()
+
+    def dead(self, unfinished: Collection[int]) -> str:
+        if self._seen is None:
+            return ""
+        processes = list(self._given._pool)
+        self._seen.update((worker.pid, worker) for worker in processes)
+        alive = {worker.pid for worker in processes if worker.exitcode is None}
+        begun = self._begun()
+        lost = [begun[s] for s in unfinished if s in begun and begun[s] not in alive]
+        if not lost and not any(start in begun for start in unfinished):
+            # A worker may have died after it took a task and before it wrote that into
+            # the leash.
+            lost = [pid for pid, worker in self._seen.items() if worker.exitcode]
+        if not lost:
+            self._since = None
+            return ""
+        # The worker may have sent its result before it died.
+        self._since = self._since or time.monotonic()
+        if time.monotonic() - self._since < _ON_ITS_WAY:
+            return ""
+        code = self._seen[lost[0]].exitcode if lost[0] in self._seen else None
+        how = "" if code is None else f", exit code {code}"
+        if code is not None and code < 0:
+            how = f", signal {-code}"
+        return f"process {lost[0]}{how}"
+
+
+def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
+    """Runs `fn` on the worker, with the traceback as a note on what it raises.
+
+    An exception that is pickled loses its traceback, but keeps its notes.
+    """
+    try:
+        return fn(*args)
+    except Exception as error:
+        trace = traceback.format_exc().rstrip()
+        error.add_note(f"hostcall: the traceback in the worker:\n{trace}")
+        raise
+
+
+# --- Which kind an executor is --------------------------------------------------------
 
 
 def is_executor(given: Any) -> bool:

@@ -43,9 +43,9 @@ from hostcall._core.host_code import own
 from hostcall._core.source import name_of
 from hostcall._core.spec import Static
 from hostcall._core.wait import SLOW, wait
-from hostcall._runtime import bound, waits, workers
 from hostcall._runtime import loop as loops
-from hostcall._runtime.bound import Bound, Current, Row
+from hostcall._runtime import waits, workers
+from hostcall._runtime.workers import Bound, Current, Row
 
 if TYPE_CHECKING:
     import asyncio
@@ -114,7 +114,7 @@ def refuse_on_loop(fn: Callable[..., Any]) -> asyncio.AbstractEventLoop:
 def _prepared(
     fn: Any, rows: Sequence[Row], current: Current, held: contextlib.ExitStack
 ) -> tuple[Any, Sequence[Row], list[Callable[[Any], Any]]]:
-    """`bound.split`. A method of an object enters the objects of all rows first.
+    """`workers.split`. A method of an object enters the objects of all rows first.
 
     The rows' objects are locked by this thread, in row order, until `held` is closed.
     Another thread that enters the same objects does so in the same order.
@@ -124,9 +124,9 @@ def _prepared(
     for number, (args, _) in enumerate(rows):
         entry = None if mine is None else mine.enter(current(number), held, args)
         if entry is None:
-            return bound.split(fn, rows)
+            return workers.split(fn, rows)
         entered.append(((entry,), {}))
-    return bound.apply, entered, [bound.same] * len(entered)
+    return workers.apply, entered, [workers.same] * len(entered)
 
 
 def run_one(fn: Callable[..., Any], *args: Any, current: Any = None) -> Any:
@@ -194,7 +194,7 @@ class _Run:
         self._key = key, len(above)
         self._bound, self._name = run, name_of(run.fn)
         self._loop, self._fn, self._rows, self._current = loop, fn, rows, current
-        self._place = bound.place_here()
+        self._place = workers.place_here()
         self._context = contextvars.copy_context()
         self._context.run(_above.set, (*above, key))
         if _native.on_tap_worker():

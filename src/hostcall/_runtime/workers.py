@@ -1,20 +1,32 @@
-"""What host code needs on other threads than its call's.
+"""Runs host code on other threads than its call's, which waits for it.
 
-A worker runs the function while the call's own thread waits for it. So the worker needs
-the settings and the answer of `hc.current()` that the waiting thread would have.
+A worker needs the settings of JAX and the answer of `hc.current()` that the waiting
+thread would have. `run_with_timeout` here, `rows.run_rows` and `tasks.run_tasks` each
+take a `Bound`, rows, and what answers `hc.current()` in each of them.
 """
 
 from __future__ import annotations
 
 import contextvars
+import os
+import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core import config
 from hostcall._core.daemon import DaemonPool
-from hostcall._runtime import host_device
+from hostcall._core.dlpack import DLPackArray
+from hostcall._core.errors import CallTimeoutError
+from hostcall._core.host_code import own
+from hostcall._core.source import name_of
+from hostcall._core.wait import wait
+from hostcall._runtime import flights, host_device
 
 # Waiting thread -> the worker that runs its function, once it has begun, for
 # `hc.monitor.status()`. No lock: a thread writes its own key only.
@@ -145,3 +157,116 @@ def be_host_code() -> bool:
         return False
     Settings(host_device.above(None)).enter()
     return True
+
+
+# --- What the runs of a function share ------------------------------------------------
+
+Row = tuple[tuple[Any, ...], dict[str, Any]]  # its args and kwargs
+Current = Callable[[int], Any]  # what `hc.current()` answers in a row, by its number
+
+
+class Bound(NamedTuple):
+    """A function, and what all its runs share.
+
+    Attributes:
+        fn: the function.
+        settings: the settings of JAX that it runs with.
+        timeout: seconds for all rows of a run together, or None.
+        name: what messages call it; "" for the function's own name.
+    """
+
+    fn: Callable[..., Any]
+    settings: Settings
+    timeout: float | None = None
+    name: str = ""
+
+    def late(self, row: Row, stuck: str) -> CallTimeoutError:
+        """The error of a run that takes too long; has the shapes of one of its rows."""
+        flights.tell("a call takes longer than its timeout")
+        kinds = (np.ndarray, np.generic, jax.Array, DLPackArray)
+        arrays = [x for x in jax.tree.leaves(row) if issubclass(type(x), kinds)]
+        shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
+        return CallTimeoutError(
+            f"hostcall: `{self.name or name_of(self.fn)}`({shapes}) took longer than"
+            f" timeout={self.timeout} s; {stuck}"
+        )
+
+
+def place_here() -> int:
+    """The number of the place of this thread's call, for traces."""
+    call = _native.current()
+    return 0 if call is None else call[0].number  # type: ignore[no-any-return]
+
+
+# --- What of a row runs elsewhere -----------------------------------------------------
+
+
+def same(value: Any) -> Any:
+    """Finishes a row whose value is its result."""
+    return value
+
+
+def apply(part: Callable[..., Any], *args: Any) -> Any:
+    return part(*args)
+
+
+def split(
+    fn: Callable[..., Any], rows: Sequence[Row]
+) -> tuple[Callable[..., Any], Sequence[Row], list[Callable[[Any], Any]]]:
+    """The function and rows to run elsewhere, and for each row what finishes it here.
+
+    See `HostCode.split`; a user's function runs elsewhere as it is.
+    """
+    mine = own(fn)
+    steps = [None if mine is None else mine.split(*row) for row in rows]
+    found = [step for step in steps if step is not None]
+    if not found:
+        return fn, rows, [same] * len(rows)
+    there: list[Row] = [((part, *args), {}) for part, args, _ in found]
+    return apply, there, [finish for *_, finish in found]
+
+
+# --- `timeout=` of a plain function ---------------------------------------------------
+
+_threads = DaemonPool(None, what="timeout=")
+
+
+def run_with_timeout(run: Bound, row: Row, current: Any) -> Any:
+    """Runs the function on a worker; raises CallTimeoutError if it is late.
+
+    Python can't stop a thread, so the worker finishes a late job, and its result is
+    dropped. `current` is what `hc.current()` answers.
+    """
+    args, kwargs = row
+    done = threading.Event()
+    context = contextvars.copy_context()
+    worker: list[int] = []
+
+    def job() -> Any:
+        worker.append(threading.get_ident())
+        with as_host_code(run.settings, lambda: current):
+            return context.run(run.fn, *args, **kwargs)
+
+    waiting = threading.get_ident()
+    outcome = _threads.submit(job)
+    outcome.add_done_callback(lambda _: done.set())
+    delegates[waiting] = worker
+    try:
+        if not wait(done.wait, run.timeout):
+            raise run.late(row, _stack_of(worker))
+        return outcome.result()
+    finally:
+        delegates.pop(waiting, None)
+        del outcome  # breaks the cycle error -> traceback -> this frame -> error
+
+
+def _stack_of(worker: list[int]) -> str:
+    if not worker:
+        return "its thread has not begun"
+    frame = sys._current_frames().get(worker[0])
+    if frame is None:
+        return "its thread has ended"
+    lines = traceback.format_stack(frame)
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the package
+    users = [line for line in lines if here not in line and "threading.py" not in line]
+    return "it is stuck in:\n" + "".join(users or lines).rstrip()
