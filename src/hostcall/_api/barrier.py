@@ -62,7 +62,7 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
     end = None if timeout is None else time.monotonic() + timeout
     if timeout is not None and not _programs_end_in(timeout):
         return False
-    failed = delivery.reports  # outlives this wait if Ctrl-C or the limit ends it
+    failed = delivery.state.reports  # outlives this wait if Ctrl-C or the limit ends it
     failed += failures.failures_of_effects()
     for error in failures.failures_of_arrays():
         # Only failures of host calls, and of those none that the user has seen: a

@@ -10,7 +10,6 @@ from hostcall._core import config, mistakes
 from hostcall._core.errors import SpecError
 from hostcall._engine import caching
 from hostcall._runtime import flights
-from hostcall._runtime import loop as event_loop
 
 if TYPE_CHECKING:
     import asyncio
@@ -98,7 +97,7 @@ def configure(
     if residuals is not None:
         config.settings.residuals = residuals
     if loop is not None:
-        event_loop.use(None if isinstance(loop, str) else loop)
+        config.settings.loop = None if own else loop
     if fail is not None:
         config.settings.fail = fail
     if flight is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 # Seconds to wait at exit for running calls before interrupting them.
 EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
@@ -50,6 +51,7 @@ class Settings:
         tap_queue_bytes: how many the taps that wait for delivery may hold.
         flight: when the flight recorder is printed, one of FLIGHTS.
         fail: where a call over several processes raises if it fails, one of FAILS.
+        loop: the user's event loop for coroutine functions; None for hostcall's own.
     """
 
     residuals: int = _whole("HOSTCALL_RESIDUALS", "1024")
@@ -58,6 +60,7 @@ class Settings:
     tap_queue_bytes: int = _whole("HOSTCALL_TAP_QUEUE_BYTES", "256e6")
     flight: str = os.environ.get("HOSTCALL_FLIGHT", FLIGHTS[0])
     fail: str = "alone"
+    loop: Any = None
 
     def __post_init__(self) -> None:
         if self.flight not in FLIGHTS:

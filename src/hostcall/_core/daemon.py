@@ -27,12 +27,13 @@ def daemon(name: str, target: Callable[..., Any], *args: Any) -> threading.Threa
     return threading.Thread(target=target, args=args, **options)
 
 
-def start(thread: threading.Thread, what: str) -> None:
+def start(thread: threading.Thread, what: str) -> threading.Thread:
     """Starts a thread for `what`, which the error names if Python starts none any more:
     from 3.12 on, it refuses to in handlers of `atexit`.
     """
     try:
         thread.start()
+        return thread
     except RuntimeError as error:
         if "shutdown" not in str(error):
             raise

@@ -32,6 +32,7 @@ import jax
 
 from hostcall import _jax
 from hostcall._core import failures
+from hostcall._core.owned import Owned
 from hostcall._job import status
 from hostcall._job.failures import Failures
 from hostcall._job.mailbox import BOARD, Mailbox
@@ -50,7 +51,7 @@ _JAXS_END = 300.0  # seconds that JAX's own end waits for the others
 _SLICE = 0.25
 
 
-class Job:
+class Job(Owned):
     """One process's part in the job.
 
     Attributes:
@@ -108,7 +109,7 @@ class Job:
                 self._part()
         self._mailbox.stop()
 
-    def after_fork(self) -> None:
+    def renew(self) -> None:
         """The thread does not exist in a forked child, nor do those of JAX's client."""
         self.watched = False
 

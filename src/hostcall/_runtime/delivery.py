@@ -19,46 +19,49 @@ from hostcall._core.counted import counted
 from hostcall._core.daemon import daemon
 from hostcall._core.daemon import start as start_thread
 from hostcall._core.errors import HostcallError
+from hostcall._core.owned import Owned
 from hostcall._core.source import name_of, place_of
 from hostcall._core.wait import SLICE, wait
 from hostcall._runtime import tap_failures, workers
 
 logger = logging.getLogger("hostcall")
 
-_lock = threading.Lock()  # two programs may be lowered at once; start one thread only
-_thread: threading.Thread | None = None
-reports: list[BaseException] = []  # failures of programs, for the barrier to raise
+# Called at each barrier; registered for as long as the process lives.
 _at_barrier: list[Callable[[bool], object]] = []
+
+
+class _State(Owned):
+    """
+    Attributes:
+        lock: two programs may be lowered at once; start one thread only.
+        thread: the worker. It is set once, so a look at it needs no lock.
+        reports: failures of programs, for the barrier to raise.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.thread: threading.Thread | None = None
+        self.reports: list[BaseException] = []
+
+
+state = _State()
 
 
 def start() -> None:
     """Starts the worker, once. Does nothing in a forked child, which takes no taps, and
     after the end, where the thread that taps delivers.
     """
-    global _thread
-    # `_thread` is set once and never cleared, except in a forked child, so the first
-    # look needs no lock. It saves one for every lowering.
-    if _thread is not None or _native.closed():
+    if state.thread is not None or _native.closed():
         return
-    with _lock:
-        if _thread is None:
+    with state.lock:
+        if state.thread is None:
             _native.set_tap_limit(config.settings.tap_queue_bytes)
             worker = daemon("hostcall-taps", _native.run_tap_worker)
             try:
-                start_thread(worker, "a tap")
+                state.thread = start_thread(worker, "a tap")
             except HostcallError:
                 # Without a worker, the thread that taps delivers.
                 _native.stop_taps()
-            else:
-                _thread = worker
-
-
-def after_fork() -> None:
-    """Forgets the worker, which does not exist in a forked child."""
-    global _thread, _lock
-    _lock = threading.Lock()  # a thread of the parent may have held the old one
-    _thread = None
-    tap_failures.after_fork()
 
 
 def at_barrier(fn: Callable[[bool], object]) -> None:
@@ -105,7 +108,7 @@ def flush(timeout: float | None, who: str, *, queued_only: bool = False) -> bool
             into the queue yet: it may not have reached them.
     """
     refuse_inside_a_tap(who)
-    if _thread is None:
+    if state.thread is None:
         return True  # no tap was ever lowered, so none can be queued
     mark = _native.tap_mark() if queued_only else None
 
@@ -125,7 +128,7 @@ def flush(timeout: float | None, who: str, *, queued_only: bool = False) -> bool
 
 def is_worker(thread: int) -> bool:
     """Whether this is the identifier of the worker."""
-    return _thread is not None and _thread.ident == thread
+    return state.thread is not None and state.thread.ident == thread
 
 
 def pending() -> int:
@@ -136,10 +139,11 @@ def pending() -> int:
 def stop() -> None:
     """Delivers the queued taps and ends the worker. Nobody may push taps any more."""
     _native.stop_taps()
-    if _thread is None:
+    thread = state.thread
+    if thread is None:
         return
-    while _thread.is_alive():
-        _thread.join(SLICE)
+    while thread.is_alive():
+        thread.join(SLICE)
     tap_failures.tell_counts()
     errors, more = tap_failures.take()
     if errors:

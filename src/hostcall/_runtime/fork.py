@@ -6,8 +6,7 @@ them forever.
 
 from __future__ import annotations
 
-from hostcall import _jax, _native
-from hostcall._core import owed
+from hostcall import _native
 from hostcall._core.errors import HostcallError
 
 
@@ -23,12 +22,3 @@ def refusal(what: str) -> HostcallError:
 def refuse(what: str) -> None:
     if _native.forked():
         raise refusal(what)
-
-
-def after_fork() -> None:
-    """Runs in the child. If the parent had not started JAX, the child may use it."""
-    if not _jax.back_ends_started():
-        return
-    _native.after_fork()
-    owed.forget()
-    _jax.refuse_programs(lambda: refusal("a JAX program is compiled or run"))

@@ -68,6 +68,7 @@ from typing import Protocol
 from hostcall import _jax, _native
 from hostcall._core import owed
 from hostcall._core.errors import HostcallError
+from hostcall._core.owned import renew_all
 from hostcall._core.wait import SLICE
 from hostcall._runtime import (
     delivery,
@@ -87,21 +88,33 @@ class JobEnd(Protocol):
     def script_ended(self) -> None: ...
     def interrupted(self) -> None: ...
     def leave(self) -> None: ...
-    def after_fork(self) -> None: ...
 
 
-# Protects `_ending`: atexit and a Finalize may both call `end`.
-_lock = threading.Lock()
-_begun = _ending = False
-_ender: int | None = None  # the thread that ends the process
-_last: list[Callable[[], object]] = []
-_job: JobEnd | None = None
+class _End:
+    """
+    Attributes:
+        lock: protects `ending`: atexit and a Finalize may both call `end`.
+        begun: the engine is used.
+        ending: `end` has been called.
+        ender: the thread that ends the process.
+        last: what is called when no program calls any more.
+        job: the job of several processes that the end leaves.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.begun = self.ending = False
+        self.ender: int | None = None
+        self.last: list[Callable[[], object]] = []
+        self.job: JobEnd | None = None
+
+
+_end = _End()
 
 
 def begin() -> None:
     """Prepares the process for its end. Called once, when the engine is first used."""
-    global _begun
-    if _ending:
+    if _end.ending:
         return
     try:
         watcher.start()
@@ -110,8 +123,7 @@ def begin() -> None:
         # thread any more. Calls and taps need none in the state LATE.
         end()
         return
-    _begun = True
-    os.register_at_fork(after_in_child=_after_fork)
+    _end.begun = True
     atexit.register(drain)
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:
@@ -127,18 +139,17 @@ def after_the_last_call(fn: Callable[[], object]) -> None:
     Not at once by `atexit`, whose order would depend on what was imported first. `fn`
     may use the event loop, and raises nothing.
     """
-    _last.append(fn)
+    _end.last.append(fn)
 
 
 def leave_by(job: JobEnd) -> None:
     """From now on, the end of the process also leaves its job."""
-    global _job
-    _job = job
+    _end.job = job
 
 
 def drain() -> None:
     """Runs the first two steps. What is done meanwhile is not refused."""
-    if _ending or not _begun or _native.closed():
+    if _end.ending or not _end.begun or _native.closed():
         return
     with _ending_by_ctrl_c():
         _drain()
@@ -151,26 +162,25 @@ def end(*, interpreter: bool = True) -> None:
         interpreter: the interpreter shuts down afterwards, which stops daemon threads;
             False if the process ends by os._exit instead.
     """
-    global _ending, _ender
-    with _lock:
-        if _ending or _native.closed():  # in a forked child the engine is closed
+    with _end.lock:
+        if _end.ending or _native.closed():  # in a forked child the engine is closed
             return
-        _ending, _ender = True, threading.get_ident()
+        _end.ending, _end.ender = True, threading.get_ident()
     with _ending_by_ctrl_c():
-        if _begun:
+        if _end.begun:
             _drain()
             delivery.call_at_barrier(ending=True)
         _native.close()
-        if _begun:
+        if _end.begun:
             _wait_for_calls(interpreter)
         # After the last call, since a call may still have pushed taps.
         delivery.stop()
         feeds.end_all()
-        if _job is not None:
+        if _end.job is not None:
             # After the last program, and while Ctrl-C is still watched. After all
             # waits: other processes may ask what this one waits for.
-            _job.leave()
-        for fn in _last:
+            _end.job.leave()
+        for fn in _end.last:
             fn()
         # After the objects, which may need the loop to close.
         loop.stop()
@@ -188,16 +198,16 @@ def _ending_by_ctrl_c() -> Iterator[None]:
     except KeyboardInterrupt:
         # Without the normal exit, which would end the interpreter under running calls.
         try:
-            if _job is not None:
-                _job.interrupted()
+            if _end.job is not None:
+                _end.job.interrupted()
             delivery.flush_streams()
         finally:
             os._exit(130)
 
 
 def _drain() -> None:
-    if _job is not None:
-        _job.script_ended()
+    if _end.job is not None:
+        _end.job.script_ended()
     watcher.watch_the_end()
     feeds.process_ends()
     _wait_for_programs()
@@ -210,9 +220,9 @@ def _in_a_late_handler() -> bool:
     Then the interpreter does not end meanwhile. JAX's own handler, which drops the
     back ends, waits for no call.
     """
-    if threading.get_ident() == _ender:
+    if threading.get_ident() == _end.ender:
         return True
-    frame = sys._current_frames().get(_ender or 0)
+    frame = sys._current_frames().get(_end.ender or 0)
     if frame is None:
         return False
     while frame.f_back is not None:
@@ -240,14 +250,17 @@ def _wait_for_calls(interpreter: bool) -> None:
 
 
 def _after_fork() -> None:
-    fork.after_fork()
-    if _job is not None:
-        _job.after_fork()
-    delivery.after_fork()
-    if not _native.forked():  # JAX had not started
-        watcher.start()
+    """The child starts anew. It may not use JAX if its parent had started that."""
+    started = _end.begun and _jax.back_ends_started()
+    if started:
+        _native.after_fork()
+        owed.forget()
+        _jax.refuse_programs(lambda: fork.refusal("a JAX program is compiled or run"))
+    renew_all()
+    if not started:
+        if _end.begun:
+            watcher.start()
         return
-    watcher.after_fork()
     # A client's destructor joins its threads, which do not exist here. A child that
     # ends by sys.exit would crash there, as it does in plain JAX, so the clients are
     # kept alive.
@@ -257,3 +270,4 @@ def _after_fork() -> None:
 
 # When hostcall is imported; see above.
 atexit.register(end)
+os.register_at_fork(after_in_child=_after_fork)

@@ -8,22 +8,22 @@ for all calls, and after objects were closed, which may need the loop. It cancel
 still runs on the loop, a task of the user's for example, and ends the thread before the
 interpreter ends. A handler of `atexit` that runs later gets a new loop.
 
-A forked child has no thread for the loop. It forgets the loop without closing it, since
-that would wake or close what the parent still uses.
+A forked child has no thread for the loop, and starts one of its own (`Owned`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-import os
 import sys
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hostcall._core import config
 from hostcall._core.daemon import Pool, daemon, start
 from hostcall._core.errors import HostcallError
+from hostcall._core.owned import Owned
 
 if TYPE_CHECKING:
     import asyncio
@@ -38,43 +38,42 @@ _THREADS = 512
 # Seconds that cancelled tasks have to end at the end of the process.
 _LAST = 2.0
 
-_lock = threading.Lock()  # protects the three below; never held while anything waits
-_own: asyncio.AbstractEventLoop | None = None
-_thread: threading.Thread | None = None
-_given: asyncio.AbstractEventLoop | None = None
-_stopping = threading.Event()  # set while `stop` waits
-_forgotten: list[Any] = []  # in a forked child, the parent's loops
+
+class _State(Owned):
+    """`lock` protects the rest; it is never held while anything waits."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.own: asyncio.AbstractEventLoop | None = None
+        self.thread: threading.Thread | None = None
+        self.stopping = threading.Event()  # set while `stop` waits
 
 
-def use(loop: asyncio.AbstractEventLoop | None) -> None:
-    """From now on calls use this loop of the user's; None for hostcall's own."""
-    global _given
-    with _lock:
-        _given = loop
+_state = _State()
 
 
 def current() -> asyncio.AbstractEventLoop:
     """The loop for a call that begins now; starts hostcall's own if it is needed."""
-    global _own, _thread
-    with _lock:
-        if _given is not None:
-            if _given.is_closed():
-                raise HostcallError(
-                    "hostcall: the event loop given by hc.configure(loop=) is closed."
-                    " Give a running loop, or hc.configure(loop='own') for hostcall's",
-                    code="hc-closed",
-                )
-            return _given
-        if _own is None:
+    given: asyncio.AbstractEventLoop | None = config.settings.loop
+    if given is not None:
+        if given.is_closed():
+            raise HostcallError(
+                "hostcall: the event loop given by hc.configure(loop=) is closed."
+                " Give a running loop, or hc.configure(loop='own') for hostcall's",
+                code="hc-closed",
+            )
+        return given
+    with _state.lock:
+        if _state.own is None:
             loop = _new_loop()
             loop.set_default_executor(
                 Pool(_THREADS, thread_name_prefix="hostcall-to-thread")
             )
-            thread = daemon("hostcall-loop", _run, loop)
             # If it fails, the next call tries again.
-            start(thread, "a coroutine function")
-            _own, _thread = loop, thread
-        return _own
+            thread = daemon("hostcall-loop", _run, loop)
+            _state.thread = start(thread, "a coroutine function")
+            _state.own = loop
+        return _state.own
 
 
 def running() -> asyncio.AbstractEventLoop | None:
@@ -101,7 +100,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     import asyncio
 
     asyncio.set_event_loop(loop)
-    while not _stopping.is_set():
+    while not _state.stopping.is_set():
         # asyncio lets SystemExit and KeyboardInterrupt of a task end the loop. Whoever
         # awaits that task gets the exception when the loop runs again.
         try:
@@ -120,33 +119,16 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 def stop() -> None:
     """Ends hostcall's own loop, if it runs."""
-    global _own, _thread
-    with _lock:
-        loop, thread = _own, _thread
+    with _state.lock:
+        loop, thread = _state.own, _state.thread
     if loop is None or thread is None or not thread.is_alive():
         return
-    _stopping.set()
-    _call(loop, loop.stop)
+    _state.stopping.set()
+    with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+        loop.call_soon_threadsafe(loop.stop)
     # A task that blocks the loop is left behind with the thread, a daemon.
     thread.join(2 * _LAST)
     if not thread.is_alive():
-        _stopping.clear()
-        with _lock:
-            _own = _thread = None
-
-
-def _call(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any]) -> None:
-    try:
-        loop.call_soon_threadsafe(fn)
-    except RuntimeError:  # it was closed meanwhile
-        return
-
-
-def _after_fork() -> None:
-    global _own, _thread, _lock
-    _lock = threading.Lock()  # a thread of the parent may have held the old one
-    _forgotten.append((_own, _thread))
-    _own = _thread = None
-
-
-os.register_at_fork(after_in_child=_after_fork)
+        _state.stopping.clear()
+        with _state.lock:
+            _state.own = _state.thread = None

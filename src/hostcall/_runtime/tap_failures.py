@@ -5,8 +5,8 @@ three failures of each tap are logged in full. After that, one line a second say
 many more there were, with the newest one; the end of each wait for taps logs such a
 line too. The next barrier raises a few of the exceptions and says how many there were.
 
-`_lock` protects `_tallies`, `_failures` and `_forgotten`: the worker adds failures
-while other threads log counts or take the exceptions. Logging is done outside the lock.
+The worker adds failures while other threads log counts or take the exceptions. Logging
+is done outside the lock.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from hostcall._core import codes, config, failures
 from hostcall._core.counted import counted
+from hostcall._core.owned import Owned
 
 logger = logging.getLogger("hostcall")
 
@@ -46,27 +47,39 @@ class _Tally:
     newest: str = ""
 
 
-_lock = threading.Lock()
-_tallies: dict[tuple[str, Any], _Tally] = {}
-_failures: list[BaseException] = []
-_forgotten = 0  # how many failures are not in `_failures`
+class _State(Owned):
+    """
+    Attributes:
+        lock: protects the others.
+        tallies: by the tap's name and place.
+        failures: the exceptions that are kept.
+        forgotten: how many are not.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.tallies: dict[tuple[str, Any], _Tally] = {}
+        self.failures: list[BaseException] = []
+        self.forgotten = 0
+
+
+_state = _State()
 
 
 def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) -> None:
     """Logs the exception of a tap, and keeps it for the next barrier."""
-    global _forgotten
     failures.keep(error)
-    if len(_tallies) >= _TALLIES_AT_MOST:
+    if len(_state.tallies) >= _TALLIES_AT_MOST:
         tell_counts()
-    with _lock:
-        if len(_tallies) >= _TALLIES_AT_MOST:
-            _tallies.clear()
-        tally = _tallies.setdefault((name, place), _Tally())
+    with _state.lock:
+        if len(_state.tallies) >= _TALLIES_AT_MOST:
+            _state.tallies.clear()
+        tally = _state.tallies.setdefault((name, place), _Tally())
         tally.count += 1
         if _is_kept(tally, error):
-            _failures.append(error)
+            _state.failures.append(error)
         else:
-            _forgotten += 1
+            _state.forgotten += 1
         count = tally.count
         if count <= IN_FULL:
             tally.logged, tally.until = count, clock() + SECONDS
@@ -79,11 +92,11 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
 
 
 def _is_kept(tally: _Tally, error: BaseException) -> bool:
-    if len(_failures) < config.KEPT_TAP_ERRORS:
+    if len(_state.failures) < config.KEPT_TAP_ERRORS:
         return True
     # The first failure of a tap, or a KeyboardInterrupt, is kept even if other taps
     # have filled the list.
-    few = len(_failures) < 4 * config.KEPT_TAP_ERRORS
+    few = len(_state.failures) < 4 * config.KEPT_TAP_ERRORS
     return few and (tally.count == 1 or not isinstance(error, Exception))
 
 
@@ -101,7 +114,7 @@ def _tell_in_full(
 
 
 def _tell_count(name: str, place: Any, tally: _Tally) -> None:
-    with _lock:
+    with _state.lock:
         count, more = tally.count, tally.count - tally.logged
         tally.logged, tally.until = count, clock() + SECONDS
     if more:
@@ -117,7 +130,7 @@ def _tell_count(name: str, place: Any, tally: _Tally) -> None:
 
 def tell_counts() -> None:
     """Logs the failures that have only been counted so far."""
-    for (name, place), tally in list(_tallies.items()):
+    for (name, place), tally in list(_state.tallies.items()):
         _tell_count(name, place, tally)
 
 
@@ -125,12 +138,11 @@ def take() -> tuple[list[BaseException], int]:
     """Some exceptions that taps have raised since the last call, and how many more
     there were.
     """
-    global _forgotten
-    with _lock:
-        taken, more = list(_failures), _forgotten
-        _failures.clear()
-        _tallies.clear()
-        _forgotten = 0
+    with _state.lock:
+        taken, more = list(_state.failures), _state.forgotten
+        _state.failures.clear()
+        _state.tallies.clear()
+        _state.forgotten = 0
     for error in taken:
         failures.hand_over(error)
     return taken, more
@@ -145,10 +157,3 @@ def take_as_one() -> BaseException | None:
     if more:
         text += f"; {len(errors)} of the errors are here, and the log counts the rest"
     return BaseExceptionGroup(text, errors)
-
-
-def after_fork() -> None:
-    """Starts anew in a forked child, where a lost thread may hold the old lock."""
-    global _lock
-    _lock = threading.Lock()
-    take()

@@ -49,6 +49,7 @@ from types import MethodType
 from hostcall import _native
 from hostcall._core import config, daemon, failures
 from hostcall._core.counted import counted
+from hostcall._core.owned import Owned
 from hostcall._native import Signal
 from hostcall._runtime import delivery, flights
 
@@ -58,16 +59,21 @@ logger = logging.getLogger("hostcall")
 _PATIENCE = 0.05
 _SEARCH = 2.0
 
-_thread: threading.Thread | None = None
-_calls_too = threading.Event()
+
+class _State(Owned):
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.calls_too = threading.Event()  # the end waits for calls, not only for taps
+
+
+_state = _State()
 
 
 def start() -> None:
     """Starts the thread. Watches SIGINT, and SIGTERM if it has the default action."""
-    global _thread
-    thread = threading.Thread(target=_watch, daemon=True, name="hostcall-watcher")
-    daemon.start(thread, "the engine")
-    _thread = thread
+    _state.thread = daemon.start(
+        daemon.daemon("hostcall-watcher", _watch), "the engine"
+    )
     flights.apply()
     _watch_interrupt()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -81,21 +87,15 @@ def watch_the_end() -> None:
 
 def watch_calls_too() -> None:
     """From now on, does so with calls too. The engine is closed and waits for them."""
-    _calls_too.set()
+    _state.calls_too.set()
 
 
 def stop() -> None:
     """Ends the thread. A signal that comes later wakes nobody, and does no harm."""
-    if _thread is None:
+    if _state.thread is None:
         return
     _native.post_signal(Signal.STOP)
-    _thread.join()
-
-
-def after_fork() -> None:
-    """Forgets the thread, which does not exist in a forked child."""
-    global _thread
-    _thread = None
+    _state.thread.join()
 
 
 def _watch() -> None:
@@ -216,7 +216,7 @@ class _End:
         now = time.monotonic()
         if now >= self._next_tap:
             self._tap(now)
-        if self._next_call is None and _calls_too.is_set():
+        if self._next_call is None and _state.calls_too.is_set():
             self._next_call = now + self._patience
         if self._next_call is not None and now >= self._next_call:
             self._next_call = now + self._patience
