@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +23,9 @@ from hostcall._runtime import context, executors, host_device, workers
 from hostcall._runtime.rows import run_rows
 from hostcall._runtime.tasks import run_tasks
 from hostcall._runtime.workers import Bound, Current, Row, run_with_timeout
+
+if TYPE_CHECKING:
+    from hostcall._job.failures import Failures
 
 logger = logging.getLogger("hostcall")
 
@@ -84,6 +87,12 @@ class Entrance:
     elsewhere: bool = False
     text: str = ""
 
+    def settings(self) -> dict[str, Any]:
+        """What a native plan has of them as it is; `packed` is in its leaves."""
+        plain = ("device", "inside", "tap", "tells", "elsewhere", "text")
+        team = None if self.team is None else self.team.settings()
+        return {"team": team, **{name: getattr(self, name) for name in plain}}
+
 
 class _Arguments(NamedTuple):
     """What the engine knows of a plan's arguments.
@@ -114,6 +123,13 @@ class _Called(NamedTuple):
     buffers: _native.BufferSettings | None = None
     feed: _native.FeedSettings | None = None
 
+    def until_failure(self, job: Failures | None) -> _Called:
+        """The same, refused after a failure of a program over several processes."""
+        if job is None:
+            return self
+        runner = self.runner and job.until_failure(self.runner)
+        return self._replace(function=job.until_failure(self.function), runner=runner)
+
 
 def make_plan(
     equation: Equation, operands: Sequence[Any], info: CallInfo, entry: Entrance
@@ -126,22 +142,19 @@ def make_plan(
         info: answers the engine's questions about the call.
         entry: how the engine is entered.
     """
-    callback, inside = equation.callback, entry.inside
+    callback = equation.callback
     operands = equation.read(operands)
     arguments = _arguments(equation, operands, entry)
     together = None if entry.team is None else frozenset(info.devices.values())
     if together is not None:
         info.guard = host_device.of_several(together)
-    code = _code(equation, operands, arguments, info, entry)
-    if info.job is not None:
-        code = code._replace(
-            function=info.job.until_failure(code.function),
-            runner=code.runner and info.job.until_failure(code.runner),
-        )
+    asks = entry.inside is Inside.ASKED
+    code = _code(equation, operands, arguments, info, entry).until_failure(info.job)
     traced, lend = callback.traced, _LENDS[callback.lend]
     note(equation)
     return _native.Plan(
         **code._asdict(),
+        **entry.settings(),
         args=arguments.leaves,
         results=_results(equation, entry),
         grid=equation.grid,
@@ -149,23 +162,16 @@ def make_plan(
         lend=lend,
         out_tree=callback.results.treedef.unflatten if lend is Lend.OUT else None,
         info=info,
-        device=entry.device,
         enter=None if traced is None else traced.enter,
         leave=None if traced is None else traced.leave,
         counters=counters_of(callback),
         place=info.number,
-        tells=entry.tells,
-        elsewhere=entry.elsewhere,
         sends=code.runner is not None and executors.sends(callback.pool),
-        team=None if entry.team is None else entry.team.settings(),
         guard=info.guard,
-        scout=host_device.scout(together) if inside is Inside.ASKED else None,
-        inside=inside,
+        scout=host_device.scout(together) if asks else None,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         literals=equation.literals,
-        tap=entry.tap,
         keep=equation.keep,
-        text=entry.text,
     )
 
 
