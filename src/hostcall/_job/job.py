@@ -32,11 +32,11 @@ import jax
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._core.owned import Owned
+from hostcall._core.process import Owned, refuse
 from hostcall._job import status
 from hostcall._job.failures import Failures
 from hostcall._job.mailbox import BOARD, Mailbox
-from hostcall._runtime import fork, lifecycle
+from hostcall._runtime import lifecycle
 
 logger = logging.getLogger("hostcall")
 
@@ -151,7 +151,7 @@ _job: Job | None = None
 def ask(seconds: float) -> dict[int, status.Answer | None]:
     """Asks all processes what they are doing, and answers the others from now on."""
     if _jax.job_size() > 1:
-        fork.refuse("hc.monitor.status(processes='all') is called")
+        refuse("hc.monitor.status(processes='all') is called")
         job()
     return status.ask(seconds)
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core import failures
+from hostcall._core import failures, process
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.plans import Entrance
-from hostcall._runtime import fork, host_device
+from hostcall._runtime import host_device
 
 
 def run_now(
@@ -28,7 +28,7 @@ def run_now(
     of the function propagates as it is.
     """
     targets.start()
-    fork.refuse(f"`{params.callback.name}` is called")
+    process.refuse(f"`{params.callback.name}` is called")
     if params.order == "ordered":
         for failure in failures.failures_of_effects():
             plans.logger.error(

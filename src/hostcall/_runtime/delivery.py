@@ -19,7 +19,7 @@ from hostcall._core.counted import counted
 from hostcall._core.daemon import daemon
 from hostcall._core.daemon import start as start_thread
 from hostcall._core.errors import HostcallError
-from hostcall._core.owned import Owned
+from hostcall._core.process import Owned
 from hostcall._core.source import name_of, place_of
 from hostcall._core.wait import SLICE, wait
 from hostcall._runtime import tap_failures, workers

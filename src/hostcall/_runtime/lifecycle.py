@@ -68,12 +68,11 @@ from typing import Protocol
 from hostcall import _jax, _native
 from hostcall._core import owed
 from hostcall._core.errors import HostcallError
-from hostcall._core.owned import renew_all
+from hostcall._core.process import refusal, renew_all
 from hostcall._core.wait import SLICE
 from hostcall._runtime import (
     delivery,
     feeds,
-    fork,
     host_device,
     loop,
     watcher,
@@ -255,7 +254,7 @@ def _after_fork() -> None:
     if started:
         _native.after_fork()
         owed.forget()
-        _jax.refuse_programs(lambda: fork.refusal("a JAX program is compiled or run"))
+        _jax.refuse_programs(lambda: refusal("a JAX program is compiled or run"))
     renew_all()
     if not started:
         if _end.begun:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hostcall._core import config
 from hostcall._core.daemon import Pool, daemon, start
 from hostcall._core.errors import HostcallError
-from hostcall._core.owned import Owned
+from hostcall._core.process import Owned
 
 if TYPE_CHECKING:
     import asyncio

@@ -19,7 +19,7 @@ from typing import Any
 
 from hostcall._core import codes, config, failures
 from hostcall._core.counted import counted
-from hostcall._core.owned import Owned
+from hostcall._core.process import Owned
 
 logger = logging.getLogger("hostcall")
 

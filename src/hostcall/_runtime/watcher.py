@@ -49,7 +49,7 @@ from types import MethodType
 from hostcall import _native
 from hostcall._core import config, daemon, failures
 from hostcall._core.counted import counted
-from hostcall._core.owned import Owned
+from hostcall._core.process import Owned
 from hostcall._native import Signal
 from hostcall._runtime import delivery, flights
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core import errors, failures
+from hostcall._core import errors, failures, process
 from hostcall._core.errors import SpecError
 from hostcall._core.order import effects_of
 from hostcall._engine import plans, targets, throttle
@@ -27,7 +27,7 @@ from hostcall._primitives.eager import row_major
 from hostcall._primitives.tap import parts
 from hostcall._primitives.tap.description import arguments
 from hostcall._primitives.tap.indices import block_index, whole
-from hostcall._runtime import delivery, fork, host_device
+from hostcall._runtime import delivery, host_device
 
 tap_p = _jax.Primitive("host_tap")
 tap_p.multiple_results = True
@@ -54,7 +54,7 @@ def flag_of(operands: Any, params: TapParams) -> bool:
 def _impl(*operands: Any, params: TapParams) -> list[Any]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
     targets.start()
-    fork.refuse(f"`{params.callback.name}` is tapped")
+    process.refuse(f"`{params.callback.name}` is tapped")
     delivery.start()
     results = list(arguments(operands, params)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
