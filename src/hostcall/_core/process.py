@@ -10,28 +10,33 @@ such work is refused.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TypeVar
 
 from hostcall import _native
 from hostcall._core.errors import HostcallError
 
+T = TypeVar("T", bound="Owned")
+
 _living: weakref.WeakSet[Owned] = weakref.WeakSet()
-_parents: list[dict[str, Any]] = []
 
 
 class Owned:
     """All of its state is made by `__init__`, which takes nothing, or by `renew`."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__new__(cls)
-        _living.add(made)
-        return made
+    def __init__(self) -> None:
+        """Called last, by the `__init__` of each kind: others may look at it now."""
+        _living.add(self)
 
     def renew(self) -> None:
         """Called in a forked child."""
-        _parents.append(vars(self).copy())
+        _native.keep_for_ever(vars(self).copy())
         vars(self).clear()
         type(self).__init__(self)
+
+
+def living(kind: type[T]) -> list[T]:
+    """What there is of a kind in this process."""
+    return [owner for owner in list(_living) if type(owner) is kind]
 
 
 def renew_all() -> None:

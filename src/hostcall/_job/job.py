@@ -69,6 +69,7 @@ class Job(Owned):
             self._mailbox.start()
             self._mailbox.post(f"{_HERE}{_jax.job_rank()}")
             sys.excepthook = functools.partial(self._note, sys.excepthook)
+        super().__init__()
 
     def _tell(self, text: str) -> None:
         if self.watched:

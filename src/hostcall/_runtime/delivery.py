@@ -42,6 +42,7 @@ class _State(Owned):
         self.lock = threading.Lock()
         self.thread: threading.Thread | None = None
         self.reports: list[BaseException] = []
+        super().__init__()
 
 
 state = _State()

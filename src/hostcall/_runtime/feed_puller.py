@@ -24,28 +24,32 @@ import copy
 import itertools
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
-from hostcall import _jax
+from hostcall import _jax, _native
 from hostcall._core import failures
 from hostcall._core.counted import counted
 from hostcall._core.daemon import daemon, start
 from hostcall._core.errors import FeedEndError, FeedError
+from hostcall._core.process import Owned
 from hostcall._core.wait import SLICE
 from hostcall._native import FeedEnding
 from hostcall._runtime import workers
 from hostcall._runtime.feed_source import Opened, Source
 
 _NOTHING = object()
-living: weakref.WeakSet[Puller] = weakref.WeakSet()
+FORKED = (
+    "belongs to the process from which this one was forked, and its thread does not"
+    " exist here. Start workers with multiprocessing's 'spawn' or 'forkserver' method,"
+    " and make the feed in the worker"
+)
 
 
-class Puller:
+class Puller(Owned):
     """A feed's thread, and what it shares with others.
 
     Attributes:
@@ -74,7 +78,15 @@ class Puller:
         self._traced = _jax.traced_here()  # the source runs under these settings
         self._thread = daemon(f"hostcall-feed {name}", self._run)
         start(self._thread, f"the feed `{name}`")
-        living.add(self)
+        super().__init__()
+
+    def renew(self) -> None:
+        self.closed = FORKED
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        # Never destroyed: a condition variable's destructor waits for its waiters, and
+        # the threads of these do not exist here.
+        if self.ring is not None:
+            _native.keep_for_ever(self.ring)
 
     # --- For other threads
 

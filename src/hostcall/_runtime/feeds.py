@@ -5,31 +5,25 @@ The threads are in feed_puller.py, which says who holds whom.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 import traceback
 from typing import Any
 
-from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import FeedError
 from hostcall._core.host_code import HostCode
+from hostcall._core.process import living
 from hostcall._core.wait import SLICE
 from hostcall._native import FeedFound
 from hostcall._runtime import workers
-from hostcall._runtime.feed_puller import Puller, living
+from hostcall._runtime.feed_puller import FORKED, Puller
 
 # The reasons why a feed gives nothing any more. Each completes "the feed `x` ...".
 CLOSED = "was closed. Make another hc.feed, or close it later"
 INTERRUPTED = "was closed by Ctrl-C. Make another hc.feed"
 ENDING = "was closed, since the process is ending"
-FORKED = (
-    "belongs to the process from which this one was forked, and its thread does not"
-    " exist here. Start workers with multiprocessing's 'spawn' or 'forkserver' method,"
-    " and make the feed in the worker"
-)
 
 # Seconds that close() and the end of the process wait for a source that blocks.
 PATIENCE = 1.0
@@ -111,7 +105,7 @@ class Stream(HostCode):
 
 def pullers() -> list[Puller]:
     """The feeds of this process that can be looked at."""
-    return [p for p in list(living) if p.ring is not None and p.closed != FORKED]
+    return [p for p in living(Puller) if p.ring is not None and p.closed != FORKED]
 
 
 def process_ends() -> None:
@@ -122,22 +116,9 @@ def process_ends() -> None:
 
 def end_all() -> None:
     """Ends the threads of all feeds. No program can take items any more."""
-    mine = [p for p in list(living) if p.closed != FORKED]
+    mine = [p for p in living(Puller) if p.closed != FORKED]
     for puller in mine:
         puller.close(ENDING)
     until = time.monotonic() + PATIENCE
     for puller in mine:
         puller.close(ENDING, max(0.01, until - time.monotonic()))
-
-
-def _after_fork() -> None:
-    for puller in list(living):
-        puller.closed = FORKED
-        puller._lock = threading.Lock()  # a thread of the parent may have held it
-        # Never destroyed: a condition variable's destructor waits for its waiters, and
-        # the threads of these do not exist here.
-        if puller.ring is not None:
-            _native.keep_for_ever(puller.ring)
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -47,6 +47,7 @@ class _State(Owned):
         self.own: asyncio.AbstractEventLoop | None = None
         self.thread: threading.Thread | None = None
         self.stopping = threading.Event()  # set while `stop` waits
+        super().__init__()
 
 
 _state = _State()

@@ -61,6 +61,7 @@ class _State(Owned):
         self.tallies: dict[tuple[str, Any], _Tally] = {}
         self.failures: list[BaseException] = []
         self.forgotten = 0
+        super().__init__()
 
 
 _state = _State()

@@ -64,6 +64,7 @@ class _State(Owned):
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self.calls_too = threading.Event()  # the end waits for calls, not only for taps
+        super().__init__()
 
 
 _state = _State()

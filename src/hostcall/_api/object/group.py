@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-import os
 import pickle
 import threading
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from hostcall import _native
 from hostcall._core.errors import HostcallError
+from hostcall._core.process import Owned, living
 from hostcall._runtime import lifecycle, loop
 from hostcall._runtime.tasks import settled
 
@@ -47,7 +47,7 @@ class Member:
         self.gone = False  # left its group: a thread that got the lock looks again
 
 
-class Group:
+class Group(Owned):
     """The objects of one `hc.Object`, by place. All places belong to one batch.
 
     `lock` guards `members` and `ended`. A thread that holds a member's lock may take
@@ -75,7 +75,13 @@ class Group:
         self.waiting: dict[Place, bytes] = {}
         self.put_state: Callable[[Any, Any], Any] | None = None
         self.ended = ""  # or the reason that `check_open` gives
-        _living.add(self)
+        super().__init__()
+
+    def renew(self) -> None:
+        self.lock = threading.Lock()
+        if self.members:  # the child never finalizes the parent's objects
+            _native.keep_for_ever(self.members)
+            self.members, self.ended = {}, FORKED
 
     def check_open(self, who: str) -> None:
         if self.ended:
@@ -225,27 +231,12 @@ class Group:
         contextvars.Context().run(thread.start)  # see _core/daemon.py
 
 
-_living: weakref.WeakSet[Group] = weakref.WeakSet()
-_parents: list[Any] = []  # in a forked child, the objects of the parent
-
-
 def _at_exit() -> None:
-    for group in list(_living):
+    for group in living(Group):
         group.finish()
 
 
-def _after_fork() -> None:
-    """Keeps the parent's objects alive, so that the child never finalizes them."""
-    for group in list(_living):
-        group.lock = threading.Lock()
-        if group.members:
-            _parents.append(group.members)
-            group.members = {}
-            group.ended = FORKED
-
-
 lifecycle.after_the_last_call(_at_exit)
-os.register_at_fork(after_in_child=_after_fork)
 
 
 # --- What can go wrong when a program calls -------------------------------------------

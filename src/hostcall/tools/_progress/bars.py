@@ -18,7 +18,6 @@ it knows better, and opens it again where that was a mistake.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections import OrderedDict
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from typing import Any
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
+from hostcall._core.process import Owned
 from hostcall.tools._progress import bar as one
 from hostcall.tools._progress.bar import EAGER, Bar, Delivery
 
@@ -65,11 +65,11 @@ class Loop(HostCode):
 
     def __call__(self, step: Any, total: Any, metrics: dict[str, Any]) -> None:
         if one.clock() >= _bars.quiet.get(id(self), 0.0):
-            with _lock:
+            with _bars.lock:
                 _bars.move(self, step, self.total if total is None else total, metrics)
 
 
-class Bars:
+class Bars(Owned):
     """The bars on the screen, and the places of those that have closed.
 
     Attributes:
@@ -81,10 +81,24 @@ class Bars:
     """
 
     def __init__(self) -> None:
+        # Protects the rest and what it draws. Reentrant, since a signal handler may
+        # wait at a barrier while its thread closes bars.
+        self.lock = threading.RLock()
         self.open: list[Bar] = []
         self.closed: OrderedDict[tuple[Any, int], int] = OrderedDict()
         self.together: set[Any] = set()
         self.quiet: dict[int, float] = {}
+        super().__init__()
+
+    def renew(self) -> None:
+        """In a forked child, forgets the parent's bars: it runs no programs.
+
+        tqdm closes a bar that is garbage. In the child that would write into the
+        parent's terminal, or wait for tqdm's lock, which nobody there holds.
+        """
+        for drawn in (drawn for bar in self.open for drawn in bar.drawn):
+            drawn.bar.disable = True
+        super().renew()
 
     def move(self, loop: Loop, step: Any, total: Any, metrics: Any) -> None:
         """Shows a step that was delivered just now."""
@@ -196,32 +210,12 @@ class Bars:
 
 
 _bars = Bars()
-# Protects `_bars` and what they draw. Reentrant, since a signal handler may wait at a
-# barrier while its thread closes bars.
-_lock = threading.RLock()
-
-
-# --- Barriers and forks -----------------------------------------------------------
 
 
 def close_all(ending: bool = True) -> None:
-    """Closes all bars; if not `ending`, those that are over."""
-    with _lock:
+    """Closes all bars at a barrier; if not `ending`, those that are over."""
+    with _bars.lock:
         _bars.close_over(ending)
 
 
-def _after_fork() -> None:
-    """Forgets the parent's bars. The child has none, since it runs no programs.
-
-    tqdm closes a bar that is garbage. In the child that would write into the parent's
-    terminal, or wait for tqdm's lock, which nobody there holds.
-    """
-    global _lock
-    _lock = threading.RLock()  # the worker may have held the parent's
-    for drawn in (drawn for bar in _bars.open for drawn in bar.drawn):
-        drawn.bar.disable = True
-    _bars.open.clear()
-
-
 hc.monitor.at_barrier(close_all)
-os.register_at_fork(after_in_child=_after_fork)
