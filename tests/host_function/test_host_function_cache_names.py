@@ -104,7 +104,7 @@ def test_a_result_that_is_too_large_leaves_the_others():
         return x
 
     f = hc.host(same, result=hc.results.like(0), cache="memory")
-    before = caching.memory_bytes()
+    before = caching.kept.bytes
     try:
         hc.configure(cache_bytes=before + 3000)
         for x in (X, np.zeros(10_000 + before, np.float32), X):

@@ -93,7 +93,7 @@ def configure(
         config.settings.pinned_bytes = pinned_bytes
     if cache_bytes is not None:
         config.settings.cache_bytes = cache_bytes
-        caching.fit()
+        caching.kept.fit()
     if residuals is not None:
         config.settings.residuals = residuals
     if loop is not None:

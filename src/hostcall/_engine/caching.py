@@ -34,6 +34,7 @@ from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import SpecError
 from hostcall._core.fingerprint import fingerprint
+from hostcall._core.process import Owned
 from hostcall._core.spec import Static, Template
 from hostcall._core.wait import wait
 from hostcall._engine.counters import tally_of
@@ -398,75 +399,83 @@ def _store_of(given: Any, name: str) -> Any:
 
 # --- In memory -----------------------------------------------------------------------
 
-_owners = itertools.count()
-_kept: OrderedDict[tuple[int, bytes], Values] = OrderedDict()  # least recent first
-_bytes = 0
-_lock = threading.Lock()  # protects the two above
 
+class _Kept(Owned):
+    """The entries of all functions of this process, which share a limit.
 
-_gone: list[int] = []  # owners whose entries the next `fit` drops
-
-
-class _Memory:
-    """The entries of one function among those of the process, which share a limit."""
+    Attributes:
+        bytes: how many they hold.
+        gone: functions whose entries the next `fit` drops.
+    """
 
     def __init__(self) -> None:
-        self._owner = next(_owners)
+        self._lock = threading.Lock()
+        self._values: OrderedDict[tuple[int, bytes], Values] = OrderedDict()
+        self.bytes = 0
+        self.gone: list[int] = []
+        super().__init__()
 
-    def get(self, key: bytes) -> Values | None:
-        with _lock:
-            value = _kept.get((self._owner, key))
+    def get(self, key: tuple[int, bytes]) -> Values | None:
+        with self._lock:
+            value = self._values.get(key)
             if value is not None:
-                _kept.move_to_end((self._owner, key))
+                self._values.move_to_end(key)  # the least recently used come first
             return value
 
-    def put(self, key: bytes, value: Values) -> None:
-        global _bytes
+    def put(self, key: tuple[int, bytes], value: Values) -> None:
         if _size(value) > config.settings.cache_bytes:
             return  # else it would drop all others, and then itself
-        with _lock:
-            _drop((self._owner, key))
-            _kept[self._owner, key] = value
-            _bytes += _size(value)
-        fit()
+        with self._lock:
+            self._drop(key)
+            self._values[key] = value
+            self.bytes += _size(value)
+        self.fit()
 
-    def clear(self) -> None:
-        with _lock:
-            for key in [key for key in _kept if key[0] == self._owner]:
-                _drop(key)
+    def fit(self) -> None:
+        """Drops entries, the least recently used first, until the limit holds."""
+        with self._lock:
+            gone = set(self.gone)
+            del self.gone[: len(gone)]
+            for key in [key for key in self._values if key[0] in gone] if gone else ():
+                self._drop(key)
+            while self._values and self.bytes > config.settings.cache_bytes:
+                self._drop(next(iter(self._values)))
 
-    def __del__(self, gone: list[int] = _gone) -> None:
-        # With the last reference to the function, nobody can ask for its values. The
-        # lock could be held by this very thread, if the garbage collector runs in it.
-        # `gone` is an argument, since a module's names are None when Python ends.
-        gone.append(self._owner)
-
-
-def fit() -> None:
-    """Drops entries, the least recently used first, until the limit holds."""
-    with _lock:
-        gone = set(_gone)
-        del _gone[: len(gone)]
-        for key in [key for key in _kept if key[0] in gone] if gone else ():
-            _drop(key)
-        while _kept and _bytes > config.settings.cache_bytes:
-            _drop(next(iter(_kept)))
-
-
-def _drop(key: tuple[int, bytes]) -> None:
-    global _bytes
-    value = _kept.pop(key, None)
-    if value is not None:
-        _bytes -= _size(value)
+    def _drop(self, key: tuple[int, bytes]) -> None:
+        value = self._values.pop(key, None)
+        if value is not None:
+            self.bytes -= _size(value)
 
 
 def _size(value: Values) -> int:
     return sum(map(len, value)) + _OVERHEAD
 
 
-def memory_bytes() -> int:
-    """How many bytes the entries of all functions hold."""
-    return _bytes
+kept = _Kept()
+_owners = itertools.count()
+
+
+class _Memory:
+    """The entries of one function."""
+
+    def __init__(self) -> None:
+        self._owner = next(_owners)
+
+    def get(self, key: bytes) -> Values | None:
+        return kept.get((self._owner, key))
+
+    def put(self, key: bytes, value: Values) -> None:
+        kept.put((self._owner, key), value)
+
+    def clear(self) -> None:
+        kept.gone.append(self._owner)
+        kept.fit()
+
+    def __del__(self, kept: _Kept = kept) -> None:
+        # With the last reference to the function, nobody can ask for its values. The
+        # lock could be held by this very thread, if the garbage collector runs in it.
+        # `kept` is an argument, since a module's names are None when Python ends.
+        kept.gone.append(self._owner)
 
 
 # --- On disk -------------------------------------------------------------------------
