@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from hostcall._api.options import check_count, one_of, wrong
 from hostcall._core import mistakes
 from hostcall._core.arguments import (
     check_function,
@@ -20,6 +19,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
+from hostcall._engine.options import check_count, one_of, wrong
 from hostcall._engine.params.equation import Arrays, Callback
 from hostcall._engine.params.tap import (
     WHEN_FULL,

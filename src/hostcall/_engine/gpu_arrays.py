@@ -92,7 +92,5 @@ def _store(place: Any, leaf: Any, path: str) -> None:
 
 
 def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides = [itemsize]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * size)
-    return tuple(strides[::-1]) if shape else ()
+    """The strides of a row-major array."""
+    return tuple(itemsize * math.prod(shape[i:]) for i in range(1, len(shape) + 1))

@@ -50,7 +50,7 @@ def _lower_link(ctx: Any, number: Any, *, order: Order, name: str) -> list[Any]:
         _jax.program_of(ctx),
         targets.LINK_TARGET,
         [number],
-        {},
+        attributes={},
         order=order,
         has_side_effect=True,
     )
@@ -81,10 +81,10 @@ class Partitioned(abc.ABC):
     ) -> None:
         self.params = info.params
         self.client = program.client
+        self._platforms = program.platforms
         self.by_ordinal = program.by_ordinal
         self.across = program.across
         self.of_program = _jax.all_devices(program)
-        self._inside = planning.calls_inside(program, info.params)
         info.plan_of_block = self.plan_of_block  # type: ignore[attr-defined]
         self._avals = _jax.physical_avals(program.ctx.avals_in)
         self.attributes = slots.put(
@@ -109,8 +109,9 @@ class Partitioned(abc.ABC):
         avals: Sequence[Any],
         tap: _native.TapSettings | None = None,
     ) -> _native.Plan:
-        entry = Entrance(inside=self._inside, tap=tap)
-        return planning.make_plan(self.client, info, avals, entry)
+        return planning.make_plan(
+            self.client, self._platforms, info, avals, Entrance(tap=tap)
+        )
 
 
 def emit_block(
@@ -126,7 +127,7 @@ def emit_block(
         _jax.program_of(ctx),
         target,
         operands,
-        {**equation.attributes, "block": block},
+        attributes={**equation.attributes, "block": block},
         order="pure",
         has_side_effect=True,
     )

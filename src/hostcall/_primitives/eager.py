@@ -50,6 +50,15 @@ def run_now(
     return [jax.device_put(result, place) for result in results]
 
 
+def run_and_keep(*operands: Any, params: CallParams) -> list[Any]:
+    """`run_now`; an exception is also kept for `hc.errors.last_error()`."""
+    try:
+        return run_now(operands, params)
+    except BaseException as error:
+        failures.keep(error, handed_over=True)
+        raise
+
+
 def row_major(operand: Any) -> np.ndarray:
     array = (
         _jax.to_numpy(operand)

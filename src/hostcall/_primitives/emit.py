@@ -22,46 +22,46 @@ def emit(
     program: _jax.Program,
     target: str,
     operands: Sequence[Any],
-    attributes: dict[str, Any],
     *,
     order: Order,
-    has_side_effect: bool,
-    aliases: dict[int, int] | None = None,
     ordered: Any = ORDERED,
-    source: Source | Everyone | None = None,
-    avals_in: Sequence[Any] | None = None,
-    in_region: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    **how: Any,
 ) -> list[Any]:
     """Emits the custom call with the tokens that its order needs; returns the results.
 
-    `ordered` is the effect whose token an ordered call takes and returns. `source` is
-    the device whose results all devices take, or says that they fail together.
-    `avals_in` are the avals of `operands`, if they are not the equation's. `in_region`
-    makes each device's operands from the
-    whole ones, in a program that the compiler partitions.
+    `ordered` is the effect whose token an ordered call takes and returns. `how` are the
+    other parameters of `emit_with_token`.
     """
-    ctx, token, store = program.ctx, None, None
+
+    def one(token: Any | None) -> tuple[list[Any], Any | None]:
+        return emit_with_token(
+            program,
+            target,
+            operands,
+            token=token,
+            returns_token=order != "pure",
+            **how,
+        )
+
+    return _in_order(program.ctx, order, ordered, one)
+
+
+def _in_order(
+    ctx: Any,
+    order: Order,
+    ordered: Any,
+    one: Callable[[Any | None], tuple[list[Any], Any | None]],
+) -> list[Any]:
+    """The results of `one`, which gets the token of this order and returns another."""
     if order == "ordered":
-        token = _jax.ordered_token(ctx, ordered)
+        results, token = one(_jax.ordered_token(ctx, ordered))
+        _jax.set_ordered_token(ctx, ordered, token)
     elif order == "unordered":
-        token, store = _jax.chain(ctx)
-    results, token_out = emit_with_token(
-        program,
-        target,
-        operands,
-        token=token,
-        returns_token=order != "pure",
-        has_side_effect=has_side_effect,
-        attributes=attributes,
-        aliases=aliases,
-        source=source,
-        avals_in=avals_in,
-        prepare=in_region,
-    )
-    if order == "ordered":
-        _jax.set_ordered_token(ctx, ordered, token_out)
-    elif store is not None:
-        store(token_out)
+        before, store = _jax.chain(ctx)
+        results, token = one(before)
+        store(token)
+    else:
+        results, _ = one(None)
     return results
 
 
@@ -72,7 +72,7 @@ def emit_with_token(
     *,
     token: Any | None,
     returns_token: bool,
-    source: Source | Everyone | None,
+    source: Source | Everyone | None = None,
     avals_in: Sequence[Any] | None = None,
     prepare: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     **how: Any,
@@ -81,7 +81,10 @@ def emit_with_token(
 
     In a program that the compiler partitions over several devices, every device makes
     the call on whole values; inside shard_map or pmap, every device makes it on its own
-    block. `how` are the other parameters of `_jax.custom_call`.
+    block. `source` is the device whose results all devices take, or says that they fail
+    together. `avals_in` are the avals of `operands`, if they are not the equation's.
+    `prepare` makes each device's operands from the whole ones, in a program that the
+    compiler partitions. `how` are the other parameters of `_jax.custom_call`.
     """
     if avals_in is not None:
         # The copy of the context is only read: tokens are set on the original.
@@ -165,7 +168,7 @@ def _linked(
     (zero,) = _jax.lower_traced(program.ctx, lambda: [np.int32(0)], (), ())
     token, number = link(token, zero)
     how = dict(how)
-    if how["aliases"]:
+    if how.get("aliases"):
         how["aliases"] = {i + 1: o + 1 for i, o in how["aliases"].items()}
     (number, *results), _ = _jax.custom_call(
         program,
@@ -227,34 +230,21 @@ def emit_through_jax(
     operands: Sequence[Any],
     *,
     order: Order,
-    has_side_effect: bool,
-    sharding: Any,
     ordered: Any = ORDERED,
-    partitioned: bool = False,
+    **how: Any,
 ) -> list[Any]:
     """Emits JAX's own callback of `run`, in its order; returns the results.
 
     On a TPU an effect has a token, ordered or not: without one, a callback without
     results is a send that nothing answers, so the program may end, and a barrier
-    return, before the host has the values.
+    return, before the host has the values. `how` are the other parameters of
+    `_jax.emit_jax_callback`.
     """
-    token, store = None, None
-    if order == "ordered":
-        token = _jax.ordered_token(ctx, ordered)
-    elif order == "unordered":
-        token, store = _jax.chain(ctx)
-    results, token = _jax.emit_jax_callback(
-        ctx,
-        run,
-        operands,
-        token=token,
-        returns_token=order != "pure",
-        has_side_effect=has_side_effect,
-        sharding=sharding,
-        partitioned=partitioned,
-    )
-    if order == "ordered":
-        _jax.set_ordered_token(ctx, ordered, token)
-    elif store is not None:
-        store(token)
-    return results
+
+    def one(token: Any | None) -> tuple[list[Any], Any | None]:
+        returns_token = order != "pure"
+        return _jax.emit_jax_callback(
+            ctx, run, operands, token=token, returns_token=returns_token, **how
+        )
+
+    return _in_order(ctx, order, ordered, one)

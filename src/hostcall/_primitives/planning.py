@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from hostcall import _jax, _native
+from hostcall import _native
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.plans import Entrance
@@ -16,29 +16,32 @@ from hostcall._runtime import host_device
 
 
 def make_plan(
-    client: Any | None, info: CallInfo, avals: Sequence[Any], entry: Entrance
+    client: Any | None,
+    platforms: tuple[str, ...],
+    info: CallInfo,
+    avals: Sequence[Any],
+    entry: Entrance,
 ) -> _native.Plan:
     """Makes the plan of a call or tap in a program.
 
     Args:
         client: the client that runs the program.
+        platforms: those for which the program was lowered.
         info: the call or tap.
         avals: the avals of its operands; for a typed key, the aval of its uint32 block.
         entry: how the engine is entered, without what the client says.
     """
-    device = _host_device(client, info.params)
-    inside = entry.inside if entry.tap is None else _native.Inside.NEVER
+    params = info.params
+    inside = _native.Inside.NEVER
+    if entry.tap is None:
+        inside = _calls_inside(platforms, params)
+    device = _host_device(client, params)
     entry = replace(entry, device=device, packed=True, inside=inside)
-    return plans.make_plan(info.params, avals, info, entry)
+    return plans.make_plan(params, avals, info, entry)
 
 
-def calls_inside(program: _jax.Program, params: Any) -> _native.Inside:
+def _calls_inside(platforms: tuple[str, ...], params: Any) -> _native.Inside:
     """Which calls of an equation run inside one of XLA's host callbacks."""
-    return inside_of(program.platforms, params)
-
-
-def inside_of(platforms: tuple[str, ...], params: Any) -> _native.Inside:
-    """The same, of a program for these platforms."""
     if platforms != ("cpu",) or not targets.has_host_callbacks():
         return _native.Inside.NEVER
     if not params.runs_where_dispatched:

@@ -36,10 +36,9 @@ from hostcall._core.errors import HostcallError, LoadError
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._engine import checked, targets
 from hostcall._engine import portable as equations
-from hostcall._engine.info import CallInfo
+from hostcall._engine.info import CallInfo, TapInfo
 from hostcall._engine.plans import Entrance, Team
 from hostcall._primitives import planning
-from hostcall._primitives.tap.description import describe
 from hostcall._runtime import context, delivery, host_device
 
 # Counted up when older versions of hostcall could not read the texts.
@@ -226,13 +225,12 @@ def _make(
         delivery.start()
         only = portable.read_plain(told["only"])
         tap = params.settings(only, host_device.is_host(client))
-        info = describe(params, by_ordinal, mesh, operands)
+        info = TapInfo.of_whole(params, by_ordinal, mesh, operands)
     else:
         info = CallInfo(params, by_ordinal, mesh)
     info.of_program = None if team is None else ()
-    inside = planning.inside_of((platform,), params)
-    entry = Entrance(inside=inside, tap=tap, team=team, text=text)
-    return planning.make_plan(client, info, operands, entry)
+    entry = Entrance(tap=tap, team=team, text=text)
+    return planning.make_plan(client, (platform,), info, operands, entry)
 
 
 def _client(platform: str) -> Any:

@@ -172,26 +172,12 @@ class BufferInfo(CallInfo):
     def device_at(self, ordinal: int) -> Any:
         return self.devices.get(ordinal)
 
-    def _name_of(self, number: int, is_result: bool) -> str:
-        if is_result:
-            path = str(self.callback.results.paths()[number])
-            return path.replace("result", "out", 1)
-        return str(self.callback.template.paths()[number])
-
-    def on_escape(
-        self, _: Any, held: list[tuple[int, bool]] | None, error: BaseException | None
-    ) -> None:
-        if held is None:
-            super().on_escape(_, None, error)
-            return
-        names = ", ".join(self._name_of(*each) for each in held)
-        ended = "returned" if error is None else f"raised {type(error).__name__}"
-        raise errors.EscapeError(
-            f"hostcall: `{self.name}` kept a view of {names} after it {ended} (a NumPy"
-            " array, memoryview, DLPack capsule or tensor made from the Buffer, also by"
-            " another thread, or by autograd for a backward pass). The memory is XLA's,"
-            " which reuses it now: keep a copy (numpy.array(buffer))"
-        ) from error
+    def _how_kept(self) -> str:
+        return (
+            "(a NumPy array, memoryview, DLPack capsule or tensor made from the Buffer,"
+            " also by another thread, or by autograd for a backward pass). The memory"
+            " is XLA's, which reuses it now: keep a copy (numpy.array(buffer))"
+        )
 
     def on_changed(self, number: int) -> None:
         raise errors.ResultError(

@@ -109,6 +109,10 @@ class Equation(abc.ABC):
         masked: whether the first operand is the mask `where`.
         grid: the sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of these axes.
+        avals: the avals of one row's results.
+        vmap_method: as given to `hc.call`.
+        sharding: a sharding on the device that makes the call; None for the first.
+        keep: of hc.watch: how many executions are kept.
     """
 
     callback: Callback
@@ -116,24 +120,19 @@ class Equation(abc.ABC):
     masked: bool
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
+    avals: tuple[Any, ...] = ()
+    vmap_method: Any = None
+    sharding: Any = None
+    keep: int | None = None
 
     # --- What a kind may answer in another way. Some have a field for it. -------------
 
     is_tap = False
 
     @property
-    def avals(self) -> tuple[Any, ...]:
-        """The avals of one row's results."""
-        return ()
-
-    @property
     def out_avals(self) -> list[Any]:
-        """Those of the equation's results."""
+        """The avals of the equation's results."""
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
-
-    @property
-    def vmap_method(self) -> Any:
-        return "sequential"
 
     @property
     def levels(self) -> int:
@@ -141,19 +140,9 @@ class Equation(abc.ABC):
         return 0
 
     @property
-    def keep(self) -> int | None:
-        """Of hc.watch: how many executions are kept."""
-        return None
-
-    @property
     def literals(self) -> bool:
         """Whether the function may return Python numbers for 32-bit arrays."""
         return True
-
-    @property
-    def sharding(self) -> Any:
-        """A sharding on the device that makes the call; None for the first device."""
-        return None
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -105,6 +105,13 @@ class TapParams(Equation):
             batch=self.batch or 0,
         )
 
+    def arguments(self, operands: Any) -> Any:
+        """The operands without the mask, which is first, and the flag, which is last.
+
+        `operands` may be anything that is said of each operand.
+        """
+        return operands[int(self.masked) : len(operands) - self.always]
+
     def read(self, operands: Sequence[Any]) -> Sequence[Any]:
         # The engine reads the flag `always`, and never queues it.
         return operands[:-1] if self.always else operands

@@ -62,7 +62,7 @@ def lower(
             program,
             target,
             operands,
-            attributes,
+            attributes=attributes,
             aliases=aliases,
             order=params.order,
             ordered=ordered,

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from hostcall._core.coroutines import is_coroutine_function
-from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.gpu_arrays import OnDevice
+from hostcall._engine.options import conflict
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.equation import Callback
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
@@ -52,8 +52,7 @@ def make(
         _check_on_device(callback, vmap_method, masked, sharding)
         # Imported here, since most programs call no function on a GPU's memory.
         from hostcall._engine.params.buffer import BufferParams
-        from hostcall._primitives.buffer import lowering as _  # noqa: F401  (registers)
-        from hostcall._primitives.buffer.primitive import bind as bind_buffers
+        from hostcall._primitives.buffer import bind as bind_buffers
 
         fn = OnDevice(callback.function, callback.results, callback.name)
         on_device = BufferParams(
@@ -117,8 +116,7 @@ def _check_on_device(
     }
     for option, given in others.items():
         if given:
-            raise SpecError(
-                f"hostcall: `{callback.name}` has arrays='cuda' and {option}, which is"
-                " for arrays on the host",
-                code="hc-conflict",
+            raise conflict(
+                f"`{callback.name}`",
+                f"arrays='cuda' and {option}, which is for arrays on the host",
             )

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hostcall import _jax
-from hostcall._core import errors, failures
+from hostcall._core import errors
 from hostcall._core.host_code import own
 from hostcall._core.order import effects_of
 from hostcall._engine.params.call import CallParams
-from hostcall._primitives.eager import run_now
-
-call_p = _jax.Primitive("host_call")
-call_p.multiple_results = True
-_jax.hold_weakly_in_caches(CallParams)
+from hostcall._primitives.eager import run_and_keep
 
 
-def bind(*operands: Any, params: CallParams) -> list[Any]:
-    return call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+def define(
+    name: str,
+    params_type: type[CallParams],
+    impl: Callable[..., list[Any]],
+    would_run_twice: Callable[[dict[str, Any]], Exception],
+) -> Any:
+    """A primitive of calls, with the rules that all kinds of calls share.
 
-
-# --- impl --------------------------------------------------------------------------
-
-
-def _impl(*operands: Any, params: CallParams) -> list[Any]:
-    try:
-        results = run_now(operands, params)
-    except BaseException as error:
-        failures.keep(error, handed_over=True)
-        raise
-    _jax.refuse_special(results, params.callback.described)
-    return results
-
-
-call_p.def_impl(_impl)
-
-
-# --- abstract eval -----------------------------------------------------------------
+    `would_run_twice` is the error of a while loop that would run the call once more for
+    a derivative.
+    """
+    primitive = _jax.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(impl)
+    _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
+    _jax.run_once_in_while_loops(primitive, would_run_twice)
+    _jax.hold_weakly_in_caches(params_type)
+    return primitive
 
 
 def _abstract_eval(*operands: Any, params: CallParams) -> tuple[list[Any], set[Any]]:
@@ -45,11 +39,13 @@ def _abstract_eval(*operands: Any, params: CallParams) -> tuple[list[Any], set[A
     return avals, effects_of(params.order)
 
 
-_jax.def_effectful_abstract_eval(call_p, _abstract_eval)
+def _impl(*operands: Any, params: CallParams) -> list[Any]:
+    results = run_and_keep(*operands, params=params)
+    _jax.refuse_special(results, params.callback.described)
+    return results
 
 
 def would_run_twice(params: dict[str, Any]) -> errors.DerivativeError:
-    """The error of a while loop that would run the call once more for a derivative."""
     callback = params["params"].callback
     return errors.DerivativeError(
         f"hostcall: jax.linearize or jax.grad of a while_loop that calls"
@@ -62,7 +58,11 @@ def would_run_twice(params: dict[str, Any]) -> errors.DerivativeError:
     )
 
 
-_jax.run_once_in_while_loops(call_p, would_run_twice)
+call_p = define("host_call", CallParams, _impl, would_run_twice)
+
+
+def bind(*operands: Any, params: CallParams) -> list[Any]:
+    return call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
 
 
 # --- JVP, transpose ----------------------------------------------------------------

@@ -20,8 +20,7 @@ from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.blocks import Partitioned, emit_block, lower_blocks
 from hostcall._primitives.emit import NUMBER
 from hostcall._primitives.tap import parts
-from hostcall._primitives.tap.description import arguments
-from hostcall._primitives.tap.indices import block_index
+from hostcall._primitives.tap.parts import block_index
 from hostcall._runtime import delivery, host_device
 
 # --- The tap of one device ------------------------------------------------------------
@@ -152,5 +151,5 @@ def _places(
             tuple((part.start, part.stop) for part in block_index(of[device], shape))
             for of, shape in zip(maps, shapes, strict=True)
         ]
-        found.append((device.id, tuple(arguments(indices, equation.params))))
+        found.append((device.id, tuple(equation.params.arguments(indices))))
     return tuple(found)

@@ -14,7 +14,6 @@ import jax
 from hostcall import _jax
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.tap import primitive
-from hostcall._primitives.tap.description import arguments
 from hostcall._primitives.tap.primitive import batched
 
 tangent_tap_p = _jax.Primitive("host_tangent_tap")
@@ -22,7 +21,7 @@ cotangent_tap_p = _jax.Primitive("host_cotangent_tap")
 
 
 def _identity(*operands: Any, params: TapParams) -> list[Any]:
-    return list(arguments(operands, params))
+    return list(params.arguments(operands))
 
 
 def _batcher(identity: Any) -> Any:
@@ -35,7 +34,7 @@ def _batcher(identity: Any) -> Any:
 
 def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     del ctx
-    return list(arguments(operands, params))
+    return list(params.arguments(operands))
 
 
 def _mask(operands: Any, params: TapParams) -> Any:
@@ -56,11 +55,11 @@ for _p in (tangent_tap_p, cotangent_tap_p):
 def _tangent_jvp(
     primals: Any, tangents: Any, *, params: TapParams
 ) -> tuple[list[Any], list[Any]]:
-    dots = list(arguments(tangents, params))
+    dots = list(params.arguments(tangents))
     if any(type(dot) is not _jax.Zero for dot in dots):
         mask = _mask(primals, params)
         primitive.bind(*mask, *map(_jax.instantiate_zeros, dots), params=params)
-    return list(arguments(primals, params)), dots
+    return list(params.arguments(primals)), dots
 
 
 _jax.jvps[tangent_tap_p] = _tangent_jvp
@@ -75,7 +74,7 @@ def _cotangent_jvp(
     """Leaves the primal alone, and binds the primitive on the tangent: transposing
     that equation taps the cotangent.
     """
-    outs, dots = list(arguments(primals, params)), list(arguments(tangents, params))
+    outs, dots = list(params.arguments(primals)), list(params.arguments(tangents))
     if all(type(dot) is _jax.Zero for dot in dots):
         return outs, dots
     mask = _mask(primals, params)

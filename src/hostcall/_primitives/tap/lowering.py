@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
@@ -22,12 +23,10 @@ from hostcall._primitives.emit import (
     emit,
     emit_through_jax,
 )
-from hostcall._primitives.tap import blocks, chosen
-from hostcall._primitives.tap.description import arguments, describe
+from hostcall._primitives.tap import blocks
 from hostcall._primitives.tap.primitive import (
     bind,
     flag_of,
-    queued,
     tap_p,
 )
 from hostcall._runtime import delivery, host_device
@@ -45,10 +44,10 @@ def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
     targets.failures_over(program.across)
     delivery.start()
     _native.bury()  # frees the slots of programs that died since the last lowering
-    number, avals = chosen.chosen(program, params), list(ctx.avals_in)
+    number, avals = _chosen(program, params), list(ctx.avals_in)
     if number is not None:
-        operands, avals, params = chosen.with_mask(program, operands, avals, params)
-    info = describe(params, program.by_ordinal, program.mesh, avals)
+        operands, avals, params = _with_mask(program, operands, avals, params)
+    info = TapInfo.of_whole(params, program.by_ordinal, program.mesh, avals)
     nested = host_device.is_host(program.client)
     only = () if number is not None else _leader(program, params)
     tap = params.settings(only, nested)
@@ -59,14 +58,14 @@ def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
             program,
             targets.TAP_TARGET,
             operands,
-            attributes,
+            attributes=attributes,
             order=params.order,
             has_side_effect=True,
             aliases={first + i: i for i in range(len(ctx.avals_out))},
             avals_in=avals,
-            in_region=None
+            prepare=None
             if number is None
-            else lambda inner: chosen.only_on(program, number, inner, avals),
+            else lambda inner: _only_on(program, number, inner, avals),
         )
 
 
@@ -98,6 +97,60 @@ def _tapping(program: _jax.Program, params: TapParams) -> Any:
             code="hc-device",
         )
     return device
+
+
+# --- The one device that taps, in an exported program over several devices ------------
+#
+# A compiled program names this device by its ordinal. An exported program may run on
+# any devices, so it compares its own partition id instead, and the result is part of
+# the tap's mask. (So `hc.monitor.stats()` counts the other devices' executions as
+# masked.)
+
+_FLAG = _jax.ShapedArray((), np.dtype(np.bool_))
+
+
+def _chosen(program: _jax.Program, params: TapParams) -> int | None:
+    """The index of the device that taps; None if the engine knows it by its ordinal,
+    or if all devices tap.
+    """
+    if not program.is_exported or program.mesh is not None or program.size == 1:
+        return None
+    if params.device is not None:
+        slots.refuse_export(
+            params.callback,
+            f"it has on={params.device}, and the program may run on other devices."
+            " Leave out on=: the first device of the program then taps",
+        )
+    return params.leader or 0
+
+
+def _with_mask(
+    program: _jax.Program,
+    operands: Sequence[Any],
+    avals: Sequence[Any],
+    params: TapParams,
+) -> tuple[list[Any], list[Any], TapParams]:
+    """The operands, their avals and the parameters of the same tap with a mask."""
+    if params.masked:
+        return list(operands), list(avals), params
+    (true,) = _jax.lower_traced(program.ctx, lambda: [np.True_], (), ())
+    return [true, *operands], [_FLAG, *avals], once.with_mask(params)
+
+
+def _only_on(
+    program: _jax.Program, number: int, operands: Sequence[Any], avals: Sequence[Any]
+) -> list[Any]:
+    """The operands with a mask that is False on all devices but this one.
+
+    Runs inside a region that is manual over all devices.
+    """
+
+    def both(mask: Any, device: Any) -> list[Any]:
+        return [jnp.logical_and(mask, device == number)]
+
+    given = (avals[0], jax.ShapeDtypeStruct((), np.uint32))
+    values = (operands[0], _jax.partition_id())
+    return [*_jax.lower_traced(program.ctx, both, given, values), *operands[1:]]
 
 
 # --- Platforms that the engine does not serve -----------------------------------------
@@ -135,8 +188,8 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
         if not masked and own.lets(params, flag_of(hosts, params)):
-            plan.push(queued(hosts, params))
-        return list(arguments(hosts, params)) if params.through else []
+            plan.push(list(params.read(hosts)))
+        return list(params.arguments(hosts)) if params.through else []
 
     return emit_through_jax(
         ctx, run, operands, order=params.order, has_side_effect=True, sharding=place

@@ -19,9 +19,25 @@ from hostcall import _jax
 from hostcall._core.errors import SpecError
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.blocks import Regroup
-from hostcall._primitives.tap.indices import block_index
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis
+
+
+# --- Where a block lies in the whole array: a slice for each axis, with both ends -----
+
+
+def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in shape)
+
+
+def block_index(index: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The index with both ends of each slice, which JAX omits at the array's ends."""
+    return tuple(
+        slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)
+    )
+
+
+# --- The parts of processes -----------------------------------------------------------
 
 
 def grouping(params: TapParams) -> Regroup:

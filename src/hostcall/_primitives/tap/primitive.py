@@ -25,8 +25,7 @@ from hostcall._engine.plans import Entrance
 from hostcall._primitives.axes import in_front, size_of
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.tap import parts
-from hostcall._primitives.tap.description import arguments
-from hostcall._primitives.tap.indices import block_index, whole
+from hostcall._primitives.tap.parts import block_index, whole
 from hostcall._runtime import delivery, fork, host_device
 
 tap_p = _jax.Primitive("host_tap")
@@ -36,11 +35,6 @@ _jax.hold_weakly_in_caches(TapParams)
 
 def bind(*operands: Any, params: TapParams) -> list[Any]:
     return tap_p.bind(*operands, params=params)  # type: ignore[no-any-return]
-
-
-def queued(operands: Any, params: TapParams) -> Any:
-    """The operands that an event holds: all but the flag `always`."""
-    return operands[: len(operands) - params.always]
 
 
 def flag_of(operands: Any, params: TapParams) -> bool:
@@ -56,7 +50,7 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
     targets.start()
     fork.refuse(f"`{params.callback.name}` is tapped")
     delivery.start()
-    results = list(arguments(operands, params)) if params.through else []
+    results = list(params.arguments(operands)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
     if params.order == "ordered":
@@ -79,7 +73,7 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
                 tap=params.settings(in_program=False),
             ),
         )
-        plan.push(queued(arrays, params))
+        plan.push(list(params.read(arrays)))
     return results
 
 
@@ -115,7 +109,7 @@ def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]
         indices.append(index)
     here = [d for d in _devices(operands) if d.process_index == _jax.process_of(d)]
     home = min(here, key=lambda device: device.id) if here else home
-    return [(home, tuple(arguments(indices, params)), found)]
+    return [(home, tuple(params.arguments(indices)), found)]
 
 
 def _of_each_device(
@@ -130,7 +124,7 @@ def _of_each_device(
             blocks.append(here[0].data if here else x)
             index = here[0].index if here else whole(np.shape(x))
             indices.append(block_index(index, np.shape(x)))
-        place = tuple(arguments(indices, params))
+        place = tuple(params.arguments(indices))
         found.setdefault(str(place), (device, place, blocks))
     return list(found.values())
 
@@ -166,7 +160,7 @@ def _home(operands: Any) -> Any:
 
 
 def _abstract_eval(*operands: Any, params: TapParams) -> tuple[list[Any], set[Any]]:
-    avals = list(arguments(operands, params)) if params.through else []
+    avals = list(params.arguments(operands)) if params.through else []
     return avals, effects_of(params.order)
 
 
@@ -176,7 +170,7 @@ _jax.def_effectful_abstract_eval(tap_p, _abstract_eval)
 def _passed(operands: Sequence[Any], equation: dict[str, Any]) -> Sequence[Any]:
     """The operands that are the results of a tap."""
     params = equation["params"]
-    return arguments(operands, params) if params.through else ()
+    return params.arguments(operands) if params.through else ()
 
 
 _jax.run_once_in_while_loops(tap_p, passes=_passed)
@@ -195,9 +189,9 @@ def batched(
         operands.append(_of_any_row(flag, axis, operands, dims, params))
         dims.append(None)
         if all(dim is None for dim in dims):  # the rows differ in the flag only
-            return operands, params, tuple(arguments(dims, params))
+            return operands, params, tuple(params.arguments(dims))
     flags = [d is not None for d in dims]
-    axes = tuple(0 if flag else None for flag in arguments(flags, params))
+    axes = tuple(0 if flag else None for flag in params.arguments(flags))
     params = _with_axis(params, flags, size_of(operands, dims))
     return in_front(operands, dims), params, axes
 
@@ -244,7 +238,7 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     """A tap sees primals. The tangents of its results are those of its arguments."""
     outs = bind(*primals, params=params)
-    return outs, list(arguments(tangents, params))[: len(outs)]
+    return outs, list(params.arguments(tangents))[: len(outs)]
 
 
 def _transpose(cotangents: Any, *operands: Any, params: TapParams) -> list[Any]:
