@@ -90,7 +90,8 @@ def _fits(value: Any, hint: Any) -> bool:
             inner = (inner[0],) * len(value)
         return len(value) == len(inner) and all(map(_fits, value, inner))
     if hint is int:
-        return _is_int(value, -(2**63)) or isinstance(value, dict)
+        is_size = isinstance(value, dict) and bool(sizes_in(value))
+        return is_size or _is_int(value, -(2**63))
     if hint is float:
         return type(value) in (int, float) and math.isfinite(value)
     return type(value) is hint
@@ -146,10 +147,11 @@ def check_shapes(told: Any) -> None:
             raise Malformed(f"the shape {shape!r} of dtype {dtype!r}")
         if math.prod(max(n, 1) for n in shape) * read_dtype(dtype).itemsize > 2**60:
             raise Malformed(f"the shape {shape!r}, too large for an array")
-    _check_axes("batched", params["batched"], 1 if grid else 0, operands, len(grid))
-    levels = len(params["flags"]) if is_tap else params["levels"]
+    _check_flags("batched", params["batched"], len(operands) if grid else 0, len(grid))
+    levels = 0 if is_tap else params["levels"]
     if is_tap:
-        _check_levels(params["flags"], params["sizes"], operands)
+        levels = len(params["sizes"])
+        _check_flags("flags", params["flags"], levels, len(operands))
     masked, always = int(params["masked"]), int(is_tap and params["always"])
     if len(operands) < masked + always:
         raise Malformed(f"{len(operands)} operands, too few for its masks")
@@ -170,16 +172,9 @@ def check_shapes(told: Any) -> None:
     _check_results(told, 0 if is_tap else params["levels"])
 
 
-def _check_axes(
-    what: str, flags: Any, rows: int, operands: Sequence[Any], axes: int
-) -> None:
-    if len(flags) != rows * len(operands) or any(len(each) != axes for each in flags):
-        raise Malformed(f"{what}={flags!r} for {len(operands)} operands")
-
-
-def _check_levels(flags: Any, sizes: Any, operands: Sequence[Any]) -> None:
-    if len(flags) != len(sizes) or any(len(each) != len(operands) for each in flags):
-        raise Malformed(f"flags={flags!r} for {len(operands)} operands")
+def _check_flags(what: str, flags: Any, rows: int, columns: int) -> None:
+    if len(flags) != rows or any(len(each) != columns for each in flags):
+        raise Malformed(f"{what}={flags!r}")
 
 
 def _check_grid(grid: Any, batched: Any, operands: Sequence[Any]) -> None:

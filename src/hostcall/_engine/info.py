@@ -186,7 +186,7 @@ class CallInfo:
             said = "" if process is None else self.job.text_of(process)
         elif self.params.avals:
             taken = ", whose results all processes take,"
-        # Without a text, a Source's caller may not be what failed: any device may have.
+        # Without a text, the caller may not be what failed: any device may have.
         sure = process is not None and (said or self.origins is not None)
         where = f"process {process}" if sure else "another process"
         if said:  # only the calling process's text is sent along

@@ -180,6 +180,11 @@ def read(told: Any) -> Any:
         function = registry.held_of(registry.find(*more))
     else:
         function, extra = _kind(kind).read(more)
+    traced = None
+    if told.get("traced") is not None:
+        traced = _jax.read_traced(told["traced"])
+        if traced is None:
+            raise Malformed(f"the settings of JAX {told['traced']!r}")
     file, line, where = told.get("place", ["a loaded program", 0, "?"])
     callback = Callback(
         fn=Static(function),
@@ -187,7 +192,7 @@ def read(told: Any) -> Any:
         results=portable.read_results(told["results"]),
         fills=tuple(map(portable.read_bytes, told["fills"])),
         place=Place(file, line, where),
-        traced=_read_traced(told.get("traced")),
+        traced=traced,
         **{key: portable.read_plain(value) for key, value in told["callback"].items()},
         **extra,
     )
@@ -198,12 +203,3 @@ def read(told: Any) -> Any:
         plain["sharding"] = None
         plain["vmap_method"] = "parallel" if told["parallel"] else "sequential"
     return cls(callback=callback, **plain)
-
-
-def _read_traced(told: Any) -> _jax.Traced | None:
-    if told is None:
-        return None
-    traced = _jax.read_traced(told)
-    if traced is None:
-        raise Malformed(f"the settings of JAX {told!r}")
-    return traced

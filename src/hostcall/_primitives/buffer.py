@@ -8,7 +8,7 @@ between them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,11 @@ from hostcall._engine.params.buffer import BufferInfo, BufferParams
 from hostcall._primitives.axes import size_of
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.call.batching import batch
-from hostcall._primitives.call.primitive import define, would_run_twice
+from hostcall._primitives.call.primitive import (
+    define,
+    refuse_derivatives,
+    would_run_twice,
+)
 from hostcall._primitives.drop_in.primitive import (
     is_guarded,
     run_compiled,
@@ -88,24 +92,15 @@ _jax.batchers[buffer_p] = _batch
 # --- JVP, transpose ------------------------------------------------------------------
 
 
-def _jvp(primals: Any, tangents: Any, *, params: BufferParams) -> NoReturn:
-    del primals, tangents, params
-    raise ValueError(
-        "Buffer callbacks do not support JVP. Please use `jax.custom_jvp` to use"
-        " callbacks while taking gradients."
-    )
-
-
-def _transpose(cotangents: Any, *operands: Any, params: BufferParams) -> NoReturn:
-    del cotangents, operands, params
-    raise ValueError(
-        "Buffer callbacks do not support transpose. Please use `jax.custom_vjp` to use"
-        " callbacks while taking gradients."
-    )
-
-
-_jax.jvps[buffer_p] = _jvp
-_jax.transposes[buffer_p] = _transpose
+_REFUSAL = (
+    "Buffer callbacks do not support {}. Please use `jax.custom_{}` to use callbacks"
+    " while taking gradients."
+)
+refuse_derivatives(
+    buffer_p,
+    lambda params: ValueError(_REFUSAL.format("JVP", "jvp")),
+    lambda params: ValueError(_REFUSAL.format("transpose", "vjp")),
+)
 
 
 # --- lowering ------------------------------------------------------------------------

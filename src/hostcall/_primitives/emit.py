@@ -12,8 +12,7 @@ from hostcall._core import codes
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.order import ORDERED, Order
 from hostcall._engine import targets
-from hostcall._primitives.across import Source
-from hostcall._primitives.together import Everyone
+from hostcall._primitives.across import OUTCOME_AVAL, Reach
 
 # --- The custom call ------------------------------------------------------------------
 
@@ -72,9 +71,9 @@ def emit_with_token(
     *,
     token: Any | None,
     returns_token: bool,
-    source: Source | Everyone | None = None,
-    avals_in: Sequence[Any] | None = None,
-    prepare: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    source: Reach | None = None,
+    prepare: Callable[[Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
+    | None = None,
     **how: Any,
 ) -> tuple[list[Any], Any | None]:
     """Emits the custom call and returns (results, token).
@@ -82,30 +81,11 @@ def emit_with_token(
     In a program that the compiler partitions over several devices, every device makes
     the call on whole values; inside shard_map or pmap, every device makes it on its own
     block. `source` is the device whose results all devices take, or says that they fail
-    together. `avals_in` are the avals of `operands`, if they are not the equation's.
-    `prepare` makes each device's operands from the whole ones, in a program that the
-    compiler partitions. `how` are the other parameters of `_jax.custom_call`.
+    together. `prepare` makes each device's operands from the whole ones, in a program
+    that the compiler partitions; it returns them and their avals. `how` are the other
+    parameters of `_jax.custom_call`.
     """
-    if avals_in is not None:
-        # The copy of the context is only read: tokens are set on the original.
-        program = program._replace(ctx=program.ctx.replace(avals_in=avals_in))
     ctx = program.ctx
-
-    def one(token: Any | None, operands: Sequence[Any], more: Sequence[Any]) -> Any:
-        avals_out = [*ctx.avals_out, *more]
-        if returns_token and _jax.has_symbolic(avals_out):
-            return _linked(program, target, token, operands, avals_out, how)
-        return _jax.custom_call(
-            program,
-            target,
-            token,
-            operands,
-            ctx.avals_in,
-            avals_out,
-            returns_token=returns_token,
-            **how,
-        )
-
     alone = program.mesh is not None or program.size == 1
     if not alone and source is not None and token is not None and not operands:
         # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region that
@@ -120,13 +100,38 @@ def emit_with_token(
         )
 
     def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
+        avals_in: Sequence[Any] = ctx.avals_in
         if prepare is not None and not alone:
-            operands = prepare(operands)
+            operands, avals_in = prepare(operands)
+        avals_out = list(ctx.avals_out)
+        if source is not None and source.tells:
+            avals_out.append(OUTCOME_AVAL)
+        values = (token, operands, avals_in, avals_out)
+        if returns_token and _jax.has_symbolic(avals_out):
+            results, token = _linked(program, target, *values, how)
+        else:
+            results, token = _jax.custom_call(
+                program, target, *values, returns_token=returns_token, **how
+            )
         if source is None:
-            return one(token, operands, ())
-        results, token = one(token, operands, source.more_avals)
+            return results, token
         avals = _jax.physical_avals(ctx.avals_out)
-        return source.share(program, token, results, avals, how["has_side_effect"])
+        shared, outcome = source.share(program, results, avals)
+        if outcome is None:
+            return shared, token
+        # Passes the results on, or fails on this device if the outcome says so.
+        return _jax.custom_call(
+            program,
+            targets.VERDICT_TARGET,
+            token,
+            [outcome, *shared],
+            [OUTCOME_AVAL, *avals],
+            avals,
+            returns_token=token is not None,
+            has_side_effect=how["has_side_effect"],
+            attributes=how["attributes"],
+            aliases={1 + i: i for i in range(len(avals))},
+        )
 
     if alone:
         return in_region(token, operands)  # type: ignore[no-any-return]
@@ -141,6 +146,7 @@ def _linked(
     target: str,
     token: Any | None,
     operands: Sequence[Any],
+    avals_in: Sequence[Any],
     avals_out: Sequence[Any],
     how: dict[str, Any],
 ) -> tuple[list[Any], Any]:
@@ -175,7 +181,7 @@ def _linked(
         target,
         None,
         [number, *operands],
-        [NUMBER, *program.ctx.avals_in],
+        [NUMBER, *avals_in],
         [NUMBER, *avals_out],
         returns_token=False,
         **how,

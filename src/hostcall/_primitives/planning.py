@@ -35,7 +35,14 @@ def make_plan(
     inside = _native.Inside.NEVER
     if entry.tap is None:
         inside = _calls_inside(platforms, params)
-    device = _host_device(client, params)
+    if params.is_jaxs_own:
+        # JAX's own host functions (Pallas' interpreter) must find the device that JAX
+        # would give them. They hand their arrays to threads that run programs on the
+        # process's own client, and they rely on each program having run when its
+        # dispatch returns, as a program does whose arrays are on that client.
+        device = jax.local_devices(backend="cpu")[0]
+    else:
+        device = host_device.above(client)
     entry = replace(entry, device=device, packed=True, inside=inside)
     return plans.make_plan(params, avals, info, entry)
 
@@ -49,16 +56,3 @@ def _calls_inside(platforms: tuple[str, ...], params: Any) -> _native.Inside:
     if params.is_jaxs_own or params.callback.arrays == "free":
         return _native.Inside.EVERYWHERE
     return _native.Inside.XLAS_THREADS
-
-
-def _host_device(client: Any | None, params: Any) -> Any:
-    """The device on which JAX code in callbacks of a program on `client` computes.
-
-    JAX's own host functions (Pallas' interpreter) must find the device that JAX would
-    give them. They hand their arrays to threads that run programs on the process's own
-    client, and they rely on each program having run when its dispatch returns, as a
-    program does whose arrays are on that client.
-    """
-    if params.is_jaxs_own:
-        return jax.local_devices(backend="cpu")[0]
-    return host_device.above(client)

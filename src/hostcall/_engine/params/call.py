@@ -21,16 +21,12 @@ class CallParams(Equation):
         results_as: "tree": the function returns the structure of `result`. "leaves": it
             returns the same leaves in any containers. "nothing": its return value is
             ignored.
-        levels, literals: what `Equation` has properties for.
+        levels, literals: as `Equation` says.
     """
 
     levels: int = 0
     results_as: Literal["tree", "leaves", "nothing"] = "tree"
     literals: bool = True
-
-    @property
-    def runs_where_dispatched(self) -> bool:
-        return self.order != "pure"
 
     def _form(self) -> ResultForm:
         treedef = self.callback.results.treedef

@@ -113,6 +113,8 @@ class Equation(abc.ABC):
         vmap_method: as given to `hc.call`.
         sharding: a sharding on the device that makes the call; None for the first.
         keep: of hc.watch: how many executions are kept.
+        devices: of a sharded feed: the ordinals of the devices, in the order of the
+            ring's lanes; empty if all devices take from one lane.
     """
 
     callback: Callback
@@ -124,10 +126,12 @@ class Equation(abc.ABC):
     vmap_method: Any = None
     sharding: Any = None
     keep: int | None = None
+    devices: tuple[int, ...] = ()
 
     # --- What a kind may answer in another way. Some have a field for it. -------------
 
     is_tap = False
+    literals = True  # whether the function may return Python numbers for 32-bit arrays
 
     @property
     def out_avals(self) -> list[Any]:
@@ -140,16 +144,6 @@ class Equation(abc.ABC):
         return 0
 
     @property
-    def literals(self) -> bool:
-        """Whether the function may return Python numbers for 32-bit arrays."""
-        return True
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Of a sharded feed: the ordinals of the devices."""
-        return ()
-
-    @property
     def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
         """JAX's transformations that the function sees, in order of application."""
         return ()
@@ -157,7 +151,7 @@ class Equation(abc.ABC):
     @property
     def runs_where_dispatched(self) -> bool:
         """Whether a program with this call runs on the thread that dispatches it."""
-        return False
+        return self.order != "pure" and not self.is_tap
 
     @property
     def is_jaxs_own(self) -> bool:

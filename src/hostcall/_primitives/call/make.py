@@ -54,13 +54,12 @@ def make(
         from hostcall._engine.params.buffer import BufferParams
         from hostcall._primitives.buffer import bind as bind_buffers
 
-        fn = OnDevice(callback.function, callback.results, callback.name)
+        fn = OnDevice(callback.fn, callback.results, callback.name)
         on_device = BufferParams(
             callback=replace(callback, fn=Static(fn), arrays="numpy", lend="buffers"),
             avals=callback.results.avals,
             order=order,
             vmap_method=vmap_method or "sequential",
-            sharding=None,
             masked=False,
         )
         return bind_buffers(*operands, params=on_device)

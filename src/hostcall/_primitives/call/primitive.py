@@ -68,9 +68,25 @@ def bind(*operands: Any, params: CallParams) -> list[Any]:
 # --- JVP, transpose ----------------------------------------------------------------
 
 
-def _jvp(primals: Any, tangents: Any, *, params: CallParams) -> NoReturn:
-    del primals, tangents
-    raise errors.DerivativeError(
+def refuse_derivatives(
+    primitive: Any,
+    jvp: Callable[[Any], Exception],
+    transpose: Callable[[Any], Exception],
+) -> None:
+    """`jvp` and `transpose` make the errors, from the parameters of an equation."""
+
+    def no_jvp(primals: Any, tangents: Any, *, params: Any) -> NoReturn:
+        raise jvp(params)
+
+    def no_transpose(cotangents: Any, *operands: Any, params: Any) -> NoReturn:
+        raise transpose(params)
+
+    _jax.jvps[primitive] = no_jvp
+    _jax.transposes[primitive] = no_transpose
+
+
+def _no_jvp(params: CallParams) -> errors.DerivativeError:
+    return errors.DerivativeError(
         f"hostcall: the call of `{params.callback.name}` has no derivative"
         f" ({params.callback.place}). {_why_and_what(params)} Or put jax.custom_jvp or"
         " jax.custom_vjp around the call, or keep the derivative out with"
@@ -102,9 +118,8 @@ def _why_and_what(params: CallParams) -> str:
     return f"{begin} If it needs no order, write {rule}."
 
 
-def _transpose(cotangents: Any, *operands: Any, params: CallParams) -> NoReturn:
-    del cotangents, operands
-    raise errors.DerivativeError(
+def _no_transpose(params: CallParams) -> errors.DerivativeError:
+    return errors.DerivativeError(
         f"hostcall: the call of `{params.callback.name}` can't be transposed"
         f" ({params.callback.place}). If it is linear, say so with"
         " jax.custom_derivatives.linear_call, or give the cotangents with"
@@ -112,5 +127,4 @@ def _transpose(cotangents: Any, *operands: Any, params: CallParams) -> NoReturn:
     )
 
 
-_jax.jvps[call_p] = _jvp
-_jax.transposes[call_p] = _transpose
+refuse_derivatives(call_p, _no_jvp, _no_transpose)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core.errors import HostcallError
-from hostcall._engine import plans, targets, throttle
+from hostcall._engine import plans, targets
+from hostcall._engine.counters import counters_of
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
@@ -32,21 +34,20 @@ from hostcall._primitives.tap.primitive import (
 from hostcall._runtime import delivery, host_device
 
 
-def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
-    operands: Sequence[Any] = given
+def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     program = _jax.program_of(ctx)
     check_place(program, params.device, params.callback.name)
     if program.automatic:
         return once.lower(program, operands, params, bind)
     if blocks.serves(program, params):
         return blocks.lower(program, operands, params)
-    targets.start_on(program.client)
-    targets.failures_over(program.across)
+    targets.start_lowering(program)
     delivery.start()
-    _native.bury()  # frees the slots of programs that died since the last lowering
-    number, avals = _chosen(program, params), list(ctx.avals_in)
+    number, avals, prepare = _chosen(program, params), list(ctx.avals_in), None
     if number is not None:
-        operands, avals, params = _with_mask(program, operands, avals, params)
+        if not params.masked:
+            avals, params = [_FLAG, *avals], once.with_mask(params)
+        prepare = partial(_only_on, program, number, avals)
     info = TapInfo.of_whole(params, program.by_ordinal, program.mesh, avals)
     nested = host_device.is_host(program.client)
     only = () if number is not None else _leader(program, params)
@@ -62,10 +63,7 @@ def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
             order=params.order,
             has_side_effect=True,
             aliases={first + i: i for i in range(len(ctx.avals_out))},
-            avals_in=avals,
-            prepare=None
-            if number is None
-            else lambda inner: _only_on(program, number, inner, avals),
+            prepare=prepare,
         )
 
 
@@ -124,33 +122,24 @@ def _chosen(program: _jax.Program, params: TapParams) -> int | None:
     return params.leader or 0
 
 
-def _with_mask(
-    program: _jax.Program,
-    operands: Sequence[Any],
-    avals: Sequence[Any],
-    params: TapParams,
-) -> tuple[list[Any], list[Any], TapParams]:
-    """The operands, their avals and the parameters of the same tap with a mask."""
-    if params.masked:
-        return list(operands), list(avals), params
-    (true,) = _jax.lower_traced(program.ctx, lambda: [np.True_], (), ())
-    return [true, *operands], [_FLAG, *avals], once.with_mask(params)
-
-
 def _only_on(
-    program: _jax.Program, number: int, operands: Sequence[Any], avals: Sequence[Any]
-) -> list[Any]:
-    """The operands with a mask that is False on all devices but this one.
+    program: _jax.Program, number: int, avals: Sequence[Any], operands: Sequence[Any]
+) -> tuple[list[Any], Sequence[Any]]:
+    """The operands with a mask that is False on all devices but this one; their avals.
 
-    Runs inside a region that is manual over all devices.
+    Runs inside a region that is manual over all devices. The mask is new if there is
+    none so far.
     """
+    masks = len(operands) + 1 - len(avals)
 
-    def both(mask: Any, device: Any) -> list[Any]:
-        return [jnp.logical_and(mask, device == number)]
+    def both(device: Any, *mask: Any) -> list[Any]:
+        here = device == number
+        return [jnp.logical_and(mask[0], here) if mask else here]
 
-    given = (avals[0], jax.ShapeDtypeStruct((), np.uint32))
-    values = (operands[0], _jax.partition_id())
-    return [*_jax.lower_traced(program.ctx, both, given, values), *operands[1:]]
+    given = (jax.ShapeDtypeStruct((), np.uint32), *avals[:masks])
+    values = (_jax.partition_id(), *operands[:masks])
+    mask = _jax.lower_traced(program.ctx, both, given, values)
+    return [*mask, *operands[masks:]], avals
 
 
 # --- Platforms that the engine does not serve -----------------------------------------
@@ -182,12 +171,13 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     )
 
     # JAX's callback knows neither device nor run, so all share one throttle.
-    own = throttle.Throttle(params)
+    own = _native.Throttle(params.settings())
+    counters = counters_of(params.callback)
 
     def run(*arrays: Any) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
-        if not masked and own.lets(params, flag_of(hosts, params)):
+        if not masked and own.lets(counters, flag_of(hosts, params)):
             plan.push(list(params.read(hosts)))
         return list(params.arguments(hosts)) if params.through else []
 

@@ -23,7 +23,7 @@ from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
 from hostcall._primitives.axes import in_front, size_of
-from hostcall._primitives.eager import row_major
+from hostcall._primitives.eager import first_device, row_major
 from hostcall._primitives.tap import parts
 from hostcall._primitives.tap.parts import block_index, whole
 from hostcall._runtime import delivery, fork, host_device
@@ -102,13 +102,12 @@ def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]
             shards = x.addressable_shards
             part = parts.assembled(shards, x.shape)
             if part is None:
-                text = parts.apart_text(params, number, x.shape, _jax.process_of(home))
-                raise SpecError(f"{text}.{parts.INSTEAD}", code="hc-device")
+                raise parts.apart(params, number, x.shape, _jax.process_of(home))
             x, index = part
         found.append(x)
         indices.append(index)
     here = [d for d in _devices(operands) if d.process_index == _jax.process_of(d)]
-    home = min(here, key=lambda device: device.id) if here else home
+    home = first_device(here) if here else home
     return [(home, tuple(params.arguments(indices)), found)]
 
 
@@ -132,9 +131,8 @@ def _of_each_device(
 def _refuse_parts(operands: Any, params: TapParams) -> None:
     """Refuses values of which other processes hold parts: no program gathers them."""
     for x in operands:
-        if not isinstance(x, jax.Array) or x.is_fully_addressable:
-            continue
-        if not x.is_fully_replicated:
+        is_part = isinstance(x, jax.Array) and not x.is_fully_addressable
+        if is_part and not x.is_fully_replicated:
             raise SpecError(
                 f"hostcall: the tap `{params.callback.name}` was called outside of"
                 f" jax.jit with an array of shape {list(x.shape)} that is sharded over"
@@ -152,8 +150,7 @@ def _devices(operands: Any) -> list[Any]:
 
 def _home(operands: Any) -> Any:
     """The first device of the first array, which may be another process's."""
-    found = _devices(operands)
-    return min(found, key=lambda device: device.id) if found else _jax.here()
+    return first_device(_devices(operands))
 
 
 # --- abstract eval -----------------------------------------------------------------
