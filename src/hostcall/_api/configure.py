@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 
 from hostcall import _native
 from hostcall._core import config, mistakes
+from hostcall._core.arguments import choices
 from hostcall._core.errors import SpecError
-from hostcall._engine.options import choices
 from hostcall._runtime import caches, flights
 from hostcall._runtime import loop as event_loop
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, overload
 
 from hostcall import _native
+from hostcall._core.arguments import of_all_processes
 from hostcall._core.counted import counted
 from hostcall._engine.counters import Tally, all_counters, all_tallies
-from hostcall._engine.options import of_all_processes
 from hostcall._runtime import running
 
 

@@ -10,16 +10,18 @@ import jax
 
 from hostcall._core import mistakes
 from hostcall._core.arguments import (
+    check_count,
     check_function,
     check_tag,
+    one_of,
     parse_mask,
     parse_on_of_tap,
+    wrong,
 )
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
-from hostcall._engine.options import check_count, one_of, wrong
 from hostcall._engine.params.equation import Arrays, Callback
 from hostcall._engine.params.tap import (
     WHEN_FULL,

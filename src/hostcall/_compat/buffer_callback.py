@@ -10,13 +10,12 @@ import jax
 
 from hostcall import _jax
 from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
-from hostcall._core.arguments import check_function
+from hostcall._core.arguments import check_function, one_of
 from hostcall._core.errors import SpecError
 from hostcall._core.order import ORDERS, Order
 from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
 from hostcall._core.spec import Results, Static, Template, canonical
-from hostcall._engine.options import one_of
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
 from hostcall._engine.params.equation import Callback
 from hostcall._primitives.buffer import bind

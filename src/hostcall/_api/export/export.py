@@ -14,8 +14,8 @@ from hostcall._api.export.manifest import Manifest, manifest_of, names_in
 from hostcall._api.object.handle import Object
 from hostcall._api.object.portable import descriptions, objects_of
 from hostcall._core import registry
+from hostcall._core.arguments import wrong
 from hostcall._core.errors import ExportError, LoadError, RegistryError, SpecError
-from hostcall._engine.options import wrong
 from hostcall._primitives import travel
 
 _OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, program.TARGETS))

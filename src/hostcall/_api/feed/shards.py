@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.arguments import wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import Results
-from hostcall._engine.options import wrong
 
 Slices = tuple[slice, ...]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hostcall._core.arguments import of_a_number
+from hostcall._core.arguments import of_a_number, wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import Results, parse_result
-from hostcall._engine.options import wrong
 
 # The methods of hc.Object itself, which a declaration can't use as names.
 OWN = ("close", "renew", "restore", "save")

@@ -14,10 +14,10 @@ from hostcall._core.order import Order
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.gpu_arrays import OnDevice
-from hostcall._engine.options import conflict
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.equation import Callback
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
+from hostcall._primitives.call.options import conflict
 from hostcall._primitives.call.primitive import bind
 
 _ON_DEVICE = ("sequential", *batching.WHOLE)
