@@ -76,9 +76,9 @@ def _seen_in_derivatives(face: str, fn: Any, x: T, options: Any) -> T:
             f" {FACE.hint(unknown) or told}",
             code="hc-option",
         )
-    inexact, rest = derivatives.split(x)
+    inexact = derivatives.split(x)
     operands, params = prepare(fn, (inexact,), {}, face=_FACES[face], **options)
     refuse_pure(params, "no result depends on it")
     outs = _IN_DERIVATIVES[face].bind(*operands, params=params)
-    out: T = derivatives.joined(rebuilt(params, outs), rest)
+    out: T = derivatives.joined(rebuilt(params, outs), x)
     return out

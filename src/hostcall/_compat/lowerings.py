@@ -28,7 +28,7 @@ from hostcall._engine.params.drop_in import (
     arrays_of,
     make_params,
 )
-from hostcall._primitives.buffer import lowering as buffer_lowering
+from hostcall._primitives import buffer
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.drop_in import lowering
 from hostcall._primitives.emit import emit_with_token
@@ -122,7 +122,7 @@ def _lower_buffer(
         command_buffer=command_buffer_compatible,
         place=_place(ctx, callback),
     )
-    return buffer_lowering.lower(ctx, *operands, params=params)
+    return buffer.lower(ctx, *operands, params=params)
 
 
 _LOWERINGS: dict[Any, Callable[..., list[Any]]] = {

@@ -7,146 +7,126 @@ is `Malformed`. (The engine compares the bytes of XLA's buffers once more.)
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from hostcall._core.order import ORDERS
 from hostcall._core.portable import Malformed, read_bytes, read_dtype, sizes_in
-from hostcall._engine.params.tap import WHEN_FULL
+from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import Callback
+from hostcall._engine.params.feed import FeedParams
+from hostcall._engine.params.tap import TapParams
 
 # A size with names, such as "2*b + floordiv(n^2, 4)". JAX multiplies powers out.
 _SIZE = re.compile(r"(?:[\w\s+*/,()-]|\^[0-9](?![0-9])){1,1000}")
 
-_Check = Callable[[Any], bool]
+EQUATIONS: dict[str, type] = {"call": CallParams, "tap": TapParams, "feed": FeedParams}
+
+# Options that do not travel: the function, or whoever lowers the program, knows them
+# better. `keep` is hc.watch's, whose programs don't travel.
+_STAY = {
+    *("callback", "avals", "sharding", "vmap_method", "devices", "device", "keep"),
+    *("fn", "template", "results", "fills", "executor", "traced", "cache", "place"),
+}
+
+
+@functools.cache
+def options_of(cls: type) -> dict[str, Any]:
+    """The options that travel, of an equation or a `Callback`, and their types."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls) if f.name not in _STAY}
+
+
+# What a text says besides the options, arrays and trees.
+_OTHERS = {
+    "parallel": bool,
+    "linked": bool,
+    "only": tuple[int, ...],
+    "team": tuple[Literal["ONCE", "EACH"], int, int | None] | None,
+    "mesh": tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]] | None,
+}
+
+# What the types don't say, of values other than None.
+_MORE: dict[str, Callable[[Any], bool]] = {
+    "arrays": lambda value: value not in ("free", "cuda"),
+    "lend": lambda value: value != "buffers",
+    "timeout": lambda value: value > 0,
+    "concurrency": lambda value: value > 0,
+    "coalesce": lambda value: value[0] > 0 and value[1] >= 0,
+    "levels": lambda value: value >= 0,
+    "every": lambda value: 0 < value < 2**31,
+    "sample": lambda value: 0 < value <= 1,
+    "batch": lambda value: value > 0,
+    "leader": lambda value: value >= 0,
+    "only": lambda value: all(-1 <= ordinal < 2**31 for ordinal in value),
+    "team": lambda value: 0 < value[1] < 2**20 and (value[2] or 0) >= 0,
+    "mesh": lambda value: (
+        min(value[1], default=1) > 0 and min(value[2], default=0) >= 0
+    ),
+    "place": lambda value: value[1] >= 0,
+}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value has a type, as JSON has it: a list for a tuple.
+
+    1 is not True, and a number is finite. An int may be a symbolic size.
+    """
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return any(type(value) is type(each) and value == each for each in inner)
+    if kind in (Union, types.UnionType):
+        return any(_fits(value, each) for each in inner)
+    if kind is tuple:
+        if not isinstance(value, list):
+            return False
+        if inner[-1] is ...:
+            inner = (inner[0],) * len(value)
+        return len(value) == len(inner) and all(map(_fits, value, inner))
+    if hint is int:
+        is_size = isinstance(value, dict) and bool(sizes_in(value))
+        return is_size or _is_int(value, -(2**63))
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is hint
 
 
 def _is_int(value: Any, least: int) -> bool:
     return type(value) is int and least <= value < 2**63
 
 
-def _is_ordinal(value: Any) -> bool:
-    return _is_int(value, -1) and value < 2**31
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _one_of(*allowed: Any) -> _Check:
-    # By type too: 1 == True.
-    return lambda value: any(type(value) is type(a) and value == a for a in allowed)
-
-
-def _int(least: int) -> _Check:
-    return lambda value: _is_int(value, least)
-
-
-def _or_none(check: _Check) -> _Check:
-    return lambda value: value is None or check(value)
-
-
-def _flags(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is bool for each in value)
-
-
-def _lists_of_flags(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_flags, value))
-
-
-def _coalesce(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and _is_int(value[0], 1)
-        and _is_number(value[1])
-        and value[1] >= 0
-    )
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-_BOOL = _one_of(False, True)
-_PARAMS: dict[str, dict[str, _Check]] = {
-    "call": {
-        "order": _one_of(*ORDERS),
-        "masked": _BOOL,
-        "grid": _is_list,
-        "batched": _lists_of_flags,
-        "levels": _int(0),
-        "results_as": _one_of("tree", "leaves", "nothing"),
-        "literals": _BOOL,
-    },
-    "tap": {
-        "order": _one_of(*ORDERS),
-        "masked": _BOOL,
-        "rows": _one_of("batched", "each"),
-        "when_full": _one_of(*WHEN_FULL),
-        "remat": _one_of("once", "repeat"),
-        "on": _one_of("once", "process", "shards"),
-        "every": _or_none(lambda value: _is_number(value) and 0 < value < 2**31),
-        "sample": _or_none(lambda value: type(value) is float and 0 < value <= 1),
-        "batch": _or_none(_int(1)),
-        "always": _BOOL,
-        "through": _BOOL,
-        "leader": _or_none(_int(0)),
-        "grid": _is_list,
-        "batched": _lists_of_flags,
-        "flags": _lists_of_flags,
-        "sizes": _is_list,
-    },
-}
-_PARAMS["feed"] = _PARAMS["call"]
-_CALLBACK: dict[str, _Check] = {
-    "arrays": _one_of("numpy", "jax", "dlpack"),
-    "lend": _one_of(False, True, "out"),
-    "timeout": _or_none(lambda value: _is_number(value) and value > 0),
-    "concurrency": _or_none(_int(1)),
-    "coalesce": _or_none(_coalesce),
-    "tag": _or_none(lambda value: type(value) is str),
-    "fail": _one_of(None, "alone", "together"),
-}
+def _check(given: Any, options: dict[str, Any]) -> None:
+    for option, hint in options.items():
+        value = given[option]
+        fits = _fits(value, hint)
+        if fits and value is not None and option in _MORE:
+            fits = _MORE[option](value)
+        if not fits:
+            raise Malformed(f"the option {option}={value!r}")
 
 
 def check_options(told: Any) -> None:
     """Checks what does not depend on sizes. Raises Malformed, KeyError, TypeError."""
     kind, params, callback = told["equation"], told["params"], told["callback"]
-    if not isinstance(kind, str) or kind not in _PARAMS:
+    if not isinstance(kind, str) or kind not in EQUATIONS:
         raise Malformed(f"an equation of kind {kind!r}")
-    for given, checks in ((params, _PARAMS[kind]), (callback, _CALLBACK)):
-        if unknown := given.keys() - checks.keys():
+    for given, cls in ((params, EQUATIONS[kind]), (callback, Callback)):
+        options = options_of(cls)
+        if unknown := given.keys() - options.keys():
             raise Malformed(f"the options {sorted(unknown)}")
-        for option, check in checks.items():
-            if not check(given[option]):
-                raise Malformed(f"the option {option}={given[option]!r}")
-    for option in ("parallel", "linked"):
-        if not _BOOL(told[option]):
-            raise Malformed(f"{option}={told[option]!r}")
-    only = told["only"]
-    if not isinstance(only, list) or not all(_is_ordinal(each) for each in only):
-        raise Malformed(f"the devices {only!r}")
-    place = told.get("place", ["", 0, ""])
-    if [type(part) for part in place] != [str, int, str]:
-        raise Malformed(f"the place {place!r}")
-    if told["team"] is not None:
-        mode, size, leader = told["team"]
-        known = mode in ("ONCE", "EACH") and _is_int(size, 1) and size < 2**20
-        if not known or not _or_none(_int(0))(leader):
-            raise Malformed(f"the team {told['team']!r}")
+        _check(given, options)
+    _check(told, _OTHERS)
+    if "place" in told:
+        _check(told, {"place": tuple[str, int, str]})
     for size in sizes_in(told):
         if not isinstance(size, str) or not _SIZE.fullmatch(size):
             raise Malformed(f"the size {size!r}")
-    if told["mesh"] is not None:
-        names, sizes, ids = told["mesh"]
-        fits = all(type(name) is str for name in names)
-        fits = fits and all(_is_int(size, 1) for size in sizes)
-        if not fits or not all(_is_int(number, 0) for number in ids):
-            raise Malformed(f"the mesh {told['mesh']!r}")
     if callback["lend"] and (callback["timeout"] is not None or told["parallel"]):
         raise Malformed("lend= beside timeout= or rows in parallel")
     if callback["coalesce"] and (params["order"] != "pure" or params["levels"]):
@@ -167,10 +147,11 @@ def check_shapes(told: Any) -> None:
             raise Malformed(f"the shape {shape!r} of dtype {dtype!r}")
         if math.prod(max(n, 1) for n in shape) * read_dtype(dtype).itemsize > 2**60:
             raise Malformed(f"the shape {shape!r}, too large for an array")
-    _check_axes("batched", params["batched"], 1 if grid else 0, operands, len(grid))
-    levels = len(params["flags"]) if is_tap else params["levels"]
+    _check_flags("batched", params["batched"], len(operands) if grid else 0, len(grid))
+    levels = 0 if is_tap else params["levels"]
     if is_tap:
-        _check_levels(params["flags"], params["sizes"], operands)
+        levels = len(params["sizes"])
+        _check_flags("flags", params["flags"], levels, len(operands))
     masked, always = int(params["masked"]), int(is_tap and params["always"])
     if len(operands) < masked + always:
         raise Malformed(f"{len(operands)} operands, too few for its masks")
@@ -191,16 +172,9 @@ def check_shapes(told: Any) -> None:
     _check_results(told, 0 if is_tap else params["levels"])
 
 
-def _check_axes(
-    what: str, flags: Any, rows: int, operands: Sequence[Any], axes: int
-) -> None:
-    if len(flags) != rows * len(operands) or any(len(each) != axes for each in flags):
-        raise Malformed(f"{what}={flags!r} for {len(operands)} operands")
-
-
-def _check_levels(flags: Any, sizes: Any, operands: Sequence[Any]) -> None:
-    if len(flags) != len(sizes) or any(len(each) != len(operands) for each in flags):
-        raise Malformed(f"flags={flags!r} for {len(operands)} operands")
+def _check_flags(what: str, flags: Any, rows: int, columns: int) -> None:
+    if len(flags) != rows or any(len(each) != columns for each in flags):
+        raise Malformed(f"{what}={flags!r}")
 
 
 def _check_grid(grid: Any, batched: Any, operands: Sequence[Any]) -> None:

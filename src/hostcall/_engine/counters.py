@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from hostcall._engine.params.equation import Callback, Equation
@@ -42,9 +43,9 @@ class Tally:
             self.misses += misses
 
 
-_counters: dict[str, Counters] = {}
-_facts: dict[str, Facts] = {}
-_tallies: dict[str, Tally] = {}
+_counters: defaultdict[str, Counters] = defaultdict(Counters)
+_facts: defaultdict[str, Facts] = defaultdict(Facts)
+_tallies: defaultdict[str, Tally] = defaultdict(Tally)
 _lock = threading.Lock()
 
 
@@ -54,25 +55,21 @@ def counters_of(callback: Callback) -> Counters:
     The key is the place in the source, not the function object: a program that makes a
     new lambda for each call must not use more and more memory.
     """
-    key = callback.counted_as
     with _lock:
-        found = _counters.get(key)
-        if found is None:
-            found = _counters[key] = Counters()
-        return found
+        return _counters[callback.counted_as]
 
 
 def tally_of(callback: Callback) -> Tally:
     """The tally for calls that share their counters."""
     with _lock:
-        return _tallies.setdefault(callback.counted_as, Tally())
+        return _tallies[callback.counted_as]
 
 
 def note(params: Equation) -> None:
     """Notes what a plan that is made says about the calls of its function."""
     callback = params.callback
     with _lock:
-        facts = _facts.setdefault(callback.counted_as, Facts())
+        facts = _facts[callback.counted_as]
         facts.kinds.add("tap" if params.is_tap else "call")
         facts.arrays.add(callback.arrays)
         method = params.vmap_method or "sequential"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,26 +20,22 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Results, Static
 
 
+@dataclass(unsafe_hash=True, repr=False)
 class OnDevice(HostCode):
     """The user's function as a buffer callback.
 
     Two of them are equal if their functions and results are, so JAX's caches hit.
     """
 
-    def __init__(self, fn: Callable[..., Any], results: Results, name: str) -> None:
-        self._key = (Static(fn), results.treedef, results.avals)
-        self._fn = fn
-        self._results = results
-        self.__name__ = self.__qualname__ = name
+    fn: Static
+    results: Results
+    name: str = field(compare=False)
+
+    def __post_init__(self) -> None:
+        self.__name__ = self.__qualname__ = self.name
 
     def inside(self) -> Callable[..., Any]:
-        return self._fn
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OnDevice) and self._key == other._key
+        return self.fn.value  # type: ignore[no-any-return]
 
     def __call__(self, ctx: Any, out: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -49,11 +46,11 @@ class OnDevice(HostCode):
                 " on the CPU. Use 'numpy', 'jax' or 'dlpack' there",
                 code="hc-device",
             ) from None
-        value = self._fn(*args, **kwargs)
-        treedef = self._results.treedef
+        value = self.fn.value(*args, **kwargs)
+        treedef = self.results.treedef
         leaves = coerce.take_apart(value, treedef, self.__name__)
         places = treedef.flatten_up_to(out)
-        paths = self._results.paths()
+        paths = self.results.paths()
         for place, leaf, path in zip(places, leaves, paths, strict=True):
             _store(place, leaf, f"{path} of `{self.__name__}`")
 
@@ -92,7 +89,5 @@ def _store(place: Any, leaf: Any, path: str) -> None:
 
 
 def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides = [itemsize]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * size)
-    return tuple(strides[::-1]) if shape else ()
+    """The strides of a row-major array."""
+    return tuple(itemsize * math.prod(shape[i:]) for i in range(1, len(shape) + 1))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import math
 import os
 import sys
 import types
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -184,7 +186,7 @@ class CallInfo:
             said = "" if process is None else self.job.text_of(process)
         elif self.params.avals:
             taken = ", whose results all processes take,"
-        # Without a text, a Source's caller may not be what failed: any device may have.
+        # Without a text, the caller may not be what failed: any device may have.
         sure = process is not None and (said or self.origins is not None)
         where = f"process {process}" if sure else "another process"
         if said:  # only the calling process's text is sent along
@@ -210,25 +212,33 @@ class CallInfo:
                 _let_go(error)
             collector.collect()
             return
-        names = [
-            self.callback.results.paths()[n].replace("result", "out", 1)
-            if is_result
-            else self.callback.template.paths()[n]
-            for n, is_result in held
-        ]
+        names = ", ".join(itertools.starmap(self._name_of, held))
         ended = "returned" if error is None else f"raised {type(error).__name__}"
         raise errors.EscapeError(
-            f"hostcall: `{self.name}` kept a view of {', '.join(names)} after it"
-            f" {ended} (itself, a slice, a memoryview, a tensor made from it). With"
-            f" lend={self.callback.lend!r} the memory is XLA's, which reuses it now:"
-            " keep a copy (x.copy()), or drop lend="
+            f"hostcall: `{self.name}` kept a view of {names} after it {ended}"
+            f" {self._how_kept()}"
         ) from error
 
+    def _how_kept(self) -> str:
+        """The end of the message about a view that is kept: what it is, what to do."""
+        return (
+            "(itself, a slice, a memoryview, a tensor made from it). With"
+            f" lend={self.callback.lend!r} the memory is XLA's, which reuses it now:"
+            " keep a copy (x.copy()), or drop lend="
+        )
+
+    def _name_of(self, number: int, is_result: bool) -> str:
+        """How messages call the memory of an argument or a result."""
+        if is_result:
+            path = str(self.callback.results.paths()[number])
+            return path.replace("result", "out", 1)
+        return str(self.callback.template.paths()[number])
+
     def on_unwritten(self, _: Any, number: int) -> None:
-        path = self.callback.results.paths()[number].replace("result", "out", 1)
         aval = self.params.avals[number]
         raise errors.UnwrittenError(
-            f"hostcall: `{self.name}` returned None, but did not write all of {path}"
+            f"hostcall: `{self.name}` returned None, but did not write all of"
+            f" {self._name_of(number, True)}"
             f" ({aval.dtype}{list(aval.shape)}). With lend='out' write"
             " out[...] = value, or return the value"
         )
@@ -243,6 +253,20 @@ class TapInfo(CallInfo):
     """
 
     places: dict[int, tuple[Any, ...]] | None = None
+
+    @classmethod
+    def of_whole(
+        cls, params: Any, devices: dict[int, Any], mesh: Any, avals: Sequence[Any]
+    ) -> TapInfo:
+        """The description of a tap whose devices all have the whole values."""
+        info = cls(params, devices, mesh)
+        if params.on != "once" and mesh is None:
+            place = tuple(
+                tuple(slice(0, size) for size in aval.shape)
+                for aval in params.arguments(avals)
+            )
+            info.places = dict.fromkeys(devices, place)
+        return info
 
     def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
         """Logs the failure and keeps it for the next barrier(); the program goes on."""

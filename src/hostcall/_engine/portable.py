@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from hostcall import _jax
@@ -19,9 +18,8 @@ from hostcall._core.host_code import own, why_here
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.source import Place
 from hostcall._core.spec import Static
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.checked import EQUATIONS, options_of
 from hostcall._engine.params.equation import Callback
-from hostcall._engine.params.feed import FeedParams
 from hostcall._engine.params.tap import TapParams
 
 
@@ -63,23 +61,7 @@ def _kind(name: Any) -> Kind:
     return _kinds[name]
 
 
-# Parameters that the function, or whoever lowers the program, knows better.
-# `keep` is hc.watch's, whose programs don't travel.
-_NOT_TOLD = (
-    *("callback", "avals", "sharding", "vmap_method", "devices", "device"),
-    "keep",
-)
-_FIELDS_OF_CALLBACK = (
-    "arrays",
-    "lend",
-    "timeout",
-    "concurrency",
-    "coalesce",
-    "tag",
-    "fail",
-)
-_TYPES: dict[str, type] = {"call": CallParams, "tap": TapParams, "feed": FeedParams}
-_NAMES = {made: name for name, made in _TYPES.items()}
+_NAMES = {made: name for name, made in EQUATIONS.items()}
 
 
 # --- Telling ------------------------------------------------------------------------
@@ -115,13 +97,12 @@ def tell(params: Any, operands: Sequence[Any], *, exported: bool) -> dict[str, A
         "avals": portable.tell_avals(params.avals),
         "parallel": params.vmap_method == "parallel",
         "params": {
-            f.name: portable.tell_plain(getattr(params, f.name), f"{f.name}=")
-            for f in fields(params)
-            if f.name not in _NOT_TOLD
+            option: portable.tell_plain(getattr(params, option), f"{option}=")
+            for option in options_of(EQUATIONS[name])
         },
         "callback": {
-            name: portable.tell_plain(getattr(callback, name), f"{name}=")
-            for name in _FIELDS_OF_CALLBACK
+            option: portable.tell_plain(getattr(callback, option), f"{option}=")
+            for option in options_of(Callback)
         },
     }
     if callback.traced is not None:
@@ -199,6 +180,11 @@ def read(told: Any) -> Any:
         function = registry.held_of(registry.find(*more))
     else:
         function, extra = _kind(kind).read(more)
+    traced = None
+    if told.get("traced") is not None:
+        traced = _jax.read_traced(told["traced"])
+        if traced is None:
+            raise Malformed(f"the settings of JAX {told['traced']!r}")
     file, line, where = told.get("place", ["a loaded program", 0, "?"])
     callback = Callback(
         fn=Static(function),
@@ -206,23 +192,14 @@ def read(told: Any) -> Any:
         results=portable.read_results(told["results"]),
         fills=tuple(map(portable.read_bytes, told["fills"])),
         place=Place(file, line, where),
-        traced=_read_traced(told.get("traced")),
+        traced=traced,
         **{key: portable.read_plain(value) for key, value in told["callback"].items()},
         **extra,
     )
-    cls = _TYPES[told["equation"]]
+    cls = EQUATIONS[told["equation"]]
     plain = {key: portable.read_plain(value) for key, value in told["params"].items()}
     if cls is not TapParams:
         plain["avals"] = portable.read_avals(told["avals"])
         plain["sharding"] = None
         plain["vmap_method"] = "parallel" if told["parallel"] else "sequential"
     return cls(callback=callback, **plain)
-
-
-def _read_traced(told: Any) -> _jax.Traced | None:
-    if told is None:
-        return None
-    traced = _jax.read_traced(told)
-    if traced is None:
-        raise Malformed(f"the settings of JAX {told!r}")
-    return traced

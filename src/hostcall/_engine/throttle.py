@@ -20,39 +20,23 @@ from hostcall._engine.params.tap import TapParams
 # starts counting anew.
 _AT_MOST = 4096
 
-_places: OrderedDict[Any, Throttle] = OrderedDict()
+_places: OrderedDict[Any, _native.Throttle] = OrderedDict()
 _lock = threading.Lock()
 
 
-class Throttle:
-    """Counts the executions of the tap at one line, on one device."""
-
-    def __init__(self, params: TapParams) -> None:
-        self._native = (
-            _native.Throttle(params.settings()) if _leaves_out(params) else None
-        )
-
-    def lets(self, params: TapParams, always: bool) -> bool:
-        """Whether this execution is delivered; if not, `hc.monitor.stats()` counts."""
-        if self._native is None:
-            return True
-        return self._native.lets(counters_of(params.callback), always)
-
-
-def _leaves_out(params: TapParams) -> bool:
-    return params.every is not None or params.sample is not None
-
-
 def lets(params: TapParams, device: Any, always: bool) -> bool:
-    """Whether an eager tap is delivered, on this device; `always` is its flag."""
-    if not _leaves_out(params):
+    """Whether an eager tap is delivered, on this device; `always` is its flag.
+
+    If not, `hc.monitor.stats()` counts it.
+    """
+    if params.every is None and params.sample is None:
         return True
     callback = params.callback
     where = callback.place, source_of(callback.function), device.platform, device.id
     key = (*where, params.every, params.sample)
     with _lock:
-        found = _places.pop(key, None) or Throttle(params)
+        found = _places.pop(key, None) or _native.Throttle(params.settings())
         _places[key] = found
         while len(_places) > _AT_MOST:
             _places.popitem(last=False)
-    return found.lets(params, always)
+    return found.lets(counters_of(callback), always)

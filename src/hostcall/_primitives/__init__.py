@@ -1,7 +1,8 @@
 """hostcall's JAX primitives: a folder for each, and what their lowerings share.
 
-call, drop_in, buffer, tap    the primitives; `primitive` has a folder's rules,
-                              `lowering` its custom call
+call, drop_in, tap    primitives; `primitive` has a folder's rules, `lowering` its
+                      custom call
+buffer, feed          primitives whose calls are lowered as `call`
 eager      calls outside of compiled programs
 emit       tokens, slots, JAX's own callback
 blocks     host code on each device of a partitioned program

@@ -25,122 +25,84 @@ Steps, inside a region that is manual over all devices
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._engine import targets
 
 # As in native/plan/outcome.h.
 OUTCOME = jax.ShapeDtypeStruct((1024,), np.uint8)
+OUTCOME_AVAL = _jax.ShapedArray(OUTCOME.shape, OUTCOME.dtype)
 
 # A reduction takes some 50 us to 1 ms however small it is, so results of up to this
 # many bytes together go in one. Joining larger ones would take longer than it saves.
 _TOGETHER = 1 << 18
 
 
-class Source:
-    """The device whose results all others take.
+class Reach(NamedTuple):
+    """How the outcome of a call reaches all devices of its program.
 
     Attributes:
-        number: its index among the devices of the program.
-        devices: the number of devices of the program.
         tells: whether the call has its outcome as one more result.
-        attributes: the attributes by which the program finds the call's plan.
+        share: (program, each device's results of the call, the avals of the function's)
+            -> (the results that the device takes, an outcome that says to all devices
+            whether the program fails; None if the call does not tell). It runs inside
+            a region that is manual over all devices.
     """
 
-    def __init__(self, number: int, devices: int, tells: bool) -> None:
-        self.number = number
-        self.devices = devices
-        self.tells = tells
-        self.attributes: dict[str, np.uint64] = {}
-
-    @property
-    def more_avals(self) -> list[Any]:
-        """The avals of the results that the call has besides the function's."""
-        return [_jax.ShapedArray(OUTCOME.shape, OUTCOME.dtype)] * self.tells
-
-    def share(
-        self,
-        program: _jax.Program,
-        token: Any | None,
-        results: Sequence[Any],
-        avals: Sequence[Any],
-        has_side_effect: bool,
-    ) -> tuple[list[Any], Any | None]:
-        """Gives every device the source's results, and a token that waits for them.
-
-        Runs inside a region that is manual over all devices, on each device's own
-        token and results of the call.
-        """
-        specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        n = len(specs)
-        given = [*specs, *[OUTCOME] * self.tells]
-        together = sum(spec.size * spec.dtype.itemsize for spec in given) <= _TOGETHER
-
-        def masked(device: Any, *values: Any) -> list[Any]:
-            here = device == self.number
-            parts = [part for value in values[:n] for part in bits(value)]
-            parts = [jnp.where(here, part, 0) for part in parts]
-            # Byte 0 of the outcome says that a device failed, and every device may
-            # set it. The text behind it is the caller's.
-            for outcome in values[n:]:
-                parts.append(jnp.where(here | (jnp.arange(1024) == 0), outcome, 0))
-            return [jnp.concatenate(list(map(_bytes, parts)))] if together else parts
-
-        def back(*parts: Any) -> list[Any]:
-            if together:
-                parts = tuple(_split(parts[0], [x for s in given for x in bits_of(s)]))
-            rest = iter(parts)
-            return [from_bits(spec.dtype, rest) for spec in specs] + list(rest)
-
-        with jax.enable_x64(True):  # without it JAX has no 64-bit integers
-            device = jax.ShapeDtypeStruct((), np.uint32)
-            shapes = jax.eval_shape(masked, device, *given)
-            parts = _jax.lower_traced(
-                program.ctx, masked, (device, *given), (_jax.partition_id(), *results)
-            )
-            parts = [
-                _jax.max_over_devices(program.ctx, part, shape, self.devices)
-                for part, shape in zip(parts, shapes, strict=True)
-            ]
-            values = _jax.lower_traced(program.ctx, back, shapes, parts)
-        if not self.tells:
-            return values, token
-        return judged(
-            program, token, values[-1], values[:-1], avals, has_side_effect, self
-        )
+    tells: bool
+    share: Callable[
+        [_jax.Program, Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Any | None]
+    ]
 
 
-def judged(
+def share(
     program: _jax.Program,
-    token: Any | None,
-    outcome: Any,
     results: Sequence[Any],
     avals: Sequence[Any],
-    has_side_effect: bool,
-    source: Any,
-) -> tuple[list[Any], Any | None]:
-    """Passes results of these avals on, or fails on this device if the outcome says so.
+    *,
+    number: int,
+    devices: int,
+    tells: bool,
+) -> tuple[Sequence[Any], Any | None]:
+    """See `Reach`: all of these devices take the results of that with this number."""
+    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    n = len(specs)
+    given = [*specs, *[OUTCOME] * tells]
+    together = sum(spec.size * spec.dtype.itemsize for spec in given) <= _TOGETHER
 
-    `source` has the attributes by which the program finds the call's plan.
-    """
-    return _jax.custom_call(
-        program,
-        targets.VERDICT_TARGET,
-        token,
-        [outcome, *results],
-        [_jax.ShapedArray(OUTCOME.shape, OUTCOME.dtype), *avals],
-        avals,
-        returns_token=token is not None,
-        has_side_effect=has_side_effect,
-        attributes=source.attributes,
-        aliases={1 + i: i for i in range(len(avals))},
-    )
+    def masked(device: Any, *values: Any) -> list[Any]:
+        here = device == number
+        parts = [part for value in values[:n] for part in bits(value)]
+        parts = [jnp.where(here, part, 0) for part in parts]
+        # Byte 0 of the outcome says that a device failed, and every device may
+        # set it. The text behind it is the caller's.
+        for outcome in values[n:]:
+            parts.append(jnp.where(here | (jnp.arange(1024) == 0), outcome, 0))
+        return [jnp.concatenate(list(map(_bytes, parts)))] if together else parts
+
+    def back(*parts: Any) -> list[Any]:
+        if together:
+            parts = tuple(_split(parts[0], [x for s in given for x in bits_of(s)]))
+        rest = iter(parts)
+        return [from_bits(spec.dtype, rest) for spec in specs] + list(rest)
+
+    with jax.enable_x64(True):  # without it JAX has no 64-bit integers
+        device = jax.ShapeDtypeStruct((), np.uint32)
+        shapes = jax.eval_shape(masked, device, *given)
+        parts = _jax.lower_traced(
+            program.ctx, masked, (device, *given), (_jax.partition_id(), *results)
+        )
+        parts = [
+            _jax.max_over_devices(program.ctx, part, shape, devices)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+        values = _jax.lower_traced(program.ctx, back, shapes, parts)
+    return values[:n], values[n] if tells else None
 
 
 def bits(x: Any) -> list[Any]:

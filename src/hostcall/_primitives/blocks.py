@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def _lower_link(ctx: Any, number: Any, *, order: Order, name: str) -> list[Any]:
         _jax.program_of(ctx),
         targets.LINK_TARGET,
         [number],
-        {},
+        attributes={},
         order=order,
         has_side_effect=True,
     )
@@ -62,16 +63,24 @@ _jax.register_lowering(link_p, _lower_link)
 
 # --- The part of one device -----------------------------------------------------------
 
+# What an equation says of each device of its program, and finds in the block's text.
+Places = tuple[Any, ...]
+
 
 class Partitioned(abc.ABC):
-    """What the parts of one equation share.
+    """What the parts of one equation without results share.
 
     It is a parameter of their equations, and is compared by identity. The name of the
     whole call is put into the program when that is lowered. The compiler then adds to
     each part a text that says which block it is, and the engine asks `plan_of_block`
     for its plan when it loads the program. So a program from the compilation cache,
     for which no compiler asks again, finds its plans too.
+
+    The order of the equation is "unordered" or "ordered". `target` is that of the
+    custom call of one device.
     """
+
+    target: str
 
     def __init__(
         self,
@@ -81,88 +90,91 @@ class Partitioned(abc.ABC):
     ) -> None:
         self.params = info.params
         self.client = program.client
+        self._platforms = program.platforms
         self.by_ordinal = program.by_ordinal
         self.across = program.across
         self.of_program = _jax.all_devices(program)
-        self._inside = planning.calls_inside(program, info.params)
         info.plan_of_block = self.plan_of_block  # type: ignore[attr-defined]
         self._avals = _jax.physical_avals(program.ctx.avals_in)
         self.attributes = slots.put(
             program, info, self._avals, whole=False, entry=Entrance(tap=tap)
         )
 
-    @abc.abstractmethod
     def plan_of_block(self, block: str) -> _native.Plan:
         """The plan of the part that this text describes."""
-
-    def avals(self, shapes: Sequence[Sequence[int]]) -> list[Any]:
-        """The avals of the operands' blocks, of these shapes."""
+        told = json.loads(block)
         # New ones: those of the whole may have a sharding, which a block has not.
-        return [
+        avals = [
             _jax.ShapedArray(tuple(shape), aval.dtype)
-            for aval, shape in zip(self._avals, shapes, strict=True)
+            for aval, shape in zip(self._avals, told["shapes"], strict=True)
         ]
+        info, avals, tap = self.of_block(avals, told["places"])
+        info.of_program = self.of_program
+        return planning.make_plan(
+            self.client, self._platforms, info, avals, Entrance(tap=tap)
+        )
 
-    def make_plan(
-        self,
-        info: CallInfo,
-        avals: Sequence[Any],
-        tap: _native.TapSettings | None = None,
-    ) -> _native.Plan:
-        entry = Entrance(inside=self._inside, tap=tap)
-        return planning.make_plan(self.client, info, avals, entry)
+    @abc.abstractmethod
+    def of_block(
+        self, avals: list[Any], places: Sequence[Any]
+    ) -> tuple[CallInfo, list[Any], _native.TapSettings | None]:
+        """What the plan of a part is made of, given the avals of its blocks."""
+
+    def places(
+        self, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
+    ) -> Places:
+        """What the text of a part says, given the compiler's choice of shardings.
+
+        `everywhere` is the replicated sharding.
+        """
+        return ()
+
+    def regroup(self, sharding: Any, shape: Sequence[int], number: int) -> Any:
+        """The sharding that an operand gets, given the compiler's choice.
+
+        If it is another one, the compiler moves the data.
+        """
+        return sharding
 
 
-def emit_block(
-    ctx: Any, target: str, operands: Sequence[Any], equation: Partitioned, **more: Any
+block_p = _jax.Primitive("host_block")
+
+
+def _block_abstract_eval(*operands: Any, equation: Partitioned, places: Places) -> Any:
+    del operands, equation, places
+    return NUMBER
+
+
+def _lower_block(
+    ctx: Any, *operands: Any, equation: Partitioned, places: Places
 ) -> list[Any]:
-    """Emits the custom call of one device. It is "pure": the links carry its order.
+    """Emits the custom call of one device, which takes and returns the number.
 
-    `plan_of_block` gets the shapes of the operands after the first, and `more`.
+    It is "pure": the links carry its order.
     """
     shapes = [aval.shape for aval in _jax.physical_avals(ctx.avals_in[1:])]
-    block = json.dumps({"shapes": shapes, **more}, separators=(",", ":"))
+    block = json.dumps({"shapes": shapes, "places": places}, separators=(",", ":"))
     return emit(
         _jax.program_of(ctx),
-        target,
+        equation.target,
         operands,
-        {**equation.attributes, "block": block},
+        attributes={**equation.attributes, "block": block},
         order="pure",
         has_side_effect=True,
     )
 
 
+block_p.def_abstract_eval(_block_abstract_eval)
+_jax.register_lowering(block_p, _lower_block)
+
+
 # --- The whole equation ---------------------------------------------------------------
-
-# (the sharding of an operand, its shape, its number) -> the sharding that it gets.
-Regroup = Callable[[Any, Sequence[int], int], Any]
-
-
-def _as_they_are(sharding: Any, shape: Sequence[int], number: int) -> Any:
-    del shape, number
-    return sharding
 
 
 def lower_blocks(
-    program: _jax.Program,
-    operands: Sequence[Any],
-    equation: Partitioned,
-    block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
-    unpartitioned: Callable[..., Any],
-    regroup: Regroup = _as_they_are,
+    program: _jax.Program, operands: Sequence[Any], equation: Partitioned
 ) -> list[Any]:
-    """Lowers an equation without results to its three parts.
-
-    Args:
-        program: the program.
-        operands: the values.
-        equation: what its parts share; its order is "unordered" or "ordered".
-        block: (replicated sharding, the sharding of each operand, the shape of each) ->
-            the function of one device, (number, *blocks) -> number.
-        unpartitioned: the function that stands in the program until it is partitioned.
-        regroup: chooses the sharding of each operand, given the compiler's choice and
-            the operand's shape. If it chooses another one, the compiler moves the data.
-    """
+    """Lowers an equation without results to its three parts."""
     order = equation.params.order
 
     # As unique as the equation's own name, and the same in each process.
@@ -170,18 +182,14 @@ def lower_blocks(
 
     def parts(*arrays: Any) -> list[Any]:
         before = link_p.bind(jnp.int32(0), order=order, name="")
-        ran = _partitioned(block, unpartitioned, regroup)(before, *arrays)
+        ran = _partitioned(equation)(before, *arrays)
         link_p.bind(ran, order=order, name=name)
         return []
 
     return _jax.lower_by(program.ctx, parts, *operands)
 
 
-def _partitioned(
-    block: Callable[[Any, Sequence[Any], Sequence[Any]], Callable[..., Any]],
-    unpartitioned: Callable[..., Any],
-    regroup: Regroup,
-) -> Any:
+def _partitioned(equation: Partitioned) -> Any:
     # Imported here because it takes 10 ms, which most programs need not pay.
     from jax.experimental.custom_partitioning import (
         SdyShardingRule,
@@ -190,15 +198,18 @@ def _partitioned(
 
     @custom_partitioning
     def parts(number: Any, *arrays: Any) -> Any:
-        return unpartitioned(number, *arrays)
+        """What stands in the program until it is partitioned."""
+        return block_p.bind(number, *arrays, equation=equation, places=())
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
         everywhere = args[0].sharding
+        shapes = [arg.shape for arg in args[1:]]
         shardings = [
-            regroup(_even(arg, everywhere), arg.shape, i)
+            equation.regroup(_even(arg, everywhere), arg.shape, i)
             for i, arg in enumerate(args[1:])
         ]
-        one = block(everywhere, shardings, [arg.shape for arg in args[1:]])
+        places = equation.places(everywhere, shardings, shapes)
+        one = partial(block_p.bind, equation=equation, places=places)
         return mesh, one, result.sharding, (everywhere, *shardings)
 
     def rule(mesh: Any, values: Any, results: Any) -> Any:

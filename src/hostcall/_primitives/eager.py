@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def run_now(
     place = _result_sharding(operands, params.sharding)
     device = host_device.above_here()
     arrays = [row_major(operand) for operand in operands]
-    home = _some_device(place)
+    home = first_device(() if place is None else place.device_set)
     info = info_type(params, {-1: home}, mesh=None)
     plan = plans.make_plan(params, arrays, info, Entrance(device=device))
     try:
@@ -50,14 +50,19 @@ def run_now(
     return [jax.device_put(result, place) for result in results]
 
 
+def run_and_keep(*operands: Any, params: CallParams) -> list[Any]:
+    """`run_now`; an exception is also kept for `hc.errors.last_error()`."""
+    try:
+        return run_now(operands, params)
+    except BaseException as error:
+        failures.keep(error, handed_over=True)
+        raise
+
+
 def row_major(operand: Any) -> np.ndarray:
-    array = (
-        _jax.to_numpy(operand)
-        if isinstance(operand, jax.Array)
-        else np.asarray(operand)
-    )
-    # np.ascontiguousarray makes a scalar one-dimensional.
-    return np.ascontiguousarray(array).reshape(array.shape)
+    # np.ascontiguousarray would make a scalar one-dimensional.
+    array = _jax.to_numpy(operand) if isinstance(operand, jax.Array) else operand
+    return np.asarray(array, order="C")
 
 
 def _result_sharding(operands: Any, wanted: Any) -> Any:
@@ -77,16 +82,13 @@ def _result_sharding(operands: Any, wanted: Any) -> Any:
             return jax.sharding.NamedSharding(
                 sharding.mesh, jax.sharding.PartitionSpec()
             )
-        return sharding if len(sharding.device_set) == 1 else _first_device(sharding)
+        if len(sharding.device_set) > 1:
+            device = first_device(sharding.device_set)
+            return jax.sharding.SingleDeviceSharding(device)
+        return sharding
     return None
 
 
-def _first_device(sharding: Any) -> Any:
-    device = min(sharding.device_set, key=lambda d: d.id)
-    return jax.sharding.SingleDeviceSharding(device)
-
-
-def _some_device(place: Any) -> Any:
-    if place is not None:
-        return min(place.device_set, key=lambda device: device.id)
-    return _jax.here()
+def first_device(devices: Iterable[Any]) -> Any:
+    """The device with the smallest number; the default device if there is none."""
+    return min(devices, key=lambda device: device.id, default=None) or _jax.here()

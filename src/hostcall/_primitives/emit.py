@@ -12,8 +12,7 @@ from hostcall._core import codes
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.order import ORDERED, Order
 from hostcall._engine import targets
-from hostcall._primitives.across import Source
-from hostcall._primitives.together import Everyone
+from hostcall._primitives.across import OUTCOME_AVAL, Reach
 
 # --- The custom call ------------------------------------------------------------------
 
@@ -22,46 +21,46 @@ def emit(
     program: _jax.Program,
     target: str,
     operands: Sequence[Any],
-    attributes: dict[str, Any],
     *,
     order: Order,
-    has_side_effect: bool,
-    aliases: dict[int, int] | None = None,
     ordered: Any = ORDERED,
-    source: Source | Everyone | None = None,
-    avals_in: Sequence[Any] | None = None,
-    in_region: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    **how: Any,
 ) -> list[Any]:
     """Emits the custom call with the tokens that its order needs; returns the results.
 
-    `ordered` is the effect whose token an ordered call takes and returns. `source` is
-    the device whose results all devices take, or says that they fail together.
-    `avals_in` are the avals of `operands`, if they are not the equation's. `in_region`
-    makes each device's operands from the
-    whole ones, in a program that the compiler partitions.
+    `ordered` is the effect whose token an ordered call takes and returns. `how` are the
+    other parameters of `emit_with_token`.
     """
-    ctx, token, store = program.ctx, None, None
+
+    def one(token: Any | None) -> tuple[list[Any], Any | None]:
+        return emit_with_token(
+            program,
+            target,
+            operands,
+            token=token,
+            returns_token=order != "pure",
+            **how,
+        )
+
+    return _in_order(program.ctx, order, ordered, one)
+
+
+def _in_order(
+    ctx: Any,
+    order: Order,
+    ordered: Any,
+    one: Callable[[Any | None], tuple[list[Any], Any | None]],
+) -> list[Any]:
+    """The results of `one`, which gets the token of this order and returns another."""
     if order == "ordered":
-        token = _jax.ordered_token(ctx, ordered)
+        results, token = one(_jax.ordered_token(ctx, ordered))
+        _jax.set_ordered_token(ctx, ordered, token)
     elif order == "unordered":
-        token, store = _jax.chain(ctx)
-    results, token_out = emit_with_token(
-        program,
-        target,
-        operands,
-        token=token,
-        returns_token=order != "pure",
-        has_side_effect=has_side_effect,
-        attributes=attributes,
-        aliases=aliases,
-        source=source,
-        avals_in=avals_in,
-        prepare=in_region,
-    )
-    if order == "ordered":
-        _jax.set_ordered_token(ctx, ordered, token_out)
-    elif store is not None:
-        store(token_out)
+        before, store = _jax.chain(ctx)
+        results, token = one(before)
+        store(token)
+    else:
+        results, _ = one(None)
     return results
 
 
@@ -72,37 +71,21 @@ def emit_with_token(
     *,
     token: Any | None,
     returns_token: bool,
-    source: Source | Everyone | None,
-    avals_in: Sequence[Any] | None = None,
-    prepare: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    source: Reach | None = None,
+    prepare: Callable[[Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
+    | None = None,
     **how: Any,
 ) -> tuple[list[Any], Any | None]:
     """Emits the custom call and returns (results, token).
 
     In a program that the compiler partitions over several devices, every device makes
     the call on whole values; inside shard_map or pmap, every device makes it on its own
-    block. `how` are the other parameters of `_jax.custom_call`.
+    block. `source` is the device whose results all devices take, or says that they fail
+    together. `prepare` makes each device's operands from the whole ones, in a program
+    that the compiler partitions; it returns them and their avals. `how` are the other
+    parameters of `_jax.custom_call`.
     """
-    if avals_in is not None:
-        # The copy of the context is only read: tokens are set on the original.
-        program = program._replace(ctx=program.ctx.replace(avals_in=avals_in))
     ctx = program.ctx
-
-    def one(token: Any | None, operands: Sequence[Any], more: Sequence[Any]) -> Any:
-        avals_out = [*ctx.avals_out, *more]
-        if returns_token and _jax.has_symbolic(avals_out):
-            return _linked(program, target, token, operands, avals_out, how)
-        return _jax.custom_call(
-            program,
-            target,
-            token,
-            operands,
-            ctx.avals_in,
-            avals_out,
-            returns_token=returns_token,
-            **how,
-        )
-
     alone = program.mesh is not None or program.size == 1
     if not alone and source is not None and token is not None and not operands:
         # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region that
@@ -117,13 +100,38 @@ def emit_with_token(
         )
 
     def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
+        avals_in: Sequence[Any] = ctx.avals_in
         if prepare is not None and not alone:
-            operands = prepare(operands)
+            operands, avals_in = prepare(operands)
+        avals_out = list(ctx.avals_out)
+        if source is not None and source.tells:
+            avals_out.append(OUTCOME_AVAL)
+        values = (token, operands, avals_in, avals_out)
+        if returns_token and _jax.has_symbolic(avals_out):
+            results, token = _linked(program, target, *values, how)
+        else:
+            results, token = _jax.custom_call(
+                program, target, *values, returns_token=returns_token, **how
+            )
         if source is None:
-            return one(token, operands, ())
-        results, token = one(token, operands, source.more_avals)
+            return results, token
         avals = _jax.physical_avals(ctx.avals_out)
-        return source.share(program, token, results, avals, how["has_side_effect"])
+        shared, outcome = source.share(program, results, avals)
+        if outcome is None:
+            return shared, token
+        # Passes the results on, or fails on this device if the outcome says so.
+        return _jax.custom_call(
+            program,
+            targets.VERDICT_TARGET,
+            token,
+            [outcome, *shared],
+            [OUTCOME_AVAL, *avals],
+            avals,
+            returns_token=token is not None,
+            has_side_effect=how["has_side_effect"],
+            attributes=how["attributes"],
+            aliases={1 + i: i for i in range(len(avals))},
+        )
 
     if alone:
         return in_region(token, operands)  # type: ignore[no-any-return]
@@ -138,6 +146,7 @@ def _linked(
     target: str,
     token: Any | None,
     operands: Sequence[Any],
+    avals_in: Sequence[Any],
     avals_out: Sequence[Any],
     how: dict[str, Any],
 ) -> tuple[list[Any], Any]:
@@ -165,14 +174,14 @@ def _linked(
     (zero,) = _jax.lower_traced(program.ctx, lambda: [np.int32(0)], (), ())
     token, number = link(token, zero)
     how = dict(how)
-    if how["aliases"]:
+    if how.get("aliases"):
         how["aliases"] = {i + 1: o + 1 for i, o in how["aliases"].items()}
     (number, *results), _ = _jax.custom_call(
         program,
         target,
         None,
         [number, *operands],
-        [NUMBER, *program.ctx.avals_in],
+        [NUMBER, *avals_in],
         [NUMBER, *avals_out],
         returns_token=False,
         **how,
@@ -227,34 +236,21 @@ def emit_through_jax(
     operands: Sequence[Any],
     *,
     order: Order,
-    has_side_effect: bool,
-    sharding: Any,
     ordered: Any = ORDERED,
-    partitioned: bool = False,
+    **how: Any,
 ) -> list[Any]:
     """Emits JAX's own callback of `run`, in its order; returns the results.
 
     On a TPU an effect has a token, ordered or not: without one, a callback without
     results is a send that nothing answers, so the program may end, and a barrier
-    return, before the host has the values.
+    return, before the host has the values. `how` are the other parameters of
+    `_jax.emit_jax_callback`.
     """
-    token, store = None, None
-    if order == "ordered":
-        token = _jax.ordered_token(ctx, ordered)
-    elif order == "unordered":
-        token, store = _jax.chain(ctx)
-    results, token = _jax.emit_jax_callback(
-        ctx,
-        run,
-        operands,
-        token=token,
-        returns_token=order != "pure",
-        has_side_effect=has_side_effect,
-        sharding=sharding,
-        partitioned=partitioned,
-    )
-    if order == "ordered":
-        _jax.set_ordered_token(ctx, ordered, token)
-    elif store is not None:
-        store(token)
-    return results
+
+    def one(token: Any | None) -> tuple[list[Any], Any | None]:
+        returns_token = order != "pure"
+        return _jax.emit_jax_callback(
+            ctx, run, operands, token=token, returns_token=returns_token, **how
+        )
+
+    return _in_order(ctx, order, ordered, one)

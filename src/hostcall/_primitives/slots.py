@@ -19,13 +19,14 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core.errors import ExportError
+from hostcall._core.fingerprint import fingerprint
 from hostcall._core.portable import NotPortable
-from hostcall._engine import keys
+from hostcall._core.registry import name_of_held
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Callback
+from hostcall._engine.params.equation import Callback, Equation
 from hostcall._engine.plans import Entrance
 from hostcall._primitives import travel
-from hostcall._primitives.planning import calls_inside, make_plan
+from hostcall._primitives.planning import make_plan
 
 
 def put(
@@ -61,12 +62,12 @@ def put(
         if why:
             refuse_export(info.callback, why)
         return {travel.ATTRIBUTE: text}
-    key = keys.key_of(info.params, avals)
-    entry = replace(entry, inside=calls_inside(program, info.params), text=text)
+    key = _key_of(info.params, avals)
+    entry = replace(entry, text=text)
     info.of_program = _jax.all_devices(program)
-    plan = make_plan(program.client, info, avals, entry)
+    plan = make_plan(program.client, program.platforms, info, avals, entry)
     slot = _native.Slot(plan, key, program.across)
-    keep(program, slot, info.name, why)
+    _jax.keep_alive(program, Kept(slot, info.name, why))
     attributes = {"key": np.uint64(key), "count": np.uint64(slot.count)}
     return {**attributes, travel.ATTRIBUTE: text} if text else attributes
 
@@ -81,6 +82,39 @@ def refuse_export(callback: Callback, reason: str) -> NoReturn:
     raise ExportError(
         f"hostcall: a program that calls `{callback.name}` (at {callback.place}) can't"
         f" be exported: {reason}"
+    )
+
+
+# Fields of a call's or tap's parameters that its key has.
+_IN_KEY = (
+    *("order", "masked", "grid", "batched", "levels", "keep"),
+    *("rows", "when_full", "on", "every", "sample", "batch", "always", "through"),
+    *("kind", "partitioned"),
+)
+
+
+def _key_of(params: Equation, operands: Sequence[Any]) -> int:
+    """The key by which programs find a call: equal in all processes for equal calls.
+
+    It says what the call is: the function, the avals, the options. A program that was
+    compiled in another process looks its calls up here, so it finds no call of another
+    kind. It also says where the program runs: JAX 0.10's disk cache may return a
+    program that was compiled without host callbacks for one that has them, and XLA
+    would run that on a thread of its own.
+    """
+    callback = params.callback
+    return fingerprint(
+        (
+            name_of_held(callback.function) or callback.function,
+            callback.tag,
+            callback.arrays,
+            callback.lend,
+            [(a.shape, str(a.dtype)) for a in (*operands, *params.avals)],
+            type(params).__name__,
+            params.vmap_method,
+            params.runs_where_dispatched,
+            [getattr(params, option, None) for option in _IN_KEY],
+        )
     )
 
 
@@ -106,8 +140,3 @@ class Kept:
             f" serialized: {self.why}. (To compile a program only once, without"
             " serializing it, use JAX's compilation cache, jax_compilation_cache_dir)"
         )
-
-
-def keep(program: _jax.Program, thing: Any, name: str, why: str) -> None:
-    """Ties a slot, or what holds slots, to the executable of this program."""
-    _jax.keep_alive(program, Kept(thing, name, why))

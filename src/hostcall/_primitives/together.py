@@ -28,49 +28,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._primitives.across import OUTCOME, judged
+from hostcall._primitives.across import OUTCOME
 
 _DIGITS = 10  # of a device's number, in the outcome's text
 
 
-class Everyone:
-    """All devices of a program, each of which makes the call for itself.
-
-    Attributes:
-        devices: how many devices the program has.
-        tells: the call has its outcome as one more result.
-        attributes: the attributes by which the program finds the call's plan.
-    """
-
-    tells = True
-
-    def __init__(self, devices: int) -> None:
-        self.devices = devices
-        self.attributes: dict[str, np.uint64] = {}
-
-    @property
-    def more_avals(self) -> list[Any]:
-        """The avals of the results that the call has besides the function's."""
-        return [_jax.ShapedArray(OUTCOME.shape, OUTCOME.dtype)]
-
-    def share(
-        self,
-        program: _jax.Program,
-        token: Any | None,
-        results: Sequence[Any],
-        avals: Sequence[Any],
-        has_side_effect: bool,
-    ) -> tuple[list[Any], Any | None]:
-        """Passes each device's own results on, or fails on all devices."""
-        device = jax.ShapeDtypeStruct((), np.uint32)
-        (number,) = _jax.lower_traced(
-            program.ctx, _number, (device, OUTCOME), (_jax.partition_id(), results[-1])
-        )
-        number = _jax.max_over_devices(program.ctx, number, device, self.devices)
-        (verdict,) = _jax.lower_traced(program.ctx, _verdict, (device,), (number,))
-        return judged(
-            program, token, verdict, results[:-1], avals, has_side_effect, self
-        )
+def share(
+    program: _jax.Program, results: Sequence[Any], avals: Sequence[Any], *, devices: int
+) -> tuple[Sequence[Any], Any]:
+    """See `Reach`: each of these devices makes the call for itself."""
+    del avals
+    *results, outcome = results
+    device = jax.ShapeDtypeStruct((), np.uint32)
+    (number,) = _jax.lower_traced(
+        program.ctx, _number, (device, OUTCOME), (_jax.partition_id(), outcome)
+    )
+    number = _jax.max_over_devices(program.ctx, number, device, devices)
+    (verdict,) = _jax.lower_traced(program.ctx, _verdict, (device,), (number,))
+    return results, verdict
 
 
 def _number(device: Any, outcome: Any) -> list[Any]:

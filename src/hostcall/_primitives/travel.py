@@ -36,10 +36,9 @@ from hostcall._core.errors import HostcallError, LoadError
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._engine import checked, targets
 from hostcall._engine import portable as equations
-from hostcall._engine.info import CallInfo
+from hostcall._engine.info import CallInfo, TapInfo
 from hostcall._engine.plans import Entrance, Team
 from hostcall._primitives import planning
-from hostcall._primitives.tap.description import describe
 from hostcall._runtime import context, delivery, host_device
 
 # Counted up when older versions of hostcall could not read the texts.
@@ -176,7 +175,22 @@ def _read_text(
         params = equations.read(told)
         operands = portable.read_avals(told["operands"])
         mesh = _read_mesh(told["mesh"], client)
-    plan = _make(params, operands, mesh, told, text, platform, client)
+    by_ordinal = {_jax.ordinal(device): device for device in client.local_devices()}
+    team = None if told["team"] is None else Team(*told["team"])
+    if team is not None and "place" in told:  # exported, so on any devices
+        team = team._replace(leader=None)
+    tap = None
+    info: CallInfo
+    if params.is_tap:
+        delivery.start()
+        only = portable.read_plain(told["only"])
+        tap = params.settings(only, host_device.is_host(client))
+        info = TapInfo.of_whole(params, by_ordinal, mesh, operands)
+    else:
+        info = CallInfo(params, by_ordinal, mesh)
+    info.of_program = None if team is None else ()
+    entry = Entrance(tap=tap, team=team, text=text)
+    plan = planning.make_plan(client, (platform,), info, operands, entry)
     return None if buffers is None else plan
 
 
@@ -205,34 +219,6 @@ def reading() -> Iterator[None]:
             f"hostcall: the program has a call whose description {what}. It was"
             " damaged, or another version of hostcall made it"
         ) from error
-
-
-def _make(
-    params: Any,
-    operands: Sequence[Any],
-    mesh: Any,
-    told: Any,
-    text: str,
-    platform: str,
-    client: Any,
-) -> _native.Plan:
-    by_ordinal = {_jax.ordinal(device): device for device in client.local_devices()}
-    team = None if told["team"] is None else Team(*told["team"])
-    if team is not None and "place" in told:  # exported, so on any devices
-        team = team._replace(leader=None)
-    tap = None
-    info: CallInfo
-    if params.is_tap:
-        delivery.start()
-        only = portable.read_plain(told["only"])
-        tap = params.settings(only, host_device.is_host(client))
-        info = describe(params, by_ordinal, mesh, operands)
-    else:
-        info = CallInfo(params, by_ordinal, mesh)
-    info.of_program = None if team is None else ()
-    inside = planning.inside_of((platform,), params)
-    entry = Entrance(inside=inside, tap=tap, team=team, text=text)
-    return planning.make_plan(client, info, operands, entry)
 
 
 def _client(platform: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -29,22 +29,17 @@ _native.set_buffer_names(
 _CFunction: Any = ctypes.CFUNCTYPE(None).mro()[1]  # base class of all ctypes functions
 
 
+@dataclass(unsafe_hash=True, repr=False)
 class NativeFunction:
     """Machine code that runs in place of a Python function, without the GIL."""
 
-    def __init__(self, keep: Any, address: int, status: bool, name: str) -> None:
-        self.keep = keep  # the object that owns the machine code
-        self.address = address
-        self.status = status
-        self.__name__ = self.__qualname__ = name
+    keep: Any = field(compare=False)  # the object that owns the machine code
+    address: int
+    status: bool
+    name: str = field(compare=False)
 
-    def __hash__(self) -> int:
-        return hash((self.address, self.status))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, NativeFunction):
-            return NotImplemented
-        return (self.address, self.status) == (other.address, other.status)
+    def __post_init__(self) -> None:
+        self.__name__ = self.__qualname__ = self.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(
@@ -134,7 +129,16 @@ class BufferParams(CallParams):
         return self.order != "pure" or not native
 
     def in_place(self) -> tuple[Callable[..., Any], _native.BufferSettings]:
-        return self._function(), self._settings()
+        shared = {output: number for number, output in self.aliases}
+        fn = self.callback.function
+        code = fn if isinstance(fn, NativeFunction) else None
+        settings = _native.BufferSettings(
+            aliases=[shared.get(i, -1) for i in range(len(self.avals))],
+            debug=config.debug(),
+            address=0 if code is None else code.address,
+            status=code is not None and code.status,
+        )
+        return self._function(), settings
 
     def _function(self) -> Callable[..., Any]:
         """The function that the engine calls with the context and a Buffer per leaf."""
@@ -151,18 +155,6 @@ class BufferParams(CallParams):
 
         return whole
 
-    def _settings(self) -> _native.BufferSettings:
-        """The part of a native plan that describes work on buffers in place."""
-        shared = {output: number for number, output in self.aliases}
-        fn = self.callback.function
-        code = fn if isinstance(fn, NativeFunction) else None
-        return _native.BufferSettings(
-            aliases=[shared.get(i, -1) for i in range(len(self.avals))],
-            debug=config.debug(),
-            address=0 if code is None else code.address,
-            status=code is not None and code.status,
-        )
-
 
 class BufferInfo(CallInfo):
     """The description of a buffer callback's call, with the errors about Buffers."""
@@ -172,26 +164,12 @@ class BufferInfo(CallInfo):
     def device_at(self, ordinal: int) -> Any:
         return self.devices.get(ordinal)
 
-    def _name_of(self, number: int, is_result: bool) -> str:
-        if is_result:
-            path = str(self.callback.results.paths()[number])
-            return path.replace("result", "out", 1)
-        return str(self.callback.template.paths()[number])
-
-    def on_escape(
-        self, _: Any, held: list[tuple[int, bool]] | None, error: BaseException | None
-    ) -> None:
-        if held is None:
-            super().on_escape(_, None, error)
-            return
-        names = ", ".join(self._name_of(*each) for each in held)
-        ended = "returned" if error is None else f"raised {type(error).__name__}"
-        raise errors.EscapeError(
-            f"hostcall: `{self.name}` kept a view of {names} after it {ended} (a NumPy"
-            " array, memoryview, DLPack capsule or tensor made from the Buffer, also by"
-            " another thread, or by autograd for a backward pass). The memory is XLA's,"
-            " which reuses it now: keep a copy (numpy.array(buffer))"
-        ) from error
+    def _how_kept(self) -> str:
+        return (
+            "(a NumPy array, memoryview, DLPack capsule or tensor made from the Buffer,"
+            " also by another thread, or by autograd for a backward pass). The memory"
+            " is XLA's, which reuses it now: keep a copy (numpy.array(buffer))"
+        )
 
     def on_changed(self, number: int) -> None:
         raise errors.ResultError(

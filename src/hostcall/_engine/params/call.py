@@ -18,24 +18,15 @@ class CallParams(Equation):
     """The parameters of one equation of the call primitive.
 
     Attributes:
-        vmap_method: as given to `hc.call`.
         results_as: "tree": the function returns the structure of `result`. "leaves": it
             returns the same leaves in any containers. "nothing": its return value is
             ignored.
-        avals, sharding, levels, literals, keep: what `Equation` has properties for.
+        levels, literals: as `Equation` says.
     """
 
-    avals: tuple[Any, ...] = ()
-    vmap_method: Any = None
-    sharding: Any = None
     levels: int = 0
     results_as: Literal["tree", "leaves", "nothing"] = "tree"
     literals: bool = True
-    keep: int | None = None
-
-    @property
-    def runs_where_dispatched(self) -> bool:
-        return self.order != "pure"
 
     def _form(self) -> ResultForm:
         treedef = self.callback.results.treedef

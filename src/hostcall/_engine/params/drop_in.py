@@ -23,7 +23,8 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core import errors, failures
+from hostcall._core import failures
+from hostcall._core.arguments import wrong
 from hostcall._core.host_code import own
 from hostcall._core.order import UNORDERED, healing
 from hostcall._core.source import Place, is_jaxs, users_place
@@ -127,12 +128,7 @@ class DropInParams(CallParams):
 
 _NARROW = {
     np.dtype(wide): np.dtype(narrow)
-    for wide, narrow in (
-        (np.float64, np.float32),
-        (np.int64, np.int32),
-        (np.uint64, np.uint32),
-        (np.complex128, np.complex64),
-    )
+    for wide, narrow in (("f8", "f4"), ("i8", "i4"), ("u8", "u4"), ("c16", "c8"))
 }
 
 
@@ -169,7 +165,7 @@ class DropInInfo(CallInfo):
                 f"Incorrect output dtype for return value #{number}: Expected:"
                 f" {aval.dtype}, Actual: {array.dtype}"
             )
-        array = np.ascontiguousarray(array).reshape(aval.shape)
+        array = np.asarray(array, order="C")
         return array if array.dtype is aval.dtype else array.view(aval.dtype)
 
     def _narrow(self, array: np.ndarray) -> np.ndarray:
@@ -230,9 +226,6 @@ def make_params(
         results=results,
         fills=(None,) * len(results.avals),
         arrays=arrays,
-        lend=False,
-        timeout=None,
-        executor=None,
         place=place or users_place(),
     )
     order = "ordered" if ordered else "pure" if kind == "pure" else "unordered"
@@ -253,9 +246,6 @@ def make_params(
 def arrays_of(choice: str) -> Literal["numpy", "free"]:
     """Translates the option `arrays=` of a drop-in to the engine's name."""
     if choice not in ("jax", "numpy"):
-        raise errors.SpecError(
-            "hostcall: arrays= of a drop-in should be 'jax' or 'numpy', got"
-            f" {choice!r}. hostcall.call has 'dlpack' too",
-            code="hc-option",
-        )
+        more = ". hostcall.call has 'dlpack' too"
+        raise wrong("arrays", "a drop-in", "'jax' or 'numpy'", choice, more)
     return "free" if choice == "jax" else "numpy"

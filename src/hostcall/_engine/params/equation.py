@@ -109,6 +109,12 @@ class Equation(abc.ABC):
         masked: whether the first operand is the mask `where`.
         grid: the sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of these axes.
+        avals: the avals of one row's results.
+        vmap_method: as given to `hc.call`.
+        sharding: a sharding on the device that makes the call; None for the first.
+        keep: of hc.watch: how many executions are kept.
+        devices: of a sharded feed: the ordinals of the devices, in the order of the
+            ring's lanes; empty if all devices take from one lane.
     """
 
     callback: Callback
@@ -116,49 +122,26 @@ class Equation(abc.ABC):
     masked: bool
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
+    avals: tuple[Any, ...] = ()
+    vmap_method: Any = None
+    sharding: Any = None
+    keep: int | None = None
+    devices: tuple[int, ...] = ()
 
     # --- What a kind may answer in another way. Some have a field for it. -------------
 
     is_tap = False
-
-    @property
-    def avals(self) -> tuple[Any, ...]:
-        """The avals of one row's results."""
-        return ()
+    literals = True  # whether the function may return Python numbers for 32-bit arrays
 
     @property
     def out_avals(self) -> list[Any]:
-        """Those of the equation's results."""
+        """The avals of the equation's results."""
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
-
-    @property
-    def vmap_method(self) -> Any:
-        return "sequential"
 
     @property
     def levels(self) -> int:
         """The number of leading batch axes that the function itself sees."""
         return 0
-
-    @property
-    def keep(self) -> int | None:
-        """Of hc.watch: how many executions are kept."""
-        return None
-
-    @property
-    def literals(self) -> bool:
-        """Whether the function may return Python numbers for 32-bit arrays."""
-        return True
-
-    @property
-    def sharding(self) -> Any:
-        """A sharding on the device that makes the call; None for the first device."""
-        return None
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Of a sharded feed: the ordinals of the devices."""
-        return ()
 
     @property
     def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
@@ -168,7 +151,7 @@ class Equation(abc.ABC):
     @property
     def runs_where_dispatched(self) -> bool:
         """Whether a program with this call runs on the thread that dispatches it."""
-        return False
+        return self.order != "pure" and not self.is_tap
 
     @property
     def is_jaxs_own(self) -> bool:

@@ -16,13 +16,7 @@ class FeedParams(CallParams):
 
     The function is the feed's `Stream`. The engine takes items from the stream's ring,
     and calls the stream only to wait for one.
-
-    Attributes:
-        devices: for a sharded feed, the ordinals of the devices, in the order of the
-            ring's lanes; empty for a feed whose devices all take from one lane.
     """
-
-    devices: tuple[int, ...] = ()
 
     def fed(self) -> _native.FeedSettings | None:
         stream = self.callback.function

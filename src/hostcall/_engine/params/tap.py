@@ -62,14 +62,11 @@ class TapParams(Equation):
 
     @property
     def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        first, last = self.masked, -1 if self.always else None
-        return tuple(
-            (
-                "batch",
-                {"batch_dims": tuple(0 if f else None for f in flags[first:last])},
-            )
+        dims = [
+            tuple(0 if flag else None for flag in self.arguments(flags))
             for flags in self.flags
-        )
+        ]
+        return tuple(("batch", {"batch_dims": each}) for each in dims)
 
     def settings(
         self,
@@ -87,23 +84,30 @@ class TapParams(Equation):
             in_program: whether the engine's handler gets the operands, and so the flag
                 `always`; else Python reads the flag.
         """
-        steps, seconds = 0, 0.0
-        if isinstance(self.every, int):
-            steps = self.every
-        elif self.every is not None:
-            seconds = self.every
+        every = self.every
         return _native.TapSettings(
             when_full=_native.WhenFull[self.when_full.upper()],
             nested=nested,
             only=only,
             linked=linked,
             through=self.through,
-            every_steps=steps,
-            every_ns=int(seconds * 1e9),
+            every_steps=every if isinstance(every, int) else 0,
+            every_ns=int(every * 1e9) if isinstance(every, float) else 0,
             sample=1.0 if self.sample is None else self.sample,
             always=self.always and in_program,
             batch=self.batch or 0,
         )
+
+    def arguments(self, operands: Any) -> Any:
+        """The operands without the mask, which is first, and the flag, which is last.
+
+        `operands` may be anything that is said of each operand.
+        """
+        return operands[int(self.masked) : len(operands) - self.always]
+
+    def mask(self, operands: Any) -> Any:
+        """Only the mask, if there is one."""
+        return operands[: int(self.masked)]
 
     def read(self, operands: Sequence[Any]) -> Sequence[Any]:
         # The engine reads the flag `always`, and never queues it.

@@ -53,35 +53,20 @@ def batch(
     flags = [d is not None for d in dims]
     if params.vmap_method in WHOLE:
         return _batch_whole(bind, in_front(operands, dims), flags, size, params)
-    return _batch_rows(bind, operands, dims, size, params, innermost)
-
-
-_jax.batchers[call_p] = batch
-
-
-def _batch_rows(
-    bind: Callable[..., Any],
-    operands: Sequence[Any],
-    dims: Sequence[int | None],
-    size: int,
-    params: CallParams,
-    innermost: bool,
-) -> tuple[list[Any], tuple[int, ...]]:
-    """Adds one batch axis to the grid.
-
-    A vmap that is applied later is the outer one, so its axis comes first. The axis of
-    a drop-in comes last (`innermost`).
-    """
+    # A vmap that is applied later is the outer one, so its axis is first in the grid.
     before = params.batched or ((),) * len(operands)
     place = len(params.grid) if innermost else 0
     moved, batched = [], []
-    for x, d, flags in zip(operands, dims, before, strict=True):
-        axis = sum(flags[:place])
+    for x, d, has in zip(operands, dims, before, strict=True):
+        axis = sum(has[:place])
         moved.append(x if d is None else _jax.moveaxis(x, d, axis))
-        batched.append((*flags[:place], d is not None, *flags[place:]))
+        batched.append((*has[:place], d is not None, *has[place:]))
     grid = (*params.grid[:place], size, *params.grid[place:])
     outs = bind(*moved, params=replace(params, grid=grid, batched=tuple(batched)))
     return outs, (place,) * len(outs)
+
+
+_jax.batchers[call_p] = batch
 
 
 def _batch_whole(
@@ -122,13 +107,9 @@ def _batch_whole(
 
 def _widen_mask(mask: Any, flag: bool, levels: int) -> Any:
     """A mask is a scalar for the whole batch, or has one axis for each level."""
-    if not flag and mask.ndim == 0:
-        return mask
-    if not flag:
-        return jnp.expand_dims(mask, 0)
-    if mask.ndim == 1:
-        return mask.reshape(mask.shape + (1,) * levels)
-    return mask
+    if flag:
+        return mask.reshape(mask.shape + (1,) * levels) if mask.ndim == 1 else mask
+    return jnp.expand_dims(mask, 0) if mask.ndim > 0 else mask
 
 
 def _batch_by_rule(

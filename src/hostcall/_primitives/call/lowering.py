@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from hostcall import _jax, _native
+from hostcall import _jax
 from hostcall._core import config
 from hostcall._core.errors import HostcallError
 from hostcall._core.order import ORDERED
@@ -16,8 +17,8 @@ from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.plans import Entrance, Team
-from hostcall._primitives import once, slots
-from hostcall._primitives.across import Source
+from hostcall._primitives import across, once, slots, together
+from hostcall._primitives.across import Reach
 from hostcall._primitives.call.primitive import bind, call_p
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.emit import (
@@ -26,7 +27,6 @@ from hostcall._primitives.emit import (
     emit,
     emit_through_jax,
 )
-from hostcall._primitives.together import Everyone
 from hostcall._runtime import host_device
 
 
@@ -62,7 +62,7 @@ def lower(
             program,
             target,
             operands,
-            attributes,
+            attributes=attributes,
             aliases=aliases,
             order=params.order,
             ordered=ordered,
@@ -73,7 +73,7 @@ def lower(
 
 def prepare(
     program: _jax.Program, info: CallInfo, avals: Sequence[Any], leader: Any | None
-) -> tuple[dict[str, np.uint64], Source | Everyone | None]:
+) -> tuple[dict[str, np.uint64], Reach | None]:
     """Puts the call's plan into a slot that lives as long as the program.
 
     Returns the attributes by which the program finds the slot, and how the outcome of
@@ -81,13 +81,11 @@ def prepare(
     every device. None if it stays where it is.
     `leader` is the device that calls; None stands for the program's first.
     """
-    targets.start_on(program.client)
-    _native.bury()  # frees the slots of programs that died since the last lowering
-    info.job = targets.failures_over(program.across)
+    info.job = targets.start_lowering(program)
     team, source, elsewhere = _team(program, info, leader)
-    reaches: Source | Everyone | None = source
+    reaches = source
     if source is None and _fails_together(program, info):
-        reaches = Everyone(_size(program))
+        reaches = Reach(True, partial(together.share, devices=_size(program)))
         info.origins = [device.process_index for device in program.devices or ()]
     info.tells = reaches is not None and reaches.tells
     attributes = slots.put(
@@ -96,8 +94,6 @@ def prepare(
         avals,
         entry=Entrance(team=team, tells=info.tells, elsewhere=elsewhere),
     )
-    if reaches is not None:
-        reaches.attributes = attributes
     if info.params.runs_where_dispatched:
         _jax.run_where_dispatched(program)
     return attributes, reaches
@@ -129,11 +125,11 @@ def _size(program: _jax.Program) -> int:
 
 def _team(
     program: _jax.Program, info: CallInfo, leader: Any | None
-) -> tuple[Team | None, Source | None, bool]:
+) -> tuple[Team | None, Reach | None, bool]:
     """How the devices of the program make the call together.
 
-    Returns (settings of this process's team or None, the device whose results all
-    processes take or None, whether that device belongs to another process).
+    Returns (settings of this process's team or None, how all processes take the
+    results of one device or None, whether that device belongs to another process).
     """
     if info.params.devices:  # a sharded feed: each takes its part
         return None, None, False
@@ -142,12 +138,11 @@ def _team(
         # A lowering that does not know the program's devices (an export, or a jit
         # with an abstract mesh): the first device that arrives makes the call. With
         # several processes, nothing says how many of the devices are in this one.
-        n = program.size if mesh is None else mesh.size
+        n = _size(program)
         if n <= 1 or jax.process_count() > 1:
             return None, None, False
-        if mesh is not None:  # a mesh without devices: an abstract one
-            return Team("EACH", n, None), None, False
-        return Team("ONCE", n, None), None, False
+        # A mesh is an abstract one here, without devices.
+        return Team("ONCE" if mesh is None else "EACH", n, None), None, False
     if mesh is not None:
         return Team("EACH", len(local), None), None, False
     devices = program.devices
@@ -166,7 +161,13 @@ def _team(
         # A call that works in place in GPU memory has no host memory to write the
         # outcome to.
         on_host = program.platforms == ("cpu",) or info.callback.lend != "buffers"
-        source = Source(devices.index(leader), len(devices), tells=on_host)
+        share = partial(
+            across.share,
+            number=devices.index(leader),
+            devices=len(devices),
+            tells=on_host,
+        )
+        source = Reach(on_host, share)
         info.caller = leader.process_index
     elsewhere = leader not in local
     caller = _jax.ordinal(local[0] if elsewhere else leader)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from hostcall._core.coroutines import is_coroutine_function
-from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
@@ -18,6 +17,7 @@ from hostcall._engine.gpu_arrays import OnDevice
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.equation import Callback
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
+from hostcall._primitives.call.options import conflict
 from hostcall._primitives.call.primitive import bind
 
 _ON_DEVICE = ("sequential", *batching.WHOLE)
@@ -52,16 +52,14 @@ def make(
         _check_on_device(callback, vmap_method, masked, sharding)
         # Imported here, since most programs call no function on a GPU's memory.
         from hostcall._engine.params.buffer import BufferParams
-        from hostcall._primitives.buffer import lowering as _  # noqa: F401  (registers)
-        from hostcall._primitives.buffer.primitive import bind as bind_buffers
+        from hostcall._primitives.buffer import bind as bind_buffers
 
-        fn = OnDevice(callback.function, callback.results, callback.name)
+        fn = OnDevice(callback.fn, callback.results, callback.name)
         on_device = BufferParams(
             callback=replace(callback, fn=Static(fn), arrays="numpy", lend="buffers"),
             avals=callback.results.avals,
             order=order,
             vmap_method=vmap_method or "sequential",
-            sharding=None,
             masked=False,
         )
         return bind_buffers(*operands, params=on_device)
@@ -117,8 +115,7 @@ def _check_on_device(
     }
     for option, given in others.items():
         if given:
-            raise SpecError(
-                f"hostcall: `{callback.name}` has arrays='cuda' and {option}, which is"
-                " for arrays on the host",
-                code="hc-conflict",
+            raise conflict(
+                f"`{callback.name}`",
+                f"arrays='cuda' and {option}, which is for arrays on the host",
             )

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hostcall import _jax
-from hostcall._core import errors, failures
+from hostcall._core import errors
 from hostcall._core.host_code import own
 from hostcall._core.order import effects_of
 from hostcall._engine.params.call import CallParams
-from hostcall._primitives.eager import run_now
-
-call_p = _jax.Primitive("host_call")
-call_p.multiple_results = True
-_jax.hold_weakly_in_caches(CallParams)
+from hostcall._primitives.eager import run_and_keep
 
 
-def bind(*operands: Any, params: CallParams) -> list[Any]:
-    return call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+def define(
+    name: str,
+    params_type: type[CallParams],
+    impl: Callable[..., list[Any]],
+    would_run_twice: Callable[[dict[str, Any]], Exception],
+) -> Any:
+    """A primitive of calls, with the rules that all kinds of calls share.
 
-
-# --- impl --------------------------------------------------------------------------
-
-
-def _impl(*operands: Any, params: CallParams) -> list[Any]:
-    try:
-        results = run_now(operands, params)
-    except BaseException as error:
-        failures.keep(error, handed_over=True)
-        raise
-    _jax.refuse_special(results, params.callback.described)
-    return results
-
-
-call_p.def_impl(_impl)
-
-
-# --- abstract eval -----------------------------------------------------------------
+    `would_run_twice` is the error of a while loop that would run the call once more for
+    a derivative.
+    """
+    primitive = _jax.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(impl)
+    _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
+    _jax.run_once_in_while_loops(primitive, would_run_twice)
+    _jax.hold_weakly_in_caches(params_type)
+    return primitive
 
 
 def _abstract_eval(*operands: Any, params: CallParams) -> tuple[list[Any], set[Any]]:
@@ -45,11 +39,13 @@ def _abstract_eval(*operands: Any, params: CallParams) -> tuple[list[Any], set[A
     return avals, effects_of(params.order)
 
 
-_jax.def_effectful_abstract_eval(call_p, _abstract_eval)
+def _impl(*operands: Any, params: CallParams) -> list[Any]:
+    results = run_and_keep(*operands, params=params)
+    _jax.refuse_special(results, params.callback.described)
+    return results
 
 
 def would_run_twice(params: dict[str, Any]) -> errors.DerivativeError:
-    """The error of a while loop that would run the call once more for a derivative."""
     callback = params["params"].callback
     return errors.DerivativeError(
         f"hostcall: jax.linearize or jax.grad of a while_loop that calls"
@@ -62,15 +58,35 @@ def would_run_twice(params: dict[str, Any]) -> errors.DerivativeError:
     )
 
 
-_jax.run_once_in_while_loops(call_p, would_run_twice)
+call_p = define("host_call", CallParams, _impl, would_run_twice)
+
+
+def bind(*operands: Any, params: CallParams) -> list[Any]:
+    return call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
 
 
 # --- JVP, transpose ----------------------------------------------------------------
 
 
-def _jvp(primals: Any, tangents: Any, *, params: CallParams) -> NoReturn:
-    del primals, tangents
-    raise errors.DerivativeError(
+def refuse_derivatives(
+    primitive: Any,
+    jvp: Callable[[Any], Exception],
+    transpose: Callable[[Any], Exception],
+) -> None:
+    """`jvp` and `transpose` make the errors, from the parameters of an equation."""
+
+    def no_jvp(primals: Any, tangents: Any, *, params: Any) -> NoReturn:
+        raise jvp(params)
+
+    def no_transpose(cotangents: Any, *operands: Any, params: Any) -> NoReturn:
+        raise transpose(params)
+
+    _jax.jvps[primitive] = no_jvp
+    _jax.transposes[primitive] = no_transpose
+
+
+def _no_jvp(params: CallParams) -> errors.DerivativeError:
+    return errors.DerivativeError(
         f"hostcall: the call of `{params.callback.name}` has no derivative"
         f" ({params.callback.place}). {_why_and_what(params)} Or put jax.custom_jvp or"
         " jax.custom_vjp around the call, or keep the derivative out with"
@@ -102,9 +118,8 @@ def _why_and_what(params: CallParams) -> str:
     return f"{begin} If it needs no order, write {rule}."
 
 
-def _transpose(cotangents: Any, *operands: Any, params: CallParams) -> NoReturn:
-    del cotangents, operands
-    raise errors.DerivativeError(
+def _no_transpose(params: CallParams) -> errors.DerivativeError:
+    return errors.DerivativeError(
         f"hostcall: the call of `{params.callback.name}` can't be transposed"
         f" ({params.callback.place}). If it is linear, say so with"
         " jax.custom_derivatives.linear_call, or give the cotangents with"
@@ -112,5 +127,4 @@ def _transpose(cotangents: Any, *operands: Any, params: CallParams) -> NoReturn:
     )
 
 
-_jax.jvps[call_p] = _jvp
-_jax.transposes[call_p] = _transpose
+refuse_derivatives(call_p, _no_jvp, _no_transpose)

@@ -7,9 +7,7 @@ first of them taps.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from hostcall import _jax, _native
@@ -17,55 +15,28 @@ from hostcall._core.errors import SpecError
 from hostcall._engine import targets
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._primitives.blocks import Partitioned, emit_block, lower_blocks
-from hostcall._primitives.emit import NUMBER
+from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.tap import parts
-from hostcall._primitives.tap.description import arguments
-from hostcall._primitives.tap.indices import block_index
 from hostcall._runtime import delivery, host_device
-
-# --- The tap of one device ------------------------------------------------------------
-
-
-# For each device of the program its id, and for each array (start, stop) of each axis
-# of its block.
-Places = tuple[tuple[int, tuple[tuple[tuple[int, int], ...], ...]], ...]
-
-block_tap_p = _jax.Primitive("host_block_tap")
-
-
-def _block_abstract_eval(*operands: Any, equation: TapBlocks, places: Any) -> Any:
-    del operands, equation, places
-    return NUMBER
-
-
-def _lower_block(
-    ctx: Any, number: Any, *operands: Any, equation: TapBlocks, places: Places
-) -> Any:
-    return emit_block(
-        ctx, targets.TAP_TARGET, [number, *operands], equation, places=places
-    )
-
-
-block_tap_p.def_abstract_eval(_block_abstract_eval)
-_jax.register_lowering(block_tap_p, _lower_block)
 
 
 class TapBlocks(Partitioned):
     """What the parts of a tap share."""
+
+    target = targets.TAP_TARGET
 
     def __init__(self, program: _jax.Program, params: TapParams) -> None:
         self._nested = host_device.is_host(program.client)
         info = TapInfo(params, program.by_ordinal, None)
         super().__init__(program, info, tap=params.settings((), self._nested))
 
-    def plan_of_block(self, block: str) -> _native.Plan:
-        told = json.loads(block)
+    def of_block(
+        self, avals: list[Any], places: Sequence[Any]
+    ) -> tuple[TapInfo, list[Any], _native.TapSettings]:
         info = TapInfo(self.params, self.by_ordinal, None)
-        info.of_program = self.of_program
-        info.places = self._here(told["places"])
+        info.places = self._here(places)
         tap = self.params.settings(tuple(info.places), self._nested, linked=True)
-        return self.make_plan(info, self.avals(told["shapes"]), tap=tap)
+        return info, avals, tap
 
     def _here(self, places: Sequence[Any]) -> dict[int, Any]:
         """Ordinal -> index of each array's block, for the devices here that tap.
@@ -79,6 +50,30 @@ class TapBlocks(Partitioned):
                 index = tuple(tuple(slice(*ends) for ends in block) for block in blocks)
                 found.setdefault(str(index), (local[device], index))
         return dict(found.values())
+
+    def places(
+        self, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
+    ) -> Places:
+        """For each device of the program its id, and for each array (start, stop) of
+        each axis of its block.
+        """
+        maps = [
+            dict(sharding.devices_indices_map(shape))
+            for sharding, shape in zip(shardings, shapes, strict=True)
+        ]
+        found = []
+        for device in sorted(everywhere.device_set, key=lambda d: d.id):
+            boxes = [
+                parts.box(of[device], shape)
+                for of, shape in zip(maps, shapes, strict=True)
+            ]
+            found.append((device.id, tuple(self.params.arguments(boxes))))
+        return tuple(found)
+
+    def regroup(self, sharding: Any, shape: Sequence[int], number: int) -> Any:
+        if self.params.on == "shards":
+            return sharding
+        return parts.regroup(self.params, sharding, shape, number)
 
 
 # --- The whole tap --------------------------------------------------------------------
@@ -96,21 +91,9 @@ def lower(
 ) -> list[Any]:
     """The lowering of a tap for which `serves` is true."""
     _refuse(params, program.ctx.avals_in)
-    targets.start_on(program.client)
-    targets.failures_over(program.across)
+    targets.start_lowering(program)
     delivery.start()
-    _native.bury()
-    equation = TapBlocks(program, params)
-
-    def block(everywhere: Any, shardings: Any, shapes: Any) -> Any:
-        places = _places(equation, everywhere, shardings, shapes)
-        return partial(_tap_block, equation=equation, places=places)
-
-    nowhere = partial(_tap_block, equation=equation, places=())
-    if params.on == "shards":
-        return lower_blocks(program, operands, equation, block, nowhere)
-    group = parts.grouping(params)
-    return lower_blocks(program, operands, equation, block, nowhere, group)
+    return lower_blocks(program, operands, TapBlocks(program, params))
 
 
 _HOLDER = {"shards": "device", "process": "process"}
@@ -129,28 +112,3 @@ def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
         f" {instead}, or on='once'",
         code="hc-conflict",
     )
-
-
-def _tap_block(number: Any, *blocks: Any, equation: TapBlocks, places: Places) -> Any:
-    return block_tap_p.bind(number, *blocks, equation=equation, places=places)
-
-
-def _places(
-    equation: TapBlocks,
-    everywhere: Any,
-    shardings: Sequence[Any],
-    shapes: Sequence[Any],
-) -> Places:
-    """The devices of the program, by id, and their blocks."""
-    maps = [
-        dict(sharding.devices_indices_map(shape))
-        for sharding, shape in zip(shardings, shapes, strict=True)
-    ]
-    found = []
-    for device in sorted(everywhere.device_set, key=lambda d: d.id):
-        indices = [
-            tuple((part.start, part.stop) for part in block_index(of[device], shape))
-            for of, shape in zip(maps, shapes, strict=True)
-        ]
-        found.append((device.id, tuple(arguments(indices, equation.params))))
-    return tuple(found)

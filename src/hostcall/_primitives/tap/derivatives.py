@@ -7,6 +7,7 @@ the same primitive on the tangent, and its transpose rule taps the cotangent.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ import jax
 from hostcall import _jax
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.tap import primitive
-from hostcall._primitives.tap.description import arguments
 from hostcall._primitives.tap.primitive import batched
 
 tangent_tap_p = _jax.Primitive("host_tangent_tap")
@@ -22,31 +22,26 @@ cotangent_tap_p = _jax.Primitive("host_cotangent_tap")
 
 
 def _identity(*operands: Any, params: TapParams) -> list[Any]:
-    return list(arguments(operands, params))
+    return list(params.arguments(operands))
 
 
-def _batcher(identity: Any) -> Any:
-    def batch(operands: Any, dims: Any, *, params: TapParams) -> tuple[list[Any], Any]:
-        moved, params, axes = batched(operands, dims, params)
-        return identity.bind(*moved, params=params), axes
-
-    return batch
+def _batch(
+    identity: Any, operands: Any, dims: Any, *, params: TapParams
+) -> tuple[list[Any], Any]:
+    moved, params, axes = batched(operands, dims, params)
+    return identity.bind(*moved, params=params), axes
 
 
 def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     del ctx
-    return list(arguments(operands, params))
-
-
-def _mask(operands: Any, params: TapParams) -> Any:
-    return operands[:1] if params.masked else ()
+    return _identity(*operands, params=params)
 
 
 for _p in (tangent_tap_p, cotangent_tap_p):
     _p.multiple_results = True
     _p.def_impl(_identity)
     _p.def_abstract_eval(_identity)
-    _jax.batchers[_p] = _batcher(_p)
+    _jax.batchers[_p] = partial(_batch, _p)
     _jax.register_lowering(_p, _lower)
 
 
@@ -56,11 +51,11 @@ for _p in (tangent_tap_p, cotangent_tap_p):
 def _tangent_jvp(
     primals: Any, tangents: Any, *, params: TapParams
 ) -> tuple[list[Any], list[Any]]:
-    dots = list(arguments(tangents, params))
+    dots = list(params.arguments(tangents))
     if any(type(dot) is not _jax.Zero for dot in dots):
-        mask = _mask(primals, params)
+        mask = params.mask(primals)
         primitive.bind(*mask, *map(_jax.instantiate_zeros, dots), params=params)
-    return list(arguments(primals, params)), dots
+    return list(params.arguments(primals)), dots
 
 
 _jax.jvps[tangent_tap_p] = _tangent_jvp
@@ -75,10 +70,10 @@ def _cotangent_jvp(
     """Leaves the primal alone, and binds the primitive on the tangent: transposing
     that equation taps the cotangent.
     """
-    outs, dots = list(arguments(primals, params)), list(arguments(tangents, params))
+    outs, dots = list(params.arguments(primals)), list(params.arguments(tangents))
     if all(type(dot) is _jax.Zero for dot in dots):
         return outs, dots
-    mask = _mask(primals, params)
+    mask = params.mask(primals)
     through = map(_jax.instantiate_zeros, dots)
     return outs, cotangent_tap_p.bind(*mask, *through, params=params)
 
@@ -86,7 +81,7 @@ def _cotangent_jvp(
 def _cotangent_transpose(
     cotangents: Any, *operands: Any, params: TapParams
 ) -> list[Any]:
-    mask = _mask(operands, params)
+    mask = params.mask(operands)
     back = list(map(_jax.instantiate_zeros, cotangents))
     primitive.bind(*mask, *back, params=params)
     return [*(None for _ in mask), *back]
@@ -108,17 +103,16 @@ def _is_inexact(leaf: Any) -> bool:
     )
 
 
-def split(x: Any) -> tuple[Any, Any]:
-    """`x` with None for each leaf without a derivative, and what `joined` needs."""
-    leaves, treedef = jax.tree.flatten(x)
-    marks = [_is_inexact(leaf) for leaf in leaves]
-    some = [leaf if mark else None for leaf, mark in zip(leaves, marks, strict=True)]
-    others = [(mark, leaf) for leaf, mark in zip(leaves, marks, strict=True)]
-    return jax.tree.unflatten(treedef, some), (treedef, others)
+def split(x: Any) -> Any:
+    """`x` with None for each leaf without a derivative."""
+    return jax.tree.map(lambda leaf: leaf if _is_inexact(leaf) else None, x)
 
 
-def joined(inexact: Any, rest: Any) -> Any:
-    """The inverse of `split`: puts the other leaves back."""
-    treedef, others = rest
-    some = iter(jax.tree.leaves(inexact))
-    return treedef.unflatten([next(some) if mark else leaf for mark, leaf in others])
+def joined(inexact: Any, x: Any) -> Any:
+    """The inverse of `split`: takes the other leaves from `x`."""
+    return jax.tree.map(
+        lambda leaf, some: leaf if some is None else some,
+        x,
+        inexact,
+        is_leaf=lambda leaf: leaf is None,
+    )

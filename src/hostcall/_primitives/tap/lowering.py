@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core.errors import HostcallError
-from hostcall._engine import plans, targets, throttle
+from hostcall._engine import plans, targets
+from hostcall._engine.counters import counters_of
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
@@ -22,33 +25,30 @@ from hostcall._primitives.emit import (
     emit,
     emit_through_jax,
 )
-from hostcall._primitives.tap import blocks, chosen
-from hostcall._primitives.tap.description import arguments, describe
+from hostcall._primitives.tap import blocks
 from hostcall._primitives.tap.primitive import (
     bind,
     flag_of,
-    queued,
     tap_p,
 )
 from hostcall._runtime import delivery, host_device
 
 
-def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
-    operands: Sequence[Any] = given
+def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     program = _jax.program_of(ctx)
     check_place(program, params.device, params.callback.name)
     if program.automatic:
         return once.lower(program, operands, params, bind)
     if blocks.serves(program, params):
         return blocks.lower(program, operands, params)
-    targets.start_on(program.client)
-    targets.failures_over(program.across)
+    targets.start_lowering(program)
     delivery.start()
-    _native.bury()  # frees the slots of programs that died since the last lowering
-    number, avals = chosen.chosen(program, params), list(ctx.avals_in)
+    number, avals, prepare = _chosen(program, params), list(ctx.avals_in), None
     if number is not None:
-        operands, avals, params = chosen.with_mask(program, operands, avals, params)
-    info = describe(params, program.by_ordinal, program.mesh, avals)
+        if not params.masked:
+            avals, params = [_FLAG, *avals], once.with_mask(params)
+        prepare = partial(_only_on, program, number, avals)
+    info = TapInfo.of_whole(params, program.by_ordinal, program.mesh, avals)
     nested = host_device.is_host(program.client)
     only = () if number is not None else _leader(program, params)
     tap = params.settings(only, nested)
@@ -59,14 +59,11 @@ def _lower(ctx: Any, *given: Any, params: TapParams) -> list[Any]:
             program,
             targets.TAP_TARGET,
             operands,
-            attributes,
+            attributes=attributes,
             order=params.order,
             has_side_effect=True,
             aliases={first + i: i for i in range(len(ctx.avals_out))},
-            avals_in=avals,
-            in_region=None
-            if number is None
-            else lambda inner: chosen.only_on(program, number, inner, avals),
+            prepare=prepare,
         )
 
 
@@ -100,6 +97,51 @@ def _tapping(program: _jax.Program, params: TapParams) -> Any:
     return device
 
 
+# --- The one device that taps, in an exported program over several devices ------------
+#
+# A compiled program names this device by its ordinal. An exported program may run on
+# any devices, so it compares its own partition id instead, and the result is part of
+# the tap's mask. (So `hc.monitor.stats()` counts the other devices' executions as
+# masked.)
+
+_FLAG = _jax.ShapedArray((), np.dtype(np.bool_))
+
+
+def _chosen(program: _jax.Program, params: TapParams) -> int | None:
+    """The index of the device that taps; None if the engine knows it by its ordinal,
+    or if all devices tap.
+    """
+    if not program.is_exported or program.mesh is not None or program.size == 1:
+        return None
+    if params.device is not None:
+        slots.refuse_export(
+            params.callback,
+            f"it has on={params.device}, and the program may run on other devices."
+            " Leave out on=: the first device of the program then taps",
+        )
+    return params.leader or 0
+
+
+def _only_on(
+    program: _jax.Program, number: int, avals: Sequence[Any], operands: Sequence[Any]
+) -> tuple[list[Any], Sequence[Any]]:
+    """The operands with a mask that is False on all devices but this one; their avals.
+
+    Runs inside a region that is manual over all devices. The mask is new if there is
+    none so far.
+    """
+    masks = len(operands) + 1 - len(avals)
+
+    def both(device: Any, *mask: Any) -> list[Any]:
+        here = device == number
+        return [jnp.logical_and(mask[0], here) if mask else here]
+
+    given = (jax.ShapeDtypeStruct((), np.uint32), *avals[:masks])
+    values = (_jax.partition_id(), *operands[:masks])
+    mask = _jax.lower_traced(program.ctx, both, given, values)
+    return [*mask, *operands[masks:]], avals
+
+
 # --- Platforms that the engine does not serve -----------------------------------------
 
 
@@ -129,14 +171,15 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     )
 
     # JAX's callback knows neither device nor run, so all share one throttle.
-    own = throttle.Throttle(params)
+    own = _native.Throttle(params.settings())
+    counters = counters_of(params.callback)
 
     def run(*arrays: Any) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
-        if not masked and own.lets(params, flag_of(hosts, params)):
-            plan.push(queued(hosts, params))
-        return list(arguments(hosts, params)) if params.through else []
+        if not masked and own.lets(counters, flag_of(hosts, params)):
+            plan.push(list(params.read(hosts)))
+        return list(params.arguments(hosts)) if params.through else []
 
     return emit_through_jax(
         ctx, run, operands, order=params.order, has_side_effect=True, sharding=place

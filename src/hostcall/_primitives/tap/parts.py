@@ -10,7 +10,7 @@ One device a process needs no gathering at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,36 +18,53 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.errors import SpecError
 from hostcall._engine.params.tap import TapParams
-from hostcall._primitives.blocks import Regroup
-from hostcall._primitives.tap.indices import block_index
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis
 
 
-def grouping(params: TapParams) -> Regroup:
-    """Chooses, for each operand of a tap, the sharding whose blocks are the parts."""
+# --- Where a block lies in the whole array: a slice for each axis, with both ends -----
 
-    def regroup(sharding: Any, shape: Sequence[int], number: int) -> Any:
-        devices = _jax.devices_of(sharding)
-        if 0 in shape:  # no block lies apart from another
-            return _jax.tiled(sharding, [], [])
-        indices = dict(sharding.devices_indices_map(tuple(shape)))
-        blocks = [_box(indices[device], shape) for device in devices]
-        owners: dict[Box, list[int]] = {}
-        for process in sorted({device.process_index for device in devices}):
-            here = [n for n, d in enumerate(devices) if d.process_index == process]
-            part = hull({blocks[n] for n in here})
-            if part is None:
-                raise _apart(params, number, shape, process, [blocks[n] for n in here])
-            owners.setdefault(part, []).extend(here)
-        if len(owners) == 1:
-            return _jax.tiled(sharding, [], [])
-        tiles = grid(owners, shape)
-        if tiles is None:
-            raise _unequal(params, number, shape, owners)
-        return _jax.tiled(sharding, tiles, [owners[box] for box in sorted(owners)])
 
-    return regroup
+def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in shape)
+
+
+def block_index(index: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The index with both ends of each slice, which JAX omits at the array's ends."""
+    return tuple(
+        slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)
+    )
+
+
+def box(index: Any, shape: Sequence[int]) -> Box:
+    return tuple((part.start, part.stop) for part in block_index(index, tuple(shape)))
+
+
+# --- The parts of processes -----------------------------------------------------------
+
+
+def regroup(params: TapParams, sharding: Any, shape: Sequence[int], number: int) -> Any:
+    """The sharding of an operand of a tap whose blocks are the parts."""
+    devices = _jax.devices_of(sharding)
+    if 0 in shape:  # no block lies apart from another
+        return _jax.tiled(sharding, [], [])
+    indices = dict(sharding.devices_indices_map(tuple(shape)))
+    blocks = [box(indices[device], shape) for device in devices]
+    owners: dict[Box, list[int]] = {}
+    for process in sorted({device.process_index for device in devices}):
+        here = [n for n, d in enumerate(devices) if d.process_index == process]
+        part = hull({blocks[n] for n in here})
+        if part is None:
+            raise apart(params, number, shape, process, [blocks[n] for n in here])
+        owners.setdefault(part, []).extend(here)
+    if len(owners) == 1:
+        return _jax.tiled(sharding, [], [])
+    tiles = grid(owners, shape)
+    if tiles is None:
+        what = f"the parts of {_name(params, number)}, of shape {list(shape)}, that"
+        what += " the processes hold are no even division of it"
+        raise _wrong(params, what, owners)
+    return _jax.tiled(sharding, tiles, [owners[each] for each in sorted(owners)])
 
 
 def hull(blocks: set[Box]) -> Box | None:
@@ -66,12 +83,12 @@ def grid(owners: Mapping[Box, Sequence[int]], shape: Sequence[int]) -> list[int]
 
     XLA's tiles are equal, and each is on equally many devices.
     """
-    sizes = {tuple(stop - start for start, stop in box) for box in owners}
+    sizes = {tuple(stop - start for start, stop in each) for each in owners}
     if len(sizes) > 1 or len({len(devices) for devices in owners.values()}) > 1:
         return None
     (size,) = sizes
     if any(
-        start % n for box in owners for (start, _), n in zip(box, size, strict=True)
+        start % n for each in owners for (start, _), n in zip(each, size, strict=True)
     ):
         return None
     tiles = [whole // n for whole, n in zip(shape, size, strict=True)]
@@ -83,7 +100,7 @@ def assembled(shards: Sequence[Any], shape: Sequence[int]) -> tuple[Any, Any] | 
 
     None if they make no single block.
     """
-    blocks = {_box(shard.index, shape): shard.data for shard in shards}
+    blocks = {box(shard.index, shape): shard.data for shard in shards}
     whole = hull(set(blocks))
     if whole is None:
         return None
@@ -98,11 +115,6 @@ def assembled(shards: Sequence[Any], shape: Sequence[int]) -> tuple[Any, Any] | 
     return out, tuple(slice(*ends) for ends in whole)
 
 
-def _box(index: Any, shape: Sequence[int]) -> Box:
-    parts = block_index(index, tuple(shape))
-    return tuple((part.start, part.stop) for part in parts)
-
-
 # --- What can go wrong ----------------------------------------------------------------
 
 
@@ -115,47 +127,29 @@ def _name(params: TapParams, number: int) -> str:
     return paths[number - first] if number - first < len(paths) else "always="
 
 
-def apart_text(params: TapParams, number: int, shape: Any, process: int) -> str:
-    return (
-        f"hostcall: the tap `{params.callback.name}` has on='process', but the blocks"
-        f" of {_name(params, number)}, of shape {list(shape)}, that process {process}"
-        " holds do not make one array"
-    )
-
-
-INSTEAD = (
-    " Use on='shards' to tap each device's block, or a mesh in which each process's"
-    " devices are neighbours along the sharded axes (jax.devices() in their own order"
-    " is one for an axis that is sharded alone), or give the value a sharding over"
-    " processes alone (jax.lax.with_sharding_constraint)"
-)
-
-
-def _apart(
+def apart(
     params: TapParams,
     number: int,
     shape: Sequence[int],
     process: int,
-    blocks: Sequence[Box],
-) -> Exception:
-    said = ", ".join(map(_said, sorted(set(blocks))[:4]))
+    blocks: Iterable[Box] = (),
+) -> SpecError:
+    """The error for an operand of which a process holds no single block."""
+    what = f"of {_name(params, number)}, of shape {list(shape)}, that process {process}"
+    return _wrong(params, f"the blocks {what} holds do not make one array", blocks)
+
+
+def _wrong(params: TapParams, what: str, blocks: Iterable[Box]) -> SpecError:
+    said = ", ".join(
+        "[" + ", ".join(f"{start}:{stop}" for start, stop in block) + "]"
+        for block in sorted(set(blocks))[:4]
+    )
     return SpecError(
-        f"{apart_text(params, number, shape, process)}: {said}.{INSTEAD}",
+        f"hostcall: the tap `{params.callback.name}` has on='process', but {what}"
+        f"{': ' * bool(said)}{said}. Use on='shards' to tap each device's block, or a"
+        " mesh in which each process's devices are neighbours along the sharded axes"
+        " (jax.devices() in their own order is one for an axis that is sharded alone),"
+        " or give the value a sharding over processes alone"
+        " (jax.lax.with_sharding_constraint)",
         code="hc-device",
     )
-
-
-def _unequal(
-    params: TapParams, number: int, shape: Sequence[int], owners: Mapping[Box, Any]
-) -> Exception:
-    said = ", ".join(map(_said, sorted(owners)[:4]))
-    return SpecError(
-        f"hostcall: the tap `{params.callback.name}` has on='process', but the parts of"
-        f" {_name(params, number)}, of shape {list(shape)}, that the processes hold are"
-        f" no even division of it: {said}.{INSTEAD}",
-        code="hc-device",
-    )
-
-
-def _said(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"

@@ -23,10 +23,9 @@ from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
 from hostcall._primitives.axes import in_front, size_of
-from hostcall._primitives.eager import row_major
+from hostcall._primitives.eager import first_device, row_major
 from hostcall._primitives.tap import parts
-from hostcall._primitives.tap.description import arguments
-from hostcall._primitives.tap.indices import block_index, whole
+from hostcall._primitives.tap.parts import block_index, whole
 from hostcall._runtime import delivery, host_device
 
 tap_p = _jax.Primitive("host_tap")
@@ -36,11 +35,6 @@ _jax.hold_weakly_in_caches(TapParams)
 
 def bind(*operands: Any, params: TapParams) -> list[Any]:
     return tap_p.bind(*operands, params=params)  # type: ignore[no-any-return]
-
-
-def queued(operands: Any, params: TapParams) -> Any:
-    """The operands that an event holds: all but the flag `always`."""
-    return operands[: len(operands) - params.always]
 
 
 def flag_of(operands: Any, params: TapParams) -> bool:
@@ -56,7 +50,7 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
     targets.start()
     process.refuse(f"`{params.callback.name}` is tapped")
     delivery.start()
-    results = list(arguments(operands, params)) if params.through else []
+    results = list(params.arguments(operands)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
     if params.order == "ordered":
@@ -79,7 +73,7 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
                 tap=params.settings(in_program=False),
             ),
         )
-        plan.push(queued(arrays, params))
+        plan.push(list(params.read(arrays)))
     return results
 
 
@@ -108,14 +102,13 @@ def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]
             shards = x.addressable_shards
             part = parts.assembled(shards, x.shape)
             if part is None:
-                text = parts.apart_text(params, number, x.shape, _jax.process_of(home))
-                raise SpecError(f"{text}.{parts.INSTEAD}", code="hc-device")
+                raise parts.apart(params, number, x.shape, _jax.process_of(home))
             x, index = part
         found.append(x)
         indices.append(index)
     here = [d for d in _devices(operands) if d.process_index == _jax.process_of(d)]
-    home = min(here, key=lambda device: device.id) if here else home
-    return [(home, tuple(arguments(indices, params)), found)]
+    home = first_device(here) if here else home
+    return [(home, tuple(params.arguments(indices)), found)]
 
 
 def _of_each_device(
@@ -130,7 +123,7 @@ def _of_each_device(
             blocks.append(here[0].data if here else x)
             index = here[0].index if here else whole(np.shape(x))
             indices.append(block_index(index, np.shape(x)))
-        place = tuple(arguments(indices, params))
+        place = tuple(params.arguments(indices))
         found.setdefault(str(place), (device, place, blocks))
     return list(found.values())
 
@@ -138,9 +131,8 @@ def _of_each_device(
 def _refuse_parts(operands: Any, params: TapParams) -> None:
     """Refuses values of which other processes hold parts: no program gathers them."""
     for x in operands:
-        if not isinstance(x, jax.Array) or x.is_fully_addressable:
-            continue
-        if not x.is_fully_replicated:
+        is_part = isinstance(x, jax.Array) and not x.is_fully_addressable
+        if is_part and not x.is_fully_replicated:
             raise SpecError(
                 f"hostcall: the tap `{params.callback.name}` was called outside of"
                 f" jax.jit with an array of shape {list(x.shape)} that is sharded over"
@@ -158,15 +150,14 @@ def _devices(operands: Any) -> list[Any]:
 
 def _home(operands: Any) -> Any:
     """The first device of the first array, which may be another process's."""
-    found = _devices(operands)
-    return min(found, key=lambda device: device.id) if found else _jax.here()
+    return first_device(_devices(operands))
 
 
 # --- abstract eval -----------------------------------------------------------------
 
 
 def _abstract_eval(*operands: Any, params: TapParams) -> tuple[list[Any], set[Any]]:
-    avals = list(arguments(operands, params)) if params.through else []
+    avals = list(params.arguments(operands)) if params.through else []
     return avals, effects_of(params.order)
 
 
@@ -176,7 +167,7 @@ _jax.def_effectful_abstract_eval(tap_p, _abstract_eval)
 def _passed(operands: Sequence[Any], equation: dict[str, Any]) -> Sequence[Any]:
     """The operands that are the results of a tap."""
     params = equation["params"]
-    return arguments(operands, params) if params.through else ()
+    return params.arguments(operands) if params.through else ()
 
 
 _jax.run_once_in_while_loops(tap_p, passes=_passed)
@@ -195,9 +186,9 @@ def batched(
         operands.append(_of_any_row(flag, axis, operands, dims, params))
         dims.append(None)
         if all(dim is None for dim in dims):  # the rows differ in the flag only
-            return operands, params, tuple(arguments(dims, params))
+            return operands, params, tuple(params.arguments(dims))
     flags = [d is not None for d in dims]
-    axes = tuple(0 if flag else None for flag in arguments(flags, params))
+    axes = tuple(0 if flag else None for flag in params.arguments(flags))
     params = _with_axis(params, flags, size_of(operands, dims))
     return in_front(operands, dims), params, axes
 
@@ -244,7 +235,7 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     """A tap sees primals. The tangents of its results are those of its arguments."""
     outs = bind(*primals, params=params)
-    return outs, list(arguments(tangents, params))[: len(outs)]
+    return outs, list(params.arguments(tangents))[: len(outs)]
 
 
 def _transpose(cotangents: Any, *operands: Any, params: TapParams) -> list[Any]:

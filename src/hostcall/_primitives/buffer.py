@@ -1,36 +1,36 @@
-"""The buffer callback's primitive: impl, abstract eval, batching, JVP, transpose."""
+"""The primitive behind `hc.buffers.buffer_callback`.
+
+It lowers to one custom call for all platforms. The CPU handler and the CUDA handler
+have the same name, so a module that is lowered for both platforms needs no choice
+between them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._core.order import effects_of
+from hostcall._engine import targets
 from hostcall._engine.params.buffer import BufferInfo, BufferParams
 from hostcall._primitives.axes import size_of
+from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.call.batching import batch
-from hostcall._primitives.call.primitive import would_run_twice
+from hostcall._primitives.call.primitive import (
+    define,
+    refuse_derivatives,
+    would_run_twice,
+)
 from hostcall._primitives.drop_in.primitive import (
     is_guarded,
     run_compiled,
     run_eagerly,
     seen_before,
 )
-
-buffer_p = _jax.Primitive("buffer_callback")
-buffer_p.multiple_results = True
-_jax.hold_weakly_in_caches(BufferParams)
-
-
-def bind(*operands: Any, params: BufferParams) -> list[Any]:
-    return buffer_p.bind(*operands, params=params)  # type: ignore[no-any-return]
-
-
-# --- impl ----------------------------------------------------------------------------
+from hostcall._primitives.emit import refuse_some_axes
 
 
 def _impl(*operands: Any, params: BufferParams) -> list[Any]:
@@ -60,20 +60,11 @@ def _on_host(operands: Sequence[Any]) -> bool:
     )
 
 
-buffer_p.def_impl(_impl)
+buffer_p = define("buffer_callback", BufferParams, _impl, would_run_twice)
 
 
-# --- abstract eval -------------------------------------------------------------------
-
-
-def _abstract_eval(*operands: Any, params: BufferParams) -> tuple[list[Any], set[Any]]:
-    pure = params.order == "pure"
-    avals = _jax.result_avals(params.out_avals, operands, pure)
-    return avals, effects_of(params.order)
-
-
-_jax.def_effectful_abstract_eval(buffer_p, _abstract_eval)
-_jax.run_once_in_while_loops(buffer_p, would_run_twice)
+def bind(*operands: Any, params: BufferParams) -> list[Any]:
+    return buffer_p.bind(*operands, params=params)  # type: ignore[no-any-return]
 
 
 # --- batching ------------------------------------------------------------------------
@@ -101,21 +92,41 @@ _jax.batchers[buffer_p] = _batch
 # --- JVP, transpose ------------------------------------------------------------------
 
 
-def _jvp(primals: Any, tangents: Any, *, params: BufferParams) -> NoReturn:
-    del primals, tangents, params
-    raise ValueError(
-        "Buffer callbacks do not support JVP. Please use `jax.custom_jvp` to use"
-        " callbacks while taking gradients."
+_REFUSAL = (
+    "Buffer callbacks do not support {}. Please use `jax.custom_{}` to use callbacks"
+    " while taking gradients."
+)
+refuse_derivatives(
+    buffer_p,
+    lambda params: ValueError(_REFUSAL.format("JVP", "jvp")),
+    lambda params: ValueError(_REFUSAL.format("transpose", "vjp")),
+)
+
+
+# --- lowering ------------------------------------------------------------------------
+
+
+def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
+    """The lowering of our primitive, and of JAX's (_compat/lowerings.py)."""
+    program = _jax.program_of(ctx)
+    for platform in program.platforms:
+        if platform not in _jax.SERVED:
+            raise ValueError(
+                f"`buffer_callback` not supported on {platform} backend."
+                " (hostcall serves cpu and cuda.)"
+            )
+    if params.order != "pure":
+        refuse_some_axes(program, params.callback.name)
+    graph = params.command_buffer
+    return call_lowering.lower(
+        program,
+        operands,
+        _jax.physical_avals(ctx.avals_in),
+        params,
+        BufferInfo,
+        target=targets.GRAPH_TARGET if graph else targets.BUFFER_TARGET,
+        aliases=dict(params.aliases),
     )
 
 
-def _transpose(cotangents: Any, *operands: Any, params: BufferParams) -> NoReturn:
-    del cotangents, operands, params
-    raise ValueError(
-        "Buffer callbacks do not support transpose. Please use `jax.custom_vjp` to use"
-        " callbacks while taking gradients."
-    )
-
-
-_jax.jvps[buffer_p] = _jvp
-_jax.transposes[buffer_p] = _transpose
+_jax.register_lowering(buffer_p, lower, wants_devices=False)

@@ -1,4 +1,7 @@
-"""The feed primitive itself: impl, abstract eval, batching.
+"""The feed primitive: the next item of a feed, and whether there was one.
+
+Its operands are the mask of `where=`, if there is one, and then what `rows=` gave. The
+latter have no elements: they only tell vmap that each row wants an item of its own.
 
 It has no rule for derivatives. Its operands are bools, whose tangents are always zero,
 so JAX never asks for one: an item is a constant. Where a derivative would take items
@@ -13,47 +16,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._core import failures
 from hostcall._core.errors import DerivativeError
-from hostcall._core.order import effects_of
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.axes import size_of
 from hostcall._primitives.call.batching import batch
-from hostcall._primitives.eager import run_now
-
-feed_p = _jax.Primitive("host_feed")
-feed_p.multiple_results = True
-_jax.hold_weakly_in_caches(FeedParams)
-
-
-def bind(*operands: Any, params: FeedParams) -> list[Any]:
-    return feed_p.bind(*operands, params=params)  # type: ignore[no-any-return]
-
-
-# --- impl --------------------------------------------------------------------------
-
-
-def _impl(*operands: Any, params: FeedParams) -> list[Any]:
-    try:
-        results = run_now(operands, params)
-    except BaseException as error:
-        failures.keep(error, handed_over=True)
-        raise
-    return results
-
-
-feed_p.def_impl(_impl)
-
-
-# --- abstract eval -----------------------------------------------------------------
-
-
-def _abstract_eval(*operands: Any, params: FeedParams) -> tuple[list[Any], set[Any]]:
-    avals = _jax.result_avals(params.out_avals, operands, pure=False)
-    return avals, effects_of(params.order)
-
-
-_jax.def_effectful_abstract_eval(feed_p, _abstract_eval)
+from hostcall._primitives.call.lowering import lower, lower_through_jax
+from hostcall._primitives.call.primitive import define
+from hostcall._primitives.eager import run_and_keep
+from hostcall._primitives.emit import check_place, check_platform, refuse_some_axes
 
 
 def _would_run_twice(params: dict[str, Any]) -> DerivativeError:
@@ -68,7 +38,11 @@ def _would_run_twice(params: dict[str, Any]) -> DerivativeError:
     )
 
 
-_jax.run_once_in_while_loops(feed_p, _would_run_twice)
+feed_p = define("host_feed", FeedParams, run_and_keep, _would_run_twice)
+
+
+def bind(*operands: Any, params: FeedParams) -> list[Any]:
+    return feed_p.bind(*operands, params=params)  # type: ignore[no-any-return]
 
 
 # --- batching ----------------------------------------------------------------------
@@ -98,3 +72,22 @@ def _batch(
 
 
 _jax.batchers[feed_p] = _batch
+
+
+# --- lowering ----------------------------------------------------------------------
+
+
+def _lower(ctx: Any, *operands: Any, params: FeedParams) -> list[Any]:
+    program = _jax.program_of(ctx)
+    refuse_some_axes(program, params.callback.name)
+    check_place(program, params.sharding, params.callback.name)
+    return lower(program, operands, ctx.avals_in, params)
+
+
+def _lower_elsewhere(ctx: Any, *operands: Any, params: FeedParams) -> list[Any]:
+    """Lowers the feed through JAX's own callback, which asks the engine for items."""
+    check_platform(ctx, f"`{params.callback.name}`")
+    return lower_through_jax(ctx, *operands, params=params)
+
+
+_jax.register_lowering(feed_p, _lower, _lower_elsewhere)

@@ -1,1 +1,0 @@
-"""The primitive behind `hc.buffers.buffer_callback`."""
