@@ -133,7 +133,6 @@ def end_all() -> None:
 def _after_fork() -> None:
     for puller in list(living):
         puller.closed = FORKED
-        puller._lock = threading.Lock()  # a thread of the parent may have held it
         # Never destroyed: a condition variable's destructor waits for its waiters, and
         # the threads of these do not exist here.
         if puller.ring is not None:
