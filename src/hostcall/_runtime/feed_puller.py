@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
@@ -69,11 +69,11 @@ class Puller(Owned):
         self._read: Callable[[Any, int], list[Any]] = lambda value, item: []
         self._opened: Opened | None = None
         self._idle = False
-        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._begun = threading.Event()
-        self._lock = threading.Lock()  # guards the next two, for moments
-        self._base = 0  # items that devices had taken when `_after[0]` was the position
-        self._after: deque[dict[str, Any]] = deque([{"epoch": 0, "item": 0}])
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
+        self._jobs = queue.SimpleQueue()
+        # How many items devices have taken at each position, one more at each. Only the
+        # thread changes it; others copy it as a whole.
+        self._after: list[tuple[int, dict[str, Any]]] = [(0, {"epoch": 0, "item": 0})]
         self._as_host = False
         self._traced = _jax.traced_here()  # the source runs under these settings
         self._thread = daemon(f"hostcall-feed {name}", self._run)
@@ -82,7 +82,6 @@ class Puller(Owned):
 
     def renew(self) -> None:
         self.closed = FORKED
-        self._lock = threading.Lock()  # a thread of the parent may have held it
         # Never destroyed: a condition variable's destructor waits for its waiters, and
         # the threads of these do not exist here.
         if self.ring is not None:
@@ -117,7 +116,7 @@ class Puller(Owned):
         """Starts to pull ahead. `read(value, number)` makes the item's arrays."""
         self._read = read
         self.ring = ring  # from now on the thread may pull
-        self._begun.set()
+        self._wake()
 
     def ask(self, job: Callable[[], Any]) -> Any:
         """Runs a job on the feed's thread, between two pulls."""
@@ -129,10 +128,8 @@ class Puller(Owned):
                 code="hc-deadlock",
             )
         future: Future[Any] = Future()
-        self._jobs.append((future, job))
-        if self.ring is None:
-            self._begun.set()
-        else:
+        self._jobs.put((future, job))
+        if self.ring is not None:
             self.ring.wake()
         try:
             while not future.done():
@@ -141,6 +138,10 @@ class Puller(Owned):
             return future.result()
         finally:
             future.cancel()  # Ctrl-C: unless the thread has taken it
+
+    def _wake(self) -> None:
+        """Lets a thread that waits for its first job look at `closed` and `ring`."""
+        self._jobs.put((Future(), lambda: None))
 
     def check_open(self) -> None:
         if self.closed:
@@ -152,15 +153,16 @@ class Puller(Owned):
             self.closed = why
             if self.ring is not None:
                 self.ring.close()
-            self._begun.set()
+            self._wake()
         if patience and threading.get_ident() != self.thread:
             self._thread.join(patience)
 
     def position(self) -> dict[str, Any]:
         """The position after the last item that was taken."""
-        with self._lock:
-            self._forget_taken()
-            return copy.deepcopy(self._after[0])
+        after = self._after[:]  # before the count: then its first item is taken
+        taken = self.ring.counts()["taken"] - after[0][0]
+        # A restart, which is under way, may have begun to count again.
+        return copy.deepcopy(after[max(0, min(taken, len(after) - 1))][1])
 
     def state(self) -> str:
         if self.closed:
@@ -250,9 +252,7 @@ class Puller(Owned):
             position["source"] = saved
         elif self._item:
             position = self._position()
-        with self._lock:
-            self._base = self.ring.counts()["taken"]
-            self._after = deque([position])
+        self._after = [(self.ring.counts()["taken"], position)]
 
     # --- The thread
 
@@ -274,18 +274,14 @@ class Puller(Owned):
             self._read = lambda value, item: []
 
     def _step(self) -> None:
-        while self._jobs:
-            future, job = self._jobs.popleft()
+        if self.ring is None or not self._jobs.empty():
+            future, job = self._jobs.get()
             if not future.set_running_or_notify_cancel():
-                continue
+                return
             try:
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
-        if self.ring is None:
-            self._begun.wait()
-            if self.ring is None:  # a job came
-                self._begun.clear()
         elif self._idle:
             self.ring.idle()
         elif self.ring.reserve():
@@ -303,10 +299,9 @@ class Puller(Owned):
         except BaseException as error:
             self._finish(Failure(error, self.name))
             return
-        with self._lock:
-            # Before the push: no device can have taken it then.
-            self._after.append(position)
-            self._forget_taken()
+        # Before the push: no device can have taken it then.
+        self._after.append((self._after[-1][0] + 1, position))
+        del self._after[: self.ring.counts()["taken"] - self._after[0][0]]
         self.ring.push(arrays)
 
     def _next(self) -> Any:
@@ -318,9 +313,7 @@ class Puller(Owned):
                 self._opened = self.source.open(self.epoch)
                 if not self.source.again:
                     # Only its state leads back to the start.
-                    position = self._position()
-                    with self._lock:
-                        self._after[0] = position
+                    self._after[0] = (0, self._position())
             with self.source.lock:
                 return next(self._opened.iterator, _NOTHING)
         finally:
@@ -365,13 +358,6 @@ class Puller(Owned):
             # A copy: the source may go on changing what it returned.
             position["source"] = copy.deepcopy(self._opened.save())
         return position
-
-    def _forget_taken(self) -> None:
-        """Drops positions before the last taken item's. The lock is held."""
-        taken = self.ring.counts()["taken"]
-        while self._base < taken and len(self._after) > 1:
-            self._after.popleft()
-            self._base += 1
 
 
 # --- Why there is nothing more -------------------------------------------------------

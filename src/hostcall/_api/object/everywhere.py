@@ -13,12 +13,10 @@ given the snapshot unpickles no other: it refuses one of the store that differs.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 from hostcall import _jax
-from hostcall._api.object.group import Group
 from hostcall._api.object.snapshot_bytes import decode, encode
 from hostcall._core.errors import HostcallError
 
@@ -30,16 +28,11 @@ def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:
 
     `part` makes this process's own, with its waiting states. If it raises, all raise.
     """
-    failure: Exception | None = None
-    own: dict[str, Any]
-    try:
-        own = part()
-    except Exception as error:
-        failure, own = error, {"error": f"{type(error).__name__}: {error}"}
+    own, failure = _told(part)
     from hostcall._job import exchange  # asked for: a job of one process does without
 
     who = f"save() of `{name}`"
-    given = exchange.of_all(who, encode(own), limit)
+    given = exchange.of_all(who, own, limit)
     if failure is not None:
         raise failure
     parts = [decode(one, f"{who}, process {n}") for n, one in enumerate(given)]
@@ -51,6 +44,14 @@ def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:
                 code="hc-failed",
             )
     return _joined(name, parts)
+
+
+def _told(make: Callable[[], Snapshot]) -> tuple[bytes, Exception | None]:
+    """What this process gives the others; if `make` fails, they get the reason."""
+    try:
+        return encode(make()), None
+    except Exception as error:
+        return encode({"error": f"{type(error).__name__}: {error}"}), error
 
 
 def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
@@ -81,16 +82,14 @@ def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
     return {"batch": batches.pop() if batches else (), "objects": ordered}
 
 
-def scatter(name: str, state: Any, refuse: Callable[[Any], None], limit: float) -> Any:
-    """The state that process 0 has given. `refuse` raises if it is no snapshot."""
-    failure: Exception | None = None
+def scatter(
+    name: str, state: Any, check: Callable[[Any], Snapshot], limit: float
+) -> Snapshot:
+    """The state that process 0 has given. `check` raises if it is no snapshot."""
     own: bytes | None = None
+    failure: Exception | None = None
     if state is not None or _jax.place_in_job()[0] == 0:
-        try:
-            refuse(state)
-            own = encode(state)
-        except Exception as error:
-            failure, own = error, encode({"error": str(error)})
+        own, failure = _told(lambda: check(state))
     from hostcall._job import exchange
 
     who = f"restore() of `{name}`"
@@ -112,19 +111,3 @@ def scatter(name: str, state: Any, refuse: Callable[[Any], None], limit: float) 
             code="hc-object",
         )
     return found
-
-
-def restore(group: Group, state: Snapshot, put: Any) -> list[Exception]:
-    """Puts states into the objects here, and keeps the others for their first calls.
-
-    Returns what closing objects raised.
-    """
-    states = {(state["batch"], index): s for index, s in state["objects"].items()}
-    with group.lock:
-        here = set(group.members) & set(states) if put else set()
-    failures = group.drop(keep=here)
-    group.wait_for({p: s for p, s in states.items() if p not in here}, put)
-    for place in here:
-        value = pickle.loads(states[place])
-        group.enter(place, "restore()", lambda one: lambda v: put(one, v), (value,), {})
-    return failures

@@ -294,34 +294,36 @@ class Object:
         """
         group, put = self._group, self._restore
         who = f"restore() of `{group.name}`"
-        if of_all_processes(processes, limit, who, _ALONE):
-            state = everywhere.scatter(group.name, state, self._refuse, limit)
-            assert state is not None
-            self._wait("restore")
-            _raise(everywhere.restore(group, state, put))
-            return
-        self._refuse(state)
-        assert state is not None
+        everyone = of_all_processes(processes, limit, who, _ALONE)
+        if everyone:
+            found = everywhere.scatter(group.name, state, self._checked, limit)
+        else:
+            found = self._checked(state)
         self._wait("restore")
-        states = {
-            (state["batch"], index): pickle.loads(pickled)
-            for index, pickled in state["objects"].items()
-        }
-        failures = group.drop(keep=states if put else ())
+        batch = found["batch"]
+        states = {(batch, index): each for index, each in found["objects"].items()}
+        # Which of those of all processes are this one's is known only of those here.
+        here = group.members if put else ()
+        now = [place for place in states if not everyone or place in here]
+        # All of them first: if one is broken, nothing has changed.
+        values = {place: pickle.loads(states.pop(place)) for place in now}
+        failures = group.drop(keep=values if put else ())
+        group.wait_for(states, put)
         if put is None:
-            group.put(states)
+            group.put(values)
         else:
             into = functools.partial(functools.partial, put)  # object -> bound method
-            for place, value in states.items():
+            for place, value in values.items():
                 group.enter(place, "restore()", into, (value,), {})
         _raise(failures)
 
-    def _refuse(self, state: Any) -> None:
+    def _checked(self, state: Any) -> dict[str, Any]:
         if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
             raise SpecError(
                 f"hostcall: restore() of `{self._group.name}` takes what save()"
                 f" returned, got {type(state).__name__}"
             )
+        return state
 
     def _wait(self, what: str, log: bool = True) -> list[BaseException]:
         """Waits for this thread's programs. Returns their failures."""
