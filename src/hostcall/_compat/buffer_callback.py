@@ -107,7 +107,6 @@ def buffer_callback(
     )
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
     avals = tuple(_described(leaf, name) for leaf in described)
-    results = Results(out_tree, avals, (None,) * len(avals))
     method = check_vmap_method(vmap_method)
     if isinstance(callback, NativeFunction) and method in WHOLE:
         raise SpecError(
@@ -125,8 +124,9 @@ def buffer_callback(
         _check_arguments(callback, name, len(args), kwargs)
         params = make_params(
             callback,
-            Template(in_tree, (None,) * len(leaves)),
-            results,
+            in_tree,
+            out_tree,
+            avals,
             order=order,
             vmap_method=method,
             aliases=_check_aliases(wanted, operands, avals),
@@ -174,8 +174,9 @@ def _operand(leaf: Any) -> Any:
 
 def make_params(
     callback: Callable[..., Any],
-    template: Template,
-    results: Results,
+    in_tree: Any,
+    out_tree: Any,
+    avals: tuple[Any, ...],
     *,
     order: Order,
     vmap_method: str | None,
@@ -187,16 +188,15 @@ def make_params(
     return BufferParams(
         callback=Callback(
             fn=Static(callback),
-            template=template,
-            results=results,
-            fills=(None,) * len(results.avals),
+            template=Template(in_tree, (None,) * in_tree.num_leaves),
+            results=Results(out_tree, avals, (None,) * len(avals)),
+            fills=(None,) * len(avals),
             lend="buffers",
             place=place,
         ),
-        avals=results.avals,
+        avals=avals,
         order=order,
         vmap_method=vmap_method,
-        sharding=None,
         masked=False,
         aliases=aliases,
         command_buffer=command_buffer,

@@ -12,17 +12,11 @@ from hostcall import _jax
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
+from hostcall._primitives.call.batching import WHOLE
 from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
 from hostcall._primitives.drop_in.primitive import bind
 
-_VMAP_METHODS = [
-    "sequential",
-    "sequential_unrolled",
-    "expand_dims",
-    "broadcast_all",
-    "legacy_vectorized",
-    None,
-]
+_VMAP_METHODS = ["sequential", "sequential_unrolled", *WHOLE, None]
 
 
 def pure_callback(
@@ -81,14 +75,10 @@ def pure_callback(
                 " used together. Please use the vmap_method argument."
             )
         vmap_method = "legacy_vectorized" if vectorized else "sequential"
-    return pure(
-        arrays,
-        callback,
-        result_shape_dtypes,
-        *args,
-        sharding=sharding,
-        vmap_method="sequential" if vmap_method is None else vmap_method,
-        **kwargs,
+    method = "sequential" if vmap_method is None else vmap_method
+    options = {"sharding": sharding, "vmap_method": method}
+    return _call_back(
+        "pure", arrays, options, callback, result_shape_dtypes, args, kwargs
     )
 
 
@@ -133,41 +123,31 @@ def io_callback(
     Source: JAX's guide "External callbacks".
     """
     options = {"sharding": sharding, "ordered": ordered}
-    return io(arrays, callback, result_shape_dtypes, *args, **options, **kwargs)
-
-
-# --- With JAX's signatures: all other keywords are the callback's ---------------------
-
-
-def pure(
-    arrays: str,
-    /,
-    callback: Any,
-    result_shape_dtypes: Any,
-    *args: Any,
-    sharding: Any = None,
-    vmap_method: str | None = None,
-    **kwargs: Any,
-) -> Any:
-    options = {"sharding": sharding, "vmap_method": check_vmap_method(vmap_method)}
     return _call_back(
-        "pure", arrays, callback, result_shape_dtypes, args, kwargs, **options
+        "io", arrays, options, callback, result_shape_dtypes, args, kwargs
     )
 
 
-def io(
+# The options of JAX's function for each kind.
+_OPTIONS: dict[Kind, tuple[str, ...]] = {
+    "pure": ("sharding", "vmap_method"),
+    "io": ("sharding", "ordered"),
+}
+
+
+def as_jaxs(
+    kind: Kind,
     arrays: str,
     /,
     callback: Any,
     result_shape_dtypes: Any,
     *args: Any,
-    sharding: Any = None,
-    ordered: bool = False,
     **kwargs: Any,
 ) -> Any:
-    options = {"sharding": sharding, "ordered": ordered}
+    """With JAX's signature: all keywords but its own are the callback's."""
+    options = {key: kwargs.pop(key) for key in _OPTIONS[kind] if key in kwargs}
     return _call_back(
-        "io", arrays, callback, result_shape_dtypes, args, kwargs, **options
+        kind, arrays, options, callback, result_shape_dtypes, args, kwargs
     )
 
 
@@ -183,12 +163,13 @@ def check_vmap_method(method: Any) -> str | None:
 def _call_back(
     kind: Kind,
     arrays: str,
+    options: dict[str, Any],
     callback: Callable[..., Any],
     result: Any,
     args: Any,
     kwargs: Any,
-    **options: Any,
 ) -> Any:
+    check_vmap_method(options.get("vmap_method"))
     refuse_coroutines(callback)
     leaves, in_tree = jax.tree.flatten((args, kwargs))
     operands = [raw_keys(leaf) for leaf in leaves]

@@ -167,15 +167,9 @@ def _now_or_later(
 def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
     """Traceable leaves become operands; the others stay in the template as they are."""
     leaves, treedef = _jax.flatten_with_refs((args, kwargs))
-    operands: list[Any] = []
-    marks: list[Any] = []
-    for leaf in leaves:
-        if not _jax.is_traceable(leaf):
-            marks.append(Static(leaf))
-            continue
-        marks.append(None)
-        operands.append(leaf)
-    return operands, Template(treedef, tuple(marks))
+    marks = tuple(None if _jax.is_traceable(x) else Static(x) for x in leaves)
+    operands = [x for x, mark in zip(leaves, marks, strict=True) if mark is None]
+    return operands, Template(treedef, marks)
 
 
 @dataclass(frozen=True)
@@ -229,9 +223,8 @@ def _bare(value: Any) -> Any:
 
 def _has_fields(fmt: str) -> bool:
     """Whether JAX takes `fmt` for a format: a field follows its first piece of text."""
-    for _, field, *_ in string.Formatter().parse(fmt):
-        return field is not None
-    return False
+    first = next(iter(string.Formatter().parse(fmt)), None)
+    return first is not None and first[1] is not None
 
 
 def _is_plain(fmt: str, template: Template, positional: int, kwargs: Any) -> bool:

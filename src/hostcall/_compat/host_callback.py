@@ -18,16 +18,6 @@ from hostcall._compat.outside_call import Outside, bind, checked, take_last_exce
 from hostcall._core.failures import failures_of_arrays, failures_of_effects
 from hostcall._runtime import delivery
 
-__all__ = [
-    "CallbackException",
-    "TapFunctionException",
-    "barrier_wait",
-    "call",
-    "id_print",
-    "id_tap",
-    "stop_outfeed_receiver",
-]
-
 logger = logging.getLogger("hostcall.host_callback")
 
 _jax.define_old_flags(
@@ -288,17 +278,15 @@ def stop_outfeed_receiver() -> None:
     delivery.flush(None, "stop_outfeed_receiver()")
 
 
-_followed: int | None = None
+_followed = 256_000_000  # the flag's default, which leaves the limit as it is
 
 
 def _follow_queue_flag() -> None:
     """Sets the limit of the tap queue from the old flag, once that has been set."""
     global _followed
     size = _jax.old_flag("jax_host_callback_max_queue_byte_size")
-    if size == _followed:
-        return
-    first, _followed = _followed is None, size
-    if not first or size != 256_000_000:
+    if size != _followed:
+        _followed = size
         configure(tap_queue_bytes=size)
 
 

@@ -9,6 +9,7 @@ call, and all else (batching, derivatives, refusals) stays JAX's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,15 +39,15 @@ from hostcall._primitives.emit import emit_with_token
 chosen: str | None = None
 
 
+# Of the parameters of JAX's primitives, those that the call has too.
+_OPTIONS: dict[Kind, tuple[str, ...]] = {
+    "pure": ("sharding",),
+    "io": ("sharding", "ordered"),
+    "debug": ("ordered", "partitioned"),
+}
+
+
 # --- Primitives -----------------------------------------------------------------------
-
-
-def _template(treedef: Any) -> Template:
-    return Template(treedef, (None,) * treedef.num_leaves)
-
-
-def _flat(n: int) -> Template:
-    return Template.flat(*(None,) * n)
 
 
 def _place(ctx: Any, fn: Callable[..., Any]) -> Place:
@@ -56,13 +57,14 @@ def _place(ctx: Any, fn: Callable[..., Any]) -> Place:
 
 
 def _lower(
-    kind: Kind, ctx: Any, operands: Sequence[Any], callback: Any, **options: Any
+    kind: Kind, ctx: Any, *operands: Any, callback: Any, **given: Any
 ) -> list[Any]:
     # The user's function and its arguments' tree, if JAX wrapped it as we know. Else
     # the wrapped function, with flat arguments.
-    fn, template = callback, _flat(len(operands))
+    marks = (None,) * len(operands)
+    fn, template = callback, Template.flat(*marks)
     if isinstance(callback, _jax.FlatCallback):
-        fn, template = callback.callback_func, _template(callback.in_tree)
+        fn, template = callback.callback_func, Template(callback.in_tree, marks)
     params = make_params(
         kind,
         fn,
@@ -70,33 +72,19 @@ def _lower(
         Results.flat(_jax.physical_avals(ctx.avals_out)),
         arrays=arrays_of(chosen or "jax"),
         place=_place(ctx, fn),
-        **options,
+        **{key: given[key] for key in _OPTIONS[kind]},
     )
     return lowering.lower(ctx, *operands, params=params)
 
 
-def _lower_pure(
-    ctx: Any, *operands: Any, callback: Any, sharding: Any, **_: Any
-) -> list[Any]:
-    return _lower("pure", ctx, operands, callback, sharding=sharding)
-
-
-def _lower_io(
-    ctx: Any, *operands: Any, callback: Any, sharding: Any, ordered: bool, **_: Any
-) -> list[Any]:
-    return _lower("io", ctx, operands, callback, sharding=sharding, ordered=ordered)
-
-
-def _lower_debug(
-    ctx: Any, *operands: Any, callback: Any, effect: Any, partitioned: bool, **_: Any
-) -> list[Any]:
-    options = {"ordered": effect == _jax.ORDERED_DEBUG_EFFECT}
-    return _lower("debug", ctx, operands, callback, partitioned=partitioned, **options)
+def _lower_debug(ctx: Any, *operands: Any, effect: Any, **given: Any) -> list[Any]:
+    ordered = effect == _jax.ORDERED_DEBUG_EFFECT
+    return _lower("debug", ctx, *operands, ordered=ordered, **given)
 
 
 def _lower_print(ctx: Any, *operands: Any, **given: Any) -> list[Any]:
-    options = {key: given[key] for key in ("ordered", "partitioned")}
-    return _lower("debug", ctx, operands, _jax.print_callback(given), **options)
+    callback = _jax.print_callback(given)
+    return _lower("debug", ctx, *operands, callback=callback, **given)
 
 
 def _lower_buffer(
@@ -111,11 +99,11 @@ def _lower_buffer(
     command_buffer_compatible: bool,
     **_: Any,
 ) -> list[Any]:
-    avals = tuple(_jax.physical_avals(ctx.avals_out))
     params = buffer_params(
         callback,
-        _template(in_tree),
-        Results(out_tree, avals, (None,) * len(avals)),
+        in_tree,
+        out_tree,
+        tuple(_jax.physical_avals(ctx.avals_out)),
         order="unordered" if has_side_effect else "pure",
         vmap_method=vmap_method,
         aliases=tuple(input_output_aliases),
@@ -126,8 +114,8 @@ def _lower_buffer(
 
 
 _LOWERINGS: dict[Any, Callable[..., list[Any]]] = {
-    _jax.pure_callback_p: _lower_pure,
-    _jax.io_callback_p: _lower_io,
+    _jax.pure_callback_p: functools.partial(_lower, "pure"),
+    _jax.io_callback_p: functools.partial(_lower, "io"),
     _jax.debug_callback_p: _lower_debug,
     _jax.debug_print_p: _lower_print,
     _jax.buffer_callback_p: _lower_buffer,
@@ -152,13 +140,9 @@ def emit_python_callback(
 ) -> tuple[Any, Any, Any]:
     """JAX's function of this name. `callback` gets NumPy arrays, returns a sequence."""
     if not _jax.is_served(ctx) or partitioned:
+        given = ctx, callback, token, operands, operand_avals, result_avals
         out: tuple[Any, Any, Any] = _jax.emit_python_callback(
-            ctx,
-            callback,
-            token,
-            operands,
-            operand_avals,
-            result_avals,
+            *given,
             has_side_effect=has_side_effect,
             returns_token=returns_token,
             partitioned=partitioned,
@@ -169,7 +153,7 @@ def emit_python_callback(
     params: DropInParams = make_params(
         "io" if has_side_effect else "pure",
         _Sequence(callback, len(avals)),
-        _flat(len(operands)),
+        Template.flat(*(None,) * len(operands)),
         Results.flat(avals),
         arrays="numpy",
         place=_place(ctx, callback),

@@ -210,11 +210,14 @@ def _abstract_eval(*avals: Any, params: Outside) -> tuple[list[Any], set[Any]]:
 # --- batching ------------------------------------------------------------------------
 
 
-def _batch(operands: Any, dims: Any, *, params: Outside) -> tuple[list[Any], Any]:
+def _only_taps(rules: str, params: Outside) -> None:
     if not params.identity:
-        raise NotImplementedError(
-            "batching rules are implemented only for id_tap, not for call."
-        )
+        text = f"{rules} implemented only for id_tap, not for call."
+        raise NotImplementedError(text)
+
+
+def _batch(operands: Any, dims: Any, *, params: Outside) -> tuple[list[Any], Any]:
+    _only_taps("batching rules are", params)
     batched = params.with_transform("batch", tuple(dims))
     return outside_call_p.bind(*operands, params=batched), dims
 
@@ -223,10 +226,7 @@ def _batch(operands: Any, dims: Any, *, params: Outside) -> tuple[list[Any], Any
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Outside) -> tuple[Any, Any]:
-    if not params.identity:
-        raise NotImplementedError(
-            "JVP rule is implemented only for id_tap, not for call."
-        )
+    _only_taps("JVP rule is", params)
     if not _jax.old_flag("jax_host_callback_ad_transforms"):
         return outside_call_p.bind(*primals, params=params), tangents
     dots = list(map(_jax.instantiate_zeros, tangents))
@@ -263,10 +263,7 @@ def _partial_eval(trace: Any, *tracers: Any, params: Outside) -> list[Any]:
 
 
 def _transpose(cotangents: Any, *operands: Any, params: Outside) -> list[Any]:
-    if not params.identity:
-        raise NotImplementedError(
-            "differentiation rules are implemented only for id_tap, not for call."
-        )
+    _only_taps("differentiation rules are", params)
     back = list(map(_jax.instantiate_zeros, cotangents))
     tapped = params.with_transform("transpose")
     if params.transforms[-1:] != (("jvp",),):

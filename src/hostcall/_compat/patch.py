@@ -20,7 +20,6 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -36,13 +35,12 @@ from hostcall._runtime import delivery
 # --- What stands under JAX's names ----------------------------------------------------
 
 
-def _drop_in(
-    name: str, function: Callable[..., Any], kernels: bool = True
-) -> Callable[..., Any]:
+def _drop_in(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """What stands under JAX's name. `function` gets what callbacks get, and the rest.
 
-    In Pallas kernels it is JAX's own, unless `kernels`.
+    In Pallas kernels, jax.debug's functions are JAX's own.
     """
+    kernels = not name.startswith("jax.debug.")
     original = _get(name)
 
     @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
@@ -78,14 +76,15 @@ def _get(name: str) -> Any:
 # Saved once at import, so that no replacement wraps another one.
 _print_of_jax, _effects_barrier_of_jax = jax.debug.print, jax.effects_barrier
 _BUFFERS = "jax.experimental.buffer_callback"
+_DROP_INS: dict[str, Callable[..., Any]] = {
+    "jax.pure_callback": functools.partial(callbacks.as_jaxs, "pure"),
+    "jax.experimental.io_callback": functools.partial(callbacks.as_jaxs, "io"),
+    "jax.debug.callback": debug.call_back,
+    "jax.debug.print": _print,
+    "jax.effects_barrier": _effects_barrier,
+}
 _REPLACEMENTS: dict[str, Any] = {
-    "jax.pure_callback": _drop_in("jax.pure_callback", callbacks.pure),
-    "jax.experimental.io_callback": _drop_in(
-        "jax.experimental.io_callback", callbacks.io
-    ),
-    "jax.debug.callback": _drop_in("jax.debug.callback", debug.call_back, False),
-    "jax.debug.print": _drop_in("jax.debug.print", _print, False),
-    "jax.effects_barrier": _drop_in("jax.effects_barrier", _effects_barrier),
+    **{name: _drop_in(name, function) for name, function in _DROP_INS.items()},
     f"{_BUFFERS}.buffer_callback": buffer_callback,
     f"{_BUFFERS}.Buffer": buffer.Buffer,
     f"{_BUFFERS}.ExecutionContext": buffer.ExecutionContext,
@@ -121,12 +120,7 @@ class Patch:
             _apply()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         with _lock:
             self.blocks -= 1
             if self in _active and not self.blocks:

@@ -15,7 +15,8 @@ import numpy as np
 from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
 from hostcall._core.source import source_of
-from hostcall.bridge._library import Code, Flags, LibraryFunction, TakesNoRules, needed
+from hostcall._host_function.trees import pick, spread
+from hostcall.bridge._library import Code, LibraryFunction, TakesNoRules, needed
 
 tree = jax.tree_util
 
@@ -81,9 +82,9 @@ def of_autograd(
 
     Source: autograd's tutorial; its convention for complex derivatives is JAX's.
     """
+    options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is None:
-        given = {k: v for k, v in locals().items() if k != "fn"}
-        return functools.partial(of_autograd, **given)
+        return functools.partial(of_autograd, **options)
     shown = name or check_function(fn, "hc.bridge.autograd(fn)")
     needed("autograd", "autograd")
     if not isinstance(derivatives, int) or derivatives < 0:
@@ -106,12 +107,7 @@ def of_autograd(
         code,
         advice=f"`{shown}` was made with derivatives={derivatives}. To differentiate it"
         " more often, write hc.bridge.autograd(fn, derivatives=n)",
-        name=name,
-        result=result,
-        derivatives=derivatives,
-        vmap_method=vmap_method,
-        timeout=timeout,
-        executor=executor,
+        **options,
     )
 
 
@@ -145,11 +141,9 @@ class FromAutograd(Code):
     def __call__(self, *args: Any) -> Any:
         return self._run(*args)
 
-    def pulled(self, name: str, source: str) -> Code:
-        return FromAutograd(functools.partial(_pulled, self._run), name, source)
-
-    def pushed(self, name: str, source: str) -> Code:
-        return FromAutograd(functools.partial(_pushed, self._run), name, source)
+    def derived(self, what: str, name: str, source: str) -> Code:
+        derivative = {"vjp": _pulled, "jvp": _pushed}[what]
+        return FromAutograd(functools.partial(derivative, self._run), name, source)
 
     def forward(self, args: Sequence[Any], nondiff: Sequence[int]) -> tuple[Any, Any]:
         del nondiff  # the bridge has no such option
@@ -161,20 +155,17 @@ class FromAutograd(Code):
     @staticmethod
     def backward(graph: Any, cotangents: Sequence[Any], wanted: Sequence[bool]) -> Any:
         pull, moving = graph
-        found = iter(pull(cotangents))
-        every = [next(found) if flag else None for flag in moving]
-        return [x for x, flag in zip(every, wanted, strict=True) if flag]
+        return pick(spread(pull(cotangents), moving), wanted)
 
 
-def _pulled(run: Any, args: Any, cotangents: Any, wanted: Flags) -> list[Any]:
-    return Along(run, args, wanted.flags).vjp()(cotangents)
+def _pulled(run: Any, args: Any, cotangents: Any, wanted: bytes) -> list[Any]:
+    return Along(run, args, wanted).vjp()(cotangents)
 
 
-def _pushed(run: Any, args: Any, tangents: Any, out_diff: Flags) -> Any:
+def _pushed(run: Any, args: Any, tangents: Any, out_diff: bytes) -> Any:
     along = Along(run, args, [t is not None for t in tangents])
     touts = along.jvp([t for t in tangents if t is not None])
-    pairs = zip(touts, out_diff.flags, strict=True)
-    return along.outs, [x for x, flag in pairs if flag]
+    return along.outs, list(itertools.compress(touts, out_diff))
 
 
 class Along:
@@ -184,7 +175,7 @@ class Along:
         outs, treedef: its result, once a derivative has run it.
     """
 
-    def __init__(self, run: Any, args: Any, flags: Sequence[bool]) -> None:
+    def __init__(self, run: Any, args: Any, flags: Sequence[int]) -> None:
         """`flags` marks the arrays that move, among all arrays of `args`."""
         self._run = run
         self._leaves, self._form = tree.tree_flatten(args)

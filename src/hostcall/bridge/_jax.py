@@ -121,7 +121,8 @@ class JaxFunction(TakesNoRules):
 
     def __reduce__(self) -> Any:
         found = super().__reduce__()
-        return found if isinstance(found, str) else (_again, (self.fn, self._given))
+        again = functools.partial(JaxFunction, **self._given)
+        return found if isinstance(found, str) else (again, (self.fn,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result."""
@@ -167,7 +168,3 @@ class JaxFunction(TakesNoRules):
         jaxpr = jaxpr.replace(consts=consts)
         x64, timeout = bool(jax.config.jax_enable_x64), self.options["timeout"]
         return DeviceProgram(self.__name__, jaxpr, x64, self._place, timeout)
-
-
-def _again(fn: Callable[..., Any], options: dict[str, Any]) -> JaxFunction:
-    return JaxFunction(fn, **options)

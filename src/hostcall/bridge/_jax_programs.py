@@ -24,6 +24,7 @@ from jax.extend.core import jaxpr_as_fun
 from hostcall._core.failures import original
 from hostcall._core.host_code import HostCode
 from hostcall._host_function.function import HostFunction
+from hostcall._host_function.trees import pick, spread
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
 from hostcall.bridge._library import PLAIN
@@ -56,6 +57,8 @@ class DeviceProgram(HostCode):
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self._in, self._out = structs(jaxpr.in_avals), structs(jaxpr.out_avals)
+        # Which of them have a tangent.
+        self._in_moves, self._out_moves = map(_moves, (self._in, self._out))
         self._code = jaxpr_as_fun(jaxpr)
         self._x64, self._place, self._timeout = x64, place, timeout
         self._batches: dict[Any, DeviceProgram] = {}
@@ -93,16 +96,16 @@ class DeviceProgram(HostCode):
     # --- Rules, in JAX code ---------------------------------------------------------
 
     def _jvp(self, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        found = iter(self._push.host(*primals, *_moving(tangents, self._in)))
-        outs = [next(found) for _ in self._out]
-        return outs, _spread(found, self._out)
+        found = self._push.host(*primals, *pick(tangents, self._in_moves))
+        n = len(self._out)
+        return found[:n], spread(found[n:], self._out_moves)
 
     def _forward(self, *args: Any) -> tuple[list[Any], Any]:
         return self.host(*args), args
 
     def _backward(self, args: Any, cotangents: Any) -> tuple[Any, ...]:
-        back = self._pull.host(*args, *_moving(cotangents, self._out))
-        return tuple(_spread(iter(back), self._in))
+        back = self._pull.host(*args, *pick(cotangents, self._out_moves))
+        return tuple(spread(back, self._in_moves))
 
     def _batch(self, size: int, batched: Any, *args: Any) -> tuple[list[Any], Any]:
         key = size, tuple(batched)
@@ -125,9 +128,9 @@ class DeviceProgram(HostCode):
         def code(*operands: Any) -> list[Any]:
             along, values = self._along(operands[:n])
             outs, touts = jax.jvp(along, values, operands[n:])
-            return [*outs, *_moving(touts, self._out)]
+            return [*outs, *pick(touts, self._out_moves)]
 
-        avals = (*self._in, *_moving(self._in, self._in))
+        avals = (*self._in, *pick(self._in, self._in_moves))
         return self._derived(f"jvp of {self.__name__}", code, avals)
 
     @cached_property
@@ -136,26 +139,21 @@ class DeviceProgram(HostCode):
 
         def code(*operands: Any) -> list[Any]:
             along, values = self._along(operands[:n])
-            cotangents = [
-                np.zeros(aval.shape, jax.dtypes.float0) if ct is None else ct
-                for ct, aval in zip(
-                    _spread(iter(operands[n:]), self._out), self._out, strict=True
-                )
-            ]
-            return list(jax.vjp(along, *values)[1](cotangents))
+            _, pull = jax.vjp(lambda *xs: pick(along(*xs), self._out_moves), *values)
+            return list(pull(list(operands[n:])))
 
-        avals = (*self._in, *_moving(self._out, self._out))
+        avals = (*self._in, *pick(self._out, self._out_moves))
         return self._derived(f"vjp of {self.__name__}", code, avals)
 
     def _along(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """The function of the arguments that have tangents, and their values."""
 
         def along(*values: Any) -> list[Any]:
-            found = _spread(iter(values), self._in)
+            found = spread(values, self._in_moves)
             whole = [a if x is None else x for a, x in zip(args, found, strict=True)]
             return list(self._code(*whole))
 
-        return along, tuple(_moving(args, self._in))
+        return along, tuple(pick(args, self._in_moves))
 
     def _derived(self, name: str, code: Any, avals: Sequence[Struct]) -> DeviceProgram:
         with jax.enable_x64(self._x64), jax.sharding.use_abstract_mesh(NO_MESH):
@@ -163,18 +161,8 @@ class DeviceProgram(HostCode):
         return DeviceProgram(name, jaxpr, self._x64, self._place, self._timeout)
 
 
-def _moves(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
-def _moving(values: Any, avals: Any) -> list[Any]:
-    """The values that have a tangent."""
-    return [v for v, a in zip(values, avals, strict=True) if _moves(a)]
-
-
-def _spread(found: Any, avals: Any) -> list[Any]:
-    """One of `found` for each that has a tangent, None for the others."""
-    return [next(found) if _moves(a) else None for a in avals]
+def _moves(avals: Sequence[Struct]) -> tuple[bool, ...]:
+    return tuple(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
 
 
 class ProgramDevice:

@@ -14,7 +14,7 @@ again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -50,24 +50,24 @@ PLAIN: dict[str, Any] = {
 }
 
 
-class Flags:
-    """Several bools as one hashable static argument."""
-
-    def __init__(self, flags: Sequence[bool]) -> None:
-        self.flags = tuple(flags)
-
-    def __hash__(self) -> int:
-        return hash((Flags, self.flags))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Flags) and other.flags == self.flags
-
-    def __repr__(self) -> str:
-        return f"Flags{self.flags}"
-
-
 class Code(HostCode):
-    """Host code that a library can differentiate. Its rules work on flat arrays."""
+    """Host code that a library can differentiate. Its rules work on flat arrays.
+
+    Attributes:
+        derived: (what, name, source) -> the code of a derivative. For "vjp" it is
+            (args, cotangents, wanted) -> cotangents of the wanted arrays of `args`;
+            `cotangents` has one entry per array of the result, None for zero. For "jvp"
+            it is (args, tangents, out_diff) -> results, and the tangents of those
+            results that `out_diff` marks; `tangents` has one entry per array of `args`,
+            None for zero. Flags are bytes: one leaf, which isn't an array.
+        forward: (args, nondiff) -> (result, what the backward pass needs).
+        backward: (that, cotangents, wanted) -> the cotangents of the wanted arrays of
+            the arguments; None for zero.
+    """
+
+    derived: Callable[[str, str, str], Code]
+    forward: Callable[[Sequence[Any], Sequence[int]], tuple[Any, Any]]
+    backward: Callable[[Any, Sequence[Any], Sequence[bool]], Any]
 
     def __init__(self, name: str, source: str) -> None:
         self.__name__ = name.rpartition(".")[2]
@@ -76,30 +76,6 @@ class Code(HostCode):
 
     def source(self) -> str:
         return self._source
-
-    def pulled(self, name: str, source: str) -> Code:
-        """(args, cotangents, wanted) -> cotangents of the wanted arrays of `args`.
-
-        `cotangents` has one entry per array of the result, None for zero.
-        """
-        raise NotImplementedError
-
-    def pushed(self, name: str, source: str) -> Code:
-        """(args, tangents, out_diff) -> results, and the tangents of those results that
-        `out_diff` marks.
-
-        `tangents` has one entry per array of `args`, None for zero.
-        """
-        raise NotImplementedError
-
-    def forward(self, args: Sequence[Any], nondiff: Sequence[int]) -> tuple[Any, Any]:
-        """(result, what the backward pass needs)."""
-        raise NotImplementedError
-
-    @staticmethod
-    def backward(graph: Any, cotangents: Sequence[Any], wanted: Sequence[bool]) -> Any:
-        """The cotangents of the wanted arrays of the arguments; None for zero."""
-        raise NotImplementedError
 
 
 class LibraryFunction(HostFunction[..., Any]):
@@ -134,12 +110,6 @@ class LibraryFunction(HostFunction[..., Any]):
             )
             self.rules.jvp = Jvp(self._push, "jax", flat=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function and returns its result."""
-        if kwargs:
-            args = self._positional(args, kwargs)
-        return super().__call__(*args)
-
     def spec(self, *avals: Any) -> Any:
         """The spec of its result for arguments with these avals."""
         return self._spec(avals, flatten_arguments(avals, {})[1])
@@ -150,7 +120,7 @@ class LibraryFunction(HostFunction[..., Any]):
         return self.fn.forward(args, self.nondiff_of(len(args)))
 
     def _push_on_host(self, args: Any, tangents: Any, out_diff: Any) -> Any:
-        return self._pushed.fn(args, tangents, Flags(out_diff))
+        return self._pushed.fn(args, tangents, bytes(out_diff))
 
     # --- Rules in JAX code ------------------------------------------------------------
 
@@ -158,27 +128,27 @@ class LibraryFunction(HostFunction[..., Any]):
         return self(*args), args
 
     def _pull(self, args: Any, cotangents: Any, wanted: Any) -> Any:
-        return self._pulled(args, cotangents, Flags(wanted))
+        return self._pulled(args, cotangents, bytes(wanted))
 
     def _push(self, args: Any, tangents: Any, out_diff: Any) -> Any:
-        return self._pushed(args, tangents, Flags(out_diff))
+        return self._pushed(args, tangents, bytes(out_diff))
 
     @functools.cached_property
     def _pulled(self) -> LibraryFunction:
-        def result(args: Any, cotangents: Any, wanted: Flags) -> Any:
+        def result(args: Any, cotangents: Any, wanted: bytes) -> Any:
             del cotangents
-            return _flagged(shaped(args), wanted.flags)
+            return _flagged(shaped(args), wanted)
 
-        return self._over("vjp", self.fn.pulled, result)
+        return self._over("vjp", self.fn.derived, result)
 
     @functools.cached_property
     def _pushed(self) -> LibraryFunction:
-        def result(args: Any, tangents: Any, out_diff: Flags) -> Any:
+        def result(args: Any, tangents: Any, out_diff: bytes) -> Any:
             del tangents
             outs = tree.tree_leaves(self.spec(*args))
-            return outs, _flagged(outs, out_diff.flags)
+            return outs, _flagged(outs, out_diff)
 
-        return self._over("jvp", self.fn.pushed, result)
+        return self._over("jvp", self.fn.derived, result)
 
     def _over(self, what: str, make: Any, result: Any, **more: Any) -> LibraryFunction:
         """A function made from this one, whose rows run in the same way."""
@@ -192,7 +162,7 @@ class LibraryFunction(HostFunction[..., Any]):
             **{key: self.options[key] for key in ("lend", "timeout", "executor")},
             **more,
         }
-        code = make(name, f"{what} of {source_of(self.fn)}")
+        code = make(what, name, f"{what} of {source_of(self.fn)}")
         return type(self)(code, advice=self.advice, name=name, result=result, **options)
 
 
@@ -221,7 +191,7 @@ def shaped(avals: Any) -> list[Any]:
     return [x for x in tree.tree_leaves(avals) if hasattr(x, "shape")]
 
 
-def _flagged(avals: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+def _flagged(avals: Sequence[Any], flags: bytes) -> list[Any]:
     """The flagged avals, reduced to shape and dtype."""
     return [
         jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -195,7 +196,8 @@ class OfSympy(HostFunction[..., Any]):
         if self.fn.form != "list":
             at = list(range(len(found)))
         outs = tuple(found[k].xreplace(back) for k in at)
-        evaluate = self.fn.of(f"d({self.__name__})/d{by}", outs)
+        name = f"d({self.__name__})/d{by}"
+        evaluate = dataclasses.replace(self.fn, name=name, outs=outs)
         return at, OfSympy(evaluate, self.options["timeout"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -47,13 +48,16 @@ def code_of(
     return code
 
 
+@dataclass(eq=False, repr=False)
 class Evaluate(HostCode):
     """Evaluates expressions on NumPy arrays.
 
     Attributes:
+        name: in messages.
         outs: the expressions.
         form: "one", "list", or the shape of a Matrix.
         symbols: the symbols of the arguments.
+        modules: as in `sympy.lambdify`.
     """
 
     stays = (  # read for derivatives: the user can register the value
@@ -61,28 +65,22 @@ class Evaluate(HostCode):
         " hc.bridge.sympy of the derivative itself, and call that"
     )
 
-    def __init__(
-        self,
-        name: str,
-        outs: tuple[Any, ...],
-        form: Any,
-        symbols: tuple[Any, ...],
-        modules: Any,
-    ) -> None:
-        sympy = needed("sympy", "sympy")
-        self.__name__ = self.__qualname__ = name
-        self.outs, self.form, self.symbols, self._modules = outs, form, symbols, modules
-        # For each expression, whether it has the imaginary unit.
-        self._units = tuple(bool(out.has(sympy.I)) for out in outs)
-        # Made now, so that missing functions are found before a program runs.
-        self._code = code_of(name, outs, symbols, modules)
+    name: str
+    outs: tuple[Any, ...]
+    form: Any
+    symbols: tuple[Any, ...]
+    modules: Any
 
-    def of(self, name: str, outs: tuple[Any, ...]) -> Evaluate:
-        """The same for other expressions."""
-        return Evaluate(name, outs, self.form, self.symbols, self._modules)
+    def __post_init__(self) -> None:
+        sympy = needed("sympy", "sympy")
+        self.__name__ = self.__qualname__ = self.name
+        # For each expression, whether it has the imaginary unit.
+        self._units = tuple(bool(out.has(sympy.I)) for out in self.outs)
+        # Made now, so that missing functions are found before a program runs.
+        self._code = code_of(self.name, self.outs, self.symbols, self.modules)
 
     def __reduce__(self) -> Any:
-        given = (self.__name__, self.outs, self.form, self.symbols, self._modules)
+        given = (self.name, self.outs, self.form, self.symbols, self.modules)
         return Evaluate, given
 
     def spec(self, *avals: Any) -> Any:

@@ -86,9 +86,9 @@ def value_and_grad(
 
     Source: JAX's agjax and SciPy's `minimize(jac=True)` have this form.
     """
+    options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is None:
-        given = {k: v for k, v in locals().items() if k != "fn"}
-        return functools.partial(value_and_grad, **given)
+        return functools.partial(value_and_grad, **options)
     usage = "hc.bridge.value_and_grad(fn), with fn(*args) -> (value, gradient)"
     shown = name or check_function(fn, usage)
     if value is not None and not callable(value):
@@ -97,14 +97,8 @@ def value_and_grad(
             f" that returns only the value, got {value!r}",
             code="hc-option",
         )
-    options = {
-        "vmap_method": vmap_method,
-        "arrays": arrays,
-        "timeout": timeout,
-        "executor": executor,
-        "nondiff": nondiff,
-        "name": shown,
-    }
+    del options["value"], options["result"]
+    options["name"] = shown
     both = _Both(fn, shown, (nondiff,) if isinstance(nondiff, int) else tuple(nondiff))
     spec = both.scalar if result is None else result
     made = host(_Value(both) if value is None else value, result=spec, **options)
@@ -181,23 +175,21 @@ class _Both(HostCode):
         leaves, treedef = tree.tree_flatten(arg)
         if part is None:
             n = len(batch)
-            zeros = [np.zeros(batch + np.shape(x)[n:], np.float32) for x in leaves]
-            return [z for z, x in zip(zeros, leaves, strict=True) if _floating(x)]
-        try:
-            parts = treedef.flatten_up_to(part)
-        except (ValueError, TypeError) as error:
-            raise ResultError(
-                f"hostcall: the gradient that `{self.name}` returned for argument"
-                f" {position} should have the structure of that argument, {treedef},"
-                f" got {tree.tree_structure(part)}"
-            ) from error
+            parts = [np.zeros(batch + np.shape(x)[n:], np.float32) for x in leaves]
+        else:
+            try:
+                parts = treedef.flatten_up_to(part)
+            except (ValueError, TypeError) as error:
+                raise ResultError(
+                    f"hostcall: the gradient that `{self.name}` returned for"
+                    f" argument {position} should have the structure of that argument,"
+                    f" {treedef}, got {tree.tree_structure(part)}"
+                ) from error
         return [g for g, x in zip(parts, leaves, strict=True) if _floating(x)]
 
     def scalar(self, *avals: Any) -> jax.ShapeDtypeStruct:
         dtypes = [jnp.result_type(x) for x in self.floating(avals)]
-        return jax.ShapeDtypeStruct(
-            (), jnp.result_type(*dtypes, *[float][: not dtypes])
-        )
+        return jax.ShapeDtypeStruct((), jnp.result_type(*(dtypes or [float])))
 
     def again(self, primals: Any, tangents: Any) -> NoReturn:
         del primals, tangents

@@ -13,19 +13,26 @@ from hostcall._primitives.drop_in.primitive import PRIMITIVES, bind
 
 def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     """The lowering of our primitives, and on CPUs of JAX's (_compat/lowerings.py)."""
-    program = _jax.program_of(ctx)
+    program, ordered = _jax.program_of(ctx), params.flavour.ordered
     if params.kind == "debug" and program.automatic:
         axes = sorted(program.automatic, key=str)
         return _lower_once_along(ctx, operands, axes, params)
     if not _jax.is_served(ctx):
-        return lower_elsewhere(ctx, *operands, params=params)
+        # Through JAX's own callback, which refuses what JAX refuses.
+        return call_lowering.lower_through_jax(
+            ctx,
+            *operands,
+            params=params,
+            info_type=DropInInfo,
+            ordered=ordered,
+            partitioned=params.partitioned,
+        )
     if params.partitioned and program.is_partitioned:
         return blocks.lower(program, operands, params)
     place = _jax.place_of_callback(ctx, params.sharding)
     if program.is_partitioned:
         _jax.mark_place(ctx, place)
     avals = _jax.physical_avals(ctx.avals_in)
-    ordered = params.flavour.ordered
     return call_lowering.lower(program, operands, avals, params, DropInInfo, ordered)
 
 
@@ -40,18 +47,6 @@ def _lower_once_along(
         return _jax.on_first_of(automatic, lambda: bind(*values, params=params))
 
     return _jax.lower_by(ctx, call, *operands)
-
-
-def lower_elsewhere(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
-    """Lowers through JAX's own callback, which refuses what JAX refuses."""
-    return call_lowering.lower_through_jax(
-        ctx,
-        *operands,
-        params=params,
-        info_type=DropInInfo,
-        ordered=params.flavour.ordered,
-        partitioned=params.partitioned,
-    )
 
 
 for _primitive in PRIMITIVES.values():

@@ -85,14 +85,14 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
     if params.kind == "pure" and not params.avals:
         return []  # as in a compiled program, which drops a call without results
     primitive = PRIMITIVES[params.primitive]
-    if params.kind != "debug" and (
+    if params.kind == "debug":
+        return run_eagerly(primitive, *_open_keys(operands, params), DropInInfo)
+    if (
         not _at_home(operands, params)
         or is_guarded(operands)
         or seen_before(params, params.callback.function)
     ):
         return run_compiled(primitive, operands, params)
-    if params.kind == "debug":
-        return run_eagerly(primitive, *_open_keys(operands, params), DropInInfo)
     return run_eagerly(primitive, operands, params, DropInInfo)
 
 
@@ -214,21 +214,15 @@ def _batch(
 # --- JVP, transpose ----------------------------------------------------------------
 
 
-def _refuse_jvp(primals: Any, tangents: Any, *, params: DropInParams) -> NoReturn:
-    del primals, tangents
-    raise ValueError(_refusal(params, "JVP", "jvp"))
+def _refusing(what: str, remedy: str) -> Callable[..., NoReturn]:
+    """A rule that refuses, in JAX's words."""
 
+    def refuse(*_: Any, params: DropInParams) -> NoReturn:
+        flavour = params.flavour
+        text = f"{flavour.does} {what}. {flavour.hint.format(remedy)}"
+        raise ValueError(text.rstrip())
 
-def _refuse_transpose(
-    cotangents: Any, *operands: Any, params: DropInParams
-) -> NoReturn:
-    del cotangents, operands
-    raise ValueError(_refusal(params, "transpose", "vjp"))
-
-
-def _refusal(params: DropInParams, what: str, remedy: str) -> str:
-    flavour = params.flavour
-    return f"{flavour.does} {what}. {flavour.hint.format(remedy)}".rstrip()
+    return refuse
 
 
 def _debug_jvp(primals: Any, tangents: Any, *, params: DropInParams) -> Any:
@@ -249,8 +243,9 @@ def _register(name: str, primitive: Any) -> None:
     _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
     _jax.batchers[primitive] = _batch
     debug = name.startswith("debug")
-    _jax.jvps[primitive] = _debug_jvp if debug else _refuse_jvp
-    _jax.transposes[primitive] = _debug_transpose if debug else _refuse_transpose
+    _jax.jvps[primitive] = _debug_jvp if debug else _refusing("JVP", "jvp")
+    refusing = _refusing("transpose", "vjp")
+    _jax.transposes[primitive] = _debug_transpose if debug else refusing
     if debug:
         _jax.keep_under_remat(primitive)
         _jax.discharge_in_place(primitive)

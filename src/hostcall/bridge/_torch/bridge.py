@@ -95,8 +95,8 @@ def torch(
 
     Source: torch.func, torch.autograd.grad, the DLPack protocol.
     """
+    options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is None:
-        options = {k: v for k, v in locals().items() if k != "fn"}
         return functools.partial(torch, **options)
     needed("torch", "torch")
     shown = name or check_function(fn, "hc.bridge.torch(fn)")
@@ -113,15 +113,6 @@ def torch(
         )
     from hostcall.bridge._torch.function import make
 
-    return make(
-        fn,
-        result=result,
-        vmap_method=vmap_method,
-        derivatives=derivatives,
-        # A function on another thread could outlive the memory that it was lent.
-        lend=lend and timeout is None and vmap_method != "parallel",
-        timeout=timeout,
-        executor=executor,
-        name=name,
-        nondiff=nondiff,
-    )
+    # A function on another thread could outlive the memory that it was lent.
+    options["lend"] = lend and timeout is None and vmap_method != "parallel"
+    return make(fn, **options)

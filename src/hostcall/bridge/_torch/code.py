@@ -22,7 +22,6 @@ import torch
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
-from hostcall.bridge._library import Flags
 
 tree = jax.tree_util
 
@@ -202,7 +201,7 @@ class _Derived(Plain):
         super().__init__(code)
         self.writes, self.keeps = False, bool(code.keeps)
 
-    def along(self, args: Any, flags: Sequence[bool]) -> tuple[Any, list[torch.Tensor]]:
+    def along(self, args: Any, flags: Sequence[int]) -> tuple[Any, list[torch.Tensor]]:
         """(function, tensors): the inner function, of some of its tensors.
 
         `flags` marks the tensors of `args` that the function takes; the others keep
@@ -255,9 +254,9 @@ def conjugate(x: torch.Tensor) -> torch.Tensor:
 class Mapped(_Derived):
     """(*args) -> results, with a batch axis in front of the tensors in `flags`."""
 
-    def __init__(self, code: Any, flags: Flags) -> None:
+    def __init__(self, code: Any, flags: bytes) -> None:
         super().__init__(code)
-        self._flags = flags.flags
+        self._flags = flags
 
     def __call__(self, *args: Any) -> list[torch.Tensor]:
         function, tensors = self.along(args, [True] * len(self._flags))
@@ -270,9 +269,9 @@ class Pulled(_Derived):
     """(args, cotangents, wanted) -> cotangents of the wanted tensors of `args`."""
 
     def __call__(
-        self, args: Any, cotangents: Sequence[Any], wanted: Flags
+        self, args: Any, cotangents: Sequence[Any], wanted: bytes
     ) -> list[torch.Tensor]:
-        function, tensors = self.along(args, wanted.flags)
+        function, tensors = self.along(args, wanted)
         seeds: list[torch.Tensor] = []
 
         def differentiable(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -302,7 +301,7 @@ class Pushed(_Derived):
     """
 
     def __call__(
-        self, args: Any, tangents: Sequence[Any], out_diff: Flags
+        self, args: Any, tangents: Sequence[Any], out_diff: bytes
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         function, tensors = self.along(args, [t is not None for t in tangents])
         dots = tuple(t for t in tangents if t is not None)
@@ -312,6 +311,6 @@ class Pushed(_Derived):
             )
         return list(outs), [
             dot if has_derivative(out) else torch.zeros_like(out)
-            for out, dot, flag in zip(outs, pushed, out_diff.flags, strict=True)
+            for out, dot, flag in zip(outs, pushed, out_diff, strict=True)
             if flag
         ]

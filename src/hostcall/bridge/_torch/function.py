@@ -14,7 +14,7 @@ import torch
 from hostcall._core.errors import SpecError
 from hostcall._core.source import name_of, source_of
 from hostcall._host_function.host import checked
-from hostcall.bridge._library import Flags, LibraryFunction, is_operand, shaped
+from hostcall.bridge._library import LibraryFunction, is_operand, shaped
 from hostcall.bridge._torch import shapes
 from hostcall.bridge._torch.code import Module, Plain
 from hostcall.bridge._torch.host import OnHost
@@ -99,8 +99,8 @@ class TorchFunction(LibraryFunction):
 
     def _batch(self, size: int, in_batched: Any, *args: Any) -> Any:
         pairs = zip(tree.tree_leaves(args), tree.tree_leaves(in_batched), strict=True)
-        flags = Flags([flag for x, flag in pairs if is_operand(x)])
-        rest = iter(flags.flags)
+        flags = bytes(flag for x, flag in pairs if is_operand(x))
+        rest = iter(flags)
 
         def row(x: Any) -> Any:
             if not is_operand(x):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hostcall._core.errors import DerivativeError
-from hostcall.bridge._library import Code, Flags
+from hostcall.bridge._library import Code
 from hostcall.bridge._torch.code import (
     Mapped,
     Pulled,
@@ -49,13 +49,11 @@ class OnHost(Code):
         super().__init__(name, source)
         self.code = code
 
-    def pulled(self, name: str, source: str) -> Code:
-        return OnHost(Pulled(self.code), name, source)
+    def derived(self, what: str, name: str, source: str) -> Code:
+        derivative = {"vjp": Pulled, "jvp": Pushed}[what]
+        return OnHost(derivative(self.code), name, source)
 
-    def pushed(self, name: str, source: str) -> Code:
-        return OnHost(Pushed(self.code), name, source)
-
-    def mapped(self, flags: Flags, name: str, source: str) -> Code:
+    def mapped(self, flags: bytes, _: str, name: str, source: str) -> Code:
         """A batch of it: the arrays in `flags` have a batch axis in front."""
         return OnHost(Mapped(self.code, flags), name, source)
 

@@ -16,11 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
-from hostcall.bridge._torch.tensors import (
-    NUMPY_DTYPES,
-    TORCH_DTYPES,
-    no_such_dtype,
-)
+from hostcall.bridge._torch.tensors import NUMPY_DTYPES, TORCH_DTYPES, no_such_dtype
 
 tree = jax.tree_util
 
@@ -85,7 +81,10 @@ def _described(fn: Any, avals: Any, sizes: Any) -> tuple[Any, bool]:
         def fake(leaf: Any) -> Any:
             if not hasattr(leaf, "shape"):
                 return leaf
-            tensor = torch.empty(leaf.shape, dtype=_dtype(leaf.dtype), device="cpu")
+            dtype = TORCH_DTYPES.get(np.dtype(leaf.dtype))
+            if dtype is None:
+                raise SpecError(no_such_dtype(leaf.dtype), code="hc-result-spec")
+            tensor = torch.empty(leaf.shape, dtype=dtype, device="cpu")
             watch.memory.add(_memory(tensor))
             return tensor
 
@@ -93,13 +92,6 @@ def _described(fn: Any, avals: Any, sizes: Any) -> tuple[Any, bool]:
         value = fn(*tensors)
         spec = tree.tree_map(struct, value)
     return spec, watch.wrote
-
-
-def _dtype(dtype: Any) -> torch.dtype:
-    try:
-        return TORCH_DTYPES[np.dtype(dtype)]
-    except KeyError:
-        raise SpecError(no_such_dtype(dtype), code="hc-result-spec") from None
 
 
 def struct(leaf: Any) -> jax.ShapeDtypeStruct:

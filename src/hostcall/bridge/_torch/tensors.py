@@ -69,7 +69,9 @@ _LENDS = _takes_read_only()
 def tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor over the array's memory, even if that is read-only."""
     if array.dtype.isbuiltin != 1:
-        bits, dtype = _bits(array.dtype)
+        if array.dtype not in _BITS:
+            raise SpecError(no_such_dtype(array.dtype))
+        bits, dtype = _BITS[array.dtype]
         return tensor(array.view(bits)).view(dtype)
     if _LENDS:
         return from_dlpack(array.__dlpack__(max_version=_VERSION))  # type: ignore[no-any-return]
@@ -79,13 +81,6 @@ def tensor(array: np.ndarray) -> torch.Tensor:
 def own_tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor that may be kept and written to: lent arrays are copied."""
     return tensor(array if array.flags.writeable else array.copy())
-
-
-def _bits(dtype: Any) -> tuple[Any, torch.dtype]:
-    try:
-        return _BITS[dtype]
-    except KeyError:
-        raise SpecError(no_such_dtype(dtype)) from None
 
 
 def no_such_dtype(dtype: Any) -> str:
