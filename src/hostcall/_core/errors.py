@@ -152,23 +152,7 @@ class PackageError(HostcallError, ModuleNotFoundError):
             raise missing from error
 
 
-__all__ = [
-    "BatchingError",
-    "CallTimeoutError",
-    "DeadlockError",
-    "DerivativeError",
-    "EscapeError",
-    "ExportError",
-    "FeedEndError",
-    "FeedError",
-    "HostcallError",
-    "LoadError",
-    "PackageError",
-    "RegistryError",
-    "ResultError",
-    "SpecError",
-    "UnwrittenError",
-]
-
-for _name in __all__:  # where users import them from, and what tracebacks show
-    globals()[_name].__module__ = "hostcall.errors"
+for _each in list(globals().values()):
+    if isinstance(_each, type) and issubclass(_each, HostcallError):
+        # Where users import them from, and what tracebacks show.
+        _each.__module__ = "hostcall.errors"

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._core.while_loops import lower_effectful_conditions
 
 logger = logging.getLogger("hostcall")
 
@@ -43,7 +42,7 @@ class CallEffect(_jax.Effect):  # type: ignore[misc]
         return "HostCall"
 
 
-class OrderedCallEffect(_jax.Effect):  # type: ignore[misc]
+class OrderedCallEffect(CallEffect):
     """The effect of a host call that must run after the ordered call before it.
 
     JAX keeps the newest token of each ordered effect in a dictionary, and passes it to
@@ -56,10 +55,7 @@ class OrderedCallEffect(_jax.Effect):  # type: ignore[misc]
     def __hash__(self) -> int:
         if failures.failures_so_far():
             _heal(self)
-        return hash(type(self))
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self)
+        return super().__hash__()
 
     def __str__(self) -> str:
         return "OrderedHostCall"
@@ -95,7 +91,7 @@ _jax.register_effect(OrderedCallEffect, ordered=True)
 
 
 def _is_lowered_here(effects: Collection[Any]) -> bool:
-    """Whether a loop whose condition has these effects is lowered by `_loop`.
+    """Whether a loop whose condition has these effects is lowered by hostcall.
 
     Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
     """
@@ -105,9 +101,9 @@ def _is_lowered_here(effects: Collection[Any]) -> bool:
     return not jaxs and any(isinstance(e, CallEffect) for e in effects)
 
 
-lower_effectful_conditions(_is_lowered_here)
-_jax.dispatch_fast(lambda e: isinstance(e, CallEffect | OrderedCallEffect))
-_jax.keep_in_order(failures.looking)
+_jax.lower_effectful_conditions(_is_lowered_here)
+_jax.dispatch_fast(lambda e: isinstance(e, CallEffect))
+_jax.wrap_dispatches(failures.looking)
 
 
 def _heal(effect: Any) -> None:

@@ -46,11 +46,8 @@ class Static:
             return NotImplemented
         if self.value is other.value:
             return True
+        # Of an unhashable object the hash is its identity, so no other has it.
         if self._hash != other._hash or type(self.value) is not type(other.value):
-            return False
-        try:
-            hash(self.value)
-        except TypeError:
             return False
         return bool(self.value == other.value)
 

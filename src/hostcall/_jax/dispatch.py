@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,35 +23,20 @@ from hostcall._jax.reports import REPORTS
 # path. A thread's own hook replaces the process's hook, which `jax.debug_nans` sets.
 POST_HOOK = _api._post_hook_state
 
-_telling = threading.Lock()
-_is_telling = False
+_tells: set[Callable[[Sequence[Any], Sequence[Any]], None]] = set()
 
 
 def tell_of_dispatches(tell: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
-    """Calls `tell(results, tokens)` after each dispatch that JAX makes in Python.
+    """From now on, `tell(results, tokens)` is called after each dispatch that JAX makes
+    in Python.
 
     Those are the first dispatch of each program, and every dispatch of a program with
-    tokens. Only the first call in a process has an effect.
+    tokens.
 
     `tokens` are those of the program's effects. They are passed along because JAX keeps
     only the newest ones, and replaces them at the next dispatch.
     """
-    global _is_telling
-    if _is_telling:
-        return
-    with _telling:  # two threads may come here at once; wrap only once
-        if _is_telling:
-            return
-        plain = _pxla.ExecuteReplicated.__call__
-
-        @functools.wraps(plain)
-        def call(self: Any, *args: Any) -> Any:
-            results = plain(self, *args)
-            tell(results, _tokens_of(self))
-            return results
-
-        _pxla.ExecuteReplicated.__call__ = call
-        _is_telling = True
+    _tells.add(tell)
 
 
 def _tokens_of(program: Any) -> list[Any]:
@@ -78,10 +62,11 @@ def _ordered_tokens_of(program: Any) -> list[Any]:
 # --- Order between programs over one device and over several --------------------------
 
 
-def keep_in_order(
+def wrap_dispatches(
     quietly: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> None:
-    """Keeps ordered programs over several CPU devices in order with those over one.
+    """Tells of dispatches, and keeps ordered programs over several CPU devices in order
+    with those over one.
 
     A program over several is not behind the thread's last one, nor is the next one
     behind it (see fast_dispatch.py). So those before it are waited for, and on each
@@ -99,16 +84,19 @@ def keep_in_order(
             or len(devices) == 1
             or devices[0].platform != "cpu"
         ):
-            return plain(self, *args)
-        with quietly():
-            for mark in marks():
-                mark.block_until_ready()
-        results = plain(self, *args)
-        # Of a program that has failed already there is nothing to wait for.
-        with quietly(), contextlib.suppress(*REPORTS):
-            for token in _ordered_tokens_of(self):
-                for part in token._buf.addressable_shards:
-                    run_nothing(part.device, part.data)
+            results = plain(self, *args)
+        else:
+            with quietly():
+                for mark in marks():
+                    mark.block_until_ready()
+            results = plain(self, *args)
+            # Of a program that has failed already there is nothing to wait for.
+            with quietly(), contextlib.suppress(*REPORTS):
+                for token in _ordered_tokens_of(self):
+                    for part in token._buf.addressable_shards:
+                        run_nothing(part.device, part.data)
+        for tell in list(_tells):
+            tell(results, _tokens_of(self))
         return results
 
     _pxla.ExecuteReplicated.__call__ = call

@@ -6,15 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import config as _config
-from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
-from jax._src.interpreters import mlir as _mlir
 
 from hostcall._jax.fast_dispatch import marks
 from hostcall._jax.hoisting import keep_in_loops
-from hostcall._jax.lowering import lower_by
 
 Effect = _effects.Effect
 
@@ -36,47 +32,6 @@ def register_effect(effect_type: type, ordered: bool) -> None:
     if ordered:
         _effects.ordered_effects.add_type(effect_type)
         _effects.shardable_ordered_effects.add_type(effect_type)
-
-
-def lower_while_loops_by(
-    chosen: Callable[[Any], bool], loop: Callable[..., Callable[..., Any]]
-) -> None:
-    """Replaces JAX's lowering of some `while_loop`s, by that of a JAX function.
-
-    Args:
-        chosen: whether to replace the lowering of a loop with this condition (a jaxpr).
-        loop: (condition, body, number of the condition's constants, number of the
-            body's) -> the function of the loop's operands that is lowered instead.
-    """
-    table = _mlir._lowerings
-    entry = table[jax.lax.while_p]
-
-    def rule(ctx: Any, *operands: Any, cond_jaxpr: Any, **params: Any) -> Any:
-        if not chosen(cond_jaxpr):
-            return entry.rule(ctx, *operands, cond_jaxpr=cond_jaxpr, **params)
-        # A parameter of a later JAX that `loop` does not know must not be lost.
-        assert params.keys() == {"body_jaxpr", "cond_nconsts", "body_nconsts"}
-        function = loop(
-            _core.jaxpr_as_fun(cond_jaxpr),
-            _core.jaxpr_as_fun(params["body_jaxpr"]),
-            params["cond_nconsts"],
-            params["body_nconsts"],
-        )
-        # Inside shard_map, a carry in which some rows have stopped varies over the mesh
-        # axes of the condition, and the carry's type may not say so. Lower with the
-        # varying-axes check off: JAX checked the program when it was traced.
-        fixed = _core.ManualAxisType()
-        plain = [
-            aval.update(manual_axis_type=fixed) if hasattr(aval, "mat") else aval
-            for aval in ctx.avals_in
-        ]
-        inner = ctx.replace(avals_in=plain)
-        with _config._check_vma(False):
-            outs = lower_by(inner, function, *operands)
-        ctx.set_tokens_out(inner.tokens_out)
-        return outs
-
-    table[jax.lax.while_p] = type(entry)(rule, entry.inline)
 
 
 def tokens() -> list[Any]:

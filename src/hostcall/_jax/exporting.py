@@ -44,11 +44,6 @@ def key_dtype(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
-def key_ndim(dtype: Any) -> int:
-    """How many axes the data of one typed key has."""
-    return len(dtype._impl.key_shape)
-
-
 # --- Symbolic sizes ------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ holds the whole program, and makes the tokens of its ordered calls inside.
 
 Programs with other effects beside, over several devices, for other platforms and for
 export keep the way with tokens. Ordered programs over one device and over several are
-put in order by `keep_in_order` (dispatch.py).
+put in order by `wrap_dispatches` (dispatch.py).
 """
 
 from __future__ import annotations

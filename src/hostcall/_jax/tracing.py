@@ -30,6 +30,13 @@ def open_jaxpr(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def changed(jaxpr: Any, **changes: Any) -> Any:
+    """The same with other parts of the open jaxpr."""
+    inner = open_jaxpr(jaxpr)
+    new = inner.replace(**changes)
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
 Primitive = _core.Primitive
 ShapedArray = _core.ShapedArray
 moveaxis = _batching.moveaxis
@@ -207,18 +214,13 @@ def keep_under_remat(primitive: Any) -> None:
     available there.
     """
     rule = _debugging._debug_partial_eval_custom
-
-    def partial_eval(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
-        return rule(saveable, unknown, inst, eqn, primitive)
-
-    partial_eval_rules[primitive] = partial_eval
+    partial_eval_rules[primitive] = lambda *args: rule(*args, primitive)
 
 
 def discharge_in_place(primitive: Any) -> None:
     """Registers a primitive that reads Refs, and changes none of them."""
     own = _debugging._debug_callback_state_discharge_rule
-    names = own.__code__.co_varnames[: own.__code__.co_argcount]
-    leading = len(names)  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
+    leading = own.__code__.co_argcount  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
 
     def rule(*args: Any, **params: Any) -> Any:
         values = args[leading:]
