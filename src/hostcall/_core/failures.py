@@ -394,14 +394,13 @@ def tell(number: int) -> None:
 
 def _report_is_made(text: str) -> None:
     number = number_of(text)
-    kept = _kept.get(number)
-    found = None if kept is None else kept.get()
+    found = kept(number)
     if getattr(_looking, "on", False) and (
         is_told(number) or found is None or isinstance(found, Exception)
     ):
         return
     if number:
         tell(number)
-    if found is not None and kept is not None and _replaces_report(found):
-        _hand_over(kept)
-        raise found
+    replaced = replacement(number)
+    if replaced is not None:
+        raise replaced

@@ -125,12 +125,12 @@ def refuse_traced(fn: Any, instead: Callable[[str, str], str]) -> None:
         fn: the function.
         instead: says what to write, given the names of the function and of the value.
     """
-    for found in traced_values(fn, set()):
+    for how, value, tracer in traced_values(fn, set()):
         name = name_of(fn)
         raise SpecError(
-            f"hostcall: `{name}` {found.how}, a traced value ({found.aval}) of the"
-            f" program around it. It has no value when `{name}` runs on the host."
-            f" {instead(name, found.name)}",
+            f"hostcall: `{name}` {how}, a traced value ({tracer.aval.str_short()}) of"
+            f" the program around it. It has no value when `{name}` runs on the host."
+            f" {instead(name, value)}",
             code="hc-traced",
         )
 

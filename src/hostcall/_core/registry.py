@@ -31,21 +31,22 @@ _NAME = re.compile(r"[A-Za-z_]\w*([./:-]\w+)*")
 
 
 class Registered(NamedTuple):
-    """How a name was given.
+    """What has a name.
 
     Attributes:
-        by: the statement that registered the object.
+        thing: the object.
+        by: the statement that registered it.
         times: how many other objects had the name before.
     """
 
+    thing: Any
     by: definitions.Statement
     times: int
 
 
 # Guards all. Held for a few dictionary operations, and never while other code runs.
 _lock = threading.Lock()
-_things: dict[Name, Any] = {}
-_given: dict[Name, Registered] = {}
+_things: dict[Name, Registered] = {}
 _names: dict[Any, Name] = {}  # by the object that programs hold (`held_of`)
 # What had a name before, with the reason why it has none now.
 _replaced: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -67,20 +68,20 @@ def add(thing: Any, name: str, version: int) -> None:
     key = _check(thing, name, version)
     held, by = held_of(thing), definitions.statement()
     with _lock:
-        other, had = _things.get(key), _names.get(held)
-        given = _given.get(key, Registered(by, 0))
+        before, had = _things.get(key), _names.get(held)
+        now = before or Registered(thing, by, 0)
         if had is not None and had != key:
             raise RegistryError(
                 f"hostcall: {_said(thing)} is registered as {had}, so it can't get the"
                 f" name {key} too: a program would not know which to write down"
             )
-        if other is not None and other is not thing:
-            if not definitions.is_again(other, given.by, thing, by):
-                raise RegistryError(_taken(key, other, given.by, thing))
-            _names.pop(held_of(other), None)
-            _forget(held_of(other), key, by)
-            given = Registered(by, given.times + 1)
-        _things[key], _given[key], _names[held] = thing, given, key
+        if now.thing is not thing:
+            if not definitions.is_again(now.thing, now.by, thing, by):
+                raise RegistryError(_taken(key, now.thing, now.by, thing))
+            _names.pop(held_of(now.thing), None)
+            _forget(held_of(now.thing), key, by)
+            now = Registered(thing, by, now.times + 1)
+        _things[key], _names[held] = now, key
 
 
 def _forget(held: Any, key: Name, by: definitions.Statement) -> None:
@@ -104,7 +105,7 @@ def why_nameless(held: Any) -> str:
 
 def times_replaced(key: Name) -> int:
     """How many objects had this name before the one that has it now."""
-    found = _given.get(key)
+    found = _things.get(key)
     return 0 if found is None else found.times
 
 
@@ -124,7 +125,7 @@ def find(name: str, version: int) -> Any:
     found = _things.get(Name(name, version))
     if found is None:
         raise RegistryError(missing([Name(name, version)]))
-    return found
+    return found.thing
 
 
 def is_here(key: Name) -> bool:

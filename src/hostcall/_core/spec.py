@@ -81,11 +81,8 @@ class Template:
     @cached_property
     def is_flat(self) -> bool:
         """Whether each array is one positional argument, and there is nothing else."""
-        n = self.treedef.num_leaves
-        flat = tree.tree_structure(((0,) * n, {}))
-        return self.treedef == flat and not any(
-            isinstance(leaf, Static) for leaf in self.leaves
-        )
+        flat = Template.flat(*self.leaves).treedef
+        return self.treedef == flat and len(self.keys) == len(self.leaves)
 
     def fill(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these arrays in their places."""
@@ -99,13 +96,16 @@ class Template:
 
     def paths(self, static: bool = False) -> list[str]:
         """How a reader would write each array, or each `Static`: `args[0]['x']`."""
-        whole = self.treedef.unflatten([_LEAF] * len(self.leaves))
-        flat, _ = tree.tree_flatten_with_path(whole)
         return [
             ("args" if path[0].idx == 0 else "kwargs") + tree.keystr(path[1:])
-            for (path, _), leaf in zip(flat, self.leaves, strict=True)
+            for path, leaf in zip(_paths(self.treedef), self.leaves, strict=True)
             if isinstance(leaf, Static) == static
         ]
+
+
+def _paths(treedef: Any) -> list[Any]:
+    whole = treedef.unflatten([_LEAF] * treedef.num_leaves)
+    return [path for path, _ in tree.tree_flatten_with_path(whole)[0]]
 
 
 def wrap_keys(arrays: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
@@ -227,9 +227,7 @@ class Results:
 
     def paths(self) -> list[str]:
         """How a reader would write each leaf: `result[0]['x']`."""
-        whole = self.treedef.unflatten([_LEAF] * len(self.avals))
-        flat, _ = tree.tree_flatten_with_path(whole)
-        return ["result" + tree.keystr(path) for path, _ in flat]
+        return ["result" + tree.keystr(path) for path in _paths(self.treedef)]
 
 
 def parse_result(result: Any, name: str) -> Results:

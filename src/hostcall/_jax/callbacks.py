@@ -174,12 +174,10 @@ def define_old_flags(flags: dict[str, tuple[bool | int, str]]) -> None:
     for name, (default, help_text) in flags.items():
         if name in _old_flags:
             continue
+        env, flag = _config.int_env, _config.int_flag
         if isinstance(default, bool):
-            from_env = _config.bool_env(name.upper(), default)
-            _old_flags[name] = _config.bool_flag(name, from_env, help=help_text)
-        else:
-            from_env = _config.int_env(name.upper(), default)
-            _old_flags[name] = _config.int_flag(name, from_env, help=help_text)
+            env, flag = _config.bool_env, _config.bool_flag
+        _old_flags[name] = flag(name, env(name.upper(), default), help=help_text)
 
 
 def old_flag(name: str) -> Any:

@@ -30,11 +30,13 @@ def open_jaxpr(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def changed(jaxpr: Any, **changes: Any) -> Any:
-    """The same with other parts of the open jaxpr."""
+def changed(jaxpr: Any, consts: Sequence[Any] | None = None, **changes: Any) -> Any:
+    """The same with other constants, and other parts of the open jaxpr."""
     inner = open_jaxpr(jaxpr)
-    new = inner.replace(**changes)
-    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+    own = {} if consts is None else {"consts": list(consts)}
+    if inner is jaxpr:
+        return jaxpr.replace(**changes, **own)
+    return jaxpr.replace(jaxpr=inner.replace(**changes), **own)
 
 
 Primitive = _core.Primitive

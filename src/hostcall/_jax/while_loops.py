@@ -164,18 +164,15 @@ def _joined(
         *a.eqns,
         *(eqn.replace(invars=list(map(renamed, eqn.invars))) for eqn in b.eqns),
     ]
-    changes = {
-        "constvars": [*a.constvars, *b.constvars],
-        "invars": _util.merge_lists(ins, a.invars, others),
-        "outvars": _util.merge_lists(outs, own, list(map(renamed, b.outvars))),
-        "eqns": eqns,
-        "debug_info": open_jaxpr(whole).debug_info,
-    }
-    consts = [*known.consts, *unknown.consts]
-    if a is known:
-        joined = a.replace(**changes, consts=consts)
-    else:
-        joined = known.replace(jaxpr=a.replace(**changes), consts=consts)
+    joined = changed(
+        known,
+        consts=[*known.consts, *unknown.consts],
+        constvars=[*a.constvars, *b.constvars],
+        invars=_util.merge_lists(ins, a.invars, others),
+        outvars=_util.merge_lists(outs, own, list(map(renamed, b.outvars))),
+        eqns=eqns,
+        debug_info=open_jaxpr(whole).debug_info,
+    )
     return changed(joined, effects=_effects_of(joined, eqns))
 
 
