@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 from hostcall import _native
-from hostcall._api.options import choices
 from hostcall._core import config, mistakes
+from hostcall._core.arguments import choices
 from hostcall._core.errors import SpecError
 from hostcall._runtime import caches, flights
 from hostcall._runtime import loop as event_loop

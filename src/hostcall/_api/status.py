@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, overload
 
 from hostcall import _native
-from hostcall._api.options import of_all_processes
+from hostcall._core.arguments import of_all_processes
 from hostcall._core.counted import counted
 from hostcall._engine.counters import Tally, all_counters, all_tallies
 from hostcall._runtime import running

@@ -8,13 +8,15 @@ from typing import Any, TypeVar
 
 import jax
 
-from hostcall._api.options import check_count, one_of, wrong
 from hostcall._core import mistakes
 from hostcall._core.arguments import (
+    check_count,
     check_function,
     check_tag,
+    one_of,
     parse_mask,
     parse_on_of_tap,
+    wrong,
 )
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 
 from hostcall import _jax
-from hostcall._api.options import one_of
 from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
-from hostcall._core.arguments import check_function
+from hostcall._core.arguments import check_function, one_of
 from hostcall._core.errors import SpecError
 from hostcall._core.order import ORDERS, Order
 from hostcall._core.signatures import accepts, signature_of, without_types

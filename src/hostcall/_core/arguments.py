@@ -1,9 +1,9 @@
-"""Checks the arguments that several public functions share: fn, where=, tag=, on=."""
+"""Checks the arguments and options that several public functions share."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -108,10 +108,7 @@ def parse_mask(
 
 def check_tag(tag: Any, name: str) -> None:
     if tag is not None and not (isinstance(tag, str) and tag):
-        raise SpecError(
-            f"hostcall: tag= of `{name}` should be a non-empty string, got {tag!r}",
-            code="hc-option",
-        )
+        raise wrong("tag", f"`{name}`", "a non-empty string", tag)
 
 
 def parse_on(on: Any, name: str) -> Any:
@@ -128,11 +125,8 @@ def parse_on(on: Any, name: str) -> Any:
             f" without results, write hc.tap({name}, ..., on='shards')",
             code="hc-option",
         )
-    raise SpecError(
-        f"hostcall: on= of `{name}` should be 'once' or a device, such as"
-        f" jax.devices()[0], got {on!r}",
-        code="hc-option",
-    )
+    wanted = "'once' or a device, such as jax.devices()[0]"
+    raise wrong("on", f"`{name}`", wanted, on)
 
 
 def parse_on_of_tap(on: Any, name: str) -> tuple[Any, jax.Device | None]:
@@ -140,9 +134,46 @@ def parse_on_of_tap(on: Any, name: str) -> tuple[Any, jax.Device | None]:
     if isinstance(on, jax.Device):
         return "once", on
     if not isinstance(on, str) or on not in ("once", "process", "shards"):
-        raise SpecError(
-            f"hostcall: on= of the tap `{name}` should be 'once', 'process', 'shards'"
-            f" or a device, such as jax.devices()[0], got {on!r}",
-            code="hc-option",
-        )
+        wanted = "'once', 'process', 'shards' or a device, such as jax.devices()[0]"
+        raise wrong("on", f"the tap `{name}`", wanted, on)
     return on, None
+
+
+# --- Options -------------------------------------------------------------------------
+
+
+def wrong(option: str, of: str, wanted: str, got: Any, more: str = "") -> SpecError:
+    """The error for `option=` of `of`, which should be `wanted`."""
+    return SpecError(
+        f"hostcall: {option}= of {of} should be {wanted}, got {got!r}{more}",
+        code="hc-option",
+    )
+
+
+def one_of(option: str, of: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise wrong(option, of, choices(allowed), value)
+
+
+def choices(allowed: Sequence[str]) -> str:
+    return f"one of {', '.join(map(repr, allowed))}"
+
+
+def check_count(option: str, of: str, value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise wrong(option, of, f"{what}, an int of 1 or more", value)
+
+
+def check_seconds(option: str, of: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not value > 0:
+        raise wrong(option, of, "a number of seconds above 0", value)
+
+
+def of_all_processes(processes: Any, limit: Any, who: str, alone: str) -> bool:
+    """Whether all processes take part; refuses wrong options. `alone` is the remedy."""
+    if processes is None:
+        return False
+    if processes != "all":
+        raise wrong("processes", who, "'all'", processes, f". Leave it out for {alone}")
+    check_seconds("limit", who, limit)
+    return True

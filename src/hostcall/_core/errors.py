@@ -133,10 +133,8 @@ class PackageError(HostcallError, ModuleNotFoundError):
             return importlib.import_module(module)
         except ImportError as error:
             name = module.partition(".")[0]
-            absent = isinstance(error, ModuleNotFoundError) and error.name in (
-                name,
-                module,
-            )
+            is_known = error.name in (name, module)
+            absent = isinstance(error, ModuleNotFoundError) and is_known
             # There is no release, so pip finds no "hostcall[...]" anywhere.
             extra = package.removeprefix("hostcall")
             pip = f'pip install "{package}"'

@@ -174,11 +174,10 @@ def canonical(leaf: Any) -> Any:
             " (np.ma.getmaskarray(x))"
         )
     array: Any
-    low: Any = 0
-    high: Any = 0
+    ends: tuple[Any, ...] = ()  # the least and the largest of integers
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         array, have, dtype = leaf, "int", _jax.canonical_dtype(np.int64)
-        low = high = leaf
+        ends = (leaf,)
     else:
         array = np.asarray(leaf)
         if not array.dtype.isnative:  # big-endian, as some file formats have it
@@ -187,10 +186,9 @@ def canonical(leaf: Any) -> Any:
         if dtype == array.dtype:
             return array
         if array.dtype.kind in "iu" and array.size:
-            low, high = array.min(), array.max()
-    limits: Any = np.iinfo(dtype) if dtype.kind in "iu" else None
-    for value in (low, high) if limits else ():
-        if not limits.min <= value <= limits.max:
+            ends = array.min(), array.max()
+    for value in ends:
+        if not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
             raise SpecError(
                 f"hostcall: an argument holds {value} ({have}), which {dtype} can't"
                 " hold, and JAX is in 32-bit mode. Enable 64-bit types with"

@@ -1,4 +1,5 @@
-"""The dispatches of programs: who hears of them, and the order of ordered ones.
+"""The dispatches of programs and the reports of failed ones: who hears of them, and the
+order of ordered ones.
 
 JAX dispatches in two ways. The first call of a program, and every call of a program
 with tokens, goes through Python (`ExecuteReplicated.__call__`, which is wrapped here).
@@ -12,12 +13,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax._src import api as _api
 from jax._src import dispatch as _dispatch
 from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax.fast_dispatch import marks, run_nothing
-from hostcall._jax.reports import REPORTS
+
+# What JAX raises for a program that failed: JaxRuntimeError, and ValueError on its fast
+# path. hostcall turns the ValueError into a JaxRuntimeError (native/base/report.h),
+# except, on Python 3.11, under a debugger or where a thread of XLA's made the call.
+REPORTS = (jax.errors.JaxRuntimeError, ValueError)
 
 # JAX calls `hook(function, args, kwargs, results)` after each dispatch on its fast
 # path. A thread's own hook replaces the process's hook, which `jax.debug_nans` sets.
@@ -53,10 +59,8 @@ def _tokens_of(program: Any) -> list[Any]:
 
 
 def _ordered_tokens_of(program: Any) -> list[Any]:
-    # A scan, not a look-up: a look-up calls the effect's `__hash__`, which drops the
-    # token of a failed program (see `drop_failed_token`).
-    held = list(_dispatch.runtime_tokens.current_tokens.items())
-    return [token for effect, token in held if effect in list(program.ordered_effects)]
+    held = _dispatch.runtime_tokens.current_tokens
+    return [held[effect] for effect in program.ordered_effects if effect in held]
 
 
 # --- Order between programs over one device and over several --------------------------
@@ -100,3 +104,23 @@ def wrap_dispatches(
         return results
 
     _pxla.ExecuteReplicated.__call__ = call
+
+
+# --- Reports --------------------------------------------------------------------------
+
+
+def tell_of_reports(tell: Callable[[str], None]) -> None:
+    """Calls `tell(text)` whenever a JaxRuntimeError is made.
+
+    If `tell` raises, that exception replaces the JaxRuntimeError. jaxlib's C++ makes
+    the error on the thread that reads the result, and the constructor of the class is
+    the only Python code that it runs on the way.
+    """
+    plain = jax.errors.JaxRuntimeError.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        plain(self, *args)
+        if args and isinstance(args[0], str):
+            tell(args[0])
+
+    jax.errors.JaxRuntimeError.__init__ = init  # type: ignore[method-assign]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
 
 from hostcall._jax.fast_dispatch import marks
-from hostcall._jax.hoisting import keep_in_loops
+from hostcall._jax.hoisting import kept_in_loops
 
 Effect = _effects.Effect
-
-
-class StandIn:
-    """A base of effects that take the place of one of JAX's, and are equal to it."""
 
 
 def register_effect(effect_type: type, ordered: bool) -> None:
@@ -28,7 +26,7 @@ def register_effect(effect_type: type, ordered: bool) -> None:
     # Without this, partial evaluation under grad drops effectful equations of a scan
     # that have no outputs.
     _effects.partial_eval_kept_effects.add_type(effect_type)
-    keep_in_loops(effect_type)
+    kept_in_loops.add_type(effect_type)
     if ordered:
         _effects.ordered_effects.add_type(effect_type)
         _effects.shardable_ordered_effects.add_type(effect_type)
@@ -70,30 +68,27 @@ def wait_for_effects(
     return list(found.values())
 
 
-def drop_failed_token(effect: Any) -> str | None:
-    """Forgets this thread's token of `effect` if the program that left it has failed.
+def before_tokens(then: Callable[[Any], None]) -> None:
+    """Calls `then(effect)` before JAX takes the token of an ordered effect, which it
+    passes to the program that it dispatches.
 
-    Returns the text of that failure, else None. Does not wait for a program that is
-    still running.
+    The first token is made by a transfer. JAX makes an implicit one, which a transfer
+    guard refuses; here it is explicit.
     """
-    tokens = _dispatch.runtime_tokens.current_tokens
-    # A scan, not a look-up: the effect's `__hash__` calls this function. It is compared
-    # by value: a program that was exported has another object for the same effect.
-    token = next((t for e, t in list(tokens.items()) if e == effect), None)
-    buffer = getattr(token, "_buf", None)
-    if buffer is None or not buffer.is_ready():
-        return None
-    try:
-        buffer.block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        # JAX asked for the effect's hash to look into this very dictionary, so change
-        # it in place. Rebuild it instead of deleting one key: deletion would ask for
-        # this effect's hash again.
-        kept = [(e, t) for e, t in tokens.items() if e != effect]
-        tokens.clear()
-        tokens.update(kept)
-        return str(error)
-    return None
+    plain = _dispatch.RuntimeTokenSet.get_token_input
+
+    @functools.wraps(plain)
+    def get_token_input(self: Any, effect: Any, devices: Any) -> Any:
+        then(effect)
+        with _config.explicit_device_put_scope():
+            return plain(self, effect, devices)
+
+    _dispatch.RuntimeTokenSet.get_token_input = get_token_input
+
+
+def token_of(effect: Any) -> Any | None:
+    """The token that this thread's newest program with an ordered effect has left."""
+    return _dispatch.runtime_tokens.current_tokens.get(effect)
 
 
 def is_token_ready(token: Any) -> bool:

@@ -85,20 +85,12 @@ def evaluate_sizes(
 
 def unknown_sizes(texts: Sequence[str], known: Sequence[str]) -> list[str]:
     """The symbolic sizes that `evaluate_sizes` can't find from the known ones."""
-    missing = [text for text in texts if text not in known]
-    if not missing:
-        return []
-    sizes = jax.export.symbolic_shape(", ".join([*missing, *known]))
-    given = sizes[len(missing) :]
+    sizes = jax.export.symbolic_shape(", ".join(known)) if known else ()
     names = sorted(set[str]().union(*map(_variables, sizes)))
     # Which variables can be found does not depend on their values.
     trial = {name: 1009 + 10 * number for number, name in enumerate(names)}
-    found = _solved(given, [_value(size, trial) for size in given]).keys()
-    return [
-        text
-        for text, size in zip(missing, sizes, strict=False)
-        if not _variables(size) <= found
-    ]
+    at = [(text, _value(size, trial)) for text, size in zip(known, sizes, strict=True)]
+    return [text for text in texts if evaluate_sizes([text], at) is None]
 
 
 def _solved(given: Sequence[Any], at: Sequence[int]) -> dict[str, int]:

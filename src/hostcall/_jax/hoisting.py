@@ -25,44 +25,28 @@ from jax._src.lax.control_flow import loops as _loops
 
 from hostcall._jax.tracing import changed
 
-_kept: set[type] = set()
+# Equations with these effects stay in the scans that they are in.
+kept_in_loops = _effects.EffectTypeSet()
 
 _disguised_p = _core.Primitive("host_call_in_a_loop")
 _disguised_p.multiple_results = True
 
 
-class Hidden:
-    """An equation, as a parameter of what stands for it."""
-
-    def __init__(self, eqn: Any) -> None:
-        self.eqn = eqn
-
-
-def keep_in_loops(effect_type: type) -> None:
-    """Equations with this effect stay in the scans that they are in."""
-    _kept.add(effect_type)
-
-
-def _stays(effects: Any) -> bool:
-    return any(type(effect) in _kept for effect in effects)
-
-
 def _disguise(jaxpr: Any) -> Any:
     """The body of a loop with its effectful equations disguised."""
-    if not _stays(jaxpr.effects):
+    if not kept_in_loops.filter_in(jaxpr.effects):
         return jaxpr
     eqns = [
-        eqn.replace(primitive=_disguised_p, params={"hidden": Hidden(eqn)})
-        if _stays(eqn.effects)
+        eqn.replace(primitive=_disguised_p, params={"eqn": eqn})
+        if kept_in_loops.filter_in(eqn.effects)
         else eqn
         for eqn in jaxpr.eqns
     ]
     return changed(jaxpr, eqns=eqns)
 
 
-def _stage(trace: Any, *tracers: Any, hidden: Hidden) -> list[Any]:
+def _stage(trace: Any, *tracers: Any, eqn: Any) -> list[Any]:
     """Puts the equation into the loop; its results are not known."""
-    eqn = hidden.eqn
     operands = [trace.instantiate_const(tracer) for tracer in tracers]
     outs = [
         _pe.JaxprTracer(trace, _pe.PartialVal.unknown(v.aval), None)

@@ -11,7 +11,6 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
-from jax._src import effects as _effects
 from jax._src import ffi as _ffi
 from jax._src import mesh as _mesh
 from jax._src import pretty_printer as _pretty_printer
@@ -21,8 +20,6 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.state import discharge as _discharge
-
-from hostcall._jax.devices import guards_transfers_to_devices, here
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
@@ -43,6 +40,8 @@ Primitive = _core.Primitive
 ShapedArray = _core.ShapedArray
 moveaxis = _batching.moveaxis
 check_arg = _dispatch.check_arg
+# Compiles one equation and runs it; equal equations share the compiled program.
+apply_primitive = _dispatch.apply_primitive
 aval_of = _core.typeof
 
 
@@ -157,29 +156,6 @@ def shard_alike(value: Any, aval: Any) -> Any:
     if wanted is None or wanted.mesh.empty or _core.typeof(value).sharding == wanted:
         return value
     return jax.sharding.reshard(value, wanted)
-
-
-def _make_tokens(primitive: Any, operands: Any, params: Any) -> None:
-    """Makes the tokens that an eager program with ordered effects needs.
-
-    JAX would make a missing token by an implicit transfer, which a transfer guard
-    refuses. Here it is an explicit transfer.
-    """
-    avals = [jax.typeof(operand) for operand in operands]
-    _, effects = primitive.abstract_eval(*avals, **params)
-    devices = next((x.devices() for x in operands if isinstance(x, jax.Array)), None)
-    tokens = _dispatch.runtime_tokens
-    for effect in _effects.ordered_effects.filter_in(effects):
-        if effect not in tokens.current_tokens:
-            with _config.explicit_device_put_scope():
-                tokens.get_token_input(effect, list(devices or {here()}))
-
-
-def apply_primitive(primitive: Any, *operands: Any, **params: Any) -> Any:
-    """Compiles one equation and runs it; equal equations share the compiled program."""
-    if guards_transfers_to_devices():
-        _make_tokens(primitive, operands, params)
-    return _dispatch.apply_primitive(primitive, *operands, **params)
 
 
 def refuse_special(arrays: Sequence[jax.Array], what: Callable[[], str]) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,6 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
-from hostcall._jax.hoisting import Hidden
 from hostcall._jax.lowering import lower_by
 from hostcall._jax.tracing import changed, open_jaxpr
 
@@ -87,8 +87,8 @@ _removed_p.multiple_results = True
 
 
 @_removed_p.def_abstract_eval
-def _removed_avals(*, hidden: Hidden) -> list[Any]:
-    return [v.aval for v in hidden.eqn.outvars]
+def _removed_avals(*, hidden: Any) -> list[Any]:
+    return [v.aval for v in hidden.outvars]
 
 
 def _effects_of(jaxpr: Any, eqns: Sequence[Any]) -> Any:
@@ -123,9 +123,8 @@ class _Remover:
                     zip(eqn.outvars, rule.passes(invars, eqn.params), strict=True)
                 )
             elif any(type(v) is not _core.DropVar for v in eqn.outvars):
-                hidden = {"hidden": Hidden(eqn)}
-                new = {"primitive": _removed_p, "params": hidden, "effects": set()}
-                eqns.append(eqn.replace(invars=[], **new))
+                new = {"primitive": _removed_p, "params": {"hidden": eqn}}
+                eqns.append(eqn.replace(invars=[], effects=set(), **new))
         outvars = [renamed(x) for x in open_jaxpr(jaxpr).outvars]
         new = changed(jaxpr, eqns=eqns, outvars=outvars)
         return changed(new, effects=_effects_of(new, eqns))
@@ -234,7 +233,7 @@ def _split(params: dict[str, Any], unknown: Sequence[bool]) -> _Split | None:
     for jaxpr in (second["cond_jaxpr"], second["body_jaxpr"]):
         for eqn in _all_eqns(jaxpr):
             if eqn.primitive is _removed_p:
-                call = eqn.params["hidden"].eqn
+                call = eqn.params["hidden"]
                 error = _once[call.primitive].error
                 assert error is not None  # those that pass their operands on leave none
                 raise error(call.params)
@@ -282,15 +281,12 @@ def _without_dead_calls(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     if all(e.primitive is not _removed_p for loop in loops for e in _all_eqns(loop)):
         return [True] * len(eqn.invars), eqn
     params, used_ins, used_outs = _needed(eqn.params, used)
-    invars, outvars = _chosen(eqn.invars, used_ins), _chosen(eqn.outvars, used_outs)
-    return used_ins, eqn.replace(invars=invars, outvars=outvars, params=params)
+    invars, outvars = compress(eqn.invars, used_ins), compress(eqn.outvars, used_outs)
+    new = eqn.replace(invars=list(invars), outvars=list(outvars), params=params)
+    return used_ins, new
 
 
 _pe.dce_rules.setdefault(_while_p, _without_dead_calls)
-
-
-def _chosen(things: Sequence[Any], which: Sequence[bool]) -> list[Any]:
-    return [thing for thing, yes in zip(things, which, strict=True) if yes]
 
 
 def _has_calls(params: dict[str, Any]) -> bool:
@@ -312,10 +308,10 @@ def _while_partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
         return _by_trace(trace, *tracers, **params)
     known = [t.pval.get_known() for t in _util.partition_list(split.ins, tracers)[0]]
     first = _while_p.bind(*known, **split.first)
-    operands = _chosen(tracers, split.used_ins)
+    operands = list(compress(tracers, split.used_ins))
     second = trace.default_process_primitive(_while_p, operands, split.second)
-    unknown = _chosen(second, _chosen(split.outs, split.used_outs))
-    return _util.merge_lists(split.outs, first, unknown)
+    unknown = compress(second, compress(split.outs, split.used_outs))
+    return _util.merge_lists(split.outs, first, list(unknown))
 
 
 def _while_partial_eval_custom(
@@ -336,9 +332,10 @@ def _while_partial_eval_custom(
         v if uk else _core.DropVar(v.aval)
         for v, uk in zip(eqn.outvars, split.outs, strict=True)
     ]
-    operands = _chosen(eqn.invars, split.used_ins)
+    operands = list(compress(eqn.invars, split.used_ins))
     first = _loop(eqn, known, results, split.first)
-    second = _loop(eqn, operands, _chosen(again, split.used_outs), split.second)
+    left = list(compress(again, split.used_outs))
+    second = _loop(eqn, operands, left, split.second)
     residuals = [
         x
         for x, used, has in zip(eqn.invars, split.used_ins, inst, strict=True)

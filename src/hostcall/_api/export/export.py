@@ -13,8 +13,8 @@ from hostcall._api.export import container, program
 from hostcall._api.export.manifest import Manifest, manifest_of, names_in
 from hostcall._api.object.handle import Object
 from hostcall._api.object.portable import descriptions, objects_of
-from hostcall._api.options import wrong
 from hostcall._core import registry
+from hostcall._core.arguments import wrong
 from hostcall._core.errors import ExportError, LoadError, RegistryError, SpecError
 from hostcall._primitives import travel
 

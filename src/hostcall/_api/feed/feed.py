@@ -15,9 +15,14 @@ from hostcall._api.feed.indexed import Indexed
 from hostcall._api.feed.items import parse_spec, reader, spec_of
 from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import read_source
-from hostcall._api.options import check_count, check_seconds, one_of
 from hostcall._core import mistakes
-from hostcall._core.arguments import check_tag, parse_mask
+from hostcall._core.arguments import (
+    check_count,
+    check_seconds,
+    check_tag,
+    one_of,
+    parse_mask,
+)
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.source import name_of, users_place

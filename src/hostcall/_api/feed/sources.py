@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall._api.options import check_count
-from hostcall._core.arguments import of_a_number
+from hostcall._core.arguments import check_count, of_a_number
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._runtime.feed_source import Source

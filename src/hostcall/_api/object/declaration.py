@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hostcall._api.options import wrong
-from hostcall._core.arguments import of_a_number
+from hostcall._core.arguments import of_a_number, wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import Results, parse_result
 

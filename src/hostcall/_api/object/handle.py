@@ -18,9 +18,8 @@ from hostcall._api.object import everywhere
 from hostcall._api.object.declaration import check, hook, maker
 from hostcall._api.object.entry import Entry, definition
 from hostcall._api.object.group import CLOSED, Group
-from hostcall._api.options import of_all_processes
 from hostcall._core import mistakes, owed
-from hostcall._core.arguments import check_function, parse_mask
+from hostcall._core.arguments import check_function, of_all_processes, parse_mask
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
