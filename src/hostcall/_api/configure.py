@@ -95,7 +95,8 @@ def configure(
         )
         raise _wrong("loop", wanted, loop)
     vars(config.settings).update(changes)
-    caches.fit()
+    if cache_bytes is not None:
+        caches.fit()
     if loop is not None:
         event_loop.use(None if isinstance(loop, str) else loop)
     if flight is not None:

@@ -62,11 +62,8 @@ class Face(NamedTuple):
 
 def options_of(function: Callable[..., Any], *others: str) -> frozenset[str]:
     """The keywords that `function` takes itself, without `others`."""
-    return frozenset(inspect.signature(function).parameters) - {
-        "args",
-        "kwargs",
-        *others,
-    }
+    not_own = {"args", "kwargs", *others}
+    return frozenset(inspect.signature(function).parameters) - not_own
 
 
 def check(
@@ -156,11 +153,9 @@ def _refuse_arguments(
     face: Face, fn: Any, n: int, names: Sequence[str], also: Sequence[str], result: Any
 ) -> None:
     name, signature = name_of(fn), signatures.signature_of(fn)
-    has = (
-        ""
-        if signature is None
-        else f" `{name}` takes {signatures.without_types(signature)}."
-    )
+    has = ""
+    if signature is not None:
+        has = f" `{name}` takes {signatures.without_types(signature)}."
     begin = f"hostcall: {face.name} calls `{name}` with "
     for k in names:
         if signatures.takes(signature, k):

@@ -52,6 +52,7 @@ class OrderedCallEffect(CallEffect):
 UNORDERED = CallEffect()
 ORDERED = OrderedCallEffect()
 
+# Both by name, though one is a subclass: jax.export looks for the very type.
 _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
 

@@ -6,6 +6,7 @@ looks the names up here, and only here.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import weakref
@@ -89,10 +90,8 @@ def _forget(held: Any, key: Name, by: definitions.Statement) -> None:
         f"its name, {key}, was given to another definition at {by.file}:{by.line}. Use"
         " what was registered there, and trace the program again"
     )
-    try:
+    with contextlib.suppress(TypeError):  # no weak reference to it: it has no name then
         _replaced[held] = why
-    except TypeError:
-        return  # no weak reference to it: it is said to have no name
 
 
 def why_nameless(held: Any) -> str:
@@ -138,9 +137,7 @@ def missing(keys: list[Name]) -> str:
     for key in keys:
         others = sorted(k.version for k in list(_things) if k.name == key.name)
         have = ", ".join(map(str, others))
-        lines.append(
-            f"{key}" + (f" (version {have} is registered here)" if others else "")
-        )
+        lines.append(f"{key} (version {have} is registered here)" if have else f"{key}")
     return (
         "hostcall: the program calls host code that this process has not registered:"
         f" {'; '.join(lines)}. Import the module that registers it, or write"

@@ -16,7 +16,6 @@ from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax._src.lib.mlir.dialects import sdy as _sdy
 
-from hostcall._jax.exporting import shapes_of_results
 from hostcall._jax.program import Program
 
 
@@ -59,14 +58,10 @@ def custom_call(
         operands, avals_in = [token, *operands], [abstract_token, *avals_in]
     if returns_token:
         avals_out = [abstract_token, *avals_out]
-    more: dict[str, Any] = {}
-    if (shapes := shapes_of_results(ctx, avals_out)) is not None:
-        more["result_shapes"] = shapes
     op = _ffi.build_ffi_lowering_function(
         target,
         has_side_effect=has_side_effect,
         operand_output_aliases=aliases,
-        **more,
     )(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **attributes)
     if program.size > 1 or program.mesh is not None:
         _mark_each_device(ctx, op, avals_out)

@@ -138,18 +138,6 @@ def _solve(size: Any, value: int, values: dict[str, int]) -> bool:
     return True
 
 
-def shapes_of_results(ctx: Any, avals: Sequence[Any]) -> list[Any] | None:
-    """The shapes of results as values of the program, which XLA needs in a custom call
-    if one of them is symbolic; else None.
-    """
-    if not has_symbolic(avals):
-        return None
-    return [
-        _mlir.eval_dynamic_shape_as_tensor(ctx, getattr(aval, "shape", ()))
-        for aval in avals
-    ]
-
-
 def client_of(platform: str) -> Any:
     """The client of a platform on which this process runs programs."""
     return _xla_bridge.get_backend(platform)
@@ -161,14 +149,11 @@ def marked(exported: jax.export.Exported, mark: str) -> jax.export.Exported:
     JAX keeps compiled programs by equality of what was loaded. The mark is the name of
     a custom call that may be exported: it goes nowhere else.
     """
-    checks = exported.disabled_safety_checks
+    more = jax.export.DisabledSafetyCheck.custom_call(mark)
     inner = exported._get_vjp
     return dataclasses.replace(
         exported,
-        disabled_safety_checks=(
-            *checks,
-            jax.export.DisabledSafetyCheck.custom_call(mark),
-        ),
+        disabled_safety_checks=(*exported.disabled_safety_checks, more),
         _get_vjp=None if inner is None else lambda one: marked(inner(one), mark),
     )
 
