@@ -90,7 +90,7 @@ def _first(failed: list[BaseException]) -> BaseException | None:
         number = failures.number_in(error)
         if not (number and failures.is_surely_told(number)):
             failures.tell(number)
-            return failures.in_place_of(error) or error
+            return failures.replacement(number) or error
     return None
 
 

@@ -83,10 +83,8 @@ class collect:
         return out, seen
 
     def take(self, tag: str, args: Any, kwargs: Any) -> None:
-        if kwargs:
-            value: Any = (args, kwargs)
-        else:
-            value = args[0] if len(args) == 1 else args
+        alone = args[0] if len(args) == 1 else args
+        value = (args, kwargs) if kwargs else alone
         self._seen.setdefault(tag, []).append(jax.tree.map(_of_its_own, value))
 
 

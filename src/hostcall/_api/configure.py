@@ -67,10 +67,26 @@ def configure(
             f"hostcall: hc.configure has no setting {keyword}=. {_FACE.hint(keyword)}",
             code="hc-arguments",
         )
-    if residuals is not None and not _is_count(residuals):
-        raise _wrong("residuals", "a number of objects, 0 or more", residuals)
-    if flight is not None and flight not in config.FLIGHTS:
-        raise _wrong("flight", choices(config.FLIGHTS), flight)
+    changes: dict[str, Any] = {}
+    if residuals is not None:
+        if not _is_count(residuals):
+            raise _wrong("residuals", "a number of objects, 0 or more", residuals)
+        changes["residuals"] = residuals
+    for name, choice, allowed in (
+        ("flight", flight, config.FLIGHTS),
+        ("fail", fail, config.FAILS),
+    ):
+        if choice is not None:
+            if choice not in allowed:
+                raise _wrong(name, choices(allowed), choice)
+            changes[name] = choice
+    for name, size in (
+        ("pinned_bytes", pinned_bytes),
+        ("cache_bytes", cache_bytes),
+        ("tap_queue_bytes", tap_queue_bytes),
+    ):
+        if size is not None:
+            changes[name] = _bytes(size, name)
     own = isinstance(loop, str) and loop == "own"
     if loop is not None and not own and not _is_loop(loop):
         wanted = (
@@ -78,35 +94,17 @@ def configure(
             " hostcall's"
         )
         raise _wrong("loop", wanted, loop)
-    if fail is not None and fail not in config.FAILS:
-        raise _wrong("fail", choices(config.FAILS), fail)
-    if pinned_bytes is not None:
-        pinned_bytes = _bytes(pinned_bytes, "pinned_bytes")
-    if cache_bytes is not None:
-        cache_bytes = _bytes(cache_bytes, "cache_bytes")
-    if tap_queue_bytes is not None:
-        size = _bytes(tap_queue_bytes, "tap_queue_bytes")
-        config.settings.tap_queue_bytes = size
-        if not _native.forked():
-            _native.set_tap_limit(size)
-    if pinned_bytes is not None:
-        config.settings.pinned_bytes = pinned_bytes
-    if cache_bytes is not None:
-        config.settings.cache_bytes = cache_bytes
-        caching.kept.fit()
-    if residuals is not None:
-        config.settings.residuals = residuals
     if loop is not None:
-        config.settings.loop = None if own else loop
-    if fail is not None:
-        config.settings.fail = fail
+        changes["loop"] = None if own else loop
+    vars(config.settings).update(changes)
+    if cache_bytes is not None:
+        caching.kept.fit()
     if flight is not None:
-        config.settings.flight = flight
         flights.apply()
     if not _native.forked():
-        _native.limit_pinned(
-            config.settings.pinned_bytes, config.settings.tap_queue_bytes
-        )
+        taps = config.settings.tap_queue_bytes
+        _native.set_tap_limit(taps)
+        _native.limit_pinned(config.settings.pinned_bytes, taps)
 
 
 _FACE = mistakes.Face(

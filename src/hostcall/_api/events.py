@@ -67,14 +67,8 @@ class events:
         self._formats = threading.Lock()  # protects `_json`, which several may use
 
     def __enter__(self) -> events:
-        global _dropped
         with _lock:
-            if not _open:
-                while _native.take_events():  # left over from a block before
-                    pass
-                _dropped = _native.events_dropped()
-            else:
-                _share()  # what came before this block is not for it
+            _share()  # what came before this block is not for it
             _open.append(self)
             self._json = _native.TraceJson(_native.tap_queue()["pending"])
             _native.switch_events(True)

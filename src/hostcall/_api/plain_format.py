@@ -8,6 +8,7 @@ tuples, lists, dicts and arrays only, by functions of these types themselves.
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,15 +59,17 @@ def _is_wide(spec: str) -> bool:
     )
 
 
-def formatted(fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """As `print_format.formatted`, for a format without a `fault`."""
-    return _formatted(fmt, args, kwargs, iter(range(len(args))))
-
-
-def _formatted(
-    fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any], unnamed: Iterator[int]
+def formatted(
+    fmt: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    unnamed: Iterator[int] | None = None,
 ) -> str:
-    parts = []
+    """As `print_format.formatted`, for a format without a `fault`.
+
+    `unnamed` has the arguments for the next fields without names.
+    """
+    unnamed, parts = unnamed or itertools.count(), []
     for text, field, spec, conversion in string.Formatter().parse(fmt):
         parts.append(text)
         if field is None:
@@ -82,7 +85,7 @@ def _formatted(
             value = _item(value, item)
         value = _ELEMENTS.convert_field(printable(value), conversion)
         # Behind the name, since a width without a name is the next argument.
-        parts.append(_shown(value, _formatted(spec or "", args, kwargs, unnamed)))
+        parts.append(_shown(value, formatted(spec or "", args, kwargs, unnamed)))
     return "".join(parts)
 
 

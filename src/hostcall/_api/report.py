@@ -100,10 +100,8 @@ def _seconds(c: CallStats) -> float:
 def _finding(name: str, c: CallStats, facts: Facts) -> Finding:
     """The first rule that fits."""
     seconds = _seconds(c)
-    cause, remedy = (
-        f"{1e6 * seconds / max(c.calls, 1):.2f} us for each of its calls",
-        "",
-    )
+    cause = f"{1e6 * seconds / max(c.calls, 1):.2f} us for each of its calls"
+    remedy = ""
     is_call = "call" in facts.kinds
     each = c.python_seconds / max(c.calls, 1)
     size = (c.bytes_in + c.bytes_out) / max(c.calls, 1)

@@ -206,14 +206,8 @@ class TapQueue:
 def tap_queue() -> TapQueue:
     """What the queue of taps holds, and how many it has handled. Cost: microseconds."""
     state = _native.tap_queue()
-    return TapQueue(
-        state["pushed"],
-        state["delivered"],
-        state["dropped"],
-        state["bytes"],
-        state["limit"],
-        state["blocked"],
-    )
+    state["nbytes"] = state["bytes"]
+    return TapQueue(**{field.name: state[field.name] for field in fields(TapQueue)})
 
 
 # --- Pinned memory -------------------------------------------------------------------

@@ -15,7 +15,7 @@ import functools
 import itertools
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -27,22 +27,11 @@ def has_tracers_text(value: Any) -> bool:
     return isinstance(value, str) and ("Traced<" in value or "Tracer(" in value)
 
 
-class Found(NamedTuple):
-    """A traced value that a function would use.
-
-    Attributes:
-        how: a verb phrase that says how the function gets it, for messages.
-        name: what to call it as an argument.
-        aval: its shape and dtype, as a text.
-    """
-
-    how: str
-    name: str
-    aval: str
-
-
-def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
+def traced_values(fn: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
     """The traced values that a function would use.
+
+    Of each the tracer, and before it a verb phrase that says how the function gets it,
+    and what to call it as an argument.
 
     Args:
         fn: the function.
@@ -56,7 +45,7 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
         given += [(f"`{k}`", x) for k, x in fn.keywords.items()]
         for name, value in given:
             for tracer in _tracers_in(value):
-                yield Found(f"uses {name} of its functools.partial", "x", _aval(tracer))
+                yield f"uses {name} of its functools.partial", "x", tracer
         yield from traced_values(fn.func, seen)
         return
     owner = None
@@ -69,22 +58,21 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[Found]:
     held = None if owner is None else own_dictionary(owner)
     if held is not None and fn.__code__.co_argcount:
         for path, tracer in _used(fn.__code__, fn.__code__.co_varnames[0], held, True):
-            yield Found(f"uses `{path}`", path.partition(".")[2], _aval(tracer))
+            yield f"uses `{path}`", path.partition(".")[2], tracer
     for name, value in _defaults(fn):
         for tracer in _tracers_in(value):
-            yield Found(f"uses the default of `{name}`", name, _aval(tracer))
+            yield f"uses the default of `{name}`", name, tracer
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents
         except ValueError:  # the cell is empty: the variable is not assigned yet
             continue
         if type(value) in (types.FunctionType, types.MethodType) or is_partial(value):
-            for found in traced_values(value, seen):
-                through = f"uses `{name}`, which {found.how}"
-                yield Found(through, found.name, found.aval)
+            for how, inner, tracer in traced_values(value, seen):
+                yield f"uses `{name}`, which {how}", inner, tracer
         elif isinstance(value, jax.core.Tracer | list | tuple | dict):
             for path, tracer in _used(fn.__code__, name, value):
-                yield Found(f"uses `{path}`", path, _aval(tracer))
+                yield f"uses `{path}`", path, tracer
 
 
 def _defaults(fn: types.FunctionType) -> list[tuple[str, Any]]:
@@ -107,10 +95,6 @@ def _tracers_in(value: Any) -> list[Any]:
             inner = value.values() if isinstance(value, dict) else value
             todo += itertools.islice(inner, left)
     return found
-
-
-def _aval(tracer: Any) -> str:
-    return str(tracer.aval.str_short())
 
 
 # The attributes of a traced value that are known while it is traced.

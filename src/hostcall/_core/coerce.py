@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.counted import counted
 from hostcall._core.errors import ResultError
-from hostcall._core.result_texts import a_shape, instead, named, shape_hint, short
 from hostcall._core.spec import is_numeric
 
 
@@ -31,14 +31,14 @@ def take_apart(
         try:
             got = _words(jax.tree_util.tree_structure(value))
         except (ValueError, TypeError) as why:  # keys of a dict that can't be sorted
-            got = f"{short(value)}, which is no pytree ({why})"
+            got = f"{_short(value)}, which is no pytree ({why})"
         if treedef.num_leaves == 0 and value is not None:
             hint = "The call has result=None: return nothing, or declare the result"
         elif value is None:
             hint = "Does the function lack a `return`?"
         else:
             hint = "Change what the function returns, or what result= declares"
-        hint = _unawaited(value) or a_shape(value, treedef, avals) or hint
+        hint = _unawaited(value) or _a_shape(value, treedef, avals) or hint
         raise ResultError(
             f"hostcall: `{name}` returned a structure that differs from its result=."
             f" Expected {_words(treedef)}, got {got}. {hint}"
@@ -92,7 +92,7 @@ def _coerce(
     hint: Callable[[tuple[int, ...]], str] | None,
 ) -> np.ndarray:
     def wrong(got: str, code: str | None = None) -> ResultError:
-        should = f"{where()} should be {named(dtype, shape)}"
+        should = f"{where()} should be {_named(dtype, shape)}"
         return ResultError(f"hostcall: {should}, got {got}", code=code)
 
     if value is None:
@@ -110,12 +110,12 @@ def _coerce(
         if unawaited:
             raise wrong(f"a coroutine. {unawaited}", "hc-coroutine")
         raise wrong(
-            f"{type(value).__name__} {short(value)}, which is not an array of numbers"
-            f" but {instead(array.dtype, dtype)}"
+            f"{type(value).__name__} {_short(value)}, which is not an array of numbers"
+            f" but {_instead(array.dtype, dtype)}"
         )
     if array.shape != shape:
-        advice = (hint and hint(array.shape)) or shape_hint(array.shape, shape)
-        raise wrong(f"{named(array.dtype, array.shape)}. {advice}")
+        advice = (hint and hint(array.shape)) or _shape_hint(array.shape, shape)
+        raise wrong(f"{_named(array.dtype, array.shape)}. {advice}")
     if array.dtype != dtype:
         # Python's own numbers have no width that a conversion could lose.
         weak = not hasattr(value, "dtype")
@@ -246,3 +246,58 @@ def _kind(dtype: np.dtype) -> str:
     if jnp.issubdtype(dtype, np.integer):
         return "integer"
     return "complex" if jnp.issubdtype(dtype, np.complexfloating) else "float"
+
+
+# --- What messages say about results that are not what `result=` declares -------------
+
+
+def _a_shape(value: Any, treedef: Any, avals: Sequence[Any]) -> str:
+    """What to write if result= looks like a shape, such as (3,), of this array."""
+    n = len(avals)
+    if not isinstance(value, (np.ndarray, jax.Array)) or value.ndim != n or n == 0:
+        return ""
+    structure = jax.tree_util.tree_structure
+    if treedef not in (structure((0,) * n), structure([0] * n)) or not all(
+        aval.shape == () and np.dtype(aval.dtype).kind == "i" for aval in avals
+    ):
+        return ""
+    return (
+        f"Is result= meant as a shape? It declares {counted(n, 'integer')}. For an"
+        f" array write jax.ShapeDtypeStruct({value.shape}, dtype)"
+    )
+
+
+def _instead(have: np.dtype, want: np.dtype) -> str:
+    """Says what an array that is not numeric holds, and what to return instead."""
+    if have.names:
+        fields = ", ".join(map(repr, have.names))
+        return (
+            f"structured, with the fields {fields}. Return one of them,"
+            f" x[{have.names[0]!r}], or declare a result for each"
+        )
+    if have.kind in "Mm":
+        of = "dates" if have.kind == "M" else "durations"
+        spans = "(x - x[0])" if have.kind == "M" else "x"
+        return f"{of} ({have}). Return seconds, {spans} / np.timedelta64(1, 's')"
+    if have.kind == "O":
+        return f"Python objects. Return np.asarray(x, '{want}') if they are numbers"
+    if have.kind == "V":
+        return f"bytes ({have}). Return x.view('{want}') if they hold such numbers"
+    return f"strings ({have}). Return np.asarray(x, '{want}') to read them as numbers"
+
+
+def _named(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _shape_hint(got: tuple[int, ...], want: tuple[int, ...]) -> str:
+    if want == () and int(np.prod(got)) == 1:
+        return "Return x.item() or x.reshape(()) for a scalar"
+    if [n for n in got if n != 1] == [n for n in want if n != 1]:
+        return f"Return x.reshape({want})"
+    return "Change what the function returns, or what result= declares"

@@ -9,6 +9,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+
+def _whole(variable: str, default: str | int) -> int:
+    return int(float(os.environ.get(variable, default)))
+
+
 # Seconds to wait at exit for running calls before interrupting them.
 EXIT_TIMEOUT = float(os.environ.get("HOSTCALL_EXIT_TIMEOUT", "10"))
 
@@ -26,16 +31,10 @@ KEPT_SECONDS = 60.0
 KEPT_TAP_ERRORS = 16
 
 # Threads in the pool that runs vmap_method="parallel" if there is no `executor=`.
-POOL_WORKERS = int(
-    os.environ.get("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4))
-)
+POOL_WORKERS = _whole("HOSTCALL_WORKERS", max(8, (os.cpu_count() or 1) + 4))
 
 FLIGHTS = ("sigterm", "signals", "off")
 FAILS = ("together", "alone")
-
-
-def _whole(variable: str, default: str) -> int:
-    return int(float(os.environ.get(variable, default)))
 
 
 @dataclass

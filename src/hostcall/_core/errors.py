@@ -133,10 +133,8 @@ class PackageError(HostcallError, ModuleNotFoundError):
             return importlib.import_module(module)
         except ImportError as error:
             name = module.partition(".")[0]
-            absent = isinstance(error, ModuleNotFoundError) and error.name in (
-                name,
-                module,
-            )
+            is_known = error.name in (name, module)
+            absent = isinstance(error, ModuleNotFoundError) and is_known
             # There is no release, so pip finds no "hostcall[...]" anywhere.
             extra = package.removeprefix("hostcall")
             pip = f'pip install "{package}"'
@@ -152,23 +150,7 @@ class PackageError(HostcallError, ModuleNotFoundError):
             raise missing from error
 
 
-__all__ = [
-    "BatchingError",
-    "CallTimeoutError",
-    "DeadlockError",
-    "DerivativeError",
-    "EscapeError",
-    "ExportError",
-    "FeedEndError",
-    "FeedError",
-    "HostcallError",
-    "LoadError",
-    "PackageError",
-    "RegistryError",
-    "ResultError",
-    "SpecError",
-    "UnwrittenError",
-]
-
-for _name in __all__:  # where users import them from, and what tracebacks show
-    globals()[_name].__module__ = "hostcall.errors"
+for _each in list(globals().values()):
+    if isinstance(_each, type) and issubclass(_each, HostcallError):
+        # Where users import them from, and what tracebacks show.
+        _each.__module__ = "hostcall.errors"

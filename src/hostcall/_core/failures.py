@@ -98,11 +98,13 @@ def keep(exception: BaseException, handed_over: bool = False) -> int:
         handed_over: the caller gets this object too, and may look at its frames.
     """
     global _last
-    _watch_reports()
     kept, gone = _Kept(exception, handed_over), []
     with _lock:
         before = _kept.get(_last)
         number = _last = next(_numbers)
+        if number == 1:
+            _jax.tell_of_reports(_report_is_made)
+            _native.monitor_raises()
         _kept[number] = kept
         while _keeps_too_many(kept.since):
             gone.append(_kept.popitem(last=False))
@@ -304,16 +306,12 @@ def _replaces_report(found: BaseException | None) -> bool:
     return quits or isinstance(found, WatchError)
 
 
-def in_place_of(report: BaseException) -> BaseException | None:
-    """The exception that the caller should see in place of JAX's report, or None.
+def replacement(number: int) -> BaseException | None:
+    """The exception that the caller should see in place of JAX's report of it, or None.
 
     KeyboardInterrupt, SystemExit and the like, WatchError and a debugger's `quit`
     replace the report.
     """
-    return _replacement(number_in(report))
-
-
-def _replacement(number: int) -> BaseException | None:
     return _original(number) if _replaces_report(kept(number)) else None
 
 
@@ -323,7 +321,7 @@ def told_as(text: str) -> BaseException:
     """
     number = number_of(text)
     tell(number)
-    return _replacement(number) or jax.errors.JaxRuntimeError(text)
+    return replacement(number) or jax.errors.JaxRuntimeError(text)
 
 
 def in_place_of_value_error(report: ValueError) -> BaseException | None:
@@ -359,7 +357,6 @@ _told: set[int] = set()
 _told_below = 0  # older failures count as told, so that `_told` stays small
 
 _looking = threading.local()
-_watching = False
 
 
 @contextlib.contextmanager
@@ -395,27 +392,15 @@ def tell(number: int) -> None:
             _told = {n for n in _told if n > _told_below}
 
 
-def _watch_reports() -> None:
-    global _watching
-    if _watching:
-        return
-    with _lock:
-        if not _watching:
-            _jax.tell_of_reports(_report_is_made)
-            _native.monitor_raises()
-        _watching = True
-
-
 def _report_is_made(text: str) -> None:
     number = number_of(text)
-    kept = _kept.get(number)
-    found = None if kept is None else kept.get()
+    found = kept(number)
     if getattr(_looking, "on", False) and (
         is_told(number) or found is None or isinstance(found, Exception)
     ):
         return
     if number:
         tell(number)
-    if found is not None and kept is not None and _replaces_report(found):
-        _hand_over(kept)
-        raise found
+    replaced = replacement(number)
+    if replaced is not None:
+        raise replaced

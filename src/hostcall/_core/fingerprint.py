@@ -12,6 +12,7 @@ to tell two live functions apart counts them (_primitives/slots.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
@@ -63,27 +64,16 @@ def _told(thing: Any, depth: int) -> Any:
 
 
 def _told_function(function: FunctionType, depth: int) -> Any:
-    held = [
-        *(function.__defaults__ or ()),
-        *(function.__kwdefaults__ or {}).values(),
-        *_contents(function.__closure__ or ()),
-    ]
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            held.append(cell.cell_contents)
     return (
         function.__module__,
         function.__qualname__,
         _told_code(function.__code__),
         _told(tuple(_functions(held)), depth),
     )
-
-
-def _contents(cells: tuple[Any, ...]) -> list[Any]:
-    found = []
-    for cell in cells:
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            found.append(None)
-    return found
 
 
 def _functions(things: Any) -> list[Callable[..., Any]]:

@@ -5,22 +5,16 @@ It is imported first, so that the refusal comes before any expensive import.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
+_NAME = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
 
-def _interpreters() -> Any | None:
-    """CPython's private module for interpreters, or None if there is none."""
-    try:
-        import _interpreters as module  # its name from Python 3.13 on
-    except ImportError:
-        try:
-            import _xxsubinterpreters as module  # type: ignore[no-redef]
-        except ImportError:
-            return None
-    return module
-
-
-_module = _interpreters()
+try:
+    _module: Any = importlib.import_module(_NAME)
+except ImportError:  # a Python without them
+    _module = None
 if _module is not None and _module.get_current() != _module.get_main():
     raise ImportError(
         "hostcall can't be used in a sub-interpreter: XLA's threads enter Python"

@@ -14,16 +14,10 @@ import jax
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core import signatures
 from hostcall._core.captured import has_tracers_text, traced_values
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
-from hostcall._core.signatures import (
-    accepts,
-    own_option,
-    signature_of,
-    takes,
-    without_types,
-)
 from hostcall._core.source import name_of, users_frame
 from hostcall._core.spec import Static
 
@@ -68,11 +62,8 @@ class Face(NamedTuple):
 
 def options_of(function: Callable[..., Any], *others: str) -> frozenset[str]:
     """The keywords that `function` takes itself, without `others`."""
-    return frozenset(inspect.signature(function).parameters) - {
-        "args",
-        "kwargs",
-        *others,
-    }
+    not_own = {"args", "kwargs", *others}
+    return frozenset(inspect.signature(function).parameters) - not_own
 
 
 def check(
@@ -96,7 +87,7 @@ def check(
         result: what the user gave as the result, where that is an argument by position.
     """
     names = (*kwargs, *also) if kwargs or also else ()
-    if not accepts(fn, len(args), names):
+    if not signatures.accepts(fn, len(args), names):
         _refuse_arguments(face, fn, len(args), tuple(kwargs), tuple(also), result)
     if kwargs:
         _refuse_swallowed(face, fn, kwargs)
@@ -104,7 +95,14 @@ def check(
         refuse_traced(fn, face.instead_of_traced)
         for mark in marks:
             if isinstance(mark, Static) and has_tracers_text(mark.value):
-                _refuse_text(face, fn, mark.value)
+                name = name_of(fn)
+                raise SpecError(
+                    f"hostcall: `{name}` is given the text {mark.value!r}, which"
+                    " contains a traced value: an f-string is formatted while the"
+                    " program is traced, before its values exist. Pass the value,"
+                    f" {face.with_argument(name, 'x')}, and format it in the function",
+                    code="hc-traced",
+                )
 
 
 def refuse_unneeded(face: str, name: str) -> None:
@@ -125,12 +123,12 @@ def refuse_traced(fn: Any, instead: Callable[[str, str], str]) -> None:
         fn: the function.
         instead: says what to write, given the names of the function and of the value.
     """
-    for found in traced_values(fn, set()):
+    for how, value, tracer in traced_values(fn, set()):
         name = name_of(fn)
         raise SpecError(
-            f"hostcall: `{name}` {found.how}, a traced value ({found.aval}) of the"
-            f" program around it. It has no value when `{name}` runs on the host."
-            f" {instead(name, found.name)}",
+            f"hostcall: `{name}` {how}, a traced value ({tracer.aval.str_short()}) of"
+            f" the program around it. It has no value when `{name}` runs on the host."
+            f" {instead(name, value)}",
             code="hc-traced",
         )
 
@@ -151,25 +149,16 @@ def warn_if_traced(what: str, instead: str) -> None:
         )
 
 
-def _refuse_text(face: Face, fn: Any, text: str) -> None:
-    name = name_of(fn)
-    raise SpecError(
-        f"hostcall: `{name}` is given the text {text!r}, which contains a traced value:"
-        " an f-string is formatted while the program is traced, before its values"
-        f" exist. Pass the value, {face.with_argument(name, 'x')}, and format it in the"
-        " function",
-        code="hc-traced",
-    )
-
-
 def _refuse_arguments(
     face: Face, fn: Any, n: int, names: Sequence[str], also: Sequence[str], result: Any
 ) -> None:
-    name, signature = name_of(fn), signature_of(fn)
-    has = "" if signature is None else f" `{name}` takes {without_types(signature)}."
+    name, signature = name_of(fn), signatures.signature_of(fn)
+    has = ""
+    if signature is not None:
+        has = f" `{name}` takes {signatures.without_types(signature)}."
     begin = f"hostcall: {face.name} calls `{name}` with "
     for k in names:
-        if takes(signature, k):
+        if signatures.takes(signature, k):
             continue
         said = f"{begin}the keyword {k}=, which it does not take."
         hint = face.hint(k, [] if signature is None else signature.parameters)
@@ -183,14 +172,14 @@ def _refuse_arguments(
     match = f"Arguments and parameters must match: {form}"
     # An array may describe a result, so it is a mistake only if an argument is missing.
     arrays = (jax.Array, np.ndarray, np.generic)
-    if isinstance(result, arrays) and accepts(fn, n + 1, (*names, *also)):
+    if isinstance(result, arrays) and signatures.accepts(fn, n + 1, (*names, *also)):
         match = (
             f"The first array ({result.dtype}{list(result.shape)}) was taken for the"
             f" result. What `{name}` returns is described before its arguments:"
             f" {form}, where `result` is a"
             " jax.ShapeDtypeStruct(shape, dtype), or an array of that shape and dtype"
         )
-    elif also and accepts(fn, n, names):
+    elif also and signatures.accepts(fn, n, names):
         match = _how_to_take_out(fn, signature)
     raise SpecError(f"{begin}{given}.{has} {match}", code="hc-arguments")
 
@@ -200,7 +189,7 @@ def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
 
     The option would have no effect, and nobody would say so.
     """
-    signature = signature_of(fn)
+    signature = signatures.signature_of(fn)
     if signature is None:
         return
     for k in names:
@@ -223,7 +212,7 @@ def warn_of_own(face: Face, fn: Any, **options: Any) -> None:
     for option, value in options.items():
         if value is None:
             continue
-        own = own_option(fn, option, value)
+        own = signatures.own_option(fn, option, value)
         if own:
             warnings.warn(
                 f"hostcall: {option}={value!r} is an option of {face.name}, so"

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._core.while_loops import lower_effectful_conditions
 
 logger = logging.getLogger("hostcall")
 
@@ -43,78 +42,55 @@ class CallEffect(_jax.Effect):  # type: ignore[misc]
         return "HostCall"
 
 
-class OrderedCallEffect(_jax.Effect):  # type: ignore[misc]
-    """The effect of a host call that must run after the ordered call before it.
-
-    JAX keeps the newest token of each ordered effect in a dictionary, and passes it to
-    the next program. The token of a failed program would therefore fail every later
-    ordered program. JAX looks the token up by the effect whenever it dispatches an
-    ordered program, so `__hash__` runs first, and drops the token if its program
-    failed.
-    """
-
-    def __hash__(self) -> int:
-        if failures.failures_so_far():
-            _heal(self)
-        return hash(type(self))
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self)
+class OrderedCallEffect(CallEffect):
+    """The effect of a host call that must run after the ordered call before it."""
 
     def __str__(self) -> str:
         return "OrderedHostCall"
 
 
-def healing(effect: Any) -> Any:
-    """A copy of one of JAX's effects that drops tokens as `OrderedCallEffect` does.
-
-    It compares equal to JAX's effect. So JAX's rules treat it as their own, and
-    programs with the copy are ordered with programs that have the original.
-    """
-
-    class Healing(_jax.StandIn, type(effect)):  # type: ignore[misc]
-        def __hash__(self) -> int:
-            if failures.failures_so_far():
-                _heal(self)
-            return hash(effect)
-
-        def __eq__(self, other: object) -> bool:
-            return other is self or other is effect
-
-        def __repr__(self) -> str:
-            return repr(effect)
-
-    return Healing()
-
-
 UNORDERED = CallEffect()
 ORDERED = OrderedCallEffect()
 
+# Both by name, though one is a subclass: jax.export looks for the very type.
 _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
 
 
 def _is_lowered_here(effects: Collection[Any]) -> bool:
-    """Whether a loop whose condition has these effects is lowered by `_loop`.
+    """Whether a loop whose condition has these effects is lowered by hostcall.
 
     Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
     """
     if any(isinstance(e, OrderedCallEffect) for e in effects):
         return True
-    jaxs = any(isinstance(e, _jax.StandIn) for e in effects)
-    return not jaxs and any(isinstance(e, CallEffect) for e in effects)
-
-
-lower_effectful_conditions(_is_lowered_here)
-_jax.dispatch_fast(lambda e: isinstance(e, CallEffect | OrderedCallEffect))
-_jax.keep_in_order(failures.looking)
+    jaxs = {_jax.ORDERED_IO_EFFECT, _jax.ORDERED_DEBUG_EFFECT}
+    return jaxs.isdisjoint(effects) and any(isinstance(e, CallEffect) for e in effects)
 
 
 def _heal(effect: Any) -> None:
-    with failures.looking():
-        failure = _jax.drop_failed_token(effect)
-    if failure is not None:
+    """Forgets this thread's token of an effect if the program that left it has failed.
+
+    JAX passes the newest token of each ordered effect to the next program. That of a
+    failed program would therefore fail every later ordered program. A program that is
+    still running is not waited for.
+    """
+    token = _jax.token_of(effect) if failures.failures_so_far() else None
+    if token is None or not _jax.is_token_ready(token):
+        return
+    failure = failures.failure_of(token)
+    if failure is None:
+        return
+    # JAX's own effects are those of drop-ins, and of JAX's own callbacks.
+    if isinstance(effect, CallEffect) or failures.number_in(failure):
+        _jax.forget_tokens([token])
         logger.error("ordered calls continue after a failed program: %s", failure)
+
+
+_jax.lower_effectful_conditions(_is_lowered_here)
+_jax.dispatch_fast(lambda e: isinstance(e, CallEffect))
+_jax.wrap_dispatches(failures.looking)
+_jax.before_tokens(_heal)
 
 
 def effects_of(order: Order) -> set[_jax.Effect]:

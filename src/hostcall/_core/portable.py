@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -105,12 +105,12 @@ def read_avals(told: list[Any]) -> tuple[Any, ...]:
     )
 
 
-def tell_keys(keys: Sequence[Any]) -> list[str | None]:
-    return [None if key is None else _jax.key_impl(key) for key in keys]
+def _tell_key(key: Any) -> str | None:
+    return None if key is None else _jax.key_impl(key)
 
 
-def read_keys(told: list[str | None]) -> tuple[Any, ...]:
-    return tuple(None if impl is None else _jax.key_dtype(impl) for impl in told)
+def _read_key(told: str | None) -> Any:
+    return None if told is None else _jax.key_dtype(told)
 
 
 # --- Trees --------------------------------------------------------------------------
@@ -178,23 +178,20 @@ def _node_of(told: Any) -> Any:
 
 
 def tell_template(template: Template) -> Any:
-    marks: list[Any] = []
     paths = iter(template.paths(static=True))
-    for leaf in template.leaves:
-        if isinstance(leaf, Static):
-            marks.append({"is": tell_plain(leaf.value, f"the argument {next(paths)}")})
-        else:
-            (told,) = tell_keys([leaf])
-            marks.append(told)
+    marks = [
+        {"is": tell_plain(leaf.value, f"the argument {next(paths)}")}
+        if isinstance(leaf, Static)
+        else _tell_key(leaf)
+        for leaf in template.leaves
+    ]
     return [tell_tree(template.treedef), marks]
 
 
 def read_template(told: Any) -> Template:
     structure, marks = told
     leaves = tuple(
-        Static(read_plain(mark["is"]))
-        if isinstance(mark, dict)
-        else read_keys([mark])[0]
+        Static(read_plain(mark["is"])) if isinstance(mark, dict) else _read_key(mark)
         for mark in marks
     )
     treedef = read_tree(structure)
@@ -204,16 +201,13 @@ def read_template(told: Any) -> Template:
 
 
 def tell_results(results: Results) -> Any:
-    return [
-        tell_tree(results.treedef),
-        tell_avals(results.avals),
-        tell_keys(results.keys),
-    ]
+    keys = [_tell_key(key) for key in results.keys]
+    return [tell_tree(results.treedef), tell_avals(results.avals), keys]
 
 
 def read_results(told: Any) -> Results:
     structure, avals, keys = told
-    return Results(read_tree(structure), read_avals(avals), read_keys(keys))
+    return Results(read_tree(structure), read_avals(avals), tuple(map(_read_key, keys)))
 
 
 # --- The text -----------------------------------------------------------------------
@@ -254,34 +248,24 @@ def read(text: str | bytes) -> Any:
 def _is_too_deep(told: Any) -> bool:
     level = [told]
     for _ in range(_DEEPEST):
-        level = [
-            child
-            for part in level
-            if isinstance(part, (dict, list))
-            for child in (part.values() if isinstance(part, dict) else part)
-        ]
+        level = [child for part in level for child in _children(part)]
         if not level:
             return False
     return True
 
 
+def _children(told: Any) -> Collection[Any]:
+    if isinstance(told, dict):
+        return told.values()
+    return told if isinstance(told, list) else ()
+
+
 def sizes_in(told: Any) -> list[str]:
     """The symbolic sizes in what `tell_*` made, each once."""
-    found: dict[str, None] = {}
-
-    def look(part: Any) -> None:
-        if isinstance(part, dict):
-            if part.keys() == {_SIZE}:
-                found[part[_SIZE]] = None
-            else:
-                for value in part.values():
-                    look(value)
-        elif isinstance(part, list):
-            for value in part:
-                look(value)
-
-    look(told)
-    return list(found)
+    if isinstance(told, dict) and told.keys() == {_SIZE}:
+        return [told[_SIZE]]
+    found = [size for part in _children(told) for size in sizes_in(part)]
+    return list(dict.fromkeys(found))
 
 
 def with_sizes(told: Any, values: dict[str, int]) -> Any:

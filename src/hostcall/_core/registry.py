@@ -6,6 +6,7 @@ looks the names up here, and only here.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import weakref
@@ -31,21 +32,22 @@ _NAME = re.compile(r"[A-Za-z_]\w*([./:-]\w+)*")
 
 
 class Registered(NamedTuple):
-    """How a name was given.
+    """What has a name.
 
     Attributes:
-        by: the statement that registered the object.
+        thing: the object.
+        by: the statement that registered it.
         times: how many other objects had the name before.
     """
 
+    thing: Any
     by: definitions.Statement
     times: int
 
 
 # Guards all. Held for a few dictionary operations, and never while other code runs.
 _lock = threading.Lock()
-_things: dict[Name, Any] = {}
-_given: dict[Name, Registered] = {}
+_things: dict[Name, Registered] = {}
 _names: dict[Any, Name] = {}  # by the object that programs hold (`held_of`)
 # What had a name before, with the reason why it has none now.
 _replaced: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -67,20 +69,20 @@ def add(thing: Any, name: str, version: int) -> None:
     key = _check(thing, name, version)
     held, by = held_of(thing), definitions.statement()
     with _lock:
-        other, had = _things.get(key), _names.get(held)
-        given = _given.get(key, Registered(by, 0))
+        before, had = _things.get(key), _names.get(held)
+        now = before or Registered(thing, by, 0)
         if had is not None and had != key:
             raise RegistryError(
                 f"hostcall: {_said(thing)} is registered as {had}, so it can't get the"
                 f" name {key} too: a program would not know which to write down"
             )
-        if other is not None and other is not thing:
-            if not definitions.is_again(other, given.by, thing, by):
-                raise RegistryError(_taken(key, other, given.by, thing))
-            _names.pop(held_of(other), None)
-            _forget(held_of(other), key, by)
-            given = Registered(by, given.times + 1)
-        _things[key], _given[key], _names[held] = thing, given, key
+        if now.thing is not thing:
+            if not definitions.is_again(now.thing, now.by, thing, by):
+                raise RegistryError(_taken(key, now.thing, now.by, thing))
+            _names.pop(held_of(now.thing), None)
+            _forget(held_of(now.thing), key, by)
+            now = Registered(thing, by, now.times + 1)
+        _things[key], _names[held] = now, key
 
 
 def _forget(held: Any, key: Name, by: definitions.Statement) -> None:
@@ -88,10 +90,8 @@ def _forget(held: Any, key: Name, by: definitions.Statement) -> None:
         f"its name, {key}, was given to another definition at {by.file}:{by.line}. Use"
         " what was registered there, and trace the program again"
     )
-    try:
+    with contextlib.suppress(TypeError):  # no weak reference to it: it has no name then
         _replaced[held] = why
-    except TypeError:
-        return  # no weak reference to it: it is said to have no name
 
 
 def why_nameless(held: Any) -> str:
@@ -104,7 +104,7 @@ def why_nameless(held: Any) -> str:
 
 def times_replaced(key: Name) -> int:
     """How many objects had this name before the one that has it now."""
-    found = _given.get(key)
+    found = _things.get(key)
     return 0 if found is None else found.times
 
 
@@ -124,7 +124,7 @@ def find(name: str, version: int) -> Any:
     found = _things.get(Name(name, version))
     if found is None:
         raise RegistryError(missing([Name(name, version)]))
-    return found
+    return found.thing
 
 
 def is_here(key: Name) -> bool:
@@ -137,9 +137,7 @@ def missing(keys: list[Name]) -> str:
     for key in keys:
         others = sorted(k.version for k in list(_things) if k.name == key.name)
         have = ", ".join(map(str, others))
-        lines.append(
-            f"{key}" + (f" (version {have} is registered here)" if others else "")
-        )
+        lines.append(f"{key} (version {have} is registered here)" if have else f"{key}")
     return (
         "hostcall: the program calls host code that this process has not registered:"
         f" {'; '.join(lines)}. Import the module that registers it, or write"

@@ -150,12 +150,11 @@ def takes(signature: inspect.Signature | None, keyword: str) -> bool:
     """Whether a function with this signature takes the keyword; True if unknown."""
     if signature is None:
         return True
-    for p in signature.parameters.values():
-        if p.kind is p.VAR_KEYWORD:
-            return True
-        if p.name == keyword and p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
-            return True
-    return False
+    return any(
+        p.kind is p.VAR_KEYWORD
+        or (p.name == keyword and p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL))
+        for p in signature.parameters.values()
+    )
 
 
 def without_types(signature: inspect.Signature) -> str:

@@ -46,11 +46,8 @@ class Static:
             return NotImplemented
         if self.value is other.value:
             return True
+        # Of an unhashable object the hash is its identity, so no other has it.
         if self._hash != other._hash or type(self.value) is not type(other.value):
-            return False
-        try:
-            hash(self.value)
-        except TypeError:
             return False
         return bool(self.value == other.value)
 
@@ -84,11 +81,8 @@ class Template:
     @cached_property
     def is_flat(self) -> bool:
         """Whether each array is one positional argument, and there is nothing else."""
-        n = self.treedef.num_leaves
-        flat = tree.tree_structure(((0,) * n, {}))
-        return self.treedef == flat and not any(
-            isinstance(leaf, Static) for leaf in self.leaves
-        )
+        flat = Template.flat(*self.leaves).treedef
+        return self.treedef == flat and len(self.keys) == len(self.leaves)
 
     def fill(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these arrays in their places."""
@@ -102,13 +96,16 @@ class Template:
 
     def paths(self, static: bool = False) -> list[str]:
         """How a reader would write each array, or each `Static`: `args[0]['x']`."""
-        whole = self.treedef.unflatten([_LEAF] * len(self.leaves))
-        flat, _ = tree.tree_flatten_with_path(whole)
         return [
             ("args" if path[0].idx == 0 else "kwargs") + tree.keystr(path[1:])
-            for (path, _), leaf in zip(flat, self.leaves, strict=True)
+            for path, leaf in zip(_paths(self.treedef), self.leaves, strict=True)
             if isinstance(leaf, Static) == static
         ]
+
+
+def _paths(treedef: Any) -> list[Any]:
+    whole = treedef.unflatten([_LEAF] * treedef.num_leaves)
+    return [path for path, _ in tree.tree_flatten_with_path(whole)[0]]
 
 
 def wrap_keys(arrays: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
@@ -177,11 +174,10 @@ def canonical(leaf: Any) -> Any:
             " (np.ma.getmaskarray(x))"
         )
     array: Any
-    low: Any = 0
-    high: Any = 0
+    ends: tuple[Any, ...] = ()  # the least and the largest of integers
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         array, have, dtype = leaf, "int", _jax.canonical_dtype(np.int64)
-        low = high = leaf
+        ends = (leaf,)
     else:
         array = np.asarray(leaf)
         if not array.dtype.isnative:  # big-endian, as some file formats have it
@@ -190,10 +186,9 @@ def canonical(leaf: Any) -> Any:
         if dtype == array.dtype:
             return array
         if array.dtype.kind in "iu" and array.size:
-            low, high = array.min(), array.max()
-    limits: Any = np.iinfo(dtype) if dtype.kind in "iu" else None
-    for value in (low, high) if limits else ():
-        if not limits.min <= value <= limits.max:
+            ends = array.min(), array.max()
+    for value in ends:
+        if not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
             raise SpecError(
                 f"hostcall: an argument holds {value} ({have}), which {dtype} can't"
                 " hold, and JAX is in 32-bit mode. Enable 64-bit types with"
@@ -230,9 +225,7 @@ class Results:
 
     def paths(self) -> list[str]:
         """How a reader would write each leaf: `result[0]['x']`."""
-        whole = self.treedef.unflatten([_LEAF] * len(self.avals))
-        flat, _ = tree.tree_flatten_with_path(whole)
-        return ["result" + tree.keystr(path) for path, _ in flat]
+        return ["result" + tree.keystr(path) for path in _paths(self.treedef)]
 
 
 def parse_result(result: Any, name: str) -> Results:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import zipfile
@@ -78,7 +79,7 @@ class WatchError(HostcallError, RuntimeError):
         state = {**self.__dict__}
         if self.device is not None:
             state["device"] = str(self.device)
-        return _remade, (type(self), self.args), state
+        return functools.partial(type(self), values=None), self.args, state
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes arrays and text to a file, for `hc.tools.load_failure`.
@@ -146,10 +147,6 @@ class WatchError(HostcallError, RuntimeError):
             state["place"] = state["place"] and Place(*state["place"])
             state["history"] = tuple(Watched(**one) for one in state["history"])
             return cls(state.pop("text"), **state)
-
-
-def _remade(kind: type[WatchError], args: tuple[str]) -> WatchError:
-    return kind(*args, values=None)
 
 
 # Where users import them from, and what tracebacks show.

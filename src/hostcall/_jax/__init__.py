@@ -13,7 +13,7 @@ versions differ, the code tests whether a name exists, and never compares versio
     effects       effects, and the tokens that stand for them
     hoisting      keeps calls with effects in the scans that they are in
     while_loops   runs host calls once in loops that JAX runs twice
-    dispatch      reports the programs that a thread dispatches
+    dispatch      tells of the programs that a thread dispatches, and of those that fail
     fast_dispatch programs with host calls on JAX's fast dispatch
     execution     settings that JAX reads before it runs a program
     settings      a thread's settings, as they are where a call is traced
@@ -21,7 +21,6 @@ versions differ, the code tests whether a name exists, and never compares versio
     exporting     what leaves the process with an exported program
     coordination  the store that the processes of a job share
     callbacks     JAX's own callbacks: primitives, effects, loggers, old flags
-    reports       notices each error that JAX makes for a failed program
 
 Other modules write `_jax.name`: every public name of these files is exported here.
 """
@@ -39,7 +38,6 @@ from hostcall._jax.fast_dispatch import *  # noqa: F403
 from hostcall._jax.hoisting import *  # noqa: F403
 from hostcall._jax.lowering import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
-from hostcall._jax.reports import *  # noqa: F403
 from hostcall._jax.settings import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403
 from hostcall._jax.while_loops import *  # noqa: F403

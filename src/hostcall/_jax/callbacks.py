@@ -39,9 +39,6 @@ def emit_jax_callback(
     (everywhere but on TPUs). `run` gets one array for each operand and returns one
     array for each result.
     """
-    place = _callback._callback_op_sharding(
-        ctx.module_context.axis_context, sharding, ctx.avals_out
-    )
     results, token_out, _ = emit_python_callback(
         ctx,
         run,
@@ -52,9 +49,19 @@ def emit_jax_callback(
         has_side_effect=has_side_effect,
         returns_token=returns_token,
         partitioned=partitioned,
-        sharding=place,
+        sharding=place_of_callback(ctx, sharding),
     )
     return list(results), token_out
+
+
+def place_of_callback(ctx: Any, sharding: Any) -> Any:
+    """Checks a callback's `sharding=` as JAX does, with JAX's messages.
+
+    Returns the annotation that JAX would put on the call.
+    """
+    return _callback._callback_op_sharding(
+        ctx.module_context.axis_context, sharding, ctx.avals_out
+    )
 
 
 # --- For the drop-ins: _primitives/drop_in, _compat/callbacks.py, _compat/debug.py ---
@@ -167,12 +174,10 @@ def define_old_flags(flags: dict[str, tuple[bool | int, str]]) -> None:
     for name, (default, help_text) in flags.items():
         if name in _old_flags:
             continue
+        env, flag = _config.int_env, _config.int_flag
         if isinstance(default, bool):
-            from_env = _config.bool_env(name.upper(), default)
-            _old_flags[name] = _config.bool_flag(name, from_env, help=help_text)
-        else:
-            from_env = _config.int_env(name.upper(), default)
-            _old_flags[name] = _config.int_flag(name, from_env, help=help_text)
+            env, flag = _config.bool_env, _config.bool_flag
+        _old_flags[name] = flag(name, env(name.upper(), default), help=help_text)
 
 
 def old_flag(name: str) -> Any:

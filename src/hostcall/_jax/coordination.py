@@ -10,12 +10,14 @@ What the service can't do raises `jax.errors.JaxRuntimeError`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax._src import distributed as _distributed
 
 from hostcall import _native
+
+T = TypeVar("T")
 
 
 def place_in_job() -> tuple[int, int]:
@@ -57,8 +59,7 @@ def job_put(key: str, text: str, overwrite: bool = False) -> bool:
 
 def job_get(key: str) -> str | None:
     """The text of `key`; None if it has none."""
-    text: str | None = _found(_client().key_value_try_get, key)
-    return text
+    return _found(_client().key_value_try_get, key)
 
 
 def job_put_bytes(key: str, value: bytes) -> None:
@@ -68,11 +69,10 @@ def job_put_bytes(key: str, value: bytes) -> None:
 
 def job_get_bytes(key: str) -> bytes | None:
     """The bytes of `key`; None if it has none."""
-    value: bytes | None = _found(_client().key_value_try_get_bytes, key)
-    return value
+    return _found(_client().key_value_try_get_bytes, key)
 
 
-def _found(get: Callable[[str], Any], key: str) -> Any:
+def _found(get: Callable[[str], T], key: str) -> T | None:
     try:
         return get(key)
     except jax.errors.JaxRuntimeError as error:

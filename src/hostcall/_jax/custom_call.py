@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import ffi as _ffi
@@ -17,7 +16,6 @@ from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax._src.lib.mlir.dialects import sdy as _sdy
 
-from hostcall._jax.exporting import shapes_of_results
 from hostcall._jax.program import Program
 
 
@@ -60,14 +58,10 @@ def custom_call(
         operands, avals_in = [token, *operands], [abstract_token, *avals_in]
     if returns_token:
         avals_out = [abstract_token, *avals_out]
-    more: dict[str, Any] = {}
-    if (shapes := shapes_of_results(ctx, avals_out)) is not None:
-        more["result_shapes"] = shapes
     op = _ffi.build_ffi_lowering_function(
         target,
         has_side_effect=has_side_effect,
         operand_output_aliases=aliases,
-        **more,
     )(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **attributes)
     if program.size > 1 or program.mesh is not None:
         _mark_each_device(ctx, op, avals_out)
@@ -94,12 +88,9 @@ def _mark_each_device(ctx: Any, op: Any, avals_out: Sequence[Any]) -> None:
         return
     # The partitioner wants a tuple of shardings for a tuple of results, and JAX's
     # `set_sharding` can't write one.
-    text = "{manual}" if len(avals_out) == 1 else _tuple(["{manual}"] * len(avals_out))
+    text = ", ".join(["{manual}"] * len(avals_out))
+    text = text if len(avals_out) == 1 else f"{{{text}}}"
     op.attributes["mhlo.sharding"] = _ir.StringAttr.get(text)
-
-
-def _tuple(shardings: Sequence[str]) -> str:
-    return "{" + ", ".join(shardings) + "}"
 
 
 def _closed(mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Any]) -> Any:
@@ -216,16 +207,6 @@ def max_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
         _hlo.return_([_hlo.maximum(*block.arguments)])
     _mark_each_device(ctx, op, [aval])
     return op.result
-
-
-def place_of_callback(ctx: Any, sharding: Any) -> Any:
-    """Checks a callback's `sharding=` as JAX does, with JAX's messages.
-
-    Returns the annotation that JAX would put on the call.
-    """
-    return _callback._callback_op_sharding(
-        ctx.module_context.axis_context, sharding, ctx.avals_out
-    )
 
 
 def mark_place(ctx: Any, place: Any) -> None:

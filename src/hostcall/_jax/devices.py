@@ -34,7 +34,7 @@ def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax
     JAX's transfer guards see an explicit transfer, as they do for `jax.device_put`.
     """
     aval = _aval(array.shape, array.dtype)
-    sharding = _single_device_sharding(device)
+    sharding = _sharding_of(device)
     guard = _guard_lib.thread_local_state()
     before = guard.explicit_device_put
     guard.explicit_device_put = True
@@ -46,9 +46,8 @@ def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax
         guard.explicit_device_put = before
 
 
-@functools.lru_cache(1024)
-def _aval(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    return _core.ShapedArray(shape, dtype)
+_aval = functools.lru_cache(1024)(_core.ShapedArray)
+_sharding_of = functools.cache(jax.sharding.SingleDeviceSharding)
 
 
 def guards_transfers_to_devices() -> bool:
@@ -58,16 +57,6 @@ def guards_transfers_to_devices() -> bool:
         if level is not None:  # a thread's setting overrides the process's
             return bool(level != _guard_lib.TransferGuardLevel.ALLOW)
     return False
-
-
-_shardings: dict[Any, Any] = {}  # without a lock: two threads may make equal ones
-
-
-def _single_device_sharding(device: Any) -> Any:
-    sharding = _shardings.get(device)
-    if sharding is None:
-        sharding = _shardings[device] = jax.sharding.SingleDeviceSharding(device)
-    return sharding
 
 
 def here() -> Any:

@@ -1,4 +1,5 @@
-"""The dispatches of programs: who hears of them, and the order of ordered ones.
+"""The dispatches of programs and the reports of failed ones: who hears of them, and the
+order of ordered ones.
 
 JAX dispatches in two ways. The first call of a program, and every call of a program
 with tokens, goes through Python (`ExecuteReplicated.__call__`, which is wrapped here).
@@ -9,50 +10,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax._src import api as _api
 from jax._src import dispatch as _dispatch
 from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax.fast_dispatch import marks, run_nothing
-from hostcall._jax.reports import REPORTS
+
+# What JAX raises for a program that failed: JaxRuntimeError, and ValueError on its fast
+# path. hostcall turns the ValueError into a JaxRuntimeError (native/base/report.h),
+# except, on Python 3.11, under a debugger or where a thread of XLA's made the call.
+REPORTS = (jax.errors.JaxRuntimeError, ValueError)
 
 # JAX calls `hook(function, args, kwargs, results)` after each dispatch on its fast
 # path. A thread's own hook replaces the process's hook, which `jax.debug_nans` sets.
 POST_HOOK = _api._post_hook_state
 
-_telling = threading.Lock()
-_is_telling = False
+_tells: set[Callable[[Sequence[Any], Sequence[Any]], None]] = set()
 
 
 def tell_of_dispatches(tell: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
-    """Calls `tell(results, tokens)` after each dispatch that JAX makes in Python.
+    """From now on, `tell(results, tokens)` is called after each dispatch that JAX makes
+    in Python.
 
     Those are the first dispatch of each program, and every dispatch of a program with
-    tokens. Only the first call in a process has an effect.
+    tokens.
 
     `tokens` are those of the program's effects. They are passed along because JAX keeps
     only the newest ones, and replaces them at the next dispatch.
     """
-    global _is_telling
-    if _is_telling:
-        return
-    with _telling:  # two threads may come here at once; wrap only once
-        if _is_telling:
-            return
-        plain = _pxla.ExecuteReplicated.__call__
-
-        @functools.wraps(plain)
-        def call(self: Any, *args: Any) -> Any:
-            results = plain(self, *args)
-            tell(results, _tokens_of(self))
-            return results
-
-        _pxla.ExecuteReplicated.__call__ = call
-        _is_telling = True
+    _tells.add(tell)
 
 
 def _tokens_of(program: Any) -> list[Any]:
@@ -69,19 +59,18 @@ def _tokens_of(program: Any) -> list[Any]:
 
 
 def _ordered_tokens_of(program: Any) -> list[Any]:
-    # A scan, not a look-up: a look-up calls the effect's `__hash__`, which drops the
-    # token of a failed program (see `drop_failed_token`).
-    held = list(_dispatch.runtime_tokens.current_tokens.items())
-    return [token for effect, token in held if effect in list(program.ordered_effects)]
+    held = _dispatch.runtime_tokens.current_tokens
+    return [held[effect] for effect in program.ordered_effects if effect in held]
 
 
 # --- Order between programs over one device and over several --------------------------
 
 
-def keep_in_order(
+def wrap_dispatches(
     quietly: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> None:
-    """Keeps ordered programs over several CPU devices in order with those over one.
+    """Tells of dispatches, and keeps ordered programs over several CPU devices in order
+    with those over one.
 
     A program over several is not behind the thread's last one, nor is the next one
     behind it (see fast_dispatch.py). So those before it are waited for, and on each
@@ -99,16 +88,39 @@ def keep_in_order(
             or len(devices) == 1
             or devices[0].platform != "cpu"
         ):
-            return plain(self, *args)
-        with quietly():
-            for mark in marks():
-                mark.block_until_ready()
-        results = plain(self, *args)
-        # Of a program that has failed already there is nothing to wait for.
-        with quietly(), contextlib.suppress(*REPORTS):
-            for token in _ordered_tokens_of(self):
-                for part in token._buf.addressable_shards:
-                    run_nothing(part.device, part.data)
+            results = plain(self, *args)
+        else:
+            with quietly():
+                for mark in marks():
+                    mark.block_until_ready()
+            results = plain(self, *args)
+            # Of a program that has failed already there is nothing to wait for.
+            with quietly(), contextlib.suppress(*REPORTS):
+                for token in _ordered_tokens_of(self):
+                    for part in token._buf.addressable_shards:
+                        run_nothing(part.device, part.data)
+        for tell in list(_tells):
+            tell(results, _tokens_of(self))
         return results
 
     _pxla.ExecuteReplicated.__call__ = call
+
+
+# --- Reports --------------------------------------------------------------------------
+
+
+def tell_of_reports(tell: Callable[[str], None]) -> None:
+    """Calls `tell(text)` whenever a JaxRuntimeError is made.
+
+    If `tell` raises, that exception replaces the JaxRuntimeError. jaxlib's C++ makes
+    the error on the thread that reads the result, and the constructor of the class is
+    the only Python code that it runs on the way.
+    """
+    plain = jax.errors.JaxRuntimeError.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        plain(self, *args)
+        if args and isinstance(args[0], str):
+            tell(args[0])
+
+    jax.errors.JaxRuntimeError.__init__ = init  # type: ignore[method-assign]

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax._src import config as _config
-from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
-from jax._src.interpreters import mlir as _mlir
 
 from hostcall._jax.fast_dispatch import marks
-from hostcall._jax.hoisting import keep_in_loops
-from hostcall._jax.lowering import lower_by
+from hostcall._jax.hoisting import kept_in_loops
 
 Effect = _effects.Effect
-
-
-class StandIn:
-    """A base of effects that take the place of one of JAX's, and are equal to it."""
 
 
 def register_effect(effect_type: type, ordered: bool) -> None:
@@ -32,51 +26,10 @@ def register_effect(effect_type: type, ordered: bool) -> None:
     # Without this, partial evaluation under grad drops effectful equations of a scan
     # that have no outputs.
     _effects.partial_eval_kept_effects.add_type(effect_type)
-    keep_in_loops(effect_type)
+    kept_in_loops.add_type(effect_type)
     if ordered:
         _effects.ordered_effects.add_type(effect_type)
         _effects.shardable_ordered_effects.add_type(effect_type)
-
-
-def lower_while_loops_by(
-    chosen: Callable[[Any], bool], loop: Callable[..., Callable[..., Any]]
-) -> None:
-    """Replaces JAX's lowering of some `while_loop`s, by that of a JAX function.
-
-    Args:
-        chosen: whether to replace the lowering of a loop with this condition (a jaxpr).
-        loop: (condition, body, number of the condition's constants, number of the
-            body's) -> the function of the loop's operands that is lowered instead.
-    """
-    table = _mlir._lowerings
-    entry = table[jax.lax.while_p]
-
-    def rule(ctx: Any, *operands: Any, cond_jaxpr: Any, **params: Any) -> Any:
-        if not chosen(cond_jaxpr):
-            return entry.rule(ctx, *operands, cond_jaxpr=cond_jaxpr, **params)
-        # A parameter of a later JAX that `loop` does not know must not be lost.
-        assert params.keys() == {"body_jaxpr", "cond_nconsts", "body_nconsts"}
-        function = loop(
-            _core.jaxpr_as_fun(cond_jaxpr),
-            _core.jaxpr_as_fun(params["body_jaxpr"]),
-            params["cond_nconsts"],
-            params["body_nconsts"],
-        )
-        # Inside shard_map, a carry in which some rows have stopped varies over the mesh
-        # axes of the condition, and the carry's type may not say so. Lower with the
-        # varying-axes check off: JAX checked the program when it was traced.
-        fixed = _core.ManualAxisType()
-        plain = [
-            aval.update(manual_axis_type=fixed) if hasattr(aval, "mat") else aval
-            for aval in ctx.avals_in
-        ]
-        inner = ctx.replace(avals_in=plain)
-        with _config._check_vma(False):
-            outs = lower_by(inner, function, *operands)
-        ctx.set_tokens_out(inner.tokens_out)
-        return outs
-
-    table[jax.lax.while_p] = type(entry)(rule, entry.inline)
 
 
 def tokens() -> list[Any]:
@@ -115,30 +68,27 @@ def wait_for_effects(
     return list(found.values())
 
 
-def drop_failed_token(effect: Any) -> str | None:
-    """Forgets this thread's token of `effect` if the program that left it has failed.
+def before_tokens(then: Callable[[Any], None]) -> None:
+    """Calls `then(effect)` before JAX takes the token of an ordered effect, which it
+    passes to the program that it dispatches.
 
-    Returns the text of that failure, else None. Does not wait for a program that is
-    still running.
+    The first token is made by a transfer. JAX makes an implicit one, which a transfer
+    guard refuses; here it is explicit.
     """
-    tokens = _dispatch.runtime_tokens.current_tokens
-    # A scan, not a look-up: the effect's `__hash__` calls this function. It is compared
-    # by value: a program that was exported has another object for the same effect.
-    token = next((t for e, t in list(tokens.items()) if e == effect), None)
-    buffer = getattr(token, "_buf", None)
-    if buffer is None or not buffer.is_ready():
-        return None
-    try:
-        buffer.block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        # JAX asked for the effect's hash to look into this very dictionary, so change
-        # it in place. Rebuild it instead of deleting one key: deletion would ask for
-        # this effect's hash again.
-        kept = [(e, t) for e, t in tokens.items() if e != effect]
-        tokens.clear()
-        tokens.update(kept)
-        return str(error)
-    return None
+    plain = _dispatch.RuntimeTokenSet.get_token_input
+
+    @functools.wraps(plain)
+    def get_token_input(self: Any, effect: Any, devices: Any) -> Any:
+        then(effect)
+        with _config.explicit_device_put_scope():
+            return plain(self, effect, devices)
+
+    _dispatch.RuntimeTokenSet.get_token_input = get_token_input
+
+
+def token_of(effect: Any) -> Any | None:
+    """The token that this thread's newest program with an ordered effect has left."""
+    return _dispatch.runtime_tokens.current_tokens.get(effect)
 
 
 def is_token_ready(token: Any) -> bool:

@@ -86,19 +86,16 @@ class ExecutionGuard:
         self._check = check
 
     def __bool__(self) -> bool:
-        _refuse_across(sys._getframe(1))
-        self._check(_devices_of_what_asks(sys._getframe(1)))
+        frame = sys._getframe(1)
+        _refuse_across(frame)
+        self._check(getattr(_program_that_asks(frame), "_local_devices", ()))
         return False
 
 
-def _devices_of_what_asks(frame: Any) -> Sequence[Any]:
-    """The devices of the program that JAX is about to execute or to put on its fast
-    path, found in the frame that reads the setting.
-    """
-    return getattr(_program_that_asks(frame), "_local_devices", ())
-
-
 def _program_that_asks(frame: Any) -> Any:
+    """The program that JAX is about to execute or to put on its fast path, found in the
+    frame that reads the setting.
+    """
     program = frame.f_locals.get("self")
     if program is None:
         program = getattr(frame.f_locals.get("executable"), "unsafe_call", None)
@@ -168,16 +165,6 @@ def _refuse_across(frame: Any) -> None:
 # --- A forked child ------------------------------------------------------------------
 
 
-class _Refusal:
-    """Takes the place of the value of `jax_no_execution`, and refuses every program."""
-
-    def __init__(self, refusal: Callable[[], Exception]) -> None:
-        self._refusal = refusal
-
-    def __bool__(self) -> bool:
-        raise self._refusal()
-
-
 def refuse_programs(refusal: Callable[[], Exception]) -> None:
     """Refuses lowering, compiling and running in this process; tracing still works.
 
@@ -192,7 +179,7 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
     forget_fast_dispatches()
     _mlir.lower_jaxpr_to_module = refuse
     _compiler.compile_or_get_cached = refuse
-    setting, guard = _config.no_execution, _Refusal(refusal)
+    setting, guard = _config.no_execution, ExecutionGuard(refuse)
     setting.set_global(guard)
     if setting.get_local() is not UNSET:  # a callback's guard: the callback has forked
         setting.set_local(guard)

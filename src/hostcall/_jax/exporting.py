@@ -44,11 +44,6 @@ def key_dtype(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
-def key_ndim(dtype: Any) -> int:
-    """How many axes the data of one typed key has."""
-    return len(dtype._impl.key_shape)
-
-
 # --- Symbolic sizes ------------------------------------------------------------------
 
 
@@ -90,20 +85,12 @@ def evaluate_sizes(
 
 def unknown_sizes(texts: Sequence[str], known: Sequence[str]) -> list[str]:
     """The symbolic sizes that `evaluate_sizes` can't find from the known ones."""
-    missing = [text for text in texts if text not in known]
-    if not missing:
-        return []
-    sizes = jax.export.symbolic_shape(", ".join([*missing, *known]))
-    given = sizes[len(missing) :]
+    sizes = jax.export.symbolic_shape(", ".join(known)) if known else ()
     names = sorted(set[str]().union(*map(_variables, sizes)))
     # Which variables can be found does not depend on their values.
     trial = {name: 1009 + 10 * number for number, name in enumerate(names)}
-    found = _solved(given, [_value(size, trial) for size in given]).keys()
-    return [
-        text
-        for text, size in zip(missing, sizes, strict=False)
-        if not _variables(size) <= found
-    ]
+    at = [(text, _value(size, trial)) for text, size in zip(known, sizes, strict=True)]
+    return [text for text in texts if evaluate_sizes([text], at) is None]
 
 
 def _solved(given: Sequence[Any], at: Sequence[int]) -> dict[str, int]:
@@ -151,18 +138,6 @@ def _solve(size: Any, value: int, values: dict[str, int]) -> bool:
     return True
 
 
-def shapes_of_results(ctx: Any, avals: Sequence[Any]) -> list[Any] | None:
-    """The shapes of results as values of the program, which XLA needs in a custom call
-    if one of them is symbolic; else None.
-    """
-    if not has_symbolic(avals):
-        return None
-    return [
-        _mlir.eval_dynamic_shape_as_tensor(ctx, getattr(aval, "shape", ()))
-        for aval in avals
-    ]
-
-
 def client_of(platform: str) -> Any:
     """The client of a platform on which this process runs programs."""
     return _xla_bridge.get_backend(platform)
@@ -174,14 +149,11 @@ def marked(exported: jax.export.Exported, mark: str) -> jax.export.Exported:
     JAX keeps compiled programs by equality of what was loaded. The mark is the name of
     a custom call that may be exported: it goes nowhere else.
     """
-    checks = exported.disabled_safety_checks
+    more = jax.export.DisabledSafetyCheck.custom_call(mark)
     inner = exported._get_vjp
     return dataclasses.replace(
         exported,
-        disabled_safety_checks=(
-            *checks,
-            jax.export.DisabledSafetyCheck.custom_call(mark),
-        ),
+        disabled_safety_checks=(*exported.disabled_safety_checks, more),
         _get_vjp=None if inner is None else lambda one: marked(inner(one), mark),
     )
 

@@ -18,7 +18,7 @@ holds the whole program, and makes the tokens of its ordered calls inside.
 
 Programs with other effects beside, over several devices, for other platforms and for
 export keep the way with tokens. Ordered programs over one device and over several are
-put in order by `keep_in_order` (dispatch.py).
+put in order by `wrap_dispatches` (dispatch.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib.mlir import ir as _ir
 
-from hostcall._jax.tracing import open_jaxpr
+from hostcall._jax.tracing import changed, open_jaxpr
 from hostcall._native import current
 
 # --- A program as one equation without effects ----------------------------------------
@@ -67,14 +67,11 @@ _mlir.register_lowering(_program_p, _lower, cacheable=False)
 
 
 def _without_effects(jaxpr: Any) -> Any:
-    inner = open_jaxpr(jaxpr)
-    invars = [_core.Var(v.aval) for v in inner.invars]
+    invars = [_core.Var(aval) for aval in jaxpr.in_avals]
     outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
     eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, {"jaxpr": jaxpr}, set())
-    changes = {"invars": invars, "outvars": outvars, "eqns": [eqn], "effects": set()}
-    if inner is jaxpr:
-        return inner.replace(constvars=[], consts=[], **changes)
-    return _core.ClosedJaxpr(inner.replace(constvars=[], **changes), [])
+    parts = {"invars": invars, "outvars": outvars, "eqns": [eqn], "effects": set()}
+    return changed(jaxpr, consts=[], constvars=[], **parts)
 
 
 # --- Which programs -------------------------------------------------------------------

@@ -23,46 +23,30 @@ from jax._src import effects as _effects
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
-_kept: set[type] = set()
+from hostcall._jax.tracing import changed
+
+# Equations with these effects stay in the scans that they are in.
+kept_in_loops = _effects.EffectTypeSet()
 
 _disguised_p = _core.Primitive("host_call_in_a_loop")
 _disguised_p.multiple_results = True
 
 
-class _Hidden:
-    """An equation, as a parameter of its disguise."""
-
-    def __init__(self, eqn: Any) -> None:
-        self.eqn = eqn
-
-
-def keep_in_loops(effect_type: type) -> None:
-    """Equations with this effect stay in the scans that they are in."""
-    _kept.add(effect_type)
-
-
-def _stays(effects: Any) -> bool:
-    return any(type(effect) in _kept for effect in effects)
-
-
 def _disguise(jaxpr: Any) -> Any:
     """The body of a loop with its effectful equations disguised."""
-    if not _stays(jaxpr.effects):
+    if not kept_in_loops.filter_in(jaxpr.effects):
         return jaxpr
-    inner = jaxpr.jaxpr  # a ClosedJaxpr's; since 0.12 a Jaxpr is its own
     eqns = [
-        eqn.replace(primitive=_disguised_p, params={"hidden": _Hidden(eqn)})
-        if _stays(eqn.effects)
+        eqn.replace(primitive=_disguised_p, params={"eqn": eqn})
+        if kept_in_loops.filter_in(eqn.effects)
         else eqn
-        for eqn in inner.eqns
+        for eqn in jaxpr.eqns
     ]
-    changed = inner.replace(eqns=eqns)
-    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+    return changed(jaxpr, eqns=eqns)
 
 
-def _stage(trace: Any, *tracers: Any, hidden: _Hidden) -> list[Any]:
+def _stage(trace: Any, *tracers: Any, eqn: Any) -> list[Any]:
     """Puts the equation into the loop; its results are not known."""
-    eqn = hidden.eqn
     operands = [trace.instantiate_const(tracer) for tracer in tracers]
     outs = [
         _pe.JaxprTracer(trace, _pe.PartialVal.unknown(v.aval), None)
@@ -112,21 +96,15 @@ class _PartialEval:
             return _pe.partial_eval_jaxpr_nounits(jaxpr, *args, **kwargs)
 
 
-def _install() -> None:
-    hoist = _loops._scan_known_hoisting
-    rules = _pe.partial_eval_jaxpr_custom_rules
-    rule = rules[_loops.scan_p]
-
-    def known_hoisting(jaxpr: Any, *args: Any) -> Any:
-        return hoist(_disguise(jaxpr), *args)
-
-    def partial_eval_custom(*args: Any, **kwargs: Any) -> Any:
-        with _hoisting(True):
-            return rule(*args, **kwargs)
-
-    _loops._scan_known_hoisting = known_hoisting
-    _loops.pe = _PartialEval()
-    rules[_loops.scan_p] = partial_eval_custom
+_hoist = _loops._scan_known_hoisting
+_rule = _pe.partial_eval_jaxpr_custom_rules[_loops.scan_p]
 
 
-_install()
+def _partial_eval_custom(*args: Any, **kwargs: Any) -> Any:
+    with _hoisting(True):
+        return _rule(*args, **kwargs)
+
+
+_loops._scan_known_hoisting = lambda jaxpr, *args: _hoist(_disguise(jaxpr), *args)
+_loops.pe = _PartialEval()
+_pe.partial_eval_jaxpr_custom_rules[_loops.scan_p] = _partial_eval_custom

@@ -41,10 +41,9 @@ def register_lowering(
     """
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        there = elsewhere is None or set(platforms(ctx)) <= set(SERVED)
-        chosen = rule if there else elsewhere
-        assert chosen is not None
-        return chosen(ctx, *operands, **params)
+        if elsewhere is not None and not set(platforms(ctx)) <= set(SERVED):
+            return elsewhere(ctx, *operands, **params)
+        return rule(ctx, *operands, **params)
 
     _mlir.register_lowering(primitive, lower, cacheable=False)
     ENGINE_CALLS.add(primitive)

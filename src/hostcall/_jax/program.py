@@ -55,7 +55,11 @@ class Program(NamedTuple):
 
 def program_of(ctx: Any) -> Program:
     context = ctx.module_context.axis_context
-    client, of = _client(ctx), platforms(ctx)
+    of = platforms(ctx)
+    try:
+        client = ctx.module_context.get_backend()
+    except (RuntimeError, ValueError):
+        client = None
     mesh, automatic = None, frozenset[Any]()
     if isinstance(context, _sharding_impls.SPMDAxisContext):
         mesh = context.mesh
@@ -116,13 +120,6 @@ def is_served(ctx: Any) -> bool:
     """Whether the program is for one platform that the engine serves."""
     of = platforms(ctx)
     return len(of) == 1 and of[0] in SERVED
-
-
-def _client(ctx: Any) -> Any | None:
-    try:
-        return ctx.module_context.get_backend()
-    except (RuntimeError, ValueError):
-        return None
 
 
 def _devices(context: Any) -> list[Any] | None:

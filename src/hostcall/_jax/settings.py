@@ -55,8 +55,14 @@ def _taken() -> dict[str, Any]:
 _settings = _taken()
 
 
-def _hook_of(setting: Any) -> Any:
-    return getattr(setting, "_update_thread_local_hook", None)
+def _swap(name: str, value: Any) -> Any:
+    """Sets a setting on the calling thread. Returns the former value."""
+    setting = _settings[name]
+    before = setting.swap_local(value)
+    hook = getattr(setting, "_update_thread_local_hook", None)
+    if hook is not None:
+        hook(None if value is _UNSET else value)
+    return before
 
 
 @dataclass(frozen=True)
@@ -67,21 +73,12 @@ class Traced:
 
     def enter(self) -> list[Any]:
         """Sets them on the calling thread. Returns the former values."""
-        before = []
-        for name, value in self.values:
-            setting = _settings[name]
-            before.append(setting.swap_local(value))
-            if (hook := _hook_of(setting)) is not None:
-                hook(value)
-        return before
+        return [_swap(name, value) for name, value in self.values]
 
     def leave(self, before: list[Any]) -> None:
         """Sets what `enter` has returned."""
         for (name, _), value in zip(self.values, before, strict=True):
-            setting = _settings[name]
-            setting.set_local(value)
-            if (hook := _hook_of(setting)) is not None:
-                hook(None if value is _UNSET else value)
+            _swap(name, value)
 
 
 def traced_here() -> Traced | None:

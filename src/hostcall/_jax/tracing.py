@@ -11,7 +11,6 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
-from jax._src import effects as _effects
 from jax._src import ffi as _ffi
 from jax._src import mesh as _mesh
 from jax._src import pretty_printer as _pretty_printer
@@ -22,18 +21,27 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.state import discharge as _discharge
 
-from hostcall._jax.devices import guards_transfers_to_devices, here
-
 
 def open_jaxpr(jaxpr: Any) -> Any:
     """The jaxpr in a ClosedJaxpr, which JAX has before 0.12; else the jaxpr itself."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def changed(jaxpr: Any, consts: Sequence[Any] | None = None, **changes: Any) -> Any:
+    """The same with other constants, and other parts of the open jaxpr."""
+    inner = open_jaxpr(jaxpr)
+    own = {} if consts is None else {"consts": list(consts)}
+    if inner is jaxpr:
+        return jaxpr.replace(**changes, **own)
+    return jaxpr.replace(jaxpr=inner.replace(**changes), **own)
+
+
 Primitive = _core.Primitive
 ShapedArray = _core.ShapedArray
 moveaxis = _batching.moveaxis
 check_arg = _dispatch.check_arg
+# Compiles one equation and runs it; equal equations share the compiled program.
+apply_primitive = _dispatch.apply_primitive
 aval_of = _core.typeof
 
 
@@ -150,29 +158,6 @@ def shard_alike(value: Any, aval: Any) -> Any:
     return jax.sharding.reshard(value, wanted)
 
 
-def _make_tokens(primitive: Any, operands: Any, params: Any) -> None:
-    """Makes the tokens that an eager program with ordered effects needs.
-
-    JAX would make a missing token by an implicit transfer, which a transfer guard
-    refuses. Here it is an explicit transfer.
-    """
-    avals = [jax.typeof(operand) for operand in operands]
-    _, effects = primitive.abstract_eval(*avals, **params)
-    devices = next((x.devices() for x in operands if isinstance(x, jax.Array)), None)
-    tokens = _dispatch.runtime_tokens
-    for effect in _effects.ordered_effects.filter_in(effects):
-        if effect not in tokens.current_tokens:
-            with _config.explicit_device_put_scope():
-                tokens.get_token_input(effect, list(devices or {here()}))
-
-
-def apply_primitive(primitive: Any, *operands: Any, **params: Any) -> Any:
-    """Compiles one equation and runs it; equal equations share the compiled program."""
-    if guards_transfers_to_devices():
-        _make_tokens(primitive, operands, params)
-    return _dispatch.apply_primitive(primitive, *operands, **params)
-
-
 def refuse_special(arrays: Sequence[jax.Array], what: Callable[[], str]) -> None:
     """Raises as JAX does for values that `jax_debug_nans` or `jax_debug_infs` forbids.
 
@@ -207,18 +192,13 @@ def keep_under_remat(primitive: Any) -> None:
     available there.
     """
     rule = _debugging._debug_partial_eval_custom
-
-    def partial_eval(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
-        return rule(saveable, unknown, inst, eqn, primitive)
-
-    partial_eval_rules[primitive] = partial_eval
+    partial_eval_rules[primitive] = lambda *args: rule(*args, primitive)
 
 
 def discharge_in_place(primitive: Any) -> None:
     """Registers a primitive that reads Refs, and changes none of them."""
     own = _debugging._debug_callback_state_discharge_rule
-    names = own.__code__.co_varnames[: own.__code__.co_argcount]
-    leading = len(names)  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
+    leading = own.__code__.co_argcount  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
 
     def rule(*args: Any, **params: Any) -> Any:
         values = args[leading:]

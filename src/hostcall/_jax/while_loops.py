@@ -1,4 +1,4 @@
-"""Runs host calls of a while loop once where JAX runs the loop twice.
+"""Host calls in while loops: what JAX would run twice, and what it would leave out.
 
 When JAX splits a while loop into what it knows and what is linear (jax.linearize), and
 only some of the carried values are differentiated, it runs the loop twice: once for the
@@ -17,15 +17,21 @@ Loops without such calls, and drop-ins for JAX's callbacks, keep JAX's own rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
+import jax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import util as _util
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
-from hostcall._jax.tracing import open_jaxpr
+from hostcall._jax.lowering import lower_by
+from hostcall._jax.tracing import changed, open_jaxpr
 
 _while_p = _loops.while_p
 # One type since 0.12.
@@ -80,22 +86,9 @@ _removed_p = _core.Primitive("host_call_of_the_first_loop")
 _removed_p.multiple_results = True
 
 
-class _Hidden:
-    """The call, as a parameter of what stands for it."""
-
-    def __init__(self, eqn: Any) -> None:
-        self.eqn = eqn
-
-
 @_removed_p.def_abstract_eval
-def _removed_avals(*, hidden: _Hidden) -> list[Any]:
-    return [v.aval for v in hidden.eqn.outvars]
-
-
-def _changed(jaxpr: Any, **changes: Any) -> Any:
-    inner = open_jaxpr(jaxpr)
-    changed = inner.replace(**changes)
-    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+def _removed_avals(*, hidden: Any) -> list[Any]:
+    return [v.aval for v in hidden.outvars]
 
 
 def _effects_of(jaxpr: Any, eqns: Sequence[Any]) -> Any:
@@ -130,12 +123,11 @@ class _Remover:
                     zip(eqn.outvars, rule.passes(invars, eqn.params), strict=True)
                 )
             elif any(type(v) is not _core.DropVar for v in eqn.outvars):
-                hidden = {"hidden": _Hidden(eqn)}
-                new = {"primitive": _removed_p, "params": hidden, "effects": set()}
-                eqns.append(eqn.replace(invars=[], **new))
+                new = {"primitive": _removed_p, "params": {"hidden": eqn}}
+                eqns.append(eqn.replace(invars=[], effects=set(), **new))
         outvars = [renamed(x) for x in open_jaxpr(jaxpr).outvars]
-        changed = _changed(jaxpr, eqns=eqns, outvars=outvars)
-        return _changed(changed, effects=_effects_of(changed, eqns))
+        new = changed(jaxpr, eqns=eqns, outvars=outvars)
+        return changed(new, effects=_effects_of(new, eqns))
 
     def _inside(self, eqn: Any) -> Any:
         """The equation with its jaxprs changed."""
@@ -171,19 +163,16 @@ def _joined(
         *a.eqns,
         *(eqn.replace(invars=list(map(renamed, eqn.invars))) for eqn in b.eqns),
     ]
-    changes = {
-        "constvars": [*a.constvars, *b.constvars],
-        "invars": _util.merge_lists(ins, a.invars, others),
-        "outvars": _util.merge_lists(outs, own, list(map(renamed, b.outvars))),
-        "eqns": eqns,
-        "debug_info": open_jaxpr(whole).debug_info,
-    }
-    consts = [*known.consts, *unknown.consts]
-    if a is known:
-        joined = a.replace(**changes, consts=consts)
-    else:
-        joined = known.replace(jaxpr=a.replace(**changes), consts=consts)
-    return _changed(joined, effects=_effects_of(joined, eqns))
+    joined = changed(
+        known,
+        consts=[*known.consts, *unknown.consts],
+        constvars=[*a.constvars, *b.constvars],
+        invars=_util.merge_lists(ins, a.invars, others),
+        outvars=_util.merge_lists(outs, own, list(map(renamed, b.outvars))),
+        eqns=eqns,
+        debug_info=open_jaxpr(whole).debug_info,
+    )
+    return changed(joined, effects=_effects_of(joined, eqns))
 
 
 # --- The two loops --------------------------------------------------------------------
@@ -226,8 +215,7 @@ def _split(params: dict[str, Any], unknown: Sequence[bool]) -> _Split | None:
         return None
 
     def known_outputs(jaxpr: Any, number: int) -> Any:
-        outvars = open_jaxpr(jaxpr).outvars[:number]
-        return _changed(jaxpr, outvars=outvars)
+        return changed(jaxpr, outvars=open_jaxpr(jaxpr).outvars[:number])
 
     first = {
         "cond_jaxpr": known_outputs(tests[0], 1),
@@ -245,7 +233,7 @@ def _split(params: dict[str, Any], unknown: Sequence[bool]) -> _Split | None:
     for jaxpr in (second["cond_jaxpr"], second["body_jaxpr"]):
         for eqn in _all_eqns(jaxpr):
             if eqn.primitive is _removed_p:
-                call = eqn.params["hidden"].eqn
+                call = eqn.params["hidden"]
                 error = _once[call.primitive].error
                 assert error is not None  # those that pass their operands on leave none
                 raise error(call.params)
@@ -293,15 +281,12 @@ def _without_dead_calls(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     if all(e.primitive is not _removed_p for loop in loops for e in _all_eqns(loop)):
         return [True] * len(eqn.invars), eqn
     params, used_ins, used_outs = _needed(eqn.params, used)
-    invars, outvars = _chosen(eqn.invars, used_ins), _chosen(eqn.outvars, used_outs)
-    return used_ins, eqn.replace(invars=invars, outvars=outvars, params=params)
+    invars, outvars = compress(eqn.invars, used_ins), compress(eqn.outvars, used_outs)
+    new = eqn.replace(invars=list(invars), outvars=list(outvars), params=params)
+    return used_ins, new
 
 
 _pe.dce_rules.setdefault(_while_p, _without_dead_calls)
-
-
-def _chosen(things: Sequence[Any], which: Sequence[bool]) -> list[Any]:
-    return [thing for thing, yes in zip(things, which, strict=True) if yes]
 
 
 def _has_calls(params: dict[str, Any]) -> bool:
@@ -323,10 +308,10 @@ def _while_partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
         return _by_trace(trace, *tracers, **params)
     known = [t.pval.get_known() for t in _util.partition_list(split.ins, tracers)[0]]
     first = _while_p.bind(*known, **split.first)
-    operands = _chosen(tracers, split.used_ins)
+    operands = list(compress(tracers, split.used_ins))
     second = trace.default_process_primitive(_while_p, operands, split.second)
-    unknown = _chosen(second, _chosen(split.outs, split.used_outs))
-    return _util.merge_lists(split.outs, first, unknown)
+    unknown = compress(second, compress(split.outs, split.used_outs))
+    return _util.merge_lists(split.outs, first, list(unknown))
 
 
 def _while_partial_eval_custom(
@@ -347,9 +332,10 @@ def _while_partial_eval_custom(
         v if uk else _core.DropVar(v.aval)
         for v, uk in zip(eqn.outvars, split.outs, strict=True)
     ]
-    operands = _chosen(eqn.invars, split.used_ins)
+    operands = list(compress(eqn.invars, split.used_ins))
     first = _loop(eqn, known, results, split.first)
-    second = _loop(eqn, operands, _chosen(again, split.used_outs), split.second)
+    left = list(compress(again, split.used_outs))
+    second = _loop(eqn, operands, left, split.second)
     residuals = [
         x
         for x, used, has in zip(eqn.invars, split.used_ins, inst, strict=True)
@@ -367,3 +353,71 @@ def _loop(eqn: Any, operands: Any, results: Any, params: dict[str, Any]) -> Any:
 
 _pe.custom_partial_eval_rules[_while_p] = _while_partial_eval
 _pe.partial_eval_jaxpr_custom_rules[_while_p] = _while_partial_eval_custom
+
+
+# --- Conditions with effects ----------------------------------------------------------
+#
+# XLA does not run the condition of a loop whose number of steps it knows, so unordered
+# effects in it would be lost. Under vmap, rows of a loop stop one by one. JAX's
+# lowering of a condition with an ordered effect (0.10.2, 0.12.0.1) ignores that, and
+# lets every row run on until the last one stops. All other loops keep JAX's lowering.
+
+
+def lower_effectful_conditions(chosen: Callable[[Collection[Any]], bool]) -> None:
+    """Lowers loops as `_with_condition_inside` whose conditions have chosen effects."""
+    table = _mlir._lowerings
+    entry = table[_while_p]
+
+    def rule(ctx: Any, *operands: Any, cond_jaxpr: Any, **params: Any) -> Any:
+        if not chosen(cond_jaxpr.effects):
+            return entry.rule(ctx, *operands, cond_jaxpr=cond_jaxpr, **params)
+        # Inside shard_map, a carry in which some rows have stopped varies over the mesh
+        # axes of the condition, and the carry's type may not say so. Lower with the
+        # varying-axes check off: JAX checked the program when it was traced.
+        fixed = _core.ManualAxisType()
+        plain = [
+            aval.update(manual_axis_type=fixed) if hasattr(aval, "mat") else aval
+            for aval in ctx.avals_in
+        ]
+        inner = ctx.replace(avals_in=plain)
+        loop = functools.partial(_with_condition_inside, cond_jaxpr, **params)
+        with _config._check_vma(False):
+            outs = lower_by(inner, loop, *operands)
+        ctx.set_tokens_out(inner.tokens_out)
+        return outs
+
+    table[_while_p] = type(entry)(rule, entry.inline)
+
+
+def _with_condition_inside(
+    cond_jaxpr: Any,
+    *operands: Any,
+    body_jaxpr: Any,
+    cond_nconsts: int,
+    body_nconsts: int,
+) -> list[Any]:
+    """The same loop with the condition computed in the body, so that rows can stop.
+
+    The carry gets one more value: for each row, whether it goes on.
+    """
+    condition, body = map(_core.jaxpr_as_fun, (cond_jaxpr, body_jaxpr))
+    cond_consts, body_consts, start = _util.split_list(
+        list(operands), [cond_nconsts, body_nconsts]
+    )
+
+    def chosen(goes_on: Any, new: Any, old: Any) -> Any:
+        if goes_on.ndim == 0:  # the body runs only if the loop goes on
+            return new
+        rows = jax.lax.broadcast_in_dim(goes_on, new.shape, range(goes_on.ndim))
+        return jax.lax.select(rows, new, old)
+
+    def again(state: Any) -> Any:
+        goes_on, carry = state
+        new = body(*body_consts, *carry)
+        carry = [chosen(goes_on, n, c) for n, c in zip(new, carry, strict=True)]
+        (still,) = condition(*cond_consts, *carry)
+        return goes_on & still, carry
+
+    (first,) = condition(*cond_consts, *start)
+    _, carry = jax.lax.while_loop(lambda state: state[0].any(), again, (first, start))
+    return list(carry)

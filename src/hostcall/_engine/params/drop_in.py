@@ -26,7 +26,7 @@ from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.arguments import wrong
 from hostcall._core.host_code import own
-from hostcall._core.order import UNORDERED, healing
+from hostcall._core.order import UNORDERED
 from hostcall._core.source import Place, is_jaxs, users_place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.info import CallInfo
@@ -71,14 +71,14 @@ FLAVOURS: dict[str, Flavour] = {
         api="jax.io_callback",
         jax_logger=_jax.callback_logger,
         unordered=_jax.IO_EFFECT,
-        ordered=healing(_jax.ORDERED_IO_EFFECT),
+        ordered=_jax.ORDERED_IO_EFFECT,
         does="IO callbacks do not support",
     ),
     "debug": Flavour(
         api="jax.debug.callback",
         jax_logger=_jax.debug_logger,
         unordered=_jax.DEBUG_EFFECT,
-        ordered=healing(_jax.ORDERED_DEBUG_EFFECT),
+        ordered=_jax.ORDERED_DEBUG_EFFECT,
     ),
 }
 
