@@ -82,6 +82,7 @@ class ArrayFile:
         chunk = meta["chunk_grid"]["configuration"]["chunk_shape"]
         given = (meta["shape"], meta["data_type"], chunk, meta["fill_value"])
         names = meta["dimension_names"]
+        own = zip(given[0][1:], chunk[1:], strict=True)  # looked at if lengths agree
         fits = (
             all(type(n) is int and n >= 0 for n in given[0])
             and all(type(n) is int and n > 0 for n in chunk)
@@ -89,7 +90,7 @@ class ArrayFile:
             and given[1] in _DTYPES
             and json.dumps(given[3]) in _FILLS
             and all(name is None or type(name) is str for name in names)
-            and math.prod(map(_parts, given[0][1:], chunk[1:])) <= MOST_CHUNKS
+            and math.prod(-(-n // of) for n, of in own) <= MOST_CHUNKS
         )
         # Compared as text, since 1 == 1.0 == True.
         if not fits or json.dumps(meta) != json.dumps(_meta(*given, names)):
@@ -202,10 +203,6 @@ def _meta(
         "attributes": {},
         "dimension_names": names,
     }
-
-
-def _parts(size: int, of: int) -> int:
-    return -(-size // of)
 
 
 def blocks_of(folder: Path) -> list[list[list[int]]]:

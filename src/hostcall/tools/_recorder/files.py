@@ -8,7 +8,6 @@ through a link.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import stat
@@ -60,21 +59,12 @@ def lock(path: Path) -> BinaryIO:
     return file
 
 
-def new_file(path: Path) -> BinaryIO:
-    """Opens a new file for writing, in place of what has this name.
-
-    "x" follows no link. A process that was killed may have left a file.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    return open(path, "xb")
-
-
 def replace_file(path: Path, data: bytes | np.ndarray) -> None:
     """Writes a file that is never seen in part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
-    with new_file(new) as file:
+    new.unlink(missing_ok=True)  # a process that was killed may have left it
+    with open(new, "xb") as file:  # "x" follows no link
         file.write(data)
     os.replace(new, path)
 
