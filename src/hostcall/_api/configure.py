@@ -8,7 +8,6 @@ from hostcall import _native
 from hostcall._core import config, mistakes
 from hostcall._core.arguments import choices
 from hostcall._core.errors import SpecError
-from hostcall._engine import caching
 from hostcall._runtime import flights
 
 if TYPE_CHECKING:
@@ -98,6 +97,8 @@ def configure(
         changes["loop"] = None if own else loop
     vars(config.settings).update(changes)
     if cache_bytes is not None:
+        from hostcall._engine import caching  # most programs have none
+
         caching.kept.fit()
     if flight is not None:
         flights.apply()

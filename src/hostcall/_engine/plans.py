@@ -13,21 +13,20 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.spec import packed_bits
-from hostcall._engine import caching
-from hostcall._engine.coalescing import Coalesced
 from hostcall._engine.counters import counters_of, note
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Callback, Equation
 from hostcall._native import Inside, Lend, ResultForm
-from hostcall._runtime import context, executors, host_device, workers
-from hostcall._runtime.rows import run_rows
-from hostcall._runtime.tasks import run_tasks
+from hostcall._runtime import context, host_device, workers
 from hostcall._runtime.workers import Bound, Current, Row, run_with_timeout
 
 if TYPE_CHECKING:
     from hostcall._job.failures import Failures
 
 logger = logging.getLogger("hostcall")
+
+# Most programs have no cache, merged calls, coroutines or parallel rows, so what these
+# need is imported when a plan has one.
 
 Converter = Callable[[Any], Any] | None
 Runner = Callable[[list[Any], list[Any]], list[Any]]  # of rows, and their indices
@@ -166,7 +165,7 @@ def make_plan(
         leave=None if traced is None else traced.leave,
         counters=counters_of(callback),
         place=info.number,
-        sends=code.runner is not None and executors.sends(callback.pool),
+        sends=code.runner is not None and _sends(callback.pool),
         guard=info.guard,
         scout=host_device.scout(together) if asks else None,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
@@ -231,11 +230,15 @@ def _code(
         runner = runner and _converted_rows(runner, made)
     function, form = equation.finish(function, info, arguments.compressed)
     if callback.cache is not None:
+        from hostcall._engine import caching
+
         flat = arguments.compressed
         rows = caching.Rows(equation, info, arguments.shapes, flat, device)
         function, form = caching.cached(function, rows), ResultForm.TUPLE
         runner = runner and caching.cached_rows(runner, rows)
     if callback.coalesce is not None:
+        from hostcall._engine.coalescing import Coalesced
+
         function = Coalesced(equation, operands, info, function, device)
         form = ResultForm.TUPLE
         runner = function.rows if equation.grid else None
@@ -334,6 +337,8 @@ _Rows = Callable[[list[Row], Current], list[Any]]
 
 
 def _with_loop(callback: Callback, bound: Bound) -> _Rows:
+    from hostcall._runtime.tasks import run_tasks
+
     return lambda rows, current: run_tasks(bound, rows, current, callback.concurrency)
 
 
@@ -346,6 +351,14 @@ def _each(run: _Rows, fill: Callable[..., Row]) -> Callable[..., Any]:
         return value
 
     return whole
+
+
+def _sends(pool: Any) -> bool:
+    if pool is None:
+        return False
+    from hostcall._runtime import executors
+
+    return executors.sends(pool)
 
 
 def _with_trees(fn: Callable[..., Any], fill: Callable[..., Row]) -> Any:
@@ -377,6 +390,8 @@ def _runner(equation: Equation, info: CallInfo, device: Any) -> Runner | None:
     """A function that runs all rows of a "parallel" call at once; else None."""
     if equation.vmap_method != "parallel" or not equation.grid:
         return None
+    from hostcall._runtime.rows import run_rows
+
     callback, bound = equation.callback, _bound(info, device)
     once = equation.order != "pure"
     together = _with_loop(callback, bound) if callback.awaits else None

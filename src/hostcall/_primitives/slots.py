@@ -103,19 +103,12 @@ def _key_of(params: Equation, operands: Sequence[Any]) -> int:
     would run that on a thread of its own.
     """
     callback = params.callback
-    return fingerprint(
-        (
-            name_of_held(callback.function) or callback.function,
-            callback.tag,
-            callback.arrays,
-            callback.lend,
-            [(a.shape, str(a.dtype)) for a in (*operands, *params.avals)],
-            type(params).__name__,
-            params.vmap_method,
-            params.runs_where_dispatched,
-            [getattr(params, option, None) for option in _IN_KEY],
-        )
-    )
+    avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *params.avals)]
+    options = [getattr(params, option, None) for option in _IN_KEY]
+    how = (callback.tag, callback.arrays, callback.lend, params.runs_where_dispatched)
+    plain = repr((avals, options, how, type(params).__name__))
+    function = name_of_held(callback.function) or callback.function
+    return fingerprint((function, params.vmap_method, plain))
 
 
 class Kept:

@@ -10,7 +10,6 @@ from hostcall._core.errors import SpecError
 from hostcall._core.order import ORDERS
 from hostcall._core.signatures import own_option
 from hostcall._primitives.call import batching
-from hostcall._runtime.executors import is_executor
 
 _ARRAYS = ("numpy", "jax", "dlpack", "cuda")
 _LENDS = (False, True, "out")
@@ -75,6 +74,9 @@ def check_options(
     if awaits:
         check_awaits(name, arrays, lend, executor)
     if executor is not None:
+        # Most programs have none.
+        from hostcall._runtime.executors import is_executor
+
         if not is_executor(executor):
             wanted = (
                 "a concurrent.futures.Executor, a Dask client or a pool such as"
