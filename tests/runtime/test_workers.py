@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import gc
 import time
+import weakref
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from limits import HANG_SECONDS
 
 import hostcall as hc
 
@@ -219,3 +222,28 @@ def test_host_code_sees_the_callers_context(name, mode):
             assert seen == [(run, "raise")] * len(seen), name
             assert len(seen) == (5 if call is rows else 1)
             seen.clear()
+
+
+def test_a_failure_within_a_limit_is_in_no_cycle():
+    seen = []
+
+    class Value:
+        pass
+
+    def fails(x):
+        value = Value()
+        seen.append(weakref.ref(value))
+        raise LookupError("late")
+
+    def call():
+        with contextlib.suppress(LookupError):
+            hc.call(fails, SCALAR, 1.0, timeout=HANG_SECONDS)
+
+    gc.collect()
+    gc.disable()
+    try:
+        call()
+        call()  # the newest error is kept, with its frames
+        assert seen[0]() is None
+    finally:
+        gc.enable()

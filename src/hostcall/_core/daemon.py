@@ -64,29 +64,33 @@ class DaemonPool(futures.Executor):
         self,
         threads: int | None,
         begin: Callable[[], object] = lambda: None,
+        name: str = "hostcall-rows",
         what: str = "a parallel row",
     ) -> None:
         """At most `threads`; with None no job ever waits for the end of another.
 
-        `begin()` is called first on each thread. `what` is what jobs are.
+        `begin()` is called first on each thread, which has this `name`. `what` is what
+        jobs are.
         """
         self._max_workers = threads  # asked for where ThreadPoolExecutor has it
-        self._begin, self._what = begin, what
+        self._begin, self._name, self._what = begin, name, what
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the two below
         self._threads = 0
         self._free = 0  # threads that wait for a job, less the jobs that wait for them
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        future: futures.Future[Any] = futures.Future()
+        made = future = futures.Future[Any]()
 
         def job() -> None:
+            nonlocal future
             if not future.set_running_or_notify_cancel():
                 return
             try:
                 value = fn(*args, **kwargs)
             except BaseException as error:
                 future.set_exception(error)
+                del future  # breaks the cycle future -> error -> this frame -> future
             else:
                 future.set_result(value)
 
@@ -94,7 +98,7 @@ class DaemonPool(futures.Executor):
             most = self._max_workers
             if self._free <= 0 and (most is None or self._threads < most):
                 try:
-                    start(daemon("hostcall-rows", self._run), self._what)
+                    start(daemon(self._name, self._run), self._what)
                     self._threads += 1
                     self._free += 1
                 except HostcallError:
@@ -102,7 +106,7 @@ class DaemonPool(futures.Executor):
                         raise
             self._free -= 1
         self._jobs.put(job)
-        return future
+        return made
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Ends each thread after the jobs that are queued; waits for none."""

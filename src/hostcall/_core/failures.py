@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -102,9 +102,9 @@ def keep(exception: BaseException, handed_over: bool = False) -> int:
     with _lock:
         before = _kept.get(_last)
         number = _last = next(_numbers)
-        if number == 1:
-            _jax.tell_of_reports(_report_is_made)
-            _native.monitor_raises()
+        while _at_first:  # an interrupt may come in between
+            _at_first[-1]()
+            _at_first.pop()
         _kept[number] = kept
         while _keeps_too_many(kept.since):
             gone.append(_kept.popitem(last=False))
@@ -404,3 +404,10 @@ def _report_is_made(text: str) -> None:
     replaced = replacement(number)
     if replaced is not None:
         raise replaced
+
+
+# What the first failure starts, the last first.
+_at_first: list[Callable[[], None]] = [
+    _native.monitor_raises,
+    lambda: _jax.tell_of_reports(_report_is_made),
+]

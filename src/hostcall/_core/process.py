@@ -9,15 +9,20 @@ such work is refused.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import TypeVar
 
 from hostcall import _native
 from hostcall._core.errors import HostcallError
 
+logger = logging.getLogger("hostcall")
+
 T = TypeVar("T", bound="Owned")
 
-_living: weakref.WeakSet[Owned] = weakref.WeakSet()
+# By id. A dict is changed, and its values are copied, in single steps: no lock, which a
+# fork could leave locked.
+_living: dict[int, weakref.ref[Owned]] = {}
 
 
 class Owned:
@@ -25,7 +30,8 @@ class Owned:
 
     def __init__(self) -> None:
         """Called last, by the `__init__` of each kind: others may look at it now."""
-        _living.add(self)
+        number, living = id(self), _living  # a module's names are None at the end
+        living[number] = weakref.ref(self, lambda _: living.pop(number, None))
 
     def renew(self) -> None:
         """Called in a forked child."""
@@ -35,14 +41,18 @@ class Owned:
 
 
 def living(kind: type[T]) -> list[T]:
-    """What there is of a kind in this process."""
-    return [owner for owner in list(_living) if type(owner) is kind]
+    """What there is of a kind in this process, the oldest first."""
+    owners = [reference() for reference in list(_living.values())]
+    return [owner for owner in owners if isinstance(owner, kind)]
 
 
 def renew_all() -> None:
     """Called in a forked child, by the end of the process (_runtime/lifecycle.py)."""
-    for owner in list(_living):
-        owner.renew()
+    for owner in living(Owned):
+        try:
+            owner.renew()
+        except Exception:
+            logger.exception("a forked child could not start %r anew", owner)
 
 
 def refusal(what: str) -> HostcallError:

@@ -434,8 +434,9 @@ class _Kept(Owned):
     def fit(self) -> None:
         """Drops entries, the least recently used first, until the limit holds."""
         with self._lock:
-            gone = set(self.gone)
-            del self.gone[: len(gone)]
+            count = len(self.gone)  # `__del__` may add one meanwhile
+            gone = set(self.gone[:count])
+            del self.gone[:count]
             for key in [key for key in self._values if key[0] in gone] if gone else ():
                 self._drop(key)
             while self._values and self.bytes > config.settings.cache_bytes:

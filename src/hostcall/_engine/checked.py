@@ -73,24 +73,25 @@ _MORE: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: Any, hint: Any, sizes: bool) -> bool:
     """Whether a value has a type, as JSON has it: a list for a tuple.
 
-    1 is not True, and a number is finite. An int may be a symbolic size.
+    1 is not True, and a number is finite. With `sizes`, an int may be a symbolic one.
     """
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Literal:
         return any(type(value) is type(each) and value == each for each in inner)
     if kind in (Union, types.UnionType):
-        return any(_fits(value, each) for each in inner)
+        return any(_fits(value, each, sizes) for each in inner)
     if kind is tuple:
         if not isinstance(value, list):
             return False
         if inner[-1] is ...:
             inner = (inner[0],) * len(value)
-        return len(value) == len(inner) and all(map(_fits, value, inner))
+        pairs = zip(value, inner, strict=False)
+        return len(value) == len(inner) and all(_fits(*pair, sizes) for pair in pairs)
     if hint is int:
-        is_size = isinstance(value, dict) and bool(sizes_in(value))
+        is_size = sizes and isinstance(value, dict) and bool(sizes_in(value))
         return is_size or _is_int(value, -(2**63))
     if hint is float:
         return type(value) in (int, float) and math.isfinite(value)
@@ -104,7 +105,7 @@ def _is_int(value: Any, least: int) -> bool:
 def _check(given: Any, options: dict[str, Any]) -> None:
     for option, hint in options.items():
         value = given[option]
-        fits = _fits(value, hint)
+        fits = _fits(value, hint, option in ("grid", "sizes"))
         if fits and value is not None and option in _MORE:
             fits = _MORE[option](value)
         if not fits:

@@ -228,7 +228,7 @@ def split(
 
 # --- `timeout=` of a plain function ---------------------------------------------------
 
-_threads = DaemonPool(None, what="timeout=")
+_threads = DaemonPool(None, name="hostcall-timeout", what="timeout=")
 
 
 def run_with_timeout(run: Bound, row: Row, current: Any) -> Any:
@@ -257,7 +257,7 @@ def run_with_timeout(run: Bound, row: Row, current: Any) -> Any:
         return outcome.result()
     finally:
         delegates.pop(waiting, None)
-        del outcome  # breaks the cycle error -> traceback -> this frame -> error
+        del outcome  # breaks the cycle error -> this frame -> outcome -> error
 
 
 def _stack_of(worker: list[int]) -> str:
