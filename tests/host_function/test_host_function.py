@@ -239,7 +239,16 @@ def test_infer_runs_once_an_aval():
 
 SPEC_ERRORS = {
     "like a tree": (hc.results.like(0), ({"a": ROW},), r"hc\.results\.same_tree\(0\)"),
-    "like nothing": (hc.results.like(2), (ROW,), "called with 1 argument."),
+    "like nothing": (
+        hc.results.like(2),
+        (ROW,),
+        r"result=hc\.results\.like\(2\), and was called with 1 argument\.",
+    ),
+    "same_tree of nothing": (
+        hc.results.same_tree(2),
+        (ROW,),
+        r"result=hc\.results\.same_tree\(2\), and was called with 1 argument\.",
+    ),
     "infer": ("infer", ("x",), r"failed on zeros: \w+: .*result="),
     "function": (lambda x: x.nothing, (ROW,), r"failed for \(float32\[3\]\)"),
     "no spec": (object(), (ROW,), "has no shape and dtype"),

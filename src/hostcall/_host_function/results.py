@@ -66,9 +66,9 @@ class same_tree(OfArguments):
 def _argument(number: int, args: tuple[Any, ...], name: str, what: str) -> Any:
     if not isinstance(number, int) or not -len(args) <= number < len(args):
         raise SpecError(
-            f"hostcall: `{name}` has result=hc.{what}({number!r}), and was called with"
-            f" {counted(len(args), 'argument')}. Give the position of one of"
-            " them, from 0",
+            f"hostcall: `{name}` has result=hc.results.{what}({number!r}), and was"
+            f" called with {counted(len(args), 'argument')}. Give the position of one"
+            " of them, from 0",
             code="hc-result-spec",
         )
     return args[number]
