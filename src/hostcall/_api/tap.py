@@ -13,6 +13,7 @@ from hostcall._core.arguments import (
     check_count,
     check_function,
     check_tag,
+    conflict,
     one_of,
     parse_mask,
     parse_on_of_tap,
@@ -359,11 +360,10 @@ def _check_batch(called: str, batch: Any, order: str, rows: str, **_: Any) -> No
         (rows == "each", "rows='each'", "use rows='batched'"),
     ):
         if given:
-            raise SpecError(
-                f"hostcall: the tap `{called}` has batch= and {option}. Taps of a batch"
-                f" are delivered together, not one by one between others: {instead}, or"
-                " leave out batch=",
-                code="hc-conflict",
+            raise conflict(
+                f"the tap `{called}`",
+                f"batch= and {option}. Taps of a batch are delivered together, not one"
+                f" by one between others: {instead}, or leave out batch=",
             )
 
 

@@ -150,6 +150,11 @@ def wrong(option: str, of: str, wanted: str, got: Any, more: str = "") -> SpecEr
     )
 
 
+def conflict(of: str, what: str) -> SpecError:
+    """The error for options of `of` that do not go together."""
+    return SpecError(f"hostcall: {of} has {what}", code="hc-conflict")
+
+
 def one_of(option: str, of: str, value: Any, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise wrong(option, of, choices(allowed), value)

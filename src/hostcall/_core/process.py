@@ -47,7 +47,10 @@ def living(kind: type[T]) -> list[T]:
 
 
 def renew_all() -> None:
-    """Called in a forked child, by the end of the process (_runtime/lifecycle.py)."""
+    """Called in a forked child, by the end of the process (_runtime/lifecycle.py).
+
+    One that fails is logged: the others must not keep locks of the parent's for it.
+    """
     for owner in living(Owned):
         try:
             owner.renew()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Callback, Equation
 from hostcall._native import Inside, Lend, ResultForm
 from hostcall._runtime import context, host_device, workers
-from hostcall._runtime.workers import Bound, Current, Row, run_with_timeout
+from hostcall._runtime.workers import Bound, Row, run_with_timeout
 
 if TYPE_CHECKING:
     from hostcall._job.failures import Failures
@@ -87,10 +88,10 @@ class Entrance:
     text: str = ""
 
     def settings(self) -> dict[str, Any]:
-        """What a native plan has of them as it is; `packed` is in its leaves."""
-        plain = ("device", "inside", "tap", "tells", "elsewhere", "text")
-        team = None if self.team is None else self.team.settings()
-        return {"team": team, **{name: getattr(self, name) for name in plain}}
+        """What a native plan has of them; `packed` is in its leaves."""
+        settings = {name: x for name, x in vars(self).items() if name != "packed"}
+        settings["team"] = None if self.team is None else self.team.settings()
+        return settings
 
 
 class _Arguments(NamedTuple):
@@ -311,15 +312,18 @@ def _function(equation: Equation, info: CallInfo, device: Any) -> Callable[..., 
     """The function with one array per leaf, of the kind that it gets."""
     callback = equation.callback
     whole, fill = callback.function, callback.template.fill
-    if callback.awaits:
-        whole = _each(_with_loop(callback, _bound(info, device)), fill)
-    elif callback.timeout is not None:
+    if callback.awaits or callback.timeout is not None:
         bound = _bound(info, device)
+        run: Callable[..., list[Any]] = partial(run_with_timeout, bound)
+        if callback.awaits:
+            run = _on_loop(callback, bound)
 
-        def limited(*leaves: Any) -> Any:
-            return run_with_timeout(bound, fill(leaves), context.current())
+        def elsewhere(*leaves: Any) -> Any:
+            here = context.current()
+            (value,) = run([fill(leaves)], lambda _: here)
+            return value
 
-        whole = limited
+        whole = elsewhere
     elif not callback.template.is_flat:
         whole = _with_trees(whole, fill)
     if callback.lend == "out":
@@ -333,24 +337,10 @@ def _bound(info: CallInfo, device: Any) -> Bound:
     return Bound(callback.function, settings, callback.timeout, info.name)
 
 
-_Rows = Callable[[list[Row], Current], list[Any]]
-
-
-def _with_loop(callback: Callback, bound: Bound) -> _Rows:
+def _on_loop(callback: Callback, bound: Bound) -> Callable[..., list[Any]]:
     from hostcall._runtime.tasks import run_tasks
 
     return lambda rows, current: run_tasks(bound, rows, current, callback.concurrency)
-
-
-def _each(run: _Rows, fill: Callable[..., Row]) -> Callable[..., Any]:
-    """The function of one row, of what runs several."""
-
-    def whole(*leaves: Any) -> Any:
-        here = context.current()
-        (value,) = run([fill(leaves)], lambda _: here)
-        return value
-
-    return whole
 
 
 def _sends(pool: Any) -> bool:
@@ -390,11 +380,14 @@ def _runner(equation: Equation, info: CallInfo, device: Any) -> Runner | None:
     """A function that runs all rows of a "parallel" call at once; else None."""
     if equation.vmap_method != "parallel" or not equation.grid:
         return None
-    from hostcall._runtime.rows import run_rows
-
     callback, bound = equation.callback, _bound(info, device)
-    once = equation.order != "pure"
-    together = _with_loop(callback, bound) if callback.awaits else None
+    if callback.awaits:
+        together = _on_loop(callback, bound)
+    else:
+        from hostcall._runtime.rows import run_rows
+
+        how = {"executor": callback.pool, "once": equation.order != "pure"}
+        together = partial(run_rows, bound, **how)
 
     def run(rows: list[Any], indices: list[Any]) -> list[Any]:
         here = context.current()
@@ -402,11 +395,8 @@ def _runner(equation: Equation, info: CallInfo, device: Any) -> Runner | None:
         def current(row: int) -> Any:
             return here and here.at_row(indices[row])
 
-        filled = [callback.template.fill(row) for row in rows]
         try:
-            if together is not None:
-                return together(filled, current)
-            return run_rows(bound, filled, current, callback.pool, once)
+            return together([callback.template.fill(row) for row in rows], current)
         except BaseException as error:
             number = vars(error).pop("hostcall_row", None)
             if number is not None:

@@ -32,7 +32,7 @@ from hostcall._host_function.results import aligned, elementwise
 from hostcall._host_function.trees import pick, spread
 from hostcall._primitives.call.batching import WHOLE
 from hostcall._primitives.call.make import make_with
-from hostcall._runtime import executors
+from hostcall._runtime import executors, workers
 
 # value: the function itself.
 # jvp: the tangents of the results. both: the results and their tangents.
@@ -204,7 +204,7 @@ class FunctionCode(Value, HostCode):
     def split(self, args: Any, kwargs: Any) -> Any:
         del kwargs
         if self.kind == "value":
-            return self._code("value"), args, sendable.same
+            return self._code("value"), args, workers.same
         run, sent, finish = self._steps(args)
         return run, sent, lambda value: tuple(finish(value))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hostcall._core.arguments import conflict
 from hostcall._core.errors import SpecError
 from hostcall._core.folders import open_to_others
 from hostcall._core.host_code import asked, text_of
@@ -28,10 +29,10 @@ def part_of(
     """
     if cache is None:
         if version is not None:
-            raise SpecError(
-                f"hostcall: `{shown}` has version= and no cache=. It is the version of"
-                " the code whose results are kept: give cache=, or drop version=",
-                code="hc-conflict",
+            raise conflict(
+                f"`{shown}`",
+                "version= and no cache=. It is the version of the code whose results"
+                " are kept: give cache=, or drop version=",
             )
         return None
     in_memory = isinstance(cache, str) and cache == "memory"
@@ -71,27 +72,25 @@ def _refuse_others(shown: str, options: Any) -> None:
             " drop cache="
         )
     if why:
-        raise SpecError(f"hostcall: `{shown}` has cache= and {why}", code="hc-conflict")
+        raise conflict(f"`{shown}`", f"cache= and {why}")
 
 
 def _check_disk(shown: str, fn: Any, version: Any) -> None:
     if version is None:
-        raise SpecError(
-            f"hostcall: `{shown}` has a cache that outlives the process, and no"
-            " version=. Give version=1, and another number whenever the code of the"
-            " function, of its rules, or of what they call changes: older results are"
-            " then not found",
-            code="hc-conflict",
+        raise conflict(
+            f"`{shown}`",
+            "a cache that outlives the process, and no version=. Give version=1, and"
+            " another number whenever the code of the function, of its rules, or of"
+            " what they call changes: older results are then not found",
         )
     if not _goes_by_name(fn):
-        raise SpecError(
-            f"hostcall: `{shown}` has a cache that outlives the process, whose entries"
-            f" go by the function's module and name. `{name_of(fn)}` may be one of"
-            " several functions of that name (a lambda, a closure, a decorator's"
-            " wrapper, a partial, a bound method, a ufunc of np.frompyfunc): define it"
-            " at the top level of a module, with all that it uses as arguments, or"
-            " use cache='memory'",
-            code="hc-conflict",
+        raise conflict(
+            f"`{shown}`",
+            "a cache that outlives the process, whose entries go by the function's"
+            f" module and name. `{name_of(fn)}` may be one of several functions of that"
+            " name (a lambda, a closure, a decorator's wrapper, a partial, a bound"
+            " method, a ufunc of np.frompyfunc): define it at the top level of a"
+            " module, with all that it uses as arguments, or use cache='memory'",
         )
 
 

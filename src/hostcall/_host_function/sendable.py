@@ -19,12 +19,9 @@ import jax
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._host_function.rules import forward_pair
 from hostcall._host_function.trees import is_pair
+from hostcall._runtime.workers import same
 
 Steps: TypeAlias = Generator[Any, Any, Any]
-
-
-def same(value: Any) -> Any:
-    return value
 
 
 def code_of(function: Any, which: str, index: int | None = None) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,10 +61,7 @@ def _on_host(operands: Sequence[Any]) -> bool:
 
 
 buffer_p = define("buffer_callback", BufferParams, _impl, would_run_twice)
-
-
-def bind(*operands: Any, params: BufferParams) -> list[Any]:
-    return buffer_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+bind: Callable[..., list[Any]] = buffer_p.bind
 
 
 # --- batching ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ twice, it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,10 +39,7 @@ def _would_run_twice(params: dict[str, Any]) -> DerivativeError:
 
 
 feed_p = define("host_feed", FeedParams, run_and_keep, _would_run_twice)
-
-
-def bind(*operands: Any, params: FeedParams) -> list[Any]:
-    return feed_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+bind: Callable[..., list[Any]] = feed_p.bind
 
 
 # --- batching ----------------------------------------------------------------------

@@ -231,20 +231,20 @@ def split(
 _threads = DaemonPool(None, name="hostcall-timeout", what="timeout=")
 
 
-def run_with_timeout(run: Bound, row: Row, current: Any) -> Any:
-    """Runs the function on a worker; raises CallTimeoutError if it is late.
+def run_with_timeout(run: Bound, rows: Sequence[Row], current: Current) -> list[Any]:
+    """Runs the one row on a worker; raises CallTimeoutError if it is late.
 
     Python can't stop a thread, so the worker finishes a late job, and its result is
-    dropped. `current` is what `hc.current()` answers.
+    dropped.
     """
-    args, kwargs = row
+    ((args, kwargs),) = rows
     done = threading.Event()
     context = contextvars.copy_context()
     worker: list[int] = []
 
     def job() -> Any:
         worker.append(threading.get_ident())
-        with as_host_code(run.settings, lambda: current):
+        with as_host_code(run.settings, lambda: current(0)):
             return context.run(run.fn, *args, **kwargs)
 
     waiting = threading.get_ident()
@@ -253,8 +253,8 @@ def run_with_timeout(run: Bound, row: Row, current: Any) -> Any:
     delegates[waiting] = worker
     try:
         if not wait(done.wait, run.timeout):
-            raise run.late(row, _stack_of(worker))
-        return outcome.result()
+            raise run.late(rows[0], _stack_of(worker))
+        return [outcome.result()]
     finally:
         delegates.pop(waiting, None)
         del outcome  # breaks the cycle error -> this frame -> outcome -> error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hostcall import _native
-from hostcall._core.errors import SpecError
+from hostcall._core.arguments import conflict
 from hostcall._engine.masks import CompressedTap
 from hostcall._engine.params.equation import Equation
 from hostcall._runtime import collectors
@@ -122,15 +122,13 @@ class TapParams(Equation):
     def finish(
         self, whole: Callable[..., Any], info: Any, compressed: bool
     ) -> tuple[Callable[..., Any], _native.ResultForm]:
-        name = self.callback.name
         if compressed:  # one delivery, but `where` differs between rows
             if self.batch is not None:
-                raise SpecError(
-                    f"hostcall: the tap `{name}` has batch= and a where= that"
-                    " differs between the rows of a vmap, so its taps differ in size."
-                    " Pass the mask as an argument instead of where=, or leave out"
-                    " batch=",
-                    code="hc-conflict",
+                raise conflict(
+                    f"the tap `{self.callback.name}`",
+                    "batch= and a where= that differs between the rows of a vmap, so"
+                    " its taps differ in size. Pass the mask as an argument instead of"
+                    " where=, or leave out batch=",
                 )
             levels = list(zip(self.flags, self.sizes, strict=True))[::-1]
             whole = CompressedTap(levels, whole)

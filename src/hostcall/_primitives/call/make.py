@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hostcall._core.arguments import conflict
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.order import Order
 from hostcall._core.source import Place
@@ -17,7 +18,6 @@ from hostcall._engine.gpu_arrays import OnDevice
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.equation import Callback
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
-from hostcall._primitives.call.options import conflict
 from hostcall._primitives.call.primitive import bind
 
 _ON_DEVICE = ("sequential", *batching.WHOLE)

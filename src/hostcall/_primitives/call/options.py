@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from hostcall._core import config
-from hostcall._core.arguments import check_count, check_seconds, choices, wrong
+from hostcall._core.arguments import (
+    check_count,
+    check_seconds,
+    choices,
+    conflict,
+    wrong,
+)
 from hostcall._core.errors import SpecError
 from hostcall._core.order import ORDERS
 from hostcall._core.signatures import own_option
@@ -15,11 +21,6 @@ _ARRAYS = ("numpy", "jax", "dlpack", "cuda")
 _LENDS = (False, True, "out")
 _METHODS = (*batching.ROWS, *batching.WHOLE, None)
 _WAIT = 0.002  # seconds that a call waits for others without `wait=`
-
-
-def conflict(of: str, what: str) -> SpecError:
-    """The error for options of `of` that do not go together."""
-    return SpecError(f"hostcall: {of} has {what}", code="hc-conflict")
 
 
 def check_options(

@@ -59,10 +59,7 @@ def would_run_twice(params: dict[str, Any]) -> errors.DerivativeError:
 
 
 call_p = define("host_call", CallParams, _impl, would_run_twice)
-
-
-def bind(*operands: Any, params: CallParams) -> list[Any]:
-    return call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+bind: Callable[..., list[Any]] = call_p.bind
 
 
 # --- JVP, transpose ----------------------------------------------------------------

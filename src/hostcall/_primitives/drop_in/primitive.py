@@ -9,8 +9,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import BuiltinFunctionType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from hostcall._core.spec import Static
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.drop_in import DropInInfo, DropInParams
 from hostcall._primitives.call.batching import batch
+from hostcall._primitives.call.primitive import refuse_derivatives
 from hostcall._primitives.eager import run_now
 
 
@@ -214,15 +216,11 @@ def _batch(
 # --- JVP, transpose ----------------------------------------------------------------
 
 
-def _refusing(what: str, remedy: str) -> Callable[..., NoReturn]:
-    """A rule that refuses, in JAX's words."""
-
-    def refuse(*_: Any, params: DropInParams) -> NoReturn:
-        flavour = params.flavour
-        text = f"{flavour.does} {what}. {flavour.hint.format(remedy)}"
-        raise ValueError(text.rstrip())
-
-    return refuse
+def _refusal(what: str, remedy: str, params: DropInParams) -> ValueError:
+    """In JAX's words."""
+    flavour = params.flavour
+    text = f"{flavour.does} {what}. {flavour.hint.format(remedy)}"
+    return ValueError(text.rstrip())
 
 
 def _debug_jvp(primals: Any, tangents: Any, *, params: DropInParams) -> Any:
@@ -242,13 +240,14 @@ def _register(name: str, primitive: Any) -> None:
     primitive.def_impl(_impl)
     _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
     _jax.batchers[primitive] = _batch
-    debug = name.startswith("debug")
-    _jax.jvps[primitive] = _debug_jvp if debug else _refusing("JVP", "jvp")
-    refusing = _refusing("transpose", "vjp")
-    _jax.transposes[primitive] = _debug_transpose if debug else refusing
-    if debug:
+    if name.startswith("debug"):
+        _jax.jvps[primitive] = _debug_jvp
+        _jax.transposes[primitive] = _debug_transpose
         _jax.keep_under_remat(primitive)
         _jax.discharge_in_place(primitive)
+    else:
+        no_jvp = partial(_refusal, "JVP", "jvp")
+        refuse_derivatives(primitive, no_jvp, partial(_refusal, "transpose", "vjp"))
 
 
 for _name, _p in PRIMITIVES.items():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hostcall import _jax, _native
-from hostcall._core.errors import SpecError
+from hostcall._core.arguments import conflict
 from hostcall._engine import targets
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
@@ -106,9 +106,8 @@ def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
         what, instead = "a where= that differs between rows", "jnp.where on the values"
     else:
         return
-    raise SpecError(
-        f"hostcall: the tap `{params.callback.name}` has on={params.on!r} and {what}."
-        f" A {_HOLDER[params.on]} has some of the rows only, or parts of them: use"
-        f" {instead}, or on='once'",
-        code="hc-conflict",
+    raise conflict(
+        f"the tap `{params.callback.name}`",
+        f"on={params.on!r} and {what}. A {_HOLDER[params.on]} has some of the rows"
+        f" only, or parts of them: use {instead}, or on='once'",
     )

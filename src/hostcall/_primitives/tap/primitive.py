@@ -6,7 +6,7 @@ returns its arguments (`through`) has no effect: the use of its results keeps it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +31,7 @@ from hostcall._runtime import delivery, host_device
 tap_p = _jax.Primitive("host_tap")
 tap_p.multiple_results = True
 _jax.hold_weakly_in_caches(TapParams)
-
-
-def bind(*operands: Any, params: TapParams) -> list[Any]:
-    return tap_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+bind: Callable[..., list[Any]] = tap_p.bind
 
 
 def flag_of(operands: Any, params: TapParams) -> bool:
