@@ -193,12 +193,7 @@ PAIRS = {
 LATER_OF_HOST = {
     ("legacy", "where"): "lowering hc-batching",
     ("rule", "cuda"): 0,
-    ("parallel", "cuda"): "lowering hc-conflict",
     ("where", "cuda"): "lowering hc-conflict",
-    ("cuda", "lend"): "lowering hc-conflict",
-    ("cuda", "out"): "lowering hc-conflict",
-    ("cuda", "timeout"): "lowering hc-conflict",
-    ("cuda", "executor"): "lowering hc-conflict",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -225,9 +226,12 @@ def test_a_loop_that_is_closed():
 # --- What is refused -----------------------------------------------------------------
 
 OPTIONS = {
-    "can't have executor=": {"executor": 1, "vmap_method": "parallel"},
-    "can't have lend=True": {"lend": True},
-    "can't have arrays='cuda'": {"arrays": "cuda"},
+    "executor= and is a coroutine": {
+        "executor": ThreadPoolExecutor(1),
+        "vmap_method": "parallel",
+    },
+    "lend=True and is a coroutine": {"lend": True},
+    "arrays='cuda' and is a coroutine": {"arrays": "cuda"},
     "an int of 1 or more, got 0": {"concurrency": 0},
     "an int of 1 or more, got True": {"concurrency": True},
 }
@@ -259,7 +263,7 @@ def test_rules_that_could_not_run():
         with pytest.raises(hc.errors.SpecError, match="a coroutine function and JAX"):
             rule()
     lends = hc.host(lambda x: x, result=hc.results.like(0), lend=True)
-    with pytest.raises(hc.errors.SpecError, match="`same` can't have lend=True"):
+    with pytest.raises(hc.errors.SpecError, match="`same` has lend=True and is"):
         lends.defvjp(same, same)
 
 

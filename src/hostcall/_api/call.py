@@ -8,12 +8,7 @@ from typing import Any, Literal, TypeAlias, overload
 import jax
 
 from hostcall._core import mistakes
-from hostcall._core.arguments import (
-    check_function,
-    check_tag,
-    parse_mask,
-    parse_on,
-)
+from hostcall._core.arguments import check_function, conflict, parse_mask, parse_on
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.host_code import HostCode
 from hostcall._core.order import Order
@@ -24,14 +19,11 @@ from hostcall._core.spec import (
     parse_fill,
     parse_result,
 )
+from hostcall._engine import options
 from hostcall._engine.params.equation import Arrays, Callback, Fail, Lend
 from hostcall._primitives.call.make import make
-from hostcall._primitives.call.options import (
-    check_fail,
-    check_options,
-    parse_coalesce,
-    refuse_no_arrays,
-)
+
+_WAIT = 0.002  # seconds that a call waits for others without `wait=`
 
 # A `result` that is one array; type checkers see any other tree as Any.
 OneArray: TypeAlias = jax.ShapeDtypeStruct | jax.typing.ArrayLike
@@ -212,21 +204,33 @@ def call(
     costs 50 to 200 us more.
     """
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
-    how = (arrays, lend, timeout, executor, concurrency, is_coroutine_function(fn))
-    check_options(name, order, vmap_method, *how, fn=fn)
-    others = {"lend=": bool(lend), "executor=": executor is not None}
-    others |= {"arrays='cuda'": arrays == "cuda"}
-    merged = parse_coalesce(name, coalesce, wait, order, vmap_method, others)
-    check_tag(tag, name)
-    check_fail(name, fail)
+    given = {
+        "order": order,
+        "vmap_method": vmap_method,
+        "arrays": arrays,
+        "lend": lend,
+        "timeout": timeout,
+        "executor": executor,
+        "concurrency": concurrency,
+        "coalesce": coalesce,
+        "wait": wait,
+        "fail": fail,
+        "tag": tag,
+        "awaits": is_coroutine_function(fn),
+    }
+    options.check(f"`{name}`", given, fn=fn)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
     mistakes.warn_of_own(
         _FACE, fn, timeout=timeout, wait=wait, concurrency=concurrency, tag=tag
     )
-    if merged is not None and not operands:
-        refuse_no_arrays(name)
+    if coalesce is not None and not operands:
+        raise conflict(
+            f"`{name}`",
+            "coalesce= and no array among its arguments, so it could not tell how many"
+            " calls were merged: pass one, or leave out coalesce=",
+        )
     results = parse_result(result, name)
     if order == "pure" and not results.avals:
         mistakes.refuse_unneeded("hc.call", name)
@@ -241,7 +245,9 @@ def call(
         timeout=timeout,
         executor=None if executor is None else Static(executor),
         concurrency=concurrency,
-        coalesce=merged,
+        coalesce=None
+        if coalesce is None
+        else (coalesce, _WAIT if wait is None else wait),
         fail=fail,
         tag=tag,
         place=users_place(fn),

@@ -9,29 +9,14 @@ from typing import Any, TypeVar
 import jax
 
 from hostcall._core import mistakes
-from hostcall._core.arguments import (
-    check_count,
-    check_function,
-    check_tag,
-    conflict,
-    one_of,
-    parse_mask,
-    parse_on_of_tap,
-    wrong,
-)
+from hostcall._core.arguments import check_function, parse_mask, parse_on_of_tap
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
+from hostcall._engine.options import TAP, check
 from hostcall._engine.params.equation import Arrays, Callback
-from hostcall._engine.params.tap import (
-    WHEN_FULL,
-    On,
-    Remat,
-    Rows,
-    TapParams,
-    WhenFull,
-)
+from hostcall._engine.params.tap import On, Remat, Rows, TapParams, WhenFull
 from hostcall._primitives.tap import lowering  # noqa: F401  (it registers)
 from hostcall._primitives.tap.primitive import bind
 
@@ -270,54 +255,38 @@ def refuse_pure(params: TapParams, why: str) -> None:
         )
 
 
-_CHOICES = {
-    "order": ("unordered", "ordered", "pure"),
-    "when_full": WHEN_FULL,
-    "rows": ("batched", "each"),
-    "remat": ("once", "repeat"),
-    "arrays": ("numpy", "jax", "dlpack"),
-}
-
-
 def prepare(
     fn: Any,
     args: Any,
     kwargs: Any,
     *,
     face: mistakes.Face = FACE,
+    order: Order = "unordered",
+    arrays: Arrays = "numpy",
     where: Any = None,
     on: Any = "once",
-    every: Any = None,
-    sample: Any = None,
     always: Any = None,
-    batch: Any = None,
     tag: Any = None,
-    **chosen: Any,
+    **others: Any,
 ) -> tuple[list[Any], TapParams]:
     """Checks a tap's arguments. Returns the operands and parameters of its equation.
 
-    `chosen` has the options that are in `_CHOICES`; the first value is the default.
+    `others` are options that are fields of `TapParams`.
     """
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
     called = check_function(fn, usage, awaits=True, returns=False)
-    of = f"the tap `{called}`"
-    options = {option: values[0] for option, values in _CHOICES.items()} | chosen
-    for option, values in _CHOICES.items():
-        one_of(option, of, options[option], values)
-    arrays = options.pop("arrays")
-    _check_numbers(of, every, sample)
-    if batch is not None:
-        _check_batch(called, batch, **options)
-    check_tag(tag, called)
+    given = {"order": order, "arrays": arrays, "tag": tag, **others}
+    check(f"the tap `{called}`", given, TAP)
     on, device = parse_on_of_tap(on, called)
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
-    mistakes.warn_of_own(face, fn, every=every, sample=sample, batch=batch, tag=tag)
+    thinned = {option: others.get(option) for option in ("every", "sample")}
+    mistakes.warn_of_own(face, fn, batch=others.get("batch"), tag=tag, **thinned)
     if where is not None:
         operands.insert(0, parse_mask(where, called))
     if always is not None:
         always = parse_mask(always, called, "always")
-        if every is None and sample is None:
+        if not any(thinned.values()):
             always = None  # nothing is left out
         else:
             operands.append(always)
@@ -333,38 +302,12 @@ def prepare(
     return operands, TapParams(
         callback=callback,
         masked=where is not None,
+        order=order,
         on=on,
         device=device,
-        every=every,
-        sample=sample,
-        batch=batch,
         always=always is not None,
-        **options,
+        **others,
     )
-
-
-def _check_numbers(of: str, every: Any, sample: Any) -> None:
-    number = isinstance(every, (int, float)) and not isinstance(every, bool)
-    if every is not None and not (number and every > 0):
-        wanted = "a number of executions (an int) or of seconds (a float) above 0"
-        raise wrong("every", of, wanted, every)
-    if sample is not None and not (isinstance(sample, float) and 0 < sample <= 1):
-        wanted = "a float above 0 and up to 1.0, the share of executions that tap"
-        raise wrong("sample", of, wanted, sample)
-
-
-def _check_batch(called: str, batch: Any, order: str, rows: str, **_: Any) -> None:
-    check_count("batch", f"the tap `{called}`", batch, "the most taps that a call gets")
-    for given, option, instead in (
-        (order == "ordered", "order='ordered'", "leave out order="),
-        (rows == "each", "rows='each'", "use rows='batched'"),
-    ):
-        if given:
-            raise conflict(
-                f"the tap `{called}`",
-                f"batch= and {option}. Taps of a batch are delivered together, not one"
-                f" by one between others: {instead}, or leave out batch=",
-            )
 
 
 def rebuilt(params: TapParams, arrays: list[Any]) -> Any:

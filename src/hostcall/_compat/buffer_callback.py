@@ -16,10 +16,10 @@ from hostcall._core.order import ORDERS, Order
 from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
 from hostcall._core.spec import Results, Static, Template, canonical
+from hostcall._engine.options import WHOLE
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
 from hostcall._engine.params.equation import Callback
 from hostcall._primitives.buffer import bind
-from hostcall._primitives.call.batching import WHOLE
 
 
 def buffer_callback(

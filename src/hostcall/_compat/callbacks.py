@@ -11,8 +11,8 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.spec import Results, Template
+from hostcall._engine.options import WHOLE
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
-from hostcall._primitives.call.batching import WHOLE
 from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
 from hostcall._primitives.drop_in.primitive import bind
 

@@ -106,11 +106,6 @@ def parse_mask(
     return mask
 
 
-def check_tag(tag: Any, name: str) -> None:
-    if tag is not None and not (isinstance(tag, str) and tag):
-        raise wrong("tag", f"`{name}`", "a non-empty string", tag)
-
-
 def parse_on(on: Any, name: str) -> Any:
     """The sharding of the calling device; None for the program's first device."""
     if isinstance(on, jax.Device):

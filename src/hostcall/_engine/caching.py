@@ -482,6 +482,13 @@ class _Memory:
 # --- On disk -------------------------------------------------------------------------
 
 
+def is_cache(given: Any) -> bool:
+    """Whether `Cache` takes this."""
+    if isinstance(given, (str, type)):
+        return isinstance(given, str) and given == "memory"
+    return is_dictionary(given) or callable(getattr(given, "cache", None))
+
+
 def is_dictionary(given: Any) -> bool:
     """Whether this is a diskcache.Cache, or has its `get` and `set`."""
     return hasattr(given, "get") and hasattr(given, "set")

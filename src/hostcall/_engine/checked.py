@@ -11,13 +11,14 @@ import functools
 import math
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from hostcall._core.portable import Malformed, read_bytes, read_dtype, sizes_in
+from hostcall._engine import options
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.equation import Callback
 from hostcall._engine.params.feed import FeedParams
@@ -52,17 +53,14 @@ _OTHERS = {
     "mesh": tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]] | None,
 }
 
-# What the types don't say, of values other than None.
+# What neither the types say nor the tables of options, of values other than None.
 _MORE: dict[str, Callable[[Any], bool]] = {
-    "arrays": lambda value: value not in ("free", "cuda"),
-    "lend": lambda value: value != "buffers",
-    "timeout": lambda value: value > 0,
-    "concurrency": lambda value: value > 0,
-    "coalesce": lambda value: value[0] > 0 and value[1] >= 0,
+    "arrays": lambda value: value != "cuda",
+    "coalesce": lambda value: (
+        options.CALL["coalesce"].fits(value[0]) and options.CALL["wait"].fits(value[1])
+    ),
     "levels": lambda value: value >= 0,
-    "every": lambda value: 0 < value < 2**31,
-    "sample": lambda value: 0 < value <= 1,
-    "batch": lambda value: value > 0,
+    "every": lambda value: value < 2**31,
     "leader": lambda value: value >= 0,
     "only": lambda value: all(-1 <= ordinal < 2**31 for ordinal in value),
     "team": lambda value: 0 < value[1] < 2**20 and (value[2] or 0) >= 0,
@@ -102,14 +100,18 @@ def _is_int(value: Any, least: int) -> bool:
     return type(value) is int and least <= value < 2**63
 
 
-def _check(given: Any, options: dict[str, Any]) -> None:
-    for option, hint in options.items():
-        value = given[option]
-        fits = _fits(value, hint, option in ("grid", "sizes"))
-        if fits and value is not None and option in _MORE:
-            fits = _MORE[option](value)
+def _check(
+    given: Any, types: dict[str, Any], table: Mapping[str, options.Option]
+) -> None:
+    for name, hint in types.items():
+        value = given[name]
+        fits = _fits(value, hint, name in ("grid", "sizes"))
+        if fits and value is not None:
+            fits = name not in _MORE or _MORE[name](value)
+            if name in table and name != "coalesce":
+                fits = fits and table[name].fits(value)
         if not fits:
-            raise Malformed(f"the option {option}={value!r}")
+            raise Malformed(f"the option {name}={value!r}")
 
 
 def check_options(told: Any) -> None:
@@ -117,24 +119,23 @@ def check_options(told: Any) -> None:
     kind, params, callback = told["equation"], told["params"], told["callback"]
     if not isinstance(kind, str) or kind not in EQUATIONS:
         raise Malformed(f"an equation of kind {kind!r}")
+    table = options.TAP if kind == "tap" else options.CALL
     for given, cls in ((params, EQUATIONS[kind]), (callback, Callback)):
-        options = options_of(cls)
-        if unknown := given.keys() - options.keys():
+        types = options_of(cls)
+        if unknown := given.keys() - types.keys():
             raise Malformed(f"the options {sorted(unknown)}")
-        _check(given, options)
-    _check(told, _OTHERS)
+        _check(given, types, table)
+    _check(told, _OTHERS, {})
     if "place" in told:
-        _check(told, {"place": tuple[str, int, str]})
+        _check(told, {"place": tuple[str, int, str]}, {})
     for size in sizes_in(told):
         if not isinstance(size, str) or not _SIZE.fullmatch(size):
             raise Malformed(f"the size {size!r}")
-    if callback["lend"] and (callback["timeout"] is not None or told["parallel"]):
-        raise Malformed("lend= beside timeout= or rows in parallel")
-    if callback["coalesce"] and (params["order"] != "pure" or params["levels"]):
-        raise Malformed("coalesce= beside effects or whole batches")
-    alone = params["order"] == "ordered" or (kind == "tap" and params["rows"] == "each")
-    if kind == "tap" and alone and params["batch"] is not None:
-        raise Malformed("batch= beside order='ordered' or rows='each'")
+    method = "expand_dims" if params.get("levels") else None
+    how = {"vmap_method": "parallel" if told["parallel"] else method}
+    what = options.pair_refused({**callback, **params, **how})
+    if what is not None:
+        raise Malformed(what)
 
 
 def check_shapes(told: Any) -> None:

@@ -20,6 +20,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle, TakesMask, dress
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
+from hostcall._engine.options import check
 from hostcall._host_function import kept
 from hostcall._host_function import results as shorthands
 from hostcall._host_function.method import Method
@@ -41,7 +42,6 @@ from hostcall._host_function.rules import (
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 from hostcall._primitives.call.make import make_with
-from hostcall._primitives.call.options import check_options
 from hostcall._runtime.tasks import run_one
 
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
@@ -70,10 +70,10 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         self.__qualname__ = name or name_of(fn)
         self.fn, self.rules = fn, Rules()
         self.result, self.nondiff = options.pop("result"), options.pop("nondiff")
-        checked = {key: options[key] for key in options if key not in ("tag", "cache")}
-        check_options(self.__qualname__, awaits=is_coroutine_function(fn), **checked)
         if callable(options["vmap_method"]):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
+        given = {**options, "cache": None, "awaits": is_coroutine_function(fn)}
+        check(f"`{self.__qualname__}`", given)
         self.options = options
         self._inferred: dict[Any, Any] = {}
         self.differences: Any = None  # set by hc.derivatives.finite_difference

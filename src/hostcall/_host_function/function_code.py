@@ -24,13 +24,13 @@ from hostcall._core.fingerprint import fingerprint
 from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of, source_of
 from hostcall._core.spec import Results, Template
+from hostcall._engine.options import WHOLE
 from hostcall._host_function import rules, sendable
 from hostcall._host_function.kept import options_of
 from hostcall._host_function.primitive import Arrays, Tangents, Value
 from hostcall._host_function.residuals import say_that_it_runs_again, store
 from hostcall._host_function.results import aligned, elementwise
 from hostcall._host_function.trees import pick, spread
-from hostcall._primitives.call.batching import WHOLE
 from hostcall._primitives.call.make import make_with
 from hostcall._runtime import executors, workers
 

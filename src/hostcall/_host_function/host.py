@@ -9,7 +9,7 @@ from typing import Any, Protocol, Required, TypedDict, Unpack, overload
 import jax
 import numpy as np
 
-from hostcall._core.arguments import check_function, check_tag
+from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import refuse_unneeded
 from hostcall._core.order import Order
@@ -170,7 +170,6 @@ def host(
     if fn is None:
         return functools.partial(host, **options)
     shown = name or check_function(fn, "hc.host(fn, result=...)", awaits=True)
-    check_tag(tag, shown)
     options["nondiff"] = checked(shown, result, nondiff)
     del options["version"]
     options["cache"] = kept.part_of(shown, fn, cache, version, options)

@@ -16,7 +16,8 @@ from hostcall._core.errors import SpecError
 from hostcall._core.folders import open_to_others
 from hostcall._core.host_code import asked, text_of
 from hostcall._core.source import is_anonymous, name_of
-from hostcall._engine.caching import Cache, Part, is_dictionary
+from hostcall._engine.caching import Cache, Part
+from hostcall._engine.options import check
 
 
 def part_of(
@@ -27,52 +28,14 @@ def part_of(
     Raises:
         SpecError: `cache`, `version`, or an option that does not go with them.
     """
+    given = {key: options[key] for key in ("order", "lend", "arrays")}
+    check(f"`{shown}`", {"cache": cache, "version": version, **given})
     if cache is None:
-        if version is not None:
-            raise conflict(
-                f"`{shown}`",
-                "version= and no cache=. It is the version of the code whose results"
-                " are kept: give cache=, or drop version=",
-            )
         return None
-    in_memory = isinstance(cache, str) and cache == "memory"
-    joblibs = callable(getattr(cache, "cache", None))
-    if isinstance(cache, type) or not (in_memory or is_dictionary(cache) or joblibs):
-        raise SpecError(
-            f"hostcall: cache= of `{shown}` should be 'memory', a diskcache.Cache or a"
-            f" joblib.Memory, got {cache!r}",
-            code="hc-option",
-        )
-    _refuse_others(shown, options)
-    if version is not None and type(version) not in (str, int):
-        raise SpecError(
-            f"hostcall: version= of `{shown}` should be a string or an int, got"
-            f" {version!r}",
-            code="hc-option",
-        )
-    if not in_memory:
+    if not isinstance(cache, str):
         _check_disk(shown, fn, version)
         _check_folder(shown, cache)
     return Part(Cache(cache, f"hostcall {_place(fn)} version {version!r}"))
-
-
-def _refuse_others(shown: str, options: Any) -> None:
-    order, lend, arrays = (options[key] for key in ("order", "lend", "arrays"))
-    why = ""
-    if order != "pure":
-        why = (
-            f"order={order!r}. A result that is found needs no call, and then the"
-            " function's effects would be missing: make it pure, or drop cache="
-        )
-    elif lend == "out":
-        why = "lend='out'. Results are kept as copies: use lend=True, or drop cache="
-    elif arrays == "cuda":
-        why = (
-            "arrays='cuda'. Keys are made of bytes on the host: use another arrays=, or"
-            " drop cache="
-        )
-    if why:
-        raise conflict(f"`{shown}`", f"cache= and {why}")
 
 
 def _check_disk(shown: str, fn: Any, version: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.source import name_of
-from hostcall._primitives.call.options import check_awaits
+from hostcall._engine.options import refuse_pairs
 
 Where = Literal["host", "jax"]
 Function = Callable[..., Any]
@@ -134,8 +134,8 @@ def check_rules(
                 " anything: make it a plain function",
                 code="hc-coroutine",
             )
-        given = (options[option] for option in ("arrays", "lend", "executor"))
-        check_awaits(name_of(rule), *given)
+        given = {option: options[option] for option in ("arrays", "lend", "executor")}
+        refuse_pairs(f"the rule `{name_of(rule)}`", {**given, "awaits": True})
 
 
 def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:

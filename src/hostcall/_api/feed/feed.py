@@ -19,7 +19,6 @@ from hostcall._core import mistakes
 from hostcall._core.arguments import (
     check_count,
     check_seconds,
-    check_tag,
     one_of,
     parse_mask,
 )
@@ -27,6 +26,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import Results, Static, Template, is_array_like
+from hostcall._engine.options import check
 from hostcall._engine.params.equation import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import bind
@@ -291,7 +291,7 @@ def feed(
     """
     is_named = hasattr(source, "__qualname__")
     name = tag or (name_of(source) if is_named else type(source).__qualname__)
-    check_tag(tag, name)
+    check(f"`{name}`", {"tag": tag})
     of = f"the feed `{name}`"
     check_count("prefetch", of, prefetch, "a number of items")
     one_of("on_end", of, on_end, ("mask", "raise", "repeat"))

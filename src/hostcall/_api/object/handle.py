@@ -25,8 +25,8 @@ from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import users_place
 from hostcall._core.spec import flatten_arguments, parse_fill
+from hostcall._engine import options
 from hostcall._primitives.call.make import make_with
-from hostcall._primitives.call.options import check_options
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall")
@@ -123,8 +123,9 @@ class Object:
         results = check(name, methods, order, vmap_method)
         kind = factory if isinstance(factory, type) else None
         awaits = any(is_coroutine_function(getattr(kind, m, None)) for m in methods)
-        how = ("numpy", False, None, executor, concurrency)
-        check_options(name, order, vmap_method, *how, awaits=awaits)
+        given = {"order": order, "vmap_method": vmap_method, "executor": executor}
+        given |= {"concurrency": concurrency, "awaits": awaits}
+        options.check(f"`{name}`", given)
         if (save is None) != (restore is None):
             raise SpecError(
                 f"hostcall: `{name}` has only one of save= and restore=. Pass both, or"

@@ -16,7 +16,6 @@ WhenFull = Literal["block", "drop_newest", "drop_oldest"]
 Rows = Literal["batched", "each"]
 Remat = Literal["once", "repeat"]
 On = Literal["once", "process", "shards"]
-WHEN_FULL: tuple[WhenFull, ...] = ("block", "drop_newest", "drop_oldest")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -40,12 +39,12 @@ class TapParams(Equation):
         sizes: the size of each vmap in `flags`.
     """
 
-    rows: Rows
-    when_full: WhenFull
-    remat: Remat
-    on: On
-    every: int | float | None
-    sample: float | None
+    rows: Rows = "batched"
+    when_full: WhenFull = "block"
+    remat: Remat = "once"
+    on: On = "once"
+    every: int | float | None = None
+    sample: float | None = None
     batch: int | None = None
     always: bool = False
     through: bool = False

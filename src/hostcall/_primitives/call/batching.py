@@ -25,12 +25,10 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._core.errors import BatchingError
 from hostcall._core.spec import wrap_keys
+from hostcall._engine.options import WHOLE
 from hostcall._engine.params.call import CallParams
 from hostcall._primitives.axes import in_front, size_of
 from hostcall._primitives.call.primitive import call_p
-
-WHOLE = ("expand_dims", "broadcast_all", "legacy_vectorized")
-ROWS = ("sequential", "parallel")
 
 
 def batch(

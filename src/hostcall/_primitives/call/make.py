@@ -9,18 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hostcall._core.arguments import conflict
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.order import Order
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.gpu_arrays import OnDevice
+from hostcall._engine.options import refuse_pairs
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.equation import Callback
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
 from hostcall._primitives.call.primitive import bind
-
-_ON_DEVICE = ("sequential", *batching.WHOLE)
 
 
 def make(
@@ -49,7 +47,9 @@ def make(
     if masked:
         operands = [mask, *operands]
     if callback.arrays == "cuda":
-        _check_on_device(callback, vmap_method, masked, sharding)
+        given = {"arrays": "cuda", "vmap_method": vmap_method, "where": mask}
+        given |= {"timeout": callback.timeout, "lend": callback.lend, "on": sharding}
+        refuse_pairs(f"`{callback.name}`", given)
         # Imported here, since most programs call no function on a GPU's memory.
         from hostcall._engine.params.buffer import BufferParams
         from hostcall._primitives.buffer import bind as bind_buffers
@@ -101,21 +101,3 @@ def make_with(
         **options,
     )
     return make(callback, operands, mask=mask, **how)
-
-
-def _check_on_device(
-    callback: Callback, vmap_method: Any, masked: bool, sharding: Any
-) -> None:
-    others = {
-        "where=": masked,
-        "timeout=": callback.timeout is not None,
-        "lend=": callback.lend,
-        "on=device": sharding is not None,
-        f"vmap_method={vmap_method!r}": vmap_method not in (None, *_ON_DEVICE),
-    }
-    for option, given in others.items():
-        if given:
-            raise conflict(
-                f"`{callback.name}`",
-                f"arrays='cuda' and {option}, which is for arrays on the host",
-            )
