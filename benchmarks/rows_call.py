@@ -146,7 +146,9 @@ def parallel_rows(quick: bool) -> dict[str, Case]:
         return x
 
     ours = jax.vmap(
-        lambda x: hc.call(wait, SCALAR, x, vmap_method="parallel", executor=pool)
+        lambda x: hc.call(
+            hc.host(wait, executor=pool), SCALAR, x, vmap_method="parallel"
+        )
     )
     theirs = jax.vmap(
         lambda x: jax.pure_callback(wait, SCALAR, x, vmap_method="sequential")

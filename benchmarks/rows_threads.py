@@ -43,7 +43,7 @@ def rows(quick: bool) -> dict[str, Case]:
         program = jax.jit(
             jax.vmap(
                 lambda x: hc.call(
-                    compute, SCALAR, x, vmap_method="parallel", executor=pool
+                    hc.host(compute, executor=pool), SCALAR, x, vmap_method="parallel"
                 )
             )
         )

@@ -76,7 +76,7 @@ def merged(quick: bool) -> dict[str, Case]:
         return hc.call(simulate, SCALAR, x)
 
     def together(x: Any) -> Any:
-        return hc.call(simulate, SCALAR, x, coalesce=8)
+        return hc.call(hc.host(simulate, coalesce=8), SCALAR, x)
 
     def jaxs(x: Any) -> Any:
         return jax.pure_callback(simulate, SCALAR, x)

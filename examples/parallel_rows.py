@@ -44,13 +44,12 @@ def main() -> None:
     @jax.vmap
     def roots(x: jax.Array) -> jax.Array:
         return hc.call(
-            service.ask,
+            hc.host(service.ask, executor=pool),
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             x,
             where=x >= 0,  # no call for the root of a negative number
             fill=-1,
             vmap_method="parallel",
-            executor=pool,
         )
 
     xs = jnp.arange(-4, 8, dtype=jnp.float32)

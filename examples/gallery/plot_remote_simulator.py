@@ -133,14 +133,12 @@ def rollout(client: Client, start: jax.Array) -> jax.Array:
     def step(state: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
         torque = jnp.clip(-3 * state[1], -6, 6)
         state = hc.call(
-            client.step,
+            hc.host(client.step, concurrency=ROWS, timeout=60),
             state,  # the result is like it
             state,
             torque,
             order="unordered",
             vmap_method="parallel",
-            concurrency=ROWS,
-            timeout=60,
         )
         return state, state
 

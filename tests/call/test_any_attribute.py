@@ -126,7 +126,7 @@ FACES = {
     "eager": lambda f: hc.call(f, X, X),
     "vmap": lambda f: jax.vmap(lambda x: hc.call(f, x, x))(X),
     "ordered": lambda f: jax.jit(lambda x: hc.call(f, x, x, order="ordered"))(X),
-    "timeout": lambda f: jax.jit(lambda x: hc.call(f, x, x, timeout=600))(X),
+    "timeout": lambda f: jax.jit(lambda x: hc.call(hc.host(f, timeout=600), x, x))(X),
     "tap": tapped,
     "host": lambda f: jax.jit(hc.host(f, result=hc.results.like(0)))(X),
     "pure_callback": lambda f: jax.jit(lambda x: hc.pure_callback(f, x, x))(X),
@@ -254,7 +254,9 @@ def test_an_awaitable_with_every_attribute_is_late():
     # The loop has begun by then: a call that waits for its turn would be late otherwise.
     jax.block_until_ready(jax.jit(lambda x: hc.call(wait, x, x))(0 * X))
     with pytest.raises(jax.errors.JaxRuntimeError, match="CallTimeoutError.*waits in"):
-        jax.jit(lambda x: hc.call(wait, x, x, timeout=0.1))(X).block_until_ready()
+        jax.jit(lambda x: hc.call(hc.host(wait, timeout=0.1), x, x))(
+            X
+        ).block_until_ready()
 
 
 def test_an_error_with_every_attribute_that_keeps_a_view():

@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+import policies
 import pytest
 from limits import HANG_SECONDS
 from meshes import line
@@ -47,13 +48,13 @@ def same_words(texts, want):
 
 
 def one(fn, **options):
-    return jax.jit(lambda x: hc.call(fn, F32, x, **options))
+    fn, place = policies.split(fn, options)
+    return jax.jit(lambda x: hc.call(fn, F32, x, **place))
 
 
 def rows(fn, **options):
-    return jax.jit(
-        jax.vmap(lambda x: hc.call(fn, F32, x, vmap_method="parallel", **options))
-    )
+    fn, place = policies.split(fn, {"vmap_method": "parallel", **options})
+    return jax.jit(jax.vmap(lambda x: hc.call(fn, F32, x, **place)))
 
 
 async def same(x):

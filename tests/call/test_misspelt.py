@@ -21,7 +21,7 @@ class Counter:
 
 # These pass keywords on, or take values by any name. hostcall finds the right word.
 HOSTCALLS = {
-    "call": (lambda: hc.call(np.cos, X, X, timout=3), "Did you mean timeout=?"),
+    "call": (lambda: hc.call(np.cos, X, X, timout=3), "hc.host(fn, timeout=...)"),
     "tap": (lambda: hc.tap(lambda x: None, X, evry=3), "Did you mean every=?"),
     "tap_tangent": (
         lambda: hc.derivatives.tap_tangent(print, X, evry=3),

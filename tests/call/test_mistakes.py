@@ -764,7 +764,6 @@ def test_a_traced_ref_is_not_a_value(use):
 # --- Options that the function has as parameters ---------------------------------------
 
 OWN = {
-    "timeout": (lambda fn: hc.call(fn, F32, X, timeout=60), 60),
     "every": (lambda fn: hc.tap(fn, X, every=5), 5),
     "batch": (lambda fn: hc.tap(fn, X, batch=2), 2),
     "tag": (lambda fn: hc.call(fn, F32, X, tag="mine"), "mine"),

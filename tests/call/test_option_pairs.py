@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+import policies
 import pytest
 from meshes import line
 
@@ -232,7 +233,7 @@ def call(function, names, options):
 
     def row(x):
         mask = x > 0 if "where" in names else None
-        return hc.call(function, F32, x, where=mask, **options)
+        return policies.call(function, F32, x, where=mask, **options)
 
     return row
 
@@ -549,7 +550,7 @@ class Disk:
 
 
 def plain(**options):
-    return lambda: hc.call(doubled, F32, np.float32(1), **options)
+    return lambda: policies.call(doubled, F32, np.float32(1), **options)
 
 
 def of_host(fn=doubled, result=F32, **options):
@@ -604,7 +605,7 @@ REFUSED = {
     "concurrency of a plain function": (plain(concurrency=2), "hc-conflict"),
     "wait without coalesce": (plain(wait=0.1), "hc-conflict"),
     "coalesce without arrays": (
-        lambda: hc.call(lambda: 1.0, F32, coalesce=2),
+        lambda: hc.call(hc.host(lambda: 1.0, coalesce=2), F32),
         "hc-conflict",
     ),
     "pure without results": (lambda: hc.call(doubled, None, 1.0), "hc-dropped"),

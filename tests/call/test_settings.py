@@ -11,6 +11,7 @@ from concurrent import futures
 import jax
 import jax.numpy as jnp
 import numpy as np
+import policies
 import pytest
 
 import hostcall as hc
@@ -92,7 +93,7 @@ SETTINGS = {
 
 def rows(fn, m, **options):
     def row(x):
-        return hc.call(fn, F32, x, vmap_method="parallel", **options)
+        return policies.call(fn, F32, x, vmap_method="parallel", **options)
 
     return jax.vmap(row)(jnp.stack([costly(m), costly(m)]))
 
@@ -129,17 +130,17 @@ WAYS = {
     "call on XLA's threads": lambda fn, m: hc.call(fn, F32, costly(m)),
     "unordered": lambda fn, m: hc.call(fn, F32, costly(m), order="unordered"),
     "ordered": lambda fn, m: hc.call(fn, F32, costly(m), order="ordered"),
-    "limit": lambda fn, m: hc.call(fn, F32, m[0, 0], timeout=60),
+    "limit": lambda fn, m: hc.call(hc.host(fn, timeout=60), F32, m[0, 0]),
     "rows": lambda fn, m: jax.vmap(lambda x: hc.call(fn, F32, x + costly(m)))(m[0, :2]),
     "parallel rows": rows,
     "parallel rows with a limit": lambda fn, m: rows(fn, m, timeout=60),
     "coroutine": lambda fn, m: hc.call(later(fn), F32, costly(m)),
     "coroutine with a limit": lambda fn, m: hc.call(
-        later(fn), F32, costly(m), timeout=60
+        hc.host(later(fn), timeout=60), F32, costly(m)
     ),
     "parallel coroutines": lambda fn, m: rows(later(fn), m),
     "merged": lambda fn, m: hc.call(
-        lambda x: x * fn(0), F32, costly(m), coalesce=2, wait=0
+        hc.host(lambda x: x * fn(0), coalesce=2, wait=0), F32, costly(m)
     ),
     "jax arrays": lambda fn, m: hc.call(fn, F32, costly(m), arrays="jax"),
     "where": lambda fn, m: hc.call(fn, F32, costly(m), where=m[0, 0] > 0),
@@ -252,7 +253,7 @@ def test_a_host_function_in_float64_has_all_digits():
             x = x + 0 * costly(m).astype(jnp.float64)
             return (
                 hc.call(host, spec, x, arrays="jax"),
-                hc.call(host, spec, x, timeout=60),
+                hc.call(hc.host(host, timeout=60), spec, x),
                 hc.host(host, result=spec)(x),
                 hc.pure_callback(host, spec, x),
             )
@@ -267,7 +268,9 @@ def test_an_eager_call(options):
     for enter, told in SETTINGS.values():
         found = []
         with enter():
-            hc.call(lambda: found.append(told()), None, order="unordered", **options)
+            policies.call(
+                lambda: found.append(told()), None, order="unordered", **options
+            )
             assert found == [told()]
 
 
@@ -279,7 +282,7 @@ def test_without_jit_as_a_setting():
         jax.jit(lambda v: found.append(not isinstance(v, jax.core.Tracer)))(x)
 
     with jax.disable_jit():
-        hc.call(looks, None, 1.0, order="unordered", timeout=60)
+        hc.call(hc.host(looks, timeout=60), None, 1.0, order="unordered")
     assert found == [True]
 
 
@@ -326,7 +329,7 @@ def test_merged_calls_of_two_settings_are_not_merged():
         return x
 
     def run():
-        f = lambda x: hc.call(fn, F32, x, coalesce=8, wait=0)
+        f = lambda x: hc.call(hc.host(fn, coalesce=8, wait=0), F32, x)
         return jax.jit(f)(np.float32(2))
 
     with jax.enable_x64(True):

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+import policies
 import pytest
 
 import hostcall as hc
@@ -222,7 +223,7 @@ OPTIONS = {
     "lend and timeout": ({"lend": True, "timeout": 1}, "has lend=True and timeout=."),
     "lend and parallel": (
         {"lend": "out", "vmap_method": "parallel"},
-        "has lend='out' and vmap_method=\"parallel\". A function on another",
+        "has lend='out' and vmap_method='parallel'. A function on another",
     ),
     "where of numbers": ({"where": 3}, "where= of `host` should be one bool, got int"),
     "where of rows": (
@@ -242,13 +243,13 @@ OPTIONS = {
 @pytest.mark.parametrize(("options", "say"), OPTIONS.values(), ids=OPTIONS)
 def test_options_that_mean_nothing(mode, options, say):
     with pytest.raises(hc.errors.SpecError) as caught:
-        mode(lambda x: hc.call(host, F32, x, **options))(1.0)
+        mode(lambda x: policies.call(host, F32, x, **options))(1.0)
     assert say in str(caught.value)
 
 
 def test_executor_without_parallel_rows():
     with ThreadPoolExecutor(1) as pool, pytest.raises(hc.errors.SpecError) as caught:
-        hc.call(host, F32, 1.0, executor=pool)
+        hc.call(hc.host(host, executor=pool), F32, 1.0)
     assert 'Rows go to an executor with vmap_method="parallel"' in str(caught.value)
 
 

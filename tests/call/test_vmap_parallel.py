@@ -40,12 +40,11 @@ def test_parallel_rows_on_an_executor(kind):
     result = (like((3,)), like((), np.int32))
     f = jax.vmap(
         lambda x, offset: hc.call(
-            square_in_process,
+            hc.host(square_in_process, executor=pool),
             result,
             x,
             offset=offset,
             vmap_method="parallel",
-            executor=pool,
         ),
         in_axes=(0, None),
     )
@@ -85,8 +84,7 @@ def test_parallel_rows_run_at_the_same_time_and_know_their_row(pooled):
     with futures.ThreadPoolExecutor(4) as pool:
         f = jax.vmap(
             lambda x: hc.call(
-                host, x, x, vmap_method="parallel", order="unordered",
-                executor=pool if pooled else None,
+                hc.host(host, executor=pool if pooled else None), x, x, vmap_method="parallel", order="unordered",
             )
         )  # fmt: skip
         xs = np.arange(4, dtype=np.int32)

@@ -71,6 +71,8 @@ product = hc.register("tests.product")(
     )
 )
 
+limited = hc.register("tests.limited")(hc.host(lambda x: x + 2, timeout=60.0))
+
 pooled = hc.register("tests.pooled")(
     hc.host(
         lambda x: x + 1,

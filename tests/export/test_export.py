@@ -42,7 +42,7 @@ PROGRAMS = {
     "rows of rows": lambda x: jax.vmap(jax.vmap(row))(jnp.outer(x, x)),
     "where": jax.vmap(lambda x: hc.call(r.sine, LIKE, x, where=x > 0.5, fill=7)),
     "coroutine": lambda x: hc.call(r.slow, x, x),
-    "timeout": lambda x: hc.call(r.sine, x, x, timeout=60.0),
+    "timeout": lambda x: hc.call(r.limited, x, x),
     "lend": lambda x: hc.call(r.sine, x, x, lend=True),
     "jax arrays": lambda x: hc.call(r.sine, x, x, arrays="jax"),
     "trees": lambda x: hc.call(
@@ -69,6 +69,7 @@ PROGRAMS = {
     "tangent": lambda x: jax.jvp(jax.vmap(r.pushed), (x,), (x,)),
     "differences": jax.grad(lambda x: jax.vmap(r.product)(x, 3 * x).sum()),
     "pool and cache": jax.vmap(r.pooled),
+    "pool, called": jax.vmap(lambda x: hc.call(r.pooled, LIKE, x)),
     "ordered host": lambda x: jax.vmap(r.effect)(x),
 }
 

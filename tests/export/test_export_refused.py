@@ -135,14 +135,16 @@ def test_objects_that_stay():
         serialize_executable.serialize(compiled)
 
 
-def test_a_pool_of_threads_of_a_plain_function():
+def test_a_pool_of_a_function_that_is_registered_without_it():
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:
         f = jax.vmap(
-            lambda x: hc.call(r.sine, SCALAR, x, vmap_method="parallel", executor=pool)
+            lambda x: hc.call(
+                hc.host(r.sine, executor=pool), SCALAR, x, vmap_method="parallel"
+            )
         )
-        with pytest.raises(hc.errors.ExportError, match=r"hc.host\(function, executor"):
+        with pytest.raises(hc.errors.ExportError, match="is run in a way"):
             hc.export(f)(X)
         np.testing.assert_allclose(f(X), np.sin(X), rtol=1e-6)
 

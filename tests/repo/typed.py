@@ -35,7 +35,7 @@ def length(x: jax.Array) -> jax.Array:
 def calls(x: jax.Array) -> None:
     assert_type(hc.call(np.sin, x, x), jax.Array)
     assert_type(hc.call(np.sin, jax.ShapeDtypeStruct((3,), x.dtype), x), jax.Array)
-    assert_type(hc.call(len, 0, "text", where=True, timeout=1.0), jax.Array)
+    assert_type(hc.call(hc.host(len, timeout=1.0), 0, "text", where=True), jax.Array)
     assert_type(hc.call(np.sin, (x, x), x), Any)
     assert_type(hc.call(print, None, x, order="ordered", end=""), None)
     hc.call(np.sin, x, x, order="sorted")  # type: ignore

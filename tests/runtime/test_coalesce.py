@@ -1,4 +1,4 @@
-"""`hc.call(coalesce=)`: calls of several threads, programs, devices and rows as one."""
+"""`hc.host(coalesce=)`: calls of several threads, programs, devices and rows as one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import policies
 import pytest
 from limits import HANG_SECONDS, holds_in_time
 
@@ -56,7 +57,7 @@ def compiled(fn, **options):
     """
 
     def f(x, ready):
-        return hc.call(fn, F32, x, where=ready, **options)
+        return policies.call(fn, F32, x, where=ready, **options)
 
     program = jax.jit(f)
     program(0.0, False).block_until_ready()
@@ -65,8 +66,8 @@ def compiled(fn, **options):
 
 def test_a_call_that_comes_alone():
     sizes = Sizes()
-    assert jax.jit(lambda x: hc.call(sizes, F32, x, coalesce=8))(3.0) == 6
-    assert hc.call(sizes, F32, 4.0, coalesce=8, wait=0) == 8
+    assert jax.jit(lambda x: hc.call(hc.host(sizes, coalesce=8), F32, x))(3.0) == 6
+    assert hc.call(hc.host(sizes, coalesce=8, wait=0), F32, 4.0) == 8
     assert sizes.sizes == [1, 1]
 
 
@@ -82,7 +83,7 @@ def test_calls_of_threads_and_programs_are_one_call():
 
 def test_rows_of_a_batch_are_calls():
     sizes = Sizes()
-    f = jax.vmap(lambda x: hc.call(sizes, F32, x, coalesce=8, wait=0.0))
+    f = jax.vmap(lambda x: hc.call(hc.host(sizes, coalesce=8, wait=0.0), F32, x))
     np.testing.assert_array_equal(jax.jit(f)(jnp.arange(20.0)), 2 * np.arange(20.0))
     assert sizes.sizes == [8, 8, 4]
 
@@ -96,7 +97,9 @@ def test_rows_that_where_leaves_out_and_shared_arguments():
     spec = {"sum": jax.ShapeDtypeStruct((3,), jnp.float32)}
     y = jnp.arange(3.0)
     f = jax.vmap(
-        lambda x: hc.call(add, spec, x, y, where=x > 1, fill=-1.0, coalesce=2)["sum"]
+        lambda x: hc.call(hc.host(add, coalesce=2), spec, x, y, where=x > 1, fill=-1.0)[
+            "sum"
+        ]
     )
     want = np.where(np.arange(4.0)[:, None] > 1, np.arange(4.0)[:, None] + y, -1)
     np.testing.assert_array_equal(jax.jit(f)(jnp.arange(4.0)), want)
@@ -109,7 +112,7 @@ def test_devices_of_a_shard_map_meet():
 
     def each(x):
         out = jax.ShapeDtypeStruct((1,), jnp.float32)
-        return hc.call(sizes, out, x, coalesce=4, wait=HANG_SECONDS)
+        return hc.call(hc.host(sizes, coalesce=4, wait=HANG_SECONDS), out, x)
 
     f = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=spec, out_specs=spec))
     np.testing.assert_array_equal(f(jnp.arange(4.0)), 2 * np.arange(4.0))
@@ -121,7 +124,7 @@ def test_shapes_that_differ_do_not_meet():
 
     def f(x):
         spec = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return hc.call(sizes, spec, x, coalesce=2, wait=0.05)
+        return hc.call(hc.host(sizes, coalesce=2, wait=0.05), spec, x)
 
     small, large = jnp.ones(2), jnp.ones(3)
     program = jax.jit(f)
@@ -135,7 +138,7 @@ def test_kinds_of_arrays(arrays):
     def twice(x):
         return 2 * (x if arrays == "jax" else np.from_dlpack(x))
 
-    f = jax.vmap(lambda x: hc.call(twice, F32, x, coalesce=4, arrays=arrays))
+    f = jax.vmap(lambda x: hc.call(hc.host(twice, coalesce=4), F32, x, arrays=arrays))
     np.testing.assert_array_equal(jax.jit(f)(jnp.arange(4.0)), 2 * np.arange(4.0))
 
 
@@ -145,7 +148,9 @@ def test_coroutine_functions():
         assert hc.current() is not None
         return 2 * x
 
-    f = jax.vmap(lambda x: hc.call(twice, F32, x, coalesce=3, timeout=HANG_SECONDS))
+    f = jax.vmap(
+        lambda x: hc.call(hc.host(twice, coalesce=3, timeout=HANG_SECONDS), F32, x)
+    )
     np.testing.assert_array_equal(jax.jit(f)(jnp.arange(5.0)), 2 * np.arange(5.0))
 
 
@@ -156,7 +161,7 @@ def test_a_function_that_returns_its_own_buffer():
         buffer[: len(x)] = x
         return buffer[: len(x)]
 
-    f = jax.vmap(lambda x: hc.call(same, F32, x, coalesce=2, wait=0.0))
+    f = jax.vmap(lambda x: hc.call(hc.host(same, coalesce=2, wait=0.0), F32, x))
     np.testing.assert_array_equal(jax.jit(f)(jnp.arange(8.0)), np.arange(8.0))
 
 
@@ -177,7 +182,7 @@ def test_a_function_with_its_own_buffer_called_by_several_threads():
 
     def program(shape):
         spec = jax.ShapeDtypeStruct(shape, jnp.float32)
-        f = jax.jit(lambda x: hc.call(same, spec, x, coalesce=2, wait=0.0))
+        f = jax.jit(lambda x: hc.call(hc.host(same, coalesce=2, wait=0.0), spec, x))
         f(np.zeros(shape, np.float32)).block_until_ready()
         return f
 
@@ -244,7 +249,7 @@ def test_a_leader_keeps_no_batch_open_while_it_makes_another_call():
 
 def test_a_merged_function_that_runs_a_program_with_itself():
     def call(x):
-        return hc.call(less, F32, x, coalesce=4, wait=0.002)
+        return hc.call(hc.host(less, coalesce=4, wait=0.002), F32, x)
 
     def less(xs):
         return np.array([inner(x - 100) if x >= 100 else x for x in xs], np.float32)
@@ -322,7 +327,7 @@ def test_a_timeout_goes_to_all():
 
 @pytest.mark.parametrize("wrong", [lambda x: x[0], lambda x: np.zeros(5, np.float32)])
 def test_results_without_the_axis(wrong):
-    f = jax.jit(jax.vmap(lambda x: hc.call(wrong, F32, x, coalesce=2)))
+    f = jax.jit(jax.vmap(lambda x: hc.call(hc.host(wrong, coalesce=2), F32, x)))
     with pytest.raises(jax.errors.JaxRuntimeError, match="called for 2 with coalesce="):
         f(jnp.arange(2.0)).block_until_ready()
 
@@ -342,12 +347,12 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_options(text):
     with pytest.raises(hc.errors.SpecError, match=re.escape(text)):
-        hc.call(np.sin, F32, 1.0, **WRONG[text])
+        policies.call(np.sin, F32, 1.0, **WRONG[text])
 
 
 def test_a_call_without_arrays():
     with pytest.raises(hc.errors.SpecError, match="no array among its arguments"):
-        hc.call(lambda: 1.0, F32, coalesce=2)
+        hc.call(hc.host(lambda: 1.0, coalesce=2), F32)
 
 
 def test_ctrl_c_ends_the_wait_for_others(run_python):
@@ -357,7 +362,8 @@ def test_ctrl_c_ends_the_wait_for_others(run_python):
         import jax, jax.numpy as jnp
         import hostcall as hc
         F32 = jax.ShapeDtypeStruct((), jnp.float32)
-        f = jax.jit(lambda x: hc.call(lambda x: x, F32, x, coalesce=2, wait=1000.0))
+        merged = hc.host(lambda x: x, coalesce=2, wait=1000.0)
+        f = jax.jit(lambda x: hc.call(merged, F32, x))
         f = f.lower(0.0).compile()
         def interrupt():
             while not hc.monitor.status():

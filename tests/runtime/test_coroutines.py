@@ -10,6 +10,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import policies
 import pytest
 from limits import HANG_SECONDS, holds_in_time
 
@@ -54,7 +55,9 @@ class Together:
 
 
 def rows(fn, **options):
-    return jax.vmap(lambda x: hc.call(fn, F32, x, vmap_method="parallel", **options))
+    return jax.vmap(
+        lambda x: policies.call(fn, F32, x, vmap_method="parallel", **options)
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,7 +240,7 @@ def test_a_function_that_calls_itself_needs_no_place_of_its_own(limit):
             return np.float32(0)
         return float(await asyncio.to_thread(program, n - 1)) + 1
 
-    program = jax.jit(lambda n: hc.call(down, F32, n, concurrency=limit))
+    program = jax.jit(lambda n: hc.call(hc.host(down, concurrency=limit), F32, n))
     assert program(1.0) == 1
     assert program(4.0) == 4
 
@@ -256,7 +259,7 @@ def test_more_depths_than_asyncio_has_threads():
             return np.float32(0)
         return float(await asyncio.to_thread(program, n - 1)) + 1
 
-    program = jax.jit(lambda n: hc.call(down, F32, n, concurrency=1))
+    program = jax.jit(lambda n: hc.call(hc.host(down, concurrency=1), F32, n))
     warm(program)
     assert program(np.float32(min(deep, 24))) == min(deep, 24)
 
@@ -273,7 +276,9 @@ def test_functions_that_call_each_other_do_not_wait_in_a_circle():
             return float(await asyncio.to_thread(programs[other], n - 1)) + 1
 
         return jax.jit(
-            lambda n: hc.call(down, F32, n, concurrency=1, timeout=HANG_SECONDS)
+            lambda n: hc.call(
+                hc.host(down, concurrency=1, timeout=HANG_SECONDS), F32, n
+            )
         )
 
     programs = [make(1), make(0)]

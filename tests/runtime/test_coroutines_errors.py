@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+import policies
 import pytest
 from limits import holds_in_time
 
@@ -28,7 +29,7 @@ async def same(x):
 
 def rows(fn, **options):
     return jax.jit(
-        jax.vmap(lambda x: hc.call(fn, F32, x, vmap_method="parallel", **options))
+        jax.vmap(lambda x: policies.call(fn, F32, x, vmap_method="parallel", **options))
     )
 
 
@@ -188,7 +189,7 @@ def test_a_timeout_does_not_wait_for_a_coroutine_that_refuses_to_end():
         ended.append(1)
 
     with pytest.raises(hc.errors.CallTimeoutError, match="took longer than timeout"):
-        hc.call(stubborn, F32, 1.0, timeout=2.0)
+        hc.call(hc.host(stubborn, timeout=2.0), F32, 1.0)
     assert not ended
     assert holds_in_time(lambda: ended == [1])
 
@@ -242,14 +243,14 @@ OPTIONS = {
 def test_options(text, face):
     with pytest.raises(hc.errors.SpecError, match=re.escape(text)):
         if face == "call":
-            hc.call(same, F32, 1.0, **OPTIONS[text])
+            policies.call(same, F32, 1.0, **OPTIONS[text])
         else:
             hc.host(same, result=F32, **OPTIONS[text])
 
 
 def test_concurrency_is_for_coroutine_functions():
     with pytest.raises(hc.errors.SpecError, match="not a coroutine function. Make it"):
-        hc.call(np.sin, F32, 1.0, concurrency=3)
+        hc.call(hc.host(np.sin, concurrency=3), F32, 1.0)
     with pytest.raises(hc.errors.SpecError, match="not a coroutine function. Make it"):
         hc.host(np.sin, result=F32, concurrency=3)
 

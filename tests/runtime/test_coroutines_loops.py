@@ -24,7 +24,7 @@ def test_a_loop_that_is_closed_while_a_call_runs(timeout):
         begun.set()
         await asyncio.Event().wait()
 
-    f = jax.jit(lambda x: hc.call(waits, F32, x, timeout=timeout))
+    f = jax.jit(lambda x: hc.call(hc.host(waits, timeout=timeout), F32, x))
     outcome = []
 
     def call():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import policies
 import pytest
 from limits import HANG_SECONDS, holds_in_time
 
@@ -60,7 +61,7 @@ def started(client, folder, order):
     def row(x):
         result = jax.ShapeDtypeStruct((), np.float32)
         options = {"vmap_method": "parallel", "executor": client, "order": order}
-        return hc.call(gated, result, x, str(folder), **options)
+        return policies.call(gated, result, x, str(folder), **options)
 
     program = jax.jit(jax.vmap(row))
     task: futures.Future = futures.Future()

@@ -51,7 +51,7 @@ def configured(v):
 cases = {
     "unordered": effect("unordered", fail="together"),
     "ordered": effect("ordered", fail="together"),
-    "late": effect("unordered", late, fail="together", timeout=3.0),
+    "late": effect("unordered", hc.host(late, timeout=3.0), fail="together"),
     "pure": over_shards(pure),
     "masked": over_shards(masked),
     "in_a_loop": over_shards(in_a_loop),

@@ -175,7 +175,9 @@ def test_it_prints_as_a_table():
 def test_a_timeout_logs_it(caplog):
     flights._told.clear()  # each reason is logged once in 10 s
     leave = threading.Event()
-    late = jax.jit(lambda x: hc.call(lambda x: leave.wait(60), SCALAR, x, timeout=0.1))
+    late = jax.jit(
+        lambda x: hc.call(hc.host(lambda x: leave.wait(60), timeout=0.1), SCALAR, x)
+    )
     with pytest.raises(jax.errors.JaxRuntimeError, match="took longer than"):
         late(1.0).block_until_ready()
     leave.set()

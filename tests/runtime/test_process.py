@@ -427,13 +427,13 @@ def late():
 
 # Waits of calls that have a long limit of their own; `stuck` never returns.
 LONG_WAITS = {
-    "a time limit": "hc.call(stuck, v, v, timeout=1e6)",
+    "a time limit": "hc.call(hc.host(stuck, timeout=1e6), v, v)",
     "a time limit on rows": (
         "jax.vmap(lambda r: hc.call("
-        "stuck, r, r, timeout=1e6, vmap_method='parallel'))(v[None])[0]"
+        "hc.host(stuck, timeout=1e6), r, r, vmap_method='parallel'))(v[None])[0]"
     ),
-    "a time limit on a coroutine": "hc.call(stuck_coroutine, v, v, timeout=1e6)",
-    "others to merge with": "hc.call(stuck, v, v, coalesce=9, wait=1e6)",
+    "a time limit on a coroutine": "hc.call(hc.host(stuck_coroutine, timeout=1e6), v, v)",
+    "others to merge with": "hc.call(hc.host(stuck, coalesce=9, wait=1e6), v, v)",
 }
 
 

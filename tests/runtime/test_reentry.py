@@ -65,7 +65,7 @@ RUNS_ITSELF = {
     "call": lambda f, x: jax.jit(lambda v: hc.call(f, v, v)),
     "ordered": lambda f, x: jax.jit(lambda v: hc.call(f, v, v, order="ordered")),
     "eager": lambda f, x: lambda v: hc.call(f, v, v),
-    "timeout": lambda f, x: jax.jit(lambda v: hc.call(f, v, v, timeout=600)),
+    "timeout": lambda f, x: jax.jit(lambda v: hc.call(hc.host(f, timeout=600), v, v)),
     "host": lambda f, x: hc.host(f, result=hc.results.like(0)),
     "rule": _of_a_rule,
     "drop-in": lambda f, x: jax.jit(lambda v: hc.pure_callback(f, v, v)),
@@ -279,7 +279,7 @@ def test_context_variables_of_the_dispatching_thread():
         return a
 
     f = jax.jit(lambda v: hc.call(host, v, v))
-    late = jax.jit(lambda v: hc.call(host, v, v, timeout=60))
+    late = jax.jit(lambda v: hc.call(hc.host(host, timeout=60), v, v))
     variable.set("mine")
     f(jnp.float32(1)).block_until_ready()
     late(jnp.float32(1)).block_until_ready()

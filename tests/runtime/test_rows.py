@@ -14,6 +14,7 @@ from multiprocessing.pool import ThreadPool
 import forked
 import jax
 import numpy as np
+import policies
 import pytest
 from limits import holds_in_time
 from test_executors import dask_client, loky_pool, ray_pool
@@ -26,9 +27,8 @@ X = np.arange(40, dtype=np.float32)
 
 def parallel(fn, executor, **options):
     def call(x, *args):
-        return hc.call(
-            fn, x, x, *args, vmap_method="parallel", executor=executor, **options
-        )
+        how = {"executor": executor, "vmap_method": "parallel", **options}
+        return policies.call(fn, x, x, *args, **how)
 
     return call
 
@@ -230,12 +230,11 @@ def test_rows_of_a_chunk_share_nothing(processes):
 
     def call(x):
         return hc.call(
-            counts_up,
+            hc.host(counts_up, executor=processes),
             x,
             x,
             counter=Counter(),
             vmap_method="parallel",
-            executor=processes,
         )
 
     assert set(jax.jit(jax.vmap(call))(X).tolist()) == {1}
@@ -344,13 +343,12 @@ def test_a_shared_argument_goes_once_and_is_gone_afterwards(folder):
 def test_an_argument_that_cannot_be_sent_beside_a_shared_one(processes):
     def call(x, table):
         return hc.call(
-            lacks,
+            hc.host(lacks, executor=processes),
             x,
             x,
             table,
             lock=threading.Lock(),
             vmap_method="parallel",
-            executor=processes,
         )
 
     for size in (4, 20_000):
@@ -493,7 +491,7 @@ def main():
         "pool": lambda: spawn.Pool(2),
     }[kind]()
     f = jax.jit(jax.vmap(lambda x: hc.call(
-        host, x, x, vmap_method="parallel", executor=pool, order=order)))
+        hc.host(host, executor=pool), x, x, vmap_method="parallel", order=order)))
     print("ready", flush=True)
     try:
         f(np.arange(40, dtype=np.float32)).block_until_ready()

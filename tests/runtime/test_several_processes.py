@@ -174,8 +174,8 @@ def host(v, error=None):
     if error is None:
         return v[:1, :1]
     raise error
-def call(error, **options):
-    return lambda x: hc.call(host, x, x, error, on=last, **options)
+def call(error, fn=host, **options):
+    return lambda x: hc.call(fn, x, x, error, on=last, **options)
 def masked(x):
     return hc.call(host, x, x, row, where=x[0, 0] == 0, on=last)
 def rows(x):
@@ -197,7 +197,7 @@ cases = {
     "pure": (call(row), "LookupError: no such row (in callback `host`"),
     "unordered": (call(row, order="unordered"), "LookupError: no such row"),
     "ordered": (call(row, order="ordered"), "LookupError: no such row"),
-    "late": (call(row, timeout=60), "LookupError: no such row"),
+    "late": (call(row, hc.host(host, timeout=60)), "LookupError: no such row"),
     "masked": (masked, "LookupError: no such row"),
     "rows": (rows, "LookupError: no such row (in callback `host`, row 0"),
     "many": (many, "LookupError: no such row"),
@@ -252,13 +252,14 @@ def host(v):
     assert me == 1
     return v + 1
 def on_processes(x):
-    return jax.vmap(lambda v: hc.call(np.cos, one, v, vmap_method="parallel",
-                                      executor=futures.ThreadPoolExecutor(1), on=last))(x)
+    cos = hc.host(np.cos, executor=futures.ThreadPoolExecutor(1))
+    called = lambda v: hc.call(cos, one, v, vmap_method="parallel", on=last)
+    return jax.vmap(called)(x)
 def some_rows(x):
     return jax.vmap(lambda v, w: hc.call(host, one, v, where=w, vmap_method="expand_dims",
                                          on=last))(x, x[:, 0] > 2)
 def late(x):
-    return hc.call(host, x, x, timeout=60, on=last)
+    return hc.call(hc.host(host, timeout=60), x, x, on=last)
 def written(x):
     def writes(v, out):
         assert me == 1

@@ -49,7 +49,7 @@ def test_status_shows_a_call_with_its_stack(mode, timeout):
         assert leave.wait(60)
         return a
 
-    program = mode(lambda v: hc.call(waits_here, SCALAR, v, timeout=timeout))
+    program = mode(lambda v: hc.call(hc.host(waits_here, timeout=timeout), SCALAR, v))
     thread = threading.Thread(
         target=lambda: jax.block_until_ready(program(jnp.float32(1)))
     )
@@ -162,7 +162,7 @@ def test_a_late_function_fails_its_program_only(mode):
         return a
 
     # Long enough for the call that is not late, on a machine with other work.
-    f = mode(lambda v: hc.call(sometimes_slow, SCALAR, v, timeout=2.0))
+    f = mode(lambda v: hc.call(hc.host(sometimes_slow, timeout=2.0), SCALAR, v))
     with pytest.raises(hc.errors.CallTimeoutError) as caught, hc.reraise():
         jax.block_until_ready(f(jnp.float32(1)))
     text = str(caught.value)
@@ -183,7 +183,9 @@ def test_a_late_row_is_named(mode):
 
     f = mode(
         jax.vmap(
-            lambda v: hc.call(host, SCALAR, v, timeout=2.0, vmap_method="parallel")
+            lambda v: hc.call(
+                hc.host(host, timeout=2.0), SCALAR, v, vmap_method="parallel"
+            )
         )
     )
     with pytest.raises(hc.errors.CallTimeoutError, match="row 2 of 4"), hc.reraise():

@@ -347,7 +347,9 @@ def test_merged_calls_give_each_thread_its_own_rows():
     def host(x):
         return x * 2
 
-    program = jax.jit(lambda x: hc.call(host, ROW, x, coalesce=THREADS, wait=0.001))
+    program = jax.jit(
+        lambda x: hc.call(hc.host(host, coalesce=THREADS, wait=0.001), ROW, x)
+    )
 
     def work(number):
         for i in range(TIMES):

@@ -14,6 +14,7 @@ from multiprocessing import get_context
 import jax
 import jax.numpy as jnp
 import numpy as np
+import policies
 import pytest
 from limits import HANG_SECONDS
 
@@ -45,7 +46,7 @@ def test_arrays_that_come_from_another_process():
         f = jax.jit(
             jax.vmap(
                 lambda v: hc.call(
-                    np.sort, spec, v, vmap_method="parallel", executor=pool
+                    hc.host(np.sort, executor=pool), spec, v, vmap_method="parallel"
                 )
             )
         )
@@ -80,7 +81,7 @@ def test_a_timeout_holds_for_a_masked_batch(mode):
     f = mode(
         jax.vmap(
             lambda v: hc.call(
-                slow, v, v, where=v > 0, timeout=0.1, vmap_method="expand_dims"
+                hc.host(slow, timeout=0.1), v, v, where=v > 0, vmap_method="expand_dims"
             )
         )
     )
@@ -181,12 +182,14 @@ def seen_by(seen, awaits=False):
 
 
 def one(host, x, **how):
-    return hc.call(host, x, x, order="ordered", **how)
+    return policies.call(host, x, x, order="ordered", **how)
 
 
 def rows(host, x, **how):
     def row(x):
-        return hc.call(host, x, x, vmap_method="parallel", order="unordered", **how)
+        return policies.call(
+            host, x, x, vmap_method="parallel", order="unordered", **how
+        )
 
     return jax.vmap(row)(jnp.stack([x] * 5))
 
@@ -237,7 +240,7 @@ def test_a_failure_within_a_limit_is_in_no_cycle():
 
     def call():
         with contextlib.suppress(LookupError):
-            hc.call(fails, SCALAR, 1.0, timeout=HANG_SECONDS)
+            hc.call(hc.host(fails, timeout=HANG_SECONDS), SCALAR, 1.0)
 
     gc.collect()
     gc.disable()

@@ -143,7 +143,9 @@ def test_rows_in_other_processes_have_tracks(tmp_path):
         @jax.jit
         @jax.vmap
         def rows(x):
-            return hc.call(np.cos, SCALAR, x, vmap_method="parallel", executor=pool)
+            return hc.call(
+                hc.host(np.cos, executor=pool), SCALAR, x, vmap_method="parallel"
+            )
 
         with hc.trace(path):
             rows(jnp.arange(6.0)).block_until_ready()

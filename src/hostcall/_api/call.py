@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeAlias, overload
 import jax
 
 from hostcall._core import mistakes
-from hostcall._core.arguments import check_function, conflict, parse_mask, parse_on
+from hostcall._core.arguments import check_function, parse_mask, parse_on
 from hostcall._core.coroutines import is_coroutine_function
-from hostcall._core.host_code import HostCode
+from hostcall._core.host_code import HostCode, handle
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import (
@@ -19,11 +19,9 @@ from hostcall._core.spec import (
     parse_fill,
     parse_result,
 )
-from hostcall._engine import options
+from hostcall._engine.options import POLICY, check
 from hostcall._engine.params.equation import Arrays, Callback, Fail, Lend
-from hostcall._primitives.call.make import make
-
-_WAIT = 0.002  # seconds that a call waits for others without `wait=`
+from hostcall._primitives.call.make import make, make_with
 
 # A `result` that is one array; type checkers see any other tree as Any.
 OneArray: TypeAlias = jax.ShapeDtypeStruct | jax.typing.ArrayLike
@@ -34,18 +32,13 @@ def call(
     fn: Callable[..., Any],
     result: None,
     *args: Any,
-    order: Order = ...,
+    order: Order | None = ...,
     vmap_method: str | Callable[..., Any] | None = ...,
     where: Any = ...,
     fill: Any = ...,
     on: Literal["once"] | jax.Device = ...,
-    arrays: Arrays = ...,
-    lend: Lend = ...,
-    timeout: float | None = ...,
-    executor: Any = ...,
-    concurrency: int | None = ...,
-    coalesce: int | None = ...,
-    wait: float | None = ...,
+    arrays: Arrays | None = ...,
+    lend: Lend | None = ...,
     fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -57,18 +50,13 @@ def call(
     fn: Callable[..., Any],
     result: OneArray,
     *args: Any,
-    order: Order = ...,
+    order: Order | None = ...,
     vmap_method: str | Callable[..., Any] | None = ...,
     where: Any = ...,
     fill: Any = ...,
     on: Literal["once"] | jax.Device = ...,
-    arrays: Arrays = ...,
-    lend: Lend = ...,
-    timeout: float | None = ...,
-    executor: Any = ...,
-    concurrency: int | None = ...,
-    coalesce: int | None = ...,
-    wait: float | None = ...,
+    arrays: Arrays | None = ...,
+    lend: Lend | None = ...,
     fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -80,18 +68,13 @@ def call(  # type: ignore[overload-cannot-match]  # JAX is Any in `make check`
     fn: Callable[..., Any],
     result: Any,
     *args: Any,
-    order: Order = ...,
+    order: Order | None = ...,
     vmap_method: str | Callable[..., Any] | None = ...,
     where: Any = ...,
     fill: Any = ...,
     on: Literal["once"] | jax.Device = ...,
-    arrays: Arrays = ...,
-    lend: Lend = ...,
-    timeout: float | None = ...,
-    executor: Any = ...,
-    concurrency: int | None = ...,
-    coalesce: int | None = ...,
-    wait: float | None = ...,
+    arrays: Arrays | None = ...,
+    lend: Lend | None = ...,
     fail: Fail | None = ...,
     tag: str | None = ...,
     **kwargs: Any,
@@ -102,18 +85,13 @@ def call(
     fn: Callable[..., Any],
     result: Any,
     *args: Any,
-    order: Order = "pure",
+    order: Order | None = None,
     vmap_method: str | Callable[..., Any] | None = None,
     where: Any = None,
     fill: Any = None,
     on: Literal["once"] | jax.Device = "once",
-    arrays: Arrays = "numpy",
-    lend: Lend = False,
-    timeout: float | None = None,
-    executor: Any = None,
-    concurrency: int | None = None,
-    coalesce: int | None = None,
-    wait: float | None = None,
+    arrays: Arrays | None = None,
+    lend: Lend | None = None,
     fail: Fail | None = None,
     tag: str | None = None,
     **kwargs: Any,
@@ -127,13 +105,17 @@ def call(
 
     Args:
         fn: any callable except a generator function. It may use JAX. A coroutine
-            function (`async def`) runs on hostcall's event loop.
+            function (`async def`) runs on hostcall's event loop. Of a `hc.host`
+            function the Python function is called, without its rules, and in the way
+            that `hc.host` was told: with its `timeout`, `executor`, `concurrency`,
+            `coalesce`, `wait` and `cache`, and with its other options as defaults.
         result: describes what `fn` returns: a pytree of the same structure, whose
             leaves have `shape` and `dtype`, or are Python numbers, for scalars. None if
             `fn` returns nothing, which needs an `order` other than "pure".
         *args: pytrees. Arrays and numbers reach `fn` as arrays, and typed PRNG keys as
             keys. All other leaves (strings, objects) reach it unchanged.
-        order: "pure": `fn` runs as often as the results are needed, or not at all.
+        order: "pure", the default: `fn` runs as often as the results are needed, or not
+            at all.
             "unordered": exactly once, in program order within straight-line code.
             "ordered": exactly once, after the previous ordered call on its device.
         vmap_method: see *Under transformations*. Default: "sequential".
@@ -143,23 +125,13 @@ def call(
             Default: zeros.
         on: which device of a jitted program calls, with the whole value: "once", the
             program's first; or the given device.
-        arrays: what `fn` gets. "numpy". "jax": jax.Arrays on a CPU device, on which it
-            may compute. "dlpack": for torch.from_dlpack and others. "cuda": read-only
-            `hc.buffers.Buffer`s of GPU memory; `fn` returns arrays on the GPU.
+        arrays: what `fn` gets. "numpy", the default. "jax": jax.Arrays on a CPU device,
+            on which it may compute. "dlpack": for torch.from_dlpack and others. "cuda":
+            read-only `hc.buffers.Buffer`s of GPU memory; `fn` returns arrays on the
+            GPU.
         lend: True: `fn` gets read-only views of XLA's memory, and must not keep them.
             "out": it also gets `out`, arrays like `result`, writes the results into
-            them and returns None. False: it owns its arguments.
-        timeout: seconds. If `fn` takes longer, the program fails, and `fn` runs on in
-            its thread. A coroutine is cancelled. Default: no limit.
-        executor: where the rows of vmap_method="parallel" run: an Executor of
-            concurrent.futures, a Dask client, `multiprocessing.Pool` or Ray's pool.
-            Default: threads of this process.
-        concurrency: how many calls of a coroutine function wait at the same time.
-            Default: 32.
-        coalesce: merges up to so many pure calls (of devices, threads, programs, rows)
-            into one, whose arguments and results have a new axis in front.
-        wait: with `coalesce=`: for how many seconds a call waits for others at most.
-            Default: 0.002.
+            them and returns None. False, the default: it owns its arguments.
         fail: in a program over several processes, "together": a failure raises in all
             of them. "alone": in its own. Default: `hc.configure(fail=)`.
         tag: the name of this call in `hc.monitor`. Default: the function's name.
@@ -172,22 +144,22 @@ def call(
         SpecError: an option or argument is invalid, `fn` can't take the arguments, or
             `fn` uses a traced value of an enclosing function instead of taking it as an
             argument.
-        jax.errors.JaxRuntimeError: `fn` failed while the program ran, or exceeded
-            `timeout` (`CallTimeoutError`), kept a lent view (`EscapeError`), or
-            returned what does not fit `result` (`ResultError`). The text has the
-            exception, the function's name, and the line of this call. `hc.reraise()`
-            and `hc.errors.last_error()` give the exception itself; an eager call raises
-            it directly.
+        jax.errors.JaxRuntimeError: `fn` failed while the program ran, or exceeded its
+            timeout (`CallTimeoutError`), kept a lent view (`EscapeError`), or returned
+            what does not fit `result` (`ResultError`). The text has the exception, the
+            function's name, and the line of this call. `hc.reraise()` and
+            `hc.errors.last_error()` give the exception itself; an eager call raises it
+            directly.
 
     Under transformations:
         jit, scan, while_loop, cond, map: `fn` runs each time the call is reached.
         vmap: "sequential": once per row, in row order. "parallel": all rows at once, on
-            `executor` or the event loop. "expand_dims", "broadcast_all",
-            "legacy_vectorized": once, with the batch axis in front; arguments without
-            it get one of size 1, are repeated, or are passed as they are. A function
-            `rule(axis_size, in_batched, *args, **kwargs) -> (result, batched)` of JAX
-            code replaces the call; the flags of keyword arguments are the last entry
-            of `in_batched`.
+            threads, the function's executor or the event loop. "expand_dims",
+            "broadcast_all", "legacy_vectorized": once, with the batch axis in front;
+            arguments without it get one of size 1, are repeated, or are passed as they
+            are. A function `rule(axis_size, in_batched, *args, **kwargs) -> (result,
+            batched)` of JAX code replaces the call; the flags of keyword arguments are
+            the last entry of `in_batched`.
         vmap of cond, of while_loop: JAX computes every branch for every row. Pass the
             condition as `where=` too; then `fn` runs only for the rows that need it.
         jvp, grad, transposition: refused. Use `hc.host` with a rule.
@@ -203,64 +175,41 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
+    options: dict[str, Any] = dict(_DEFAULTS)
     given = {
         "order": order,
         "vmap_method": vmap_method,
         "arrays": arrays,
         "lend": lend,
-        "timeout": timeout,
-        "executor": executor,
-        "concurrency": concurrency,
-        "coalesce": coalesce,
-        "wait": wait,
-        "fail": fail,
         "tag": tag,
-        "awaits": is_coroutine_function(fn),
     }
-    options.check(f"`{name}`", given, fn=fn)
+    made, owner = handle(fn), None
+    if made is not None and (opened := made._opened()) is not None:
+        owner, fn, own = opened
+        options |= own
+    name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
+    options |= {option: value for option, value in given.items() if value is not None}
+    awaits = is_coroutine_function(fn)
+    check(f"`{name}`", {**options, "fail": fail, "awaits": awaits}, fn=fn)
     operands, template = flatten_arguments(args, kwargs)
-    also = ("out",) if lend == "out" else ()
+    also = ("out",) if options["lend"] == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
-    mistakes.warn_of_own(
-        _FACE, fn, timeout=timeout, wait=wait, concurrency=concurrency, tag=tag
-    )
-    if coalesce is not None and not operands:
-        raise conflict(
-            f"`{name}`",
-            "coalesce= and no array among its arguments, so it could not tell how many"
-            " calls were merged: pass one, or leave out coalesce=",
-        )
+    mistakes.warn_of_own(_FACE, fn, tag=tag)
     results = parse_result(result, name)
-    if order == "pure" and not results.avals:
+    if options["order"] == "pure" and not results.avals:
         mistakes.refuse_unneeded("hc.call", name)
     mask = None if where is None else parse_mask(where, name, fn=fn)
-    callback = Callback(
-        fn=Static(fn),
-        template=template,
-        results=results,
-        fills=parse_fill(fill, results, name),
-        arrays=arrays,
-        lend=lend,
-        timeout=timeout,
-        executor=None if executor is None else Static(executor),
-        concurrency=concurrency,
-        coalesce=None
-        if coalesce is None
-        else (coalesce, _WAIT if wait is None else wait),
+    fills = parse_fill(fill, results, name)
+    place = users_place(fn)
+    leaves = make_with(
+        *(options, fn, template, results, fills, place, operands, mask, owner),
         fail=fail,
-        tag=tag,
-        place=users_place(fn),
-    )
-    leaves = make(
-        callback,
-        operands,
-        order=order,
-        vmap_method=vmap_method,
         sharding=parse_on(on, name),
-        mask=mask,
     )
     return results.fill(leaves)
+
+
+_DEFAULTS = {"order": "pure", "vmap_method": None, "arrays": "numpy", "lend": False}
 
 
 def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
@@ -296,5 +245,12 @@ _FACE = mistakes.Face(
         "sharding": "on=device",
         "result_shape_dtypes": "the second argument, result",
     },
-    {"keep": "hc.watch(x, keep=...) keeps the executions before a bad value"},
+    {
+        "keep": "hc.watch(x, keep=...) keeps the executions before a bad value",
+        **{
+            option: "it says how the function is run wherever it is called. Write"
+            f" hc.call(hc.host(fn, {option}=...), result, *args)"
+            for option in (*POLICY, "version")
+        },
+    },
 )

@@ -100,6 +100,12 @@ class Handle:
         """The user's function that it was made of; None for a feed."""
         return vars(self).get("fn")
 
+    def _opened(self) -> tuple[Any, Callable[..., Any], dict[str, Any]] | None:
+        """What `hc.call` makes of a HostFunction: (the HostFunction, its Python
+        function, the options of a call); None for all else.
+        """
+        return None
+
 
 class TakesMask:
     """A function or rule of hostcall's with `where(mask)`: the same under a mask."""

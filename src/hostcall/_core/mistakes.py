@@ -54,9 +54,9 @@ class Face(NamedTuple):
         """
         if keyword in self.jaxs:
             return f"In {self.name}, JAX's {keyword}= is {self.jaxs[keyword]}"
-        if keyword in self.gone:
-            return f"{self.name} has no {keyword}= any more: {self.gone[keyword]}"
-        near = get_close_matches(keyword, [*self.options, *others], n=1)
+        near = get_close_matches(keyword, [*self.options, *self.gone, *others], n=1)
+        if near and near[0] in self.gone:
+            return f"{self.name} has no {near[0]}= any more: {self.gone[near[0]]}"
         return f"Did you mean {near[0]}=?" if near else ""
 
 

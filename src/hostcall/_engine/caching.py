@@ -91,7 +91,8 @@ class Part:
     Attributes:
         cache: of the HostFunction.
         label: which of its codes this is.
-        template: the arguments of the HostFunction, with the static ones.
+        template: the arguments of the HostFunction, with the static ones, if it is one
+            of its rules; None for those of the call.
     """
 
     cache: Cache
@@ -118,7 +119,7 @@ class Rows:
         device: Any,
     ) -> None:
         callback = params.callback
-        self._part: Part = callback.cache
+        self._part: Part = callback.policy.cache
         self._info, self._flat, self._avals = info, flat, params.avals
         self._dtypes = [np.dtype(aval.dtype) for aval in params.avals]
         self._sizes = [
@@ -137,17 +138,13 @@ class Rows:
         )
         if callback.traced is not None:  # its function may compute other values
             about = (*about, callback.traced)
+        self._template = self._part.template or callback.template
         self._start = hashlib.sha256(repr(about).encode())
         statics = [x for x in self._template.leaves if isinstance(x, Static)]
         text = self._statics()  # in any case, so that it fails when it is lowered
         self._constant = all(type(x.value) in _CONSTANT for x in statics)
         if self._constant:
             self._start.update(text)
-
-    @property
-    def _template(self) -> Template:
-        assert self._part.template is not None
-        return self._part.template
 
     def _statics(self) -> bytes:
         marks = [
@@ -484,6 +481,8 @@ class _Memory:
 
 def is_cache(given: Any) -> bool:
     """Whether `Cache` takes this."""
+    if isinstance(given, Part):
+        return True
     if isinstance(given, (str, type)):
         return isinstance(given, str) and given == "memory"
     return is_dictionary(given) or callable(getattr(given, "cache", None))

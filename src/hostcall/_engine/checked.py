@@ -29,11 +29,12 @@ _SIZE = re.compile(r"(?:[\w\s+*/,()-]|\^[0-9](?![0-9])){1,1000}")
 
 EQUATIONS: dict[str, type] = {"call": CallParams, "tap": TapParams, "feed": FeedParams}
 
-# Options that do not travel: the function, or whoever lowers the program, knows them
-# better. `keep` is hc.watch's, whose programs don't travel.
+# Options that do not travel: the function (its policy is that of what is registered
+# where the program is loaded), or whoever lowers the program, knows them better. `keep`
+# is hc.watch's, whose programs don't travel.
 _STAY = {
     *("callback", "avals", "sharding", "vmap_method", "devices", "device", "keep"),
-    *("fn", "template", "results", "fills", "executor", "traced", "cache", "place"),
+    *("fn", "template", "results", "fills", "policy", "traced", "place"),
 }
 
 
@@ -56,9 +57,6 @@ _OTHERS = {
 # What neither the types say nor the tables of options, of values other than None.
 _MORE: dict[str, Callable[[Any], bool]] = {
     "arrays": lambda value: value != "cuda",
-    "coalesce": lambda value: (
-        options.CALL["coalesce"].fits(value[0]) and options.CALL["wait"].fits(value[1])
-    ),
     "levels": lambda value: value >= 0,
     "every": lambda value: value < 2**31,
     "leader": lambda value: value >= 0,
@@ -108,7 +106,7 @@ def _check(
         fits = _fits(value, hint, name in ("grid", "sizes"))
         if fits and value is not None:
             fits = name not in _MORE or _MORE[name](value)
-            if name in table and name != "coalesce":
+            if name in table:
                 fits = fits and table[name].fits(value)
         if not fits:
             raise Malformed(f"the option {name}={value!r}")
@@ -131,11 +129,17 @@ def check_options(told: Any) -> None:
     for size in sizes_in(told):
         if not isinstance(size, str) or not _SIZE.fullmatch(size):
             raise Malformed(f"the size {size!r}")
-    method = "expand_dims" if params.get("levels") else None
-    how = {"vmap_method": "parallel" if told["parallel"] else method}
-    what = options.pair_refused({**callback, **params, **how})
+    given = {**callback, **params, "vmap_method": method_of(told)}
+    what = options.pair_refused(given)
     if what is not None:
         raise Malformed(what)
+
+
+def method_of(told: Any) -> str | None:
+    """A vmap_method that runs rows as the program does."""
+    if told["parallel"]:
+        return "parallel"
+    return "expand_dims" if told["params"].get("levels") else None
 
 
 def check_shapes(told: Any) -> None:

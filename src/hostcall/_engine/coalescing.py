@@ -186,7 +186,6 @@ _lock = threading.Lock()  # two programs may be lowered at once
 
 def _meeting_of(params: Equation, operands: Sequence[Any]) -> Meeting:
     callback = params.callback
-    assert callback.coalesce is not None
     own = operands[1:] if params.masked else operands
     batched = params.batched[1:] if params.masked else params.batched
     flags = batched or ((),) * len(own)
@@ -194,10 +193,11 @@ def _meeting_of(params: Equation, operands: Sequence[Any]) -> Meeting:
         (operand.shape[sum(axes) :], str(operand.dtype))
         for operand, axes in zip(own, flags, strict=True)
     )
+    size, seconds = callback.policy.coalesce or (1, 0.0)
     with _lock:
         found = _meetings.get((callback, shapes))
         if found is None:
-            found = _meetings[callback, shapes] = Meeting(*callback.coalesce)
+            found = _meetings[callback, shapes] = Meeting(size, seconds)
         return found
 
 

@@ -114,6 +114,9 @@ TAP: Mapping[str, Option] = {
     "tag": CALL["tag"],
 }
 
+# Those of a function, which `hc.host` takes; all others are a place's.
+POLICY = ("timeout", "executor", "concurrency", "coalesce", "wait", "cache")
+
 # Values that were there once, and what to write instead.
 _GONE = {"sequential_unrolled": ". 'sequential' does the same"}
 

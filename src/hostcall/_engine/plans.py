@@ -166,7 +166,7 @@ def make_plan(
         leave=None if traced is None else traced.leave,
         counters=counters_of(callback),
         place=info.number,
-        sends=code.runner is not None and _sends(callback.pool),
+        sends=code.runner is not None and _sends(callback.policy.pool),
         guard=info.guard,
         scout=host_device.scout(together) if asks else None,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
@@ -187,7 +187,7 @@ def _arguments(
     converters = [
         _converter(callback.arrays, key, entry.device) for key in callback.template.keys
     ]
-    later = bool(compressed or callback.cache or callback.coalesce)
+    later = bool(compressed or callback.policy.cache or callback.policy.coalesce)
     by_engine = [None] * len(operands) if later else converters
     leaves, shapes = [], []
     for i, (operand, convert) in enumerate(zip(operands, by_engine, strict=True)):
@@ -216,7 +216,7 @@ def _code(
     info: CallInfo,
     entry: Entrance,
 ) -> _Called:
-    callback, device = equation.callback, entry.device
+    policy, device = equation.callback.policy, entry.device
     in_place = equation.in_place()
     buffers = None if in_place is None else in_place[1]
     if entry.elsewhere:
@@ -230,19 +230,21 @@ def _code(
         function = _converted(function, made)
         runner = runner and _converted_rows(runner, made)
     function, form = equation.finish(function, info, arguments.compressed)
-    if callback.cache is not None:
-        from hostcall._engine import caching
-
-        flat = arguments.compressed
-        rows = caching.Rows(equation, info, arguments.shapes, flat, device)
-        function, form = caching.cached(function, rows), ResultForm.TUPLE
-        runner = runner and caching.cached_rows(runner, rows)
-    if callback.coalesce is not None:
+    flat = arguments.compressed
+    if policy.coalesce is not None:
         from hostcall._engine.coalescing import Coalesced
 
         function = Coalesced(equation, operands, info, function, device)
-        form = ResultForm.TUPLE
+        form, flat = ResultForm.TUPLE, True
         runner = function.rows if equation.grid else None
+    # Around merged calls: only what is not known is merged. A row that waits for
+    # others has claimed its key, and no merged call waits for a key.
+    if policy.cache is not None:
+        from hostcall._engine import caching
+
+        rows = caching.Rows(equation, info, arguments.shapes, flat, device)
+        function, form = caching.cached(function, rows), ResultForm.TUPLE
+        runner = runner and caching.cached_rows(runner, rows)
     return _Called(function, form, runner, feed=equation.fed())
 
 
@@ -312,7 +314,7 @@ def _function(equation: Equation, info: CallInfo, device: Any) -> Callable[..., 
     """The function with one array per leaf, of the kind that it gets."""
     callback = equation.callback
     whole, fill = callback.function, callback.template.fill
-    if callback.awaits or callback.timeout is not None:
+    if callback.awaits or callback.policy.timeout is not None:
         bound = _bound(info, device)
         run: Callable[..., list[Any]] = partial(run_with_timeout, bound)
         if callback.awaits:
@@ -334,13 +336,14 @@ def _function(equation: Equation, info: CallInfo, device: Any) -> Callable[..., 
 def _bound(info: CallInfo, device: Any) -> Bound:
     callback = info.callback
     settings = workers.Settings(device, info.guard, callback.traced)
-    return Bound(callback.function, settings, callback.timeout, info.name)
+    return Bound(callback.function, settings, callback.policy.timeout, info.name)
 
 
 def _on_loop(callback: Callback, bound: Bound) -> Callable[..., list[Any]]:
     from hostcall._runtime.tasks import run_tasks
 
-    return lambda rows, current: run_tasks(bound, rows, current, callback.concurrency)
+    limit = callback.policy.concurrency
+    return lambda rows, current: run_tasks(bound, rows, current, limit)
 
 
 def _sends(pool: Any) -> bool:
@@ -386,7 +389,7 @@ def _runner(equation: Equation, info: CallInfo, device: Any) -> Runner | None:
     else:
         from hostcall._runtime.rows import run_rows
 
-        how = {"executor": callback.pool, "once": equation.order != "pure"}
+        how = {"executor": callback.policy.pool, "once": equation.order != "pure"}
         together = partial(run_rows, bound, **how)
 
     def run(rows: list[Any], indices: list[Any]) -> list[Any]:

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 
 from hostcall import _jax
 from hostcall._core import portable, registry
-from hostcall._core.host_code import own, why_here
+from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.errors import LoadError
+from hostcall._core.host_code import is_function, own, why_here
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.source import Place
 from hostcall._core.spec import Static
-from hostcall._engine.checked import EQUATIONS, options_of
-from hostcall._engine.params.equation import Callback
+from hostcall._engine.checked import EQUATIONS, method_of, options_of
+from hostcall._engine.options import POLICY, pair_refused
+from hostcall._engine.params.equation import Callback, Policy
 from hostcall._engine.params.tap import TapParams
 
 
@@ -125,7 +128,14 @@ def _tell_function(callback: Callback, exported: bool) -> Any:
     kind = "" if mine is None else mine.travels_as
     if kind:
         return [kind, _kind(kind).tell(function, exported)]
-    name = registry.name_of_held(function)
+    policy, owner = callback.policy, callback.policy.owner
+    name = registry.name_of_held(function) or registry.name_of_held(owner)
+    if name is not None and policy != Policy() and registry.find(*name) is not owner:
+        raise NotPortable(
+            "it is run in a way (timeout=, executor= or the like) that its hc.host"
+            f" function says, while {name} is another one. Register the hc.host"
+            " function: hc.register(name, version=1)(hc.host(fn, ...))"
+        )
     if name is None:
         # Callables that hostcall makes say why they stay: users can't name them.
         why = why_here(function) or registry.why_nameless(function)
@@ -135,11 +145,6 @@ def _tell_function(callback: Callback, exported: bool) -> Any:
             "it has no name in other processes. Give it one where it is defined, for"
             f" example @hc.register({_suggested(callback)!r}, version=1), and in every"
             " process that loads the program"
-        )
-    if callback.executor is not None:
-        raise NotPortable(
-            "its executor= is an object of this process. Write"
-            " hc.register(name)(hc.host(function, executor=...)) in each process"
         )
     return ["registered", list(name)]
 
@@ -168,6 +173,24 @@ def check(told: Any) -> None:
         _kind(kind).check(more)
 
 
+def _registered(told: Any, name: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+    """A registered function, and the policy of a HostFunction."""
+    thing = registry.find(*name)
+    if not is_function(thing):
+        return registry.held_of(thing), {}
+    policy = Policy.of(owner=thing, **{key: thing.options.get(key) for key in POLICY})
+    given = {**told["callback"], **told["params"], **vars(policy)}
+    given["vmap_method"] = method_of(told)
+    given["awaits"] = is_coroutine_function(thing.fn)
+    what = pair_refused(given)
+    if what is not None:
+        raise LoadError(
+            f"hostcall: what the program does with {registry.Name(*name)} does not go"
+            f" with the hc.host function that is registered here: it has {what}"
+        )
+    return thing.fn, {"policy": policy}
+
+
 def read(told: Any) -> Any:
     """The parameters of an equation without symbolic sizes.
 
@@ -175,9 +198,8 @@ def read(told: Any) -> Any:
     """
     check(told)
     kind, more = told["function"]
-    extra: dict[str, Any] = {}
     if kind == "registered":
-        function = registry.held_of(registry.find(*more))
+        function, extra = _registered(told, more)
     else:
         function, extra = _kind(kind).read(more)
     traced = None

@@ -47,6 +47,10 @@ from hostcall._runtime.tasks import run_one
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
+class Undeclared:
+    """Stands for the `result=` of a function that was made without one."""
+
+
 class HostFunction(Handle, TakesMask, Generic[P, R]):
     """A Python function with its rules. `hc.host` makes it, and describes its options.
 
@@ -72,7 +76,9 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         self.result, self.nondiff = options.pop("result"), options.pop("nondiff")
         if callable(options["vmap_method"]):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
-        given = {**options, "cache": None, "awaits": is_coroutine_function(fn)}
+        given = {**options, "awaits": is_coroutine_function(fn)}
+        if self.result is Undeclared:  # hc.call may say how batches are called
+            del given["vmap_method"]
         check(f"`{self.__qualname__}`", given)
         self.options = options
         self._inferred: dict[Any, Any] = {}
@@ -154,11 +160,10 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         fills = None if mask is None else parse_fill(fill, results, self.__name__)
         mask = None if mask is None else parse_mask(mask, self.__name__)
         if self.options["order"] != "pure":  # no derivatives, and no primitives
-            method = self.rules.batch or self.options["vmap_method"]
-            options = dict(self.options, vmap_method=method)
             fills = fills or parse_fill(None, results, self.__name__)
-            how = options, self.fn, template, results, fills, place
-            return results.fill(make_with(*how, operands, mask))
+            _, fn, options = self._opened()
+            how = options, fn, template, results, fills, place, operands, mask, self
+            return results.fill(make_with(*how))
         if not results.avals:  # an empty tree, as bridges and `same_tree` may give
             return jax.tree.unflatten(results.treedef, ())
         if mask is not None:
@@ -168,6 +173,10 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         trees = Trees(self.__name__, template, in_avals, results, nondiff, fills)
         site = Site(self, trees, place)
         return results.fill(bind(_jax.vary_alike(operands), site))
+
+    def _opened(self) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
+        method = self.rules.batch or self.options["vmap_method"]
+        return self, self.fn, {**self.options, "vmap_method": method}
 
     def _held(self) -> Any:
         return self if self.options["order"] == "pure" else self.fn
@@ -184,6 +193,13 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         return among(self.nondiff, n)
 
     def _spec(self, args: Any, template: Any) -> Any:
+        if self.result is Undeclared:
+            raise SpecError(
+                f"hostcall: `{self.__name__}` has no result=, so it can only be given"
+                f" to hc.call: hc.call({self.__name__}, result, *args). To call it by"
+                " itself, say what it returns: hc.host(fn, result=...)",
+                code="hc-result-spec",
+            )
         if not isinstance(self.result, str) or self.result != "infer":
             return shorthands.spec_of(self.result, self.fn, args, self.__name__)
         avals = shorthands.avals_of(args)

@@ -117,9 +117,8 @@ class FunctionCode(Value, HostCode):
         if site.function.result is elementwise and options["vmap_method"] in WHOLE:
             args = aligned(args, site.trees, self.kind, options)
         template, results = self._form(len(args))
-        return make_with(
-            options, self, template, results, self._fills(), site.place, args, mask
-        )
+        how = options, self, template, results, self._fills(), site.place
+        return make_with(*how, args, mask, site.function)
 
     def describe(self) -> None:
         """Says for `name_of` and `source_of`, which the engine asks, what this is."""
@@ -140,7 +139,7 @@ class FunctionCode(Value, HostCode):
             label += fingerprint(self.code), how
         options = options_of(function.options, label, self.site.trees)
         if self.kind != "value":
-            options["lend"] = bool(options["lend"])
+            options |= {"lend": bool(options["lend"]), "coalesce": None, "wait": None}
         if self.keeps_objects:
             options["cache"] = None  # one backward rule takes the residual
             # A residual that is kept may be an argument.

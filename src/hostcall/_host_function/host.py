@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, Required, TypedDict, Unpack, overload
+from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
@@ -15,14 +15,14 @@ from hostcall._core.mistakes import refuse_unneeded
 from hostcall._core.order import Order
 from hostcall._engine.params.equation import Arrays, Lend
 from hostcall._host_function import kept
-from hostcall._host_function.function import HostFunction
+from hostcall._host_function.function import HostFunction, Undeclared
 from hostcall._host_function.rules import P, R
 
 
 class Options(TypedDict, total=False):
     """The options of `host`, for type checkers."""
 
-    result: Required[Any]
+    result: Any
     vmap_method: str | Callable[..., Any] | None
     order: Order
     arrays: Arrays
@@ -30,6 +30,8 @@ class Options(TypedDict, total=False):
     timeout: float | None
     executor: Any
     concurrency: int | None
+    coalesce: int | None
+    wait: float | None
     name: str | None
     tag: str | None
     nondiff: int | tuple[int, ...]
@@ -69,7 +71,7 @@ def host(**options: Unpack[Options]) -> Decorator: ...
 def host(
     fn: Callable[..., Any] | None = None,
     *,
-    result: Any,
+    result: Any = Undeclared,
     vmap_method: Any = None,
     order: Order = "pure",
     arrays: Arrays = "numpy",
@@ -77,6 +79,8 @@ def host(
     timeout: float | None = None,
     executor: Any = None,
     concurrency: int | None = None,
+    coalesce: int | None = None,
+    wait: float | None = None,
     name: str | None = None,
     tag: str | None = None,
     nondiff: int | tuple[int, ...] = (),
@@ -104,17 +108,27 @@ def host(
             `hc.results.same_tree(i)`, a pytree like it; `hc.results.elementwise`, a
             floating array to which all arguments broadcast; or "infer", which runs `fn`
             on zeros when a program is traced, once for each combination of shapes,
-            dtypes and static arguments.
+            dtypes and static arguments. It may be left out of a function that is only
+            given to `hc.call`, which has a result of its own.
         vmap_method: as in `hc.call`, for rules in host code too. Rules that leave
             Python objects as residuals run row by row ("parallel": all rows at once).
         arrays: as in `hc.call`, for rules too.
         lend: as in `hc.call`, for rules too. With "out", rules get views and return
             arrays. Rules that leave Python objects as residuals get copies.
-        timeout: as in `hc.call`, for rules too.
-        executor: as in `hc.call`, for rules too. The function or rule and its arguments
-            are sent to the other process. Residuals that it leaves come back, so they
-            must be picklable.
-        concurrency: as in `hc.call`; the function and its rules count together.
+        timeout: seconds, for rules too. If a run takes longer, the program fails, and
+            the run goes on in its thread. A coroutine is cancelled. Default: no limit.
+        executor: where the rows of vmap_method="parallel" run, for rules too: an
+            Executor of concurrent.futures, a Dask client, `multiprocessing.Pool` or
+            Ray's pool. Default: threads of this process. The function or rule and its
+            arguments are sent to the other process. Residuals that it leaves come back,
+            so they must be picklable.
+        concurrency: how many calls of a coroutine function wait at the same time; the
+            function and its rules count together. Default: 32.
+        coalesce: merges up to so many pure calls (of devices, threads, programs, rows)
+            into one, whose arguments and results have a new axis in front. Rules are
+            not merged.
+        wait: with `coalesce=`: for how many seconds a call waits for others at most.
+            Default: 0.002.
         order: as in `hc.call`. Only pure functions have derivatives.
         name: the function's name in messages and traces.
         tag: as in `hc.call`; for rules in host code too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,10 @@ class Method(Handle, TakesMask):
 
     def _definition(self) -> Callable[..., Any]:
         return self.__func__.fn  # type: ignore[no-any-return]
+
+    def _opened(self) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
+        function, fn, options = self.__func__._opened()
+        return function, types.MethodType(fn, self.__self__), options
 
     def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
         masked = self.__func__.where(mask, fill)

@@ -14,7 +14,8 @@ from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function, why_here
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.source import Place, name_of, source_of
-from hostcall._core.spec import Static
+from hostcall._engine.options import POLICY
+from hostcall._engine.params.equation import Policy
 from hostcall._engine.portable import add_kind
 from hostcall._host_function.differences import Diagonal
 from hostcall._host_function.function_code import FunctionCode, Kind
@@ -85,11 +86,8 @@ def _read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
     )
     code.describe()
     options = code.options()
-    executor = options["executor"]
-    return code, {
-        "executor": None if executor is None else Static(executor),
-        "cache": options.get("cache"),  # bridges' functions have none
-    }
+    policy = {option: options.get(option) for option in POLICY}  # bridges lack some
+    return code, {"policy": Policy.of(owner=function, **policy)}
 
 
 def _slope(function: Any, position: int, name: registry.Name) -> Any:

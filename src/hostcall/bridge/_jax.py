@@ -49,7 +49,7 @@ def on_device(
             also stands for hostcall's own one: a CPU client runs a few dozen programs
             at a time, and if all of them wait for another on the same client, they wait
             forever. A CPU client that you made yourself is used as it is.
-        timeout: as in `hc.call`: seconds for one run, compilation included.
+        timeout: as in `hc.host`: seconds for one run, compilation included.
         name: the function's name in messages.
 
     Returns:

@@ -61,7 +61,7 @@ class Object:
             "unordered": exactly once, in program order within straight-line code.
         name: the name in messages. Default: the factory's.
         vmap_method: "sequential": the rows run in row order. "parallel": all at once.
-        executor: a pool of threads for "parallel", as in `hc.call`.
+        executor: a pool of threads for "parallel", as in `hc.host`.
         concurrency: if coroutine methods are declared: how many of their calls (rows,
             with "parallel") wait at the same time; as in `hc.call`.
         close: ends an object: a method's name, which objects may lack, or a function of

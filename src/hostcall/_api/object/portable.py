@@ -19,6 +19,7 @@ from hostcall._api.object.group import Group
 from hostcall._api.object.handle import Object
 from hostcall._core import portable, registry
 from hostcall._core.portable import Malformed, NotPortable
+from hostcall._engine.params.equation import Policy
 from hostcall._engine.portable import add_kind
 
 # The objects of this process that programs name, by number. Guards itself by the lock.
@@ -146,7 +147,8 @@ def _read(told: Any) -> tuple[Entry, dict[str, Any]]:
             f"the method {told['method']!r}, which the hc.Object `{group.name}` with"
             " this number does not declare here"
         )
-    return Entry(group, told["method"], bool(told["named"])), {}
+    policy = Policy.of(concurrency=group.declared["concurrency"])
+    return Entry(group, told["method"], bool(told["named"])), {"policy": policy}
 
 
 add_kind("object", _tell, _read, _check)

@@ -26,6 +26,53 @@ Fail = Literal["together", "alone"]
 Lend = Literal[False, True, "out", "buffers"]
 
 
+_WAIT = 0.002  # seconds that a call waits for others without `wait=`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a function is run, wherever it is called (`hc.host`).
+
+    Attributes:
+        timeout: the limit in seconds, or None.
+        executor: runs the rows of a parallel call; see _runtime/executors.py.
+        concurrency: how many calls of a coroutine function wait at the same time, or
+            None for the default.
+        coalesce: (the most calls that are merged, seconds that one waits), or None.
+        cache: where results are kept, a `Part` of _engine/caching.py; or None. It is
+            not compared: it belongs to the function.
+        owner: the HostFunction that has it, or None.
+    """
+
+    timeout: float | None = None
+    executor: Static | None = None
+    concurrency: int | None = None
+    coalesce: tuple[int, float] | None = None
+    cache: Any = field(default=None, compare=False)
+    owner: Any = field(default=None, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        executor: Any = None,
+        coalesce: int | None = None,
+        wait: float | None = None,
+        **others: Any,
+    ) -> Policy:
+        """The policy, of options as `hc.host` takes them."""
+        merged = None
+        if coalesce is not None:
+            merged = coalesce, float(_WAIT if wait is None else wait)
+        pool = None if executor is None else Static(executor)
+        return cls(executor=pool, coalesce=merged, **others)
+
+    @property
+    def pool(self) -> Any:
+        """The executor of its rows; None for the default."""
+        return None if self.executor is None else self.executor.value
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Callback:
     """A function, how it gets its arguments, and what it returns.
@@ -37,18 +84,12 @@ class Callback:
         fills: for each result, the bytes that a masked row gets, or None for zeros.
         arrays: the kind of array that the function gets.
         lend: whether it gets views of XLA's memory, or Buffers of it.
-        timeout: the limit in seconds, or None.
-        executor: runs the rows of a parallel call; see _runtime/executors.py.
-        concurrency: how many calls of a coroutine function wait at the same time, or
-            None for the default.
-        coalesce: (the most calls that are merged, seconds that one waits), or None.
+        policy: how the function is run.
         fail: as given to `hc.call`.
         tag: the name in statistics, `status()` and collectors; None for the function's
             name.
         traced: the settings of JAX under which it was traced, so that the function
             runs under them on any thread; None if they were the process's own.
-        cache: where results are kept, a `Part` of _engine/caching.py; or None. It is
-            not compared: it belongs to the function.
         place: the user's line that wrote the call. It is not compared, so equal calls
             on two lines trace to equal programs.
     """
@@ -59,14 +100,10 @@ class Callback:
     fills: tuple[bytes | None, ...]
     arrays: Arrays = "numpy"
     lend: Lend = False
-    timeout: float | None = None
-    executor: Static | None = None
-    concurrency: int | None = None
-    coalesce: tuple[int, float] | None = None
+    policy: Policy = Policy()
     fail: Fail | None = None
     tag: str | None = None
     traced: _jax.Traced | None = field(default_factory=_jax.traced_here)
-    cache: Any = field(default=None, compare=False)
     place: Place = field(compare=False)
 
     @cached_property
@@ -77,11 +114,6 @@ class Callback:
     def awaits(self) -> bool:
         """Whether the function is a coroutine function."""
         return is_coroutine_function(self.function)
-
-    @property
-    def pool(self) -> Any:
-        """The executor of its rows; None for the default."""
-        return None if self.executor is None else self.executor.value
 
     @cached_property
     def name(self) -> str:

@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hostcall._core.arguments import conflict
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.order import Order
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.gpu_arrays import OnDevice
-from hostcall._engine.options import refuse_pairs
+from hostcall._engine.options import POLICY, refuse_pairs
 from hostcall._engine.params.call import CallParams
-from hostcall._engine.params.equation import Callback
+from hostcall._engine.params.equation import Callback, Policy
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
 from hostcall._primitives.call.primitive import bind
 
@@ -47,8 +48,9 @@ def make(
     if masked:
         operands = [mask, *operands]
     if callback.arrays == "cuda":
-        given = {"arrays": "cuda", "vmap_method": vmap_method, "where": mask}
-        given |= {"timeout": callback.timeout, "lend": callback.lend, "on": sharding}
+        given = {"vmap_method": vmap_method, "where": mask, "on": sharding}
+        given |= {"timeout": callback.policy.timeout, "lend": callback.lend}
+        given["arrays"] = callback.arrays
         refuse_pairs(f"`{callback.name}`", given)
         # Imported here, since most programs call no function on a GPU's memory.
         from hostcall._engine.params.buffer import BufferParams
@@ -63,6 +65,12 @@ def make(
             masked=False,
         )
         return bind_buffers(*operands, params=on_device)
+    if callback.policy.coalesce is not None and len(operands) == masked:
+        raise conflict(
+            f"`{callback.name}`",
+            "coalesce= and no array among its arguments, so it could not tell how many"
+            " calls were merged: pass one, or leave out coalesce=",
+        )
     params = CallParams(
         callback=callback,
         avals=callback.results.avals,
@@ -76,7 +84,7 @@ def make(
 
 
 def make_with(
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     fn: Any,
     template: Template,
     results: Results,
@@ -84,20 +92,29 @@ def make_with(
     place: Place,
     operands: Sequence[Any],
     mask: Any,
+    owner: Any = None,
+    **more: Any,
 ) -> list[Any]:
-    """`make`, with the options as `HostFunction.options` gives them."""
-    options = dict(options)
-    executor = options.pop("executor")
+    """`make`, with the options as `HostFunction.options` gives them.
+
+    `owner` is the HostFunction whose policy they have; `more` are fields of `Callback`
+    and arguments of `make`.
+    """
+    options = {**options, **more}
     if not is_coroutine_function(fn):  # a plain rule of a coroutine function
         options.pop("concurrency", None)
-    how = {key: options.pop(key) for key in ("order", "vmap_method")}
+    how = {key: options.pop(key) for key in _HOW if key in options}
+    policy = {key: options.pop(key) for key in POLICY if key in options}
     callback = Callback(
         fn=Static(fn),
         template=template,
         results=results,
         fills=fills,
-        executor=None if executor is None else Static(executor),
+        policy=Policy.of(owner=owner, **policy),
         place=place,
         **options,
     )
     return make(callback, operands, mask=mask, **how)
+
+
+_HOW = ("order", "vmap_method", "sharding")

@@ -52,8 +52,8 @@ def torch(
             also derivatives of derivatives; each order computes the forward pass again.
         lend: True: tensors are views of XLA's memory, which `fn` must not keep. False:
             they are copies.
-        timeout: as in `hc.call`.
-        executor: as in `hc.call`.
+        timeout: as in `hc.host`.
+        executor: as in `hc.host`.
         name: the function's name in messages and traces.
         nondiff: positions of arguments without a derivative. Integers have none.
 
