@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hostcall as hc
 
-OF_FUNCTIONS = {"timeout", "executor", "concurrency", "coalesce", "wait", "cache"}
+OF_FUNCTIONS = {
+    *("timeout", "executor", "concurrency", "coalesce", "wait", "cache", "version")
+}
 
 
 def split(fn, options):

@@ -92,8 +92,7 @@ OPTIONS = {
     "cache": {"cache": "memory"},
     "version": {"cache": "memory", "version": 1},
 }
-ONLY_CALL = {"on", "coalesce", "wait", "fail"}
-ONLY_HOST = {"cache", "version"}
+ONLY_CALL = {"on", "fail"}
 
 # Of each option: what comes of it with those that follow it.
 PAIRS = {
@@ -149,7 +148,7 @@ PAIRS = {
         CONFLICT: "cuda",
     },
     "on": {
-        4: "jax dlpack lend out timeout executor concurrency fail tag",
+        4: "jax dlpack lend out timeout executor concurrency fail tag cache version",
         1: "coalesce wait",
         CONFLICT: "cuda",
     },
@@ -185,15 +184,17 @@ PAIRS = {
         4: "fail tag cache version",
         1: "coalesce wait",
     },
-    "coalesce": {1: "fail tag"},
-    "wait": {1: "fail tag"},
-    "fail": {4: "tag"},
+    "coalesce": {1: "fail tag cache version"},
+    "wait": {1: "fail tag cache version"},
+    "fail": {4: "tag cache version"},
     "tag": {4: "cache version"},
 }
 # Where `hc.host` knows it later than `hc.call`: the function it makes calls both faces.
 LATER_OF_HOST = {
     ("legacy", "where"): "lowering hc-batching",
     ("rule", "cuda"): 0,
+    ("rule", "coalesce"): 0,
+    ("rule", "wait"): 0,
     ("where", "cuda"): "lowering hc-conflict",
 }
 
@@ -210,8 +211,7 @@ def rows_of(table):
 
 def cases_of_calls():
     for a, b, want in rows_of(PAIRS):
-        if not {a, b} & ONLY_HOST:
-            yield "call", a, b, want
+        yield "call", a, b, want
         if not {a, b} & ONLY_CALL:
             yield "host", a, b, LATER_OF_HOST.get((a, b), want)
 
@@ -224,7 +224,6 @@ def missing(options, table):
         for pair in itertools.combinations(options, 2)
         if frozenset(pair) not in given
         and not options[pair[0]].keys() & options[pair[1]].keys()
-        and not ({*pair} & ONLY_CALL and {*pair} & ONLY_HOST)
     ]
 
 
