@@ -50,6 +50,25 @@ print(got, os.waitstatus_to_exitcode(status))
     assert run_python(source, str(path)).stdout == "5.0 5\n"
 
 
+def test_a_program_that_does_not_go_with_what_is_registered_here(run_python, tmp_path):
+    path, name = tmp_path / "program", "tests.lent"
+    f = hc.register(name)(lambda x: x.copy())
+    data = bytes(hc.export(lambda x: hc.call(f, x, x, lend=True))(X))
+    assert hc.load(data).call(X).tolist() == X.tolist()
+    path.write_bytes(data)
+    source = f"""
+import pathlib, sys
+import hostcall as hc
+hc.register({name!r})(hc.host(lambda x: x.copy(), timeout=60))
+try:
+    hc.load(pathlib.Path(sys.argv[1]).read_bytes())
+except hc.errors.LoadError as error:
+    assert "registered here: it has lend=True and timeout=" in str(error), error
+    print("refused")
+"""
+    assert run_python(source, str(path)).stdout == "refused\n"
+
+
 # --- Objects ------------------------------------------------------------------------
 
 

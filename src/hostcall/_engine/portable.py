@@ -165,11 +165,15 @@ def names_in(told: Any) -> list[registry.Name]:
 
 
 def check(told: Any) -> None:
-    """Raises RegistryError or Malformed if the function of an equation is not here."""
+    """Raises RegistryError, LoadError or Malformed if the function of an equation is
+    not here, or is run in a way that does not go with the equation.
+    """
     for name in names_in(told):
         registry.find(*name)
     kind, more = told["function"]
-    if kind != "registered":
+    if kind == "registered":
+        _registered(told, more)
+    else:
         _kind(kind).check(more)
 
 
