@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.spec import packed_bits
+from hostcall._engine import targets
 from hostcall._engine.counters import counters_of, note
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Callback, Equation
@@ -173,6 +174,49 @@ def make_plan(
         literals=equation.literals,
         keep=equation.keep,
     )
+
+
+def plan_in_program(
+    client: Any | None,
+    platforms: tuple[str, ...],
+    info: CallInfo,
+    avals: Sequence[Any],
+    entry: Entrance,
+) -> _native.Plan:
+    """Makes the plan of a call or tap in a program.
+
+    Args:
+        client: the client that runs the program.
+        platforms: those for which the program was lowered.
+        info: the call or tap.
+        avals: the avals of its operands; for a typed key, the aval of its uint32 block.
+        entry: how the engine is entered, without what the client says.
+    """
+    params = info.params
+    inside = Inside.NEVER
+    if entry.tap is None:
+        inside = _calls_inside(platforms, params)
+    if params.is_jaxs_own:
+        # JAX's own host functions (Pallas' interpreter) must find the device that JAX
+        # would give them. They hand their arrays to threads that run programs on the
+        # process's own client, and they rely on each program having run when its
+        # dispatch returns, as a program does whose arrays are on that client.
+        device = jax.local_devices(backend="cpu")[0]
+    else:
+        device = host_device.above(client)
+    entry = replace(entry, device=device, packed=True, inside=inside)
+    return make_plan(params, avals, info, entry)
+
+
+def _calls_inside(platforms: tuple[str, ...], params: Any) -> Inside:
+    """Which calls of an equation run inside one of XLA's host callbacks."""
+    if platforms != ("cpu",) or not targets.has_host_callbacks():
+        return Inside.NEVER
+    if not params.runs_where_dispatched:
+        return Inside.ASKED
+    if params.is_jaxs_own or params.callback.arrays == "free":
+        return Inside.EVERYWHERE
+    return Inside.XLAS_THREADS
 
 
 def _arguments(

@@ -28,8 +28,8 @@ from hostcall import _jax, _native
 from hostcall._core.order import Order, effects_of
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
-from hostcall._engine.plans import Entrance
-from hostcall._primitives import planning, slots
+from hostcall._engine.plans import Entrance, plan_in_program
+from hostcall._primitives import slots
 from hostcall._primitives.emit import NUMBER, emit
 
 # --- A link: it turns the order of effects into a data dependency --------------------
@@ -110,7 +110,7 @@ class Partitioned(abc.ABC):
         ]
         info, avals, tap = self.of_block(avals, told["places"])
         info.of_program = self.of_program
-        return planning.make_plan(
+        return plan_in_program(
             self.client, self._platforms, info, avals, Entrance(tap=tap)
         )
 

@@ -24,9 +24,8 @@ from hostcall._core.portable import NotPortable
 from hostcall._core.registry import name_of_held
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Callback, Equation
-from hostcall._engine.plans import Entrance
+from hostcall._engine.plans import Entrance, plan_in_program
 from hostcall._primitives import travel
-from hostcall._primitives.planning import make_plan
 
 
 def put(
@@ -46,10 +45,10 @@ def put(
     Args:
         program: the program.
         info: the call or tap.
-        avals: as in `make_plan`.
+        avals: as in `plan_in_program`.
         only: the ordinals of the devices that tap; empty for all.
         whole: False if each device finds the plan of its own block by this slot.
-        entry: as in `make_plan`, without what this function adds.
+        entry: as in `plan_in_program`, without what this function adds.
     """
     text, why = "", ""
     try:
@@ -65,7 +64,7 @@ def put(
     key = _key_of(info.params, avals)
     entry = replace(entry, text=text)
     info.of_program = _jax.all_devices(program)
-    plan = make_plan(program.client, program.platforms, info, avals, entry)
+    plan = plan_in_program(program.client, program.platforms, info, avals, entry)
     slot = _native.Slot(plan, key, program.across)
     _jax.keep_alive(program, Kept(slot, info.name, why))
     attributes = {"key": np.uint64(key), "count": np.uint64(slot.count)}

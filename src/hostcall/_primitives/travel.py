@@ -37,8 +37,7 @@ from hostcall._core.portable import Malformed, NotPortable
 from hostcall._engine import checked, targets
 from hostcall._engine import portable as equations
 from hostcall._engine.info import CallInfo, TapInfo
-from hostcall._engine.plans import Entrance, Team
-from hostcall._primitives import planning
+from hostcall._engine.plans import Entrance, Team, plan_in_program
 from hostcall._runtime import context, delivery, host_device
 
 # Counted up when older versions of hostcall could not read the texts.
@@ -190,7 +189,7 @@ def _read_text(
         info = CallInfo(params, by_ordinal, mesh)
     info.of_program = None if team is None else ()
     entry = Entrance(tap=tap, team=team, text=text)
-    plan = planning.make_plan(client, (platform,), info, operands, entry)
+    plan = plan_in_program(client, (platform,), info, operands, entry)
     return None if buffers is None else plan
 
 
