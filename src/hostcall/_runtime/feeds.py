@@ -116,9 +116,8 @@ def process_ends() -> None:
 
 def end_all() -> None:
     """Ends the threads of all feeds. No program can take items any more."""
-    mine = [p for p in living(Puller) if p.closed != FORKED]
-    for puller in mine:
+    for puller in (mine := living(Puller)):
         puller.close(ENDING)
     until = time.monotonic() + PATIENCE
-    for puller in mine:
+    for puller in mine:  # a thread of the parent of this process has ended
         puller.close(ENDING, max(0.01, until - time.monotonic()))
