@@ -260,12 +260,12 @@ def feed(
         sizes = [aval.size * aval.dtype.itemsize for aval in blocks]
         lanes = 1 if shards is None else len(shards.devices)
         ring = _native.FeedRing(leaves=sizes, lanes=lanes, capacity=prefetch)
+        whole = read if shards is None else lambda *item: shards.cut(read(*item))
+        puller.begin(ring, whole)
     except BaseException:
         puller.close(CLOSED)
         raise
-    stream = Stream(puller, ring, sizes, timeout, f"{name} ({place.file}:{place.line})")
-    whole = read if shards is None else lambda *item: shards.cut(read(*item))
-    puller.begin(ring, whole)
+    stream = Stream(puller, sizes, timeout, f"{name} ({place.file}:{place.line})")
     return Feed(spec, stream, items, shards)
 
 
