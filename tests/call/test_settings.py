@@ -355,10 +355,6 @@ def test_the_source_of_a_feed_has_the_settings_of_the_feed(name):
     with feed:
         take = jax.jit(lambda: feed()[0])
         assert [int(take()) for _ in range(3)] == [want] * 3
-        # A read by number is a call of the program's.
-        with enter():
-            at = jax.jit(feed.at)
-            assert [int(at(i)) for i in range(4)] == [want] * 4
 
 
 def test_an_exported_program_takes_its_settings_along():

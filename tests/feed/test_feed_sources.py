@@ -1,4 +1,4 @@
-"""What can be a source, items by number, and many items from several threads."""
+"""What can be a source, and many items from several threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -179,51 +178,46 @@ def test_an_empty_source_needs_a_spec():
         assert item.tolist() == [0, 0]
 
 
-# --- Items by number ------------------------------------------------------------------
-
-
 class Rows:
-    def __init__(self, n):
-        self.n, self.read = n, []
+    """A sequence, as a Dataset of PyTorch is: no IndexError tells its end."""
 
     def __len__(self):
-        return self.n
+        return 5
 
     def __getitem__(self, i):
-        if i >= self.n:
-            raise IndexError(i)
-        self.read.append(i)
-        return {"x": np.full(2, i, np.float32)}
+        return np.int32(i)
 
 
-def test_items_by_number():
-    rows = Rows(50)
-    with hc.feed(rows) as feed:
-        pick = jax.jit(lambda i: feed.at(i)["x"])
-        assert pick(7).tolist() == [7, 7]
-        assert jax.vmap(pick)(jnp.array([3, 9, 3]))[:, 0].tolist() == [3, 9, 3]
-        slope = jax.grad(lambda w: (w * feed.at(5)["x"]).sum())(1.0)
-        assert slope == 10
-        assert int(feed()[0]["x"][0]) == 0  # the stream has not moved
-        with pytest.raises(IndexError), hc.reraise():
-            pick(60)
+def test_a_sequence_without_an_iterator():
+    with hc.feed(Rows()) as feed:
+        assert all_of(feed, 7).tolist() == list(range(5))
 
 
-def test_strides_are_read_ahead(in_time):
-    rows = Rows(50)
-    with hc.feed(rows, prefetch=3) as feed:
-        for i in (20, 22, 24):
-            feed.at(i)
-        assert in_time(lambda: {26, 28, 30} <= set(rows.read))
-        before = rows.read.count(26)
-        assert feed.at(26)["x"].tolist() == [26, 26]
-        assert rows.read.count(26) == before == 1
+def test_numbers_in_the_other_byte_order():
+    data = np.arange(6, dtype=np.dtype(np.int32).newbyteorder())
+    with hc.feed(data, batch=2) as feed:
+        assert feed()[0].tolist() == [0, 1]
+    spec = jax.ShapeDtypeStruct((2,), data.dtype)
+    with hc.feed(lambda: iter(data.reshape(3, 2)), spec) as feed:
+        assert jax.jit(feed)()[0].tolist() == [0, 1]
 
 
-def test_sources_without_numbers():
-    feed = hc.feed(iter([np.int32(1)]), tag="it")
-    with feed, pytest.raises(SpecError, match="its source has no items by number"):
-        feed.at(0)
+def test_a_class_is_a_function_that_makes_a_source():
+    class Numbers:
+        def __iter__(self):
+            return iter(np.arange(4, dtype=np.int32))
+
+    class Endless:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return np.int32(1)
+
+    with hc.feed(Numbers, on_end="repeat") as feed:
+        assert [int(feed()[0]) for _ in range(6)] == [0, 1, 2, 3, 0, 1]
+    with hc.feed(Endless, on_end="repeat") as feed:
+        assert int(feed()[0]) == 1
 
 
 # --- Stress ---------------------------------------------------------------------------

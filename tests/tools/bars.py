@@ -52,7 +52,7 @@ class Screen:
 
 
 class Terminal(io.StringIO):
-    """What tqdm and rich take for a terminal."""
+    """What tqdm takes for a terminal."""
 
     def isatty(self):
         return True

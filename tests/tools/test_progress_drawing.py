@@ -1,4 +1,4 @@
-"""What `hc.progress` draws: tqdm and rich on a terminal, lines elsewhere; packages."""
+"""What `hc.progress` draws: tqdm on a terminal, lines elsewhere; packages."""
 
 from __future__ import annotations
 
@@ -153,57 +153,19 @@ def test_inner_loops_write_no_lines_of_their_ends(stderr_is):
     assert [line.split(":")[0] for line in lines] == ["outer", "inner", "outer"]
 
 
-# --- rich -----------------------------------------------------------------------------
-
-
-def test_rich_on_a_terminal(stderr_is):
-    terminal = stderr_is(bars.Terminal())
-    pytest.importorskip("rich")
-    scanned(bar="rich", desc="fit", x=1.5)(0.0)
-    hc.barrier()
-    (line,) = terminal.lines()
-    assert re.match(r"fit ━+ 100% 0:00:00 20/20 it x=1.5", line)
-
-
-def test_rich_with_several_bars(stderr_is):
-    terminal = stderr_is(bars.Terminal())
-    pytest.importorskip("rich")
-    nested(bar="rich")()
-    (line,) = terminal.lines()
-    assert line.startswith("outer ━")
-    scanned(bar="rich", desc="again")(0.0)
-    hc.barrier()
-    assert terminal.lines()[-1].startswith("again ━")
-
-
-def test_rich_writes_lines_where_there_is_no_terminal(stderr_is):
-    log = stderr_is(io.StringIO())
-    pytest.importorskip("rich")
-    scanned(bar="rich", desc="log")(0.0)
-    hc.barrier()
-    assert log.getvalue().splitlines()[-1].startswith("log: 100%|##########| 20/20")
-
-
 # --- Rates ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bar", ["auto", "rich", "lines"])
+@pytest.mark.parametrize("bar", ["auto", "lines"])
 def test_the_rate_is_that_of_the_steps_since_the_first(stderr_is, bar):
     """The first step was five seconds ago, and its bar is drawn only now."""
     file = stderr_is(io.StringIO() if bar == "lines" else bars.Terminal())
-    if bar == "rich":
-        pytest.importorskip("rich")
-    loop = all_bars.Loop(20, "fit", "it", 0, "rich" if bar == "rich" else "auto", "")
+    loop = all_bars.Loop(20, "fit", "it", 0, "auto", "")
     drawn = drawing.Drawn(loop, "fit", 20, 1, time.time() - 5)
     drawn.show(1, "", True)
-    unknown = "-:--:--" if bar == "rich" else "?it/s"
-    assert unknown in file.getvalue()
+    assert "?it/s" in file.getvalue()
     drawn.show(11, "", True)
-    if bar == "rich":
-        (speed,) = (task.speed for task in drawn.bar._display.tasks)
-    else:
-        speed = drawn.bar.format_dict["rate"]
-    assert 0 < speed <= 2
+    assert 0 < drawn.bar.format_dict["rate"] <= 2
     drawn.close(True)
 
 
@@ -236,21 +198,20 @@ def test_an_inner_loop_that_starts_again_has_its_own_rate():
 # --- Packages -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bar", "package"), [("auto", "tqdm"), ("rich", "rich")])
-def test_a_missing_package_is_named_where_it_is_asked_for(bar, package, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_missing_package_is_named_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ModuleNotFoundError) as caught:
-        scanned(bar=bar)(0.0)
+        scanned()(0.0)
     assert str(caught.value) == (
-        f"hostcall: hc.progress(bar='{bar}') needs the package {package}, which is not"
-        f" installed. Install it: pip install {package}; in a checkout of hostcall:"
+        "hostcall: hc.progress(bar='auto') needs the package tqdm, which is not"
+        " installed. Install it: pip install tqdm; in a checkout of hostcall:"
         ' pip install ".[progress]"; or set'
         " HOSTCALL_PROGRESS=0 in the environment to run without bars"
         "\n[hc-package] python -m hostcall explain hc-package"
     )
-    assert caught.value.name == package
+    assert caught.value.name == "tqdm"
     monkeypatch.setenv("HOSTCALL_PROGRESS", "0")
-    assert scanned(bar=bar)(0.0) == N
+    assert scanned()(0.0) == N
 
 
 def test_importing_brings_no_package(run_python):
@@ -258,7 +219,7 @@ def test_importing_brings_no_package(run_python):
         import sys, hostcall as hc
         assert "hostcall.tools" not in sys.modules
         hc.progress
-        assert not {"tqdm", "rich"} & set(sys.modules)
+        assert "tqdm" not in sys.modules
     """)
 
 

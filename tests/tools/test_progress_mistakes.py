@@ -44,8 +44,7 @@ MISTAKES = {
     ),
     "bar": (
         lambda: hc.progress(1, bar="tqdm"),
-        "bar= should be 'auto' (tqdm), 'rich', or a function that returns a bar, got"
-        " 'tqdm'",
+        "bar= should be 'auto' (tqdm), or a function that returns a bar, got 'tqdm'",
     ),
     "array metric": (
         lambda: hc.progress(1, norms=jnp.ones(3)),
@@ -57,9 +56,9 @@ MISTAKES = {
         lambda: jax.lax.scan(
             hc.progress.scan(lambda c, x: (c, x), 10), 0, None, length=10
         ),
-        "hc.progress.scan takes the number of the step from the x of the scan, and this"
-        " scan has xs=None. Scan over the numbers: jax.lax.scan(hc.progress.scan(body,"
-        " 10), init, jnp.arange(10)). The body then gets them as x",
+        "the step should be an integer scalar, the loop's counter: the index of a"
+        " fori_loop, or the x of a scan over jnp.arange(n) (that of hc.progress.scan, in"
+        " place of xs=None), got None",
     ),
     "an option of hc.tap": (
         lambda: hc.progress(1, 10, where=jnp.bool_(True)),

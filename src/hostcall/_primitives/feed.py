@@ -23,7 +23,7 @@ from hostcall._primitives.call.batching import batch
 from hostcall._primitives.call.lowering import lower, lower_through_jax
 from hostcall._primitives.call.primitive import define
 from hostcall._primitives.eager import run_and_keep
-from hostcall._primitives.emit import check_place, check_platform, refuse_some_axes
+from hostcall._primitives.emit import check_platform, refuse_some_axes
 
 
 def _would_run_twice(params: dict[str, Any]) -> DerivativeError:
@@ -77,7 +77,6 @@ _jax.batchers[feed_p] = _batch
 def _lower(ctx: Any, *operands: Any, params: FeedParams) -> list[Any]:
     program = _jax.program_of(ctx)
     refuse_some_axes(program, params.callback.name)
-    check_place(program, params.sharding, params.callback.name)
     return lower(program, operands, ctx.avals_in, params)
 
 

@@ -25,7 +25,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
@@ -36,10 +36,9 @@ from hostcall._core.counted import counted
 from hostcall._core.daemon import daemon, start
 from hostcall._core.errors import FeedEndError, FeedError
 from hostcall._core.process import Owned
-from hostcall._core.wait import SLICE
+from hostcall._core.wait import wait
 from hostcall._native import FeedEnding
 from hostcall._runtime import workers
-from hostcall._runtime.feed_source import Opened, Source
 
 _NOTHING = object()
 FORKED = (
@@ -59,14 +58,17 @@ class Puller(Owned):
         closed: the reason why nothing is pulled any more, or "".
     """
 
-    def __init__(self, name: str, source: Source, on_end: str) -> None:
-        self.name, self.source, self.on_end = name, source, on_end
+    def __init__(
+        self, name: str, make: Callable[[int], Any], again: bool, on_end: str
+    ) -> None:
+        self.name, self.on_end = name, on_end
+        self._make, self._again = make, again
         self.error: Callable[[], BaseException] | None = None
         self.closed = ""
         self.ring: Any = None
         self.since: float | None = None  # when the pull that is under way began
         self.epoch = self._item = 0
-        self._read: Callable[[Any, int], list[Any]] = lambda value, item: []
+        self._read: Any = None  # see `begin`
         self._opened: Opened | None = None
         self._idle = False
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
@@ -132,9 +134,8 @@ class Puller(Owned):
         if self.ring is not None:
             self.ring.wake()
         try:
-            while not future.done():
-                self.check_open()
-                futures.wait([future], SLICE)
+            self.check_open()
+            wait(lambda s: futures.wait([future], s).done, look=self.check_open)
             return future.result()
         finally:
             future.cancel()  # Ctrl-C: unless the thread has taken it
@@ -184,13 +185,13 @@ class Puller(Owned):
 
     def reset(self) -> None:
         """Starts the next epoch."""
-        if not self.source.again:
+        if not self._again:
             raise FeedError(once(self.name, "reset() can't start it again"))
         self._start_at(self.position()["epoch"] + 1, 0, None)
 
     def restore(self, epoch: int, item: int, saved: Any) -> None:
         """Goes on as after the item of this number."""
-        if saved is None and not self.source.again:
+        if saved is None and not self._again:
             self._skip_to(epoch, item)
         else:
             self._start_at(epoch, item, saved)
@@ -198,7 +199,7 @@ class Puller(Owned):
     def _start_at(self, epoch: int, item: int, saved: Any) -> None:
         # If this raises, the feed goes on as before.
         self._be_host()
-        opened = self.source.open(epoch)
+        opened = Opened(self._make(epoch))
         if saved is not None:
             if opened.load is None:
                 raise FeedError(
@@ -238,13 +239,13 @@ class Puller(Owned):
                     )
                 self._item += 1
         except BaseException as error:
-            self._note_start(None)
             failure = Failure(error, self.name)
             failure()  # the caller gets it
             self._finish(failure)
             raise
-        if count:
-            self._note_start(None)
+        finally:
+            if count:
+                self._note_start(None)
 
     def _note_start(self, saved: Any) -> None:
         position = {"epoch": self.epoch, "item": self._item}
@@ -269,9 +270,8 @@ class Puller(Owned):
             )
         finally:
             # The source may hold anything, also what leads to programs of this feed.
-            self._opened, self.error = None, None
-            del self.source
-            self._read = lambda value, item: []
+            self._opened = self._read = self.error = None
+            del self._make
 
     def _step(self) -> None:
         if self.ring is None or not self._jobs.empty():
@@ -310,12 +310,11 @@ class Puller(Owned):
         self.since = time.monotonic()
         try:
             if self._opened is None:
-                self._opened = self.source.open(self.epoch)
-                if not self.source.again:
+                self._opened = Opened(self._make(self.epoch))
+                if not self._again:
                     # Only its state leads back to the start.
                     self._after[0] = (0, self._position())
-            with self.source.lock:
-                return next(self._opened.iterator, _NOTHING)
+            return next(self._opened.iterator, _NOTHING)
         finally:
             self.since = None
 
@@ -358,6 +357,42 @@ class Puller(Owned):
             # A copy: the source may go on changing what it returned.
             position["source"] = copy.deepcopy(self._opened.save())
         return position
+
+
+# --- The source ----------------------------------------------------------------------
+
+# grain's iterators have the first pair, torchdata's StatefulDataLoader and the data
+# sets of Hugging Face the second.
+_STATES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+class Opened:
+    """A source that is being iterated, with the state of its iterator or else its own.
+
+    Attributes:
+        iterator: gives the items.
+        save: returns the source's own state; None if it has none.
+    """
+
+    save: Callable[[], Any] | None = None
+    load: Callable[[Any], Any] | None = None
+
+    def __init__(self, made: Any) -> None:
+        if callable(getattr(made, "as_numpy_iterator", None)):  # a tf.data.Dataset
+            made = made.as_numpy_iterator()
+        self.iterator: Iterator[Any] = iter(made)
+        for holder in (self.iterator, made):
+            for save, load in _STATES:
+                if callable(getattr(holder, save, None)) and hasattr(holder, load):
+                    self._holder = holder
+                    self.save, self.load = getattr(holder, save), getattr(holder, load)
+                    return
+
+    def restore(self, state: Any) -> None:
+        """Puts such a state back, and goes on from there."""
+        assert self.load is not None
+        self.load(state)
+        self.iterator = iter(self._holder)  # an iterator is its own
 
 
 # --- Why there is nothing more -------------------------------------------------------

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
 
 from hostcall._core import config
 from hostcall._core.errors import FeedError
@@ -38,14 +37,9 @@ class Stream(HostCode):
     """
 
     def __init__(
-        self,
-        puller: Puller,
-        ring: Any,
-        sizes: list[int],
-        timeout: float | None,
-        source: str,
+        self, puller: Puller, sizes: list[int], timeout: float | None, source: str
     ) -> None:
-        self.puller, self.ring, self.timeout = puller, ring, timeout
+        self.puller, self.ring, self.timeout = puller, puller.ring, timeout
         self.sizes = sizes  # bytes of each leaf of an item, or of its block
         self.__qualname__ = puller.name
         self._source = source
@@ -116,9 +110,8 @@ def process_ends() -> None:
 
 def end_all() -> None:
     """Ends the threads of all feeds. No program can take items any more."""
-    mine = [p for p in living(Puller) if p.closed != FORKED]
-    for puller in mine:
+    for puller in (mine := living(Puller)):
         puller.close(ENDING)
     until = time.monotonic() + PATIENCE
-    for puller in mine:
+    for puller in mine:  # a thread of the parent of this process has ended
         puller.close(ENDING, max(0.01, until - time.monotonic()))

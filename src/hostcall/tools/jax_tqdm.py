@@ -13,19 +13,14 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import jax
+from typing import Any, NamedTuple
 
 import hostcall as hc
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PBar:
+class PBar(NamedTuple):
     """A carry with the number of its bar. Under vmap each row has a bar.
 
     Attributes:

@@ -12,11 +12,10 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 import hostcall as hc
-from hostcall.tools._progress import bars, checks, drawing
+from hostcall.tools._progress import bars, checks
 from hostcall.tools._values import refuse_misspelt
 
 Rows = Literal["batched", "each"]
@@ -34,7 +33,7 @@ class Progress:
         unit: str = "it",
         every: int | float = 0.05,
         initial: int = 0,
-        bar: Literal["auto", "rich"] | Callable[..., Any] = "auto",
+        bar: Literal["auto"] | Callable[..., Any] = "auto",
         rows: Rows = "batched",
         **metrics: Any,
     ) -> None:
@@ -63,20 +62,20 @@ class Progress:
                 in n steps.
             initial: the number of the first step, in a loop that continues an earlier
                 one.
-            bar: "auto": tqdm, as a widget in notebooks; "rich"; or a function that is
-                called as bar(desc=, total=, unit=, initial=), where `initial` is how
-                many steps are done, and returns an object with tqdm's methods
-                `update(n)`, `set_postfix_str(text, refresh=False)` and `close()`, such
-                as functools.partial(tqdm.tqdm, colour="green"). In a job of several
-                processes, "auto" and "rich" draw in the first one only, or if it does
-                not run the program, in that of its first device.
+            bar: "auto": tqdm, as a widget in notebooks; or a function that is called as
+                bar(desc=, total=, unit=, initial=), where `initial` is how many steps
+                are done, and returns an object with tqdm's methods `update(n)`,
+                `set_postfix_str(text, refresh=False)` and `close()`, such as
+                functools.partial(tqdm.tqdm, colour="green"). In a job of several
+                processes, "auto" draws in the first one only, or if it does not run the
+                program, in that of its first device.
             rows: under vmap, "batched": one bar for the batch; "each": a bar for each
                 of the first 16 rows.
             **metrics: numbers or texts to show after the bar, with three digits.
 
         Raises:
             SpecError: an argument is invalid.
-            PackageError: tqdm or rich is needed and not installed.
+            PackageError: tqdm is needed and not installed.
 
         Under transformations:
             vmap: shows the slowest row, and metrics as mean [lowest, highest].
@@ -98,9 +97,6 @@ class Progress:
             return
         refuse_misspelt(Progress.__call__, "hc.progress", metrics)
         checks.check(step, total, initial, bar, rows, metrics)
-        if isinstance(bar, str) and jax.process_index() != 0:
-            # The tap stays, since all processes must run the same program.
-            bar = functools.partial(drawing.in_place_of_the_first, bar)
         is_known = isinstance(total, (int, np.integer))
         known = int(total) if is_known else None
         loop = bars.Loop(known, desc, unit, initial, bar, rows)
@@ -138,7 +134,6 @@ class Progress:
 
         @functools.wraps(body)
         def wrapped(carry: Any, x: Any) -> Any:
-            checks.check_counter(x, total)
             self(x[0] if isinstance(x, tuple) else x, total, **options)
             return body(carry, x)
 

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
-from hostcall._api.call import call
-from hostcall._api.feed.indexed import Indexed
 from hostcall._api.feed.items import parse_spec, reader, spec_of
 from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import read_source
@@ -42,14 +40,9 @@ class Feed(Handle):
     """
 
     def __init__(
-        self,
-        spec: Any,
-        stream: Stream,
-        indexed: Indexed | None,
-        items: Results,
-        shards: Shards | None,
+        self, spec: Any, stream: Stream, items: Results, shards: Shards | None
     ) -> None:
-        self.spec, self._stream, self._indexed = spec, stream, indexed
+        self.spec, self._stream = spec, stream
         self._items, self._shards = items, shards
 
     def _held(self) -> Stream:
@@ -108,51 +101,6 @@ class Feed(Handle):
         *leaves, ok = take(*operands) if shards is None else shards.over(take, operands)
         return self._items.fill(leaves), ok
 
-    def at(self, i: Any) -> Any:
-        """The item of number `i`, from a source with `__getitem__`; a pure read.
-
-        It takes nothing from the stream. Numbers with a constant stride are read ahead,
-        and up to 64 MiB of items are kept, the least recently used going first.
-
-        Args:
-            i: an int scalar, from 0.
-
-        Raises:
-            SpecError: the source has no `__getitem__`, the feed has `sharding=`, or `i`
-                is no int scalar.
-            IndexError: there is no such item, or `i` is negative; in a program, as a
-                JaxRuntimeError.
-
-        Under transformations:
-            vmap: all rows are read in one call.
-            grad: a constant. remat may read an item again.
-            jit: JAX may drop, merge or repeat the read, as for a pure `hc.call`.
-        """
-        name = self._stream.puller.name
-        if self._indexed is None:
-            why = (
-                "it has sharding="
-                if self._shards
-                else "its source has no items by number"
-            )
-            raise SpecError(
-                f"hostcall: feed.at(i) of `{name}`: {why}. It is for sequences, and for"
-                " arrays and tables with batch=",
-                code="hc-feed-source",
-            )
-        if jnp.shape(i) != () or not jnp.issubdtype(jnp.result_type(i), jnp.integer):
-            raise SpecError(
-                f"hostcall: feed.at(i) of the feed `{name}` wants an int scalar, got"
-                f" {jnp.result_type(i)}{list(jnp.shape(i))}. Under jax.vmap, i is a"
-                " scalar for each row"
-            )
-        spec = tuple(
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._items.avals
-        )
-        i, tag = jnp.asarray(i, int), self._indexed.__qualname__
-        leaves = call(self._indexed, spec, i, vmap_method="expand_dims", tag=tag)
-        return self._items.fill(leaves)
-
     def state(self) -> dict[str, Any]:
         """The position after the last item that a program took.
 
@@ -204,8 +152,6 @@ class Feed(Handle):
         the middle of an item, close() waits for it, but at most for a second.
         """
         self._stream.puller.close(CLOSED, PATIENCE)
-        if self._indexed is not None:
-            self._indexed.close(CLOSED)
 
     def __enter__(self) -> Feed:
         return self
@@ -240,8 +186,7 @@ def feed(
             PyTorch's or grain's DataLoader or a tf.data.Dataset. A function that
             requires an argument gets the number of the epoch, from 0. With `batch=`: an
             array, a pytree of arrays, a pandas.DataFrame or a pyarrow.Table (an item is
-            then a dict of columns). Only the feed's thread
-            touches the source; with `at` others do too, one at a time.
+            then a dict of columns). Only the feed's thread touches the source.
         spec: describes an item: a pytree of jax.ShapeDtypeStruct. None takes it from
             the first item, for which this waits.
         batch: cuts arrays and tables into items of so many rows. Rows at the end that
@@ -260,8 +205,8 @@ def feed(
             name of the source, or of its type.
 
     Returns:
-        A Feed. Call it in programs; its methods are `at`, `state`, `restore`, `reset`
-        and `close`, and it is a context manager, which closes it.
+        A Feed. Call it in programs; its methods are `state`, `restore`, `reset` and
+        `close`, and it is a context manager, which closes it.
 
     Raises:
         SpecError: an argument is invalid, or the first item holds no numbers.
@@ -299,11 +244,11 @@ def feed(
         check_seconds("timeout", of, timeout)
     if _jax.is_tracing():
         mistakes.refuse_traced(source, _instead_of_traced)
-    given = read_source(source, batch, name)
-    if on_end == "repeat" and not given.again:
+    make, again = read_source(source, batch, name)
+    if on_end == "repeat" and not again:
         raise SpecError(once(name, 'on_end="repeat" needs more'), code="hc-feed-source")
     place = users_place()
-    puller = Puller(name, given, on_end)
+    puller = Puller(name, make, again, on_end)
     try:
         inferred = spec is None
         if inferred:
@@ -315,15 +260,13 @@ def feed(
         sizes = [aval.size * aval.dtype.itemsize for aval in blocks]
         lanes = 1 if shards is None else len(shards.devices)
         ring = _native.FeedRing(leaves=sizes, lanes=lanes, capacity=prefetch)
+        whole = read if shards is None else lambda *item: shards.cut(read(*item))
+        puller.begin(ring, whole)
     except BaseException:
         puller.close(CLOSED)
         raise
-    stream = Stream(puller, ring, sizes, timeout, f"{name} ({place.file}:{place.line})")
-    indexed = None
-    if given.get is not None and shards is None:
-        indexed = Indexed(given, read, items.avals, prefetch, name)
-    puller.begin(ring, read if shards is None else shards.cut(read))
-    return Feed(spec, stream, indexed, items, shards)
+    stream = Stream(puller, sizes, timeout, f"{name} ({place.file}:{place.line})")
+    return Feed(spec, stream, items, shards)
 
 
 def _instead_of_traced(_: str, value: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
@@ -72,24 +71,21 @@ def reader(
     """
     treedef, avals = results.treedef, results.avals
     paths = [path.removeprefix("result") for path in results.paths()]
+    of = f"of the feed `{name}`"
+    if inferred:
+        of += ", which without spec= has the shapes and dtypes of its first item,"
 
     def read(value: Any, item: int) -> list[np.ndarray]:
         try:
             leaves = treedef.flatten_up_to(value)
         except (ValueError, TypeError) as error:
-            got = jax.tree.map(lambda _: 0, value)
             raise ResultError(
                 f"hostcall: item {item} of the feed `{name}` has another structure than"
                 f" spec=. Expected {_words(treedef)}, got"
-                f" {_words(jax.tree.structure(got))}"
+                f" {_words(jax.tree.structure(value))}"
             ) from error
         return [
-            _leaf(
-                _of_tensorflow(leaf),
-                aval,
-                f"item {item}{path} of the feed `{name}`",
-                inferred,
-            )
+            _leaf(leaf, aval, f"item {item}{path} {of}")
             for leaf, aval, path in zip(leaves, avals, paths, strict=True)
         ]
 
@@ -107,52 +103,17 @@ def _of_tensorflow(leaf: Any) -> Any:
     return leaf.numpy() if hasattr(leaf, "numpy") else leaf
 
 
-def _leaf(leaf: Any, aval: Any, where: str, inferred: bool) -> np.ndarray:
-    shape = getattr(leaf, "shape", None)
-    keys = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
-    if shape is not None and tuple(shape) != aval.shape and not keys:
-        text = (
-            f"hostcall: {where} should have the shape {list(aval.shape)}, got"
-            f" {list(shape)}"
-        )
-        if tuple(shape[1:]) == aval.shape[1:] and 0 < shape[0] < aval.shape[0]:
-            text += (
-                ". Is it the last batch, which is not full? Items can't differ in size:"
+def _leaf(leaf: Any, aval: Any, where: str) -> np.ndarray:
+    def hint(shape: tuple[int, ...]) -> str:
+        if shape[1:] == aval.shape[1:] and (0,) < shape[:1] < aval.shape[:1]:
+            return (
+                "Is it the last batch, which is not full? Items can't differ in size:"
                 " let the source leave it out (drop_last=True), or fill it up"
             )
-        raise ResultError(text)
-    try:
-        return coerce.coerce(leaf, aval.dtype, aval.shape, lambda: where, _of_shape)
-    except ResultError as error:
-        if not inferred or error.code != "hc-result-dtype":
-            raise
-        wider = _wider(leaf, aval, where)
-        if wider is None:  # a value is out of its range
-            raise
-        have, wider = wider
-        raise ResultError(
-            f"hostcall: {where} should be {aval.dtype}, as the first item was, got"
-            f" {have}. Without spec= the first item says what all items are. Give"
-            f" spec=, with jax.ShapeDtypeStruct({aval.shape}, '{wider}') here, or let"
-            f" the source give {wider} from the first item on",
-            code="hc-result-dtype",
-        ) from None
+        return "Change what the source gives, or spec="
 
-
-def _wider(leaf: Any, aval: Any, where: str) -> tuple[Any, Any] | None:
-    """The dtype of an item, and one that holds it and the first item; None if there is
-    no other one.
-    """
-    try:
-        have = spec_of(np.asarray(leaf), where).dtype
-        wider = jnp.promote_types(have, aval.dtype)
-    except Exception:  # the error that was found first says enough
-        return None
-    return None if wider == aval.dtype else (have, wider)
-
-
-def _of_shape(_: tuple[int, ...]) -> str:
-    return "Change what the source gives, or spec="
+    leaf = _of_tensorflow(leaf)
+    return coerce.coerce(leaf, aval.dtype, aval.shape, lambda: where, hint)
 
 
 def _words(treedef: Any) -> str:

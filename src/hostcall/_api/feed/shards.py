@@ -7,7 +7,6 @@ the blocks of the process's devices, and each device takes its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,13 +57,21 @@ class Shards:
         self, shape: tuple[int, ...], mine: list[Any], path: str
     ) -> tuple[tuple[int, ...], list[Slices]]:
         """(the shape of a device's block, the part of this process's item for each)."""
-        parts = self._parts(len(shape), shape, path)
-        where = self.sharding.devices_indices_map(parts)
+        if len(self.sharding.spec) > len(shape):
+            raise SpecError(
+                f"hostcall: item{path} of the feed `{self._name}` has the shape"
+                f" {list(shape)}, which has no axis for {self.sharding.spec}. Give it"
+                " one, or feed it by another hc.feed without sharding=",
+                code="hc-device",
+            )
+        # Each axis of a shape like this can be cut, whatever the mesh and the spec.
+        whole = (self.sharding.mesh.size,) * len(shape)
+        where = self.sharding.devices_indices_map(whole)
         block: list[int] = []
         cuts: list[Slices] = [()] * len(mine)
         for axis, size in enumerate(shape):
             # Which of the parts along this axis each device has.
-            at = [where[device][axis].indices(parts[axis])[0] for device in mine]
+            at = [where[device][axis].indices(whole[axis])[0] for device in mine]
             own = sorted(set(at))
             if size % len(own):
                 raise SpecError(
@@ -81,35 +88,13 @@ class Shards:
             ]
         return tuple(block), cuts
 
-    def _parts(self, ndim: int, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
-        spec, sizes = tuple(self.sharding.spec), self.sharding.mesh.shape
-        if len(spec) > ndim:
-            raise SpecError(
-                f"hostcall: item{path} of the feed `{self._name}` has the shape"
-                f" {list(shape)}, which has no axis for {self.sharding.spec}. Give it"
-                " one, or feed it by another hc.feed without sharding=",
-                code="hc-device",
-            )
-        names = [(a,) if isinstance(a, str) else a or () for a in spec]
-        names += [()] * (ndim - len(spec))
-        return tuple(math.prod(sizes[axis] for axis in axes) for axes in names)
-
-    def cut(
-        self, read: Callable[[Any, int], list[np.ndarray]]
-    ) -> Callable[[Any, int], list[np.ndarray]]:
-        """`read`, with the arrays cut into the parts of the devices."""
-
-        def cut(value: Any, item: int) -> list[np.ndarray]:
-            leaves = read(value, item)
-            return [
-                np.ascontiguousarray(leaf[cuts[lane]]).reshape(block.shape)
-                for lane in range(len(self.devices))
-                for leaf, cuts, block in zip(
-                    leaves, self._cuts, self.blocks, strict=True
-                )
-            ]
-
-        return cut
+    def cut(self, leaves: list[np.ndarray]) -> list[np.ndarray]:
+        """The parts of an item's leaves, of one device after the other."""
+        return [
+            np.ascontiguousarray(leaf[cuts[lane]]).reshape(block.shape)
+            for lane in range(len(self.devices))
+            for leaf, cuts, block in zip(leaves, self._cuts, self.blocks, strict=True)
+        ]
 
     def over(
         self, bind: Callable[..., list[Any]], operands: Sequence[Any]

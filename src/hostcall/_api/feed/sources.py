@@ -11,27 +11,20 @@ import numpy as np
 from hostcall._core.arguments import check_count, of_a_number
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
-from hostcall._runtime.feed_source import Source
 
 
-def read_source(source: Any, batch: int | None, name: str) -> Source:
-    """The source of `hc.feed(source, batch=batch)`."""
+def read_source(
+    source: Any, batch: int | None, name: str
+) -> tuple[Callable[[int], Any], bool]:
+    """(makes what gives the items of an epoch, whether it can do so again), for
+    `hc.feed(source, batch=batch)`.
+    """
     if batch is not None:
-        check_count("batch", f"the feed `{name}`", batch, "a number of rows")
-        columns = _columns(source, name)
-        items = _rows_of(columns, batch, name) // batch
-
-        def cut(number: int) -> Any:
-            if not 0 <= number < items:
-                raise IndexError(f"item {number} of {items}")
-            rows = slice(number * batch, (number + 1) * batch)
-            return jax.tree.map(lambda column: column[rows], columns)
-
-        return Source(lambda _: map(cut, range(items)), get=cut, size=lambda: items)
+        return _batches(source, batch, name), True
     if isinstance(source, type) and not hasattr(type(source), "__iter__"):
-        return Source(_by_epoch(source, name))  # its objects iterate
+        return _by_epoch(source, name), True  # its objects iterate
     if hasattr(source, "__next__"):
-        return Source(lambda _: source, again=False)
+        return lambda _: source, False
     if _is_table(source):
         raise SpecError(
             f"hostcall: the source `{name}` is a {type(source).__name__}, and iterating"
@@ -39,16 +32,11 @@ def read_source(source: Any, batch: int | None, name: str) -> Source:
             code="hc-feed-source",
         )
     if hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator"):
-        numbered = not isinstance(source, dict)
-        get = getattr(source, "__getitem__", None) if numbered else None
-        return Source(lambda _: source, get=get, size=lambda: len(source))
+        return lambda _: source, True
     if callable(source):
-        return Source(_by_epoch(source, name))
+        return _by_epoch(source, name), True
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        at = source.__getitem__
-        return Source(
-            lambda _: map(at, range(len(source))), get=at, size=lambda: len(source)
-        )
+        return lambda _: map(source.__getitem__, range(len(source))), True
     raise SpecError(
         f"hostcall: the source of a feed should be an iterable, an iterator, or a"
         f" function that returns one, got {source!r}",
@@ -71,6 +59,17 @@ def _by_epoch(function: Callable[..., Any], name: str) -> Callable[[int], Any]:
 # --- Arrays and tables ---------------------------------------------------------------
 
 
+def _batches(source: Any, batch: int, name: str) -> Callable[[int], Any]:
+    check_count("batch", f"the feed `{name}`", batch, "a number of rows")
+    columns = _columns(source, name)
+    ends = range(batch, _rows_of(columns, batch, name) + 1, batch)
+
+    def cut(end: int) -> Any:
+        return jax.tree.map(lambda column: column[end - batch : end], columns)
+
+    return lambda _: map(cut, ends)
+
+
 def _is_table(source: Any) -> bool:
     """Whether this is a data frame of pandas or a table of pyarrow."""
     kinds = {f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(source).__mro__}
@@ -80,13 +79,9 @@ def _is_table(source: Any) -> bool:
 def _columns(source: Any, name: str) -> Any:
     """A pytree of NumPy arrays whose first axis are the rows."""
     if _is_table(source):
-        if hasattr(source, "to_pydict"):
-            # A Table's columns take no such option, and a RecordBatch's need it.
-            is_batch = type(source).__name__ == "RecordBatch"
-            how = {"zero_copy_only": False} if is_batch else {}
-            names = source.schema.names
-            return {key: source.column(key).to_numpy(**how) for key in names}
-        return {str(key): source[key].to_numpy() for key in source.columns}
+        is_arrow = hasattr(source, "to_pydict")
+        names = source.schema.names if is_arrow else source.columns
+        return {str(key): np.asarray(source[key]) for key in names}
     if callable(source) or hasattr(source, "__next__"):
         raise SpecError(
             f"hostcall: the feed `{name}` has batch=, which is for arrays and tables,"

@@ -1,7 +1,7 @@
 """Which bar a delivered step moves, and when bars open and close.
 
 Steps arrive as taps, on the worker that delivers them. Bars are closed there, and by
-threads that wait. A lock makes them take turns, so tqdm and rich see one at a time.
+threads that wait. A lock makes them take turns, so tqdm sees one at a time.
 
   * At a barrier, and when the process ends, the thread that waits closes bars, after
     its programs have ended and their steps were shown.

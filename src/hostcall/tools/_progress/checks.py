@@ -11,16 +11,17 @@ import numpy as np
 import hostcall as hc
 from hostcall.tools._values import need
 
-PACKAGES = {"auto": "tqdm", "rich": "rich"}
-
 
 def check(
     step: Any, total: Any, initial: Any, bar: Any, rows: Any, metrics: dict[str, Any]
 ) -> None:
+    counter = "the x of a scan over jnp.arange(n)"
+    if step is None:
+        counter += " (that of hc.progress.scan, in place of xs=None)"
     _need(
         _is_scalar(step, jnp.integer),
         "the step should be an integer scalar, the loop's counter: the index of a"
-        " fori_loop, or the x of a scan over jnp.arange(n)",
+        f" fori_loop, or {counter}",
         step,
     )
     _need(
@@ -42,8 +43,8 @@ def check(
         rows,
     )
     _need(
-        bar in PACKAGES if isinstance(bar, str) else callable(bar),
-        "bar= should be 'auto' (tqdm), 'rich', or a function that returns a bar",
+        bar == "auto" if isinstance(bar, str) else callable(bar),
+        "bar= should be 'auto' (tqdm), or a function that returns a bar",
         bar,
     )
     for name, value in metrics.items():
@@ -56,7 +57,7 @@ def check(
             value,
         )
     if isinstance(bar, str):
-        _check_package(bar)
+        _check_package()
 
 
 # Options of hc.tap and of tqdm whose names are hardly those of metrics.
@@ -98,19 +99,6 @@ def _refuse_options_of_others(name: str, value: Any, total: Any) -> None:
     )
 
 
-def check_counter(x: Any, total: Any) -> None:
-    """Refuses the x of a scan without xs."""
-    if x is None:
-        n = total if isinstance(total, int) else "n"
-        raise hc.errors.SpecError(
-            "hostcall: hc.progress.scan takes the number of the step from the x of the"
-            " scan, and this scan has xs=None. Scan over the numbers:"
-            f" jax.lax.scan(hc.progress.scan(body, {n}), init, jnp.arange({n})). The"
-            " body then gets them as x",
-            code="hc-option",
-        )
-
-
 def check_body(body: Any, face: str) -> None:
     _need(
         callable(body),
@@ -121,19 +109,18 @@ def check_body(body: Any, face: str) -> None:
     )
 
 
-def _check_package(bar: str) -> None:
+def _check_package() -> None:
     """Imports what draws the bar, so that its absence is told where it is asked for."""
     package = hc.errors.PackageError.needed(
-        PACKAGES[bar],
-        f"hc.progress(bar={bar!r})",
+        "tqdm",
+        "hc.progress(bar='auto')",
         "hostcall[progress]",
         "set HOSTCALL_PROGRESS=0 in the environment to run without bars",
     )
-    if bar == "auto":
-        # Makes tqdm's lock. If the first bar is drawn while the process ends, it is too
-        # late: multiprocessing, which the lock belongs to, has ended before, and from
-        # Python 3.14 on warns of a lock that is left.
-        package.tqdm.get_lock()
+    # Makes tqdm's lock. If the first bar is drawn while the process ends, it is too
+    # late: multiprocessing, which the lock belongs to, has ended before, and from
+    # Python 3.14 on warns of a lock that is left.
+    package.tqdm.get_lock()
 
 
 def _is_scalar(value: Any, *kinds: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Draws bars: with tqdm, with rich, as lines in a log, or with a factory of the user's.
+"""Draws bars: with tqdm, as lines in a log, or with a factory of the user's.
 
 One thread at a time calls these functions (bars.py).
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-import types
 from typing import Any
 
 import hostcall as hc
@@ -32,12 +31,10 @@ class Drawn:
         """Makes the bar of a loop whose device had done `n` steps at `began`."""
         make = _factory(loop.bar)
         self._make = functools.partial(make, desc=desc, total=total, unit=loop.unit)
-        self._n = self._first = loop.initial if _is_users(loop.bar) else n
+        self._n = self._first = loop.initial if callable(loop.bar) else n
         self.bar = self._make(initial=self._n)
-        age = max(time.time() - began, 0.0)
-        if isinstance(self.bar, _Rich):
-            self.bar.begin(age)
-        elif hasattr(self.bar, "last_print_t"):  # tqdm
+        if hasattr(self.bar, "last_print_t"):  # tqdm
+            age = max(time.time() - began, 0.0)
             self.bar.start_t -= age
             self.bar.last_print_t -= age
 
@@ -70,50 +67,29 @@ class Drawn:
         self.bar.close()
 
 
-def in_place_of_the_first(bar: str, **options: Any) -> Any:
-    """A factory for processes other than the first: most of its bars show nothing.
-
-    The first process draws, unless it gets no step: it has no device of the program, or
-    the program is partitioned and its first device is another process's.
+def _draws_here() -> bool:
+    """Whether this process draws. The first one does, unless it gets no step: it has no
+    device of the program, or the program is partitioned and its first device is another
+    process's.
     """
     here = hc.current()
-    owners = {device.process_index for device in here.devices} if here else set()
-    if here is not None and len(owners) > 1:
-        first = here.devices[0].process_index == here.process
-        if first and (0 not in owners or not here.mesh_shape):
-            return _factory(bar)(**options)
-    return unseen()
-
-
-def unseen() -> Any:
-    """A bar that shows nothing."""
-
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    return types.SimpleNamespace(update=nothing, set_postfix_str=nothing, close=nothing)
-
-
-def _is_users(bar: Any) -> bool:
-    ours = isinstance(bar, functools.partial) and bar.func is in_place_of_the_first
-    return callable(bar) and not ours
+    if here is None or here.process == 0:
+        return True
+    owners = {device.process_index for device in here.devices}
+    is_first = len(owners) > 1 and here.devices[0].process_index == here.process
+    return is_first and (0 not in owners or not here.mesh_shape)
 
 
 def _factory(bar: Any) -> Any:
     if callable(bar):
         return bar
-    if bar == "rich":
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        if console.is_terminal or console.is_jupyter:
-            return functools.partial(_Rich, console)
     from tqdm.auto import tqdm
 
     in_notebook = any(cls.__module__ == "tqdm.notebook" for cls in tqdm.__mro__)
-    if sys.stderr is None and not in_notebook:  # of pythonw, or a daemon
-        return lambda **_: unseen()
-    if bar == "rich" or not (in_notebook or sys.stderr.isatty()):
+    # There is no stderr in pythonw, or in a daemon.
+    if not _draws_here() or (sys.stderr is None and not in_notebook):
+        return functools.partial(tqdm, disable=True)
+    if not (in_notebook or sys.stderr.isatty()):
         return _lines()
     return functools.partial(
         tqdm, file=sys.stderr, mininterval=REDRAW, miniters=1, dynamic_ncols=True
@@ -147,59 +123,3 @@ def _lines() -> Any:
 
     # With a delay, the constructor writes no line: it does not know the metrics yet.
     return functools.partial(Lines, file=sys.stderr, miniters=1, ascii=True, delay=1e-9)
-
-
-class _Rich:
-    """A task of rich's display, with tqdm's methods.
-
-    tqdm has such a bar, but with a display for each, and a console can have only one.
-    """
-
-    _display: Any = None
-    _open = 0
-    _age = 0.0  # how many seconds ago the step was that is shown now
-
-    def __init__(
-        self, console: Any, desc: str | None, total: int | None, unit: str, initial: int
-    ) -> None:
-        if _Rich._display is None:
-            from rich import progress
-
-            _Rich._display = progress.Progress(
-                *progress.Progress.get_default_columns(),
-                progress.MofNCompleteColumn(),
-                progress.TextColumn("{task.fields[unit]} {task.fields[postfix]}"),
-                console=console,
-                auto_refresh=False,  # no thread of its own: steps redraw it
-                get_time=lambda: time.monotonic() - _Rich._age,
-            )
-            _Rich._display.start()
-        _Rich._open += 1
-        self.leave, self._initial, self.refresh = True, initial, self._display.refresh
-        self._task = self._display.add_task(
-            desc or "", total=total, unit=unit, postfix=""
-        )
-
-    def begin(self, age: float) -> None:
-        """Shows the first step, from which rich measures the speed."""
-        _Rich._age = age
-        self._display.update(self._task, advance=self._initial)
-        _Rich._age = 0.0
-
-    def set_postfix_str(self, text: str, refresh: bool) -> None:
-        self._display.update(self._task, postfix=text, refresh=refresh)
-
-    def update(self, n: int) -> None:
-        self._display.update(self._task, advance=n, refresh=True)
-
-    def reset(self) -> None:
-        self._display.reset(self._task)
-
-    def close(self) -> None:
-        if not self.leave:
-            self._display.remove_task(self._task)
-        self.refresh()
-        _Rich._open -= 1
-        if _Rich._open == 0:  # a display that is stopped leaves its bars on the screen
-            self._display.stop()
-            _Rich._display = None
