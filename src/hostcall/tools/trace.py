@@ -8,6 +8,7 @@ the file can be read at any moment, also after the process was killed.
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
@@ -171,8 +172,7 @@ class trace:
         if not block or self._error is not None:
             return
         if self._gz:
-            packer = zlib.compressobj(1, wbits=31)
-            block = packer.compress(block) + packer.flush()
+            block = gzip.compress(block, compresslevel=1)
         view = memoryview(block)
         try:
             with self._writes:
