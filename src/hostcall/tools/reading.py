@@ -69,9 +69,8 @@ class Run:
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Writes the columns to a Parquet file."""
-        PackageError.needed(
-            "pyarrow.parquet", "to_parquet()", "hostcall[record]"
-        ).write_table(self.table(), path)
+        pq = PackageError.needed("pyarrow.parquet", "to_parquet()", "hostcall[record]")
+        pq.write_table(self.table(), path)
 
     @property
     def arrays(self) -> list[str]:

@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import jax
@@ -28,7 +27,7 @@ from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder import errors
 from hostcall.tools._recorder.delivery import Place
 from hostcall.tools._recorder.feed import Feed, Sink
-from hostcall.tools._recorder.fields import Field, arrays_of, fields_of
+from hostcall.tools._recorder.fields import Field, fields_of
 from hostcall.tools._recorder.inbox import Inbox
 from hostcall.tools._recorder.store import Store
 from hostcall.tools._values import need, refuse_misspelt
@@ -160,42 +159,40 @@ class Recorder:
             )
         if step is not None:
             values = {"step": step, **values}
-        arrays = arrays_of(values)
-        if not arrays:
+        fields = fields_of(values, in_parts)
+        if not fields:
             raise SpecError(
                 "hostcall: a recorder was called without a value", code="hc-record"
             )
-        fields = fields_of(arrays, in_parts)
         options = {"where": where, "every": every, "sample": sample, "on": on}
         if not in_parts:
-            self._tap(fields, arrays, options)
+            self._tap(fields, options)
             return
         # A tap for all scalars and one for each other value. Among devices that hold
         # the same blocks of all values of a tap, only the first taps, and each entry of
         # an array must get each block once.
-        scalars = tuple(field for field in fields if not field.is_array)
-        if [field.name for field in scalars] not in ([], ["step"]):
-            self._tap(scalars, arrays, options)
-        number = tuple(field for field in scalars if field.name == "step")
-        for field in fields:
+        scalars = {f: array for f, array in fields.items() if not f.is_array}
+        number = {f: array for f, array in scalars.items() if f.name == "step"}
+        if scalars.keys() != number.keys():
+            self._tap(scalars, options)
+        for field, array in fields.items():
             if field.is_array:
-                self._tap((*number, field), arrays, options)
+                self._tap({**number, field: array}, options)
 
-    def _tap(
-        self, fields: tuple[Field, ...], arrays: dict[str, Any], options: dict[str, Any]
-    ) -> None:
+    def _tap(self, values: dict[Field, Any], options: dict[str, Any]) -> None:
+        fields = tuple(values)
         with self._lock:
             self._store.check(fields)
             place = self._places.get(fields)
             if place is None:
                 place = Place(self._inbox, fields, self._store.shapes)
                 self._places[fields] = place
-        size = sum(arrays[field.name].nbytes for field in fields)
+        size = sum(array.nbytes for array in values.values())
         batch = min(_MOST_EVENTS, max(1, _MOST_BYTES // size))
         # With batch=, a mask may not differ between the rows of a vmap.
         options["batch"] = batch if options["where"] is None else None
         function = place.events if options["batch"] else place.event
-        hc.tap(function, *(arrays[field.name] for field in fields), **options)
+        hc.tap(function, *values.values(), **options)
 
     def table(self) -> Any:
         """Everything recorded so far, as a pyarrow.Table (`Run.table`). Flushes."""
@@ -237,12 +234,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> Run:

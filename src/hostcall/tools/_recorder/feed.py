@@ -21,13 +21,11 @@ Sink = Callable[[dict[str, np.ndarray]], object]
 class Feed:
     def __init__(self, sink: Sink, owner: object) -> None:
         """`owner` is the recorder that raises the sink's error."""
-        self._name = getattr(sink, "__name__", type(sink).__name__)
-        self._sink = sink
+        name = getattr(sink, "__name__", type(sink).__name__)
+        self._sink, self._who = sink, f"the sink {name}"
         self._batches: queue.SimpleQueue[tuple[Stream, int] | None]
         self._batches = queue.SimpleQueue()
-        self._thread = Thread(
-            owner, f"hostcall-sink-{self._name}", f"the sink {self._name}", self._run
-        )
+        self._thread = Thread(owner, f"hostcall-sink-{name}", self._who, self._run)
 
     def put(self, stream: Stream, begin: int) -> None:
         self._batches.put((stream, begin))
@@ -48,7 +46,7 @@ class Feed:
                     close()  # on the thread that called the sink, as SQLite demands
         except BaseException as error:
             error.add_note(
-                f"hostcall: the sink {self._name} raised this, and got nothing more."
+                f"hostcall: {self._who} raised this, and got nothing more."
                 " The run's folder has all rows"
             )
             raise

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall.errors import SpecError
+from hostcall.tools._values import need
 
 # Values with more elements become arrays.
 MOST_IN_A_COLUMN = 16
@@ -50,29 +51,23 @@ def text_of(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
     return f"{dtype.name}[{','.join(map(str, shape))}]" if shape else dtype.name
 
 
-def fields_of(arrays: dict[str, Any], in_parts: bool) -> tuple[Field, ...]:
-    """The fields of a call.
+def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, Any]:
+    """The fields of a call with their arrays. Pytrees are flattened: `{"w": x}` to
+    "grads.w".
 
     Args:
-        arrays: the values.
+        values: the keywords.
         in_parts: whether devices or processes tap parts of them.
     """
-    found = []
-    for name, array in arrays.items():
-        is_array = array.size > MOST_IN_A_COLUMN or (in_parts and array.ndim > 0)
-        dtype = np.dtype(np.int64) if name == "step" else _stored(array.dtype)
-        found.append(Field(name, array.shape, dtype, is_array))
-    return tuple(found)
-
-
-def arrays_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a call by name. Pytrees are flattened: `{"w": x}` to "grads.w"."""
-    found: dict[str, Any] = {}
+    found = {}
     for keyword, tree in values.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             tail = jax.tree_util.keystr(path, simple=True, separator=".")
             name = f"{keyword}.{tail}" if tail else keyword
-            found[name] = _array(name, leaf)
+            array = _array(name, leaf)
+            is_array = array.size > MOST_IN_A_COLUMN or (in_parts and array.ndim > 0)
+            dtype = np.dtype(np.int64) if name == "step" else _stored(array.dtype)
+            found[Field(name, array.shape, dtype, is_array)] = array
     return found
 
 
@@ -103,12 +98,9 @@ def _array(name: str, leaf: Any) -> Any:
             " record",
             code="hc-record",
         )
-    if name == "step" and (array.ndim or not jnp.issubdtype(array.dtype, jnp.integer)):
-        raise SpecError(
-            "hostcall: step= of a recorder should be an integer scalar, got"
-            f" {array.dtype}{list(array.shape)}",
-            code="hc-record",
-        )
+    is_step = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
+    wanted = "step= of a recorder should be an integer scalar"
+    need(name != "step" or is_step, wanted, array, "hc-record")
     return array
 
 

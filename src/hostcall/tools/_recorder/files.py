@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,16 +32,10 @@ def only_files(folder: Path) -> None:
 
 def lock(path: Path) -> BinaryIO:
     """Opens the file and locks it, or raises BlockingIOError. It is never written."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise _foreign(path)
+    file = open(path, "ab")  # noqa: SIM115 (kept open)
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = open(os.open(path, flags, 0o666), "rb")  # noqa: SIM115 (kept open)
-    except OSError as error:
-        if path.is_symlink():
-            raise _foreign(path) from error
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _foreign(path)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         file.close()

@@ -93,7 +93,6 @@ class Inbox:
         with self._changed:
             self._error = error
             self._items.clear()
-            self._bytes = 0
             self._changed.notify_all()
 
     def flush(self) -> None:

@@ -159,10 +159,10 @@ def type_of(arrow: Any) -> tuple[np.dtype[Any], list[int]]:
     while pa.types.is_fixed_size_list(arrow):
         shape.append(arrow.list_size)
         arrow = arrow.value_type
-    kinds = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
-    if not any(is_kind(arrow) for is_kind in kinds):
+    dtype = np.dtype(arrow.to_pandas_dtype())
+    if dtype.kind not in "biuf":
         raise ValueError(f"a recorder writes no column of the type {arrow}")
-    return np.dtype(arrow.to_pandas_dtype()), shape
+    return dtype, shape
 
 
 def column(batch: Any, name: str) -> np.ndarray:
