@@ -55,12 +55,9 @@ class Place(HostCode):
         self._shapes = shapes
         self.fields = fields
         self.names = [field.name for field in fields]
-        self.arrays = [n for n, field in enumerate(fields) if field.is_array]
-        self.columns = [
-            n
-            for n, field in enumerate(fields)
-            if not field.is_array and field.name != "step"
-        ]
+        kept = [n for n, name in enumerate(self.names) if name != "step"]
+        self.arrays = [n for n in kept if fields[n].is_array]
+        self.columns = [n for n in kept if not fields[n].is_array]
 
     def events(self, *values: np.ndarray) -> None:
         """Gets a batch of events, stacked."""
@@ -222,21 +219,16 @@ class Delivery:
     @functools.cached_property
     def _grid(self) -> tuple[tuple[int, ...], Columns]:
         """The sizes of the axes of vmaps, and the place of each row of an event."""
+        grid: tuple[int, ...]
         if self.here.rows is not None:  # `where` left some rows, along one axis
-            names = numbered("row", len(self.here.rows))
             places = [np.asarray(index, np.int64) for index in self.here.rows]
-            count = len(places[0]) if places else 1
-            return (count,), dict(zip(names, places, strict=True))
-        sizes = dict[int, int]()
-        for number, value in enumerate(self.values):
-            axes = [axis for axis, flag in enumerate(self.flags(number)) if flag]
-            sizes.update(zip(axes, value.shape[1:], strict=False))
-        grid = tuple(size for _, size in sorted(sizes.items()))
-        index = np.indices(grid) if grid else ()
-        names = numbered("row", len(grid))
-        return grid, {n: at.ravel() for n, at in zip(names, index, strict=True)}
-
-
-def numbered(name: str, count: int) -> list[str]:
-    """The names of nested axes, the outermost first: "row", or "row0" and "row1"."""
-    return [name] if count == 1 else [f"{name}{axis}" for axis in range(count)]
+            grid = (len(places[0]) if places else 1,)
+        else:
+            sizes = dict[int, int]()
+            for number, value in enumerate(self.values):
+                axes = [axis for axis, flag in enumerate(self.flags(number)) if flag]
+                sizes.update(zip(axes, value.shape[1:], strict=False))
+            grid = tuple(size for _, size in sorted(sizes.items()))
+            places = [index.ravel() for index in np.indices(grid)]
+        several = len(places) > 1  # the outermost vmap is "row0"
+        return grid, {f"row{n if several else ''}": at for n, at in enumerate(places)}
