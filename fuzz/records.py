@@ -12,13 +12,13 @@ import zipfile
 from pathlib import Path
 
 import jax.numpy as jnp
+import pyarrow as pa
 
 import hostcall as hc
 from fuzz.draw import Draw, change
 from hostcall.tools._recorder.store import Store
 
-ARRAYS = ["zarr.json", *(f"{part}/zarr.json" for part in ("value", "step", "have"))]
-CHUNKS = ["value/c/0/0/0", "step/c/0", "have/c/0"]
+ARRAY = ["arrays/many/0.npy", "arrays/many/0.arrows"]
 FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
 
 
@@ -61,12 +61,10 @@ def one(data: bytes) -> None:
     draw = Draw(data)
     kind = draw.int(0, 6)
     files = dict(whole())
-    if kind <= 1:  # the JSON of an array
-        name = f"arrays/many/{draw.choice(ARRAYS)}"
-        files[name] = json.dumps(change(draw, json.loads(files[name]))).encode()
-    elif kind == 2:  # an array's numbers, or its JSON as bytes
-        name = f"arrays/many/{draw.choice(ARRAYS + CHUNKS)}"
-        files[name] = draw.rest()
+    if kind <= 1:  # what the schema says of an array
+        files[ARRAY[1]] = with_told(files[ARRAY[1]], draw)
+    elif kind == 2:  # an array's blocks, or where they belong
+        files[draw.choice(ARRAY)] = draw.rest()
     elif kind == 3:  # the JSON of a failure
         files["failure.zip"] = with_json(files["failure.zip"], draw)
     else:
@@ -92,6 +90,19 @@ def one(data: bytes) -> None:
             Store(run).close()
     except hc.errors.HostcallError:
         pass
+
+
+def with_told(stream: bytes, draw: Draw) -> bytes:
+    """The stream of an array, with changed JSON beside the columns."""
+    reader = pa.ipc.open_stream(stream)
+    told = json.loads(reader.schema.metadata[b"hostcall"])
+    text = json.dumps(change(draw, told))
+    out = io.BytesIO()
+    for n, batch in enumerate(reader):
+        batch = batch.replace_schema_metadata({"hostcall": text})
+        out.write(b"" if n else batch.schema.serialize())
+        out.write(batch.serialize())
+    return out.getvalue()
 
 
 def with_json(archive: bytes, draw: Draw) -> bytes:

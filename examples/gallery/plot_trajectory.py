@@ -3,11 +3,11 @@ A trajectory of 100,000 steps, and its film
 ===========================================
 
 The Sun, four planets and 240 asteroids near Jupiter's orbit move for 274 years, a day
-each step. :class:`hostcall.Recorder` writes every step to Zarr while the program runs,
-so that the program holds one state and not 100,000. The film is made from the folder
-afterwards.
+each step. :class:`hostcall.Recorder` writes every step to a file while the program
+runs, so that the program holds one state and not 100,000. The film is made from the
+folder afterwards.
 
-Besides hostcall it needs ``pip install astropy matplotlib pandas pyarrow zarr``.
+Besides hostcall it needs ``pip install astropy matplotlib pandas pyarrow``.
 """
 
 # %%
@@ -92,8 +92,8 @@ print(f"{first.shape[1]} bodies, {STEPS * DAY / 365.25:.0f} years")
 # -----------
 #
 # Velocity Verlet, in double precision. In each step the recorder gets the positions in
-# float32, which are an array in Zarr, and the energy of the Sun and the planets, which
-# is a column of a table. The queue between the program and the disk is limited to
+# float32, which are an array in a file, and the energy of the Sun and the planets,
+# which is a column of a table. The queue between the program and the disk is limited to
 # 16 MB: if the disk is slower than the program, the program waits.
 
 
@@ -186,9 +186,9 @@ print(f"{disk[-1]:.0f} MB written; memory grew by {memory.max() - memory[0]:.0f}
 # Was it right?
 # -------------
 #
-# ``zarr`` reads from the folder only what is asked for. The planets are compared with
-# the positions that astropy has for the same days, for a century, and the energy with
-# its first value.
+# ``np.load`` with a map reads from the file only what is asked for. The planets are
+# compared with the positions that astropy has for the same days, for a century, and the
+# energy with its first value.
 
 
 def of_astropy(day: float) -> np.ndarray:
@@ -202,7 +202,7 @@ def of_astropy(day: float) -> np.ndarray:
 
 
 recorded = hc.tools.read(folder)
-steps, x = recorded.zarr("x")
+x = np.load(folder / "arrays" / "x" / "0.npy", mmap_mode="r")
 energies = recorded.dataframe()
 some = np.arange(0, 36_525, 365)
 planets = x[0 : some[-1] + 1 : 365, : len(GRAVITY)]

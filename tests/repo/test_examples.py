@@ -18,7 +18,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 WANTS = {
     "feed_checkpoint": "orbax.checkpoint",
     "progress": "tqdm",
-    "recorder": "zarr",
+    "recorder": "pyarrow",
     "serve": "aiohttp",
 }
 

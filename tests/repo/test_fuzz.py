@@ -8,7 +8,7 @@ import sys
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-PACKAGES = {"exports": "flatbuffers", "records": "zarr"}
+PACKAGES = {"exports": "flatbuffers", "records": "pyarrow"}
 
 # In a process of its own: what it reads may crash it.
 SMOKE = """

@@ -29,7 +29,7 @@ RUN = """
 """
 
 # What they use of hostcall and its own needs, which an import in them does not show.
-USED = {"hc.progress": {"tqdm"}, "hc.Recorder": {"pandas", "pyarrow", "zarr"}}
+USED = {"hc.progress": {"tqdm"}, "hc.Recorder": {"pandas", "pyarrow"}}
 
 each = pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 

@@ -1,5 +1,6 @@
 """Runs that somebody else made: nothing in them is executed, and no link is followed."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -14,20 +15,8 @@ pa = pytest.importorskip("pyarrow")
 
 READERS = {
     "array": lambda folder: hc.tools.read(folder).array("w"),
-    "zarr": lambda folder: [a[:] for a in hc.tools.read(folder).zarr("w")],
     "Recorder": lambda folder: hc.Recorder(folder).close(),
 }
-PICKLED = {
-    "zarr_format": 2,
-    "shape": [1],
-    "chunks": [1],
-    "compressor": None,
-    "order": "C",
-    "fill_value": "",
-    "dtype": "|O",
-    "filters": [{"id": "vlen-utf8"}, {"id": "pickle", "protocol": 5}],
-}
-NUMBERS = {**PICKLED, "filters": None, "dtype": "<i8", "fill_value": None}
 
 
 class Evil:
@@ -48,117 +37,114 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def read_all(folder):
-    """What each reader raised."""
-    raised = {}
-    for name, reader in READERS.items():
-        if name == "zarr":
-            pytest.importorskip("zarr", minversion="3")
-        with pytest.raises(hc.errors.HostcallError) as caught:
-            reader(folder)
-        assert caught.value.code == "hc-record"
-        raised[name] = str(caught.value)
-    return raised
-
-
-@pytest.mark.parametrize("where", ["a group of version 2", "consolidated metadata"])
-@pytest.mark.parametrize("which", ["step", "have", "value"])
-def test_arrays_of_zarr_2_hold_pickles(run, where, which, tmp_path):
-    group = run / "arrays" / "w"
-    old = where == "a group of version 2"
-    for part in ("step", "have", "value"):
-        told = PICKLED if part == which else NUMBERS
-        if old:
-            (group / part / ".zarray").write_text(json.dumps(told))
-            (group / part / ".zattrs").write_text("{}")
-        evil = pickle.dumps(np.array([Evil(tmp_path / "ran")], object))
-        (group / part / "0").write_bytes(evil)
-        (group / part / "zarr.json").unlink()
-    (group / "have" / "zarr.json").touch()
-    attributes = {"blocks": [[[0, 1]]]}
-    if old:
-        (group / "zarr.json").unlink()
-        (group / ".zgroup").write_text('{"zarr_format": 2}')
-        (group / ".zattrs").write_text(json.dumps(attributes))
-    else:
-        inside = {p: PICKLED if p == which else NUMBERS for p in ("step", "have")}
-        inside["value"] = PICKLED if which == "value" else NUMBERS
-        meta = {"kind": "inline", "must_understand": False, "metadata": inside}
-        group_meta = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-        group_meta["consolidated_metadata"] = meta
-        (group / "zarr.json").write_text(json.dumps(group_meta))
-    read_all(run)
+def test_an_array_of_pickles(run, tmp_path):
+    path = run / "arrays" / "w" / "0.npy"
+    np.save(path, np.array([Evil(tmp_path / "ran")] * 3, object), allow_pickle=True)
+    with pytest.raises(hc.errors.HostcallError, match="the run in .* can't be read"):
+        READERS["array"](run)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
-    "change",
+    "values",
     [
-        {"zarr_format": 2},
-        {"codecs": [{"name": "numcodecs.pickle", "configuration": {}}]},
-        {"codecs": [{"name": "vlen-bytes"}]},
-        {"codecs": [{"name": "bytes"}, {"name": "no.such.codec"}]},
-        {"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]},
-        {"data_type": "object"},
-        {"data_type": "string"},
-        {"data_type": {"name": "numpy.datetime64", "configuration": {"unit": "s"}}},
-        {"data_type": "O"},
-        {"data_type": "float64"},  # with chunks of float32
-        {"shape": [3.0, 20]},
-        {"shape": [-1, 20]},
-        {"shape": [3, 10**15]},
-        {"shape": []},
-        {"shape": True},
-        {"fill_value": "0x41"},
-        {"fill_value": {"a": 1}},
-        {"storage_transformers": [{"name": "x"}]},
-        {"chunk_key_encoding": {"name": "v2"}},
-        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 20]}}},
-        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, 1]}}},
-        {"dimension_names": None},
-        {"dimension_names": [{}, []]},
-        {"node_type": "group"},
-        {"attributes": {"a": 1}},
+        np.array(["a"] * 3),
+        np.zeros(3, "M8[s]"),
+        np.zeros((3, 20), [("a", "f4")]),
+        np.zeros((3, 20), "V4"),
+        np.zeros(3, np.float32),
+        np.zeros((3, 21), np.float32),
+        np.zeros((3, 4, 5), np.float32),
+        np.zeros((3, 0), np.float32),
+        np.float32(1),
+    ],
+    ids=lambda values: f"{values.dtype}{values.shape}",
+)
+def test_values_that_no_recorder_writes(run, values):
+    np.save(run / "arrays" / "w" / "0.npy", values)
+    with pytest.raises(hc.errors.HostcallError, match="the run in .* can't be read"):
+        READERS["array"](run)
+
+
+@pytest.mark.parametrize("count", [10**15, 10**11])
+def test_a_length_that_is_not_there(run, count):
+    path = run / "arrays" / "w" / "0.npy"
+    head = b"(%d, 20)" % count
+    path.write_bytes(path.read_bytes().replace(b"(3, 20)", head, 1))
+    with pytest.raises(hc.errors.HostcallError, match="the run in .* can't be read"):
+        READERS["array"](run)
+
+
+def index(run, told, **columns):
+    """Writes the stream of an array that says so of it."""
+    real = {"process": 0, "type": "x", "whole": [20], "sparse": False}
+    text = json.dumps({**real, **told} if isinstance(told, dict) else told)
+    given = {"step": [0, 1, 2], "time": [0.0, 1.0, 2.0], "at": [[0]] * 3, **columns}
+    arrays = {name: pa.array(values) for name, values in given.items()}
+    at = pa.array(np.ravel(given["at"]))
+    arrays["at"] = pa.FixedSizeListArray.from_arrays(at, len(given["at"][0]))
+    batch = pa.record_batch(list(arrays.values()), list(arrays))
+    batch = batch.replace_schema_metadata({"hostcall": text})
+    write_stream(run / "arrays" / "w" / "0.arrows", batch)
+
+
+def test_an_index_that_fits(run):
+    index(run, {})
+    assert READERS["array"](run)[0].tolist() == [0, 1, 2]
+    index(run, {"whole": [40], "sparse": True}, at=[[0], [20], [20]])
+    values = READERS["array"](run)[1]
+    assert np.isnan(values).sum(axis=1).tolist() == [20, 20, 20]
+    READERS["Recorder"](run)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        3,
+        [],
+        {"process": "0"},
+        {"process": -1},
+        {"process": True},
+        {"whole": 20},
+        {"whole": "20"},
+        {"whole": [20.0]},
+        {"whole": [-20]},
+        {"more": 1},
     ],
     ids=str,
 )
-def test_an_array_that_no_recorder_describes_so(run, change):
-    path = run / "arrays" / "w" / "value" / "zarr.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+def test_an_array_that_no_recorder_describes_so(run, told):
+    index(run, told)
+    for reader in READERS.values():
+        with pytest.raises(
+            hc.errors.HostcallError, match="the run in .* can't be read"
+        ):
+            reader(run)
+
+
+@pytest.mark.parametrize(
+    ("told", "columns"),
+    [
+        ({"whole": []}, {}),
+        ({"whole": [19]}, {}),
+        ({"whole": [20, 1]}, {}),
+        ({"whole": [10**15]}, {}),
+        ({"whole": [10**15], "sparse": True}, {}),
+        ({"whole": [10**30], "sparse": True}, {}),
+        ({"whole": [0]}, {}),
+        ({"sparse": True}, {"at": [[-1]] * 3}),
+        ({"sparse": True}, {"at": [[1]] * 3}),
+        ({"sparse": True}, {"at": [[2**63 - 1]] * 3}),
+        ({}, {"at": [[0, 0]] * 3}),
+        ({}, {"at": [[0.0]] * 3}),
+        ({}, {"step": [0.0, 1.0, 2.0]}),
+    ],
+    ids=str,
+)
+def test_blocks_that_have_no_place(run, told, columns):
+    index(run, told, **columns)
     with pytest.raises(hc.errors.HostcallError, match="the run in .* can't be read"):
         READERS["array"](run)
-
-
-@pytest.mark.parametrize("length", [10**15, 10**10])
-@pytest.mark.parametrize("parts", [("step",), ("step", "have", "value")], ids=str)
-def test_a_length_that_is_not_there(run, length, parts):
-    for part in parts:
-        path = run / "arrays" / "w" / part / "zarr.json"
-        told = json.loads(path.read_text())
-        told["shape"][0] = length
-        path.write_text(json.dumps(told))
-    steps, values = hc.tools.read(run).array("w")
-    assert steps.tolist() == [0, 1, 2]
-    assert values[:, 0].tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("blocks", [[[[0, "x"]]], [[[-5, 20]]], 3, [[3]], {"a": 1}])
-def test_blocks_that_are_no_corners(run, blocks):
-    path = run / "arrays" / "w" / "zarr.json"
-    told = json.loads(path.read_text()) | {"attributes": {"blocks": blocks}}
-    path.write_text(json.dumps(told))
-    with pytest.raises(hc.errors.HostcallError, match="the run in .* can't be read"):
-        READERS["array"](run)
-
-
-def test_what_zarr_reads_is_what_was_recorded(run):
-    """The oracle for `array` and `zarr` is the package zarr alone, on a run of ours."""
-    zarr = pytest.importorskip("zarr", minversion="3")
-    group = zarr.open_group(run / "arrays" / "w", mode="r")
-    for reader in ("array", "zarr"):
-        steps, values = READERS[reader](run)
-        np.testing.assert_array_equal(steps, group["step"][:])
-        np.testing.assert_array_equal(values, group["value"][:])
 
 
 # --- Columns ----------------------------------------------------------------------------
@@ -241,11 +227,9 @@ LINKS = [
     "columns/1.arrows",
     "arrays",
     "arrays/w",
-    "arrays/w/value",
-    "arrays/w/value/c",
-    "arrays/w/value/c/0/0",
-    "arrays/w/value/zarr.json",
-    "arrays/w/zarr.json",
+    "arrays/w/0.npy",
+    "arrays/w/1.npy",
+    "arrays/w/0.arrows",
 ]
 
 
@@ -275,7 +259,7 @@ def test_a_link_leads_nowhere(run, place, tmp_path):
     path.unlink()
 
 
-@pytest.mark.parametrize("place", [".lock", "columns/1.arrows", "arrays/w/value/c/1"])
+@pytest.mark.parametrize("place", [".lock", "columns/1.arrows", "arrays/w/1.npy"])
 def test_a_pipe_is_not_waited_for(run, place):
     (run / place).unlink(missing_ok=True)
     os.mkfifo(run / place)
@@ -283,29 +267,18 @@ def test_a_pipe_is_not_waited_for(run, place):
         hc.Recorder(run)
 
 
-@pytest.mark.parametrize("what", ["lengths", "groups", "chunks"])
-def test_a_new_file_replaces_a_link_of_its_name(what, tmp_path):
-    """Links at the names of the files that a recorder writes before it renames them."""
+@pytest.mark.parametrize("name", ["0.npy", "0.arrows"])
+def test_nothing_is_written_through_a_link_that_comes_later(name, tmp_path):
+    """It lies where the recorder will make a file."""
     secret = tmp_path / "thesis"
     secret.write_text("ten years of work")
-    with hc.Recorder(tmp_path / "run") as rec:
-        rec(step=0, w=jnp.zeros(1 << 16))  # so large that a chunk has 4 entries
-        rec.flush()
-        place = {
-            "lengths": "value/.zarr.json.new",
-            "groups": ".zarr.json.new",
-            "chunks": "value/c/1/.0.new",
-        }[what]
-        path = tmp_path / "run" / "arrays" / "w" / place
-        path.parent.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError), hc.Recorder(tmp_path / "run") as rec:
+        path = tmp_path / "run" / "arrays" / "w" / name
+        path.parent.mkdir(parents=True)
         path.symlink_to(secret)
-        for step in range(1, 9):
-            rec(step=step, w=jnp.zeros(1 << 16))
-        rec.flush()
-        if what == "groups":
-            rec._store._arrays["w"]._write_group()
+        rec(step=0, w=jnp.zeros(20))
+        rec(step=0, loss=0.0)
     assert secret.read_text() == "ten years of work"
-    assert hc.tools.read(tmp_path / "run").array("w")[0].tolist() == [*range(9)]
 
 
 def test_a_run_whose_folder_is_a_link(tmp_path):

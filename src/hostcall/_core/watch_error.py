@@ -126,12 +126,6 @@ class WatchError(HostcallError, RuntimeError):
     @classmethod
     def _load(cls, path: str | os.PathLike[str]) -> WatchError:
         with zipfile.ZipFile(path) as file:
-            if "failure.json" not in file.namelist():
-                raise SpecError(
-                    f"hostcall: {os.fspath(path)!r} has no failure.json, so"
-                    " WatchError.save did not write it",
-                    code="hc-load",
-                )
             if any(one.compress_type != zipfile.ZIP_STORED for one in file.infolist()):
                 raise ValueError("it has compressed parts, of which `save` writes none")
             told = json.loads(file.read("failure.json"))
@@ -164,17 +158,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def _told(file: zipfile.ZipFile, x: Any, at: str) -> Any:
     """The JSON of a tree; its arrays go to the file. `at` names it in errors."""
-    if type(x) in (list, tuple):
-        children = [_told(file, child, f"{at}[{i}]") for i, child in enumerate(x)]
-        return {type(x).__name__: children}
-    if type(x) is dict and all(type(k) in (str, int) for k in x):
-        pairs = [[k, _told(file, child, f"{at}[{k!r}]")] for k, child in x.items()]
-        return {"dict": pairs}
     if type(x) in _PLAIN:
         return {"leaf": x}
     if isinstance(x, (np.ndarray, np.generic, jax.Array)):
         return _told_array(file, x, at)
-    # Any other node of a pytree: its children, by their names.
     paths = jax.tree_util.tree_flatten_with_path(x, lambda y: y is not x)[0]
     if len(paths) == 1 and paths[0][1] is x:
         raise SpecError(
@@ -184,12 +171,13 @@ def _told(file: zipfile.ZipFile, x: Any, at: str) -> Any:
             code="hc-pickle",
         )
     keystr = jax.tree_util.keystr
-    return {
-        "dict": [
-            [keystr(path, simple=True), _told(file, child, at + keystr(path))]
-            for path, child in paths
-        ]
-    }
+    told = [_told(file, child, at + keystr(path)) for path, child in paths]
+    if type(x) in (list, tuple):
+        return {type(x).__name__: told}
+    keys = [keystr(path, simple=True) for path, _ in paths]
+    if type(x) is dict and all(type(key) in (str, int) for key in x):
+        keys = [path[0].key for path, _ in paths]
+    return {"dict": list(zip(keys, told, strict=True))}
 
 
 def _told_array(file: zipfile.ZipFile, x: Any, at: str) -> Any:

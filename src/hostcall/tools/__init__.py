@@ -38,12 +38,10 @@ _LATER = {"load_failure": "watch", "read": "reading", "read_trace": "trace"}
 if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
     def __getattr__(name: str) -> Any:
-        if name not in _LATER:
-            if name in __all__:
-                return importlib.import_module(f"hostcall.tools.{name}")
+        if name not in __all__:
             raise AttributeError(f"module 'hostcall.tools' has no attribute {name!r}")
-        module = importlib.import_module(f"hostcall.tools.{_LATER[name]}")
-        return getattr(module, name)
+        module = importlib.import_module(f"hostcall.tools.{_LATER.get(name, name)}")
+        return getattr(module, name) if name in _LATER else module
 
 
 __all__ = [

@@ -78,11 +78,8 @@ def check_options(check: Any, keep: Any, action: Any, name: Any) -> None:
         " function of the error",
         action,
     )
-    need(
-        name is None or isinstance(name, str),
-        "name= of hc.watch should be a str",
-        name,
-    )
+    is_name = name is None or isinstance(name, str)
+    need(is_name, "name= of hc.watch should be a str", name)
 
 
 def can_be_bad(leaf: Any) -> bool:

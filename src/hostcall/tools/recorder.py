@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import jax
@@ -27,8 +26,8 @@ import hostcall as hc
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder import errors
 from hostcall.tools._recorder.delivery import Place
-from hostcall.tools._recorder.feed import Feed, Sink, wait_for
-from hostcall.tools._recorder.fields import Field, arrays_of, fields_of
+from hostcall.tools._recorder.feed import Feed, Sink
+from hostcall.tools._recorder.fields import Field, fields_of
 from hostcall.tools._recorder.inbox import Inbox
 from hostcall.tools._recorder.store import Store
 from hostcall.tools._values import need, refuse_misspelt
@@ -52,7 +51,7 @@ class Recorder:
         hc.tools.read("run").dataframe()
 
     Scalars and arrays of up to 16 elements become columns of a table. Larger ones
-    become Zarr arrays that grow by an entry a call, so a trajectory of any length needs
+    become .npy files that grow by an entry a call, so a trajectory of any length needs
     no stacked `ys`. The program does not wait for the disk, unless 256 MB wait to be
     written. If the process is killed, at most the last `flush` seconds are lost.
 
@@ -96,11 +95,8 @@ class Recorder:
         self._closed = False
         self._process = os.getpid()
         self._feeds = [Feed(sink, self) for sink in sinks]
-        self._ended = threading.Event()  # set by the writer; see feed.py
-        writer = threading.Thread(
-            target=self._write, name="hostcall-recorder", daemon=True
-        )
-        writer.start()
+        who = f"the recorder of {self._store.folder}"
+        self._writer = errors.Thread(self, "hostcall-recorder", who, self._write)
         atexit.register(self._at_exit)
 
     def __call__(
@@ -125,11 +121,11 @@ class Recorder:
             on: as in `hc.tap`. "once": one process records the whole values. "shards":
                 in a jitted program over several devices, each writes its blocks of the
                 values, without communication. "process": each process writes its part.
-                In both, a small array has a row for each element, with the columns
-                `device` and `index` (`index0`, `index1` for two axes).
+                In both, `Run.array` puts the parts together, of small arrays too:
+                only scalars are columns.
             **values: numbers, arrays, and pytrees of them: `grads={"w": x}` has the
-                name "grads.w". The names "time", "process", "device", "row" and
-                "index" are taken.
+                name "grads.w". The names "time", "process", "device" and "row" are
+                taken.
 
         Raises:
             SpecError: a value can't be recorded, or the run has its name with another
@@ -137,11 +133,12 @@ class Recorder:
 
         Under transformations:
             vmap: a row of the table for each index, with the columns `row`, or `row0`,
-                `row1` for nested vmaps, the outermost first. In Zarr an axis, behind
-                that of the steps. `where` may not differ between rows for arrays.
+                `row1` for nested vmaps, the outermost first. Of an array an axis,
+                behind that of the steps; for arrays, `where` may not differ between
+                rows.
             shard_map: each shard records its own values, with the column `device`. In
-                Zarr each axis of the mesh is an axis; a shard that did not record has
-                NaN, or 0.
+                an array each axis of the mesh is an axis; a shard that did not record
+                has NaN, or 0.
             grad, remat, scan, while_loop, cond: as for `hc.tap`.
 
         Cost: that of `hc.tap` on the device. The host stacks up to 4096 calls.
@@ -162,42 +159,40 @@ class Recorder:
             )
         if step is not None:
             values = {"step": step, **values}
-        arrays = arrays_of(values)
-        if not arrays:
+        fields = fields_of(values, in_parts)
+        if not fields:
             raise SpecError(
                 "hostcall: a recorder was called without a value", code="hc-record"
             )
-        fields = fields_of(arrays, in_parts)
         options = {"where": where, "every": every, "sample": sample, "on": on}
         if not in_parts:
-            self._tap(fields, arrays, options)
+            self._tap(fields, options)
             return
         # A tap for all scalars and one for each other value. Among devices that hold
         # the same blocks of all values of a tap, only the first taps, and each entry of
         # an array must get each block once.
-        scalars = tuple(field for field in fields if field.kind == "column")
-        if [field.name for field in scalars] not in ([], ["step"]):
-            self._tap(scalars, arrays, options)
-        number = tuple(field for field in scalars if field.name == "step")
-        for field in fields:
-            if field.kind != "column":
-                self._tap((*number, field), arrays, options)
+        scalars = {f: array for f, array in fields.items() if not f.is_array}
+        number = {f: array for f, array in scalars.items() if f.name == "step"}
+        if scalars.keys() != number.keys():
+            self._tap(scalars, options)
+        for field, array in fields.items():
+            if field.is_array:
+                self._tap({**number, field: array}, options)
 
-    def _tap(
-        self, fields: tuple[Field, ...], arrays: dict[str, Any], options: dict[str, Any]
-    ) -> None:
+    def _tap(self, values: dict[Field, Any], options: dict[str, Any]) -> None:
+        fields = tuple(values)
         with self._lock:
             self._store.check(fields)
             place = self._places.get(fields)
             if place is None:
                 place = Place(self._inbox, fields, self._store.shapes)
                 self._places[fields] = place
-        size = sum(arrays[field.name].nbytes for field in fields)
+        size = sum(array.nbytes for array in values.values())
         batch = min(_MOST_EVENTS, max(1, _MOST_BYTES // size))
         # With batch=, a mask may not differ between the rows of a vmap.
         options["batch"] = batch if options["where"] is None else None
         function = place.events if options["batch"] else place.event
-        hc.tap(function, *(arrays[field.name] for field in fields), **options)
+        hc.tap(function, *values.values(), **options)
 
     def table(self) -> Any:
         """Everything recorded so far, as a pyarrow.Table (`Run.table`). Flushes."""
@@ -227,7 +222,7 @@ class Recorder:
         except Exception as error:
             raised.append(error)
         self._inbox.close()
-        wait_for(self._ended)
+        self._writer.join()
         for feed in self._feeds:
             feed.close()
         self._closed = True  # here, so that Ctrl-C leaves a recorder to be closed
@@ -239,12 +234,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> Run:
@@ -254,19 +244,14 @@ class Recorder:
 
     def _write(self) -> None:
         """The writer's thread."""
-        last = False
         try:
-            while not last:
-                deliveries, last = self._inbox.take()
+            for deliveries in self._inbox.batches():
                 for stream, begin in self._store.write(deliveries):
                     for feed in self._feeds:
                         feed.put(stream, begin)
-                self._inbox.done(len(deliveries))
         except BaseException as error:
             self._inbox.fail(error)
-            errors.tell(self, f"the recorder of {self._store.folder}", error)
-        finally:
-            self._ended.set()
+            raise
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:  # a forked child has none of the threads

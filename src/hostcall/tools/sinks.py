@@ -81,12 +81,9 @@ class jsonl:
     """Writes a line of JSON for each row. NaN is written as NaN, as Python reads it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path).absolute()
-        self._file: TextIO | None = None
+        self._file = open(path, "a")  # noqa: SIM115 (closed by close)
 
     def __call__(self, columns: Columns) -> None:
-        if self._file is None:
-            self._file = open(self._path, "a")  # noqa: SIM115 (closed by close)
         lists = [values.tolist() for values in columns.values()]
         self._file.writelines(
             json.dumps(dict(zip(columns, row, strict=True))) + "\n"
@@ -95,26 +92,23 @@ class jsonl:
         self._file.flush()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 class sqlite:
     """Writes rows to a table of an SQLite database. Each batch is a transaction."""
 
     def __init__(self, path: str | os.PathLike[str], table: str = "records") -> None:
-        self._path = Path(path).absolute()
         self._table = _quoted(table)
-        self._connection: sqlite3.Connection | None = None
+        # Only the sink's thread uses it, but this one makes it.
+        self._connection = sqlite3.connect(path, check_same_thread=False)
         self._names: set[str] = set()
 
     def __call__(self, columns: Columns) -> None:
-        if self._connection is None:  # a connection is used on one thread only
-            self._connection = sqlite3.connect(self._path)
         columns = flat(columns)
         with self._connection:
             if not columns.keys() <= self._names:
-                self._add(self._connection, columns)
+                self._add(columns)
             names = ", ".join(map(_quoted, columns))
             marks = ", ".join("?" * len(columns))
             self._connection.executemany(
@@ -122,18 +116,18 @@ class sqlite:
                 zip(*(values.tolist() for values in columns.values()), strict=True),
             )
 
-    def _add(self, connection: sqlite3.Connection, columns: Columns) -> None:
+    def _add(self, columns: Columns) -> None:
+        run = self._connection.execute
         names = ", ".join(map(_quoted, columns))
-        connection.execute(f"CREATE TABLE IF NOT EXISTS {self._table} ({names})")
-        found = connection.execute(f"PRAGMA table_info({self._table})")
+        run(f"CREATE TABLE IF NOT EXISTS {self._table} ({names})")
+        found = run(f"PRAGMA table_info({self._table})")
         self._names = {row[1] for row in found}
         for name in columns.keys() - self._names:
-            connection.execute(f"ALTER TABLE {self._table} ADD COLUMN {_quoted(name)}")
-            self._names.add(name)
+            run(f"ALTER TABLE {self._table} ADD COLUMN {_quoted(name)}")
+        self._names |= columns.keys()
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+        self._connection.close()
 
 
 class tensorboard:

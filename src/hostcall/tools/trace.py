@@ -8,6 +8,9 @@ the file can be read at any moment, also after the process was killed.
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import io
 import json
 import logging
 import os
@@ -171,8 +174,7 @@ class trace:
         if not block or self._error is not None:
             return
         if self._gz:
-            packer = zlib.compressobj(1, wbits=31)
-            block = packer.compress(block) + packer.flush()
+            block = gzip.compress(block, compresslevel=1)
         view = memoryview(block)
         try:
             with self._writes:
@@ -249,11 +251,8 @@ def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _unpacked(data: bytes) -> bytes:
     """The text of all members, the last of which may be cut off."""
     out = []
-    while data:
-        packer = zlib.decompressobj(wbits=31)
-        try:
-            out.append(packer.decompress(data))
-        except zlib.error:
-            break
-        data = packer.unused_data
+    with contextlib.suppress(EOFError, OSError, zlib.error):
+        file = gzip.GzipFile(fileobj=io.BytesIO(data))
+        while text := file.read1():
+            out.append(text)
     return b"".join(out)

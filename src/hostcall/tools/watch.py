@@ -110,10 +110,7 @@ def watch(
         lines=users_lines() if cotangents or action == "breakpoint" else (),
     )
     _look(x, also, where, fired, keep)
-    if cotangents:
-        same: T = _with_cotangents(fired, keep, x)
-        return same
-    return x
+    return _with_cotangents(fired, keep, x) if cotangents else x
 
 
 def load_failure(path: str | os.PathLike[str]) -> WatchError:
@@ -195,24 +192,17 @@ def _kinds(x: Any) -> str:
     return ", ".join(sorted(found)) or "no leaves"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_cotangents(fired: _Fired, keep: int, x: Any) -> Any:
-    del fired, keep
-    return x
-
-
-def _forward(fired: _Fired, keep: int, x: Any) -> tuple[Any, None]:
-    del fired, keep
-    return x, None
-
-
-def _backward(fired: _Fired, keep: int, _: None, cotangent: Any) -> tuple[Any]:
+def _with_cotangents(fired: _Fired, keep: int, x: T) -> T:
     of = _Fired(f"cotangent of {fired.name}", fired.check, fired.action, fired.lines)
-    _look(cotangent, None, None, of, keep)
-    return (cotangent,)
 
+    def backward(_: None, cotangent: T) -> tuple[T]:
+        _look(cotangent, None, None, of, keep)
+        return (cotangent,)
 
-_with_cotangents.defvjp(_forward, _backward)
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), backward)
+    result: T = same(x)
+    return result
 
 
 # --- On the host ----------------------------------------------------------------------

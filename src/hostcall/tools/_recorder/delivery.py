@@ -7,8 +7,10 @@ along them. So the rows of an event lie together, the innermost vmap's index fas
 
 from __future__ import annotations
 
+import functools
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from hostcall._core.host_code import HostCode
 from hostcall.errors import HostcallError
 from hostcall.tools._recorder.fields import Field
 from hostcall.tools._recorder.inbox import Inbox
+from hostcall.tools._recorder.stream import About
 
 Columns = dict[str, np.ndarray]
 
@@ -52,16 +55,14 @@ class Place(HostCode):
         self._shapes = shapes
         self.fields = fields
         self.names = [field.name for field in fields]
-        self.has_arrays = any(field.kind == "array" for field in fields)
-        self.has_elements = any(field.kind == "elements" for field in fields)
-        self.has_columns = any(
-            field.kind != "array" and field.name != "step" for field in fields
-        )
+        kept = [n for n, name in enumerate(self.names) if name != "step"]
+        self.arrays = [n for n in kept if fields[n].is_array]
+        self.columns = [n for n in kept if not fields[n].is_array]
 
     def events(self, *values: np.ndarray) -> None:
         """Gets a batch of events, stacked."""
         delivery = Delivery(self, time.time(), values, hc.current())
-        if self.has_arrays or delivery.here.index is not None:
+        if self.arrays or delivery.here.index is not None:
             self._refuse(delivery)
         self._inbox.put(delivery, sum(value.nbytes for value in values))
 
@@ -86,18 +87,16 @@ class Place(HostCode):
                 " arrays in a call of their own, outside of the vmap",
                 code="hc-record",
             )
-        for number, field in enumerate(self.fields):
-            if field.kind == "array":
-                shape = delivery.block(number).whole
-                known = self._shapes.setdefault(field.name, shape)
-                if shape != known:
-                    raise HostcallError(
-                        f"hostcall: the array {field.name!r} is recorded with the shape"
-                        f" {shape}, and its earlier entries have the shape {known}: the"
-                        " size of a vmap or mesh has changed. Use another name or"
-                        " folder",
-                        code="hc-record",
-                    )
+        for number in self.arrays:
+            name, shape = self.names[number], delivery.block(number).whole
+            known = self._shapes.setdefault(name, shape)
+            if shape != known:
+                raise HostcallError(
+                    f"hostcall: the array {name!r} is recorded with the shape {shape},"
+                    f" and its earlier entries have the shape {known}: the size of a"
+                    " vmap or mesh has changed. Use another name or folder",
+                    code="hc-record",
+                )
 
 
 class Block(NamedTuple):
@@ -105,15 +104,13 @@ class Block(NamedTuple):
 
     Attributes:
         whole: the shape of the entry.
-        at: where the part lies.
+        corner: where the part begins.
         shape: the shape of the part.
-        names: the names of the entry's axes; None for the value's own.
     """
 
     whole: tuple[int, ...]
-    at: tuple[slice, ...]
+    corner: tuple[int, ...]
     shape: tuple[int, ...]
-    names: tuple[str | None, ...]
 
 
 @dataclass
@@ -143,35 +140,47 @@ class Delivery:
             for _, how in reversed(self.here.transforms)
         )
 
-    def block(self, number: int) -> Block:
-        """Where a value lies in an entry of its Zarr array."""
-        here, shape = self.here, self.place.fields[number].shape
-        own = self.values[number].shape[1:]
-        if here.index is not None:
-            return Block(shape, here.index[number], own, (None,) * len(shape))
-        flags = self.flags(number)
-        axes = zip(numbered("row", len(flags)), flags, strict=True)
-        whole = tuple(slice(0, size) for size in own)
-        at = tuple(slice(at, at + 1) for at in here.mesh_coords.values())
-        return Block(
-            (*here.mesh_shape.values(), *own),
-            (*at, *whole),
-            (*[1] * len(at), *own),
-            (
-                *map(str, here.mesh_shape),
-                *(name for name, flag in axes if flag),
-                *[None] * len(shape),
-            ),
-        )
-
-    def columns(self, steps: np.ndarray, process: int | None) -> Columns:
-        """The columns, each with one entry per row.
+    def tables(
+        self, steps: np.ndarray, process: int | None
+    ) -> Iterator[tuple[str, About, Columns]]:
+        """The rows that this adds to each array, and to the table, which has no name.
 
         Args:
             steps: the numbers of the events, or of each row if the program gives them.
             process: this process, if the job has several.
         """
-        grid, places = self._grid()
+        for number in self.place.arrays:
+            field, block = self.place.fields[number], self.block(number)
+            (text,) = field.types().values()
+            # In shard_map `where` may pick some shards: others may never come.
+            sparse = self.here.index is None
+            values = self.values[number].astype(field.dtype, copy=False)
+            columns = {
+                # Rows of an event have one step (`Place._refuse`).
+                "step": steps[:: len(steps) // self.events],
+                "time": np.full(self.events, self.time),
+                "at": np.tile(block.corner, (self.events, 1)),
+                "value": values.reshape(self.events, *block.shape),
+            }
+            yield field.name, About(process or 0, text, block.whole, sparse), columns
+        if self.place.columns:
+            yield "", About(process or 0), self._columns(steps, process)
+
+    def block(self, number: int) -> Block:
+        """Where a value lies in an entry of its array."""
+        here, own = self.here, self.values[number].shape[1:]
+        if here.index is not None:
+            corner = tuple(part.start for part in here.index[number])
+            return Block(self.place.fields[number].shape, corner, own)
+        at = tuple(here.mesh_coords.values())
+        return Block(
+            (*here.mesh_shape.values(), *own),
+            (*at, *[0] * len(own)),
+            (*[1] * len(at), *own),
+        )
+
+    def _columns(self, steps: np.ndarray, process: int | None) -> Columns:
+        grid, places = self._grid
         rows = self.events * math.prod(grid)
         out = {
             "step": steps if len(steps) == rows else np.repeat(steps, math.prod(grid)),
@@ -179,14 +188,12 @@ class Delivery:
         }
         if process is not None:
             out["process"] = np.full(rows, process, np.int32)
-        if self.here.mesh_coords or self.place.has_elements:
+        if self.here.mesh_coords:
             out["device"] = np.full(rows, self.here.device.id, np.int32)
         for name, index in places.items():
             out[name] = np.tile(index, self.events)
-        for number, field in enumerate(self.place.fields):
-            if field.kind == "array" or field.name == "step":
-                continue
-            value = self.rows_of(number, grid)
+        for number in self.place.columns:
+            field, value = self.place.fields[number], self.rows_of(number)
             if field.dtype.kind == "c":
                 out[f"{field.name}.real"] = value.real
                 out[f"{field.name}.imag"] = value.imag
@@ -194,56 +201,34 @@ class Delivery:
                 out[field.name] = value
         return out
 
-    def rows_of(self, number: int, grid: tuple[int, ...] | None = None) -> np.ndarray:
-        """The values of a field, one for each row."""
-        grid = self._grid()[0] if grid is None else grid
-        field, value = self.place.fields[number], self.values[number]
-        value = value.astype(field.dtype, copy=False)
-        shape = field.shape if field.kind == "column" else ()
+    def rows_of(self, number: int) -> np.ndarray:
+        """The values of a field in the table, one for each row."""
+        grid, _ = self._grid
+        field = self.place.fields[number]
+        value = self.values[number].astype(field.dtype, copy=False)
         if not grid:
             return value
-        if field.kind == "column":
-            flags = self.flags(number)
-            if self.place.has_elements:  # a step, beside a block
-                flags = (False,) * len(grid)
-            elif self.here.rows is not None:
-                flags = (any(flags),)
-            axes = tuple(slice(None) if flag else None for flag in flags)
-            value = value[(slice(None), *axes)]
-        whole = np.broadcast_to(value, (self.events, *grid, *shape))
-        return whole.reshape(self.events * math.prod(grid), *shape)
+        flags = self.flags(number)
+        if self.here.rows is not None:
+            flags = (any(flags),)
+        axes = (slice(None) if flag else None for flag in flags)
+        value = value[(slice(None), *axes)]
+        whole = np.broadcast_to(value, (self.events, *grid, *field.shape))
+        return whole.reshape(self.events * math.prod(grid), *field.shape)
 
+    @functools.cached_property
     def _grid(self) -> tuple[tuple[int, ...], Columns]:
-        """The axes between the events and a value's own: sizes, and each row's place.
-
-        They are the axes of vmaps, or those of a block whose elements are rows.
-        """
-        here, sizes = self.here, dict[int, int]()
-        if here.rows is not None:  # `where` left some rows, along one axis
-            names = numbered("row", len(here.rows))
-            places = [np.asarray(index, np.int64) for index in here.rows]
-            count = len(places[0]) if places else 1
-            return (count,), dict(zip(names, places, strict=True))
-        if self.place.has_elements:
-            kinds = [field.kind for field in self.place.fields]
-            block = here.index[kinds.index("elements")]
-            grid, name = tuple(part.stop - part.start for part in block), "index"
-            begin = [part.start for part in block]
+        """The sizes of the axes of vmaps, and the place of each row of an event."""
+        grid: tuple[int, ...]
+        if self.here.rows is not None:  # `where` left some rows, along one axis
+            places = [np.asarray(index, np.int64) for index in self.here.rows]
+            grid = (len(places[0]) if places else 1,)
         else:
+            sizes = dict[int, int]()
             for number, value in enumerate(self.values):
-                has = [axis for axis, flag in enumerate(self.flags(number)) if flag]
-                sizes.update(zip(has, value.shape[1:], strict=False))
-            grid, name = tuple(size for _, size in sorted(sizes.items())), "row"
-            begin = [0] * len(grid)
-        index = np.indices(grid) if grid else ()
-        return grid, {
-            axis: at.ravel() + first
-            for axis, at, first in zip(
-                numbered(name, len(grid)), index, begin, strict=True
-            )
-        }
-
-
-def numbered(name: str, count: int) -> list[str]:
-    """The names of nested axes, the outermost first: "row", or "row0" and "row1"."""
-    return [name] if count == 1 else [f"{name}{axis}" for axis in range(count)]
+                axes = [axis for axis, flag in enumerate(self.flags(number)) if flag]
+                sizes.update(zip(axes, value.shape[1:], strict=False))
+            grid = tuple(size for _, size in sorted(sizes.items()))
+            places = [index.ravel() for index in np.indices(grid)]
+        several = len(places) > 1  # the outermost vmap is "row0"
+        return grid, {f"row{n if several else ''}": at for n, at in enumerate(places)}

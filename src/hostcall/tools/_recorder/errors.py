@@ -1,4 +1,4 @@
-"""Errors of a recorder's threads, each logged at once and raised once.
+"""A recorder's threads, and their errors: each logged at once and raised once.
 
 The next barrier raises an error, or `close` if the recorder's last barrier is over.
 """
@@ -6,9 +6,10 @@ The next barrier raises an error, or `close` if the recorder's last barrier is o
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hostcall as hc
@@ -20,12 +21,43 @@ _lock = threading.Lock()
 _untold: list[tuple[object, BaseException]] = []
 
 
-def tell(owner: object, who: str, error: BaseException) -> None:
-    """Called by a thread that ends with an error."""
-    with _lock:
-        _untold.append((owner, error))
-    # Last: who reads this expects the next barrier to raise.
-    _logger.error("hostcall: %s failed: %s: %s", who, type(error).__name__, error)
+class Thread:
+    """A thread that works for a recorder, from now on.
+
+    Args:
+        owner: the recorder that raises its error.
+        name: what threads of this kind are called.
+        who: what it is in the log.
+        work: what it does.
+    """
+
+    def __init__(
+        self, owner: object, name: str, who: str, work: Callable[[], None]
+    ) -> None:
+        self._owner, self._who, self._work = owner, who, work
+        # An event, not Thread.join: after Ctrl-C in a join, Python before 3.13 believes
+        # that the thread has ended.
+        self._ended = threading.Event()
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # It may inherit context variables, but not from whoever made the recorder.
+        contextvars.Context().run(thread.start)
+
+    def join(self) -> None:
+        """Waits in slices: Python misses a Ctrl-C that comes just before a wait."""
+        while not self._ended.wait(0.1):
+            pass
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            with _lock:
+                _untold.append((self._owner, error))
+            # Last: who reads this expects the next barrier to raise.
+            kind = type(error).__name__
+            _logger.error("hostcall: %s failed: %s: %s", self._who, kind, error)
+        finally:
+            self._ended.set()
 
 
 def take(owner: object | None = None) -> list[BaseException]:
@@ -38,7 +70,7 @@ def take(owner: object | None = None) -> list[BaseException]:
 
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Says which run it was if its files can't be read. Arrow, Zarr and JSON raise
+    """Says which run it was if its files can't be read. Arrow, NumPy and JSON raise
     many kinds of exceptions for damaged files.
     """
     try:

@@ -7,40 +7,25 @@ queue. Batches are never changed once they are written.
 
 from __future__ import annotations
 
-import contextvars
 import queue
-import threading
 from collections.abc import Callable
 
 import numpy as np
 
-from hostcall.tools._recorder import errors
+from hostcall.tools._recorder.errors import Thread
 from hostcall.tools._recorder.stream import Stream
 
 Sink = Callable[[dict[str, np.ndarray]], object]
 
 
-def wait_for(event: threading.Event) -> None:
-    """Waits in slices: Python misses a Ctrl-C that comes just before a wait begins."""
-    while not event.wait(0.1):
-        pass
-
-
 class Feed:
     def __init__(self, sink: Sink, owner: object) -> None:
         """`owner` is the recorder that raises the sink's error."""
-        self._name = getattr(sink, "__name__", type(sink).__name__)
-        self._sink = sink
-        self._owner = owner
+        name = getattr(sink, "__name__", type(sink).__name__)
+        self._sink, self._who = sink, f"the sink {name}"
         self._batches: queue.SimpleQueue[tuple[Stream, int] | None]
         self._batches = queue.SimpleQueue()
-        # An event, not Thread.join: after Ctrl-C in a join, Python before 3.13 believes
-        # that the thread has ended.
-        self._ended = threading.Event()
-        name = f"hostcall-sink-{self._name}"
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # It may inherit context variables, but not from whoever made the recorder.
-        contextvars.Context().run(thread.start)
+        self._thread = Thread(owner, f"hostcall-sink-{name}", self._who, self._run)
 
     def put(self, stream: Stream, begin: int) -> None:
         self._batches.put((stream, begin))
@@ -48,7 +33,7 @@ class Feed:
     def close(self) -> None:
         """Waits until the sink has everything, or has failed."""
         self._batches.put(None)
-        wait_for(self._ended)
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -61,9 +46,7 @@ class Feed:
                     close()  # on the thread that called the sink, as SQLite demands
         except BaseException as error:
             error.add_note(
-                f"hostcall: the sink {self._name} raised this, and got nothing more."
+                f"hostcall: {self._who} raised this, and got nothing more."
                 " The run's folder has all rows"
             )
-            errors.tell(self._owner, f"the sink {self._name}", error)
-        finally:
-            self._ended.set()
+            raise

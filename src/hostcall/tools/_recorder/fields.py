@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hostcall.errors import SpecError
+from hostcall.tools._values import need
 
-# Values with more elements become Zarr arrays.
+# Values with more elements become arrays.
 MOST_IN_A_COLUMN = 16
 # Columns that the recorder adds.
-ADDED = re.compile(r"time|process|device|(row|index)\d*")
+ADDED = re.compile(r"time|process|device|row\d*")
 
 
 @dataclass(frozen=True)
@@ -27,24 +28,22 @@ class Field:
         name: the keyword; for a leaf of a pytree, with its path behind a dot.
         shape: the shape of one event, without the axes of a vmap.
         dtype: the dtype that is stored.
-        kind: where it is stored: in a "column"; as a row for each of its "elements",
-            for a small value of which each device or process taps its own part; or in
-            a Zarr "array".
+        is_array: whether it is stored as an array (arrays.py), and not in a column.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    kind: Literal["column", "elements", "array"]
+    is_array: bool
 
     def types(self) -> dict[str, str]:
         """The type of each column or array as text, such as "float32[3]"."""
-        if self.kind == "array":
-            return {self.name: f"an array of {text_of(self.dtype, self.shape)}"}
-        shape = self.shape if self.kind == "column" else ()
+        whole = text_of(self.dtype, self.shape)
+        if self.is_array:
+            return {self.name: f"an array of {whole}"}
         if self.dtype.kind != "c":
-            return {self.name: text_of(self.dtype, shape)}
-        part = text_of(np.empty(0, self.dtype).real.dtype, shape)
+            return {self.name: whole}
+        part = text_of(np.empty(0, self.dtype).real.dtype, self.shape)
         return {f"{self.name}.real": part, f"{self.name}.imag": part}
 
 
@@ -52,33 +51,23 @@ def text_of(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
     return f"{dtype.name}[{','.join(map(str, shape))}]" if shape else dtype.name
 
 
-def fields_of(arrays: dict[str, Any], in_parts: bool) -> tuple[Field, ...]:
-    """The fields of a call.
+def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, Any]:
+    """The fields of a call with their arrays. Pytrees are flattened: `{"w": x}` to
+    "grads.w".
 
     Args:
-        arrays: the values.
+        values: the keywords.
         in_parts: whether devices or processes tap parts of them.
     """
-    found = []
-    for name, array in arrays.items():
-        kind: Literal["column", "elements", "array"] = "column"
-        if array.size > MOST_IN_A_COLUMN:
-            kind = "array"
-        elif in_parts and array.ndim:
-            kind = "elements"
-        dtype = np.dtype(np.int64) if name == "step" else _stored(array.dtype)
-        found.append(Field(name, array.shape, dtype, kind))
-    return tuple(found)
-
-
-def arrays_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a call by name. Pytrees are flattened: `{"w": x}` to "grads.w"."""
-    found: dict[str, Any] = {}
+    found = {}
     for keyword, tree in values.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             tail = jax.tree_util.keystr(path, simple=True, separator=".")
             name = f"{keyword}.{tail}" if tail else keyword
-            found[name] = _array(name, leaf)
+            array = _array(name, leaf)
+            is_array = array.size > MOST_IN_A_COLUMN or (in_parts and array.ndim > 0)
+            dtype = np.dtype(np.int64) if name == "step" else _stored(array.dtype)
+            found[Field(name, array.shape, dtype, is_array)] = array
     return found
 
 
@@ -86,8 +75,8 @@ def _array(name: str, leaf: Any) -> Any:
     if ADDED.fullmatch(name) or "/" in name or name.startswith("."):
         raise SpecError(
             f"hostcall: a recorder can't store a value under the name {name!r}. It adds"
-            " the columns time, process, device, row and index itself, and names of"
-            " arrays are names of folders",
+            " the columns time, process, device and row itself, and names of arrays are"
+            " names of folders",
             code="hc-record",
         )
     try:
@@ -109,12 +98,9 @@ def _array(name: str, leaf: Any) -> Any:
             " record",
             code="hc-record",
         )
-    if name == "step" and (array.ndim or not jnp.issubdtype(array.dtype, jnp.integer)):
-        raise SpecError(
-            "hostcall: step= of a recorder should be an integer scalar, got"
-            f" {array.dtype}{list(array.shape)}",
-            code="hc-record",
-        )
+    is_step = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
+    wanted = "step= of a recorder should be an integer scalar"
+    need(name != "step" or is_step, wanted, array, "hc-record")
     return array
 
 

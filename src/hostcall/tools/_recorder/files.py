@@ -2,39 +2,29 @@
 
 A link in it could lead a recorder, or a reader, to any file of the user's, and a named
 pipe would never end. A recorder makes neither, so neither is opened: a folder is looked
-through before its files are read or continued, and no file is opened for writing
-through a link.
+through before its files are read, and a recorder writes only to files that it has made.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
-
-import numpy as np
 
 from hostcall.errors import HostcallError
 
 
-def only_files(run: Path, *below: str) -> None:
-    """Refuses a folder of a run if it, or what is in it, is a link, pipe or device.
-
-    The run's own folder may be a link: the user has named it.
-    """
-    folder = run
-    for name in below:
-        folder = folder / name
-        if folder.is_symlink():
-            raise _foreign(folder)
+def only_files(folder: Path) -> None:
+    """Refuses a folder of a run if it, or what is in it, is a link, pipe or device."""
+    if folder.is_symlink():
+        raise _foreign(folder)
     if not folder.exists():
         return
     with os.scandir(folder) as found:
         for entry in found:
             if entry.is_dir(follow_symlinks=False):
-                only_files(folder, entry.name)
+                only_files(Path(entry.path))
             # A file of that name may have been replaced meanwhile, and be gone.
             elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry):
                 raise _foreign(Path(entry.path))
@@ -42,16 +32,10 @@ def only_files(run: Path, *below: str) -> None:
 
 def lock(path: Path) -> BinaryIO:
     """Opens the file and locks it, or raises BlockingIOError. It is never written."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise _foreign(path)
+    file = open(path, "ab")  # noqa: SIM115 (kept open)
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = open(os.open(path, flags, 0o666), "rb")  # noqa: SIM115 (kept open)
-    except OSError as error:
-        if path.is_symlink():
-            raise _foreign(path) from error
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _foreign(path)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         file.close()
@@ -59,21 +43,13 @@ def lock(path: Path) -> BinaryIO:
     return file
 
 
-def replace_file(path: Path, data: bytes | np.ndarray) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Writes a file that is never seen in part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)  # a process that was killed may have left it
     with open(new, "xb") as file:  # "x" follows no link
         file.write(data)
     os.replace(new, path)
-
-
-def write_into(path: Path, begin: int, data: bytes | np.ndarray) -> None:
-    """Replaces a part of a file."""
-    with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "wb") as file:
-        file.seek(begin)
-        file.write(data)
 
 
 def _foreign(path: Path) -> HostcallError:

@@ -9,7 +9,7 @@ Guarantees:
   Then the queue of taps fills, and the device waits, as `when_full="block"` says.
 
 One lock protects everything here. Its parties are the worker of taps (`put`), the
-writer (`take`, `done`), and threads that flush or close. It is held for some appends
+writer (`batches`), and threads that flush or close. It is held for some appends
 only. The writer works outside of it, so a slow disk does not delay a delivery.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from hostcall.errors import HostcallError
@@ -36,7 +37,7 @@ class Inbox:
         self._items: list[Any] = []
         self._bytes = 0
         self._first = 0.0  # when the oldest item was put
-        self._put = self._done = 0  # items so far; `_done` are on disk
+        self._put = self._taken = self._done = 0  # items so far; `_done` are on disk
         self._wanted = 0  # a flush waits until `_done` reaches this
         self._closing = False
         self._error: BaseException | None = None
@@ -62,9 +63,19 @@ class Inbox:
             if len(self._items) == 1 or self._bytes > ENOUGH:
                 self._changed.notify_all()
 
-    def take(self) -> tuple[list[Any], bool]:
-        """Called by the writer. Returns what came, and whether it is the last."""
+    def batches(self) -> Iterator[list[Any]]:
+        """For the writer: all that came, until the end.
+
+        What it has taken is on disk when it asks for more. If it ends with an error,
+        it calls `fail`.
+        """
+        while items := self._take():
+            yield items
+
+    def _take(self) -> list[Any]:
         with self._changed:
+            self._done = self._taken
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._items or self._closing)
             left = self._first + self._patience - time.monotonic()
             self._changed.wait_for(
@@ -74,21 +85,14 @@ class Inbox:
                 min(max(left, 0.0), threading.TIMEOUT_MAX),
             )
             items, self._items, self._bytes = self._items, [], 0
+            self._taken += len(items)
             self._changed.notify_all()  # `put` may go on
-            return items, self._closing
-
-    def done(self, count: int) -> None:
-        """Called by the writer when so many more items are on disk."""
-        with self._changed:
-            self._done += count
-            self._changed.notify_all()
+            return items
 
     def fail(self, error: BaseException) -> None:
-        """Called by the writer when it ends with an error."""
         with self._changed:
             self._error = error
             self._items.clear()
-            self._bytes = 0
             self._changed.notify_all()
 
     def flush(self) -> None:

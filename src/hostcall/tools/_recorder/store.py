@@ -2,16 +2,17 @@
 
     run/.lock            locked while a recorder is open, also against other processes
     run/columns/0.arrows Arrow IPC streams (stream.py)
-    run/arrays/loss/     Zarr arrays, one group a name (arrays.py)
+    run/arrays/loss/     arrays, a folder for each name (arrays.py)
 
-The processes of one job share the folder: process 1 has `.lock.1` and `arrays.1`.
+The processes of one job share the folder; process 1 locks `.lock.1`.
 
-A name has one type in all streams, so that they can be read as one table. Types are
+A name has one type in all files, so that they can be read as one table. Types are
 checked where a program is traced (`check`), and the writer's thread does the rest.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ import numpy as np
 from hostcall.errors import HostcallError, SpecError
 from hostcall.tools._recorder import errors
 from hostcall.tools._recorder import stream as streams
-from hostcall.tools._recorder.arrays import ArrayFile, Recorded
+from hostcall.tools._recorder.arrays import Pair
 from hostcall.tools._recorder.delivery import Columns, Delivery
 from hostcall.tools._recorder.fields import Field, text_of
 from hostcall.tools._recorder.files import lock, only_files
 
-_Key = tuple[tuple[str, str], ...]  # columns with their types
+# The name of an array, or none for the table; and the columns with their types.
+_Key = tuple[str, streams.About, tuple[tuple[str, str], ...]]
 
 
 class Store:
@@ -37,7 +39,6 @@ class Store:
         job = jax.distributed.is_initialized() and jax.process_count() > 1
         self._process = jax.process_index() if job else None
         tail = f".{self._process}" if self._process else ""
-        self._arrays_folder = folder / f"arrays{tail}"
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = lock(folder / f".lock{tail}")
@@ -53,7 +54,6 @@ class Store:
         # The shape of an entry of each array, for the worker of taps (delivery.py).
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._streams: dict[_Key, streams.Stream] = {}
-        self._arrays: dict[str, Recorded] = {}
         self._next_step: dict[Any, int] = {}
         self._first_step = 0
         try:
@@ -64,24 +64,24 @@ class Store:
             raise
 
     def _resume(self) -> None:
-        only_files(self.folder, "columns")
-        only_files(self.folder, self._arrays_folder.name)
-        for path in streams.paths(self.folder):
+        only_files(self.folder / "columns")
+        only_files(self.folder / "arrays")
+        folders = [self.folder / "columns", *self.folder.glob("arrays/*")]
+        for path in itertools.chain(*map(streams.paths, folders)):
             schema, batches = streams.read(path)
-            for batch in batches:
-                if batch.num_rows:
-                    top = streams.column(batch, "step").max()
-                    self._first_step = max(self._first_step, int(top) + 1)
-            for column in schema or ():
-                self._known[column.name] = text_of(*streams.type_of(column.type))
-        for path in self._arrays_folder.glob("*/have/zarr.json"):
-            group = path.parent.parent
-            value = ArrayFile.open(group / "value")
-            own = zip(value.shape, value.names[1:], strict=True)
-            shape = [size for size, axis in own if axis is None]
-            self._known[group.name] = f"an array of {text_of(value.dtype, shape)}"
-            self.shapes[group.name] = value.shape
-            self._first_step = max(self._first_step, value.length)
+            if schema is None:
+                continue
+            about = streams.about(schema)
+            if about.type:
+                self._known[path.parent.name] = about.type
+                self.shapes[path.parent.name] = about.whole
+            else:
+                for column in schema:
+                    self._known[column.name] = text_of(*streams.type_of(column.type))
+            # Others of a job may record already. Each goes on behind its own steps.
+            for batch in batches if about.process == (self._process or 0) else ():
+                top = streams.column(batch, "step").max(initial=-1)
+                self._first_step = max(self._first_step, int(top) + 1)
 
     def check(self, fields: Iterable[Field]) -> None:
         """Refuses a field whose type differs from what the run has under its name."""
@@ -98,30 +98,29 @@ class Store:
         self._known.update(new)
 
     def write(self, deliveries: list[Delivery]) -> list[tuple[streams.Stream, int]]:
-        """Writes what came. Returns each new batch: its stream, and where it begins."""
+        """Writes what came. Returns each new batch of the table: its stream, and where
+        it begins.
+        """
         parts: dict[_Key, list[Columns]] = {}
         for delivery in deliveries:
             steps = self._steps(delivery)
-            if delivery.place.has_arrays:
-                self._write_arrays(delivery, steps)
-            if delivery.place.has_columns:
-                columns = delivery.columns(steps, self._process)
-                key = tuple((n, f"{c.dtype}{c.shape[1:]}") for n, c in columns.items())
-                parts.setdefault(key, []).append(columns)
-        for array in self._arrays.values():
-            array.flush()
+            for name, about, columns in delivery.tables(steps, self._process):
+                types = [(n, f"{c.dtype}{c.shape[1:]}") for n, c in columns.items()]
+                parts.setdefault((name, about, tuple(types)), []).append(columns)
         written = []
         for key, batches in parts.items():
-            whole = {n: np.concatenate([b[n] for b in batches]) for n, _ in key}
+            name, about, _ = key
+            whole = {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
             if key not in self._streams:
-                self._streams[key] = streams.Stream(self.folder)
-            stream = self._streams[key]
-            written.append((stream, stream.append(whole)))
+                made = Pair if name else streams.Stream
+                below = f"arrays/{name}" if name else "columns"
+                self._streams[key] = made(self.folder / below, about)
+            begin = self._streams[key].append(whole)
+            if not name:
+                written.append((self._streams[key], begin))
         return written
 
     def close(self) -> None:
-        for stream in self._streams.values():
-            stream.close()
         self._lock.close()
 
     def _steps(self, delivery: Delivery) -> np.ndarray:
@@ -136,21 +135,3 @@ class Store:
         begin = self._next_step.get(key, self._first_step)
         self._next_step[key] = begin + delivery.events
         return np.arange(begin, begin + delivery.events)
-
-    def _write_arrays(self, delivery: Delivery, steps: np.ndarray) -> None:
-        steps = steps[:: len(steps) // delivery.events]  # rows of an event have one
-        for number, field in enumerate(delivery.place.fields):
-            if field.kind != "array":
-                continue
-            if field.name not in self._arrays:
-                folder = self._arrays_folder / field.name
-                self._arrays[field.name] = Recorded(folder)
-            block = delivery.block(number)
-            values = delivery.values[number].astype(field.dtype, copy=False)
-            self._arrays[field.name].write(
-                steps,
-                values.reshape(len(values), *block.shape),
-                block,
-                # In shard_map `where` may pick some shards, so others may never come.
-                at_once=delivery.here.index is None,
-            )

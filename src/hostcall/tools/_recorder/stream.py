@@ -9,11 +9,13 @@ out. The columns of a batch are arrays of shape (rows, *shape) here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +24,36 @@ from hostcall.errors import PackageError
 _BEGIN = b"\xff" * 4  # of each message
 
 
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What the schema of a stream says beside the columns.
+
+    Attributes:
+        process: which one of a job wrote it.
+        type: of an array whose blocks it tells of (arrays.py), as in `Field.types`.
+        whole: the shape of an entry of that array.
+        sparse: whether blocks of an entry may never come.
+    """
+
+    process: int
+    type: str = ""
+    whole: tuple[int, ...] = ()
+    sparse: bool = False
+
+
+def about(schema: Any) -> About:
+    """Raises an error of some kind if no recorder wrote the schema."""
+    told = json.loads(schema.metadata[b"hostcall"])
+    found = About(**{**told, "whole": tuple(told["whole"])})
+    numbers = (found.process, *found.whole)
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"no recorder wrote {told}")
+    return found
+
+
 def paths(folder: Path) -> list[Path]:
-    """The streams of a run in the order in which they were begun."""
-    return sorted((folder / "columns").glob("*.arrows"), key=lambda p: int(p.stem))
+    """The streams in a folder, in the order in which they were begun."""
+    return sorted(folder.glob("*.arrows"), key=lambda p: int(p.stem))
 
 
 def read(path: Path) -> tuple[Any, Iterator[Any]]:
@@ -65,48 +94,51 @@ def read(path: Path) -> tuple[Any, Iterator[Any]]:
 
 
 class Stream:
-    """A new stream, which its one writer writes."""
+    """A new stream, which its one writer writes.
 
-    def __init__(self, folder: Path) -> None:
-        self._path, self._file = _new(folder / "columns")
+    Its file is opened for each batch: a run with many names would need too many.
+    """
+
+    def __init__(self, folder: Path, about: About) -> None:
+        self.path = _new(folder)
+        self._about = about
         self._schema: Any = None
 
     def append(self, columns: dict[str, np.ndarray]) -> int:
         """Writes a batch. Returns where it begins in the file."""
         pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
         batch = pa.record_batch([_arrow(c) for c in columns.values()], list(columns))
-        if self._schema is None:
-            self._schema = batch.schema
-            self._file.write(batch.schema.serialize())
-        begin: int = self._file.tell()
-        self._file.write(batch.serialize())
-        self._file.flush()  # readers, and `columns_at`, look at the file
+        with open(self.path, "ab") as file:
+            if self._schema is None:
+                self._schema = batch.schema
+                told = {"hostcall": json.dumps(dataclasses.asdict(self._about))}
+                file.write(batch.schema.with_metadata(told).serialize())
+            begin: int = file.tell()
+            file.write(batch.serialize())
         return begin
 
     def columns_at(self, begin: int) -> dict[str, np.ndarray]:
         """The columns of the batch that begins there, for any thread."""
         pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
-        with pa.OSFile(str(self._path)) as file:
+        with pa.OSFile(str(self.path)) as file:
             file.seek(begin)
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), self._schema)
         return {name: column(batch, name) for name in self._schema.names}
 
-    def close(self) -> None:
-        self._file.close()
 
-
-def _new(folder: Path) -> tuple[Path, BinaryIO]:
+def _new(folder: Path) -> Path:
     """Makes a file with the next number. Another process may take a number first."""
-    folder.mkdir(exist_ok=True)
-    for number in itertools.count(len(paths(folder.parent))):
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(len(paths(folder))):
         path = folder / f"{number}.arrows"
         with contextlib.suppress(FileExistsError):
-            return path, open(path, "xb")
+            open(path, "xb").close()
+            return path
     raise AssertionError("a number is free")
 
 
-# Arrays are made from their memory: pyarrow.array imports pandas, which takes a second
-# and fails when the interpreter ends.
+# Arrays are made from their memory, and read from it: pyarrow.array and to_numpy import
+# pandas, which takes a second and fails when the interpreter ends.
 
 
 def _arrow(values: np.ndarray) -> Any:
@@ -127,10 +159,10 @@ def type_of(arrow: Any) -> tuple[np.dtype[Any], list[int]]:
     while pa.types.is_fixed_size_list(arrow):
         shape.append(arrow.list_size)
         arrow = arrow.value_type
-    kinds = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
-    if not any(is_kind(arrow) for is_kind in kinds):
+    dtype = np.dtype(arrow.to_pandas_dtype())
+    if dtype.kind not in "biuf":
         raise ValueError(f"a recorder writes no column of the type {arrow}")
-    return np.dtype(arrow.to_pandas_dtype()), shape
+    return dtype, shape
 
 
 def column(batch: Any, name: str) -> np.ndarray:
