@@ -263,8 +263,8 @@ def rewritten(change):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda h, p: ([], p), "header of the exported program lacks a field"),
-        (lambda h, p: ({}, p), "header of the exported program lacks a field"),
+        (lambda h, p: ([], p), "header of the exported program can't be read"),
+        (lambda h, p: ({}, p), "can't be read: it lacks 'format'"),
         (lambda h, p: (h, b""), "jax.export can't read the program in the file"),
         (lambda h, p: (h, b"\xff" * 64), "jax.export can't read the program"),
     ],

@@ -16,7 +16,12 @@ from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
-from hostcall._core.portable import Malformed, NotPortable, read_plain, tell_plain
+from hostcall._core.portable import (
+    Malformed,
+    NotPortable,
+    read_record,
+    tell_record,
+)
 from hostcall._core.spec import Static
 from hostcall._engine.params.tap import On, Rows, WhenFull
 from hostcall._engine.portable import add_kind
@@ -170,39 +175,31 @@ def _tell(printer: Printer, _: bool) -> Any:
         )
     if fault := plain_format.fault(printer.fmt):
         raise NotPortable(f"its format {fault}")
-    told = {"fmt": printer.fmt, "flush": printer.flush, "end": printer.end}
-    told["numbers"] = list(printer.numbers)
-    return {**told, "options": tell_plain(printer.options, "a NumPy print option")}
+    return tell_record(printer, _TEXT)
+
+
+_TEXT = {
+    "fmt": str,
+    "flush": bool,
+    "end": str,
+    "numbers": tuple[int, ...],
+    "options": tuple[tuple[str, Any], ...],
+}
 
 
 def _read(told: Any) -> tuple[Printer, dict[str, Any]]:
-    printer = Printer(
-        fmt=told["fmt"],
-        file=None,
-        flush=bool(told["flush"]),
-        end=told["end"],
-        options=read_plain(told["options"]),
-        numbers=tuple(told.get("numbers", ())),  # none in older files
-        loaded=True,
-    )
-    return printer, {}
-
-
-def _check(told: Any) -> None:
-    for key in ("fmt", "end"):
-        if not isinstance(told[key], str):
-            raise Malformed(f"{key}={told[key]!r} of a print")
-    if fault := plain_format.fault(told["fmt"]):
-        raise Malformed(f"the format {told['fmt']!r}, which {fault}")
-    for name, value in told["options"]:
+    found = read_record(told, _TEXT)
+    if fault := plain_format.fault(found["fmt"]):
+        raise Malformed(f"the format {found['fmt']!r}, which {fault}")
+    for name, value in found["options"]:
         if name not in _OPTIONS or not _OPTIONS[name][1](value):
             raise Malformed(f"the print option {name}={value!r}")
-    for number in told.get("numbers", ()):
-        if type(number) is not int or number < 0:
-            raise Malformed(f"the number {number!r} of an argument of a print")
+    if min(found["numbers"], default=0) < 0:
+        raise Malformed(f"the numbers {found['numbers']} of arguments of a print")
+    return Printer(file=None, loaded=True, **found), {}
 
 
-add_kind("print", _tell, _read, _check)
+add_kind("print", _tell, _read)
 
 
 def _of_python(array: np.ndarray) -> Any:

@@ -18,6 +18,7 @@ from hostcall._core.host_code import own, why_here
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.source import Place
 from hostcall._core.spec import Static
+from hostcall._engine import checked
 from hostcall._engine.checked import EQUATIONS, options_of
 from hostcall._engine.params.equation import Callback
 from hostcall._engine.params.tap import TapParams
@@ -28,13 +29,12 @@ class Kind(NamedTuple):
 
     Attributes:
         tell: (callable, whether the program is exported) -> JSON; raises NotPortable.
-        read: JSON -> (the callable, fields of its `Callback` that don't travel).
-        check: refuses JSON that `read` could not use, and makes nothing.
+        read: JSON -> (the callable, fields of its `Callback` that don't travel). It
+            also checks the JSON, which may say anything.
     """
 
     tell: Callable[[Any, bool], Any]
     read: Callable[[Any], tuple[Any, dict[str, Any]]]
-    check: Callable[[Any], Any]
 
 
 # hostcall's own callables say their kind in `travels_as`. The module that knows how
@@ -48,9 +48,9 @@ _HOMES = {
 _kinds: dict[str, Kind] = {}
 
 
-def add_kind(kind: str, tell: Any, read: Any, check: Any) -> None:
+def add_kind(kind: str, tell: Any, read: Any) -> None:
     """Called by the module of a kind, when it is imported."""
-    _kinds[kind] = Kind(tell, read, check)
+    _kinds[kind] = Kind(tell, read)
 
 
 def _kind(name: Any) -> Kind:
@@ -87,36 +87,28 @@ def tell(params: Any, operands: Sequence[Any], *, exported: bool) -> dict[str, A
         )
     if params.devices:
         raise NotPortable("it is a feed with sharding=, which names devices")
-    told: dict[str, Any] = {
+    traced = None if callback.traced is None else _jax.tell_traced(callback.traced)
+    if callback.traced is not None and traced is None:
+        raise NotPortable(
+            "it was traced under a setting of JAX that has no text, of"
+            f" {', '.join(name for name, _ in callback.traced.values)}. Set it for"
+            " the whole process (jax.config.update) where the program is loaded"
+        )
+    place = callback.place
+    return {
         "equation": name,
         "function": _tell_function(callback, exported),
-        "operands": portable.tell_avals(operands),
-        "template": portable.tell_template(callback.template),
-        "results": portable.tell_results(callback.results),
-        "fills": [portable.tell_bytes(fill) for fill in callback.fills],
-        "avals": portable.tell_avals(params.avals),
+        "operands": [*map(portable.tell_aval, operands)],
+        "avals": [*map(portable.tell_aval, params.avals)],
+        **portable.tell_record(callback, ("template", "results", "fills")),
+        "params": portable.tell_record(params, options_of(EQUATIONS[name])),
+        "callback": portable.tell_record(callback, options_of(Callback)),
         "parallel": params.vmap_method == "parallel",
-        "params": {
-            option: portable.tell_plain(getattr(params, option), f"{option}=")
-            for option in options_of(EQUATIONS[name])
-        },
-        "callback": {
-            option: portable.tell_plain(getattr(callback, option), f"{option}=")
-            for option in options_of(Callback)
-        },
+        "traced": traced,
+        "place": [os.path.basename(place.file), place.line, place.function]
+        if exported
+        else None,
     }
-    if callback.traced is not None:
-        told["traced"] = _jax.tell_traced(callback.traced)
-        if told["traced"] is None:
-            raise NotPortable(
-                "it was traced under a setting of JAX that has no text, of"
-                f" {', '.join(name for name, _ in callback.traced.values)}. Set it for"
-                " the whole process (jax.config.update) where the program is loaded"
-            )
-    if exported:
-        place = callback.place
-        told["place"] = [os.path.basename(place.file), place.line, place.function]
-    return told
 
 
 def _tell_function(callback: Callback, exported: bool) -> Any:
@@ -159,47 +151,37 @@ def names_in(told: Any) -> list[registry.Name]:
 # --- Reading ------------------------------------------------------------------------
 
 
-def check(told: Any) -> None:
-    """Raises RegistryError or Malformed if the function of an equation is not here."""
-    for name in names_in(told):
-        registry.find(*name)
-    kind, more = told["function"]
-    if kind != "registered":
-        _kind(kind).check(more)
+def read(told: Any) -> tuple[Any, dict[str, Any]]:
+    """(the parameters of an equation without symbolic sizes, what else its text says).
 
-
-def read(told: Any) -> Any:
-    """The parameters of an equation without symbolic sizes.
-
-    Raises RegistryError if its function is not registered here.
+    Raises RegistryError if its function is not registered here, or lacks what is called
+    of it; what `checked.read` raises; LoadError.
     """
-    check(told)
-    kind, more = told["function"]
+    found = checked.read(told)
+    kind, more = found["function"]
     extra: dict[str, Any] = {}
     if kind == "registered":
         function = registry.held_of(registry.find(*more))
     else:
         function, extra = _kind(kind).read(more)
     traced = None
-    if told.get("traced") is not None:
-        traced = _jax.read_traced(told["traced"])
+    if found["traced"] is not None:
+        traced = _jax.read_traced(found["traced"])
         if traced is None:
-            raise Malformed(f"the settings of JAX {told['traced']!r}")
-    file, line, where = told.get("place", ["a loaded program", 0, "?"])
+            raise Malformed(f"the settings of JAX {found['traced']!r}")
     callback = Callback(
         fn=Static(function),
-        template=portable.read_template(told["template"]),
-        results=portable.read_results(told["results"]),
-        fills=tuple(map(portable.read_bytes, told["fills"])),
-        place=Place(file, line, where),
+        **{part: found[part] for part in ("template", "results", "fills")},
+        place=Place(*(found["place"] or ("a loaded program", 0, "?"))),
         traced=traced,
-        **{key: portable.read_plain(value) for key, value in told["callback"].items()},
+        **found["callback"],
         **extra,
     )
-    cls = EQUATIONS[told["equation"]]
-    plain = {key: portable.read_plain(value) for key, value in told["params"].items()}
+    cls, plain = EQUATIONS[found["equation"]], found["params"]
     if cls is not TapParams:
-        plain["avals"] = portable.read_avals(told["avals"])
-        plain["sharding"] = None
-        plain["vmap_method"] = "parallel" if told["parallel"] else "sequential"
-    return cls(callback=callback, **plain)
+        plain |= {
+            "avals": found["avals"],
+            "sharding": None,
+            "vmap_method": "parallel" if found["parallel"] else "sequential",
+        }
+    return cls(callback=callback, **plain), found

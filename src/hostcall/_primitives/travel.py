@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,8 +36,8 @@ from hostcall import _jax, _native
 from hostcall._core import portable
 from hostcall._core.errors import HostcallError, LoadError
 from hostcall._core.portable import Malformed, NotPortable
-from hostcall._engine import checked, targets
 from hostcall._engine import portable as equations
+from hostcall._engine import targets
 from hostcall._engine.info import CallInfo, TapInfo
 from hostcall._engine.plans import Entrance, Team
 from hostcall._primitives import planning
@@ -65,7 +67,6 @@ def tell(
         raise NotPortable("its program runs over several processes")
     if program.automatic:
         raise NotPortable("it is in a shard_map that is manual over some axes only")
-    told["hostcall"] = FORMAT
     if program.is_exported and team is not None:
         # The program may run on other devices than those that it was exported on.
         if info.params.sharding is not None:
@@ -74,27 +75,24 @@ def tell(
                 " devices. Leave out on=: the first device that comes then calls"
             )
         team = team._replace(leader=None)
-    told["team"] = None if team is None else list(team)
-    told["only"] = list(only)
     outs = info.params.out_avals
-    told["linked"] = info.params.order != "pure" and _jax.has_symbolic(outs)
-    told["mesh"] = _tell_mesh(program.mesh)
-    _check_sizes(told)
-    return portable.write(told)
-
-
-def _check_sizes(told: Any) -> None:
-    """Refuses a call whose plan could not be made, since a size would be unknown."""
-    if not (sizes := portable.sizes_in(told)):
-        return
+    told |= {
+        "hostcall": FORMAT,
+        "team": None if team is None else list(team),
+        "only": list(only),
+        "linked": info.params.order != "pure" and _jax.has_symbolic(outs),
+        "mesh": _tell_mesh(program.mesh),
+    }
+    # A call whose plan could not be made, since a size would be unknown.
     known = portable.sizes_in(list(buffers_of(told)))
-    if unknown := _jax.unknown_sizes(sizes, known):
+    if unknown := _jax.unknown_sizes(portable.sizes_in(told), known):
         raise NotPortable(
             f"the sizes {', '.join(unknown)} don't follow from the shapes of its arrays"
             f" ({', '.join(known) or 'all constant'}). Pass the call an array that has"
             " the missing size as a dimension (to a rule for derivatives, among the"
             " residuals), or export with a constant size"
         )
+    return portable.write(told)
 
 
 def _tell_mesh(mesh: Any) -> Any:
@@ -111,11 +109,17 @@ def _tell_mesh(mesh: Any) -> Any:
 
 
 def parse(text: str) -> Any:
-    """What a text says. Raises LoadError."""
+    """What a text says; of that, only the version and the sizes are checked.
+
+    Raises LoadError.
+    """
     try:
         told = portable.read(text)
         if not isinstance(told, dict) or "hostcall" not in told:
             raise Malformed("it names no version")
+        for size in portable.sizes_in(told):
+            if not isinstance(size, str) or not _SIZE.fullmatch(size):
+                raise Malformed(f"it has the size {size!r}")
     except Malformed as error:
         raise LoadError(
             "hostcall: the program has a call whose description can't be read"
@@ -131,18 +135,21 @@ def parse(text: str) -> Any:
     return told
 
 
-def check(text: str) -> Any:
-    """What a text says, checked as far as its sizes are known. Makes nothing.
+# A size with names, such as "2*b + floordiv(n^2, 4)". JAX multiplies powers out.
+_SIZE = re.compile(r"(?:[\w\s+*/,()-]|\^[0-9](?![0-9])){1,1000}")
+
+
+def check(told: Any) -> None:
+    """Reads what a text says, with any sizes in place of the symbolic ones.
 
     Raises LoadError, or RegistryError if this process lacks its function.
     """
-    told = parse(text)
     with reading():
-        checked.check_options(told)
-        if not portable.sizes_in(told):
-            checked.check_shapes(told)
-        equations.check(told)
-    return told
+        equations.read(_with_any_sizes(told))
+
+
+def _with_any_sizes(told: Any) -> Any:
+    return portable.with_sizes(told, dict.fromkeys(portable.sizes_in(told), 1))
 
 
 def _read_text(
@@ -162,29 +169,26 @@ def _read_text(
     platform = "cuda" if on_cuda else "cpu"
     client = _client(platform)
     targets.start_on(client)
-    told = check(text)
+    told = parse(text)
     with reading():
         sizes = portable.sizes_in(told)
         if buffers is not None:
-            wanted = list(itertools.chain(*buffers_of(told)))
-            told = _with_sizes(told, sizes, wanted, buffers)
+            told = _with_sizes(told, sizes, buffers)
             _check_buffers(told, buffers)
-            checked.check_shapes(told)
-        elif sizes:
+        params, found = equations.read(_with_any_sizes(told))
+        if buffers is None and sizes:
             return None
-        params = equations.read(told)
-        operands = portable.read_avals(told["operands"])
-        mesh = _read_mesh(told["mesh"], client)
+        mesh = _read_mesh(found["mesh"], client)
     by_ordinal = {_jax.ordinal(device): device for device in client.local_devices()}
-    team = None if told["team"] is None else Team(*told["team"])
-    if team is not None and "place" in told:  # exported, so on any devices
+    team = None if found["team"] is None else Team(*found["team"])
+    if team is not None and found["place"]:  # exported, so on any devices
         team = team._replace(leader=None)
     tap = None
     info: CallInfo
+    operands = found["operands"]
     if params.is_tap:
         delivery.start()
-        only = portable.read_plain(told["only"])
-        tap = params.settings(only, host_device.is_host(client))
+        tap = params.settings(found["only"], host_device.is_host(client))
         info = TapInfo.of_whole(params, by_ordinal, mesh, operands)
     else:
         info = CallInfo(params, by_ordinal, mesh)
@@ -198,7 +202,7 @@ def _read_text(
 # is passed on as it is.
 _SAY_DAMAGED = (
     *(Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError),
-    OverflowError,
+    ArithmeticError,
 )
 
 
@@ -251,28 +255,23 @@ def buffers_of(told: Any) -> tuple[list[Any], list[Any]]:
     return [*number, *operands], [*number, *results]
 
 
-def _with_sizes(
-    told: Any, sizes: list[str], wanted: list[Any], buffers: list[list[int]]
-) -> Any:
+def _with_sizes(told: Any, sizes: list[str], buffers: list[list[int]]) -> Any:
     """What `told` says, with the sizes that these buffers have."""
     if not sizes:
         return told
-    known = []
+    known: dict[str, int] = {}
+    wanted = itertools.chain(*buffers_of(told))
     for (_, *symbolic), (_, *actual) in zip(wanted, buffers, strict=True):
         for size, value in zip(symbolic, actual, strict=True):
-            known += [(name, value) for name in portable.sizes_in(size)]
-    values = _jax.evaluate_sizes(sizes, known)
-    if values is None:
-        unknown = _jax.unknown_sizes(sizes, [name for name, _ in known])
-        what = f"the sizes {', '.join(unknown)} of a call don't follow from"
-        if not unknown:
-            what = "the sizes of a call contradict"
+            known |= dict.fromkeys(portable.sizes_in(size), value)
+    if unknown := _jax.unknown_sizes(sizes, known):
         raise LoadError(
-            f"hostcall: {what} the shapes of its arrays,"
-            f" {', '.join(f'{name} = {value}' for name, value in known)}. Pass the call"
-            " an array that has each size as a dimension, and export again"
+            f"hostcall: the sizes {', '.join(unknown)} of a call don't follow from the"
+            " shapes of its arrays,"
+            f" {', '.join(f'{name} = {value}' for name, value in known.items())}. Pass"
+            " the call an array that has each size as a dimension, and export again"
         )
-    return portable.with_sizes(told, dict(zip(sizes, values, strict=True)))
+    return portable.with_sizes(told, {n: _jax.value_of_size(n, known) for n in sizes})
 
 
 def _check_buffers(told: Any, buffers: list[list[int]]) -> None:
@@ -290,16 +289,15 @@ def _check_buffers(told: Any, buffers: list[list[int]]) -> None:
 def _read_mesh(told: Any, client: Any) -> Any:
     if told is None:
         return None
-    names, shape, ids = told
-    sizes = list(map(int, shape))
-    number = int(np.prod(sizes, dtype=np.int64))
+    names, sizes, ids = told
+    number = math.prod(sizes)
     by_id = {device.id: device for device in client.devices()}
     # The mesh only tells functions where their block is (`hc.current()`). A program may
     # run on other devices than those that it was exported on, and nothing says which.
     found = [by_id[i] for i in ids if i in by_id]
     if len(found) < number:
         found = list(by_id.values())[:number]
-    if len(found) < number or min(sizes, default=1) < 1:
+    if len(found) < number:
         raise LoadError(
             f"hostcall: the program runs over {number} devices, and this process has"
             f" {len(by_id)}. Start it with more devices (on CPUs by"
@@ -307,7 +305,7 @@ def _read_mesh(told: Any, client: Any) -> Any:
             " export the program for fewer"
         )
     devices = np.array(found[:number], dtype=object).reshape(sizes)
-    return jax.sharding.Mesh(devices, tuple(map(str, names)))
+    return jax.sharding.Mesh(devices, names)
 
 
 _native.set_text_reader(_read_text)

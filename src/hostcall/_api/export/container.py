@@ -22,6 +22,15 @@ _MAGIC = b"hostcall export"
 _LAYOUT = 2
 _START = len(_MAGIC) + 1 + 8 + 32
 
+# format: of the texts of calls. names: what must be registered before the program is
+# read, since the modules that do so also register the pytrees in it.
+_HEADER = {
+    "format": int,
+    "hostcall": str,
+    "jax": str,
+    "names": tuple[tuple[str, int], ...],
+}
+
 
 def pack(header: dict[str, Any], program: bytes) -> bytes:
     said = json.dumps(header, sort_keys=True).encode()
@@ -61,10 +70,11 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
         )
     length = int.from_bytes(data[at + 1 : at + 9], "little")
     try:
-        header = portable.read(behind[:length])
-    except portable.Malformed as error:
+        header = portable.read_record(portable.read(behind[:length]), _HEADER)
+    except (portable.Malformed, KeyError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise LoadError(
-            f"hostcall: the header of the exported program can't be read: {error}. It"
-            " was damaged, or something else wrote it"
+            f"hostcall: the header of the exported program can't be read: {what}. It"
+            " was damaged, or something else or another version of hostcall wrote it"
         ) from error
     return header, behind[length:]

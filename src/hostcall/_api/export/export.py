@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,12 +12,12 @@ import jax
 import hostcall
 from hostcall import _jax
 from hostcall._api.export import container, program
-from hostcall._api.export.manifest import Manifest, manifest_of, names_in
+from hostcall._api.export.manifest import Manifest, described, names_in
 from hostcall._api.object.handle import Object
-from hostcall._api.object.portable import descriptions, objects_of
+from hostcall._api.object.portable import objects_of
 from hostcall._core import registry
 from hostcall._core.arguments import wrong
-from hostcall._core.errors import ExportError, LoadError, RegistryError, SpecError
+from hostcall._core.errors import ExportError, LoadError, SpecError
 from hostcall._primitives import travel
 
 _OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, program.TARGETS))
@@ -45,10 +47,19 @@ class Exported:
         texts: Sequence[str],
         by: tuple[str, str],
     ) -> None:
-        calls = [travel.parse(text)["function"] for text in dict.fromkeys(texts)]
+        calls = [
+            (travel.parse(text), places) for text, places in Counter(texts).items()
+        ]
         self._unmarked = exported
-        self.manifest = manifest_of(exported, vjp_order, texts, by)
-        self.objects = objects_of(descriptions(calls))
+        self.manifest = Manifest(
+            function=exported.fun_name,
+            hostcall=by[0],
+            jax=by[1],
+            platforms=tuple(exported.platforms),
+            vjp_order=vjp_order,
+            calls=tuple(itertools.starmap(described, calls)),
+        )
+        self.objects = objects_of(told["function"] for told, _ in calls)
         self.exported = _newer(exported, self.manifest, self.objects.values())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,10 +237,16 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             code="hc-load",
         )
     header, behind = container.unpack(bytes(data))
-    by, names = _read_header(header)
-    lacking = [name for name in names if not registry.is_here(name)]
-    if lacking:
-        raise RegistryError(registry.missing(lacking))
+    by = header["hostcall"], header["jax"]
+    if header["format"] != travel.FORMAT:
+        raise LoadError(
+            "hostcall: the exported program describes its calls in version"
+            f" {header['format']} of hostcall's format, and this hostcall reads"
+            f" version {travel.FORMAT}. Load it with hostcall {by[0]}, which wrote it,"
+            " or export it again"
+        )
+    names = [registry.Name(*name) for name in header["names"]]
+    registry.require(names)
     try:
         exported = jax.export.deserialize(bytearray(behind))
     except ImportError:
@@ -242,10 +259,9 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
         ) from error
     vjp_order = program.order_of(exported)
     texts = program.texts_of(exported, vjp_order)
-    with travel.reading():
-        for text in dict.fromkeys(texts):
-            travel.check(text)
-        loaded = Exported(exported, vjp_order, texts, by)
+    for text in dict.fromkeys(texts):
+        travel.check(travel.parse(text))
+    loaded = Exported(exported, vjp_order, texts, by)
     if set(names_in(loaded.manifest)) != set(names):
         said, has = (
             ", ".join(map(str, n)) or "none" for n in (names, names_in(loaded.manifest))
@@ -256,33 +272,6 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             " else wrote it"
         )
     return loaded
-
-
-def _read_header(header: Any) -> tuple[tuple[str, str], list[registry.Name]]:
-    """The versions that wrote a file, and the names that it needs.
-
-    The names are asked before the program is read: their modules also register the
-    pytrees in it.
-    """
-    try:
-        by = (str(header["hostcall"]), str(header["jax"]))
-        names = [registry.Name(str(name), int(v)) for name, v in header["names"]]
-        version = header["format"]
-        if len(header) > 4:
-            raise ValueError(f"{len(header)} fields")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise LoadError(
-            "hostcall: the header of the exported program lacks a field, has one more,"
-            f" or has one of another type ({error!r}). Another version of hostcall may"
-            " have written it"
-        ) from error
-    if version != travel.FORMAT:
-        raise LoadError(
-            f"hostcall: the exported program describes its calls in version {version}"
-            f" of hostcall's format, and this hostcall reads version {travel.FORMAT}."
-            f" Load it with hostcall {by[0]}, which wrote it, or export it again"
-        )
-    return by, names
 
 
 def _uses_none(program: Any) -> bool:
@@ -299,7 +288,7 @@ def _newer(
     the objects that were open, when equal bytes were loaded before.
     """
     times = [registry.times_replaced(name) for name in names_in(manifest)]
-    times += [each._group.generation for each in objects]
+    times += [each._group.serial for each in objects]
     if not any(times):
         return exported
     return _jax.marked(exported, f"hostcall {times}")
