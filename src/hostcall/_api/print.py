@@ -24,7 +24,6 @@ from hostcall._core.portable import (
 )
 from hostcall._core.spec import Static
 from hostcall._engine.params.tap import On, Rows, WhenFull
-from hostcall._engine.portable import add_kind
 
 
 def print(
@@ -167,7 +166,7 @@ class Printer(HostCode):
         stream.write(text, file, flush=self.flush)
 
 
-def _tell(printer: Printer, _: bool) -> Any:
+def tell(printer: Printer, _: bool) -> Any:
     if printer.file is not None:
         raise NotPortable(
             "file= is a stream of this process. Leave it out: the line goes to what"
@@ -187,7 +186,7 @@ _TEXT = {
 }
 
 
-def _read(told: Any) -> tuple[Printer, dict[str, Any]]:
+def read(told: Any) -> tuple[Printer, dict[str, Any]]:
     found = read_record(told, _TEXT)
     if fault := plain_format.fault(found["fmt"]):
         raise Malformed(f"the format {found['fmt']!r}, which {fault}")
@@ -197,9 +196,6 @@ def _read(told: Any) -> tuple[Printer, dict[str, Any]]:
     if min(found["numbers"], default=0) < 0:
         raise Malformed(f"the numbers {found['numbers']} of arguments of a print")
     return Printer(file=None, loaded=True, **found), {}
-
-
-add_kind("print", _tell, _read)
 
 
 def _of_python(array: np.ndarray) -> Any:

@@ -38,12 +38,10 @@ class Registered(NamedTuple):
     Attributes:
         thing: the object.
         by: the statement that registered it.
-        times: how many other objects had the name before.
     """
 
     thing: Any
     by: definitions.Statement
-    times: int
 
 
 # Guards all. Held for a few dictionary operations, and never while other code runs.
@@ -71,7 +69,7 @@ def add(thing: Any, name: str, version: int) -> None:
     held, by = held_of(thing), definitions.statement()
     with _lock:
         before, had = _things.get(key), _names.get(held)
-        now = before or Registered(thing, by, 0)
+        now = before or Registered(thing, by)
         if had is not None and had != key:
             raise RegistryError(
                 f"hostcall: {_said(thing)} is registered as {had}, so it can't get the"
@@ -82,7 +80,7 @@ def add(thing: Any, name: str, version: int) -> None:
                 raise RegistryError(_taken(key, now.thing, now.by, thing))
             _names.pop(held_of(now.thing), None)
             _forget(held_of(now.thing), key, by)
-            now = Registered(thing, by, now.times + 1)
+            now = Registered(thing, by)
         _things[key], _names[held] = now, key
 
 
@@ -101,12 +99,6 @@ def why_nameless(held: Any) -> str:
         return _replaced.get(held, "")
     except TypeError:  # unhashable, or without weak references
         return ""
-
-
-def times_replaced(key: Name) -> int:
-    """How many objects had this name before the one that has it now."""
-    found = _things.get(key)
-    return 0 if found is None else found.times
 
 
 def name_of_held(held: Any) -> Name | None:

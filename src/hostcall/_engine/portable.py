@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from hostcall import _jax
 from hostcall._core import portable, registry
@@ -23,42 +23,23 @@ from hostcall._engine.checked import EQUATIONS, options_of
 from hostcall._engine.params.equation import Callback
 from hostcall._engine.params.tap import TapParams
 
-
-class Kind(NamedTuple):
-    """How one class of hostcall's own callables travels.
-
-    Attributes:
-        tell: (callable, whether the program is exported) -> JSON; raises NotPortable.
-        read: JSON -> (the callable, fields of its `Callback` that don't travel). It
-            also checks the JSON, which may say anything.
-    """
-
-    tell: Callable[[Any, bool], Any]
-    read: Callable[[Any], tuple[Any, dict[str, Any]]]
-
-
 # hostcall's own callables say their kind in `travels_as`. The module that knows how
 # a kind travels is imported when the kind is met: a process that loads a program may
-# not have needed it so far.
+# not have needed it so far. It has two functions:
+#   tell: (callable, whether the program is exported) -> JSON. Raises NotPortable.
+#   read: JSON -> (the callable, fields of its `Callback` that don't travel). It also
+#     checks the JSON, which may say anything.
 _HOMES = {
     "print": "hostcall._api.print",
     "object": "hostcall._api.object.portable",
     "host": "hostcall._host_function.portable",
 }
-_kinds: dict[str, Kind] = {}
 
 
-def add_kind(kind: str, tell: Any, read: Any) -> None:
-    """Called by the module of a kind, when it is imported."""
-    _kinds[kind] = Kind(tell, read)
-
-
-def _kind(name: Any) -> Kind:
-    if name not in _HOMES:
-        raise Malformed(f"a function of kind {name!r}")
-    if name not in _kinds:
-        importlib.import_module(_HOMES[name])
-    return _kinds[name]
+def _home(kind: str) -> Any:
+    if kind not in _HOMES:
+        raise Malformed(f"a function of kind {kind!r}")
+    return importlib.import_module(_HOMES[kind])
 
 
 _NAMES = {made: name for name, made in EQUATIONS.items()}
@@ -116,24 +97,32 @@ def _tell_function(callback: Callback, exported: bool) -> Any:
     mine = own(function)
     kind = "" if mine is None else mine.travels_as
     if kind:
-        return [kind, _kind(kind).tell(function, exported)]
-    name = registry.name_of_held(function)
-    if name is None:
-        # Callables that hostcall makes say why they stay: users can't name them.
-        why = why_here(function) or registry.why_nameless(function)
-        if why:
-            raise NotPortable(why)
-        raise NotPortable(
-            "it has no name in other processes. Give it one where it is defined, for"
-            f" example @hc.register({_suggested(callback)!r}, version=1), and in every"
-            " process that loads the program"
-        )
+        return [kind, _home(kind).tell(function, exported)]
+    name = name_of(
+        function,
+        "it has no name in other processes. Give it one where it is defined, for"
+        f" example @hc.register({_suggested(callback)!r}, version=1), and in every"
+        " process that loads the program",
+    )
     if callback.executor is not None:
         raise NotPortable(
             "its executor= is an object of this process. Write"
             " hc.register(name)(hc.host(function, executor=...)) in each process"
         )
-    return ["registered", list(name)]
+    return ["registered", name]
+
+
+def name_of(held: Any, remedy: str, code: Any = None) -> list[Any]:
+    """The registered name of what a program holds, for `registry.find`.
+
+    Raises NotPortable with why it has none. Callables that hostcall makes say why they
+    stay: users can't name them. `code` is such a callable in it.
+    """
+    name = registry.name_of_held(held)
+    if name is None:
+        why = why_here(code or held) or registry.why_nameless(held)
+        raise NotPortable(why or remedy)
+    return list(name)
 
 
 def _suggested(callback: Callback) -> str:
@@ -163,7 +152,7 @@ def read(told: Any) -> tuple[Any, dict[str, Any]]:
     if kind == "registered":
         function = registry.held_of(registry.find(*more))
     else:
-        function, extra = _kind(kind).read(more)
+        function, extra = _home(kind).read(more)
     traced = None
     if found["traced"] is not None:
         traced = _jax.read_traced(found["traced"])

@@ -11,36 +11,32 @@ from typing import Any
 
 from hostcall._core import portable, registry
 from hostcall._core.errors import LoadError
-from hostcall._core.host_code import is_function, why_here
-from hostcall._core.portable import AVALS, Malformed, NotPortable
+from hostcall._core.host_code import is_function
+from hostcall._core.portable import AVALS, Malformed
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Static, Template
-from hostcall._engine.portable import add_kind
+from hostcall._engine.portable import name_of as name_of_registered
 from hostcall._host_function.differences import Diagonal
 from hostcall._host_function.function_code import FunctionCode, Kind
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 
 
-def _tell(code: FunctionCode, _: bool) -> Any:
+def tell(code: FunctionCode, _: bool) -> Any:
     function, trees = code.site.function, code.site.trees
     slope = None
     if isinstance(function.fn, Diagonal):
         slope = function.fn.position
         function = function.fn.differences.function
-    name = registry.name_of_held(function)
-    if name is None:
-        raise NotPortable(
-            why_here(function.fn)
-            or registry.why_nameless(function)
-            or "it has no name in other processes. Register the hc.host function, not"
-            " the function in it:"
-            f' f = hc.register("my_package.{trees.name}", version=1)(f)'
-            " (as a decorator above its @hc.host), in every process that loads the"
-            " program"
-        )
+    name = name_of_registered(
+        function,
+        "it has no name in other processes. Register the hc.host function, not the"
+        f' function in it: f = hc.register("my_package.{trees.name}", version=1)(f)'
+        " (as a decorator above its @hc.host), in every process that loads the program",
+        function.fn,
+    )
     return {
-        "registered": list(name),
+        "registered": name,
         "slope": slope,
         **portable.tell_record(code, _CODE),
         **portable.tell_record(trees, _TREES),
@@ -60,7 +56,7 @@ _TREES = {
 _TEXT = {"registered": tuple[str, int], "slope": int | None, **_CODE, **_TREES}
 
 
-def _read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
+def read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
     found = portable.read_record(told, _TEXT)
     name = registry.Name(*found["registered"])
     function, slope = registry.find(*name), found["slope"]
@@ -110,6 +106,3 @@ def _check_rules(function: Any, kind: str, name: registry.Name) -> None:
             f" registered here has no def{needs}. Give it the rules that it had where"
             " the program was exported, or count its version= up"
         )
-
-
-add_kind("host", _tell, _read)

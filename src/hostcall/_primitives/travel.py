@@ -67,14 +67,11 @@ def tell(
         raise NotPortable("its program runs over several processes")
     if program.automatic:
         raise NotPortable("it is in a shard_map that is manual over some axes only")
-    if program.is_exported and team is not None:
-        # The program may run on other devices than those that it was exported on.
-        if info.params.sharding is not None:
-            raise NotPortable(
-                "it has on=, which names a device, and the program may run on other"
-                " devices. Leave out on=: the first device that comes then calls"
-            )
-        team = team._replace(leader=None)
+    if program.is_exported and team is not None and info.params.sharding is not None:
+        raise NotPortable(
+            "it has on=, which names a device, and the program may run on other"
+            " devices. Leave out on=: the first device that comes then calls"
+        )
     outs = info.params.out_avals
     told |= {
         "hostcall": FORMAT,

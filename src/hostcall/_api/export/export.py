@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ import hostcall
 from hostcall import _jax
 from hostcall._api.export import container, program
 from hostcall._api.export.manifest import Manifest, described, names_in
-from hostcall._api.object.handle import Object
 from hostcall._api.object.portable import objects_of
 from hostcall._core import registry
 from hostcall._core.arguments import wrong
@@ -60,7 +59,12 @@ class Exported:
             calls=tuple(itertools.starmap(described, calls)),
         )
         self.objects = objects_of(told["function"] for told, _ in calls)
-        self.exported = _newer(exported, self.manifest, self.objects.values())
+        # So that JAX takes no compiled program that calls other things, if equal bytes
+        # were loaded before. Such a program keeps what it calls, so ids will do.
+        names = names_in(self.manifest)
+        called = [registry.held_of(registry.find(*name)) for name in names]
+        called += [each._group for each in self.objects.values()]
+        self.exported = _jax.marked(exported, f"hostcall {[*map(id, called)]}")
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program, like the function that was exported.
@@ -183,25 +187,23 @@ def export(
     )
 
     def of(*args: Any, **kwargs: Any) -> Exported:
-        if not jax.tree.leaves((args, kwargs)):
-            raise SpecError(
-                "hostcall: hc.export got no array among the arguments, and jax.export"
-                " can't export ordered calls and feeds without one. Add an argument,"
-                " such as a step number: hc.export(lambda step: ...)(0)",
-                code="hc-export",
-            )
         try:
             exported = make(*args, **kwargs)
         except ValueError as error:
-            if jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr):
-                raise SpecError(
-                    "hostcall: the function uses none of its arguments, so jax.jit"
-                    " dropped them, and jax.export can't export ordered calls and feeds"
-                    " without one. Write jax.jit(f, keep_unused=True), or give the"
-                    " function itself to hc.export",
-                    code="hc-export",
-                ) from error
-            raise
+            no_array = not jax.tree.leaves((args, kwargs))
+            dropped = jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr)
+            if not no_array and not dropped:
+                raise
+            what = "got no array among the arguments"
+            if not no_array:
+                what = "got a function that uses no argument, so jax.jit dropped them"
+            raise SpecError(
+                f"hostcall: hc.export {what}, and jax.export can't export ordered calls"
+                " and feeds without one. Add an argument, such as a step number:"
+                " hc.export(lambda step: ...)(0). To a jitted function that does not"
+                " use it, also add jax.jit(f, keep_unused=True)",
+                code="hc-export",
+            ) from error
         texts = program.texts_of(exported, vjp_order)
         by = (hostcall.__version__, jax.__version__)
         return Exported(exported, vjp_order, texts, by)
@@ -279,16 +281,3 @@ def _uses_none(program: Any) -> bool:
     used = {id(v) for eqn in program.eqns for v in eqn.invars}
     used |= {id(v) for v in program.jaxpr.outvars}
     return not any(id(v) in used for v in program.jaxpr.invars)
-
-
-def _newer(
-    exported: jax.export.Exported, manifest: Manifest, objects: Iterable[Object]
-) -> jax.export.Exported:
-    """The program, so that JAX takes no compiled one that calls what was registered, or
-    the objects that were open, when equal bytes were loaded before.
-    """
-    times = [registry.times_replaced(name) for name in names_in(manifest)]
-    times += [each._group.serial for each in objects]
-    if not any(times):
-        return exported
-    return _jax.marked(exported, f"hostcall {times}")

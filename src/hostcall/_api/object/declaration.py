@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hostcall._core.arguments import of_a_number, wrong
+from hostcall._core.arguments import conflict, of_a_number, wrong
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import Results, parse_result
@@ -49,11 +49,8 @@ class Declaration:
         how = ("numpy", False, None, self.executor, self.concurrency)
         check_options(name, self.order, self.vmap_method, *how, awaits=awaits)
         if (self.save is None) != (self.restore is None):
-            raise SpecError(
-                f"hostcall: `{name}` has only one of save= and restore=. Pass both, or"
-                " neither",
-                code="hc-conflict",
-            )
+            what = "only one of save= and restore=. Pass both, or neither"
+            raise conflict(f"`{name}`", what)
 
     def definition(self, method: str) -> Any:
         """The method as its class defines it; None if the factory is not a class."""

@@ -8,7 +8,6 @@ objects live as long as anything can call them.
 from __future__ import annotations
 
 import contextvars
-import itertools
 import logging
 import pickle
 import threading
@@ -38,8 +37,6 @@ FORKED = (
 
 _UNMADE = object()
 
-_serials = itertools.count()
-
 
 class Member:
     """One object. Its lock is reentrant: a method may call the object again."""
@@ -67,7 +64,6 @@ class Group(Owned):
         self.get_state = declared.hook("save")  # None: the object is its state
         self.put_state = declared.hook("restore")
         self.number = ""  # of the object in exported programs; "" until it has one
-        self.serial = next(_serials)  # of this group in this process
         self.lock = threading.Lock()
         self.waiting: dict[Place, bytes] = {}
         self.ended = ""  # or the reason that `check_open` gives

@@ -20,7 +20,7 @@ from hostcall._api.object.handle import Object
 from hostcall._core import portable, registry
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.spec import Results
-from hostcall._engine.portable import add_kind
+from hostcall._engine.portable import name_of
 
 # The objects of this process that programs name, by number. Guards itself by the lock.
 _objects: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
@@ -29,7 +29,7 @@ _lock = threading.Lock()
 _HOOKS = ("close", "save", "restore")
 
 
-def _tell(entry: Entry, exported: bool) -> Any:
+def tell(entry: Entry, exported: bool) -> Any:
     group = entry.group
     declared = group.declared
     if not exported:
@@ -37,14 +37,12 @@ def _tell(entry: Entry, exported: bool) -> Any:
             "its objects are in this process, and only an exported program makes others"
             " elsewhere. Export it (hc.export)"
         )
-    name = registry.name_of_held(declared.factory)
-    if name is None:
-        raise NotPortable(
-            registry.why_nameless(declared.factory)
-            or f"the factory of the hc.Object `{group.name}` has no name in other"
-            " processes. Register it, and in every process that loads the program:"
-            f' @hc.register("my_package.{group.name}", version=1) at the class'
-        )
+    name = name_of(
+        declared.factory,
+        f"the factory of the hc.Object `{group.name}` has no name in other processes."
+        " Register it, and in every process that loads the program:"
+        f' @hc.register("my_package.{group.name}", version=1) at the class',
+    )
     for hook in _HOOKS:
         if not _is_hook(getattr(declared, hook)):
             raise NotPortable(
@@ -59,7 +57,7 @@ def _tell(entry: Entry, exported: bool) -> Any:
         number = group.number = group.number or secrets.token_hex(8)
         _objects.setdefault(number, group)
     return {
-        "registered": list(name),
+        "registered": name,
         "object": number,
         "method": entry.name,
         "methods": portable.tell_value(declared.methods, "methods="),
@@ -129,7 +127,7 @@ def _is_hook(given: Any) -> bool:
     return isinstance(given, str) and given.isidentifier() and given[0] != "_"
 
 
-def _read(told: Any) -> tuple[Entry, dict[str, Any]]:
+def read(told: Any) -> tuple[Entry, dict[str, Any]]:
     group, method = _object_of(told)._group, told["method"]
     # The object of this number may be one of this process, with other methods.
     if method not in group.declared.methods:
@@ -138,6 +136,3 @@ def _read(told: Any) -> tuple[Entry, dict[str, Any]]:
             " number does not declare here"
         )
     return Entry(group, method), {}
-
-
-add_kind("object", _tell, _read)
