@@ -97,9 +97,7 @@ def test_a_size_that_does_not_follow_is_an_error_of_the_export():
     ],
 )
 def test_sizes_from_sizes(wanted, known, value):
-    assert _jax.unknown_sizes([wanted], known) == ([wanted] if value is None else [])
-    if value is not None:
-        assert _jax.value_of_size(wanted, known) == value
+    assert _jax.size_from(wanted, known) == value
 
 
 class Careful:

@@ -34,6 +34,10 @@ class Malformed(Exception):
     """A text is not what `tell_*` makes; says which part."""
 
 
+# The version of texts and of files with them. Counted up when older versions of
+# hostcall could not read them.
+FORMAT = 3
+
 _SIZE = "symbolic size"  # the one key of a dict that stands for such a size
 
 # --- Constants ----------------------------------------------------------------------
@@ -110,14 +114,6 @@ def read_aval(told: Any) -> Any:
     return _jax.ShapedArray(tuple(shape), found)
 
 
-def _tell_key(key: Any) -> str | None:
-    return None if key is None else _jax.key_impl(key)
-
-
-def _read_key(told: str | None) -> Any:
-    return None if told is None else _jax.key_dtype(told)
-
-
 # --- Trees --------------------------------------------------------------------------
 
 
@@ -187,7 +183,7 @@ def tell_template(template: Template) -> Any:
     marks = [
         {"is": tell_plain(leaf.value, f"the argument {next(paths)}")}
         if isinstance(leaf, Static)
-        else _tell_key(leaf)
+        else _jax.key_impl(leaf)
         for leaf in template.leaves
     ]
     return [tell_tree(template.treedef), marks]
@@ -196,8 +192,8 @@ def tell_template(template: Template) -> Any:
 def read_template(told: Any) -> Template:
     structure, marks = told
     leaves = tuple(
-        Static(read_plain(mark["is"])) if isinstance(mark, dict) else _read_key(mark)
-        for mark in marks
+        Static(read_plain(it["is"])) if isinstance(it, dict) else _jax.key_dtype(it)
+        for it in marks
     )
     treedef = read_tree(structure)
     if treedef.num_leaves != len(leaves):
@@ -206,14 +202,14 @@ def read_template(told: Any) -> Template:
 
 
 def tell_results(results: Results) -> Any:
-    keys = [_tell_key(key) for key in results.keys]
+    keys = [_jax.key_impl(key) for key in results.keys]
     return [tell_tree(results.treedef), [*map(tell_aval, results.avals)], keys]
 
 
 def read_results(told: Any) -> Results:
     structure, avals, keys = told
     avals = read_value(avals, AVALS, "the results")
-    return Results(read_tree(structure), avals, tuple(map(_read_key, keys)))
+    return Results(read_tree(structure), avals, tuple(map(_jax.key_dtype, keys)))
 
 
 # --- Records ------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,13 +34,15 @@ def node_maker(name: str) -> Callable[[bytes, Sequence[Any]], Any] | None:
     return lambda aux, children: make(read(aux), children)
 
 
-def key_impl(dtype: Any) -> str:
-    """The name of the implementation behind the dtype of typed keys."""
-    return str(dtype._impl.name)
+def key_impl(dtype: Any) -> str | None:
+    """The implementation behind the dtype of typed keys; None for None."""
+    return None if dtype is None else str(dtype._impl.name)
 
 
-def key_dtype(impl: str) -> Any:
-    """The dtype of typed keys with this implementation. Raises ValueError."""
+def key_dtype(impl: str | None) -> Any:
+    """The dtype of typed keys of an implementation; None for None. Or a ValueError."""
+    if impl is None:
+        return None
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
@@ -56,32 +58,17 @@ def has_symbolic(avals: Sequence[Any]) -> bool:
     return any(is_symbolic(n) for aval in avals for n in getattr(aval, "shape", ()))
 
 
-def unknown_sizes(texts: Sequence[str], known: Collection[str]) -> list[str]:
-    """The symbolic sizes that are neither known nor made of variables that are."""
-    return [
-        text
-        for text in texts
-        if text not in known and not _variables(_size(text)) <= set(known)
-    ]
-
-
-def value_of_size(text: str, known: Mapping[str, int]) -> int:
-    """The value of a symbolic size that is not unknown; see `unknown_sizes`."""
+def size_from(text: str, known: Mapping[str, int]) -> int | None:
+    """The value of a symbolic size, if that or those of all its variables are known."""
     if text in known:
         return known[text]
-    size = _size(text)
+    (size,) = jax.export.symbolic_shape(text)
     if not is_symbolic(size):
         return int(size)
-    return int(size._evaluate({name: known[name] for name in _variables(size)}))
-
-
-def _size(text: str) -> Any:
-    (size,) = jax.export.symbolic_shape(text)
-    return size
-
-
-def _variables(size: Any) -> set[str]:
-    return set(map(str, size._get_vars())) if is_symbolic(size) else set()
+    names = set(map(str, size._get_vars()))
+    if not names <= known.keys():
+        return None
+    return int(size._evaluate({name: known[name] for name in names}))
 
 
 def client_of(platform: str) -> Any:

@@ -26,7 +26,7 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,8 +43,6 @@ from hostcall._engine.plans import Entrance, Team
 from hostcall._primitives import planning
 from hostcall._runtime import context, delivery, host_device
 
-# Counted up when older versions of hostcall could not read the texts.
-FORMAT = 1
 ATTRIBUTE = "text"
 
 
@@ -74,15 +72,18 @@ def tell(
         )
     outs = info.params.out_avals
     told |= {
-        "hostcall": FORMAT,
+        "hostcall": portable.FORMAT,
         "team": None if team is None else list(team),
         "only": list(only),
         "linked": info.params.order != "pure" and _jax.has_symbolic(outs),
         "mesh": _tell_mesh(program.mesh),
     }
-    # A call whose plan could not be made, since a size would be unknown.
     known = portable.sizes_in(list(buffers_of(told)))
-    if unknown := _jax.unknown_sizes(portable.sizes_in(told), known):
+    # What can be computed does not depend on the values.
+    _, unknown = _values(
+        told, dict(zip(known, itertools.count(1009, 10), strict=False))
+    )
+    if unknown:  # its plan could not be made
         raise NotPortable(
             f"the sizes {', '.join(unknown)} don't follow from the shapes of its arrays"
             f" ({', '.join(known) or 'all constant'}). Pass the call an array that has"
@@ -123,11 +124,11 @@ def parse(text: str) -> Any:
             f" ({error}). It was damaged, or not made by hostcall"
         ) from error
     version = told["hostcall"]
-    if version != FORMAT:
+    if version != portable.FORMAT:
         raise LoadError(
             f"hostcall: the program has a call in version {version} of hostcall's"
-            f" format, and this hostcall reads version {FORMAT}. Export it with this"
-            " version, or load it with the one that exported it"
+            f" format, and this hostcall reads version {portable.FORMAT}. Export it"
+            " with this version, or load it with the one that exported it"
         )
     return told
 
@@ -170,7 +171,7 @@ def _read_text(
     with reading():
         sizes = portable.sizes_in(told)
         if buffers is not None:
-            told = _with_sizes(told, sizes, buffers)
+            told = _with_sizes(told, buffers) if sizes else told
             _check_buffers(told, buffers)
         params, found = equations.read(_with_any_sizes(told))
         if buffers is None and sizes:
@@ -230,14 +231,11 @@ def _client(platform: str) -> Any:
     XLA's threads keep the settings of the calls that they have made.
     """
     default = getattr(_jax.default_device.value, "client", None)
-    if default is None:
-        return _jax.client_of(platform)
-    if host_device.is_host(default):
-        inside = context.current() is not None
-        return default if inside else _jax.client_of(platform)
     # A GPU's client calls its platform "gpu" or "cuda".
-    fits = (default.platform == "cpu") == (platform == "cpu")
-    return default if fits else _jax.client_of(platform)
+    fits = default is not None and (default.platform == "cpu") == (platform == "cpu")
+    if fits and (context.current() is not None or not host_device.is_host(default)):
+        return default
+    return _jax.client_of(platform)
 
 
 def buffers_of(told: Any) -> tuple[list[Any], list[Any]]:
@@ -252,23 +250,28 @@ def buffers_of(told: Any) -> tuple[list[Any], list[Any]]:
     return [*number, *operands], [*number, *results]
 
 
-def _with_sizes(told: Any, sizes: list[str], buffers: list[list[int]]) -> Any:
+def _with_sizes(told: Any, buffers: list[list[int]]) -> Any:
     """What `told` says, with the sizes that these buffers have."""
-    if not sizes:
-        return told
     known: dict[str, int] = {}
     wanted = itertools.chain(*buffers_of(told))
     for (_, *symbolic), (_, *actual) in zip(wanted, buffers, strict=True):
         for size, value in zip(symbolic, actual, strict=True):
             known |= dict.fromkeys(portable.sizes_in(size), value)
-    if unknown := _jax.unknown_sizes(sizes, known):
+    values, unknown = _values(told, known)
+    if unknown:
         raise LoadError(
             f"hostcall: the sizes {', '.join(unknown)} of a call don't follow from the"
             " shapes of its arrays,"
             f" {', '.join(f'{name} = {value}' for name, value in known.items())}. Pass"
             " the call an array that has each size as a dimension, and export again"
         )
-    return portable.with_sizes(told, {n: _jax.value_of_size(n, known) for n in sizes})
+    return portable.with_sizes(told, values)
+
+
+def _values(told: Any, known: Mapping[str, int]) -> tuple[dict[str, Any], list[str]]:
+    """(the values of symbolic sizes, those that don't follow from the known ones)."""
+    values = {n: _jax.size_from(n, known) for n in portable.sizes_in(told)}
+    return values, [name for name, value in values.items() if value is None]
 
 
 def _check_buffers(told: Any, buffers: list[list[int]]) -> None:

@@ -115,7 +115,6 @@ class Exported:
         """
         behind = bytes(self._unmarked.serialize(vjp_order=self.manifest.vjp_order))
         header = {
-            "format": travel.FORMAT,
             "hostcall": self.manifest.hostcall,
             "jax": self.manifest.jax,
             "names": names_in(self.manifest),
@@ -240,13 +239,6 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
         )
     header, behind = container.unpack(bytes(data))
     by = header["hostcall"], header["jax"]
-    if header["format"] != travel.FORMAT:
-        raise LoadError(
-            "hostcall: the exported program describes its calls in version"
-            f" {header['format']} of hostcall's format, and this hostcall reads"
-            f" version {travel.FORMAT}. Load it with hostcall {by[0]}, which wrote it,"
-            " or export it again"
-        )
     names = [registry.Name(*name) for name in header["names"]]
     registry.require(names)
     try:
@@ -259,7 +251,7 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             f" {by[1]} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    vjp_order = program.order_of(exported)
+    vjp_order = len(program.derivatives(exported))
     texts = program.texts_of(exported, vjp_order)
     for text in dict.fromkeys(texts):
         travel.check(travel.parse(text))

@@ -10,7 +10,6 @@ passes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,27 +36,21 @@ def texts_of(exported: jax.export.Exported, vjp_order: int) -> list[str]:
     """
     return [
         text
-        for program in _derivatives(exported, vjp_order)
+        for program in (exported, *derivatives(exported, vjp_order))
         for call in _jax.custom_calls(program)
         for text in _text_of(call, program.nr_devices)
     ]
 
 
-def _derivatives(
-    exported: jax.export.Exported, vjp_order: int
-) -> Iterator[jax.export.Exported]:
-    yield exported
-    for _ in range(vjp_order):
+def derivatives(
+    exported: jax.export.Exported, most: int | None = None
+) -> list[jax.export.Exported]:
+    """The programs of its derivatives. One that was read from a file has an end."""
+    found: list[jax.export.Exported] = []
+    while len(found) != most and exported.has_vjp():
         exported = exported.vjp()
-        yield exported
-
-
-def order_of(exported: jax.export.Exported) -> int:
-    """How often a program that was read from a file can be differentiated."""
-    order = 0
-    while exported.has_vjp():
-        exported, order = exported.vjp(), order + 1
-    return order
+        found.append(exported)
+    return found
 
 
 def _text_of(call: _jax.CustomCall, devices: int) -> list[str]:
