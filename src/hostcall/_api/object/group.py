@@ -41,19 +41,18 @@ _UNMADE = object()
 class Member:
     """One object. Its lock is reentrant: a method may call the object again."""
 
-    def __init__(self, value: Any = _UNMADE) -> None:
+    def __init__(self, value: Any = _UNMADE, state: bytes | None = None) -> None:
         self.lock = threading.RLock()
         self.value = value  # _UNMADE before it is made, and after it left its group
+        self.state = state  # pickled, to make it from
 
 
 class Group(Owned):
     """The objects of one `hc.Object`, by place. All places belong to one batch.
 
-    `lock` guards `members`, `waiting` and `ended`. A thread that holds a member's lock
-    may take it; the other order would deadlock. `locked` looks up a member without
-    `lock`, so the member may have left the group by then.
-
-    `waiting` has pickled states of objects that are not made yet.
+    `lock` guards `members` and `ended`. A thread that holds a member's lock may take
+    it; the other order would deadlock. `locked` looks up a member without `lock`, so
+    the member may have left the group by then.
     """
 
     def __init__(self, declared: Declaration) -> None:
@@ -65,7 +64,6 @@ class Group(Owned):
         self.put_state = declared.hook("restore")
         self.number = ""  # of the object in exported programs; "" until it has one
         self.lock = threading.Lock()
-        self.waiting: dict[Place, bytes] = {}
         self.ended = ""  # or the reason that `check_open` gives
         super().__init__()
 
@@ -96,7 +94,7 @@ class Group(Owned):
     def _join(self, place: Place, who: str) -> Member:
         with self.lock:
             self.check_open(who)
-            before = next(iter([*self.members, *self.waiting]), place)[0]
+            before = next(iter(self.members), place)[0]
             if before != place[0]:
                 raise HostcallError(
                     _other_batch(who, self.name, before, place[0]), code="hc-object"
@@ -105,20 +103,16 @@ class Group(Owned):
 
     def _fill(self, place: Place, member: Member) -> None:
         with member.lock:
-            with self.lock:
-                if member.value is not _UNMADE or self.members.get(place) is not member:
-                    return
-                state = self.waiting.get(place)
+            if member.value is not _UNMADE or self.members.get(place) is not member:
+                return
             try:
-                value = self._made(place, state)
+                member.value = self._made(place, member.state)
+                member.state = None
             except BaseException:
                 with self.lock:
-                    if self.members.get(place) is member:
-                        del self.members[place]
+                    if member.state is None and self.members.get(place) is member:
+                        del self.members[place]  # so that it fixes no batch
                 raise
-            member.value = value
-            with self.lock:
-                self.waiting.pop(place, None)
 
     def _made(self, place: Place, state: bytes | None) -> Any:
         if state is not None and self.put_state is None:
@@ -138,13 +132,13 @@ class Group(Owned):
         `waiting` has the states of objects that nobody has called since `restore`.
         """
         with self.lock:
-            waiting = {index: state for (_, index), state in self.waiting.items()}
-            batches = [place[0] for place in [*self.members, *self.waiting]]
             members = sorted(self.members.items(), key=lambda item: item[0][1])
-        objects = {}
+        objects, waiting = {}, {}
         for (_, index), member in members:
             with member.lock:
                 if member.value is _UNMADE:
+                    if member.state is not None:
+                        waiting[index] = member.state
                     continue
                 state = member.value
                 if self.get_state is not None:
@@ -155,8 +149,7 @@ class Group(Owned):
                     raise HostcallError(
                         _unpicklable(self.name, index, error), code="hc-pickle"
                     ) from error
-            waiting.pop(index, None)  # it was made meanwhile
-        batch = batches[0] if batches else ()
+        batch = members[0][0][0] if members else ()
         return {"batch": batch, "objects": objects, "waiting": waiting}
 
     def restore(self, snapshot: dict[str, Any], everyones: bool) -> list[Exception]:
@@ -167,13 +160,13 @@ class Group(Owned):
         """
         batch, put = snapshot["batch"], self.put_state
         states = {(batch, index): each for index, each in snapshot["objects"].items()}
-        here = self.members if put else ()
-        now = [place for place in states if not everyones or place in here]
+        made = {p for p, each in self.members.items() if each.value is not _UNMADE}
+        now = [p for p in states if not everyones or (put and p in made)]
         # All of them first: if one is broken, nothing has changed.
         values = {place: pickle.loads(states.pop(place)) for place in now}
         failures = self.drop(keep=values if put else ())
         with self.lock:
-            self.waiting = states
+            self.members.update({p: Member(state=each) for p, each in states.items()})
             if put is None:
                 self.members.update({p: Member(value) for p, value in values.items()})
                 return failures
@@ -189,7 +182,6 @@ class Group(Owned):
         """Closes objects as soon as no thread is in them. Returns what that raised."""
         with self.lock:
             self.ended = self.ended or ended
-            self.waiting = {}
             places = [place for place in self.members if place not in keep]
             going = [self.members.pop(p) for p in sorted(places, key=lambda p: p[1])]
         failures = []
