@@ -239,6 +239,11 @@ TEXTS = {
         lambda t: t.update(operands=[["float32", {"symbolic size": "n^99999999"}]]),
         r"the size 'n\^99999999'",
     ),
+    "a size that is no text": (
+        CALL,
+        lambda t: t.update(operands=[["float32", {"symbolic size": []}]]),
+        r"the size \[\]",
+    ),
     "a size": (LINKED, lambda t: t.update(operands=LARGE), "whose description says"),
     "a name": (
         CALL,

@@ -338,8 +338,10 @@ def _children(told: Any) -> Collection[Any]:
 
 
 def sizes_in(told: Any) -> list[str]:
-    """The symbolic sizes in what `tell_*` made, each once."""
+    """The symbolic sizes in what `tell_*` made, each once. Raises Malformed."""
     if isinstance(told, dict) and told.keys() == {_SIZE}:
+        if not isinstance(told[_SIZE], str):
+            raise Malformed(f"the size {told[_SIZE]!r}")
         return [told[_SIZE]]
     found = [size for part in _children(told) for size in sizes_in(part)]
     return list(dict.fromkeys(found))

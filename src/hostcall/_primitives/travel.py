@@ -116,8 +116,8 @@ def parse(text: str) -> Any:
         if not isinstance(told, dict) or "hostcall" not in told:
             raise Malformed("it names no version")
         for size in portable.sizes_in(told):
-            if not isinstance(size, str) or not _SIZE.fullmatch(size):
-                raise Malformed(f"it has the size {size!r}")
+            if not _SIZE.fullmatch(size):
+                raise Malformed(f"the size {size!r}")
     except Malformed as error:
         raise LoadError(
             "hostcall: the program has a call whose description can't be read"
