@@ -119,7 +119,7 @@ def test_64_bit_objects_where_64_bits_are_off():
             methods={"step": jax.ShapeDtypeStruct((), np.float64), "key": KEY},
         )
         data = bytes(hc.export(lambda x: env.step(x))(np.float64(1)))
-    declared = hc.load(data).objects["Walk"]._group.declared["methods"]
+    declared = hc.load(data).objects["Walk"]._group.declared.methods
     assert declared["step"].avals[0].dtype == np.float64
     assert declared["key"].keys == (KEY.dtype,)
     assert declared["key"].avals[0].shape == (3, 2)
@@ -258,10 +258,9 @@ HEADER, PROGRAM = container.unpack(bytes(hc.export(lambda x: r.walk.step(x))(ONE
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"format": 99}, "version 99 of hostcall's format.* Load it with hostcall 0"),
-        ({"names": None}, "header of the exported program lacks a field"),
-        ({"names": [["tests.Walk", "x"]]}, "header of the exported program lacks"),
-        ({"names": [3]}, "header of the exported program lacks a field"),
+        ({"names": None}, "header of the exported program can't be read"),
+        ({"names": [["tests.Walk", "x"]]}, "header of the exported program can't"),
+        ({"names": [3]}, "header of the exported program can't be read"),
     ],
 )
 def test_headers_that_no_export_wrote(changed, what):

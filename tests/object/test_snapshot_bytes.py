@@ -1,12 +1,13 @@
 """Snapshots that go through a job's store, which anyone may have written to."""
 
+import json
 import os
 import pickle
 
 import pytest
 
 import hostcall as hc
-from hostcall._api.object.snapshot_bytes import decode, encode
+from hostcall._api.object.everywhere import decode, encode
 
 WHOLE = {
     "batch": (("x", 4), 3),
@@ -16,10 +17,11 @@ WHOLE = {
 
 
 def test_a_snapshot_comes_back():
-    assert decode(encode(WHOLE), "it") == WHOLE
+    assert decode(encode(WHOLE), "it", 0) == WHOLE
     empty = {"batch": (), "objects": {(): b"state"}}
-    assert decode(encode(empty), "it") == {**empty, "waiting": {}}
-    assert decode(encode({"error": "E: text"}), "it") == {"error": "E: text"}
+    assert decode(encode(empty), "it", 0) == {**empty, "waiting": {}}
+    with pytest.raises(hc.errors.HostcallError, match="it failed in process 1: E: tex"):
+        decode(encode({"error": "E: text"}), "it", 1)
 
 
 class Evil:
@@ -28,17 +30,28 @@ class Evil:
 
 
 GOOD = encode(WHOLE)
+
+
+def changed(**new):
+    return json.dumps({**json.loads(GOOD), **new}).encode()
+
+
 FOREIGN = {
     "a pickle": pickle.dumps(Evil()),
     "nothing": b"",
     "cut": GOOD[:-1],
-    "cut in its head": GOOD[:20],
-    "a length": b"\xff" * 8 + GOOD[8:],
-    "a size below 0": GOOD.replace(b"3]", b"-3]", 1),
-    "a size that is no number": GOOD.replace(b", 0]]", b',""]]', 1),
-    "deep": (10**6).to_bytes(8, "little") + b"[" * 10**6,
-    "a list": (2).to_bytes(8, "little") + b"[]",
-    "no text": (8).to_bytes(8, "little") + b"\xff" * 8,
+    "no states": b'{"batch":[]}',
+    "more": changed(more=1),
+    "a size that is no number": changed(batch=[""]),
+    "an axis without a name": changed(batch=[[3, 4]]),
+    "an index that is no tuple": changed(objects=[[0, ""]]),
+    "a state that is no text": changed(objects=[[[0], 1]]),
+    "a state that is not base64": changed(waiting=[[[0], "{}"]]),
+    "states in a dict": changed(objects={"0": ""}),
+    "an error that is no text": b'{"error":[]}',
+    "deep": b"[" * 10**6,
+    "a list": b"[]",
+    "no text": b"\xff" * 8,
 }
 
 
@@ -47,5 +60,5 @@ def test_bytes_that_no_process_wrote(case):
     with pytest.raises(
         hc.errors.HostcallError, match="was not written by a process"
     ) as caught:
-        decode(FOREIGN[case], "save() of `env`, process 1")
+        decode(FOREIGN[case], "save() of `env`", 1)
     assert caught.value.code == "hc-process"

@@ -59,37 +59,49 @@ def _is_wide(spec: str) -> bool:
     )
 
 
-def formatted(
-    fmt: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    unnamed: Iterator[int] | None = None,
-) -> str:
-    """As `print_format.formatted`, for a format without a `fault`.
+def formatted(fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """As `print_format.formatted`, for a format without a `fault`."""
+    return _Plain().vformat(fmt, args, kwargs)
 
-    `unnamed` has the arguments for the next fields without names.
-    """
-    unnamed, parts = unnamed or itertools.count(), []
-    for text, field, spec, conversion in string.Formatter().parse(fmt):
-        parts.append(text)
-        if field is None:
-            continue
-        found = _FIELD.fullmatch(field)
+
+class _Plain(EachElement):
+    """Looks up items in what has some, and formats what has formats; nothing else."""
+
+    def __init__(self) -> None:
+        self._unnamed = itertools.count()
+
+    def parse(self, format_string: Any) -> Iterator[Any]:
+        # Not every Python numbers fields that have an item and no name.
+        for text, field, spec, conversion in super().parse(format_string):
+            if field is not None and field[:1] in ("", "["):
+                field = f"{next(self._unnamed)}{field}"
+            yield text, field, spec, conversion
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        found = _FIELD.fullmatch(field_name)
         assert found is not None  # `fault` has looked
         name, items = found.groups()
-        if not name or name.isdecimal():
-            value = args[int(name) if name else next(unnamed)]
-        else:
-            value = kwargs[name]
+        value = self.get_value(int(name) if name.isdecimal() else name, args, kwargs)
         for item in items[1:-1].split("][") if items else ():
             value = _item(value, item)
-        value = _ELEMENTS.convert_field(printable(value), conversion)
-        # Behind the name, since a width without a name is the next argument.
-        parts.append(_shown(value, formatted(spec or "", args, kwargs, unnamed)))
-    return "".join(parts)
+        return printable(value), name
 
-
-_ELEMENTS = EachElement()
+    def format_field(self, value: Any, format_spec: str) -> str:
+        kind = type(value)
+        if not format_spec:
+            return format(value)
+        if _is_wide(format_spec):
+            raise ValueError(
+                f"hostcall: the format of a loaded hc.print has the spec"
+                f" {format_spec!r}, and a width or precision of more than {WIDEST} is"
+                " refused there"
+            )
+        if kind in _SPECS or kind is np.ndarray or issubclass(kind, np.generic):
+            return super().format_field(value, format_spec)
+        raise TypeError(
+            f"hostcall: the format of a loaded hc.print formats a {kind.__name__} as"
+            f" {{:{format_spec}}}. Only numbers, texts and arrays are formatted there"
+        )
 
 
 def _item(value: Any, item: str) -> Any:
@@ -105,23 +117,6 @@ def _item(value: Any, item: str) -> Any:
     raise TypeError(
         f"hostcall: the format of a loaded hc.print takes the item [{item}] of a"
         f" {kind.__name__}. Only tuples, lists, dicts and arrays have items there"
-    )
-
-
-def _shown(value: Any, spec: str) -> str:
-    if not spec:
-        return format(value)
-    kind = type(value)
-    if _is_wide(spec):
-        raise ValueError(
-            f"hostcall: the format of a loaded hc.print has the spec {spec!r}, and a"
-            f" width or precision of more than {WIDEST} is refused there"
-        )
-    if kind in _SPECS or kind is np.ndarray or issubclass(kind, np.generic):
-        return _ELEMENTS.format_field(value, spec)
-    raise TypeError(
-        f"hostcall: the format of a loaded hc.print formats a {kind.__name__} as"
-        f" {{:{spec}}}. Only numbers, texts and arrays are formatted there"
     )
 
 

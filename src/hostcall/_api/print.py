@@ -16,10 +16,14 @@ from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
-from hostcall._core.portable import Malformed, NotPortable, read_plain, tell_plain
+from hostcall._core.portable import (
+    Malformed,
+    NotPortable,
+    read_record,
+    tell_record,
+)
 from hostcall._core.spec import Static
 from hostcall._engine.params.tap import On, Rows, WhenFull
-from hostcall._engine.portable import add_kind
 
 
 def print(
@@ -162,7 +166,7 @@ class Printer(HostCode):
         stream.write(text, file, flush=self.flush)
 
 
-def _tell(printer: Printer, _: bool) -> Any:
+def tell(printer: Printer, _: bool) -> Any:
     if printer.file is not None:
         raise NotPortable(
             "file= is a stream of this process. Leave it out: the line goes to what"
@@ -170,39 +174,28 @@ def _tell(printer: Printer, _: bool) -> Any:
         )
     if fault := plain_format.fault(printer.fmt):
         raise NotPortable(f"its format {fault}")
-    told = {"fmt": printer.fmt, "flush": printer.flush, "end": printer.end}
-    told["numbers"] = list(printer.numbers)
-    return {**told, "options": tell_plain(printer.options, "a NumPy print option")}
+    return tell_record(printer, _TEXT)
 
 
-def _read(told: Any) -> tuple[Printer, dict[str, Any]]:
-    printer = Printer(
-        fmt=told["fmt"],
-        file=None,
-        flush=bool(told["flush"]),
-        end=told["end"],
-        options=read_plain(told["options"]),
-        numbers=tuple(told.get("numbers", ())),  # none in older files
-        loaded=True,
-    )
-    return printer, {}
+_TEXT = {
+    "fmt": str,
+    "flush": bool,
+    "end": str,
+    "numbers": tuple[int, ...],
+    "options": tuple[tuple[str, Any], ...],
+}
 
 
-def _check(told: Any) -> None:
-    for key in ("fmt", "end"):
-        if not isinstance(told[key], str):
-            raise Malformed(f"{key}={told[key]!r} of a print")
-    if fault := plain_format.fault(told["fmt"]):
-        raise Malformed(f"the format {told['fmt']!r}, which {fault}")
-    for name, value in told["options"]:
+def read(told: Any) -> tuple[Printer, dict[str, Any]]:
+    found = read_record(told, _TEXT)
+    if fault := plain_format.fault(found["fmt"]):
+        raise Malformed(f"the format {found['fmt']!r}, which {fault}")
+    for name, value in found["options"]:
         if name not in _OPTIONS or not _OPTIONS[name][1](value):
             raise Malformed(f"the print option {name}={value!r}")
-    for number in told.get("numbers", ()):
-        if type(number) is not int or number < 0:
-            raise Malformed(f"the number {number!r} of an argument of a print")
-
-
-add_kind("print", _tell, _read, _check)
+    if min(found["numbers"], default=0) < 0:
+        raise Malformed(f"the numbers {found['numbers']} of arguments of a print")
+    return Printer(file=None, loaded=True, **found), {}
 
 
 def _of_python(array: np.ndarray) -> Any:

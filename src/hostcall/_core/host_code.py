@@ -66,7 +66,9 @@ class HostCode:
         """
         return None
 
-    def enter(self, here: Any, held: Any, args: Any) -> Callable[..., Any] | None:
+    def enter(
+        self, here: Any, held: Any, args: Any, kwargs: Any
+    ) -> Callable[..., Any] | None:
         """Locks what a row needs until `held` is closed; returns what to await then.
         None if nothing is locked.
         """

@@ -8,9 +8,13 @@ this process has registered, and constants are numbers and texts.
 from __future__ import annotations
 
 import base64
+import contextlib
+import itertools
 import json
-from collections.abc import Collection, Sequence
-from typing import Any
+import math
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
 
 import jax
 import ml_dtypes
@@ -29,6 +33,10 @@ class NotPortable(Exception):
 class Malformed(Exception):
     """A text is not what `tell_*` makes; says which part."""
 
+
+# The version of texts and of files with them. Counted up when older versions of
+# hostcall could not read them.
+FORMAT = 3
 
 _SIZE = "symbolic size"  # the one key of a dict that stands for such a size
 
@@ -54,19 +62,17 @@ def read_plain(told: Any) -> Any:
     return tuple(map(read_plain, told)) if isinstance(told, list) else told
 
 
-def tell_bytes(value: bytes | None) -> str | None:
-    return None if value is None else base64.b64encode(value).decode()
+def tell_bytes(value: bytes) -> str:
+    return base64.b64encode(value).decode()
 
 
-def read_bytes(told: str | None) -> bytes | None:
-    return None if told is None else base64.b64decode(told, validate=True)
+def read_bytes(told: Any) -> bytes:
+    if type(told) is not str:
+        raise Malformed(f"the bytes {told!r}")
+    return base64.b64decode(told, validate=True)
 
 
 # --- Arrays -------------------------------------------------------------------------
-
-
-def tell_dtype(dtype: Any) -> str:
-    return str(np.dtype(dtype).name)
 
 
 def read_dtype(told: Any) -> np.dtype:
@@ -94,23 +100,18 @@ def _tell_size(size: Any) -> Any:
     return {_SIZE: str(size)} if _jax.is_symbolic(size) else int(size)
 
 
-def tell_avals(avals: Sequence[Any]) -> list[Any]:
-    return [[tell_dtype(a.dtype), *map(_tell_size, a.shape)] for a in avals]
+def tell_aval(aval: Any) -> list[Any]:
+    return [np.dtype(aval.dtype).name, *map(_tell_size, aval.shape)]
 
 
-def read_avals(told: list[Any]) -> tuple[Any, ...]:
-    return tuple(
-        _jax.ShapedArray(tuple(map(int, shape)), read_dtype(dtype))
-        for dtype, *shape in told
-    )
-
-
-def _tell_key(key: Any) -> str | None:
-    return None if key is None else _jax.key_impl(key)
-
-
-def _read_key(told: str | None) -> Any:
-    return None if told is None else _jax.key_dtype(told)
+def read_aval(told: Any) -> Any:
+    dtype, *shape = told
+    if not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        raise Malformed(f"the shape {shape!r} of dtype {dtype!r}")
+    found = read_dtype(dtype)
+    if math.prod(max(n, 1) for n in shape) * found.itemsize > 2**60:
+        raise Malformed(f"the shape {shape!r}, too large for an array")
+    return _jax.ShapedArray(tuple(shape), found)
 
 
 # --- Trees --------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def _node_of(told: Any) -> Any:
             f"the pytree type {name!r}, which this process does not know. Import the"
             " module that names it by jax.export.register_pytree_node_serialization"
         )
-    return make(read_bytes(aux) or b"", children)
+    return make(b"" if aux is None else read_bytes(aux), children)
 
 
 def tell_template(template: Template) -> Any:
@@ -182,7 +183,7 @@ def tell_template(template: Template) -> Any:
     marks = [
         {"is": tell_plain(leaf.value, f"the argument {next(paths)}")}
         if isinstance(leaf, Static)
-        else _tell_key(leaf)
+        else _jax.key_impl(leaf)
         for leaf in template.leaves
     ]
     return [tell_tree(template.treedef), marks]
@@ -191,8 +192,8 @@ def tell_template(template: Template) -> Any:
 def read_template(told: Any) -> Template:
     structure, marks = told
     leaves = tuple(
-        Static(read_plain(mark["is"])) if isinstance(mark, dict) else _read_key(mark)
-        for mark in marks
+        Static(read_plain(it["is"])) if isinstance(it, dict) else _jax.key_dtype(it)
+        for it in marks
     )
     treedef = read_tree(structure)
     if treedef.num_leaves != len(leaves):
@@ -201,13 +202,89 @@ def read_template(told: Any) -> Template:
 
 
 def tell_results(results: Results) -> Any:
-    keys = [_tell_key(key) for key in results.keys]
-    return [tell_tree(results.treedef), tell_avals(results.avals), keys]
+    keys = [_jax.key_impl(key) for key in results.keys]
+    return [tell_tree(results.treedef), [*map(tell_aval, results.avals)], keys]
 
 
 def read_results(told: Any) -> Results:
     structure, avals, keys = told
-    return Results(read_tree(structure), read_avals(avals), tuple(map(_read_key, keys)))
+    avals = read_value(avals, AVALS, "the results")
+    return Results(read_tree(structure), avals, tuple(map(_jax.key_dtype, keys)))
+
+
+# --- Records ------------------------------------------------------------------------
+# Things whose fields travel, each as its type says.
+
+AVALS = tuple[_jax.ShapedArray, ...]
+
+_WAYS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: (tell_bytes, read_bytes),
+    _jax.ShapedArray: (tell_aval, read_aval),
+    Template: (tell_template, read_template),
+    Results: (tell_results, read_results),
+}
+
+
+def tell_record(thing: Any, hints: Iterable[str]) -> dict[str, Any]:
+    """These attributes as JSON, for `read_record`. Raises NotPortable."""
+    return {each: tell_value(getattr(thing, each), f"{each}=") for each in hints}
+
+
+def tell_value(value: Any, what: str) -> Any:
+    for kind, (tell, _) in _WAYS.items():
+        if issubclass(type(value), kind):
+            return tell(value)
+    if type(value) is tuple:
+        return [tell_value(each, what) for each in value]
+    if type(value) is dict:
+        return {key: tell_value(each, what) for key, each in value.items()}
+    return tell_plain(value, what)
+
+
+def read_record(told: Any, hints: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of these fields, and no others, each of its type.
+
+    Raises KeyError or Malformed, or what reading a tree raises.
+    """
+    if not isinstance(told, dict):
+        raise Malformed(f"{told!r} in place of fields")
+    if unknown := told.keys() - hints.keys():
+        raise Malformed(f"the options {sorted(unknown)}")
+    return {each: read_value(told[each], hint, each) for each, hint in hints.items()}
+
+
+def read_value(told: Any, hint: Any, what: str) -> Any:
+    """The value of a type that a text tells. 1 is not True, and a number is finite."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return told
+    if hint in _WAYS:
+        return _WAYS[hint][1](told)
+    if origin is Literal:
+        if any(type(told) is type(each) and told == each for each in inner):
+            return told
+    elif origin in (Union, types.UnionType):
+        if told is None and type(None) in inner:
+            return None
+        for each in inner:
+            with contextlib.suppress(Malformed):
+                return read_value(told, each, what)
+    elif origin is tuple and type(told) is list:
+        if inner[-1] is ...:
+            inner = inner[:1] * len(told)
+        if len(inner) == len(told):
+            return tuple(map(read_value, told, inner, itertools.repeat(what)))
+    elif origin is dict and type(told) is dict:
+        return {key: read_value(each, inner[1], what) for key, each in told.items()}
+    elif hint is int:
+        if type(told) is int and -(2**63) <= told < 2**63:
+            return told
+    elif hint is float:
+        if type(told) in (int, float) and math.isfinite(told):
+            return told
+    elif type(told) is hint:
+        return told
+    raise Malformed(f"the option {what}={told!r}")
 
 
 # --- The text -----------------------------------------------------------------------
@@ -261,14 +338,16 @@ def _children(told: Any) -> Collection[Any]:
 
 
 def sizes_in(told: Any) -> list[str]:
-    """The symbolic sizes in what `tell_*` made, each once."""
+    """The symbolic sizes in what `tell_*` made, each once. Raises Malformed."""
     if isinstance(told, dict) and told.keys() == {_SIZE}:
+        if not isinstance(told[_SIZE], str):
+            raise Malformed(f"the size {told[_SIZE]!r}")
         return [told[_SIZE]]
     found = [size for part in _children(told) for size in sizes_in(part)]
     return list(dict.fromkeys(found))
 
 
-def with_sizes(told: Any, values: dict[str, int]) -> Any:
+def with_sizes(told: Any, values: Mapping[str, int]) -> Any:
     """The same with numbers in place of the symbolic sizes."""
     if isinstance(told, dict):
         if told.keys() == {_SIZE}:

@@ -10,6 +10,7 @@ import contextlib
 import re
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from hostcall._core import definitions
@@ -37,12 +38,10 @@ class Registered(NamedTuple):
     Attributes:
         thing: the object.
         by: the statement that registered it.
-        times: how many other objects had the name before.
     """
 
     thing: Any
     by: definitions.Statement
-    times: int
 
 
 # Guards all. Held for a few dictionary operations, and never while other code runs.
@@ -70,7 +69,7 @@ def add(thing: Any, name: str, version: int) -> None:
     held, by = held_of(thing), definitions.statement()
     with _lock:
         before, had = _things.get(key), _names.get(held)
-        now = before or Registered(thing, by, 0)
+        now = before or Registered(thing, by)
         if had is not None and had != key:
             raise RegistryError(
                 f"hostcall: {_said(thing)} is registered as {had}, so it can't get the"
@@ -81,7 +80,7 @@ def add(thing: Any, name: str, version: int) -> None:
                 raise RegistryError(_taken(key, now.thing, now.by, thing))
             _names.pop(held_of(now.thing), None)
             _forget(held_of(now.thing), key, by)
-            now = Registered(thing, by, now.times + 1)
+            now = Registered(thing, by)
         _things[key], _names[held] = now, key
 
 
@@ -102,12 +101,6 @@ def why_nameless(held: Any) -> str:
         return ""
 
 
-def times_replaced(key: Name) -> int:
-    """How many objects had this name before the one that has it now."""
-    found = _things.get(key)
-    return 0 if found is None else found.times
-
-
 def name_of_held(held: Any) -> Name | None:
     """The name under which this object is registered, or None."""
     try:
@@ -117,33 +110,28 @@ def name_of_held(held: Any) -> Name | None:
 
 
 def find(name: str, version: int) -> Any:
-    """The object of that name.
-
-    Raises RegistryError, which says what is registered, if there is none.
-    """
-    found = _things.get(Name(name, version))
-    if found is None:
-        raise RegistryError(missing([Name(name, version)]))
-    return found.thing
+    """The object of that name. Raises RegistryError as `require` does."""
+    key = Name(name, version)
+    require([key])
+    return _things[key].thing
 
 
-def is_here(key: Name) -> bool:
-    return key in _things
-
-
-def missing(keys: list[Name]) -> str:
-    """The text of an error about names that this process has not registered."""
+def require(keys: Iterable[Name]) -> None:
+    """Raises RegistryError, which says what is registered, if some name is not."""
     lines = []
-    for key in keys:
+    missing = [key for key in keys if key not in _things]
+    for key in missing:
         others = sorted(k.version for k in list(_things) if k.name == key.name)
         have = ", ".join(map(str, others))
         lines.append(f"{key} (version {have} is registered here)" if have else f"{key}")
-    return (
-        "hostcall: the program calls host code that this process has not registered:"
-        f" {'; '.join(lines)}. Import the module that registers it, or write"
-        f" @hc.register({keys[0].name!r}, version={keys[0].version}) at the function,"
-        " before the program is loaded"
-    )
+    if missing:
+        name, version = missing[0]
+        raise RegistryError(
+            "hostcall: the program calls host code that this process has not"
+            f" registered: {'; '.join(lines)}. Import the module that registers it, or"
+            f" write @hc.register({name!r}, version={version}) at the function, before"
+            " the program is loaded"
+        )
 
 
 def _check(thing: Any, name: Any, version: Any) -> Name:

@@ -7,83 +7,70 @@ slope of an elementwise function with finite differences goes by that function's
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from hostcall._core import portable, registry
 from hostcall._core.errors import LoadError
-from hostcall._core.host_code import is_function, why_here
-from hostcall._core.portable import Malformed, NotPortable
+from hostcall._core.host_code import is_function
+from hostcall._core.portable import AVALS, Malformed
 from hostcall._core.source import Place, name_of, source_of
+from hostcall._core.spec import Results, Template
 from hostcall._engine.options import POLICY
 from hostcall._engine.params.equation import Policy
-from hostcall._engine.portable import add_kind
+from hostcall._engine.portable import name_of as name_of_registered
 from hostcall._host_function.differences import Diagonal
 from hostcall._host_function.function_code import FunctionCode, Kind
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 
 
-def _tell(code: FunctionCode, _: bool) -> Any:
+def tell(code: FunctionCode, _: bool) -> Any:
     function, trees = code.site.function, code.site.trees
     slope = None
     if isinstance(function.fn, Diagonal):
         slope = function.fn.position
         function = function.fn.differences.function
-    name = registry.name_of_held(function)
-    if name is None:
-        raise NotPortable(
-            why_here(function.fn)
-            or registry.why_nameless(function)
-            or "it has no name in other processes. Register the hc.host function, not"
-            " the function in it:"
-            f' f = hc.register("my_package.{trees.name}", version=1)(f)'
-            " (as a decorator above its @hc.host), in every process that loads the"
-            " program"
-        )
+    name = name_of_registered(
+        function,
+        "it has no name in other processes. Register the hc.host function, not the"
+        f' function in it: f = hc.register("my_package.{trees.name}", version=1)(f)'
+        " (as a decorator above its @hc.host), in every process that loads the program",
+        function.fn,
+    )
     return {
-        "registered": list(name),
+        "registered": name,
         "slope": slope,
-        "kind": code.kind,
-        "avals": portable.tell_avals(code.avals),
-        "nz": list(code.nz),
-        "take": code.take,
-        "name": trees.name,
-        "template": portable.tell_template(trees.template),
-        "in": portable.tell_avals(trees.in_avals),
-        "results": portable.tell_results(trees.results),
-        "nondiff": list(trees.nondiff),
-        "fills": trees.fills and [portable.tell_bytes(fill) for fill in trees.fills],
+        **portable.tell_record(code, _CODE),
+        **portable.tell_record(trees, _TREES),
     }
 
 
-def _read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
-    name = registry.Name(*told["registered"])
-    function = registry.find(*name)
-    kind = told["kind"]
-    fills = told["fills"]
-    trees = Trees(
-        name=str(told["name"]),
-        template=portable.read_template(told["template"]),
-        in_avals=portable.read_avals(told["in"]),
-        results=portable.read_results(told["results"]),
-        nondiff=portable.read_plain(told["nondiff"]),
-        fills=fills and tuple(map(portable.read_bytes, fills)),
-    )
-    slope = told["slope"]
+# What travels of a `FunctionCode` and of its `Trees`.
+_CODE = {"kind": Kind, "avals": AVALS, "nz": tuple[bool, ...], "take": bool}
+_TREES = {
+    "name": str,
+    "template": Template,
+    "in_avals": AVALS,
+    "results": Results,
+    "nondiff": tuple[int, ...],
+    "fills": tuple[bytes | None, ...] | None,
+}
+_TEXT = {"registered": tuple[str, int], "slope": int | None, **_CODE, **_TREES}
+
+
+def read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
+    found = portable.read_record(told, _TEXT)
+    name = registry.Name(*found["registered"])
+    function, slope = registry.find(*name), found["slope"]
+    trees = Trees(**{part: found[part] for part in _TREES})
     if slope is not None:
         (arguments, _) = trees.template.treedef.children()
-        if type(slope) is not int or slope not in range(len(arguments.children())):
+        if slope not in range(len(arguments.children())):
             raise Malformed(f"the slope {slope!r}")
         function = _slope(function, slope, name)
-    _check_rules(function, kind, name)
+    _check_rules(function, found["kind"], name)
     site = Site(function, trees, Place("a loaded program", 0, trees.name))
-    code = FunctionCode(
-        site,
-        kind,
-        portable.read_avals(told["avals"]),
-        tuple(map(bool, told["nz"])),
-        bool(told["take"]),
-    )
+    code = FunctionCode(site, **{part: found[part] for part in _CODE})
     code.describe()
     options = code.options()
     policy = {option: options.get(option) for option in POLICY}  # bridges lack some
@@ -102,15 +89,6 @@ def _slope(function: Any, position: int, name: registry.Name) -> Any:
     return differences.slope(position)
 
 
-def _check(told: Any) -> None:
-    """Raises Malformed or LoadError if what is registered here has no such rule."""
-    name, kind = registry.Name(*told["registered"]), told["kind"]
-    if kind not in get_args(Kind):
-        raise Malformed(f"the rule {kind!r}")
-    if told["slope"] is None:
-        _check_rules(registry.find(*name), kind, name)
-
-
 def _check_rules(function: Any, kind: str, name: registry.Name) -> None:
     """Raises LoadError if what is registered here lacks the rule that is called."""
     rules = function.rules if is_function(function) else None
@@ -127,6 +105,3 @@ def _check_rules(function: Any, kind: str, name: registry.Name) -> None:
             f" registered here has no def{needs}. Give it the rules that it had where"
             " the program was exported, or count its version= up"
         )
-
-
-add_kind("host", _tell, _read, _check)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,13 +34,15 @@ def node_maker(name: str) -> Callable[[bytes, Sequence[Any]], Any] | None:
     return lambda aux, children: make(read(aux), children)
 
 
-def key_impl(dtype: Any) -> str:
-    """The name of the implementation behind the dtype of typed keys."""
-    return str(dtype._impl.name)
+def key_impl(dtype: Any) -> str | None:
+    """The implementation behind the dtype of typed keys; None for None."""
+    return None if dtype is None else str(dtype._impl.name)
 
 
-def key_dtype(impl: str) -> Any:
-    """The dtype of typed keys with this implementation. Raises ValueError."""
+def key_dtype(impl: str | None) -> Any:
+    """The dtype of typed keys of an implementation; None for None. Or a ValueError."""
+    if impl is None:
+        return None
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
@@ -56,86 +58,17 @@ def has_symbolic(avals: Sequence[Any]) -> bool:
     return any(is_symbolic(n) for aval in avals for n in getattr(aval, "shape", ()))
 
 
-def evaluate_sizes(
-    texts: Sequence[str], known: Sequence[tuple[str, int]]
-) -> list[int] | None:
-    """The values of symbolic sizes, given other sizes with their values.
-
-    A size that is not among the known ones is computed from its variables. These are
-    solved from the known sizes, as far as one is linear in one unknown variable. None
-    if something stays unknown, or if the known sizes contradict each other.
-    """
-    direct = dict(known)
-    if any(direct[text] != value for text, value in known):
-        return None
-    if all(text in direct for text in texts):
-        return [direct[text] for text in texts]
-    joined = ", ".join([*texts, *(text for text, _ in known)])
-    sizes = jax.export.symbolic_shape(joined)
-    wanted, given = sizes[: len(texts)], sizes[len(texts) :]
-    values = _solved(given, [value for _, value in known])
-    needed = {name for size in wanted for name in _variables(size)}
-    if not needed <= values.keys():
-        return None
-    for size, (_, value) in zip(given, known, strict=True):
-        if set(_variables(size)) <= values.keys() and _value(size, values) != value:
-            return None
-    return [_value(size, values) for size in wanted]
-
-
-def unknown_sizes(texts: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The symbolic sizes that `evaluate_sizes` can't find from the known ones."""
-    sizes = jax.export.symbolic_shape(", ".join(known)) if known else ()
-    names = sorted(set[str]().union(*map(_variables, sizes)))
-    # Which variables can be found does not depend on their values.
-    trial = {name: 1009 + 10 * number for number, name in enumerate(names)}
-    at = [(text, _value(size, trial)) for text, size in zip(known, sizes, strict=True)]
-    return [text for text in texts if evaluate_sizes([text], at) is None]
-
-
-def _solved(given: Sequence[Any], at: Sequence[int]) -> dict[str, int]:
-    """The variables that follow from sizes with these values."""
-    values: dict[str, int] = {}
-    left = list(zip(given, at, strict=True))
-    while left:
-        later = [pair for pair in left if not _solve(*pair, values)]
-        if len(later) == len(left):
-            break
-        left = later
-    return values
-
-
-def _variables(size: Any) -> set[str]:
+def size_from(text: str, known: Mapping[str, int]) -> int | None:
+    """The value of a symbolic size, if that or those of all its variables are known."""
+    if text in known:
+        return known[text]
+    (size,) = jax.export.symbolic_shape(text)
     if not is_symbolic(size):
-        return set()
-    return set(map(str, size._get_vars()))
-
-
-def _value(size: Any, values: dict[str, int]) -> int:
-    return int(size._evaluate(values)) if is_symbolic(size) else int(size)
-
-
-def _solve(size: Any, value: int, values: dict[str, int]) -> bool:
-    """Puts the one unknown variable of a size into `values`, if it can be found."""
-    unknown = _variables(size) - values.keys()
-    if not unknown:
-        return True
-    if len(unknown) > 1:
-        return False
-    (name,) = unknown
-    first, *others = (
-        (n, _value(size, {**values, name: n})) for n in (1, 2, 3, 5, 8, 64, 1001)
-    )
-    slope = others[0][1] - first[1]
-    # Nothing else determines the unknown: mod(n, 4) does not, nor n // 2.
-    linear = all(y - first[1] == slope * (n - first[0]) for n, y in others)
-    if slope == 0 or not linear or (value - first[1]) % slope:
-        return False
-    found = first[0] + (value - first[1]) // slope
-    if _value(size, {**values, name: found}) != value:
-        return False
-    values[name] = found
-    return True
+        return int(size)
+    names = set(map(str, size._get_vars()))
+    if not names <= known.keys():
+        return None
+    return int(size._evaluate({name: known[name] for name in names}))
 
 
 def client_of(platform: str) -> Any:

@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,14 +36,12 @@ from hostcall import _jax, _native
 from hostcall._core import portable
 from hostcall._core.errors import HostcallError, LoadError
 from hostcall._core.portable import Malformed, NotPortable
-from hostcall._engine import checked, targets
 from hostcall._engine import portable as equations
+from hostcall._engine import targets
 from hostcall._engine.info import CallInfo, TapInfo
 from hostcall._engine.plans import Entrance, Team, plan_in_program
 from hostcall._runtime import context, delivery, host_device
 
-# Counted up when older versions of hostcall could not read the texts.
-FORMAT = 1
 ATTRIBUTE = "text"
 
 
@@ -64,36 +64,32 @@ def tell(
         raise NotPortable("its program runs over several processes")
     if program.automatic:
         raise NotPortable("it is in a shard_map that is manual over some axes only")
-    told["hostcall"] = FORMAT
-    if program.is_exported and team is not None:
-        # The program may run on other devices than those that it was exported on.
-        if info.params.sharding is not None:
-            raise NotPortable(
-                "it has on=, which names a device, and the program may run on other"
-                " devices. Leave out on=: the first device that comes then calls"
-            )
-        team = team._replace(leader=None)
-    told["team"] = None if team is None else list(team)
-    told["only"] = list(only)
+    if program.is_exported and team is not None and info.params.sharding is not None:
+        raise NotPortable(
+            "it has on=, which names a device, and the program may run on other"
+            " devices. Leave out on=: the first device that comes then calls"
+        )
     outs = info.params.out_avals
-    told["linked"] = info.params.order != "pure" and _jax.has_symbolic(outs)
-    told["mesh"] = _tell_mesh(program.mesh)
-    _check_sizes(told)
-    return portable.write(told)
-
-
-def _check_sizes(told: Any) -> None:
-    """Refuses a call whose plan could not be made, since a size would be unknown."""
-    if not (sizes := portable.sizes_in(told)):
-        return
+    told |= {
+        "hostcall": portable.FORMAT,
+        "team": None if team is None else list(team),
+        "only": list(only),
+        "linked": info.params.order != "pure" and _jax.has_symbolic(outs),
+        "mesh": _tell_mesh(program.mesh),
+    }
     known = portable.sizes_in(list(buffers_of(told)))
-    if unknown := _jax.unknown_sizes(sizes, known):
+    # What can be computed does not depend on the values.
+    _, unknown = _values(
+        told, dict(zip(known, itertools.count(1009, 10), strict=False))
+    )
+    if unknown:  # its plan could not be made
         raise NotPortable(
             f"the sizes {', '.join(unknown)} don't follow from the shapes of its arrays"
             f" ({', '.join(known) or 'all constant'}). Pass the call an array that has"
             " the missing size as a dimension (to a rule for derivatives, among the"
             " residuals), or export with a constant size"
         )
+    return portable.write(told)
 
 
 def _tell_mesh(mesh: Any) -> Any:
@@ -110,38 +106,47 @@ def _tell_mesh(mesh: Any) -> Any:
 
 
 def parse(text: str) -> Any:
-    """What a text says. Raises LoadError."""
+    """What a text says; of that, only the version and the sizes are checked.
+
+    Raises LoadError.
+    """
     try:
         told = portable.read(text)
         if not isinstance(told, dict) or "hostcall" not in told:
             raise Malformed("it names no version")
+        for size in portable.sizes_in(told):
+            if not _SIZE.fullmatch(size):
+                raise Malformed(f"the size {size!r}")
     except Malformed as error:
         raise LoadError(
             "hostcall: the program has a call whose description can't be read"
             f" ({error}). It was damaged, or not made by hostcall"
         ) from error
     version = told["hostcall"]
-    if version != FORMAT:
+    if version != portable.FORMAT:
         raise LoadError(
             f"hostcall: the program has a call in version {version} of hostcall's"
-            f" format, and this hostcall reads version {FORMAT}. Export it with this"
-            " version, or load it with the one that exported it"
+            f" format, and this hostcall reads version {portable.FORMAT}. Export it"
+            " with this version, or load it with the one that exported it"
         )
     return told
 
 
-def check(text: str) -> Any:
-    """What a text says, checked as far as its sizes are known. Makes nothing.
+# A size with names, such as "2*b + floordiv(n^2, 4)". JAX multiplies powers out.
+_SIZE = re.compile(r"(?:[\w\s+*/,()-]|\^[0-9](?![0-9])){1,1000}")
+
+
+def check(told: Any) -> None:
+    """Reads what a text says, with any sizes in place of the symbolic ones.
 
     Raises LoadError, or RegistryError if this process lacks its function.
     """
-    told = parse(text)
     with reading():
-        checked.check_options(told)
-        if not portable.sizes_in(told):
-            checked.check_shapes(told)
-        equations.check(told)
-    return told
+        equations.read(_with_any_sizes(told))
+
+
+def _with_any_sizes(told: Any) -> Any:
+    return portable.with_sizes(told, dict.fromkeys(portable.sizes_in(told), 1))
 
 
 def _read_text(
@@ -161,29 +166,26 @@ def _read_text(
     platform = "cuda" if on_cuda else "cpu"
     client = _client(platform)
     targets.start_on(client)
-    told = check(text)
+    told = parse(text)
     with reading():
         sizes = portable.sizes_in(told)
         if buffers is not None:
-            wanted = list(itertools.chain(*buffers_of(told)))
-            told = _with_sizes(told, sizes, wanted, buffers)
+            told = _with_sizes(told, buffers) if sizes else told
             _check_buffers(told, buffers)
-            checked.check_shapes(told)
-        elif sizes:
+        params, found = equations.read(_with_any_sizes(told))
+        if buffers is None and sizes:
             return None
-        params = equations.read(told)
-        operands = portable.read_avals(told["operands"])
-        mesh = _read_mesh(told["mesh"], client)
+        mesh = _read_mesh(found["mesh"], client)
     by_ordinal = {_jax.ordinal(device): device for device in client.local_devices()}
-    team = None if told["team"] is None else Team(*told["team"])
-    if team is not None and "place" in told:  # exported, so on any devices
+    team = None if found["team"] is None else Team(*found["team"])
+    if team is not None and found["place"]:  # exported, so on any devices
         team = team._replace(leader=None)
     tap = None
     info: CallInfo
+    operands = found["operands"]
     if params.is_tap:
         delivery.start()
-        only = portable.read_plain(told["only"])
-        tap = params.settings(only, host_device.is_host(client))
+        tap = params.settings(found["only"], host_device.is_host(client))
         info = TapInfo.of_whole(params, by_ordinal, mesh, operands)
     else:
         info = CallInfo(params, by_ordinal, mesh)
@@ -197,7 +199,7 @@ def _read_text(
 # is passed on as it is.
 _SAY_DAMAGED = (
     *(Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError),
-    OverflowError,
+    ArithmeticError,
 )
 
 
@@ -228,14 +230,11 @@ def _client(platform: str) -> Any:
     XLA's threads keep the settings of the calls that they have made.
     """
     default = getattr(_jax.default_device.value, "client", None)
-    if default is None:
-        return _jax.client_of(platform)
-    if host_device.is_host(default):
-        inside = context.current() is not None
-        return default if inside else _jax.client_of(platform)
     # A GPU's client calls its platform "gpu" or "cuda".
-    fits = (default.platform == "cpu") == (platform == "cpu")
-    return default if fits else _jax.client_of(platform)
+    fits = default is not None and (default.platform == "cpu") == (platform == "cpu")
+    if fits and (context.current() is not None or not host_device.is_host(default)):
+        return default
+    return _jax.client_of(platform)
 
 
 def buffers_of(told: Any) -> tuple[list[Any], list[Any]]:
@@ -250,28 +249,28 @@ def buffers_of(told: Any) -> tuple[list[Any], list[Any]]:
     return [*number, *operands], [*number, *results]
 
 
-def _with_sizes(
-    told: Any, sizes: list[str], wanted: list[Any], buffers: list[list[int]]
-) -> Any:
+def _with_sizes(told: Any, buffers: list[list[int]]) -> Any:
     """What `told` says, with the sizes that these buffers have."""
-    if not sizes:
-        return told
-    known = []
+    known: dict[str, int] = {}
+    wanted = itertools.chain(*buffers_of(told))
     for (_, *symbolic), (_, *actual) in zip(wanted, buffers, strict=True):
         for size, value in zip(symbolic, actual, strict=True):
-            known += [(name, value) for name in portable.sizes_in(size)]
-    values = _jax.evaluate_sizes(sizes, known)
-    if values is None:
-        unknown = _jax.unknown_sizes(sizes, [name for name, _ in known])
-        what = f"the sizes {', '.join(unknown)} of a call don't follow from"
-        if not unknown:
-            what = "the sizes of a call contradict"
+            known |= dict.fromkeys(portable.sizes_in(size), value)
+    values, unknown = _values(told, known)
+    if unknown:
         raise LoadError(
-            f"hostcall: {what} the shapes of its arrays,"
-            f" {', '.join(f'{name} = {value}' for name, value in known)}. Pass the call"
-            " an array that has each size as a dimension, and export again"
+            f"hostcall: the sizes {', '.join(unknown)} of a call don't follow from the"
+            " shapes of its arrays,"
+            f" {', '.join(f'{name} = {value}' for name, value in known.items())}. Pass"
+            " the call an array that has each size as a dimension, and export again"
         )
-    return portable.with_sizes(told, dict(zip(sizes, values, strict=True)))
+    return portable.with_sizes(told, values)
+
+
+def _values(told: Any, known: Mapping[str, int]) -> tuple[dict[str, Any], list[str]]:
+    """(the values of symbolic sizes, those that don't follow from the known ones)."""
+    values = {n: _jax.size_from(n, known) for n in portable.sizes_in(told)}
+    return values, [name for name, value in values.items() if value is None]
 
 
 def _check_buffers(told: Any, buffers: list[list[int]]) -> None:
@@ -289,16 +288,15 @@ def _check_buffers(told: Any, buffers: list[list[int]]) -> None:
 def _read_mesh(told: Any, client: Any) -> Any:
     if told is None:
         return None
-    names, shape, ids = told
-    sizes = list(map(int, shape))
-    number = int(np.prod(sizes, dtype=np.int64))
+    names, sizes, ids = told
+    number = math.prod(sizes)
     by_id = {device.id: device for device in client.devices()}
     # The mesh only tells functions where their block is (`hc.current()`). A program may
     # run on other devices than those that it was exported on, and nothing says which.
     found = [by_id[i] for i in ids if i in by_id]
     if len(found) < number:
         found = list(by_id.values())[:number]
-    if len(found) < number or min(sizes, default=1) < 1:
+    if len(found) < number:
         raise LoadError(
             f"hostcall: the program runs over {number} devices, and this process has"
             f" {len(by_id)}. Start it with more devices (on CPUs by"
@@ -306,7 +304,7 @@ def _read_mesh(told: Any, client: Any) -> Any:
             " export the program for fewer"
         )
     devices = np.array(found[:number], dtype=object).reshape(sizes)
-    return jax.sharding.Mesh(devices, tuple(map(str, names)))
+    return jax.sharding.Mesh(devices, names)
 
 
 _native.set_text_reader(_read_text)

@@ -121,8 +121,8 @@ def _prepared(
     """
     mine = own(fn)
     entered: list[Row] = []
-    for number, (args, _) in enumerate(rows):
-        entry = None if mine is None else mine.enter(current(number), held, args)
+    for number, row in enumerate(rows):
+        entry = None if mine is None else mine.enter(current(number), held, *row)
         if entry is None:
             return workers.split(fn, rows)
         entered.append(((entry,), {}))

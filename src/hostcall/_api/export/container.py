@@ -1,7 +1,7 @@
 """The bytes of an exported program: a header in JSON, and what jax.export wrote.
 
     15 bytes   b"hostcall export"
-     1 byte    the version of this layout
+     1 byte    the version of this layout, and of the texts of calls in the program
      8 bytes   the header's length, little-endian
     32 bytes   SHA-256 of all that follows
                the header, then jax.export's bytes
@@ -19,8 +19,11 @@ from hostcall._core import portable
 from hostcall._core.errors import LoadError
 
 _MAGIC = b"hostcall export"
-_LAYOUT = 2
 _START = len(_MAGIC) + 1 + 8 + 32
+
+# The versions that wrote the program, and what must be registered before it is read,
+# since the modules that do so also register the pytrees in it.
+_HEADER = {"hostcall": str, "jax": str, "names": tuple[tuple[str, int], ...]}
 
 
 def pack(header: dict[str, Any], program: bytes) -> bytes:
@@ -29,7 +32,7 @@ def pack(header: dict[str, Any], program: bytes) -> bytes:
     return b"".join(
         (
             _MAGIC,
-            bytes([_LAYOUT]),
+            bytes([portable.FORMAT]),
             len(said).to_bytes(8, "little"),
             hashlib.sha256(behind).digest(),
             behind,
@@ -47,11 +50,11 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
         )
     at = len(_MAGIC)
     layout = data[at : at + 1]
-    if layout and layout[0] != _LAYOUT:
+    if layout and layout[0] != portable.FORMAT:
         raise LoadError(
             f"hostcall: the exported program has version {layout[0]} of the file"
-            f" layout, and this hostcall reads version {_LAYOUT}. Load it with the"
-            " version that wrote it, or export it again"
+            f" layout, and this hostcall reads version {portable.FORMAT}. Load it with"
+            " the version that wrote it, or export it again"
         )
     behind = data[_START:]
     if hashlib.sha256(behind).digest() != data[at + 9 : _START]:
@@ -61,10 +64,11 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
         )
     length = int.from_bytes(data[at + 1 : at + 9], "little")
     try:
-        header = portable.read(behind[:length])
-    except portable.Malformed as error:
+        header = portable.read_record(portable.read(behind[:length]), _HEADER)
+    except (portable.Malformed, KeyError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise LoadError(
-            f"hostcall: the header of the exported program can't be read: {error}. It"
-            " was damaged, or something else wrote it"
+            f"hostcall: the header of the exported program can't be read: {what}. It"
+            " was damaged, or something else or another version of hostcall wrote it"
         ) from error
     return header, behind[length:]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,12 +12,11 @@ import jax
 import hostcall
 from hostcall import _jax
 from hostcall._api.export import container, program
-from hostcall._api.export.manifest import Manifest, manifest_of, names_in
-from hostcall._api.object.handle import Object
-from hostcall._api.object.portable import descriptions, objects_of
+from hostcall._api.export.manifest import Manifest, described, names_in
+from hostcall._api.object.portable import objects_of
 from hostcall._core import registry
 from hostcall._core.arguments import wrong
-from hostcall._core.errors import ExportError, LoadError, RegistryError, SpecError
+from hostcall._core.errors import ExportError, LoadError, SpecError
 from hostcall._primitives import travel
 
 _OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, program.TARGETS))
@@ -45,11 +46,25 @@ class Exported:
         texts: Sequence[str],
         by: tuple[str, str],
     ) -> None:
-        calls = [travel.parse(text)["function"] for text in dict.fromkeys(texts)]
+        calls = [
+            (travel.parse(text), places) for text, places in Counter(texts).items()
+        ]
         self._unmarked = exported
-        self.manifest = manifest_of(exported, vjp_order, texts, by)
-        self.objects = objects_of(descriptions(calls))
-        self.exported = _newer(exported, self.manifest, self.objects.values())
+        self.manifest = Manifest(
+            function=exported.fun_name,
+            hostcall=by[0],
+            jax=by[1],
+            platforms=tuple(exported.platforms),
+            vjp_order=vjp_order,
+            calls=tuple(itertools.starmap(described, calls)),
+        )
+        self.objects = objects_of(told["function"] for told, _ in calls)
+        # So that JAX takes no compiled program that calls other things, if equal bytes
+        # were loaded before. Such a program keeps what it calls, so ids will do.
+        names = names_in(self.manifest)
+        called = [registry.held_of(registry.find(*name)) for name in names]
+        called += [each._group for each in self.objects.values()]
+        self.exported = _jax.marked(exported, f"hostcall {[*map(id, called)]}")
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program, like the function that was exported.
@@ -100,7 +115,6 @@ class Exported:
         """
         behind = bytes(self._unmarked.serialize(vjp_order=self.manifest.vjp_order))
         header = {
-            "format": travel.FORMAT,
             "hostcall": self.manifest.hostcall,
             "jax": self.manifest.jax,
             "names": names_in(self.manifest),
@@ -172,25 +186,23 @@ def export(
     )
 
     def of(*args: Any, **kwargs: Any) -> Exported:
-        if not jax.tree.leaves((args, kwargs)):
-            raise SpecError(
-                "hostcall: hc.export got no array among the arguments, and jax.export"
-                " can't export ordered calls and feeds without one. Add an argument,"
-                " such as a step number: hc.export(lambda step: ...)(0)",
-                code="hc-export",
-            )
         try:
             exported = make(*args, **kwargs)
         except ValueError as error:
-            if jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr):
-                raise SpecError(
-                    "hostcall: the function uses none of its arguments, so jax.jit"
-                    " dropped them, and jax.export can't export ordered calls and feeds"
-                    " without one. Write jax.jit(f, keep_unused=True), or give the"
-                    " function itself to hc.export",
-                    code="hc-export",
-                ) from error
-            raise
+            no_array = not jax.tree.leaves((args, kwargs))
+            dropped = jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr)
+            if not no_array and not dropped:
+                raise
+            what = "got no array among the arguments"
+            if not no_array:
+                what = "got a function that uses no argument, so jax.jit dropped them"
+            raise SpecError(
+                f"hostcall: hc.export {what}, and jax.export can't export ordered calls"
+                " and feeds without one. Add an argument, such as a step number:"
+                " hc.export(lambda step: ...)(0). To a jitted function that does not"
+                " use it, also add jax.jit(f, keep_unused=True)",
+                code="hc-export",
+            ) from error
         texts = program.texts_of(exported, vjp_order)
         by = (hostcall.__version__, jax.__version__)
         return Exported(exported, vjp_order, texts, by)
@@ -226,10 +238,9 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             code="hc-load",
         )
     header, behind = container.unpack(bytes(data))
-    by, names = _read_header(header)
-    lacking = [name for name in names if not registry.is_here(name)]
-    if lacking:
-        raise RegistryError(registry.missing(lacking))
+    by = header["hostcall"], header["jax"]
+    names = [registry.Name(*name) for name in header["names"]]
+    registry.require(names)
     try:
         exported = jax.export.deserialize(bytearray(behind))
     except ImportError:
@@ -240,12 +251,11 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             f" {by[1]} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    vjp_order = program.order_of(exported)
+    vjp_order = len(program.derivatives(exported))
     texts = program.texts_of(exported, vjp_order)
-    with travel.reading():
-        for text in dict.fromkeys(texts):
-            travel.check(text)
-        loaded = Exported(exported, vjp_order, texts, by)
+    for text in dict.fromkeys(texts):
+        travel.check(travel.parse(text))
+    loaded = Exported(exported, vjp_order, texts, by)
     if set(names_in(loaded.manifest)) != set(names):
         said, has = (
             ", ".join(map(str, n)) or "none" for n in (names, names_in(loaded.manifest))
@@ -258,48 +268,8 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
     return loaded
 
 
-def _read_header(header: Any) -> tuple[tuple[str, str], list[registry.Name]]:
-    """The versions that wrote a file, and the names that it needs.
-
-    The names are asked before the program is read: their modules also register the
-    pytrees in it.
-    """
-    try:
-        by = (str(header["hostcall"]), str(header["jax"]))
-        names = [registry.Name(str(name), int(v)) for name, v in header["names"]]
-        version = header["format"]
-        if len(header) > 4:
-            raise ValueError(f"{len(header)} fields")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise LoadError(
-            "hostcall: the header of the exported program lacks a field, has one more,"
-            f" or has one of another type ({error!r}). Another version of hostcall may"
-            " have written it"
-        ) from error
-    if version != travel.FORMAT:
-        raise LoadError(
-            f"hostcall: the exported program describes its calls in version {version}"
-            f" of hostcall's format, and this hostcall reads version {travel.FORMAT}."
-            f" Load it with hostcall {by[0]}, which wrote it, or export it again"
-        )
-    return by, names
-
-
 def _uses_none(program: Any) -> bool:
     """Whether a jaxpr uses none of its arguments."""
     used = {id(v) for eqn in program.eqns for v in eqn.invars}
     used |= {id(v) for v in program.jaxpr.outvars}
     return not any(id(v) in used for v in program.jaxpr.invars)
-
-
-def _newer(
-    exported: jax.export.Exported, manifest: Manifest, objects: Iterable[Object]
-) -> jax.export.Exported:
-    """The program, so that JAX takes no compiled one that calls what was registered, or
-    the objects that were open, when equal bytes were loaded before.
-    """
-    times = [registry.times_replaced(name) for name in names_in(manifest)]
-    times += [each._group.generation for each in objects]
-    if not any(times):
-        return exported
-    return _jax.marked(exported, f"hostcall {times}")

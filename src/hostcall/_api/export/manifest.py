@@ -6,15 +6,11 @@ A file does not hold it: it is read from the program, so that no file can say ot
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from hostcall._core import registry
 from hostcall._engine import portable
-from hostcall._primitives import travel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,31 +90,14 @@ def names_in(manifest: Manifest) -> list[registry.Name]:
     return list(dict.fromkeys(names))
 
 
-def manifest_of(
-    exported: jax.export.Exported,
-    vjp_order: int,
-    texts: Sequence[str],
-    by: tuple[str, str],
-) -> Manifest:
-    """What the program is, with the texts of its calls. `by` has the versions."""
-    return Manifest(
-        function=exported.fun_name,
-        hostcall=by[0],
-        jax=by[1],
-        platforms=tuple(exported.platforms),
-        vjp_order=vjp_order,
-        calls=tuple(_described(*each) for each in Counter(texts).items()),
-    )
-
-
-def _described(text: str, places: int) -> HostCode:
-    told = travel.parse(text)
+def described(told: Any, places: int) -> HostCode:
+    """What a call is, given what its text says."""
     kind, more = told["function"]
-    if kind == "object":
-        kind = f"method {more['method']}"
     (name,) = portable.names_in(told) or [registry.Name("", 0)]
     grid = told["params"]["grid"]
-    if kind == "registered":
+    if kind == "object":
+        kind = f"method {more['method']}"
+    elif kind == "registered":
         kind = told["equation"]
     elif kind == "host":
         kind = more["kind"]

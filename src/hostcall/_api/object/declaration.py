@@ -1,20 +1,96 @@
-"""Checks and reads the arguments that declare an `hc.Object`."""
+"""What declares an `hc.Object`: checks and reads its arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from hostcall._core.arguments import of_a_number, wrong
+from hostcall._core.arguments import conflict, of_a_number, wrong
+from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.spec import Results, parse_result
+from hostcall._engine.options import check
 
 # The methods of hc.Object itself, which a declaration can't use as names.
 OWN = ("close", "renew", "restore", "save")
 
 
-def check(name: str, methods: Any, order: Any, vmap_method: Any) -> dict[str, Results]:
-    """Refuses wrong options; returns what each method returns."""
+@dataclass(frozen=True)
+class Declaration:
+    """What `hc.Object` was given.
+
+    Attributes:
+        methods: what each method returns.
+        name: as given, or the factory's.
+    """
+
+    factory: Callable[..., Any]
+    methods: Mapping[str, Results]
+    name: str
+    order: Any
+    vmap_method: Any
+    executor: Any
+    concurrency: Any
+    close: Any
+    save: Any
+    restore: Any
+
+    def __post_init__(self) -> None:
+        name = self.name
+        if self.order not in ("ordered", "unordered"):
+            why = ". An object has state, so its calls can't be dropped or repeated"
+            wanted = "'ordered' or 'unordered'"
+            raise wrong("order", f"`{name}`", wanted, self.order, why)
+        if self.vmap_method not in ("sequential", "parallel"):
+            wanted, why = "'sequential' or 'parallel'", ". Each row has its own object"
+            raise wrong("vmap_method", f"`{name}`", wanted, self.vmap_method, why)
+        awaits = any(is_coroutine_function(self.definition(m)) for m in self.methods)
+        options = ("order", "vmap_method", "executor", "concurrency")
+        given = {option: getattr(self, option) for option in options}
+        check(f"`{name}`", {**given, "awaits": awaits})
+        if (self.save is None) != (self.restore is None):
+            what = "only one of save= and restore=. Pass both, or neither"
+            raise conflict(f"`{name}`", what)
+
+    def definition(self, method: str) -> Any:
+        """The method as its class defines it; None if the factory is not a class."""
+        is_class = isinstance(self.factory, type)
+        return getattr(self.factory, method, None) if is_class else None
+
+    def hook(self, option: str, optional: bool = False) -> Callable[..., Any] | None:
+        """The function of an object that an option gives, itself or as a method's name.
+
+        If `optional`, a method that the object lacks is not called.
+        """
+        given = getattr(self, option)
+        if given is None or callable(given):
+            return given  # type: ignore[no-any-return]
+        if not isinstance(given, str):
+            wanted = "a method's name or a function"
+            raise wrong(option, f"`{self.name}`", wanted, given)
+
+        def by_name(value: Any, *args: Any) -> Any:
+            if optional and not hasattr(value, given):
+                return None
+            return getattr(value, given)(*args)
+
+        return by_name
+
+    def maker(self) -> Callable[[Any], Any]:
+        """A function from an index to a new object, for every kind of factory."""
+        return of_a_number(
+            self.factory,
+            lambda needed: (
+                f"hostcall: the factory of `{self.name}` should require no argument, or"
+                f" only the object's index, but it requires {needed}. Write lambda: ..."
+                " or lambda index: ..."
+            ),
+        )
+
+
+def parse_methods(name: str, methods: Any) -> dict[str, Results]:
+    """What each method returns; refuses wrong names."""
     if not isinstance(methods, Mapping) or not methods:
         raise SpecError(
             f"hostcall: methods= of `{name}` should be a dict from method names to"
@@ -39,42 +115,4 @@ def check(name: str, methods: Any, order: Any, vmap_method: Any) -> dict[str, Re
         if not isinstance(result, Results):  # read from an exported program
             result = parse_result(result, f"{name}.{method}")
         results[method] = result
-    if order not in ("ordered", "unordered"):
-        why = ". An object has state, so its calls can't be dropped or repeated"
-        raise wrong("order", f"`{name}`", "'ordered' or 'unordered'", order, why)
-    if vmap_method not in ("sequential", "parallel"):
-        wanted, why = "'sequential' or 'parallel'", ". Each row has its own object"
-        raise wrong("vmap_method", f"`{name}`", wanted, vmap_method, why)
     return results
-
-
-def maker(factory: Callable[..., Any], name: str) -> Callable[[Any], Any]:
-    """A function from an object's index to a new object, for every kind of factory."""
-    return of_a_number(
-        factory,
-        lambda needed: (
-            f"hostcall: the factory of `{name}` should require no argument, or only the"
-            f" object's index, but it requires {needed}. Write lambda: ... or lambda"
-            " index: ..."
-        ),
-    )
-
-
-def hook(
-    name: str, option: str, given: Any, optional: bool = False
-) -> Callable[..., Any] | None:
-    """The function of an object that an option gives, directly or as a method's name.
-
-    If `optional`, a method that the object lacks is not called.
-    """
-    if given is None or callable(given):
-        return given  # type: ignore[no-any-return]
-    if not isinstance(given, str):
-        raise wrong(option, f"`{name}`", "a method's name or a function", given)
-
-    def by_name(value: Any, *args: Any) -> Any:
-        if optional and not hasattr(value, given):
-            return None
-        return getattr(value, given)(*args)
-
-    return by_name

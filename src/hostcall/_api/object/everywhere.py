@@ -3,12 +3,14 @@
 Each process has the objects that its devices call. Where a device is, the next job
 decides anew: it may have another number of processes, or another order of devices. So
 `restore` gives each process the whole snapshot, and a process takes an object's state
-out of it when the first call comes to that object (`Group.wait_for`). States that are
+out of it when the first call comes to that object (`Group.restore`). States that are
 left belong to other processes' objects.
 
-What goes through the job's store is never unpickled as it comes (snapshot_bytes.py).
-The states in a snapshot are pickles, and are unpickled by `restore`. A process that was
-given the snapshot unpickles no other: it refuses one of the store that differs.
+JAX's coordination service asks nobody who he is: whoever reaches its port can write
+what a process then reads. So what goes through the job's store is never unpickled as it
+comes: it is a text (_core/portable.py) that `decode` checks. The states in it are
+pickles, and are unpickled by `restore`. A process that was given the snapshot unpickles
+no other: it refuses one of the store that differs.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hostcall import _jax
-from hostcall._api.object.snapshot_bytes import decode, encode
+from hostcall._core import portable
 from hostcall._core.errors import HostcallError
 
 Snapshot = dict[str, Any]
@@ -35,15 +37,7 @@ def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:
     given = exchange.of_all(who, own, limit)
     if failure is not None:
         raise failure
-    parts = [decode(one, f"{who}, process {n}") for n, one in enumerate(given)]
-    for process, one in enumerate(parts):
-        if "error" in one:
-            raise HostcallError(
-                f"hostcall: save() of `{name}` failed in process {process}:"
-                f" {one['error']}",
-                code="hc-failed",
-            )
-    return _joined(name, parts)
+    return _joined(name, [decode(one, who, n) for n, one in enumerate(given)])
 
 
 def _told(make: Callable[[], Snapshot]) -> tuple[bytes, Exception | None]:
@@ -96,13 +90,7 @@ def scatter(
     given = exchange.of_first(who, own, limit)
     if failure is not None:
         raise failure
-    found = decode(given, f"{who}, process 0")
-    if "error" in found:
-        raise HostcallError(
-            f"hostcall: {who} failed in process 0, which gives all processes its"
-            f" snapshot: {found['error']}",
-            code="hc-failed",
-        )
+    found = decode(given, who, 0)
     if own is not None and own != given:
         raise HostcallError(
             f"hostcall: {who} was given another snapshot here than in process 0. Give"
@@ -111,3 +99,49 @@ def scatter(
             code="hc-object",
         )
     return found
+
+
+# --- What goes through the store ------------------------------------------------------
+
+_STATES = tuple[tuple[tuple[int, ...], bytes], ...]
+_TYPES = {
+    "batch": tuple[int | tuple[str, int], ...],
+    "objects": _STATES,
+    "waiting": _STATES,
+}
+
+
+def encode(snapshot: Snapshot) -> bytes:
+    """`snapshot` has a batch and states, or the text of an "error"."""
+    told = dict(snapshot)
+    for key in told.keys() & {"objects", "waiting"}:
+        told[key] = tuple(sorted(told[key].items()))
+    return portable.write(portable.tell_value(told, "a snapshot")).encode()
+
+
+def decode(data: bytes, who: str, process: int) -> Snapshot:
+    """What `encode` was given by a process, with empty states where it had none.
+
+    Raises:
+        HostcallError: these are other bytes, or an error.
+    """
+    try:
+        told = portable.read(data)
+        if told.keys() == {"error"}:
+            why = portable.read_value(told["error"], str, "error")
+        else:
+            why, found = "", portable.read_record({"waiting": [], **told}, _TYPES)
+    except Exception as error:
+        raise HostcallError(
+            f"hostcall: what the job's store holds for {who}, process {process} was not"
+            " written by a process of this job with this version of hostcall"
+            f" ({type(error).__name__}: {error}). Nothing of it was used. Anyone who"
+            " reaches the coordinator's port can write there: keep that port inside the"
+            " job's network, and restart the job",
+            code="hc-process",
+        ) from error
+    if why:
+        raise HostcallError(
+            f"hostcall: {who} failed in process {process}: {why}", code="hc-failed"
+        )
+    return found | {key: dict(found[key]) for key in ("objects", "waiting")}

@@ -7,15 +7,15 @@ objects live as long as anything can call them.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from hostcall import _native
+from hostcall._api.object.declaration import Declaration
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import Owned, living
 from hostcall._runtime import lifecycle, loop
@@ -41,39 +41,29 @@ _UNMADE = object()
 class Member:
     """One object. Its lock is reentrant: a method may call the object again."""
 
-    def __init__(self, value: Any = _UNMADE) -> None:
+    def __init__(self, value: Any = _UNMADE, state: bytes | None = None) -> None:
         self.lock = threading.RLock()
-        self.value = value
-        self.gone = False  # left its group: a thread that got the lock looks again
+        self.value = value  # _UNMADE before it is made, and after it left its group
+        self.state = state  # pickled, to make it from
 
 
 class Group(Owned):
     """The objects of one `hc.Object`, by place. All places belong to one batch.
 
     `lock` guards `members` and `ended`. A thread that holds a member's lock may take
-    it; the other order would deadlock. `enter` looks up a member without `lock`, so the
-    member may have left the group by then: `gone` says so.
-
-    `waiting` has pickled states of objects that are not made yet, and the function that
-    puts a state into an object, or None if the state is the object. `lock` guards it.
+    it; the other order would deadlock. `locked` looks up a member without `lock`, so
+    the member may have left the group by then.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[tuple[int, ...]], Any],
-        methods: tuple[str, ...],
-        end: Callable[..., Any] | None,
-        declared: dict[str, Any],
-    ) -> None:
-        self.name, self.make, self.methods, self.end = name, make, methods, end
-        self.declared = declared  # what hc.Object was given
+    def __init__(self, declared: Declaration) -> None:
+        self.members: dict[Place, Member] = {}  # first: `__del__` looks
+        self.declared, self.name = declared, declared.name
+        self.make = declared.maker()
+        self.end = declared.hook("close", optional=True)
+        self.get_state = declared.hook("save")  # None: the object is its state
+        self.put_state = declared.hook("restore")
         self.number = ""  # of the object in exported programs; "" until it has one
-        self.generation = 0  # closed groups that had this number before
         self.lock = threading.Lock()
-        self.members: dict[Place, Member] = {}
-        self.waiting: dict[Place, bytes] = {}
-        self.put_state: Callable[[Any, Any], Any] | None = None
         self.ended = ""  # or the reason that `check_open` gives
         super().__init__()
 
@@ -90,42 +80,21 @@ class Group(Owned):
                 code="hc-closed",
             )
 
-    def enter(
-        self,
-        place: Place,
-        who: str,
-        method: Callable[[Any], Callable[..., Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls `method(object)(*args, **kwargs)` for the object at a place.
-
-        Holds the object's lock meanwhile, and makes the object if there is none yet.
-        """
+    def locked(self, place: Place, who: str) -> Member:
+        """The object at a place, made if there is none yet. The caller unlocks it."""
         while True:
             member = self.members.get(place) or self._join(place, who)
-            with member.lock:
-                if member.gone:
-                    continue
-                if member.value is _UNMADE:
-                    self._fill(place, member)
-                return settled(method(member.value)(*args, **kwargs))
-
-    def take(self, place: Place, who: str, held: contextlib.ExitStack) -> Any:
-        """Locks the object at a place, until `held` is closed, and returns it."""
-        while True:
-            member = self.members.get(place) or self._join(place, who)
-            held.enter_context(member.lock)
-            if member.gone:
-                continue
             if member.value is _UNMADE:
                 self._fill(place, member)
-            return member.value
+            member.lock.acquire()
+            if member.value is not _UNMADE:
+                return member
+            member.lock.release()  # it has just left the group
 
     def _join(self, place: Place, who: str) -> Member:
         with self.lock:
             self.check_open(who)
-            before = next(iter([*self.members, *self.waiting]), place)[0]
+            before = next(iter(self.members), place)[0]
             if before != place[0]:
                 raise HostcallError(
                     _other_batch(who, self.name, before, place[0]), code="hc-object"
@@ -133,79 +102,91 @@ class Group(Owned):
             return self.members.setdefault(place, Member())
 
     def _fill(self, place: Place, member: Member) -> None:
-        with self.lock:
-            state, put = self.waiting.get(place), self.put_state
-        try:
-            if state is not None and put is None:
-                value = pickle.loads(state)
-            else:
-                value = settled(self.make(place[1]))
-            for method in self.methods:
-                if not callable(getattr(value, method, None)):
-                    raise HostcallError(
-                        _lacks(self.name, method, value), code="hc-object"
-                    )
-            if state is not None and put is not None:
-                settled(put(value, pickle.loads(state)))
-        except BaseException:
-            member.gone = True
-            with self.lock:
-                if self.members.get(place) is member:
-                    del self.members[place]
-            raise
-        member.value = value
-        with self.lock:
-            self.waiting.pop(place, None)
+        with member.lock:
+            if member.value is not _UNMADE or self.members.get(place) is not member:
+                return
+            try:
+                member.value = self._made(place, member.state)
+                member.state = None
+            except BaseException:
+                with self.lock:
+                    if member.state is None and self.members.get(place) is member:
+                        del self.members[place]  # so that it fixes no batch
+                raise
 
-    def snapshot(self, save: Callable[..., Any] | None) -> dict[str, Any]:
-        """Pickles each object, or what `save` returns for it.
+    def _made(self, place: Place, state: bytes | None) -> Any:
+        if state is not None and self.put_state is None:
+            value = pickle.loads(state)
+        else:
+            value = settled(self.make(place[1]))
+        for method in self.declared.methods:
+            if not callable(getattr(value, method, None)):
+                raise HostcallError(_lacks(self.name, method, value), code="hc-object")
+        if state is not None and self.put_state is not None:
+            settled(self.put_state(value, pickle.loads(state)))
+        return value
 
-        `waiting` has the states of objects that nobody has called since `wait_for`.
+    def snapshot(self) -> dict[str, Any]:
+        """The pickled state of each object.
+
+        `waiting` has the states of objects that nobody has called since `restore`.
         """
         with self.lock:
-            waiting = {index: state for (_, index), state in self.waiting.items()}
-            batches = [place[0] for place in [*self.members, *self.waiting]]
             members = sorted(self.members.items(), key=lambda item: item[0][1])
-        objects = {}
+        objects, waiting = {}, {}
         for (_, index), member in members:
             with member.lock:
                 if member.value is _UNMADE:
+                    if member.state is not None:
+                        waiting[index] = member.state
                     continue
-                state = member.value if save is None else settled(save(member.value))
+                state = member.value
+                if self.get_state is not None:
+                    state = settled(self.get_state(state))
                 try:
                     objects[index] = pickle.dumps(state)
                 except Exception as error:
                     raise HostcallError(
                         _unpicklable(self.name, index, error), code="hc-pickle"
                     ) from error
-        for index in objects:
-            waiting.pop(index, None)  # it was made meanwhile
-        batch = batches[0] if batches else ()
+        batch = members[0][0][0] if members else ()
         return {"batch": batch, "objects": objects, "waiting": waiting}
 
-    def put(self, values: Mapping[Place, Any]) -> None:
-        """Puts objects into an empty group."""
-        with self.lock:
-            self.members.update({p: Member(value) for p, value in values.items()})
+    def restore(self, snapshot: dict[str, Any], everyones: bool) -> list[Exception]:
+        """Goes back to a snapshot. Returns what closing other objects raised.
 
-    def wait_for(
-        self, states: Mapping[Place, bytes], put: Callable[[Any, Any], Any] | None
-    ) -> None:
-        """Keeps states for objects that will be made from them at their first call."""
+        The states of objects that are not made yet wait for the first call, if the
+        snapshot is of all processes: which of them are this one's is not known before.
+        """
+        batch, put = snapshot["batch"], self.put_state
+        states = {(batch, index): each for index, each in snapshot["objects"].items()}
+        made = {p for p, each in self.members.items() if each.value is not _UNMADE}
+        now = [p for p in states if not everyones or (put and p in made)]
+        # All of them first: if one is broken, nothing has changed.
+        values = {place: pickle.loads(states.pop(place)) for place in now}
+        failures = self.drop(keep=values if put else ())
         with self.lock:
-            self.waiting, self.put_state = dict(states), put
+            self.members.update({p: Member(state=each) for p, each in states.items()})
+            if put is None:
+                self.members.update({p: Member(value) for p, value in values.items()})
+                return failures
+        for place, value in values.items():
+            member = self.locked(place, "restore()")
+            try:
+                settled(put(member.value, value))
+            finally:
+                member.lock.release()
+        return failures
 
     def drop(self, keep: Collection[Place] = (), ended: str = "") -> list[Exception]:
         """Closes objects as soon as no thread is in them. Returns what that raised."""
         with self.lock:
             self.ended = self.ended or ended
-            self.waiting = {}
             places = [place for place in self.members if place not in keep]
             going = [self.members.pop(p) for p in sorted(places, key=lambda p: p[1])]
         failures = []
         for member in going:
             with member.lock:
-                member.gone = True
                 value, member.value = member.value, _UNMADE
                 try:
                     if value is not _UNMADE and self.end is not None:

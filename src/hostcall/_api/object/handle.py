@@ -6,26 +6,22 @@ method. The host objects are in a `Group` (group.py), which programs hold too.
 
 from __future__ import annotations
 
-import functools
 import logging
-import pickle
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from hostcall import _jax, _native
 from hostcall._api.object import everywhere
-from hostcall._api.object.declaration import check, hook, maker
-from hostcall._api.object.entry import Entry, definition
+from hostcall._api.object.declaration import Declaration, parse_methods
+from hostcall._api.object.entry import Entry
 from hostcall._api.object.group import CLOSED, Group
 from hostcall._core import mistakes, owed
 from hostcall._core.arguments import check_function, of_all_processes, parse_mask
-from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import users_place
 from hostcall._core.spec import flatten_arguments, parse_fill
-from hostcall._engine import options
 from hostcall._primitives.call.make import make_with
 from hostcall._runtime import context
 
@@ -61,7 +57,7 @@ class Object:
             "unordered": exactly once, in program order within straight-line code.
         name: the name in messages. Default: the factory's.
         vmap_method: "sequential": the rows run in row order. "parallel": all at once.
-        executor: a pool of threads for "parallel", as in `hc.host`.
+        executor: a pool of threads for "parallel", as in `hc.call`.
         concurrency: if coroutine methods are declared: how many of their calls (rows,
             with "parallel") wait at the same time; as in `hc.call`.
         close: ends an object: a method's name, which objects may lack, or a function of
@@ -120,42 +116,26 @@ class Object:
         said = check_function(factory, usage, awaits=True)
         said = said.rpartition("<locals>.")[2]
         name = name or ("object" if said == "<lambda>" else said)
-        results = check(name, methods, order, vmap_method)
-        kind = factory if isinstance(factory, type) else None
-        awaits = any(is_coroutine_function(getattr(kind, m, None)) for m in methods)
-        given = {"order": order, "vmap_method": vmap_method, "executor": executor}
-        given |= {"concurrency": concurrency, "awaits": awaits}
-        options.check(f"`{name}`", given)
-        if (save is None) != (restore is None):
-            raise SpecError(
-                f"hostcall: `{name}` has only one of save= and restore=. Pass both, or"
-                " neither",
-                code="hc-conflict",
-            )
+        declared = Declaration(
+            factory=factory,
+            methods=parse_methods(name, methods),
+            name=name,
+            order=order,
+            vmap_method=vmap_method,
+            executor=executor,
+            concurrency=concurrency,
+            close=close,
+            save=save,
+            restore=restore,
+        )
         if _jax.is_tracing():
             mistakes.refuse_traced(factory, _instead_of_traced)
-        make = maker(factory, name)
-        end = hook(name, "close", close, optional=True)
-        self._save = hook(name, "save", save)
-        self._restore = hook(name, "restore", restore)
-        declared = {
-            "factory": factory,
-            "methods": results,
-            "name": name,
-            "order": order,
-            "vmap_method": vmap_method,
-            "executor": executor,
-            "concurrency": concurrency,
-            "close": close,
-            "save": save,
-            "restore": restore,
-        }
-        self._attach(Group(name, make, tuple(methods), end, declared))
+        self._attach(Group(declared))
 
     def _attach(self, group: Group) -> None:
         """Makes this the handle of a group, with a function for each method."""
         self._group = group
-        for method in group.methods:
+        for method in group.declared.methods:
             self.__dict__[method] = _method(group, method)
 
     def __getattr__(self, name: str) -> Any:  # not called for declared methods
@@ -164,14 +144,16 @@ class Object:
             raise AttributeError(name)
         raise AttributeError(
             f"hostcall: `{group.name}` has no declared method `{name}`. Its declared"
-            f" methods are {', '.join(group.methods)}. To add one, write"
+            f" methods are {', '.join(group.declared.methods)}. To add one, write"
             f" hc.Object(..., methods={{{name!r}: result}})"
         )
 
     def __repr__(self) -> str:
         group = self._group
         state = "closed" if group.ended else counted(len(group.members), "object")
-        return f"<hc.Object {group.name} ({', '.join(group.methods)}): {state}>"
+        return (
+            f"<hc.Object {group.name} ({', '.join(group.declared.methods)}): {state}>"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise SpecError(
@@ -259,7 +241,7 @@ class Object:
         error = failed[0] if failed else owed.first_failure()
         if error is not None:
             raise error
-        return self._group.snapshot(self._save)
+        return self._group.snapshot()
 
     def restore(
         self,
@@ -293,30 +275,15 @@ class Object:
             SpecError: `state` is not a snapshot.
             Exception: what `restore=` raised, or closing an object.
         """
-        group, put = self._group, self._restore
-        who = f"restore() of `{group.name}`"
-        everyone = of_all_processes(processes, limit, who, _ALONE)
-        if everyone:
-            found = everywhere.scatter(group.name, state, self._checked, limit)
+        name = self._group.name
+        who = f"restore() of `{name}`"
+        everyones = of_all_processes(processes, limit, who, _ALONE)
+        if everyones:
+            found = everywhere.scatter(name, state, self._checked, limit)
         else:
             found = self._checked(state)
         self._wait("restore")
-        batch = found["batch"]
-        states = {(batch, index): each for index, each in found["objects"].items()}
-        # Which of those of all processes are this one's is known only of those here.
-        here = group.members if put else ()
-        now = [place for place in states if not everyone or place in here]
-        # All of them first: if one is broken, nothing has changed.
-        values = {place: pickle.loads(states.pop(place)) for place in now}
-        failures = group.drop(keep=values if put else ())
-        group.wait_for(states, put)
-        if put is None:
-            group.put(values)
-        else:
-            into = functools.partial(functools.partial, put)  # object -> bound method
-            for place, value in values.items():
-                group.enter(place, "restore()", into, (value,), {})
-        _raise(failures)
+        _raise(self._group.restore(found, everyones))
 
     def _checked(self, state: Any) -> dict[str, Any]:
         if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
@@ -367,22 +334,21 @@ _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 
 
 def _method(group: Group, name: str) -> Callable[..., Any]:
+    declared, entry = group.declared, Entry(group, name)
     keys = ("order", "vmap_method", "executor", "concurrency")
-    options = {key: group.declared[key] for key in keys}
-    kind, results = group.declared["factory"], group.declared["methods"][name]
-    positional, named = Entry(group, name, False), Entry(group, name, True)
+    options = {key: getattr(declared, key) for key in keys}
+    kind, results = declared.factory, declared.methods[name]
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
     )
-    called = definition(group, name)
+    called = declared.definition(name)
     bound = isinstance(called, types.FunctionType) and types.MethodType(called, kind)
 
     def method(*args: Any, where: Any = None, fill: Any = None, **kwargs: Any) -> Any:
-        group.check_open(f"{name}()")
+        group.check_open(entry.who)
         if bound:
             mistakes.check(face, bound, args, kwargs)
-        operands, template = flatten_arguments((args, kwargs) if kwargs else args, {})
-        entry = named if kwargs else positional
+        operands, template = flatten_arguments(args, kwargs)
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
         place = users_place()
@@ -390,5 +356,5 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
             make_with(options, entry, template, results, fills, place, operands, mask)
         )
 
-    method.__name__, method.__qualname__ = name, f"{group.name}.{name}"
+    method.__name__, method.__qualname__ = name, entry.__qualname__
     return method
