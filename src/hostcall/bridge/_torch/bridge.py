@@ -8,7 +8,7 @@ from typing import Any
 
 from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
-from hostcall.bridge._library import needed
+from hostcall.bridge._library import check_derivatives, needed
 
 
 def torch(
@@ -100,12 +100,7 @@ def torch(
         return functools.partial(torch, **options)
     needed("torch", "torch")
     shown = name or check_function(fn, "hc.bridge.torch(fn)")
-    if type(derivatives) is not int or derivatives < 0:
-        raise SpecError(
-            f"hostcall: derivatives= of `{shown}` should be the highest order of"
-            f" derivatives, 0 for none, got {derivatives!r}",
-            code="hc-option",
-        )
+    options["advice"] = check_derivatives("torch", shown, derivatives)
     if lend not in (False, True):
         raise SpecError(
             f"hostcall: lend= of `{shown}` should be True or False, got {lend!r}",
@@ -115,4 +110,4 @@ def torch(
 
     # A function on another thread could outlive the memory that it was lent.
     options["lend"] = lend and timeout is None and vmap_method != "parallel"
-    return make(fn, **options)
+    return make(fn, shown, **options)

@@ -7,7 +7,7 @@ A tensor over lent memory has three hazards:
   * `fn` returns it, or a view of it. The engine copies results before it takes the
     memory back.
   * `fn` writes to it. torch ignores DLPack's read-only flag, so functions that write
-    get copies (`shapes` finds them). As a check, `check_unwritten` looks after each
+    get copies (`function` finds them). As a check, `check_unwritten` looks after each
     call at the tensors' versions, which count writes.
 """
 
@@ -46,11 +46,6 @@ TORCH_DTYPES: dict[Any, torch.dtype] = {
     **{np.dtype(name): getattr(torch, name) for name in _SAME_NAMES.split()},
 }
 NUMPY_DTYPES: dict[torch.dtype, Any] = {v: k for k, v in TORCH_DTYPES.items()}
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array that the call hands over; other leaves are static."""
-    return isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OUSMm"
 
 
 def _takes_read_only() -> bool:
