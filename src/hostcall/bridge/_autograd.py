@@ -19,6 +19,7 @@ from hostcall.bridge._library import (
     Code,
     LibraryFunction,
     TakesNoRules,
+    along,
     check_derivatives,
     is_array,
     needed,
@@ -144,9 +145,9 @@ class FromAutograd(Code):
     def forward(self, args: Sequence[Any], nondiff: Sequence[int]) -> tuple[Any, Any]:
         del nondiff  # the bridge has no such option
         moving = [moves(x) for x in tree.tree_leaves(args) if is_traced_array(x)]
-        along = Along(self._run, args, moving)
-        pull = along.vjp()
-        return along.treedef.unflatten(along.outs), (pull, moving)
+        found = Along(self._run, args, moving)
+        pull = found.vjp()
+        return found.treedef.unflatten(found.outs), (pull, moving)
 
     @staticmethod
     def backward(graph: Any, cotangents: Sequence[Any], wanted: Sequence[bool]) -> Any:
@@ -159,9 +160,9 @@ def _pulled(run: Any, args: Any, cotangents: Any, wanted: bytes) -> list[Any]:
 
 
 def _pushed(run: Any, args: Any, tangents: Any, out_diff: bytes) -> Any:
-    along = Along(run, args, [t is not None for t in tangents])
-    touts = along.jvp([t for t in tangents if t is not None])
-    return along.outs, pick(touts, out_diff)
+    found = Along(run, args, [t is not None for t in tangents])
+    touts = found.jvp([t for t in tangents if t is not None])
+    return found.outs, pick(touts, out_diff)
 
 
 class Along:
@@ -174,13 +175,8 @@ class Along:
     def __init__(self, run: Any, args: Any, flags: Sequence[int]) -> None:
         """`flags` marks the arrays that move, among all arrays of `args`."""
         self._run = run
-        self._leaves, self._form = tree.tree_flatten(args)
-        at = [i for i, x in enumerate(self._leaves) if is_traced_array(x)]
-        self._at = pick(at, flags)
-        self._moving = tuple(self._leaves[i] for i in self._at)
-        self.outs: list[Any] = []
-        self.treedef: Any = None
-        self._marks: list[bool] = []  # which results have a derivative
+        moving, self._filled, _ = along(args, flags, is_traced_array)
+        self._moving = tuple(moving)
 
     def _call(self, moving: Any) -> Any:
         """The tuple of results with a derivative, of the tuple of what moves.
@@ -190,12 +186,8 @@ class Along:
         """
         from autograd.builtins import tuple as traced_tuple
 
-        whole = list(self._leaves)
-        for n, i in enumerate(self._at):
-            whole[i] = moving[n]
-        self.outs, self.treedef = tree.tree_flatten(
-            self._run(*self._form.unflatten(whole))
-        )
+        result = self._run(*self._filled(moving))
+        self.outs, self.treedef = tree.tree_flatten(result)
         self._marks = [moves(x) for x in self.outs]
         return traced_tuple((*pick(self.outs, self._marks), moving[0]))
 

@@ -17,10 +17,10 @@ from hostcall._core.failures import original
 from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Static, Template
 from hostcall._host_function import results
-from hostcall._host_function.trees import pick, spread
+from hostcall._host_function.trees import pick
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
-from hostcall.bridge._library import PLAIN, OverOthers, TakesNoRules, is_operand
+from hostcall.bridge._library import PLAIN, OverOthers, TakesNoRules, along, is_operand
 
 # The other device knows nothing of the mesh around the calling program.
 NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -150,11 +150,10 @@ class JaxFunction(TakesNoRules):
     def _closed(self, jaxpr: Any) -> tuple[ProgramFunction, list[Any]]:
         """The program, if `fn` closes over values of the caller: they are operands."""
         traced = [isinstance(x, jax.core.Tracer) for x in jaxpr.consts]
-        values = pick(jaxpr.consts, traced)
-        kept = [None if isinstance(x, jax.core.Tracer) else x for x in jaxpr.consts]
+        values, filled, _ = along(jaxpr.consts, traced, is_operand)
 
         def code(*operands: Any) -> Any:
-            consts = _filled(kept, operands[: len(values)], traced)
+            consts = filled(operands[: len(values)])
             return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *operands[len(values) :])
 
         opened = jax.make_jaxpr(code)(*structs(values), *structs(jaxpr.in_avals))
@@ -224,17 +223,18 @@ class ProgramFunction(OverOthers):
 
 def _pulled(run: Any, args: Any, cotangents: Any, wanted: bytes) -> list[Any]:
     given = [ct is not None for ct in cotangents]
-    along = _along(run, args, wanted)
-    _, pull = jax.vjp(lambda *xs: pick(along(*xs), given), *pick(args, wanted))
+    moving, filled, _ = along(args, wanted, is_operand)
+    _, pull = jax.vjp(lambda *xs: pick(run(*filled(xs)), given), *moving)
     return list(pull(pick(cotangents, given)))
 
 
 def _pushed(run: Any, args: Any, tangents: Any, out_diff: bytes) -> Any:
     given = [t is not None for t in tangents]
-    along = _along(run, args, given)
-    outs, dots = jax.jvp(along, pick(args, given), pick(tangents, given))
+    moving, filled, _ = along(args, given, is_operand)
+    dots = pick(tangents, given)
+    outs, touts = jax.jvp(lambda *xs: list(run(*filled(xs))), moving, dots)
     outs = [x if is_plain(x) else jax.random.key_data(x) for x in outs]
-    return outs, pick(dots, out_diff)
+    return outs, pick(touts, out_diff)
 
 
 def _mapped(run: Any, args: Any, batched: bytes) -> Any:
@@ -242,18 +242,6 @@ def _mapped(run: Any, args: Any, batched: bytes) -> Any:
 
 
 _OVER = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}
-
-
-def _along(run: Any, args: Any, flags: Sequence[int]) -> Callable[..., list[Any]]:
-    """The function of the arguments that the flags mark; the others are constant."""
-
-    return lambda *moving: list(run(*_filled(args, moving, flags)))
-
-
-def _filled(values: Sequence[Any], others: Sequence[Any], flags: Any) -> list[Any]:
-    """The values, with others in the places that the flags mark."""
-    pairs = zip(values, spread(others, flags), flags, strict=True)
-    return [y if flag else x for x, y, flag in pairs]
 
 
 def device_now(device: Any) -> Any:

@@ -25,6 +25,7 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.spec import flatten_arguments, is_array_like, is_numeric
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import HOST_RESIDUALS, Jvp, Vjp
+from hostcall._host_function.trees import pick
 
 tree = jax.tree_util
 
@@ -177,9 +178,9 @@ class LibraryFunction(OverOthers):
     def _make(self, what: str) -> LibraryFunction:
         def result(args: Any, _: Any, flags: bytes) -> Any:
             if what == "vjp":
-                return _flagged(shaped(args), flags)
+                return pick(shaped(args), flags)
             outs = tree.tree_leaves(self.spec(*args))
-            return outs, _flagged(outs, flags)
+            return outs, pick(outs, flags)
 
         return self._over(what, result=result)
 
@@ -229,10 +230,21 @@ def shaped(avals: Any) -> list[Any]:
     return [x for x in tree.tree_leaves(avals) if hasattr(x, "shape")]
 
 
-def _flagged(avals: Sequence[Any], flags: bytes) -> list[Any]:
-    """The flagged avals, reduced to shape and dtype."""
-    return [
-        jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for x, flag in zip(avals, flags, strict=True)
-        if flag
-    ]
+def along(
+    args: Any, flags: Sequence[int], is_array: Callable[[Any], bool]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any], list[Any]]:
+    """(arrays, filled, leaves): the arrays of `args` that the flags mark.
+
+    `filled` takes others in their places, and returns `args` with them. `leaves` is
+    what it keeps of `args`.
+    """
+    leaves, treedef = tree.tree_flatten(args)
+    at = pick([i for i, x in enumerate(leaves) if is_array(x)], flags)
+
+    def filled(others: Sequence[Any]) -> Any:
+        whole = list(leaves)
+        for n, i in enumerate(at):  # tuples of autograd can be indexed only
+            whole[i] = others[n]
+        return treedef.unflatten(whole)
+
+    return [leaves[i] for i in at], filled, leaves

@@ -21,6 +21,7 @@ import torch
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
+from hostcall.bridge._library import along
 
 tree = jax.tree_util
 
@@ -209,39 +210,35 @@ def _along(
     `flags` marks the tensors of `args` that the function takes; the others keep their
     values. It returns a list of leaves.
     """
-    leaves, treedef = tree.tree_flatten(args)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    at = [i for i, flag in zip(places, flags, strict=True) if flag]
+    tensors, filled, leaves = along(args, flags, _is_tensor)
 
     def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        whole = list(leaves)
-        for i, x in zip(at, tensors, strict=True):
-            whole[i] = x
+        whole = filled(tensors)
         if code.writes:
-            for i in places:
-                whole[i] = whole[i].clone()
+            whole = tree.tree_map(lambda x: x.clone() if _is_tensor(x) else x, whole)
         try:
-            return _tensors(code(*treedef.unflatten(whole)))
+            return _tensors(code(*whole))
         except BaseException:
-            # The engine clears the frames of the traceback, but the functions in
-            # them keep their closures, and so the leaves: lent memory would seem
-            # kept.
+            # The engine clears the frames of the traceback, but the functions in them
+            # keep their closures, and so the leaves: lent memory would seem kept.
             leaves.clear()
             raise
 
-    return function, [leaves[i] for i in at]
+    return function, tensors
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The leaves of a result as tensors; Python's numbers become tensors too."""
-    return [
-        x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
-        for x in tree.tree_leaves(value)
-    ]
+    leaves = tree.tree_leaves(value)
+    return [x if _is_tensor(x) else torch.as_tensor(x) for x in leaves]
 
 
 def has_derivative(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+    return _is_tensor(x) and (x.is_floating_point() or x.is_complex())
 
 
 def conjugate(x: torch.Tensor) -> torch.Tensor:
