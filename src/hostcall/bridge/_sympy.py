@@ -14,7 +14,7 @@ import numpy as np
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._host_function.function import HostFunction
-from hostcall._host_function.results import elementwise
+from hostcall._host_function.results import elementwise, with_axes
 from hostcall.bridge._library import PLAIN, needed
 
 
@@ -112,9 +112,6 @@ class OfSympy(HostFunction[..., Any]):
         rules = (functools.partial(self._share, number) for number in numbers)
         self.defjvps(*rules, where="jax")
 
-    def __reduce__(self) -> Any:
-        return OfSympy, (self.fn, self.options["timeout"])
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result; keywords are names of symbols."""
         symbols = self.fn.symbols
@@ -136,15 +133,7 @@ class OfSympy(HostFunction[..., Any]):
                 )
         # vmap puts the batch axis in front of an array. With fewer axes than the
         # result, it would line up with an axis of another argument.
-        rank = max(map(np.ndim, args))
-        return super().__call__(
-            *(
-                jnp.expand_dims(x, range(rank - x.ndim))
-                if hasattr(x, "ndim") and x.ndim < rank
-                else x
-                for x in args
-            )
-        )
+        return super().__call__(*with_axes(args, max(map(np.ndim, args))))
 
     def _share(self, number: int, tangent: Any, _: Any, *primals: Any) -> Any:
         """One argument's share of the result's tangent, as JAX code."""
@@ -169,6 +158,11 @@ class OfSympy(HostFunction[..., Any]):
         """
         sympy = needed("sympy", "sympy")
         symbols = self.fn.symbols
+
+        def is_of_step(part: Any) -> bool:  # SymPy leaves its derivative unevaluated
+            steps = sympy.floor, sympy.ceiling
+            return isinstance(part, sympy.Derivative) and isinstance(part.expr, steps)
+
         to = {
             symbol: sympy.Dummy(symbol.name, real=True)
             for symbol, flag in zip(symbols, real, strict=True)
@@ -178,7 +172,7 @@ class OfSympy(HostFunction[..., Any]):
         found = [e.xreplace(to).diff(to.get(by, by)).doit() for e in self.fn.outs]
         # The derivative of a step is zero except at the step itself.
         found = [e.replace(sympy.DiracDelta, lambda *_: sympy.S.Zero) for e in found]
-        found = [e.replace(_is_of_step, lambda _: sympy.S.Zero).doit() for e in found]
+        found = [e.replace(is_of_step, lambda _: sympy.S.Zero).doit() for e in found]
         for out, slope in zip(self.fn.outs, found, strict=True):
             if slope.has(sympy.Derivative, sympy.Subs):
                 raise DerivativeError(
@@ -194,15 +188,6 @@ class OfSympy(HostFunction[..., Any]):
         name = f"d({self.__name__})/d{by}"
         evaluate = dataclasses.replace(self.fn, name=name, outs=outs, form="list")
         return at, OfSympy(evaluate, self.options["timeout"])
-
-
-def _is_of_step(part: Any) -> bool:
-    """Whether this is a derivative of a step, which SymPy leaves unevaluated."""
-    import sympy
-
-    return isinstance(part, sympy.Derivative) and isinstance(
-        part.expr, (sympy.floor, sympy.ceiling)
-    )
 
 
 def _parts(expr: Any) -> tuple[list[Any], Any]:

@@ -90,7 +90,8 @@ def torch(
         its conjugate.
 
     Cost: that of `hc.call`, and 2 to 3 us per tensor in and out. Arguments are copied
-    only by a forward pass that keeps them; results are copied once. A 64-bit result
+    only by a forward pass that keeps them, and for a function that writes to them (or a
+    module that writes to its own buffers); results are copied once. A 64-bit result
     becomes 32-bit outside of JAX's 64-bit mode.
 
     Source: torch.func, torch.autograd.grad, the DLPack protocol.

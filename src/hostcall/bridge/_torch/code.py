@@ -36,7 +36,8 @@ class Plain:
     """The user's function.
 
     Attributes:
-        writes: whether it may write to its arguments; True until it has been watched.
+        writes: whether it may write to its arguments, or a module to its own buffers;
+            True until it has been watched.
         keeps: whether it may keep its arguments until the next call.
         buffers: the buffers of a module, by name: entries of its first argument that
             have no derivative.
@@ -48,13 +49,14 @@ class Plain:
     def __init__(self, fn: Any) -> None:
         self.fn = fn
         self.writes = True
-        self._was_seen_writing = False
+        self._wrote = False  # ever
 
     def __call__(self, *args: Any) -> Any:
         return self.fn(*args)
 
     def watch(self) -> None:
         """Called before it runs under a `_Watch` that sees its writes."""
+        self.writes = True  # so that it gets copies of its own buffers
 
     def watched(self, wrote: bool) -> None:
         """Called after it ran with some shapes; `wrote` says whether it wrote.
@@ -62,8 +64,8 @@ class Plain:
         One write makes it a writer for all shapes. Programs that were traced before
         that, and found no write, are right with copies too.
         """
-        self._was_seen_writing |= wrote
-        self.writes = self._was_seen_writing
+        self._wrote |= wrote
+        self.writes = self._wrote
 
     def check(self, args: Sequence[Any]) -> None:
         """Raises SpecError for arguments that it can't take."""
@@ -92,16 +94,14 @@ class Module(Plain):
     in each call.
 
     A buffer that a call doesn't give is the module's own. A module that writes to such
-    buffers (a BatchNorm in train mode) gets copies of them; whether it writes is found
-    out together with its shapes.
+    buffers (a BatchNorm in train mode) gets copies of them, and of its arguments;
+    whether it writes is found out together with its shapes.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
         self.buffers = dict(module.named_buffers())
         self.names = {**dict(module.named_parameters()), **self.buffers}
-        self._writes_buffers = False
-        self._copies_buffers = True
         # An RNN keeps its weights in a list of its own, beside its parameters.
         self.keeps = any(isinstance(m, torch.nn.RNNBase) for m in module.modules())
         self._idle = [self._copy()]
@@ -129,7 +129,7 @@ class Module(Plain):
         except IndexError:  # all are in use
             module, places = self._copy()
         copies = {}
-        if self.buffers and self._copies_buffers:
+        if self.buffers and self.writes:
             given = (name for name in self.buffers if name not in params)
             copies = {name: self.buffers[name].clone() for name in given}
             params = {**params, **copies}
@@ -139,15 +139,8 @@ class Module(Plain):
         finally:
             _put(places, self.names)
             self._idle.append((module, places))
-        self._writes_buffers |= any(x._version for x in copies.values())
+        self._wrote |= any(x._version for x in copies.values())
         return value
-
-    def watch(self) -> None:
-        self._copies_buffers = True  # so that writes to them can be counted
-
-    def watched(self, wrote: bool) -> None:
-        super().watched(wrote)
-        self._copies_buffers = self.writes or self._writes_buffers
 
     def check(self, args: Sequence[Any]) -> None:
         super().check(args)
