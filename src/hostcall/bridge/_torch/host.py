@@ -98,27 +98,23 @@ class OnHost(Code):
         code = self.code
         inputs: list[torch.Tensor] = []
 
+        # The buffers among the arguments have no derivative.
+        still = {id(args[0][name]) for name in code.buffers if name in args[0]}
+
         def enter(differentiable: bool, leaf: Any) -> Any:
             if not is_array(leaf):
                 return leaf
             x = own_tensor(leaf)
             inputs.append(x)
-            if differentiable and has_derivative(x):
+            if differentiable and id(leaf) not in still and has_derivative(x):
                 x.requires_grad_()
             # A leaf of the graph can't be written to in place, but a copy of it can.
             return x.clone() if code.writes else x
 
-        whole = []
-        for position, arg in enumerate(args):
-            may = position not in nondiff
-            if position == 0 and code.buffers:
-                names = sorted(arg)  # the order in which JAX flattens a dict
-                parts = [
-                    (k, enter(may and k not in code.buffers, arg[k])) for k in names
-                ]
-                whole.append(dict(parts))
-            else:
-                whole.append(tree.tree_map(functools.partial(enter, may), arg))
+        whole = [
+            tree.tree_map(functools.partial(enter, position not in nondiff), arg)
+            for position, arg in enumerate(args)
+        ]
         value = code(*whole)
         recorded = [
             x if isinstance(x, torch.Tensor) and x.requires_grad else None
