@@ -75,13 +75,20 @@ def _call_method(fn: Any) -> Any:
     return vars(kinds[0])["__call__"] if kinds else None
 
 
-def _binds(signature: inspect.Signature | None, n: int, names: Sequence[str]) -> bool:
+def _binds(
+    signature: inspect.Signature | None,
+    n: int,
+    names: Sequence[str],
+    partial: bool = False,
+) -> bool:
+    """Whether the arguments fit; with `partial`, more may come. True if unknown."""
     try:
-        return signature is None or bool(
-            signature.bind(*range(n), **dict.fromkeys(names))
-        )
+        if signature is not None:
+            bind = signature.bind_partial if partial else signature.bind
+            bind(*range(n), **dict.fromkeys(names))
     except TypeError:
         return False
+    return True
 
 
 # Without a lock: two threads may both make an entry, and then store equal ones.
@@ -148,13 +155,7 @@ def _is_python(fn: Any) -> bool:
 
 def takes(signature: inspect.Signature | None, keyword: str) -> bool:
     """Whether a function with this signature takes the keyword; True if unknown."""
-    if signature is None:
-        return True
-    return any(
-        p.kind is p.VAR_KEYWORD
-        or (p.name == keyword and p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL))
-        for p in signature.parameters.values()
-    )
+    return _binds(signature, 0, (keyword,), partial=True)
 
 
 def without_types(signature: inspect.Signature) -> str:

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._core.arguments import check_function
-from hostcall._core.errors import SpecError
+from hostcall._core.arguments import check_function, wrong
 from hostcall._core.source import source_of
 from hostcall._host_function.trees import pick, spread
 from hostcall.bridge._library import (
@@ -96,11 +95,9 @@ def of_autograd(
     needed("autograd", "autograd")
     options["advice"] = check_derivatives("autograd", shown, derivatives)
     if vmap_method not in (None, "sequential", "parallel"):
-        raise SpecError(
-            f"hostcall: vmap_method= of `{shown}` should be 'sequential' or 'parallel',"
-            f" got {vmap_method!r}: autograd differentiates one row at a time",
-            code="hc-option",
-        )
+        why = ": autograd differentiates one row at a time"
+        wanted = "'sequential' or 'parallel'"
+        raise wrong("vmap_method", f"`{shown}`", wanted, vmap_method, why)
     make_thread_safe()
     code = FromAutograd(fn, shown, source_of(fn))
     code.like(fn)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from hostcall._core.arguments import check_function
+from hostcall._core.arguments import check_function, wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.failures import original
 from hostcall._core.host_code import HostCode
@@ -86,12 +86,11 @@ def on_device(
         return functools.partial(on_device, **options)
     shown = name or check_function(fn, "hc.bridge.jax(fn, device=...)")
     if device is not None and not isinstance(device, jax.Device):
-        raise SpecError(
-            f"hostcall: device= of `{shown}` should be a jax.Device, such as"
-            f" jax.devices('gpu')[0], or None for a CPU device of hostcall's own, got"
-            f" {device!r}",
-            code="hc-option",
+        wanted = (
+            "a jax.Device, such as jax.devices('gpu')[0], or None for a CPU device of"
+            " hostcall's own"
         )
+        raise wrong("device", f"`{shown}`", wanted, device)
     if device is not None and device.process_index != jax.process_index():
         raise SpecError(
             f"hostcall: device= of `{shown}` is {device}, which belongs to process"
@@ -241,7 +240,7 @@ def _mapped(run: Any, args: Any, batched: bytes) -> Any:
     return jax.vmap(run, [0 if flag else None for flag in batched])(*args)
 
 
-_OVER = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}
+_OVER: dict[str, Any] = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}
 
 
 def device_now(device: Any) -> Any:

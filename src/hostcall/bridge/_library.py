@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from hostcall._core.arguments import wrong
 from hostcall._core.errors import PackageError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._core.spec import flatten_arguments, is_array_like, is_numeric
@@ -54,11 +55,8 @@ PLAIN: dict[str, Any] = {
 def check_derivatives(bridge: str, shown: str, derivatives: Any) -> str:
     """Refuses a wrong derivatives=; returns what errors advise who wants one more."""
     if type(derivatives) is not int or derivatives < 0:
-        raise SpecError(
-            f"hostcall: derivatives= of `{shown}` should be the highest order of"
-            f" derivatives, 0 for none, got {derivatives!r}",
-            code="hc-option",
-        )
+        wanted = "the highest order of derivatives, 0 for none"
+        raise wrong("derivatives", f"`{shown}`", wanted, derivatives)
     return (
         f"`{shown}` was made with derivatives={derivatives}. Write hc.bridge.{bridge}"
         f"(fn, derivatives={derivatives + 1}), or keep the derivative out with"

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._core.arguments import check_function
+from hostcall._core.arguments import check_function, wrong
 from hostcall._core.errors import ResultError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._host_function import results
@@ -92,11 +92,8 @@ def value_and_grad(
     usage = "hc.bridge.value_and_grad(fn), with fn(*args) -> (value, gradient)"
     shown = name or check_function(fn, usage)
     if value is not None and not callable(value):
-        raise SpecError(
-            f"hostcall: value= of `{shown}` should be a function of the same arguments"
-            f" that returns only the value, got {value!r}",
-            code="hc-option",
-        )
+        wanted = "a function of the same arguments that returns only the value"
+        raise wrong("value", f"`{shown}`", wanted, value)
     del options["value"], options["result"]
     options["name"] = shown
     code = fn, shown, (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)

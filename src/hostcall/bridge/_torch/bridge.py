@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hostcall._core.arguments import check_function
-from hostcall._core.errors import SpecError
+from hostcall._core.arguments import check_function, wrong
 from hostcall.bridge._library import check_derivatives, needed
 
 
@@ -103,10 +102,7 @@ def torch(
     shown = name or check_function(fn, "hc.bridge.torch(fn)")
     options["advice"] = check_derivatives("torch", shown, derivatives)
     if lend not in (False, True):
-        raise SpecError(
-            f"hostcall: lend= of `{shown}` should be True or False, got {lend!r}",
-            code="hc-option",
-        )
+        raise wrong("lend", f"`{shown}`", "True or False", lend)
     from hostcall.bridge._torch.function import make
 
     # A function on another thread could outlive the memory that it was lent.

@@ -76,10 +76,8 @@ class TorchFunction(LibraryFunction):
         except Exception:
             # Fake tensors have no values: either the function asked for one, or it is
             # wrong. A run on zeros tells.
-            code.watched(True)
-            spec = super()._infer(avals)
+            spec, wrote = super()._infer(avals), True
             _check_sizes(avals, spec)
-            return spec
         code.watched(wrote)
         return spec
 
@@ -167,18 +165,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            self._look(func._schema, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _look(self, schema: Any, args: Any, kwargs: Any) -> None:
-        for number, parameter in enumerate(schema.arguments):
+        for number, parameter in enumerate(func._schema.arguments):
             if parameter.alias_info is None or not parameter.alias_info.is_write:
                 continue
             at = args[number] if number < len(args) else kwargs.get(parameter.name)
             for leaf in tree.tree_leaves(at):
                 if isinstance(leaf, torch.Tensor):
                     self.wrote |= _memory(leaf) in self.memory
+        return func(*args, **kwargs)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -64,26 +64,14 @@ class OnHost(Code):
     def __call__(self, *args: Any) -> Any:
         code = self.code
         make = own_tensor if code.writes or code.keeps else tensor
-        lent: list[torch.Tensor] = []
-        whole: Sequence[Any] = lent
         # Few steps for the usual arguments: once torch has gone through large tensors,
         # the caches are cold, and each line of Python takes ten times as long.
-        for arg in args:
-            if type(arg) is not np.ndarray or not is_array(arg):
-                break
-        else:
-            for arg in args:
-                lent.append(make(arg))
-        if len(lent) < len(args):
-            leaves, treedef = tree.tree_flatten(args)
-            for i, leaf in enumerate(leaves):
-                if is_array(leaf):
-                    leaves[i] = make(leaf)
-                    lent.append(leaves[i])
-            whole = treedef.unflatten(leaves)
-        value = code(*whole)
+        are_arrays = set(map(type, args)) <= {np.ndarray}
+        leaves, treedef = (args, None) if are_arrays else tree.tree_flatten(args)
+        whole = [make(leaf) if is_array(leaf) else leaf for leaf in leaves]
+        value = code(*(whole if treedef is None else treedef.unflatten(whole)))
         if make is tensor:
-            check_unwritten(lent, self.__qualname__)
+            check_unwritten(whole, self.__qualname__)
         if isinstance(value, torch.Tensor):
             return array(value)
         return tree.tree_map(array, value)

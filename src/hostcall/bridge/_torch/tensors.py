@@ -97,8 +97,9 @@ def array(leaf: Any) -> Any:
     return leaf.cpu().resolve_conj().resolve_neg().numpy()
 
 
-def check_unwritten(tensors: list[torch.Tensor], name: str) -> None:
+def check_unwritten(leaves: list[Any], name: str) -> None:
     """Raises if a call wrote to tensors that it was lent; versions count writes."""
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     for number, lent in enumerate(tensors):
         if lent._version:
             raise ResultError(
