@@ -148,8 +148,8 @@ def test_the_graph_is_kept_for_the_backward_pass(anp):
 def test_too_many_derivatives(anp):
     f = hc.bridge.autograd(energy(anp), name="energy")
     text = (
-        "`energy` was made with derivatives=1. To differentiate it more often, write"
-        r" hc.bridge.autograd\(fn, derivatives=n\)"
+        "`energy` was made with derivatives=1. Write"
+        r" hc.bridge.autograd\(fn, derivatives=2\)"
     )
     with pytest.raises(hc.errors.DerivativeError, match=text):
         jax.hessian(f)(Q, K)
@@ -162,7 +162,7 @@ def test_too_many_derivatives(anp):
 
 def test_refusals_of_autograd(anp, monkeypatch):
     with pytest.raises(
-        hc.errors.SpecError, match="derivatives= of `e` should be the number of times"
+        hc.errors.SpecError, match="derivatives= of `e` should be the highest order"
     ):
         hc.bridge.autograd(energy(anp), name="e", derivatives="all")
     with pytest.raises(

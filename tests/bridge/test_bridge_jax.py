@@ -22,7 +22,7 @@ from meshes import line, over
 
 import hostcall as hc
 from hostcall import _jax
-from hostcall.bridge._jax_programs import DeviceProgram
+from hostcall.bridge._jax import DeviceProgram
 
 W = jnp.arange(6.0).reshape(2, 3) / 7
 X = jnp.array([0.3, -0.2, 0.8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 
 import jax
@@ -527,7 +528,7 @@ WRONG = {
     ),
     "result forgotten, one of several arguments": (
         lambda x: hc.call(np.add, jnp.asarray(x), x),
-        "`add` takes (x1, x2, /, out=None, *, where=None",
+        "`add` takes (x1, x2, /, out=None, *",
     ),
     "result forgotten, of NumPy": (
         lambda x: hc.call(np.sort, x[None]),
@@ -624,6 +625,30 @@ WRONG = {
         " `Counter.add` takes (k, twice=False). Did you mean where=?",
     ),
 }
+
+
+if np.lib.NumpyVersion(np.__version__) < "2.4.0":
+    # It does not tell the options of its ufuncs, so they seem to take any.
+    for name in ("misspelt, to a ufunc", "a mask for a ufunc"):
+        del WRONG[name]
+
+
+def test_ufuncs_of_a_numpy_that_tells_no_signatures(monkeypatch):
+    told = inspect.signature
+
+    def signature(fn, **options):
+        if isinstance(fn, np.ufunc):
+            raise ValueError
+        return told(fn, **options)
+
+    monkeypatch.setattr(inspect, "signature", signature)
+    add = lambda *args, **options: hc.call(np.add, F32, *args, **options)
+    said = refused(add, X)
+    assert "with 1 positional argument. `add` takes (x1, x2, /, out=None, **opt" in said
+    said = refused(lambda: add(X, X, ordr="ordered"))
+    assert "has no option ordr=" in said
+    assert "Did you mean order=?" in said
+    assert add(X, X, dtype=np.float32) == 4
 
 
 @pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])

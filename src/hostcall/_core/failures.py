@@ -126,20 +126,27 @@ def _keeps_too_many(now: float) -> bool:
 def hand_over(exception: BaseException) -> None:
     """Notes that the user gets this object, if it is a kept one."""
     with _lock:
-        found = [kept for kept in _kept.values() if kept.exception is exception]
-    for kept in found:
-        _hand_over(kept)
+        found = [n for n, kept in _kept.items() if kept.exception is exception]
+    for number in found:
+        _handed_over(number)
 
 
-def _hand_over(kept: _Kept) -> None:
-    """Notes that the user has the object. Only the newest one is kept with its frames;
-    any other is released to the user at once.
+def _handed_over(number: int | None) -> BaseException | None:
+    """The exception of this number, or the newest one, which the user gets now; None if
+    it isn't kept.
+
+    Only the newest one is kept with its frames; any other is released to the user at
+    once.
     """
-    with _lock:
-        kept.handed_over = True
+    with _lock:  # else a newer one may empty its frames in between
+        kept = _kept.get(_last if number is None else number)
+        if kept is None:
+            return None
+        found, kept.handed_over = kept.get(), True
         newest = kept is _kept.get(_last)
     if not newest:
         kept.let_go()
+    return found
 
 
 def _without_frames(exception: BaseException) -> Any:
@@ -233,16 +240,7 @@ def original(report: BaseException) -> BaseException | None:
 
     The caller raises it in place of the report, so the user has it from now on.
     """
-    return _original(number_in(report))
-
-
-def _original(number: int) -> BaseException | None:
-    kept = _kept.get(number)
-    if kept is None:
-        return None
-    found = kept.get()
-    _hand_over(kept)
-    return found
+    return _handed_over(number_in(report))
 
 
 def kept(number: int) -> BaseException | None:
@@ -265,12 +263,7 @@ def last_error() -> BaseException | None:
     hostcall keeps the local variables of the newest one only. Cost: none unless
     something failed.
     """
-    with _lock:  # else a newer one may empty its frames in between
-        kept = _kept.get(_last)
-        if kept is None:
-            return None
-        kept.handed_over = True
-        return kept.get()
+    return _handed_over(None)
 
 
 def failures_of_effects() -> list[BaseException]:
@@ -312,7 +305,7 @@ def replacement(number: int) -> BaseException | None:
     KeyboardInterrupt, SystemExit and the like, WatchError and a debugger's `quit`
     replace the report.
     """
-    return _original(number) if _replaces_report(kept(number)) else None
+    return _handed_over(number) if _replaces_report(kept(number)) else None
 
 
 def told_as(text: str) -> BaseException:

@@ -75,13 +75,20 @@ def _call_method(fn: Any) -> Any:
     return vars(kinds[0])["__call__"] if kinds else None
 
 
-def _binds(signature: inspect.Signature | None, n: int, names: Sequence[str]) -> bool:
+def _binds(
+    signature: inspect.Signature | None,
+    n: int,
+    names: Sequence[str],
+    partial: bool = False,
+) -> bool:
+    """Whether the arguments fit; with `partial`, more may come. True if unknown."""
     try:
-        return signature is None or bool(
-            signature.bind(*range(n), **dict.fromkeys(names))
-        )
+        if signature is not None:
+            bind = signature.bind_partial if partial else signature.bind
+            bind(*range(n), **dict.fromkeys(names))
     except TypeError:
         return False
+    return True
 
 
 # Without a lock: two threads may both make an entry, and then store equal ones.
@@ -114,47 +121,27 @@ def _known_signature(fn: Any) -> inspect.Signature | None:
 
 def signature_of(fn: Any) -> inspect.Signature | None:
     """A function's signature; None if it has none, as many C functions."""
-    if isinstance(fn, np.ufunc):  # NumPy tells it from 2.4 on
-        return _ufunc_signature(fn)
+    # A Python wrapper may take other arguments than the function that it wraps, so its
+    # own signature counts.
+    is_python = type(fn) in (types.FunctionType, types.MethodType)
     try:
-        return inspect.signature(fn, follow_wrapped=not _is_python(fn))
+        return inspect.signature(fn, follow_wrapped=not is_python)
     except Exception:  # also what an object's own `__signature__` raises
-        return None
+        return _ufunc_signature(fn) if type(fn) is np.ufunc else None
 
 
 def _ufunc_signature(fn: np.ufunc) -> inspect.Signature:
-    numbers = [""] if fn.nin == 1 else [str(k + 1) for k in range(fn.nin)]
-    inputs = [Parameter(f"x{k}", Parameter.POSITIONAL_ONLY) for k in numbers]
-    outputs = [Parameter("out", Parameter.POSITIONAL_OR_KEYWORD, default=None)]
-    if fn.nout > 1:
-        outputs = [
-            Parameter(f"out{k + 1}", Parameter.POSITIONAL_ONLY, default=None)
-            for k in range(fn.nout)
-        ]
-        outputs.append(Parameter("out", Parameter.KEYWORD_ONLY, default=None))
-    options = ["where", "casting", "order", "dtype", "subok", "signature", "sig"]
-    if fn.signature is not None:  # over axes, such as np.matmul
-        options += ["axes", "axis", "keepdims"]
-    keywords = [Parameter(k, Parameter.KEYWORD_ONLY, default=None) for k in options]
-    return inspect.Signature([*inputs, *outputs, *keywords])
-
-
-def _is_python(fn: Any) -> bool:
-    """Whether this is Python code. A Python wrapper may take other arguments than the
-    function that it wraps, so its own signature counts.
-    """
-    return type(fn) in (types.FunctionType, types.MethodType)
+    """What NumPy before 2.4 does not tell, without the names of the options."""
+    names = ["x"] if fn.nin == 1 else [f"x{k + 1}" for k in range(fn.nin)]
+    inputs = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in names]
+    out = Parameter("out", Parameter.POSITIONAL_OR_KEYWORD, default=None)
+    options = Parameter("options", Parameter.VAR_KEYWORD)
+    return inspect.Signature([*inputs, out, options])
 
 
 def takes(signature: inspect.Signature | None, keyword: str) -> bool:
     """Whether a function with this signature takes the keyword; True if unknown."""
-    if signature is None:
-        return True
-    return any(
-        p.kind is p.VAR_KEYWORD
-        or (p.name == keyword and p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL))
-        for p in signature.parameters.values()
-    )
+    return _binds(signature, 0, (keyword,), partial=True)
 
 
 def without_types(signature: inspect.Signature) -> str:

@@ -123,12 +123,9 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
     marks: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
-            if _jax.is_key_dtype(leaf.dtype):
-                marks.append(leaf.dtype)
-                arrays.append(jax.random.key_data(leaf))
-            else:
-                marks.append(None)
-                arrays.append(leaf)
+            key = leaf.dtype if _jax.is_key_dtype(leaf.dtype) else None
+            marks.append(key)
+            arrays.append(leaf if key is None else jax.random.key_data(leaf))
         elif is_array_like(leaf):
             marks.append(None)
             arrays.append(canonical(leaf))
@@ -345,8 +342,5 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
 
 def packed_bits(dtype: np.dtype) -> tuple[int, bool]:
     """(bits, signed) for elements that XLA packs into bytes; (0, False) for others."""
-    name = dtype.name
-    if name.startswith(("int", "uint")):
-        bits = int(name.removeprefix("u").removeprefix("int"))
-        return (bits, name[0] == "i") if bits < 8 else (0, False)
-    return (4, False) if name.startswith("float4") else (0, False)
+    bits = jax.dtypes.itemsize_bits(dtype)
+    return (bits, dtype.name.startswith("int")) if bits < 8 else (0, False)

@@ -364,7 +364,7 @@ def is_pair(value: Any, treedef: Any) -> bool:
     return True
 
 
-def pick(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+def pick(values: Sequence[Any], flags: Sequence[int]) -> list[Any]:
     return [v for v, flag in zip(values, flags, strict=True) if flag]
 
 

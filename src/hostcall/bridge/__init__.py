@@ -14,38 +14,10 @@ when its bridge is used.
 of the same kind, made when JAX asks for them.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hostcall.bridge._autograd import of_autograd as autograd
-    from hostcall.bridge._jax import on_device as jax
-    from hostcall.bridge._sympy import of_sympy as sympy
-    from hostcall.bridge._torch.bridge import torch
-    from hostcall.bridge._value_and_grad import value_and_grad
-
-# Name -> (module here, function in it). The function can't have the name of the bridge,
-# since its module imports the library of that name.
-_LATER = {
-    "autograd": ("_autograd", "of_autograd"),
-    "jax": ("_jax", "on_device"),
-    "sympy": ("_sympy", "of_sympy"),
-    "torch": ("_torch.bridge", "torch"),
-    "value_and_grad": ("_value_and_grad", "value_and_grad"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'hostcall.bridge' has no attribute {name!r}")
-    module, function = _LATER[name]
-    value = getattr(importlib.import_module(f"hostcall.bridge.{module}"), function)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
-
+from hostcall.bridge._autograd import of_autograd as autograd
+from hostcall.bridge._jax import on_device as jax
+from hostcall.bridge._sympy import of_sympy as sympy
+from hostcall.bridge._torch.bridge import torch
+from hostcall.bridge._value_and_grad import value_and_grad
 
 __all__ = ["autograd", "jax", "sympy", "torch", "value_and_grad"]

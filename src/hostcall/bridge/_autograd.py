@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,11 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._core.arguments import check_function
-from hostcall._core.errors import SpecError
+from hostcall._core.arguments import check_function, wrong
 from hostcall._core.source import source_of
 from hostcall._host_function.trees import pick, spread
-from hostcall.bridge._library import Code, LibraryFunction, TakesNoRules, needed
+from hostcall.bridge._library import (
+    Code,
+    LibraryFunction,
+    TakesNoRules,
+    along,
+    check_derivatives,
+    is_array,
+    needed,
+)
 
 tree = jax.tree_util
 
@@ -87,28 +93,15 @@ def of_autograd(
         return functools.partial(of_autograd, **options)
     shown = name or check_function(fn, "hc.bridge.autograd(fn)")
     needed("autograd", "autograd")
-    if not isinstance(derivatives, int) or derivatives < 0:
-        raise SpecError(
-            f"hostcall: derivatives= of `{shown}` should be the number of times that it"
-            f" can be differentiated, 0 or more, got {derivatives!r}",
-            code="hc-option",
-        )
+    options["advice"] = check_derivatives("autograd", shown, derivatives)
     if vmap_method not in (None, "sequential", "parallel"):
-        raise SpecError(
-            f"hostcall: vmap_method= of `{shown}` should be 'sequential' or 'parallel',"
-            f" got {vmap_method!r}: autograd differentiates one row at a time",
-            code="hc-option",
-        )
+        why = ": autograd differentiates one row at a time"
+        wanted = "'sequential' or 'parallel'"
+        raise wrong("vmap_method", f"`{shown}`", wanted, vmap_method, why)
     make_thread_safe()
     code = FromAutograd(fn, shown, source_of(fn))
-    functools.update_wrapper(code, fn, updated=())
-    code.__qualname__ = shown
-    return OfAutograd(
-        code,
-        advice=f"`{shown}` was made with derivatives={derivatives}. To differentiate it"
-        " more often, write hc.bridge.autograd(fn, derivatives=n)",
-        **options,
-    )
+    code.like(fn)
+    return OfAutograd(code, **options)
 
 
 class OfAutograd(TakesNoRules, LibraryFunction):
@@ -141,16 +134,17 @@ class FromAutograd(Code):
     def __call__(self, *args: Any) -> Any:
         return self._run(*args)
 
-    def derived(self, what: str, name: str, source: str) -> Code:
+    def derived(self, what: str, name: str) -> Code:
         derivative = {"vjp": _pulled, "jvp": _pushed}[what]
-        return FromAutograd(functools.partial(derivative, self._run), name, source)
+        run = functools.partial(derivative, self._run)
+        return FromAutograd(run, name, f"{what} of {self.source()}")
 
     def forward(self, args: Sequence[Any], nondiff: Sequence[int]) -> tuple[Any, Any]:
         del nondiff  # the bridge has no such option
-        moving = [moves(x) for x in tree.tree_leaves(args) if is_array(x)]
-        along = Along(self._run, args, moving)
-        pull = along.vjp()
-        return along.treedef.unflatten(along.outs), (pull, moving)
+        moving = [moves(x) for x in tree.tree_leaves(args) if is_traced_array(x)]
+        found = Along(self._run, args, moving)
+        pull = found.vjp()
+        return found.treedef.unflatten(found.outs), (pull, moving)
 
     @staticmethod
     def backward(graph: Any, cotangents: Sequence[Any], wanted: Sequence[bool]) -> Any:
@@ -163,9 +157,9 @@ def _pulled(run: Any, args: Any, cotangents: Any, wanted: bytes) -> list[Any]:
 
 
 def _pushed(run: Any, args: Any, tangents: Any, out_diff: bytes) -> Any:
-    along = Along(run, args, [t is not None for t in tangents])
-    touts = along.jvp([t for t in tangents if t is not None])
-    return along.outs, list(itertools.compress(touts, out_diff))
+    found = Along(run, args, [t is not None for t in tangents])
+    touts = found.jvp([t for t in tangents if t is not None])
+    return found.outs, pick(touts, out_diff)
 
 
 class Along:
@@ -178,13 +172,8 @@ class Along:
     def __init__(self, run: Any, args: Any, flags: Sequence[int]) -> None:
         """`flags` marks the arrays that move, among all arrays of `args`."""
         self._run = run
-        self._leaves, self._form = tree.tree_flatten(args)
-        at = [i for i, x in enumerate(self._leaves) if is_array(x)]
-        self._at = [i for i, flag in zip(at, flags, strict=True) if flag]
-        self._moving = tuple(self._leaves[i] for i in self._at)
-        self.outs: list[Any] = []
-        self.treedef: Any = None
-        self._marks: list[bool] = []  # which results have a derivative
+        moving, self._filled, _ = along(args, flags, is_traced_array)
+        self._moving = tuple(moving)
 
     def _call(self, moving: Any) -> Any:
         """The tuple of results with a derivative, of the tuple of what moves.
@@ -194,24 +183,23 @@ class Along:
         """
         from autograd.builtins import tuple as traced_tuple
 
-        whole = list(self._leaves)
-        for n, i in enumerate(self._at):
-            whole[i] = moving[n]
-        self.outs, self.treedef = tree.tree_flatten(
-            self._run(*self._form.unflatten(whole))
-        )
+        result = self._run(*self._filled(moving))
+        self.outs, self.treedef = tree.tree_flatten(result)
         self._marks = [moves(x) for x in self.outs]
-        return traced_tuple((*itertools.compress(self.outs, self._marks), moving[0]))
+        return traced_tuple((*pick(self.outs, self._marks), moving[0]))
+
+    def _with_all(self, found: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """What `_call` gave, and in the places of the other results `others`."""
+        whole = spread(found, self._marks)
+        return [y if x is None else x for x, y in zip(whole, others, strict=True)]
 
     def jvp(self, tangents: Sequence[Any]) -> list[Any]:
         """The tangents of all results."""
         from autograd import make_jvp
 
         found, dots = make_jvp(self._call)(self._moving)(tuple(tangents))
-        self._settle(found)
-        rest = iter(dots)
-        pairs = zip(self.outs, self._marks, strict=True)
-        return [next(rest) if mark else np.zeros(np.shape(x)) for x, mark in pairs]
+        self.outs = self._with_all(found, self.outs)
+        return self._with_all(dots, [np.zeros(np.shape(x)) for x in self.outs])
 
     def vjp(self) -> Callable[[Sequence[Any]], list[Any]]:
         """Cotangents of the results, None for zero -> those of what moves."""
@@ -219,41 +207,26 @@ class Along:
         from autograd.tracer import getval
 
         pull, found = make_vjp(self._call)(self._moving)
-        self._settle(found)
-        marks = self._marks
-        zeros = [np.zeros_like(getval(x)) for x in found]
+        self.outs = self._with_all(found, self.outs)
+        marks, zeros = self._marks, [np.zeros_like(getval(x)) for x in found]
 
         def pullback(cotangents: Sequence[Any]) -> list[Any]:
-            pairs = zip(
-                (*itertools.compress(cotangents, marks), None), zeros, strict=True
-            )
+            cts = (*pick(cotangents, marks), None)
+            pairs = zip(cts, zeros, strict=True)
             return list(pull(tuple(zero if ct is None else ct for ct, zero in pairs)))
 
         return pullback
 
-    def _settle(self, found: Sequence[Any]) -> None:
-        """Puts values in the places of the variables of a trace that has ended."""
-        rest = iter(found)
-        pairs = zip(self.outs, self._marks, strict=True)
-        self.outs = [next(rest) if mark else x for x, mark in pairs]
 
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array that the call hands over; other leaves are static."""
+def is_traced_array(leaf: Any) -> bool:
+    """Whether a leaf is an array that the call hands over, or a variable for one."""
     from autograd.tracer import getval
 
-    value = getval(leaf)
-    known = isinstance(value, (np.ndarray, np.generic))
-    return known and value.dtype.kind not in "OUSMm"
+    return is_array(getval(leaf))
 
 
 def moves(value: Any) -> bool:
     """Whether a value has a derivative."""
     from autograd.tracer import getval
 
-    return _is_inexact(np.result_type(getval(value)))
-
-
-@functools.cache
-def _is_inexact(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
+    return bool(jnp.issubdtype(np.result_type(getval(value)), jnp.inexact))

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
-from hostcall._core.arguments import check_function
+from hostcall._core.arguments import check_function, wrong
 from hostcall._core.errors import SpecError
+from hostcall._core.failures import original
+from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Static, Template
 from hostcall._host_function import results
-from hostcall.bridge._jax_programs import (
-    NO_MESH,
-    DeviceProgram,
-    ProgramDevice,
-    is_plain,
-    structs,
-)
-from hostcall.bridge._library import PLAIN, TakesNoRules, is_operand
+from hostcall._host_function.trees import pick
+from hostcall._runtime import host_device
+from hostcall._runtime.context import current
+from hostcall.bridge._library import PLAIN, OverOthers, TakesNoRules, along, is_operand
+
+# The other device knows nothing of the mesh around the calling program.
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def on_device(
@@ -84,12 +86,11 @@ def on_device(
         return functools.partial(on_device, **options)
     shown = name or check_function(fn, "hc.bridge.jax(fn, device=...)")
     if device is not None and not isinstance(device, jax.Device):
-        raise SpecError(
-            f"hostcall: device= of `{shown}` should be a jax.Device, such as"
-            f" jax.devices('gpu')[0], or None for a CPU device of hostcall's own, got"
-            f" {device!r}",
-            code="hc-option",
+        wanted = (
+            "a jax.Device, such as jax.devices('gpu')[0], or None for a CPU device of"
+            " hostcall's own"
         )
+        raise wrong("device", f"`{shown}`", wanted, device)
     if device is not None and device.process_index != jax.process_index():
         raise SpecError(
             f"hostcall: device= of `{shown}` is {device}, which belongs to process"
@@ -97,17 +98,18 @@ def on_device(
             " one of jax.local_devices()",
             code="hc-device",
         )
-    return JaxFunction(fn, device=device, name=name, timeout=timeout)
+    return JaxFunction(fn, device, name, timeout)
 
 
 class JaxFunction(TakesNoRules):
     """A JAX function and its device. `hc.bridge.jax` makes it."""
 
-    def __init__(self, fn: Callable[..., Any], *, device: Any, **options: Any) -> None:
-        super().__init__(fn, **{**PLAIN, "result": None, **options})
-        self.device = device
-        self._given = {"device": device, **options}
-        self._place = ProgramDevice(device)
+    def __init__(
+        self, fn: Callable[..., Any], device: Any, name: str | None, timeout: Any
+    ) -> None:
+        given = {"name": name, "timeout": timeout}
+        super().__init__(fn, **{**PLAIN, **given, "result": None})
+        self._given = device, name, timeout
 
         def flat(template: Template, *arrays: Any) -> Any:
             args, kwargs = template.fill(arrays)
@@ -117,12 +119,12 @@ class JaxFunction(TakesNoRules):
         self._flat = flat
         self._jit = jax.jit(flat, static_argnums=0)
         # Weak keys: jax.clear_caches() drops what JAX traced, and with it these.
-        self._programs: WeakKeyDictionary[Any, DeviceProgram] = WeakKeyDictionary()
+        self._programs: WeakKeyDictionary[Any, ProgramFunction] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         found = super().__reduce__()
-        again = functools.partial(JaxFunction, **self._given)
-        return found if isinstance(found, str) else (again, (self.fn,))
+        again = JaxFunction, (self.fn, *self._given)
+        return found if isinstance(found, str) else again
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result."""
@@ -142,29 +144,126 @@ class JaxFunction(TakesNoRules):
                 program = self._programs[jaxpr]
             else:
                 program = self._programs[jaxpr] = self._compiled(jaxpr)
-        return out_tree.unflatten(program.host(*more, *arrays))
+        return out_tree.unflatten(program(*more, *arrays))
 
-    def _closed(self, jaxpr: Any) -> tuple[DeviceProgram, list[Any]]:
+    def _closed(self, jaxpr: Any) -> tuple[ProgramFunction, list[Any]]:
         """The program, if `fn` closes over values of the caller: they are operands."""
-        consts = list(jaxpr.consts)
-        at = [i for i, x in enumerate(consts) if isinstance(x, jax.core.Tracer)]
-        values = [consts[i] for i in at]
-        for i in at:
-            consts[i] = None
+        traced = [isinstance(x, jax.core.Tracer) for x in jaxpr.consts]
+        values, filled, _ = along(jaxpr.consts, traced, is_operand)
 
         def code(*operands: Any) -> Any:
-            whole = list(consts)
-            for i, x in zip(at, operands, strict=False):
-                whole[i] = x
-            return jax.core.eval_jaxpr(jaxpr.jaxpr, whole, *operands[len(at) :])
+            consts = filled(operands[: len(values)])
+            return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *operands[len(values) :])
 
-        avals = (*structs(values), *structs(jaxpr.in_avals))
-        opened = jax.make_jaxpr(code)(*avals)
+        opened = jax.make_jaxpr(code)(*structs(values), *structs(jaxpr.in_avals))
         return self._compiled(opened), values
 
-    def _compiled(self, jaxpr: Any) -> DeviceProgram:
+    def _compiled(self, jaxpr: Any) -> ProgramFunction:
         # NumPy arrays, so that constants don't stay on the device where they are now.
         consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
+        device, _, timeout = self._given
         jaxpr = jaxpr.replace(consts=consts)
-        x64, timeout = bool(jax.config.jax_enable_x64), self.options["timeout"]
-        return DeviceProgram(self.__name__, jaxpr, x64, self._place, timeout)
+        return ProgramFunction(DeviceProgram(self.__name__, jaxpr, device), timeout)
+
+
+class DeviceProgram(HostCode):
+    """A traced function of flat arrays, compiled for its device when it first runs."""
+
+    stays = (
+        "a bridge makes it when the program is traced, so it can have no name. Register"
+        " a hc.host function that calls the library, with rules of its own"
+    )
+
+    def __init__(self, name: str, jaxpr: Any, device: Any) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.outs, self.code = structs(jaxpr.out_avals), jaxpr_as_fun(jaxpr)
+        self._jit, self.device = jax.jit(self.code), device
+        self._x64 = bool(jax.config.jax_enable_x64)
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        device = device_now(self.device)
+        try:
+            with jax.enable_x64(self._x64), jax.default_device(device):
+                # jit puts NumPy arrays on the default device; device_put costs 0.1 ms.
+                arrays = tuple(
+                    x if isinstance(x, np.ndarray) else jax.device_put(x, device)
+                    for x in arrays
+                )
+                outs = self._jit(*arrays)
+                return [np.asarray(x) if is_plain(x) else x for x in outs]
+        except jax.errors.JaxRuntimeError as report:
+            raise original(report) or report from None
+
+
+class ProgramFunction(OverOthers):
+    """A program in JAX code: arrays in, a list of arrays out.
+
+    The idea: JAX differentiates and batches a call by its rules, and here each rule is
+    the call of another JAX function on the device, which is made from this one.
+    """
+
+    fn: DeviceProgram
+
+    def __init__(self, program: DeviceProgram, timeout: float | None) -> None:
+        given = {"name": program.__name__, "timeout": timeout}
+        super().__init__(program, **{**PLAIN, **given, "result": program.outs})
+        self.set_rules()
+        self.rules.batch = self._batch
+
+    def _make(self, what: str) -> JaxFunction:
+        name = self.__name__ if what == "vmap" else f"{what} of {self.__name__}"
+        code = functools.partial(_OVER[what], self.fn.code)
+        return JaxFunction(code, self.fn.device, name, self.options["timeout"])
+
+    def _batch(self, size: int, batched: Any, *args: Any) -> tuple[list[Any], Any]:
+        del size
+        return self.derivative("vmap")(args, bytes(batched)), True
+
+
+def _pulled(run: Any, args: Any, cotangents: Any, wanted: bytes) -> list[Any]:
+    given = [ct is not None for ct in cotangents]
+    moving, filled, _ = along(args, wanted, is_operand)
+    _, pull = jax.vjp(lambda *xs: pick(run(*filled(xs)), given), *moving)
+    return list(pull(pick(cotangents, given)))
+
+
+def _pushed(run: Any, args: Any, tangents: Any, out_diff: bytes) -> Any:
+    given = [t is not None for t in tangents]
+    moving, filled, _ = along(args, given, is_operand)
+    dots = pick(tangents, given)
+    outs, touts = jax.jvp(lambda *xs: list(run(*filled(xs))), moving, dots)
+    outs = [x if is_plain(x) else jax.random.key_data(x) for x in outs]
+    return outs, pick(touts, out_diff)
+
+
+def _mapped(run: Any, args: Any, batched: bytes) -> Any:
+    return jax.vmap(run, [0 if flag else None for flag in batched])(*args)
+
+
+_OVER: dict[str, Any] = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}
+
+
+def device_now(device: Any) -> Any:
+    """The device to use for this `device=`; called inside the host call of a program.
+
+    A CPU client runs only a limited number of programs at a time on a device, and each
+    of them may be one that waits for this one. With 20 programs in flight on each of
+    four devices, each waiting for one on the next device, all would wait forever. So a
+    program that a CPU calls never runs on the process's own CPU client.
+    """
+    host = jax.config.jax_default_device  # the host client's device
+    if device is None or device.platform != "cpu":
+        return device or host
+    here = current()
+    on_cpu = here is None or here.device is None or here.device.platform == "cpu"
+    client, own = device.client, jax.local_devices(backend="cpu")[0].client
+    shared = client is own or host_device.is_host(client)
+    return host if on_cpu and shared else device
+
+
+def structs(avals: Sequence[Any]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+
+
+def is_plain(x: Any) -> bool:
+    return not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

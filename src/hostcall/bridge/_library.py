@@ -1,4 +1,4 @@
-"""Host functions whose derivatives another library gives: torch, autograd.
+"""Host functions whose derivatives another library gives: torch, autograd, JAX.
 
     derivatives   reverse mode            forward mode
     0             none                    none
@@ -18,13 +18,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
+from hostcall._core.arguments import wrong
 from hostcall._core.errors import PackageError, SpecError
 from hostcall._core.host_code import HostCode
-from hostcall._core.source import source_of
-from hostcall._core.spec import flatten_arguments, is_array_like
+from hostcall._core.spec import flatten_arguments, is_array_like, is_numeric
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import HOST_RESIDUALS, Jvp, Vjp
+from hostcall._host_function.trees import pick
 
 tree = jax.tree_util
 
@@ -50,11 +52,23 @@ PLAIN: dict[str, Any] = {
 }
 
 
+def check_derivatives(bridge: str, shown: str, derivatives: Any) -> str:
+    """Refuses a wrong derivatives=; returns what errors advise who wants one more."""
+    if type(derivatives) is not int or derivatives < 0:
+        wanted = "the highest order of derivatives, 0 for none"
+        raise wrong("derivatives", f"`{shown}`", wanted, derivatives)
+    return (
+        f"`{shown}` was made with derivatives={derivatives}. Write hc.bridge.{bridge}"
+        f"(fn, derivatives={derivatives + 1}), or keep the derivative out with"
+        " jax.lax.stop_gradient on its arguments"
+    )
+
+
 class Code(HostCode):
     """Host code that a library can differentiate. Its rules work on flat arrays.
 
     Attributes:
-        derived: (what, name, source) -> the code of a derivative. For "vjp" it is
+        derived: (what, name, *flags) -> the code of a derivative. For "vjp" it is
             (args, cotangents, wanted) -> cotangents of the wanted arrays of `args`;
             `cotangents` has one entry per array of the result, None for zero. For "jvp"
             it is (args, tangents, out_diff) -> results, and the tangents of those
@@ -65,7 +79,7 @@ class Code(HostCode):
             the arguments; None for zero.
     """
 
-    derived: Callable[[str, str, str], Code]
+    derived: Callable[..., Code]
     forward: Callable[[Sequence[Any], Sequence[int]], tuple[Any, Any]]
     backward: Callable[[Any, Sequence[Any], Sequence[bool]], Any]
 
@@ -74,18 +88,60 @@ class Code(HostCode):
         self.__qualname__ = name
         self._source = source
 
+    def like(self, fn: Callable[..., Any]) -> None:
+        """Looks like the user's function `fn`, except for the name."""
+        name = self.__qualname__
+        functools.update_wrapper(self, fn, updated=())
+        self.__qualname__ = name
+
     def source(self) -> str:
         return self._source
 
 
-class LibraryFunction(HostFunction[..., Any]):
+class OverOthers(HostFunction[..., Any]):
+    """A function with rules in JAX code over others, which are made from it.
+
+    The others are functions of the same kind, so they have such rules too: every order
+    and both modes work, and none is made before JAX asks for it.
+    """
+
+    _NOT_PICKLED = (*HostFunction._NOT_PICKLED, "_made")
+
+    def set_rules(self) -> None:
+        self.rules.vjp = Vjp(self._with_args, self._pull, "jax", HOST_RESIDUALS, True)
+        self.rules.jvp = Jvp(self._push, "jax", flat=True)
+
+    def _with_args(self, *args: Any) -> Any:
+        return self(*args), args
+
+    def _pull(self, args: Any, cotangents: Any, wanted: Any) -> Any:
+        return self.derivative("vjp")(args, cotangents, bytes(wanted))
+
+    def _push(self, args: Any, tangents: Any, out_diff: Any) -> Any:
+        return self.derivative("jvp")(args, tangents, bytes(out_diff))
+
+    def derivative(self, *what: Any) -> Any:
+        """The function that is this derivative: "vjp" or "jvp", as in `Code.derived`;
+        or another one that `_make` knows.
+        """
+        # Another thread may be faster: all use the same one, so that JAX's caches hit.
+        return self._made.get(what) or self._made.setdefault(what, self._make(*what))
+
+    @functools.cached_property
+    def _made(self) -> dict[Any, Any]:
+        return {}
+
+    def _make(self, what: str) -> Any:
+        raise NotImplementedError
+
+
+class LibraryFunction(OverOthers):
     """A function that a library differentiates.
 
     Attributes:
         derivatives: the highest order of its derivatives.
     """
 
-    _NOT_PICKLED = (*HostFunction._NOT_PICKLED, "_pulled", "_pushed")
     fn: Code
 
     def __init__(
@@ -105,56 +161,33 @@ class LibraryFunction(HostFunction[..., Any]):
             )
             self.rules.jvp = Jvp(self._push_on_host, "host", flat=True)
         elif derivatives:
-            self.rules.vjp = Vjp(
-                self._with_args, self._pull, "jax", HOST_RESIDUALS, True
-            )
-            self.rules.jvp = Jvp(self._push, "jax", flat=True)
+            self.set_rules()
 
     def spec(self, *avals: Any) -> Any:
         """The spec of its result for arguments with these avals."""
         return self._spec(avals, flatten_arguments(avals, {})[1])
 
-    # --- Rules in host code -----------------------------------------------------------
-
     def _forward(self, *args: Any) -> Any:
         return self.fn.forward(args, self.nondiff_of(len(args)))
 
     def _push_on_host(self, args: Any, tangents: Any, out_diff: Any) -> Any:
-        return self._pushed.fn(args, tangents, bytes(out_diff))
+        return self.derivative("jvp").fn(args, tangents, bytes(out_diff))
 
-    # --- Rules in JAX code ------------------------------------------------------------
-
-    def _with_args(self, *args: Any) -> Any:
-        return self(*args), args
-
-    def _pull(self, args: Any, cotangents: Any, wanted: Any) -> Any:
-        return self._pulled(args, cotangents, bytes(wanted))
-
-    def _push(self, args: Any, tangents: Any, out_diff: Any) -> Any:
-        return self._pushed(args, tangents, bytes(out_diff))
-
-    @functools.cached_property
-    def _pulled(self) -> LibraryFunction:
-        def result(args: Any, cotangents: Any, wanted: bytes) -> Any:
-            del cotangents
-            return _flagged(shaped(args), wanted)
-
-        return self._over("vjp", self.fn.derived, result)
-
-    @functools.cached_property
-    def _pushed(self) -> LibraryFunction:
-        def result(args: Any, tangents: Any, out_diff: bytes) -> Any:
-            del tangents
+    def _make(self, what: str) -> LibraryFunction:
+        def result(args: Any, _: Any, flags: bytes) -> Any:
+            if what == "vjp":
+                return pick(shaped(args), flags)
             outs = tree.tree_leaves(self.spec(*args))
-            return outs, _flagged(outs, out_diff)
+            return outs, pick(outs, flags)
 
-        return self._over("jvp", self.fn.derived, result)
+        return self._over(what, result=result)
 
-    def _over(self, what: str, make: Any, result: Any, **more: Any) -> LibraryFunction:
+    def _over(self, what: str, *flags: bytes, **more: Any) -> LibraryFunction:
         """A function made from this one, whose rows run in the same way."""
         name = f"{what} of {self.__qualname__}"
         method = self.options["vmap_method"]
         options = {
+            "advice": self.advice,
             "derivatives": max(self.derivatives - 1, 0),
             # With other methods a derived function would get a whole batch, but its
             # spec has the shapes of one row.
@@ -162,8 +195,7 @@ class LibraryFunction(HostFunction[..., Any]):
             **{key: self.options[key] for key in ("lend", "timeout", "executor")},
             **more,
         }
-        code = make(what, name, f"{what} of {source_of(self.fn)}")
-        return type(self)(code, advice=self.advice, name=name, result=result, **options)
+        return type(self)(self.fn.derived(what, name, *flags), name=name, **options)
 
 
 class TakesNoRules(HostFunction[..., Any]):
@@ -183,6 +215,11 @@ class TakesNoRules(HostFunction[..., Any]):
         self._add("batch", rule)
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array that a call hands over; other leaves are static."""
+    return isinstance(leaf, (np.ndarray, np.generic)) and is_numeric(leaf.dtype)
+
+
 def is_operand(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) or is_array_like(leaf)
 
@@ -191,10 +228,21 @@ def shaped(avals: Any) -> list[Any]:
     return [x for x in tree.tree_leaves(avals) if hasattr(x, "shape")]
 
 
-def _flagged(avals: Sequence[Any], flags: bytes) -> list[Any]:
-    """The flagged avals, reduced to shape and dtype."""
-    return [
-        jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for x, flag in zip(avals, flags, strict=True)
-        if flag
-    ]
+def along(
+    args: Any, flags: Sequence[int], is_array: Callable[[Any], bool]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any], list[Any]]:
+    """(arrays, filled, leaves): the arrays of `args` that the flags mark.
+
+    `filled` takes others in their places, and returns `args` with them. `leaves` is
+    what it keeps of `args`.
+    """
+    leaves, treedef = tree.tree_flatten(args)
+    at = pick([i for i, x in enumerate(leaves) if is_array(x)], flags)
+
+    def filled(others: Sequence[Any]) -> Any:
+        whole = list(leaves)
+        for n, i in enumerate(at):  # tuples of autograd can be indexed only
+            whole[i] = others[n]
+        return treedef.unflatten(whole)
+
+    return [leaves[i] for i in at], filled, leaves

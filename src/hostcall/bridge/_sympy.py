@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import functools
 from typing import Any
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall._core.errors import DerivativeError, SpecError
+from hostcall._core.host_code import HostCode
 from hostcall._host_function.function import HostFunction
+from hostcall._host_function.results import elementwise, with_axes
 from hostcall.bridge._library import PLAIN, needed
-from hostcall.bridge._sympy_code import Evaluate
 
 
 def of_sympy(
@@ -110,9 +112,6 @@ class OfSympy(HostFunction[..., Any]):
         rules = (functools.partial(self._share, number) for number in numbers)
         self.defjvps(*rules, where="jax")
 
-    def __reduce__(self) -> Any:
-        return OfSympy, (self.fn, self.options["timeout"])
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result; keywords are names of symbols."""
         symbols = self.fn.symbols
@@ -134,44 +133,36 @@ class OfSympy(HostFunction[..., Any]):
                 )
         # vmap puts the batch axis in front of an array. With fewer axes than the
         # result, it would line up with an axis of another argument.
-        rank = max(map(np.ndim, args))
-        return super().__call__(
-            *(
-                jnp.expand_dims(x, range(rank - x.ndim))
-                if hasattr(x, "ndim") and x.ndim < rank
-                else x
-                for x in args
-            )
-        )
+        return super().__call__(*with_axes(args, max(map(np.ndim, args))))
 
-    def _share(self, number: int, tangent: Any, out: Any, *primals: Any) -> Any:
+    def _share(self, number: int, tangent: Any, _: Any, *primals: Any) -> Any:
         """One argument's share of the result's tangent, as JAX code."""
         key = number, tuple(not jnp.iscomplexobj(x) for x in primals)
         if key not in self._slopes:
             self._slopes[key] = self._derived(*key)
         at, slopes = self._slopes[key]
-        if slopes is None:
-            return jax.tree.map(jnp.zeros_like, out)
-        found = slopes(*primals)
-        if self.fn.form == "one":
-            return found * tangent
-        if self.fn.form != "list":
-            return found * jnp.asarray(tangent)[..., None, None]
-        touts = list(map(jnp.zeros_like, out))
-        for k, slope in zip(at, found, strict=True):
-            touts[k] = slope * tangent
-        return touts
+        shape = jnp.broadcast_shapes(*map(jnp.shape, primals))
+        touts = [jnp.zeros(shape, tangent.dtype) for _ in self.fn.outs]
+        if slopes is not None:
+            for k, slope in zip(at, slopes(*primals), strict=True):
+                touts[k] = slope * tangent
+        return self.fn.formed(touts, jnp)
 
     def _derived(
         self, number: int, real: tuple[bool, ...]
     ) -> tuple[list[int], OfSympy | None]:
         """The derivatives with respect to symbol `number`.
 
-        Returns which expressions depend on the symbol, and their derivatives; for a
-        Matrix, all of them. `real` says which symbols stand for real arrays.
+        Returns which expressions depend on the symbol, and their derivatives. `real`
+        says which symbols stand for real arrays.
         """
         sympy = needed("sympy", "sympy")
         symbols = self.fn.symbols
+
+        def is_of_step(part: Any) -> bool:  # SymPy leaves its derivative unevaluated
+            steps = sympy.floor, sympy.ceiling
+            return isinstance(part, sympy.Derivative) and isinstance(part.expr, steps)
+
         to = {
             symbol: sympy.Dummy(symbol.name, real=True)
             for symbol, flag in zip(symbols, real, strict=True)
@@ -181,7 +172,7 @@ class OfSympy(HostFunction[..., Any]):
         found = [e.xreplace(to).diff(to.get(by, by)).doit() for e in self.fn.outs]
         # The derivative of a step is zero except at the step itself.
         found = [e.replace(sympy.DiracDelta, lambda *_: sympy.S.Zero) for e in found]
-        found = [e.replace(_is_of_step, lambda _: sympy.S.Zero).doit() for e in found]
+        found = [e.replace(is_of_step, lambda _: sympy.S.Zero).doit() for e in found]
         for out, slope in zip(self.fn.outs, found, strict=True):
             if slope.has(sympy.Derivative, sympy.Subs):
                 raise DerivativeError(
@@ -193,21 +184,10 @@ class OfSympy(HostFunction[..., Any]):
         at = [k for k, slope in enumerate(found) if slope != 0]
         if not at:
             return [], None
-        if self.fn.form != "list":
-            at = list(range(len(found)))
         outs = tuple(found[k].xreplace(back) for k in at)
         name = f"d({self.__name__})/d{by}"
-        evaluate = dataclasses.replace(self.fn, name=name, outs=outs)
+        evaluate = dataclasses.replace(self.fn, name=name, outs=outs, form="list")
         return at, OfSympy(evaluate, self.options["timeout"])
-
-
-def _is_of_step(part: Any) -> bool:
-    """Whether this is a derivative of a step, which SymPy leaves unevaluated."""
-    import sympy
-
-    return isinstance(part, sympy.Derivative) and isinstance(
-        part.expr, (sympy.floor, sympy.ceiling)
-    )
 
 
 def _parts(expr: Any) -> tuple[list[Any], Any]:
@@ -236,3 +216,121 @@ def _parts(expr: Any) -> tuple[list[Any], Any]:
 def _short(expr: Any) -> str:
     text = " ".join(str(expr).split())
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+# --- SymPy expressions as NumPy code -------------------------------------------------
+
+
+def _code_of(
+    name: str, outs: tuple[Any, ...], symbols: tuple[Any, ...], modules: Any
+) -> Any:
+    """All expressions as one function of arrays."""
+    sympy = needed("sympy", "sympy")
+    undone = (sympy.Derivative, sympy.Subs, sympy.Integral)
+    for out in outs:
+        for part in out.atoms(*undone):
+            raise SpecError(
+                f"hostcall: `{name}` contains {part}, which SymPy has not evaluated, so"
+                " it can't be computed from arrays. Try expr.doit()"
+            )
+    # SciPy's factorial is zero for negative numbers; the gamma function is right there.
+    outs = tuple(o.replace(sympy.factorial, lambda n: sympy.gamma(n + 1)) for o in outs)
+    given = list(modules) if isinstance(modules, tuple) else modules
+    try:
+        code = sympy.lambdify(symbols, outs, modules=given, cse=True)
+    except NotImplementedError as error:
+        raise SpecError(
+            f"hostcall: SymPy can't generate code for `{name}`: {error}"
+        ) from error
+    names = code.__code__.co_names
+    lost = [n for n in names if n not in code.__globals__ and n not in vars(builtins)]
+    if lost:
+        raise SpecError(
+            f"hostcall: `{name}` uses {', '.join(lost)}, which {modules}"
+            " don't have. Pass a function that computes it on NumPy arrays:"
+            f" modules=[{{{lost[0]!r}: function}}, 'scipy', 'numpy']"
+        )
+    return code
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Evaluate(HostCode):
+    """Evaluates expressions on NumPy arrays.
+
+    Attributes:
+        name: in messages.
+        outs: the expressions.
+        form: "one", "list", or the shape of a Matrix.
+        symbols: the symbols of the arguments.
+        modules: as in `sympy.lambdify`.
+    """
+
+    stays = (  # read for derivatives: the user can register the value
+        "a bridge makes it when SymPy differentiates, so it can have no name. Register"
+        " hc.bridge.sympy of the derivative itself, and call that"
+    )
+
+    name: str
+    outs: tuple[Any, ...]
+    form: Any
+    symbols: tuple[Any, ...]
+    modules: Any
+
+    def __post_init__(self) -> None:
+        sympy = needed("sympy", "sympy")
+        self.__name__ = self.__qualname__ = self.name
+        # For each expression, whether it has the imaginary unit.
+        self._units = tuple(bool(out.has(sympy.I)) for out in self.outs)
+        # Made now, so that missing functions are found before a program runs.
+        self._code = _code_of(self.name, self.outs, self.symbols, self.modules)
+
+    def __reduce__(self) -> Any:
+        given = (self.name, self.outs, self.form, self.symbols, self.modules)
+        return Evaluate, given
+
+    def formed(self, outs: list[Any], np: Any) -> Any:
+        """The result, of an array for each expression; `np` is NumPy or JAX's."""
+        if self.form == "one":
+            return outs[0]
+        if self.form == "list":
+            return outs
+        return np.stack(outs, -1).reshape(*outs[0].shape, *self.form)
+
+    def spec(self, *avals: Any) -> Any:
+        """The spec of its result for such arrays."""
+        plain = elementwise(*avals)
+        wide = jnp.promote_types(plain.dtype, jnp.complex64)
+        dtypes = [wide if unit else plain.dtype for unit in self._units]
+        structs = [jax.ShapeDtypeStruct(plain.shape, dtype) for dtype in dtypes]
+        return jax.eval_shape(lambda *outs: self.formed(list(outs), jnp), *structs)
+
+    def __call__(self, *arrays: Any) -> Any:
+        shape = np.broadcast_shapes(*(x.shape for x in arrays))
+        real = not any(map(np.iscomplexobj, arrays))
+        with np.errstate(all="ignore"):  # NaN and infinity without warnings, as in JAX
+            values = self._code(*map(_wide, arrays))
+            outs = [
+                np.broadcast_to(_real(v) if real and not unit else v, shape)
+                for v, unit in zip(values, self._units, strict=True)
+            ]
+        return self.formed(outs, np)
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """Converts the array to a floating dtype that SciPy computes in."""
+    if x.dtype.kind in "biu":
+        return x.astype(np.float64)
+    known = x.dtype.kind == "c" or x.dtype in (np.float32, np.float64)
+    return x if known else x.astype(np.float32)
+
+
+def _real(value: Any) -> Any:
+    """The real part; NaN where the value is truly complex.
+
+    SciPy gives complex numbers for some functions of real arguments, often with a zero
+    imaginary part.
+    """
+    if not np.iscomplexobj(value):
+        return value
+    wrong = np.abs(value.imag) > 1e-6 * np.abs(value)
+    return np.where(wrong, np.nan, value.real)

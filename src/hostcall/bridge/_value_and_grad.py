@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._core.arguments import check_function
-from hostcall._core.errors import DerivativeError, ResultError, SpecError
+from hostcall._core.arguments import check_function, wrong
+from hostcall._core.errors import ResultError, SpecError
 from hostcall._core.host_code import HostCode
-from hostcall._core.spec import is_array_like
 from hostcall._host_function import results
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
 from hostcall._host_function.rules import among
+from hostcall.bridge._library import is_operand
 
 tree = jax.tree_util
 
@@ -92,26 +92,23 @@ def value_and_grad(
     usage = "hc.bridge.value_and_grad(fn), with fn(*args) -> (value, gradient)"
     shown = name or check_function(fn, usage)
     if value is not None and not callable(value):
-        raise SpecError(
-            f"hostcall: value= of `{shown}` should be a function of the same arguments"
-            f" that returns only the value, got {value!r}",
-            code="hc-option",
-        )
+        wanted = "a function of the same arguments that returns only the value"
+        raise wrong("value", f"`{shown}`", wanted, value)
     del options["value"], options["result"]
     options["name"] = shown
-    both = _Both(fn, shown, (nondiff,) if isinstance(nondiff, int) else tuple(nondiff))
+    code = fn, shown, (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
+    both = _Both(*code)
     spec = both.scalar if result is None else result
-    made = host(_Value(both) if value is None else value, result=spec, **options)
+    made = host(_Value(*code) if value is None else value, result=spec, **options)
     pair = host(both, result=functools.partial(_pair_spec, made, both), **options)
-    pair.defjvp(both.again, where="jax")
+    pair.advice = (
+        f"`{shown}` is differentiated twice, but hc.bridge.value_and_grad gives only"
+        " its first derivative. Make the gradient a function with rules of its own"
+        " (hc.host), and call it in a rule written in JAX code; or keep the second"
+        " derivative out with jax.lax.stop_gradient"
+    )
     made.defjvp(functools.partial(_jvp, both, pair), where="jax")
     return made
-
-
-def _seem(code: Any, both: _Both) -> None:
-    """Gives `code` the user's name and signature, for messages and keywords."""
-    said = {"__name__": both.name, "__qualname__": both.name, "__wrapped__": both.fn}
-    vars(code).update(said)
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,10 @@ class _Both(HostCode):
     nondiff: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _seem(self, self)
+        # The user's name and signature, for messages and keywords.
+        vars(self).update(
+            __name__=self.name, __qualname__=self.name, __wrapped__=self.fn
+        )
 
     def __call__(self, *args: Any) -> tuple[Any, list[Any]]:
         value, gradient = self.pair(args)
@@ -143,7 +143,20 @@ class _Both(HostCode):
             )
         found: list[Any] = []
         for position, part in zip(moving, each, strict=True):
-            found += self._leaves(position, args[position], part, np.shape(value))
+            leaves, treedef = tree.tree_flatten(args[position])
+            if part is None:
+                n, batch = np.ndim(value), np.shape(value)
+                zeros = [np.zeros(batch + np.shape(x)[n:], np.float32) for x in leaves]
+                part = treedef.unflatten(zeros)
+            try:
+                parts = treedef.flatten_up_to(part)
+            except (ValueError, TypeError) as error:
+                raise ResultError(
+                    f"hostcall: the gradient that `{self.name}` returned for"
+                    f" argument {position} should have the structure of that argument,"
+                    f" {treedef}, got {tree.tree_structure(part)}"
+                ) from error
+            found += [g for g, x in zip(parts, leaves, strict=True) if _floating(x)]
         return value, found
 
     def pair(self, args: Any) -> tuple[Any, Any]:
@@ -169,50 +182,18 @@ class _Both(HostCode):
         leaves = tree.tree_leaves([args[n] for n in self.moving(args)])
         return [x for x in leaves if _floating(x)]
 
-    def _leaves(
-        self, position: int, arg: Any, part: Any, batch: tuple[int, ...]
-    ) -> list[Any]:
-        leaves, treedef = tree.tree_flatten(arg)
-        if part is None:
-            n = len(batch)
-            parts = [np.zeros(batch + np.shape(x)[n:], np.float32) for x in leaves]
-        else:
-            try:
-                parts = treedef.flatten_up_to(part)
-            except (ValueError, TypeError) as error:
-                raise ResultError(
-                    f"hostcall: the gradient that `{self.name}` returned for"
-                    f" argument {position} should have the structure of that argument,"
-                    f" {treedef}, got {tree.tree_structure(part)}"
-                ) from error
-        return [g for g, x in zip(parts, leaves, strict=True) if _floating(x)]
-
     def scalar(self, *avals: Any) -> jax.ShapeDtypeStruct:
         dtypes = [jnp.result_type(x) for x in self.floating(avals)]
         return jax.ShapeDtypeStruct((), jnp.result_type(*(dtypes or [float])))
 
-    def again(self, primals: Any, tangents: Any) -> NoReturn:
-        del primals, tangents
-        raise DerivativeError(
-            f"hostcall: `{self.name}` is differentiated twice, but"
-            " hc.bridge.value_and_grad gives only its first derivative. Make the"
-            " gradient a function with rules of its own (hc.host), and call it in a"
-            " rule written in JAX code; or keep the second derivative out with"
-            " jax.lax.stop_gradient"
-        )
 
+class _Value(_Both):
+    """The value alone."""
 
-@dataclass(frozen=True)
-class _Value:
-    """The value alone, from a function that returns both."""
-
-    both: _Both
-
-    def __post_init__(self) -> None:
-        _seem(self, self.both)
+    stays = ""
 
     def __call__(self, *args: Any) -> Any:
-        return self.both.pair(args)[0]
+        return self.pair(args)[0]
 
 
 def _pair_spec(made: HostFunction[..., Any], both: _Both, *avals: Any) -> Any:
@@ -240,5 +221,5 @@ def _jvp(
 
 
 def _floating(x: Any) -> bool:
-    there = isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or is_array_like(x)
+    there = isinstance(x, jax.ShapeDtypeStruct) or is_operand(x)
     return there and bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))

@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hostcall._core.arguments import check_function
-from hostcall._core.errors import SpecError
-from hostcall.bridge._library import needed
+from hostcall._core.arguments import check_function, wrong
+from hostcall.bridge._library import check_derivatives, needed
 
 
 def torch(
@@ -90,7 +89,8 @@ def torch(
         its conjugate.
 
     Cost: that of `hc.call`, and 2 to 3 us per tensor in and out. Arguments are copied
-    only by a forward pass that keeps them; results are copied once. A 64-bit result
+    only by a forward pass that keeps them, and for a function that writes to them (or a
+    module that writes to its own buffers); results are copied once. A 64-bit result
     becomes 32-bit outside of JAX's 64-bit mode.
 
     Source: torch.func, torch.autograd.grad, the DLPack protocol.
@@ -100,19 +100,11 @@ def torch(
         return functools.partial(torch, **options)
     needed("torch", "torch")
     shown = name or check_function(fn, "hc.bridge.torch(fn)")
-    if type(derivatives) is not int or derivatives < 0:
-        raise SpecError(
-            f"hostcall: derivatives= of `{shown}` should be the highest order of"
-            f" derivatives, 0 for none, got {derivatives!r}",
-            code="hc-option",
-        )
+    options["advice"] = check_derivatives("torch", shown, derivatives)
     if lend not in (False, True):
-        raise SpecError(
-            f"hostcall: lend= of `{shown}` should be True or False, got {lend!r}",
-            code="hc-option",
-        )
+        raise wrong("lend", f"`{shown}`", "True or False", lend)
     from hostcall.bridge._torch.function import make
 
     # A function on another thread could outlive the memory that it was lent.
     options["lend"] = lend and timeout is None and vmap_method != "parallel"
-    return make(fn, **options)
+    return make(fn, shown, **options)

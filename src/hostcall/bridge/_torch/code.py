@@ -2,26 +2,26 @@
 
     Plain       the user's function
     Module      an nn.Module, with its parameters as the first argument
-    Mapped      a batch of another, by torch.func.vmap
-    Pulled      cotangents through another, by torch.func.vjp
-    Pushed      tangents through another, by torch.func.jvp
+    Derived     a derivative or a batch of another
 
-The last three are pure: each gives its inner function copies if that one writes.
+A Derived is pure: it gives the other function copies if that one writes.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import torch
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
+from hostcall.bridge._library import along
 
 tree = jax.tree_util
 
@@ -36,7 +36,8 @@ class Plain:
     """The user's function.
 
     Attributes:
-        writes: whether it may write to its arguments; True until it has been watched.
+        writes: whether it may write to its arguments, or a module to its own buffers;
+            True until it has been watched.
         keeps: whether it may keep its arguments until the next call.
         buffers: the buffers of a module, by name: entries of its first argument that
             have no derivative.
@@ -48,13 +49,14 @@ class Plain:
     def __init__(self, fn: Any) -> None:
         self.fn = fn
         self.writes = True
-        self._was_seen_writing = False
+        self._wrote = False  # ever
 
     def __call__(self, *args: Any) -> Any:
         return self.fn(*args)
 
     def watch(self) -> None:
         """Called before it runs under a `_Watch` that sees its writes."""
+        self.writes = True  # so that it gets copies of its own buffers
 
     def watched(self, wrote: bool) -> None:
         """Called after it ran with some shapes; `wrote` says whether it wrote.
@@ -62,8 +64,8 @@ class Plain:
         One write makes it a writer for all shapes. Programs that were traced before
         that, and found no write, are right with copies too.
         """
-        self._was_seen_writing |= wrote
-        self.writes = self._was_seen_writing
+        self._wrote |= wrote
+        self.writes = self._wrote
 
     def check(self, args: Sequence[Any]) -> None:
         """Raises SpecError for arguments that it can't take."""
@@ -88,31 +90,29 @@ class Module(Plain):
     The given tensors are put into the module while it runs, so two threads can't use
     one module at once. Each call takes a copy of the module's structure, which shares
     its tensors, from `_idle`, or makes a new one: there are as many copies as calls ran
-    at once. `_Slots.put` does what torch.func.functional_call does, without looking up
-    names in each call.
+    at once. `_put` does what torch.func.functional_call does, without looking up names
+    in each call.
 
     A buffer that a call doesn't give is the module's own. A module that writes to such
-    buffers (a BatchNorm in train mode) gets copies of them; whether it writes is found
-    out together with its shapes.
+    buffers (a BatchNorm in train mode) gets copies of them, and of its arguments;
+    whether it writes is found out together with its shapes.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
         self.buffers = dict(module.named_buffers())
         self.names = {**dict(module.named_parameters()), **self.buffers}
-        self._writes_buffers = False
-        self._copies_buffers = True
         # An RNN keeps its weights in a list of its own, beside its parameters.
         self.keeps = any(isinstance(m, torch.nn.RNNBase) for m in module.modules())
-        self._idle = [_Slots(self._copy(), self.names)]
+        self._idle = [self._copy()]
 
     def __reduce__(self) -> Any:
         return Module, (self.fn,)
 
-    def _copy(self) -> torch.nn.Module:
+    def _copy(self) -> tuple[torch.nn.Module, Places]:
         tensors = [*self.fn.parameters(), *self.fn.buffers()]
         try:
-            return copy.deepcopy(self.fn, {id(x): x for x in tensors})  # type: ignore[no-any-return]
+            copied = copy.deepcopy(self.fn, {id(x): x for x in tensors})
         except Exception as error:
             raise SpecError(
                 f"hostcall: `{type(self.fn).__qualname__}` can't be copied"
@@ -120,33 +120,27 @@ class Module(Plain):
                 " each. Bridge a function that calls it: hc.bridge.torch(lambda"
                 " params, x: torch.func.functional_call(module, params, (x,)))"
             ) from error
+        return copied, _places(copied, self.names)
 
     def __call__(self, params: Mapping[str, Any], *args: Any) -> Any:
         # list.pop and list.append are atomic, so the list of idle copies needs no lock.
         try:
-            slots = self._idle.pop()
+            module, places = self._idle.pop()
         except IndexError:  # all are in use
-            slots = _Slots(self._copy(), self.names)
+            module, places = self._copy()
         copies = {}
-        if self.buffers and self._copies_buffers:
+        if self.buffers and self.writes:
             given = (name for name in self.buffers if name not in params)
             copies = {name: self.buffers[name].clone() for name in given}
             params = {**params, **copies}
         try:
-            slots.put(params)
-            value = slots.module(*args)
+            _put(places, params)
+            value = module(*args)
         finally:
-            slots.put_back(params)
-            self._idle.append(slots)
-        self._writes_buffers |= any(x._version for x in copies.values())
+            _put(places, self.names)
+            self._idle.append((module, places))
+        self._wrote |= any(x._version for x in copies.values())
         return value
-
-    def watch(self) -> None:
-        self._copies_buffers = True  # so that writes to them can be counted
-
-    def watched(self, wrote: bool) -> None:
-        super().watched(wrote)
-        self._copies_buffers = self.writes or self._writes_buffers
 
     def check(self, args: Sequence[Any]) -> None:
         super().check(args)
@@ -168,78 +162,76 @@ class Module(Plain):
             )
 
 
-class _Slots:
-    """A module and the places of each of its tensors; a tied tensor has several."""
+# For the name of each tensor of a module, where the module has it; a tied one has
+# several places.
+Places: TypeAlias = dict[str, list[tuple[Any, str]]]
 
-    def __init__(self, module: torch.nn.Module, names: Mapping[str, Any]) -> None:
-        self.module = module
-        self._own = dict(names)
-        of = {id(x): name for name, x in names.items()}
-        self._places: dict[str, list[tuple[Any, str]]] = {name: [] for name in names}
-        for part in module.modules():
-            for held in (part._parameters, part._buffers):
-                for key, x in held.items():
-                    if id(x) in of:
-                        self._places[of[id(x)]].append((held, key))
 
-    def put(self, tensors: Mapping[str, Any]) -> None:
-        for name, x in tensors.items():
-            for held, key in self._places[name]:
-                held[key] = x
+def _places(module: torch.nn.Module, names: Mapping[str, Any]) -> Places:
+    of = {id(x): name for name, x in names.items()}
+    places: Places = {name: [] for name in names}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for key, x in held.items():
+                if id(x) in of:
+                    places[of[id(x)]].append((held, key))
+    return places
 
-    def put_back(self, names: Mapping[str, Any]) -> None:
-        self.put({name: self._own[name] for name in names})
+
+def _put(places: Places, tensors: Mapping[str, Any]) -> None:
+    for name, x in tensors.items():
+        for held, key in places[name]:
+            held[key] = x
 
 
 # --- Functions over others -----------------------------------------------------------
 
 
-class _Derived(Plain):
-    """A function over another, which it gives copies if that one writes."""
+class Derived(Plain):
+    """A function over another, by torch.func."""
 
-    def __init__(self, code: Any) -> None:
-        super().__init__(code)
-        self.writes, self.keeps = False, bool(code.keeps)
+    def __init__(self, what: str, code: Plain, *flags: bytes) -> None:
+        super().__init__(functools.partial(_OVER[what], code, *flags))
+        self.writes, self.keeps = False, code.keeps
 
-    def along(self, args: Any, flags: Sequence[int]) -> tuple[Any, list[torch.Tensor]]:
-        """(function, tensors): the inner function, of some of its tensors.
 
-        `flags` marks the tensors of `args` that the function takes; the others keep
-        their values. It returns a list of leaves.
-        """
-        leaves, treedef = tree.tree_flatten(args)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-        at = [i for i, flag in zip(places, flags, strict=True) if flag]
+def _along(
+    code: Plain, args: Any, flags: Sequence[int]
+) -> tuple[Any, list[torch.Tensor]]:
+    """(function, tensors): the function `code`, of some of its tensors.
 
-        def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            whole = list(leaves)
-            for i, x in zip(at, tensors, strict=True):
-                whole[i] = x
-            if self.fn.writes:
-                for i in places:
-                    whole[i] = whole[i].clone()
-            try:
-                return _tensors(self.fn(*treedef.unflatten(whole)))
-            except BaseException:
-                # The engine clears the frames of the traceback, but the functions in
-                # them keep their closures, and so the leaves: lent memory would seem
-                # kept.
-                leaves.clear()
-                raise
+    `flags` marks the tensors of `args` that the function takes; the others keep their
+    values. It returns a list of leaves.
+    """
+    tensors, filled, leaves = along(args, flags, _is_tensor)
 
-        return function, [leaves[i] for i in at]
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        whole = filled(tensors)
+        if code.writes:
+            whole = tree.tree_map(lambda x: x.clone() if _is_tensor(x) else x, whole)
+        try:
+            return _tensors(code(*whole))
+        except BaseException:
+            # The engine clears the frames of the traceback, but the functions in them
+            # keep their closures, and so the leaves: lent memory would seem kept.
+            leaves.clear()
+            raise
+
+    return function, tensors
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The leaves of a result as tensors; Python's numbers become tensors too."""
-    return [
-        x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
-        for x in tree.tree_leaves(value)
-    ]
+    leaves = tree.tree_leaves(value)
+    return [x if _is_tensor(x) else torch.as_tensor(x) for x in leaves]
 
 
 def has_derivative(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+    return _is_tensor(x) and (x.is_floating_point() or x.is_complex())
 
 
 def conjugate(x: torch.Tensor) -> torch.Tensor:
@@ -251,66 +243,58 @@ def conjugate(x: torch.Tensor) -> torch.Tensor:
     return x.conj() if x.is_complex() else x
 
 
-class Mapped(_Derived):
+def _mapped(code: Plain, flags: bytes, *args: Any) -> list[torch.Tensor]:
     """(*args) -> results, with a batch axis in front of the tensors in `flags`."""
-
-    def __init__(self, code: Any, flags: bytes) -> None:
-        super().__init__(code)
-        self._flags = flags
-
-    def __call__(self, *args: Any) -> list[torch.Tensor]:
-        function, tensors = self.along(args, [True] * len(self._flags))
-        dims = tuple(0 if flag else None for flag in self._flags)
-        mapped = torch.func.vmap(lambda *xs: tuple(function(*xs)), dims)
-        return list(mapped(*tensors))
+    function, tensors = _along(code, args, [True] * len(flags))
+    dims = tuple(0 if flag else None for flag in flags)
+    return list(torch.func.vmap(lambda *xs: tuple(function(*xs)), dims)(*tensors))
 
 
-class Pulled(_Derived):
+def _pulled(
+    code: Plain, args: Any, cotangents: Sequence[Any], wanted: bytes
+) -> list[torch.Tensor]:
     """(args, cotangents, wanted) -> cotangents of the wanted tensors of `args`."""
+    function, tensors = _along(code, args, wanted)
+    seeds: list[torch.Tensor] = []
 
-    def __call__(
-        self, args: Any, cotangents: Sequence[Any], wanted: bytes
-    ) -> list[torch.Tensor]:
-        function, tensors = self.along(args, wanted)
-        seeds: list[torch.Tensor] = []
+    def differentiable(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pairs = [
+            (out, ct)
+            for out, ct in zip(function(*xs), cotangents, strict=True)
+            if ct is not None and has_derivative(out)
+        ]
+        seeds[:] = [conjugate(ct).to(out.dtype) for out, ct in pairs]
+        return tuple(out for out, _ in pairs)
 
-        def differentiable(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            pairs = [
-                (out, ct)
-                for out, ct in zip(function(*xs), cotangents, strict=True)
-                if ct is not None and has_derivative(out)
-            ]
-            seeds[:] = [conjugate(ct).to(out.dtype) for out, ct in pairs]
-            return tuple(out for out, _ in pairs)
-
-        try:
-            _, pull = torch.func.vjp(differentiable, *tensors)
-            if not seeds:
-                return [torch.zeros_like(x) for x in tensors]
-            return [conjugate(x) for x in pull(tuple(seeds))]
-        except BaseException:
-            seeds.clear()
-            cotangents = ()  # frees what is lent, as in `along`
-            raise
+    try:
+        _, pull = torch.func.vjp(differentiable, *tensors)
+        if not seeds:
+            return [torch.zeros_like(x) for x in tensors]
+        return [conjugate(x) for x in pull(tuple(seeds))]
+    except BaseException:
+        seeds.clear()
+        cotangents = ()  # frees what is lent, as in `_along`
+        raise
 
 
-class Pushed(_Derived):
+def _pushed(
+    code: Plain, args: Any, tangents: Sequence[Any], out_diff: bytes
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(args, tangents, out_diff) -> results, and the tangents that `out_diff` marks.
 
     `tangents` has one entry per tensor, None for zero.
     """
+    function, tensors = _along(code, args, [t is not None for t in tangents])
+    dots = tuple(t for t in tangents if t is not None)
+    with _forward:
+        outs, pushed = torch.func.jvp(
+            lambda *xs: tuple(function(*xs)), tuple(tensors), dots
+        )
+    return list(outs), [
+        dot if has_derivative(out) else torch.zeros_like(out)
+        for out, dot, flag in zip(outs, pushed, out_diff, strict=True)
+        if flag
+    ]
 
-    def __call__(
-        self, args: Any, tangents: Sequence[Any], out_diff: bytes
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        function, tensors = self.along(args, [t is not None for t in tangents])
-        dots = tuple(t for t in tangents if t is not None)
-        with _forward:
-            outs, pushed = torch.func.jvp(
-                lambda *xs: tuple(function(*xs)), tuple(tensors), dots
-            )
-        return list(outs), [
-            dot if has_derivative(out) else torch.zeros_like(out)
-            for out, dot, flag in zip(outs, pushed, out_diff, strict=True)
-            if flag
-        ]
+
+_OVER: dict[str, Any] = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}

@@ -2,65 +2,51 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hostcall import _jax
 from hostcall._core.errors import SpecError
-from hostcall._core.source import name_of, source_of
+from hostcall._core.source import source_of
 from hostcall._host_function.host import checked
 from hostcall.bridge._library import LibraryFunction, is_operand, shaped
-from hostcall.bridge._torch import shapes
 from hostcall.bridge._torch.code import Module, Plain
 from hostcall.bridge._torch.host import OnHost
-from hostcall.bridge._torch.tensors import array
+from hostcall.bridge._torch.tensors import (
+    NUMPY_DTYPES,
+    TORCH_DTYPES,
+    array,
+    no_such_dtype,
+)
 
 tree = jax.tree_util
 
 
-def make(
-    fn: Callable[..., Any],
-    *,
-    name: str | None,
-    derivatives: int,
-    result: Any,
-    nondiff: Any,
-    **options: Any,
-) -> TorchFunction:
+def make(fn: Callable[..., Any], shown: str, **options: Any) -> TorchFunction:
     """Makes a TorchFunction or a TorchModule from the options of `hc.bridge.torch`."""
-    shown = name or name_of(fn)
     is_module = isinstance(fn, torch.nn.Module)
     on_host = OnHost(Module(fn) if is_module else Plain(fn), shown, source_of(fn))
-    functools.update_wrapper(on_host, fn, updated=())
-    on_host.__qualname__ = shown
+    on_host.like(fn)
     if is_module:
         forward = inspect.signature(fn.forward)  # type: ignore[attr-defined]
         first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
         rest = list(forward.parameters.values())
         on_host.__signature__ = forward.replace(parameters=[first, *rest])
-    made = TorchModule if is_module else TorchFunction
-    return made(
-        on_host,
-        advice=f"It was made with derivatives={derivatives}. Write"
-        f" hc.bridge.torch(fn, derivatives={derivatives + 1}), or keep the derivative"
-        " out with jax.lax.stop_gradient on its arguments",
-        name=name,
-        derivatives=derivatives,
-        result=result,
-        nondiff=checked(shown, result, nondiff),
-        **options,
-    )
+    options["nondiff"] = checked(shown, options["result"], options["nondiff"])
+    return (TorchModule if is_module else TorchFunction)(on_host, **options)
 
 
 class TorchFunction(LibraryFunction):
     """A torch function in JAX programs. `hc.bridge.torch` makes it."""
 
-    _NOT_PICKLED = (*LibraryFunction._NOT_PICKLED, "_mapped")
     fn: OnHost
     rules_copy = True
 
@@ -84,55 +70,43 @@ class TorchFunction(LibraryFunction):
         code = self.fn.code
         code.watch()
         try:
-            spec, wrote = shapes.describe(code, avals)
+            spec, wrote = _describe(code, avals)
         except SpecError:
             raise
         except Exception:
             # Fake tensors have no values: either the function asked for one, or it is
             # wrong. A run on zeros tells.
-            code.watched(True)
-            spec = super()._infer(avals)
+            spec, wrote = super()._infer(avals), True
             _check_sizes(avals, spec)
-            return spec
         code.watched(wrote)
         return spec
 
     def _batch(self, size: int, in_batched: Any, *args: Any) -> Any:
-        pairs = zip(tree.tree_leaves(args), tree.tree_leaves(in_batched), strict=True)
-        flags = bytes(flag for x, flag in pairs if is_operand(x))
-        rest = iter(flags)
-
-        def row(x: Any) -> Any:
-            if not is_operand(x):
-                return x
-            return jax.ShapeDtypeStruct(x.shape[1:] if next(rest) else x.shape, x.dtype)
-
-        spec = self.spec(*tree.tree_map(row, args))
-        leaves, treedef = tree.tree_flatten(spec)
+        leaves, form = tree.tree_flatten(args)
+        at = [i for i, x in enumerate(leaves) if is_operand(x)]
+        all_flags = tree.tree_leaves(in_batched)
+        flags = bytes(all_flags[i] for i in at)
+        for i, flag in zip(at, flags, strict=True):
+            shape, dtype = leaves[i].shape, leaves[i].dtype
+            leaves[i] = jax.ShapeDtypeStruct(shape[1:] if flag else shape, dtype)
+        leaves, treedef = tree.tree_flatten(self.spec(*form.unflatten(leaves)))
         wide = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in leaves]
         if size == 0:  # torch.func.vmap refuses an empty batch
             return treedef.unflatten([jnp.zeros(x.shape, x.dtype) for x in wide]), True
-        key = flags, tuple((x.shape, x.dtype) for x in wide), treedef
-        mapped = self._mapped.get(key)
-        if mapped is None:
-            code = functools.partial(self.fn.mapped, flags)
-            order = self.derivatives
-            made = self._over(
-                "vmap", code, wide, derivatives=order, nondiff=self.nondiff
-            )
-            # Another thread may have been faster: all use the same one, so that JAX's
-            # caches hit.
-            mapped = self._mapped.setdefault(key, made)
+        mapped = self.derivative("vmap", flags, tuple(wide))
         return treedef.unflatten(mapped(*args)), True
 
-    @functools.cached_property
-    def _mapped(self) -> dict[Any, LibraryFunction]:
-        return {}
+    def _make(self, what: str, *given: Any) -> LibraryFunction:
+        if what != "vmap":
+            return super()._make(what)
+        flags, wide = given
+        same = {"derivatives": self.derivatives, "nondiff": self.nondiff}
+        return self._over("vmap", flags, result=list(wide), **same)
 
-    def _over(self, what: str, make: Any, result: Any, **more: Any) -> LibraryFunction:
+    def _over(self, what: str, *flags: bytes, **more: Any) -> LibraryFunction:
         if self._by_torch:
             more["vmap_method"] = "torch"
-        return super()._over(what, make, result, **more)
+        return super()._over(what, *flags, **more)
 
 
 class TorchModule(TorchFunction):
@@ -163,6 +137,110 @@ def _check_sizes(avals: Any, spec: Any) -> None:
         return
     if any(0 in x.shape for x in tree.tree_leaves(spec)):
         raise SpecError(
-            shapes.varying("for zeros it returned an empty array"),
+            _varying("for zeros it returned an empty array"),
             code="hc-result-spec",
         )
+
+
+# --- What a function returns, and whether it writes to its arguments -----------------
+#
+# Nothing is computed: torch runs the function on fake tensors, which have a shape and a
+# dtype but no values.
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Sees each operation, and notes whether one writes to the memory of some tensors.
+
+    The tensors' versions would not do: writes to `x.data`, or in inference mode, don't
+    count in them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: set[int] = set()
+        self.wrote = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        for number, parameter in enumerate(func._schema.arguments):
+            if parameter.alias_info is None or not parameter.alias_info.is_write:
+                continue
+            at = args[number] if number < len(args) else kwargs.get(parameter.name)
+            for leaf in tree.tree_leaves(at):
+                if isinstance(leaf, torch.Tensor):
+                    self.wrote |= _memory(leaf) in self.memory
+        return func(*args, **kwargs)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _describe(fn: Any, avals: Any) -> tuple[Any, bool]:
+    """Returns (a spec of what `fn` returns, whether it writes to its arguments).
+
+    Raises:
+        SpecError: the shape of a result depends on values, or a result is not a tensor.
+        Whatever torch or `fn` raise if `fn` asks for values.
+    """
+    try:
+        return _described(fn, avals, None)
+    except DynamicOutputShapeException:
+        # A size depends on values. With symbolic sizes the function runs on, and
+        # `_struct` refuses that only if it is the size of a result.
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        return _described(fn, avals, ShapeEnv())
+
+
+def _described(fn: Any, avals: Any, sizes: Any) -> tuple[Any, bool]:
+    """`sizes` holds the sizes that depend on values; with None they are an error."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
+    with mode, _Watch() as watch:
+
+        def fake(leaf: Any) -> Any:
+            if not hasattr(leaf, "shape"):
+                return leaf
+            dtype = TORCH_DTYPES.get(np.dtype(leaf.dtype))
+            if dtype is None:
+                raise SpecError(no_such_dtype(leaf.dtype), code="hc-result-spec")
+            tensor = torch.empty(leaf.shape, dtype=dtype, device="cpu")
+            watch.memory.add(_memory(tensor))
+            return tensor
+
+        tensors = tree.tree_map(fake, avals)
+        value = fn(*tensors)
+        spec = tree.tree_map(_struct, value)
+    return spec, watch.wrote
+
+
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a result as JAX will have them."""
+    if isinstance(leaf, torch.Tensor):
+        if any(isinstance(n, torch.SymInt) for n in leaf.shape):
+            raise SpecError(
+                _varying(f"it returns {list(leaf.shape)}"), code="hc-result-spec"
+            )
+        dtype = NUMPY_DTYPES[leaf.dtype]
+    elif isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
+        dtype = np.asarray(leaf).dtype
+    else:
+        kind = type(leaf)
+        raise SpecError(
+            f"hostcall: a function of hc.bridge.torch returned {kind.__module__}."
+            f"{kind.__qualname__}, which is neither a tensor nor a pytree of tensors."
+            " Return tensors in tuples, lists and dicts, such as tuple(x.max(0))",
+            code="hc-result-spec",
+        )
+    return jax.ShapeDtypeStruct(np.shape(leaf), _jax.canonical_dtype(dtype))
+
+
+def _varying(what: str) -> str:
+    return (
+        "hostcall: the result shapes of a function of hc.bridge.torch seem to depend on"
+        f" values: {what}. A compiled program needs fixed shapes: return a mask, or pad"
+        " the result. If the shapes are in fact fixed, declare them with result="
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -11,29 +12,34 @@ import numpy as np
 import torch
 
 from hostcall._core.errors import DerivativeError
-from hostcall.bridge._library import Code
-from hostcall.bridge._torch.code import (
-    Mapped,
-    Pulled,
-    Pushed,
-    conjugate,
-    has_derivative,
-)
-from hostcall.bridge._torch.tensors import (
-    array,
-    check_unwritten,
-    is_array,
-    own_tensor,
-    tensor,
-)
+from hostcall._host_function.trees import pick
+from hostcall.bridge._library import Code, is_array
+from hostcall.bridge._torch.code import Derived, Plain, conjugate, has_derivative
+from hostcall.bridge._torch.tensors import array, check_unwritten, own_tensor, tensor
 
 tree = jax.tree_util
 
-# torch.set_num_threads sets OpenMP's number for the calling thread only. Another thread
-# takes it over in the first of some operations, to which small matrix products don't
-# belong: they would run on a team of all cores, on each of XLA's threads. Asking for
-# the number takes it over too.
-take_over_number_of_threads = torch.get_num_threads
+
+def _entering_torch(run: Any) -> Any:
+    """Sets what torch keeps for each thread, while `run` uses it.
+
+    torch.set_num_threads sets OpenMP's number for the calling thread only. Another
+    thread takes it over in the first of some operations, to which small matrix products
+    don't belong: they would run on a team of all cores, on each of XLA's threads.
+    Asking for the number takes it over too.
+
+    Autograd is on in every call, whatever the calling thread has set.
+    """
+
+    @functools.wraps(run)
+    def entering(*args: Any) -> Any:
+        torch.get_num_threads()
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return run(*args)
+        with torch.inference_mode(False), torch.enable_grad():
+            return run(*args)
+
+    return entering
 
 
 class OnHost(Code):
@@ -45,105 +51,78 @@ class OnHost(Code):
 
     __signature__: inspect.Signature  # set for a module
 
-    def __init__(self, code: Any, name: str, source: str) -> None:
+    def __init__(self, code: Plain, name: str, source: str) -> None:
         super().__init__(name, source)
         self.code = code
 
-    def derived(self, what: str, name: str, source: str) -> Code:
-        derivative = {"vjp": Pulled, "jvp": Pushed}[what]
-        return OnHost(derivative(self.code), name, source)
+    def derived(self, what: str, name: str, *flags: bytes) -> Code:
+        """Also, with "vmap", a batch: the arrays in `flags` have it as first axis."""
+        code = Derived(what, self.code, *flags)
+        return OnHost(code, name, f"{what} of {self.source()}")
 
-    def mapped(self, flags: bytes, _: str, name: str, source: str) -> Code:
-        """A batch of it: the arrays in `flags` have a batch axis in front."""
-        return OnHost(Mapped(self.code, flags), name, source)
-
+    @_entering_torch
     def __call__(self, *args: Any) -> Any:
-        take_over_number_of_threads()
-        # Autograd is on in every call, whatever the calling thread has set.
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            return self._call(args)
-        with torch.inference_mode(False), torch.enable_grad():
-            return self._call(args)
-
-    def _call(self, args: Sequence[Any]) -> Any:
         code = self.code
         make = own_tensor if code.writes or code.keeps else tensor
-        lent: list[torch.Tensor] = []
-        whole: Sequence[Any] = lent
         # Few steps for the usual arguments: once torch has gone through large tensors,
         # the caches are cold, and each line of Python takes ten times as long.
-        for arg in args:
-            if type(arg) is not np.ndarray or not is_array(arg):
-                break
-        else:
-            for arg in args:
-                lent.append(make(arg))
-        if len(lent) < len(args):
-            leaves, treedef = tree.tree_flatten(args)
-            for i, leaf in enumerate(leaves):
-                if is_array(leaf):
-                    leaves[i] = make(leaf)
-                    lent.append(leaves[i])
-            whole = treedef.unflatten(leaves)
-        value = code(*whole)
+        are_arrays = set(map(type, args)) <= {np.ndarray}
+        leaves, treedef = (args, None) if are_arrays else tree.tree_flatten(args)
+        whole = [make(leaf) if is_array(leaf) else leaf for leaf in leaves]
+        value = code(*(whole if treedef is None else treedef.unflatten(whole)))
         if make is tensor:
-            check_unwritten(lent, self.__qualname__)
+            check_unwritten(whole, self.__qualname__)
         if isinstance(value, torch.Tensor):
             return array(value)
         return tree.tree_map(array, value)
 
+    @_entering_torch
     def forward(self, args: Sequence[Any], nondiff: Sequence[int]) -> tuple[Any, Any]:
-        """(result, Graph). The graph owns its tensors."""
+        """(result, graph). The graph owns its tensors.
+
+        The graph is (the leaves of the result, None for those that depend on no input;
+        the tensors of the arguments).
+        """
         code = self.code
-        take_over_number_of_threads()
         inputs: list[torch.Tensor] = []
 
-        def enter(leaf: Any, differentiable: bool) -> Any:
+        # The buffers among the arguments have no derivative.
+        still = {id(args[0][name]) for name in code.buffers if name in args[0]}
+
+        def enter(differentiable: bool, leaf: Any) -> Any:
             if not is_array(leaf):
                 return leaf
             x = own_tensor(leaf)
             inputs.append(x)
-            if differentiable and has_derivative(x):
+            if differentiable and id(leaf) not in still and has_derivative(x):
                 x.requires_grad_()
             # A leaf of the graph can't be written to in place, but a copy of it can.
             return x.clone() if code.writes else x
 
-        with torch.inference_mode(False), torch.enable_grad():
-            whole = []
-            for position, arg in enumerate(args):
-                may = position not in nondiff
-                if position == 0 and code.buffers:
-                    names = sorted(arg)  # the order in which JAX flattens a dict
-                    parts = {
-                        k: enter(arg[k], may and k not in code.buffers) for k in names
-                    }
-                    whole.append(parts)
-                else:
-                    whole.append(
-                        tree.tree_map(lambda leaf, may=may: enter(leaf, may), arg)
-                    )
-            value = code(*whole)
-        outs = tree.tree_leaves(value)
-        recorded = [
-            x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in outs
+        whole = [
+            tree.tree_map(functools.partial(enter, position not in nondiff), arg)
+            for position, arg in enumerate(args)
         ]
-        return tree.tree_map(array, value), Graph(recorded, inputs)
+        value = code(*whole)
+        recorded = [
+            x if isinstance(x, torch.Tensor) and x.requires_grad else None
+            for x in tree.tree_leaves(value)
+        ]
+        return tree.tree_map(array, value), (recorded, inputs)
 
     @staticmethod
+    @_entering_torch
     def backward(
-        graph: Graph, cotangents: Sequence[Any], wanted: Sequence[bool]
+        graph: Any, cotangents: Sequence[Any], wanted: Sequence[bool]
     ) -> list[Any]:
         """The cotangents of the wanted tensors of the arguments; None for zero."""
-        take_over_number_of_threads()
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return OnHost.backward(graph, cotangents, wanted)
+        recorded, entered = graph
         outs, seeds = [], []
-        for out, ct in zip(graph.outs, cotangents, strict=True):
+        for out, ct in zip(recorded, cotangents, strict=True):
             if out is not None and ct is not None:
                 outs.append(out)
                 seeds.append(conjugate(tensor(ct)).to(out.dtype))
-        inputs = [x for x, flag in zip(graph.inputs, wanted, strict=True) if flag]
+        inputs = pick(entered, wanted)
         if not all(x.requires_grad for x in inputs):
             raise DerivativeError(
                 "hostcall: a module of hc.bridge.torch is differentiated with respect"
@@ -158,17 +137,3 @@ class OnHost(Code):
             outs, inputs, seeds, retain_graph=True, allow_unused=True
         )
         return [None if x is None else array(conjugate(x)) for x in found]
-
-
-class Graph:
-    """What a forward pass leaves for its backward pass.
-
-    Attributes:
-        outs: the leaves of the result; None for those that depend on no input.
-        inputs: the tensors of the arguments.
-    """
-
-    __slots__ = ("inputs", "outs")
-
-    def __init__(self, outs: list[Any], inputs: list[torch.Tensor]) -> None:
-        self.outs, self.inputs = outs, inputs

@@ -7,7 +7,7 @@ A tensor over lent memory has three hazards:
   * `fn` returns it, or a view of it. The engine copies results before it takes the
     memory back.
   * `fn` writes to it. torch ignores DLPack's read-only flag, so functions that write
-    get copies (`shapes` finds them). As a check, `check_unwritten` looks after each
+    get copies (`function` finds them). As a check, `check_unwritten` looks after each
     call at the tensors' versions, which count writes.
 """
 
@@ -24,33 +24,24 @@ from hostcall._core.errors import ResultError, SpecError
 
 _VERSION = (1, 0)  # the first version of DLPack that can hand out read-only memory
 
-# NumPy's DLPack can't name these dtypes, so they are handed over as integers.
-_EIGHT_BITS = "e4m3fn e4m3fnuz e5m2 e5m2fnuz e8m0fnu"
-_BITS: dict[Any, tuple[Any, torch.dtype]] = {
-    np.dtype(getattr(ml_dtypes, name)): (np.dtype(bits), getattr(torch, name))
-    for name, bits in [
-        ("bfloat16", "uint16"),
-        *((f"float8_{form}", "uint8") for form in _EIGHT_BITS.split()),
-    ]
-    if hasattr(torch, name) and hasattr(ml_dtypes, name)
-}
-_FROM_BITS: dict[torch.dtype, tuple[torch.dtype, Any]] = {
-    theirs: (getattr(torch, bits.name), ours) for ours, (bits, theirs) in _BITS.items()
-}
-_SAME_NAMES = (
+_NAMES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64"
-    " float16 float32 float64 complex64 complex128"
+    " float16 float32 float64 complex64 complex128 bfloat16 float8_e4m3fn"
+    " float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 )
 TORCH_DTYPES: dict[Any, torch.dtype] = {
-    **{ours: theirs for ours, (_, theirs) in _BITS.items()},
-    **{np.dtype(name): getattr(torch, name) for name in _SAME_NAMES.split()},
+    np.dtype(getattr(ml_dtypes, name, name)): getattr(torch, name)
+    for name in _NAMES.split()
+    if hasattr(torch, name)
 }
 NUMPY_DTYPES: dict[torch.dtype, Any] = {v: k for k, v in TORCH_DTYPES.items()}
 
 
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array that the call hands over; other leaves are static."""
-    return isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OUSMm"
+def _bits(dtype: Any) -> str:
+    """The integers as which arrays of ml_dtypes are handed over, as NumPy's DLPack has
+    no names for their dtypes; "" for NumPy's own.
+    """
+    return "" if dtype.isbuiltin == 1 else f"uint{8 * dtype.itemsize}"
 
 
 def _takes_read_only() -> bool:
@@ -68,11 +59,11 @@ _LENDS = _takes_read_only()
 
 def tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor over the array's memory, even if that is read-only."""
-    if array.dtype.isbuiltin != 1:
-        if array.dtype not in _BITS:
+    bits = _bits(array.dtype)
+    if bits:
+        if array.dtype not in TORCH_DTYPES:
             raise SpecError(no_such_dtype(array.dtype))
-        bits, dtype = _BITS[array.dtype]
-        return tensor(array.view(bits)).view(dtype)
+        return tensor(array.view(bits)).view(TORCH_DTYPES[array.dtype])
     if _LENDS:
         return from_dlpack(array.__dlpack__(max_version=_VERSION))  # type: ignore[no-any-return]
     return torch.from_numpy(array if array.flags.writeable else array.copy())  # type: ignore[no-any-return]
@@ -96,17 +87,19 @@ def array(leaf: Any) -> Any:
         return leaf
     if leaf.requires_grad:
         leaf = leaf.detach()
-    as_bits = _FROM_BITS.get(leaf.dtype)
-    if as_bits is not None:
-        bits, dtype = as_bits
-        return leaf.cpu().contiguous().view(bits).numpy().view(dtype)
+    dtype = NUMPY_DTYPES.get(leaf.dtype)
+    bits = "" if dtype is None else _bits(dtype)
+    if bits:
+        whole = leaf.cpu().contiguous().view(getattr(torch, bits))
+        return whole.numpy().view(dtype)
     if leaf.is_cpu and not leaf.is_complex() and not leaf.is_neg():
         return leaf.numpy()
     return leaf.cpu().resolve_conj().resolve_neg().numpy()
 
 
-def check_unwritten(tensors: list[torch.Tensor], name: str) -> None:
+def check_unwritten(leaves: list[Any], name: str) -> None:
     """Raises if a call wrote to tensors that it was lent; versions count writes."""
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     for number, lent in enumerate(tensors):
         if lent._version:
             raise ResultError(
