@@ -29,7 +29,6 @@ from hostcall._core.source import users_place
 from hostcall._core.spec import Results, Static, flatten_arguments
 from hostcall._engine.params.equation import Callback
 from hostcall._primitives.call.make import make
-from hostcall._primitives.drop_in.primitive import seen_before
 from hostcall._primitives.tap.primitive import bind as bind_tap
 from hostcall._runtime import context
 
@@ -162,9 +161,6 @@ def _impl(*operands: Any, params: Outside) -> list[Any]:
         results = run(params, arrays, jax.devices()[params.device_index])
         chosen = operands if params.identity else results
         return [jax.numpy.asarray(value) for value in chosen]
-    if not params.identity and seen_before(params, params.fn.value):
-        out: list[Any] = _jax.apply_primitive(outside_call_p, *operands, params=params)
-        return out
     return _emit(params, None, operands)
 
 
