@@ -8,16 +8,14 @@ tuples, lists, dicts and arrays only, by functions of these types themselves.
 
 from __future__ import annotations
 
-import itertools
 import re
-import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from hostcall._api.print_format import EachElement, printable
+from hostcall._api.print_format import EachElement, parsed
 
 # The largest width or precision in a spec. What a larger one asks for is memory.
 WIDEST = 9999
@@ -29,27 +27,21 @@ _CONTROL = re.compile(r"\x1b\[[\d;]*m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _SPECS = (bool, int, float, complex, str)
 
 
-def fault(fmt: str, depth: int = 0) -> str:
+def fault(fmt: str) -> str:
     """What a format may not have; completes a sentence. "" if there is nothing."""
     try:
-        fields = list(string.Formatter().parse(fmt))
+        for field, spec, _ in parsed(fmt):
+            if not _FIELD.fullmatch(field):
+                return (
+                    f"has the field {{{field}}}. In a program that leaves the process,"
+                    " fields are names and numbers, with [item]s of tuples, lists and"
+                    " dicts behind them. Pass what the attribute has as an argument of"
+                    " its own"
+                )
+            if _is_wide(spec):
+                return f"has a width or precision of more than {WIDEST}: {spec}"
     except ValueError as error:
         return f"can't be read: {error}"
-    for _, field, spec, conversion in fields:
-        if field is None:
-            continue
-        if depth > 1 or not _FIELD.fullmatch(field):
-            return (
-                f"has the field {{{field}}}. In a program that leaves the process,"
-                " fields are names and numbers, with [item]s of tuples, lists and dicts"
-                " behind them. Pass what the attribute has as an argument of its own"
-            )
-        if conversion not in (None, "r", "s", "a"):
-            return f"has the conversion !{conversion}"
-        if spec and _is_wide(spec):
-            return f"has a width or precision of more than {WIDEST}: {spec}"
-        if spec and (found := fault(spec, depth + 1)):
-            return found
     return ""
 
 
@@ -59,37 +51,36 @@ def _is_wide(spec: str) -> bool:
     )
 
 
-def formatted(
-    fmt: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    unnamed: Iterator[int] | None = None,
-) -> str:
-    """As `print_format.formatted`, for a format without a `fault`.
+class OnlyItems(EachElement):
+    """Fills formats without a `fault`: looks up items, and formats plain values."""
 
-    `unnamed` has the arguments for the next fields without names.
-    """
-    unnamed, parts = unnamed or itertools.count(), []
-    for text, field, spec, conversion in string.Formatter().parse(fmt):
-        parts.append(text)
-        if field is None:
-            continue
-        found = _FIELD.fullmatch(field)
+    def get_field(
+        self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, str]:
+        found = _FIELD.fullmatch(field_name)
         assert found is not None  # `fault` has looked
         name, items = found.groups()
-        if not name or name.isdecimal():
-            value = args[int(name) if name else next(unnamed)]
-        else:
-            value = kwargs[name]
+        value = args[int(name)] if name.isdecimal() else kwargs[name]
         for item in items[1:-1].split("][") if items else ():
             value = _item(value, item)
-        value = _ELEMENTS.convert_field(printable(value), conversion)
-        # Behind the name, since a width without a name is the next argument.
-        parts.append(_shown(value, formatted(spec or "", args, kwargs, unnamed)))
-    return "".join(parts)
+        return value, name
 
-
-_ELEMENTS = EachElement()
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if not format_spec:
+            return format(value)
+        kind = type(value)
+        if _is_wide(format_spec):
+            raise ValueError(
+                "hostcall: the format of a loaded hc.print has the spec"
+                f" {format_spec!r}, and a width or precision of more than {WIDEST} is"
+                " refused there"
+            )
+        if kind in _SPECS or kind is np.ndarray or issubclass(kind, np.generic):
+            return super().format_field(value, format_spec)
+        raise TypeError(
+            f"hostcall: the format of a loaded hc.print formats a {kind.__name__} as"
+            f" {{:{format_spec}}}. Only numbers, texts and arrays are formatted there"
+        )
 
 
 def _item(value: Any, item: str) -> Any:
@@ -105,23 +96,6 @@ def _item(value: Any, item: str) -> Any:
     raise TypeError(
         f"hostcall: the format of a loaded hc.print takes the item [{item}] of a"
         f" {kind.__name__}. Only tuples, lists, dicts and arrays have items there"
-    )
-
-
-def _shown(value: Any, spec: str) -> str:
-    if not spec:
-        return format(value)
-    kind = type(value)
-    if _is_wide(spec):
-        raise ValueError(
-            f"hostcall: the format of a loaded hc.print has the spec {spec!r}, and a"
-            f" width or precision of more than {WIDEST} is refused there"
-        )
-    if kind in _SPECS or kind is np.ndarray or issubclass(kind, np.generic):
-        return _ELEMENTS.format_field(value, spec)
-    raise TypeError(
-        f"hostcall: the format of a loaded hc.print formats a {kind.__name__} as"
-        f" {{:{spec}}}. Only numbers, texts and arrays are formatted there"
     )
 
 
