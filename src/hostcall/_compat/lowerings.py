@@ -104,11 +104,11 @@ def _lower_buffer(
         in_tree,
         out_tree,
         tuple(_jax.physical_avals(ctx.avals_out)),
+        _place(ctx, callback),
         order="unordered" if has_side_effect else "pure",
         vmap_method=vmap_method,
         aliases=tuple(input_output_aliases),
         command_buffer=command_buffer_compatible,
-        place=_place(ctx, callback),
     )
     return buffer.lower(ctx, *operands, params=params)
 

@@ -77,8 +77,8 @@ def _get(name: str) -> Any:
 _print_of_jax, _effects_barrier_of_jax = jax.debug.print, jax.effects_barrier
 _BUFFERS = "jax.experimental.buffer_callback"
 _DROP_INS: dict[str, Callable[..., Any]] = {
-    "jax.pure_callback": functools.partial(callbacks.as_jaxs, "pure"),
-    "jax.experimental.io_callback": functools.partial(callbacks.as_jaxs, "io"),
+    "jax.pure_callback": functools.partial(callbacks.call_back, "pure"),
+    "jax.experimental.io_callback": functools.partial(callbacks.call_back, "io"),
     "jax.debug.callback": debug.call_back,
     "jax.debug.print": _print,
     "jax.effects_barrier": _effects_barrier,

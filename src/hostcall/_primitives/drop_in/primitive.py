@@ -141,8 +141,7 @@ def _open_keys(
     ]
     if not any(keys):
         return list(operands), params
-    template = params.callback.template
-    rest = iter(keys)
+    template, rest = params.callback.template, iter(keys)
     leaves = tuple(
         leaf if isinstance(leaf, Static) else next(rest) for leaf in template.leaves
     )
@@ -182,10 +181,7 @@ def _batch(
 
 
 def _refusal(what: str, remedy: str, params: DropInParams) -> ValueError:
-    """In JAX's words."""
-    flavour = params.flavour
-    text = f"{flavour.does} {what}. {flavour.hint.format(remedy)}"
-    return ValueError(text.rstrip())
+    return ValueError(params.flavour.refusal.format(what, remedy))
 
 
 def _debug_jvp(primals: Any, tangents: Any, *, params: DropInParams) -> Any:
