@@ -7,7 +7,7 @@ import functools
 import itertools
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -119,7 +119,7 @@ def check(
             code="hc-traced",
         )
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    used = dict.fromkeys(field.name for field in fields)
+    used = dict.fromkeys(name for name, _ in fields)
     missing = [name for name in used if name not in given]
     if missing:
         raise SpecError(
@@ -152,22 +152,14 @@ def check(
             )
 
 
-class _Field(NamedTuple):
-    """A field of a format.
-
-    Attributes:
-        name: of the argument, or its position.
-        spec: the text by which the argument itself is formatted, such as ".2f"; "" if
-            there is none, or it is known only when the line is printed.
-    """
-
-    name: int | str
-    spec: str
-
-
 @functools.lru_cache(maxsize=1024)
-def _fields(fmt: str) -> tuple[_Field, ...]:
-    found: list[_Field] = []
+def _fields(fmt: str) -> tuple[tuple[int | str, str], ...]:
+    """For each field the name of its argument, or its position, and its spec.
+
+    The spec is the text by which the argument itself is formatted, such as ".2f"; "" if
+    there is none, or it is known only when the line is printed.
+    """
+    found: list[tuple[int | str, str]] = []
     automatic, numbered = 0, False
     for field, spec, conversion in parsed(fmt):
         text_of_name = field.split(".")[0].split("[")[0]
@@ -181,7 +173,7 @@ def _fields(fmt: str) -> tuple[_Field, ...]:
         if automatic and numbered:
             raise ValueError("it mixes numbered and unnumbered fields")
         is_known = field == text_of_name and conversion is None and "{" not in spec
-        found.append(_Field(name, spec if is_known else ""))
+        found.append((name, spec if is_known else ""))
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
+from hostcall._api.print_format import parsed
 from hostcall._core import stream
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.host_code import HostCode
@@ -232,11 +233,9 @@ def _is_plain(fmt: str, args: Any, kwargs: Any) -> bool:
     if treedef != bare or not _has_fields(fmt):
         return False
     try:
-        fields = list(string.Formatter().parse(fmt))
+        return all(
+            conversion is None and not set("{.[") & set(field) and "{" not in spec
+            for field, spec, conversion in parsed(fmt)
+        )
     except ValueError:
         return False
-    return all(
-        field is None
-        or (conversion is None and not set("{.[") & set(field) and "{" not in str(spec))
-        for _, field, spec, conversion in fields
-    )

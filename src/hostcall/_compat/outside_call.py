@@ -20,16 +20,13 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._api.tap import prepare
+from hostcall._api.call import call
+from hostcall._api.tap import tap
 from hostcall._core import codes
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.counted import counted
 from hostcall._core.order import effects_of
-from hostcall._core.source import users_place
-from hostcall._core.spec import Results, Static, flatten_arguments
-from hostcall._engine.params.equation import Callback
-from hostcall._primitives.call.make import make
-from hostcall._primitives.tap.primitive import bind as bind_tap
+from hostcall._core.spec import Static
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall.host_callback")
@@ -162,22 +159,10 @@ def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
             f" {counted(len(devices), 'device')}"
         )
         raise ValueError(codes.ended(text, "hc-device"))
+    on = "once" if devices is None else devices[params.device_index]
     if not params.identity:
-        place = None
-        if devices is not None:
-            place = jax.sharding.SingleDeviceSharding(devices[params.device_index])
-        arrays, template = flatten_arguments(operands, {})
-        callback = Callback(
-            fn=Static(params),
-            template=template,
-            results=Results.flat(params.avals),
-            fills=(None,) * len(params.avals),
-            place=users_place(),
-        )
-        return make(callback, arrays, order="ordered", sharding=place)
-    arrays, tap = prepare(params, operands, {}, order="ordered")
-    leader = params.device_index if devices is not None else None
-    bind_tap(*arrays, params=replace(tap, leader=leader))
+        return list(call(params, params.avals, *operands, order="ordered", on=on))
+    tap(params, *operands, order="ordered", on=on)
     return [
         operand if isinstance(operand, jax.Array) else jax.numpy.asarray(operand)
         for operand in operands
@@ -301,14 +286,16 @@ _jax.partial_eval_rules[outside_call_p] = _remat
 _jax.register_lowering(outside_call_p, _lower)
 
 
-def bind(*operands: Any, params: Outside) -> list[Any]:
-    for operand in operands:
-        _jax.check_arg(operand)
-    return outside_call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+def bind(fn: Callable[..., Any], arg: Any, **options: Any) -> tuple[list[Any], Any]:
+    """Binds the equation that calls `fn`; `options` are the rest of its parameters.
 
-
-def checked(fn: Callable[..., Any]) -> Static:
+    Returns its results, and the treedef of `arg`.
+    """
     if not callable(fn):
         raise TypeError(f"Expected a callable value, got {fn}")
     refuse_coroutines(fn)
-    return Static(fn)
+    operands, tree = jax.tree.flatten(arg)
+    for operand in operands:
+        _jax.check_arg(operand)
+    params = Outside(fn=Static(fn), arg_tree=tree, **options)
+    return outside_call_p.bind(*operands, params=params), tree

@@ -188,13 +188,15 @@ def _apply() -> None:
         return
     lowerings.chosen = choice
     if before is None:
-        _undo.extend(lowerings.replace())
+        for primitive, rule in lowerings.LOWERINGS.items():
+            _undo.append(_jax.replace_lowering(primitive, rule))
         _undo.extend(_replace(*each) for each in _REPLACEMENTS.items())
         _undo.append(_revive())
     elif choice is None:
         while _undo:
             _undo.pop()()
-    lowerings.forget_programs()
+    if _jax.back_ends_started():  # else there are no compiled programs yet
+        jax.clear_caches()
 
 
 def _revive() -> Callable[[], None]:

@@ -63,7 +63,6 @@ _MORE: dict[str, Callable[[Any], bool]] = {
     "every": lambda value: 0 < value < 2**31,
     "sample": lambda value: 0 < value <= 1,
     "batch": lambda value: value > 0,
-    "leader": lambda value: value >= 0,
     "only": lambda value: all(-1 <= ordinal < 2**31 for ordinal in value),
     "team": lambda value: 0 < value[1] < 2**20 and (value[2] or 0) >= 0,
     "mesh": lambda value: (
