@@ -1,4 +1,4 @@
-"""python -m hostcall: reports what works here; runs programs, explains errors."""
+"""python -m hostcall: reports what works here; runs programs, times calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from hostcall._cli import explain, report, run
+from hostcall._cli import costs, explain, report, run
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "run": run.main,
     "explain": explain.main,
+    "costs": costs.main,
 }
 
 
@@ -21,10 +22,12 @@ def main() -> int:
         prog="python -m hostcall",
         usage="python -m hostcall [-h]\n"
         "       python -m hostcall run [-h] [--arrays {jax,numpy}] [-m] program ...\n"
-        "       python -m hostcall explain [-h] [code]",
+        "       python -m hostcall explain [-h] [code]\n"
+        "       python -m hostcall costs [-h] [--quick]",
         description="Reports what works on this machine. `run` runs a program with its"
         " callbacks on the engine; `explain` prints the page of an error's code, or all"
-        " codes. `python -m hostcall run -h` and so on tell more.",
+        " codes; `costs` times calls beside JAX's own. `python -m hostcall run -h`"
+        " and so on tell more.",
     ).parse_args()
     return int("BROKEN" in "".join(report.report()))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hostcall._cli import explain, run
+from hostcall._cli import costs, explain, run
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "examples" / "demo")
@@ -80,7 +80,7 @@ def test_the_demo(run_python, tmp_path):
 
 def test_the_help_has_all_commands(run_python, capsys):
     usage = " ".join(run_python(MAIN, "--help").stdout.split("\n\n")[0].split())
-    for command in (run, explain):
+    for command in (run, explain, costs):
         with pytest.raises(SystemExit):
             command.main(["--help"])
         its_own = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
@@ -91,6 +91,11 @@ def test_the_report(run_python):
     out = run_python(MAIN).stdout
     assert "engine on gpu" in out
     assert "works (tried: ordered calls in a compiled loop)" in out
+
+
+def test_the_costs(run_python):
+    out = run_python(MAIN, "costs", "--quick").stdout
+    assert out.count("\nMicroseconds per") == 2
 
 
 def test_the_demo_says_what_it_needs(run_python):
