@@ -25,10 +25,8 @@ from hostcall._api.feed.stats import FeedStats, feeds
 from hostcall._api.flight import Flight, FlightRecord, flight
 from hostcall._api.report import Finding, report
 from hostcall._api.status import (
-    ActiveCall,
     CallStats,
     PinnedMemory,
-    ProcessStatus,
     TapQueue,
     pinned_memory,
     stats,
@@ -36,6 +34,7 @@ from hostcall._api.status import (
     tap_queue,
 )
 from hostcall._runtime.delivery import at_barrier
+from hostcall._runtime.running import ActiveCall, ProcessStatus
 
 __all__ = [
     "ActiveCall",

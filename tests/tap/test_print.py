@@ -40,6 +40,7 @@ FORMATS = {
     "conversions": ("{!r} {x!s} {y!a}", (X,), {"x": 1.0, "y": "é"}),
     "nested": ("{:{width}.{digits}f}|", (1.5,), {"width": 9, "digits": 2}),
     "nested automatic": ("{:{}} {}|", (1.5, 8, 3), {}),
+    "nested before a text": ("{:{}} {:>4s}|", (1.5, 8, "x"), {}),
     "nested conversion": ("{:{fill}{align}8}|", (2,), {"fill": "-", "align": "^"}),
     "static": ("{} {} {s:>6} {o}", ("text", X), {"s": "right", "o": None}),
     "braces": ("{{}} {} {{x}}", (1,), {}),
@@ -64,6 +65,13 @@ def test_prints_as_str_format(name, wrap, capsys):
     wrap(lambda: hc.print(fmt, *args, **kwargs))()
     args, kwargs = jax.tree_util.tree_map_with_path(as_it_arrives, (args, kwargs))
     assert printed(capsys) == fmt.format(*args, **kwargs) + "\n"
+
+
+@EAGER_AND_JIT
+def test_a_spec_of_an_unnamed_item_holds_for_each_element(wrap, capsys):
+    wrap(lambda: hc.print("{[0]:.1f} {[a]:.1f}", np.ones((1, 2)), {"a": X}))()
+    each = " ".join(f"{x:.1f}" for x in X)
+    assert printed(capsys) == f"[1.0 1.0] [{each}]\n"
 
 
 @EAGER_AND_JIT

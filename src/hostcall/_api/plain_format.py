@@ -8,16 +8,14 @@ tuples, lists, dicts and arrays only, by functions of these types themselves.
 
 from __future__ import annotations
 
-import itertools
 import re
-import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from hostcall._api.print_format import EachElement, printable
+from hostcall._api.print_format import EachElement, parsed
 
 # The largest width or precision in a spec. What a larger one asks for is memory.
 WIDEST = 9999
@@ -29,27 +27,21 @@ _CONTROL = re.compile(r"\x1b\[[\d;]*m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _SPECS = (bool, int, float, complex, str)
 
 
-def fault(fmt: str, depth: int = 0) -> str:
+def fault(fmt: str) -> str:
     """What a format may not have; completes a sentence. "" if there is nothing."""
     try:
-        fields = list(string.Formatter().parse(fmt))
+        for field, spec, _ in parsed(fmt):
+            if not _FIELD.fullmatch(field):
+                return (
+                    f"has the field {{{field}}}. In a program that leaves the process,"
+                    " fields are names and numbers, with [item]s of tuples, lists and"
+                    " dicts behind them. Pass what the attribute has as an argument of"
+                    " its own"
+                )
+            if _is_wide(spec):
+                return f"has a width or precision of more than {WIDEST}: {spec}"
     except ValueError as error:
         return f"can't be read: {error}"
-    for _, field, spec, conversion in fields:
-        if field is None:
-            continue
-        if depth > 1 or not _FIELD.fullmatch(field):
-            return (
-                f"has the field {{{field}}}. In a program that leaves the process,"
-                " fields are names and numbers, with [item]s of tuples, lists and dicts"
-                " behind them. Pass what the attribute has as an argument of its own"
-            )
-        if conversion not in (None, "r", "s", "a"):
-            return f"has the conversion !{conversion}"
-        if spec and _is_wide(spec):
-            return f"has a width or precision of more than {WIDEST}: {spec}"
-        if spec and (found := fault(spec, depth + 1)):
-            return found
     return ""
 
 
@@ -59,40 +51,27 @@ def _is_wide(spec: str) -> bool:
     )
 
 
-def formatted(fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """As `print_format.formatted`, for a format without a `fault`."""
-    return _Plain().vformat(fmt, args, kwargs)
+class OnlyItems(EachElement):
+    """Fills formats without a `fault`: looks up items, and formats plain values."""
 
-
-class _Plain(EachElement):
-    """Looks up items in what has some, and formats what has formats; nothing else."""
-
-    def __init__(self) -> None:
-        self._unnamed = itertools.count()
-
-    def parse(self, format_string: Any) -> Iterator[Any]:
-        # Not every Python numbers fields that have an item and no name.
-        for text, field, spec, conversion in super().parse(format_string):
-            if field is not None and field[:1] in ("", "["):
-                field = f"{next(self._unnamed)}{field}"
-            yield text, field, spec, conversion
-
-    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+    def get_field(
+        self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, str]:
         found = _FIELD.fullmatch(field_name)
         assert found is not None  # `fault` has looked
         name, items = found.groups()
-        value = self.get_value(int(name) if name.isdecimal() else name, args, kwargs)
+        value = args[int(name)] if name.isdecimal() else kwargs[name]
         for item in items[1:-1].split("][") if items else ():
             value = _item(value, item)
-        return printable(value), name
+        return value, name
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        kind = type(value)
         if not format_spec:
             return format(value)
+        kind = type(value)
         if _is_wide(format_spec):
             raise ValueError(
-                f"hostcall: the format of a loaded hc.print has the spec"
+                "hostcall: the format of a loaded hc.print has the spec"
                 f" {format_spec!r}, and a width or precision of more than {WIDEST} is"
                 " refused there"
             )

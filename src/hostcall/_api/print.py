@@ -10,7 +10,8 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from hostcall._api import plain_format, print_format
+from hostcall._api import plain_format
+from hostcall._api.print_format import check, formatted
 from hostcall._api.tap import FACE, tap
 from hostcall._core import stream
 from hostcall._core.host_code import HostCode
@@ -75,7 +76,7 @@ def print(
 
     Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
-    print_format.check(fmt, args, kwargs, _hint)
+    check(fmt, args, kwargs, _hint)
     printer = Printer(
         fmt=fmt,
         numbers=_numbers_in((args, kwargs)),
@@ -157,9 +158,9 @@ class Printer(HostCode):
             for number in self.numbers:
                 leaves[number] = _of_python(leaves[number])
             args, kwargs = treedef.unflatten(leaves)
-        form = plain_format.formatted if self.loaded else print_format.formatted
+        filled = plain_format.OnlyItems().filled if self.loaded else formatted
         with np.printoptions(**dict(self.options)):
-            text = form(self.fmt, args, kwargs) + self.end
+            text = filled(self.fmt, args, kwargs) + self.end
         if self.loaded:
             text = plain_format.without_controls(text)
         file = None if self.file is None else self.file.value

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import string
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,12 +25,10 @@ def formatted(fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """`fmt.format(*args, **kwargs)`; a spec holds for each element of an array."""
     shown = [*map(printable, args)]
     named = {k: printable(v) for k, v in kwargs.items()}
-    if "!" in fmt:
-        return EachElement().vformat(fmt, shown, named)
-    try:
-        return fmt.format(*shown, **named)
-    except TypeError:  # NumPy's arrays take no format specs
-        return EachElement().vformat(fmt, shown, named)
+    if "!" not in fmt:
+        with contextlib.suppress(TypeError):  # NumPy's arrays take no format specs
+            return fmt.format(*shown, **named)
+    return EachElement().filled(fmt, shown, named)
 
 
 def printable(value: Any) -> Any:
@@ -44,6 +44,31 @@ class EachElement(string.Formatter):
 
     A scalar is a number, also as {!r}: the text of an array says nothing more.
     """
+
+    def filled(
+        self,
+        fmt: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        unnamed: Iterator[int] | None = None,
+    ) -> str:
+        """`fmt.format(*args, **kwargs)` with the rules of this class.
+
+        `unnamed` has the arguments for the next fields without names.
+        """
+        unnamed, parts = unnamed or itertools.count(), []
+        for text, field, spec, conversion in self.parse(fmt):
+            parts.append(text)
+            if field is None:
+                continue
+            if field[:1] in ("", ".", "["):
+                field = f"{next(unnamed)}{field}"
+            value, _ = self.get_field(field, args, kwargs)
+            value = self.convert_field(printable(value), conversion)
+            # Behind the name, since a width without a name is the next argument.
+            spec = self.filled(spec or "", args, kwargs, unnamed)
+            parts.append(self.format_field(value, spec))
+        return "".join(parts)
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         if conversion and isinstance(value, np.ndarray) and not value.ndim:
@@ -94,7 +119,7 @@ def check(
             code="hc-traced",
         )
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    used = dict.fromkeys(field.name for field in fields)
+    used = dict.fromkeys(name for name, _ in fields)
     missing = [name for name in used if name not in given]
     if missing:
         raise SpecError(
@@ -127,49 +152,46 @@ def check(
             )
 
 
-class _Field(NamedTuple):
-    """A field of a format.
-
-    Attributes:
-        name: of the argument, or its position.
-        spec: the text by which the argument itself is formatted, such as ".2f"; "" if
-            there is none, or it is known only when the line is printed.
-    """
-
-    name: int | str
-    spec: str
-
-
 @functools.lru_cache(maxsize=1024)
-def _fields(fmt: str) -> tuple[_Field, ...]:
-    """The fields that a format uses, also in nested specs ("{:{width}}")."""
-    found: list[_Field] = []
+def _fields(fmt: str) -> tuple[tuple[int | str, str], ...]:
+    """For each field the name of its argument, or its position, and its spec.
+
+    The spec is the text by which the argument itself is formatted, such as ".2f"; "" if
+    there is none, or it is known only when the line is printed.
+    """
+    found: list[tuple[int | str, str]] = []
     automatic, numbered = 0, False
-    todo = [(fmt, 0)]
-    while todo:
-        text, depth = todo.pop(0)
-        for _, field, spec, conversion in string.Formatter().parse(text):
-            if field is None:
-                continue
-            if conversion not in (None, "r", "s", "a"):
-                raise ValueError(f"unknown conversion {conversion!r}")
-            spec = spec or ""
-            text_of_name = field.split(".")[0].split("[")[0]
-            name: int | str = text_of_name
-            if name == "":
-                name = automatic
-                automatic += 1
-            elif text_of_name.isdecimal():
-                name = int(text_of_name)
-                numbered = True
-            if automatic and numbered:
-                raise ValueError("it mixes numbered and unnumbered fields")
-            if depth and "{" in spec:
-                raise ValueError("a field in a spec has fields in its own spec")
-            is_known = field == text_of_name and conversion is None and "{" not in spec
-            found.append(_Field(name, spec if is_known else ""))
-            todo.append((spec, depth + 1))
+    for field, spec, conversion in parsed(fmt):
+        text_of_name = field.split(".")[0].split("[")[0]
+        name: int | str = text_of_name
+        if name == "":
+            name = automatic
+            automatic += 1
+        elif text_of_name.isdecimal():
+            name = int(text_of_name)
+            numbered = True
+        if automatic and numbered:
+            raise ValueError("it mixes numbered and unnumbered fields")
+        is_known = field == text_of_name and conversion is None and "{" not in spec
+        found.append((name, spec if is_known else ""))
     return tuple(found)
+
+
+def parsed(fmt: str, depth: int = 0) -> Iterator[tuple[str, str, str | None]]:
+    """The (field, spec, conversion) of a format's fields, also of those in specs
+    ("{:{width}}"), in the order in which fields without names are numbered.
+
+    Raises ValueError if the format can't be read.
+    """
+    for _, field, spec, conversion in string.Formatter().parse(fmt):
+        if field is None:
+            continue
+        if conversion not in (None, "r", "s", "a"):
+            raise ValueError(f"unknown conversion !{conversion}")
+        if depth and "{" in (spec or ""):
+            raise ValueError("a field in a spec has fields in its own spec")
+        yield field, spec or "", conversion
+        yield from parsed(spec or "", depth + 1)
 
 
 def _how_to_give(

@@ -56,18 +56,16 @@ def report(file: TextIO | None = None) -> list[Finding]:
     def say(text: str) -> None:  # a tag may have lone surrogates
         print(text.encode(errors="backslashreplace").decode(), file=out)
 
-    counted = stats()
     facts = all_facts()
-    order = sorted(counted, key=lambda name: -_seconds(counted[name]))
+    costs = sorted(stats().items(), key=lambda item: -_seconds(item[1]))
     findings = [
-        _finding(name, counted[name], facts.get(name, Facts()))
-        for name in order[:_WORST]
-        if _seconds(counted[name]) > 0
+        _finding(name, c, facts.get(name, Facts()))
+        for name, c in costs[:_WORST]
+        if _seconds(c) > 0
     ]
     head = ("seconds", "in Python", "for GIL", "for queue", "us each", "times", "MB")
     say("".join(f"{h:>11}" for h in head) + "  function")
-    for name in order:
-        c = counted[name]
+    for name, c in costs:
         mega = (c.bytes_in + c.bytes_out) / 1e6
         parts = (_seconds(c), c.python_seconds, c.gil_seconds, c.wait_seconds)
         each = 1e6 * _seconds(c) / max(c.calls, 1)
@@ -76,10 +74,10 @@ def report(file: TextIO | None = None) -> list[Finding]:
             + f"{each:11.2f}{c.calls:11}{mega:11.2f}  {name}"
         )
     waited = sum(
-        _seconds(c) for n, c in counted.items() if "call" in facts.get(n, Facts()).kinds
+        _seconds(c) if "call" in facts.get(name, Facts()).kinds else c.wait_seconds
+        for name, c in costs
     )
-    queue = sum(c.wait_seconds for c in counted.values())
-    say(f"\nprograms waited for Python: {waited + queue:.4f} s")
+    say(f"\nprograms waited for Python: {waited:.4f} s")
     for what, (times, seconds) in waits.all_waits().items():
         say(
             f"Python waited in {what} for programs and taps: {seconds:.4f} s"

@@ -7,37 +7,8 @@ from typing import Any, Literal, overload
 
 from hostcall import _native
 from hostcall._core.arguments import of_all_processes
-from hostcall._core.counted import counted
 from hostcall._engine.counters import Tally, all_counters, all_tallies
-from hostcall._runtime import running
-
-
-@dataclass(frozen=True)
-class ActiveCall:
-    """A running call, as `hc.monitor.status()` found it.
-
-    Attributes:
-        name: the call's tag, or the function's name.
-        place: the user's line that wrote the call.
-        seconds: the time since the function was entered.
-        row: the index of this row along each batch axis, or ().
-        thread: `threading.get_ident()` of the thread that runs the call.
-        stack: the stack of that thread, formatted as by `traceback.format_stack`.
-    """
-
-    name: str
-    place: Any
-    seconds: float
-    row: tuple[int, ...]
-    thread: int
-    stack: str
-
-    def __str__(self) -> str:
-        row = f" row {self.row}" if self.row else ""
-        return (
-            f"{self.name}{row}, for {self.seconds:.3f} s, called at {self.place}\n"
-            f"{self.stack}"
-        )
+from hostcall._runtime.running import ActiveCall, ProcessStatus, running
 
 
 @dataclass(frozen=True)
@@ -75,43 +46,6 @@ class CallStats:
     misses: int = 0
 
 
-@dataclass(frozen=True)
-class ProcessStatus:
-    """What a process of the job is doing (`hc.monitor.status(processes="all")`).
-
-    Attributes:
-        process: its number in the job.
-        answered: whether it answered in time. If not, it has ended, is stopped, has not
-            run host code in a program over several processes yet, or its C code keeps
-            the GIL.
-        calls: its running calls and its running tap, oldest first.
-        taps: how many taps it has queued.
-        main: the stack of its main thread. A frame of JAX's at the end is a wait for a
-            program.
-        pid: the number that its operating system gives it, or None.
-    """
-
-    process: int
-    answered: bool
-    calls: tuple[ActiveCall, ...] = ()
-    taps: int = 0
-    main: str = ""
-    pid: int | None = None
-
-    def __str__(self) -> str:
-        if not self.answered:
-            return (
-                f"process {self.process} did not answer: it has ended, is stopped, or"
-                " has not run host code in a program over several processes yet"
-            )
-        what = "\n".join(map(str, self.calls)) or "no call is running"
-        return (
-            f"process {self.process} (pid {self.pid}),"
-            f" {counted(self.taps, 'tap')} queued: {what}\n"
-            f"Its main thread:\n{self.main}"
-        )
-
-
 @overload
 def status() -> list[ActiveCall]: ...
 @overload
@@ -141,18 +75,10 @@ def status(*, processes: Literal["all"] | None = None, limit: float = 5.0) -> An
     """
     who = "hc.monitor.status"
     if not of_all_processes(processes, limit, who, "this process only"):
-        return [ActiveCall(*call) for call in running.running()]
-    found = []
+        return running()
     from hostcall._job import job  # asked for: a job of one process does without
 
-    for process, said in job.ask(limit).items():
-        if said is None:
-            found.append(ProcessStatus(process, answered=False))
-            continue
-        pid, taps, main, running_there = said
-        calls = tuple(ActiveCall(*call) for call in running_there)
-        found.append(ProcessStatus(process, True, calls, taps, main, pid))
-    return found
+    return job.ask(limit)
 
 
 def stats() -> dict[str, CallStats]:

@@ -127,11 +127,11 @@ def buffer_callback(
             in_tree,
             out_tree,
             avals,
+            place,
             order=order,
             vmap_method=method,
             aliases=_check_aliases(wanted, operands, avals),
             command_buffer=command_buffer_compatible,
-            place=place,
         )
         return out_tree.unflatten(bind(*operands, params=params))
 
@@ -177,14 +177,10 @@ def make_params(
     in_tree: Any,
     out_tree: Any,
     avals: tuple[Any, ...],
-    *,
-    order: Order,
-    vmap_method: str | None,
-    aliases: tuple[tuple[int, int], ...],
-    command_buffer: bool,
     place: Place,
+    **options: Any,
 ) -> BufferParams:
-    """The parameters of an equation that calls `callback`."""
+    """The parameters of an equation that calls `callback`; `options` are the rest."""
     return BufferParams(
         callback=Callback(
             fn=Static(callback),
@@ -195,11 +191,8 @@ def make_params(
             place=place,
         ),
         avals=avals,
-        order=order,
-        vmap_method=vmap_method,
         masked=False,
-        aliases=aliases,
-        command_buffer=command_buffer,
+        **options,
     )
 
 

@@ -76,10 +76,8 @@ def pure_callback(
             )
         vmap_method = "legacy_vectorized" if vectorized else "sequential"
     method = "sequential" if vmap_method is None else vmap_method
-    options = {"sharding": sharding, "vmap_method": method}
-    return _call_back(
-        "pure", arrays, options, callback, result_shape_dtypes, args, kwargs
-    )
+    options = {"sharding": sharding, "vmap_method": method, **kwargs}
+    return call_back("pure", arrays, callback, result_shape_dtypes, *args, **options)
 
 
 def io_callback(
@@ -122,10 +120,8 @@ def io_callback(
 
     Source: JAX's guide "External callbacks".
     """
-    options = {"sharding": sharding, "ordered": ordered}
-    return _call_back(
-        "io", arrays, options, callback, result_shape_dtypes, args, kwargs
-    )
+    options = {"sharding": sharding, "ordered": ordered, **kwargs}
+    return call_back("io", arrays, callback, result_shape_dtypes, *args, **options)
 
 
 # The options of JAX's function for each kind.
@@ -135,20 +131,32 @@ _OPTIONS: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def as_jaxs(
+def call_back(
     kind: Kind,
     arrays: str,
     /,
-    callback: Any,
+    callback: Callable[..., Any],
     result_shape_dtypes: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """With JAX's signature: all keywords but its own are the callback's."""
     options = {key: kwargs.pop(key) for key in _OPTIONS[kind] if key in kwargs}
-    return _call_back(
-        kind, arrays, options, callback, result_shape_dtypes, args, kwargs
+    check_vmap_method(options.get("vmap_method"))
+    refuse_coroutines(callback)
+    leaves, in_tree = jax.tree.flatten((args, kwargs))
+    operands = [raw_keys(leaf) for leaf in leaves]
+    described, out_tree = jax.tree.flatten(result_shape_dtypes)
+    avals = tuple(map(result_aval, described))
+    params = make_params(
+        kind,
+        callback,
+        Template(in_tree, (None,) * len(leaves)),
+        Results(out_tree, avals, (None,) * len(avals)),
+        arrays=arrays_of(arrays),
+        **options,
     )
+    return out_tree.unflatten(bind(*operands, params=params))
 
 
 def check_vmap_method(method: Any) -> str | None:
@@ -158,33 +166,6 @@ def check_vmap_method(method: Any) -> str | None:
             f" {method}"
         )
     return method  # type: ignore[no-any-return]
-
-
-def _call_back(
-    kind: Kind,
-    arrays: str,
-    options: dict[str, Any],
-    callback: Callable[..., Any],
-    result: Any,
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    check_vmap_method(options.get("vmap_method"))
-    refuse_coroutines(callback)
-    leaves, in_tree = jax.tree.flatten((args, kwargs))
-    operands = [raw_keys(leaf) for leaf in leaves]
-    template = Template(in_tree, (None,) * len(leaves))
-    described, out_tree = jax.tree.flatten(result)
-    avals = tuple(map(result_aval, described))
-    params = make_params(
-        kind,
-        callback,
-        template,
-        Results(out_tree, avals, (None,) * len(avals)),
-        arrays=arrays_of(arrays),
-        **options,
-    )
-    return out_tree.unflatten(bind(*operands, params=params))
 
 
 def raw_keys(leaf: Any) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from hostcall import _jax
+from hostcall._api.print_format import parsed
 from hostcall._core import stream
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.host_code import HostCode
@@ -80,17 +81,7 @@ def call_back(
                 f" object of type {type(callback)}"
             )
         refuse_coroutines(callback)  # JAX would drop the coroutine without a word
-        operands, template = _flatten(args, kwargs)
-        params = make_params(
-            "debug",
-            callback,
-            template,
-            _NOTHING,
-            ordered=ordered,
-            partitioned=partitioned,
-            arrays=arrays_of(arrays),
-        )
-        bind(*operands, params=params)
+        _bind(callback, arrays_of(arrays), ordered, partitioned, args, kwargs)
 
     return _now_or_later("debug_callback", call, callback, args, kwargs)
 
@@ -130,23 +121,11 @@ def print(
     def call(fmt: str, /, *args: Any, **kwargs: Any) -> None:
         if not skip_format_check:
             _jax.print_checker.format(fmt, *args, **kwargs)
-        operands, template = _flatten(args, kwargs)
-        plain = _is_plain(fmt, template, len(args), kwargs)
-        params = make_params(
-            "debug",
-            Line(fmt, _has_fields(fmt), tuple(np.get_printoptions().items())),
-            template,
-            _NOTHING,
-            ordered=ordered,
-            partitioned=partitioned,
-            arrays="numpy" if plain else "free",
-        )
-        bind(*operands, params=params)
+        line = Line(fmt, _has_fields(fmt), tuple(np.get_printoptions().items()))
+        arrays = arrays_of("numpy" if _is_plain(fmt, args, kwargs) else "jax")
+        _bind(line, arrays, ordered, partitioned, args, kwargs)
 
     return _now_or_later("debug_print", call, fmt, args, kwargs)
-
-
-_NOTHING = Results(jax.tree.structure(None), (), ())
 
 
 def _now_or_later(
@@ -164,12 +143,28 @@ def _now_or_later(
     return call
 
 
-def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
+def _bind(
+    fn: Callable[..., None],
+    arrays: Literal["numpy", "free"],
+    ordered: bool,
+    partitioned: bool,
+    args: Any,
+    kwargs: Any,
+) -> None:
     """Traceable leaves become operands; the others stay in the template as they are."""
     leaves, treedef = _jax.flatten_with_refs((args, kwargs))
     marks = tuple(None if _jax.is_traceable(x) else Static(x) for x in leaves)
+    params = make_params(
+        "debug",
+        fn,
+        Template(treedef, marks),
+        Results(jax.tree.structure(None), (), ()),
+        ordered=ordered,
+        partitioned=partitioned,
+        arrays=arrays,
+    )
     operands = [x for x, mark in zip(leaves, marks, strict=True) if mark is None]
-    return operands, Template(treedef, marks)
+    bind(*operands, params=params)
 
 
 @dataclass(frozen=True)
@@ -227,21 +222,20 @@ def _has_fields(fmt: str) -> bool:
     return first is not None and first[1] is not None
 
 
-def _is_plain(fmt: str, template: Template, positional: int, kwargs: Any) -> bool:
+def _is_plain(fmt: str, args: Any, kwargs: Any) -> bool:
     """Whether NumPy arrays would be formatted just as JAX's are.
 
     They are if all arguments are bare arrays, in fields without a conversion, an
     attribute or an index.
     """
-    bare = jax.tree.structure(((0,) * positional, dict.fromkeys(kwargs, 0)))
-    if template.treedef != bare or not _has_fields(fmt):
+    _, treedef = _jax.flatten_with_refs((args, kwargs))
+    bare = jax.tree.structure(((0,) * len(args), dict.fromkeys(kwargs, 0)))
+    if treedef != bare or not _has_fields(fmt):
         return False
     try:
-        fields = list(string.Formatter().parse(fmt))
+        return all(
+            conversion is None and not set("{.[") & set(field) and "{" not in spec
+            for field, spec, conversion in parsed(fmt)
+        )
     except ValueError:
         return False
-    return all(
-        field is None
-        or (conversion is None and not set("{.[") & set(field) and "{" not in str(spec))
-        for _, field, spec, conversion in fields
-    )

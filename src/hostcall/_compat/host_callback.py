@@ -14,33 +14,21 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._api.configure import configure
-from hostcall._compat.outside_call import Outside, bind, checked, take_last_exception
+from hostcall._compat.outside_call import bind, take_last_exception
 from hostcall._core.failures import failures_of_arrays, failures_of_effects
 from hostcall._runtime import delivery
 
 logger = logging.getLogger("hostcall.host_callback")
 
+_QUEUE_BYTES = 256_000_000  # the flag's default, which leaves the limit as it is
 _jax.define_old_flags(
     {
-        "jax_host_callback_inline": (
-            False,
-            "Run the callbacks of host_callback at once, outside of compiled programs.",
-        ),
-        "jax_host_callback_max_queue_byte_size": (
-            256_000_000,
-            "Bytes of values that may wait for their callbacks before devices wait"
-            " (hostcall.configure(tap_queue_bytes=)).",
-        ),
-        "jax_host_callback_ad_transforms": (
-            False,
-            "Taps under differentiation see tangents and cotangents too.",
-        ),
-        "jax_host_callback_outfeed": (
-            False,
-            "Accepted, but has no effect: the only implementation supports what the"
-            " outfeed did (device_index, errors at barrier_wait).",
-        ),
-    }
+        "jax_host_callback_inline": False,
+        "jax_host_callback_max_queue_byte_size": _QUEUE_BYTES,
+        "jax_host_callback_ad_transforms": False,
+        "jax_host_callback_outfeed": False,
+    },
+    'The page "From jax.experimental.host_callback" of hostcall says what it does.',
 )
 
 
@@ -110,16 +98,12 @@ def id_tap(
     for leaf in jax.tree.leaves(result):
         _jax.check_arg(leaf)
     _follow_queue_flag()
-    flat, tree = jax.tree.flatten(arg)
-    outs = bind(
-        *flat,
-        params=Outside(
-            fn=checked(tap_func),
-            identity=True,
-            with_device=tap_with_device,
-            arg_tree=tree,
-            device_index=device_index,
-        ),
+    outs, tree = bind(
+        tap_func,
+        arg,
+        identity=True,
+        with_device=tap_with_device,
+        device_index=device_index,
     )
     return tree.unflatten(outs) if result is None else result
 
@@ -204,7 +188,6 @@ def call(
     Cost: that of `hostcall.call` with an effect.
     """
     _follow_queue_flag()
-    flat, tree = jax.tree.flatten(arg)
     described, result_tree = jax.tree.flatten(result_shape)
     try:
         avals = tuple(map(_aval, described))
@@ -215,17 +198,14 @@ def call(
             " numeric scalars, or must have 'shape' and 'dtype' attributes. Got"
             f" {result_shape}"
         ) from None
-    outs = bind(
-        *flat,
-        params=Outside(
-            fn=checked(callback_func),
-            identity=False,
-            with_device=call_with_device,
-            arg_tree=tree,
-            result_tree=result_tree,
-            avals=avals,
-            device_index=device_index,
-        ),
+    outs, _ = bind(
+        callback_func,
+        arg,
+        identity=False,
+        with_device=call_with_device,
+        result_tree=result_tree,
+        avals=avals,
+        device_index=device_index,
     )
     return result_tree.unflatten(outs)
 
@@ -278,7 +258,7 @@ def stop_outfeed_receiver() -> None:
     delivery.flush(None, "stop_outfeed_receiver()")
 
 
-_followed = 256_000_000  # the flag's default, which leaves the limit as it is
+_followed = _QUEUE_BYTES
 
 
 def _follow_queue_flag() -> None:

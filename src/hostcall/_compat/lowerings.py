@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from hostcall import _jax
@@ -93,27 +92,23 @@ def _lower_buffer(
     callback: Any,
     in_tree: Any,
     out_tree: Any,
-    vmap_method: Any,
-    has_side_effect: bool,
-    input_output_aliases: Any,
-    command_buffer_compatible: bool,
-    **_: Any,
+    **given: Any,
 ) -> list[Any]:
     params = buffer_params(
         callback,
         in_tree,
         out_tree,
         tuple(_jax.physical_avals(ctx.avals_out)),
-        order="unordered" if has_side_effect else "pure",
-        vmap_method=vmap_method,
-        aliases=tuple(input_output_aliases),
-        command_buffer=command_buffer_compatible,
-        place=_place(ctx, callback),
+        _place(ctx, callback),
+        order="unordered" if given["has_side_effect"] else "pure",
+        vmap_method=given["vmap_method"],
+        aliases=tuple(given["input_output_aliases"]),
+        command_buffer=given["command_buffer_compatible"],
     )
     return buffer.lower(ctx, *operands, params=params)
 
 
-_LOWERINGS: dict[Any, Callable[..., list[Any]]] = {
+LOWERINGS: dict[Any, Callable[..., list[Any]]] = {
     _jax.pure_callback_p: functools.partial(_lower, "pure"),
     _jax.io_callback_p: functools.partial(_lower, "io"),
     _jax.debug_callback_p: _lower_debug,
@@ -141,14 +136,13 @@ def emit_python_callback(
     """JAX's function of this name. `callback` gets NumPy arrays, returns a sequence."""
     if not _jax.is_served(ctx) or partitioned:
         given = ctx, callback, token, operands, operand_avals, result_avals
-        out: tuple[Any, Any, Any] = _jax.emit_python_callback(
+        return _jax.emit_python_callback(  # type: ignore[no-any-return]
             *given,
             has_side_effect=has_side_effect,
             returns_token=returns_token,
             partitioned=partitioned,
             sharding=sharding,
         )
-        return out
     avals = _jax.physical_avals(result_avals)
     params: DropInParams = make_params(
         "io" if has_side_effect else "pure",
@@ -200,17 +194,3 @@ class _Sequence(HostCode):
                 f" {self._results}, Actual: {len(out)}"
             )
         return tuple(map(np.asarray, out))
-
-
-# --- Taking the places of JAX's -------------------------------------------------------
-
-
-def replace() -> list[Callable[[], None]]:
-    """Lowers JAX's primitives by the rules above; returns what puts JAX's back."""
-    return [_jax.replace_lowering(*each) for each in _LOWERINGS.items()]
-
-
-def forget_programs() -> None:
-    """Drops all compiled programs: their callbacks still run where they did before."""
-    if _jax.back_ends_started():
-        jax.clear_caches()

@@ -20,17 +20,13 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._api.tap import prepare
+from hostcall._api.call import call
+from hostcall._api.tap import tap
 from hostcall._core import codes
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.counted import counted
 from hostcall._core.order import effects_of
-from hostcall._core.source import users_place
-from hostcall._core.spec import Results, Static, flatten_arguments
-from hostcall._engine.params.equation import Callback
-from hostcall._primitives.call.make import make
-from hostcall._primitives.drop_in.primitive import seen_before
-from hostcall._primitives.tap.primitive import bind as bind_tap
+from hostcall._core.spec import Static
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall.host_callback")
@@ -41,7 +37,7 @@ outside_call_p.multiple_results = True
 
 @dataclass(frozen=True)
 class Outside:
-    """The parameters of one equation.
+    """The parameters of one equation, and the callable that the engine runs for it.
 
     Attributes:
         fn: the user's function.
@@ -73,8 +69,63 @@ class Outside:
             for name, *rest in self.transforms
         )
 
+    # --- On the host: the engine calls it with the arrays of one equation ------------
 
-# --- On the host ---------------------------------------------------------------------
+    @property
+    def __name__(self) -> str:
+        fn = self.fn.value
+        return str(getattr(fn, "__qualname__", fn))
+
+    def __call__(self, *arrays: Any) -> Any:
+        here = context.current()
+        return self.run(arrays, None if here is None else here.device)
+
+    def run(self, arrays: Any, device: Any) -> Any:
+        """Calls the user's function, and keeps its exception for `barrier_wait`.
+
+        Only a call raises the exception too, since its program then lacks a result.
+        """
+        fn = self.fn.value
+        try:
+            arg = self.arg_tree.unflatten(arrays)
+            logger.debug(
+                "Outside call invoking call_func %s, device=%s, transforms=%s",
+                fn,
+                device,
+                self.unpacked,
+            )
+            more = {"device": device} if self.with_device else {}
+            if not self.identity:
+                return self._checked(fn(arg, **more))
+            fn(arg, self.unpacked, **more)
+        except Exception as error:
+            text = traceback.format_exc()
+            logger.error("Outside call %s threw exception %s.", fn, error)
+            logger.error("Postponing exception raised in callback function: %s", text)
+            _last.append((error, text))
+            if not self.identity:
+                raise
+        return None
+
+    def _checked(self, value: Any) -> tuple[np.ndarray, ...]:
+        """The leaves of a call's result."""
+        fn = self.fn.value
+        leaves, tree = jax.tree.flatten(value)
+        if tree != self.result_tree:
+            raise TypeError(
+                f"Callback func {fn} should have returned a result with pytree"
+                f" {self.result_tree} but returned {tree}"
+            )
+        arrays = tuple(map(_jax.to_host, leaves))
+        described = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+        wanted = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.avals]
+        if described != wanted:
+            raise TypeError(
+                f"Callback func {fn} should have returned a result with abstract values"
+                f" {tree.unflatten(wanted)} but returned {tree.unflatten(described)}"
+            )
+        return arrays
+
 
 # The last exception of a callback, with its traceback's text. A deque: callbacks of
 # several threads may fail at once.
@@ -88,83 +139,15 @@ def take_last_exception() -> tuple[Exception, str] | None:
     return None
 
 
-@dataclass(frozen=True)
-class Host:
-    """The callable that the engine runs with the arrays of one equation."""
-
-    params: Outside
-
-    @property
-    def __name__(self) -> str:
-        fn = self.params.fn.value
-        return str(getattr(fn, "__qualname__", fn))
-
-    def __call__(self, *arrays: Any) -> Any:
-        here = context.current()
-        return run(self.params, arrays, None if here is None else here.device)
-
-
-def run(params: Outside, arrays: Any, device: Any) -> Any:
-    """Calls the user's function, and keeps its exception for `barrier_wait`.
-
-    Only a call raises the exception too, since its program then lacks a result.
-    """
-    fn = params.fn.value
-    try:
-        arg = params.arg_tree.unflatten(arrays)
-        logger.debug(
-            "Outside call invoking call_func %s, device=%s, transforms=%s",
-            fn,
-            device,
-            params.unpacked,
-        )
-        more = {"device": device} if params.with_device else {}
-        if params.identity:
-            fn(arg, params.unpacked, **more)
-            return None
-        return check_result(params, fn(arg, **more))
-    except Exception as error:
-        text = traceback.format_exc()
-        logger.error("Outside call %s threw exception %s.", fn, error)
-        logger.error("Postponing exception raised in callback function: %s", text)
-        _last.append((error, text))
-        if not params.identity:
-            raise
-        return None
-
-
-def check_result(params: Outside, value: Any) -> tuple[np.ndarray, ...]:
-    """Checks a call's result and returns its leaves."""
-    fn = params.fn.value
-    leaves, tree = jax.tree.flatten(value)
-    if tree != params.result_tree:
-        raise TypeError(
-            f"Callback func {fn} should have returned a result with pytree"
-            f" {params.result_tree} but returned {tree}"
-        )
-    arrays = tuple(map(_jax.to_host, leaves))
-    described = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
-    wanted = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in params.avals]
-    if described != wanted:
-        raise TypeError(
-            f"Callback func {fn} should have returned a result with abstract values"
-            f" {tree.unflatten(wanted)} but returned {tree.unflatten(described)}"
-        )
-    return arrays
-
-
 # --- impl ----------------------------------------------------------------------------
 
 
 def _impl(*operands: Any, params: Outside) -> list[Any]:
     if _jax.old_flag("jax_host_callback_inline"):
         arrays = [_jax.to_host(operand) for operand in operands]
-        results = run(params, arrays, jax.devices()[params.device_index])
+        results = params.run(arrays, jax.devices()[params.device_index])
         chosen = operands if params.identity else results
         return [jax.numpy.asarray(value) for value in chosen]
-    if not params.identity and seen_before(params, params.fn.value):
-        out: list[Any] = _jax.apply_primitive(outside_call_p, *operands, params=params)
-        return out
     return _emit(params, None, operands)
 
 
@@ -176,23 +159,10 @@ def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
             f" {counted(len(devices), 'device')}"
         )
         raise ValueError(codes.ended(text, "hc-device"))
+    on = "once" if devices is None else devices[params.device_index]
     if not params.identity:
-        place = None
-        if devices is not None:
-            place = jax.sharding.SingleDeviceSharding(devices[params.device_index])
-        host = Host(params)
-        arrays, template = flatten_arguments(operands, {})
-        callback = Callback(
-            fn=Static(host),
-            template=template,
-            results=Results.flat(params.avals),
-            fills=(None,) * len(params.avals),
-            place=users_place(),
-        )
-        return make(callback, arrays, order="ordered", sharding=place)
-    arrays, tap = prepare(Host(params), operands, {}, order="ordered")
-    leader = params.device_index if devices is not None else None
-    bind_tap(*arrays, params=replace(tap, leader=leader))
+        return list(call(params, params.avals, *operands, order="ordered", on=on))
+    tap(params, *operands, order="ordered", on=on)
     return [
         operand if isinstance(operand, jax.Array) else jax.numpy.asarray(operand)
         for operand in operands
@@ -316,14 +286,16 @@ _jax.partial_eval_rules[outside_call_p] = _remat
 _jax.register_lowering(outside_call_p, _lower)
 
 
-def bind(*operands: Any, params: Outside) -> list[Any]:
-    for operand in operands:
-        _jax.check_arg(operand)
-    return outside_call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
+def bind(fn: Callable[..., Any], arg: Any, **options: Any) -> tuple[list[Any], Any]:
+    """Binds the equation that calls `fn`; `options` are the rest of its parameters.
 
-
-def checked(fn: Callable[..., Any]) -> Static:
+    Returns its results, and the treedef of `arg`.
+    """
     if not callable(fn):
         raise TypeError(f"Expected a callable value, got {fn}")
     refuse_coroutines(fn)
-    return Static(fn)
+    operands, tree = jax.tree.flatten(arg)
+    for operand in operands:
+        _jax.check_arg(operand)
+    params = Outside(fn=Static(fn), arg_tree=tree, **options)
+    return outside_call_p.bind(*operands, params=params), tree

@@ -77,8 +77,8 @@ def _get(name: str) -> Any:
 _print_of_jax, _effects_barrier_of_jax = jax.debug.print, jax.effects_barrier
 _BUFFERS = "jax.experimental.buffer_callback"
 _DROP_INS: dict[str, Callable[..., Any]] = {
-    "jax.pure_callback": functools.partial(callbacks.as_jaxs, "pure"),
-    "jax.experimental.io_callback": functools.partial(callbacks.as_jaxs, "io"),
+    "jax.pure_callback": functools.partial(callbacks.call_back, "pure"),
+    "jax.experimental.io_callback": functools.partial(callbacks.call_back, "io"),
     "jax.debug.callback": debug.call_back,
     "jax.debug.print": _print,
     "jax.effects_barrier": _effects_barrier,
@@ -188,13 +188,15 @@ def _apply() -> None:
         return
     lowerings.chosen = choice
     if before is None:
-        _undo.extend(lowerings.replace())
+        for primitive, rule in lowerings.LOWERINGS.items():
+            _undo.append(_jax.replace_lowering(primitive, rule))
         _undo.extend(_replace(*each) for each in _REPLACEMENTS.items())
         _undo.append(_revive())
     elif choice is None:
         while _undo:
             _undo.pop()()
-    lowerings.forget_programs()
+    if _jax.back_ends_started():  # else there are no compiled programs yet
+        jax.clear_caches()
 
 
 def _revive() -> Callable[[], None]:

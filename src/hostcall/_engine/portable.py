@@ -78,7 +78,6 @@ _MORE: dict[str, Callable[[Any], bool]] = {
     "arrays": lambda value: value != "cuda",
     "levels": lambda value: value >= 0,
     "every": lambda value: value < 2**31,
-    "leader": lambda value: value >= 0,
     "only": lambda value: all(-1 <= ordinal < 2**31 for ordinal in value),
     "team": lambda value: 0 < value[1] < 2**20 and (value[2] or 0) >= 0,
     "mesh": lambda value: (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from jax._src import buffer_callback as _buffer_callback
 from jax._src import callback as _callback
 from jax._src import config as _config
@@ -17,41 +16,9 @@ from jax._src.interpreters import mlir as _mlir
 from hostcall._jax.fast_dispatch import ENGINE_CALLS
 from hostcall._jax.program import SERVED, is_served
 
-# Saved at import, before `patch_jax` can replace it, so that `emit_jax_callback` never
-# calls hostcall's replacement.
+# Saved at import, before `patch_jax` can replace it, so that hostcall never calls its
+# own replacement.
 emit_python_callback = _callback.emit_python_callback
-
-
-def emit_jax_callback(
-    ctx: Any,
-    run: Callable[..., Sequence[np.ndarray]],
-    operands: Sequence[Any],
-    *,
-    token: Any | None,
-    returns_token: bool,
-    has_side_effect: bool,
-    sharding: Any,
-    partitioned: bool = False,
-) -> tuple[list[Any], Any | None]:
-    """Emits JAX's own callback, for platforms that the engine does not serve.
-
-    Returns (results, token); the token is None where JAX makes one only of another
-    (everywhere but on TPUs). `run` gets one array for each operand and returns one
-    array for each result.
-    """
-    results, token_out, _ = emit_python_callback(
-        ctx,
-        run,
-        token,
-        list(operands),
-        ctx.avals_in,
-        ctx.avals_out,
-        has_side_effect=has_side_effect,
-        returns_token=returns_token,
-        partitioned=partitioned,
-        sharding=place_of_callback(ctx, sharding),
-    )
-    return list(results), token_out
 
 
 def place_of_callback(ctx: Any, sharding: Any) -> Any:
@@ -164,14 +131,11 @@ def print_callback(params: dict[str, Any]) -> Callable[..., Any]:
 _old_flags: dict[str, Any] = {}
 
 
-def define_old_flags(flags: dict[str, tuple[bool | int, str]]) -> None:
+def define_old_flags(flags: dict[str, bool | int], help_text: str) -> None:
     """Defines settings that JAX has dropped, for `jax.config.update` and as environment
-    variables.
-
-    Args:
-        flags: (default, help text) for each name.
+    variables; `flags` has their defaults.
     """
-    for name, (default, help_text) in flags.items():
+    for name, default in flags.items():
         if name in _old_flags:
             continue
         env, flag = _config.int_env, _config.int_flag

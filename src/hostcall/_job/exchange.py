@@ -39,18 +39,12 @@ def of_all(what: str, own: bytes, seconds: float) -> list[bytes]:
     Raises:
         HostcallError: a process did not come in time.
     """
-    if _jax.job_size() == 1:
-        return [own]
     return _exchange(what, own, range(_jax.job_size()), seconds)
 
 
 def of_first(what: str, own: bytes | None, seconds: float) -> bytes:
     """The bytes of process 0, which is the only one that has to give any."""
-    process, processes = _jax.place_in_job()
-    if processes == 1:
-        assert own is not None
-        return own
-    mine = own if process == 0 else None
+    mine = own if _jax.place_in_job()[0] == 0 else None
     (found,) = _exchange(what, mine, range(1), seconds)
     return found
 
@@ -58,7 +52,10 @@ def of_first(what: str, own: bytes | None, seconds: float) -> bytes:
 def _exchange(
     what: str, own: bytes | None, givers: range, seconds: float
 ) -> list[bytes]:
-    here = _jax.job_rank()
+    here, processes = _jax.place_in_job()
+    if processes == 1:
+        assert own is not None
+        return [own]
     name = f"hostcall/exchange/{next(_numbers)}/{what}"
     end = time.monotonic() + seconds
     found: dict[int, bytes] = {}

@@ -37,6 +37,7 @@ from hostcall._job import status
 from hostcall._job.failures import Failures
 from hostcall._job.mailbox import BOARD, Mailbox
 from hostcall._runtime import lifecycle
+from hostcall._runtime.running import ProcessStatus
 
 logger = logging.getLogger("hostcall")
 
@@ -149,7 +150,7 @@ _lock = threading.Lock()  # two programs may be lowered at once
 _job: Job | None = None
 
 
-def ask(seconds: float) -> dict[int, status.Answer | None]:
+def ask(seconds: float) -> list[ProcessStatus]:
     """Asks all processes what they are doing, and answers the others from now on."""
     if _jax.job_size() > 1:
         refuse("hc.monitor.status(processes='all') is called")

@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import threading
 import time
-from typing import Any, NamedTuple
+from dataclasses import astuple
+from typing import Any
 
-from hostcall import _jax, _native
+from hostcall import _jax
 from hostcall._core.source import Place
 from hostcall._job.mailbox import BOARD
-from hostcall._runtime import running
+from hostcall._runtime.running import ActiveCall, ProcessStatus, doing
 
 _FETCH = 0.02  # seconds between two looks for answers
 _LARGEST = 1 << 22  # characters of an answer
@@ -35,34 +34,23 @@ _LARGEST = 1 << 22  # characters of an answer
 _numbers = itertools.count()
 
 
-class Answer(NamedTuple):
-    """What a process is doing."""
-
-    pid: int
-    taps: int
-    main: str
-    calls: list[running.Running]
-
-
-def ask(seconds: float) -> dict[int, Answer | None]:
-    """Asks all processes.
-
-    Returns the answers by the number of the process; None where none came in time.
-    """
+def ask(seconds: float) -> list[ProcessStatus]:
+    """Asks all processes; those that do not answer in time are in the list too."""
     here, processes = _jax.place_in_job()
-    answers: dict[int, Answer | None] = dict.fromkeys(range(processes))
-    answers[here] = _own()
+    found = [ProcessStatus(process, answered=False) for process in range(processes)]
+    found[here] = doing(here)
     if processes == 1:
-        return answers
+        return found
     question = f"{here}.{next(_numbers)}"
     end = time.monotonic() + seconds
     _jax.job_put(f"{BOARD}asks/{question}", "")
     try:
         while True:
-            for process in [p for p, answer in answers.items() if answer is None]:
-                answers[process] = _read(_jax.job_get(_key(question, process)))
-            if None not in answers.values() or time.monotonic() >= end:
-                return answers
+            for process in [each.process for each in found if not each.answered]:
+                text = _jax.job_get(_key(question, process))
+                found[process] = _read(process, text)
+            if all(each.answered for each in found) or time.monotonic() >= end:
+                return found
             time.sleep(_FETCH)
     finally:
         _jax.job_delete(f"{BOARD}asks/{question}")
@@ -71,42 +59,34 @@ def ask(seconds: float) -> dict[int, Answer | None]:
 
 def answer(question: str) -> None:
     """Answers another process. Called on the job's thread."""
-    pid, taps, main, calls = _own()
-    said = [[c.name, *_line(c.place), *c[2:]] for c in calls]
-    text = json.dumps([pid, taps, main, said])
-    _jax.job_put(_key(question, _jax.job_rank()), text)
+    own = doing(_jax.job_rank())
+    calls = [astuple(call) for call in own.calls]
+    text = json.dumps([own.pid, own.taps, own.main, calls])
+    _jax.job_put(_key(question, own.process), text)
 
 
-def _line(place: Place) -> tuple[str, int, str]:
-    return place.file, place.line, place.function
-
-
-def _own() -> Answer:
-    main = running.stack_of(threading.main_thread().ident or 0)
-    taps = _native.tap_queue()["pending"]
-    return Answer(os.getpid(), taps, main, running.running())
-
-
-def _read(text: str | None) -> Answer | None:
-    """What `answer` wrote; None if it is not there yet, or if these are other texts:
-    anyone who reaches the service can write there.
+def _read(process: int, text: str | None) -> ProcessStatus:
+    """What `answer` wrote; no answer if it is not there yet, or if these are other
+    texts: anyone who reaches the service can write there.
     """
+    nothing = ProcessStatus(process, answered=False)
     if text is None or len(text) > _LARGEST:
-        return None
+        return nothing
     try:
         pid, taps, main, said = _typed(json.loads(text), int, int, str, list)
-        return Answer(pid, taps, main, [_call(one) for one in said])
+        calls = tuple(_call(one) for one in said)
     except (TypeError, ValueError, RecursionError):
-        return None
+        return nothing
+    return ProcessStatus(process, True, calls, taps, main, pid)
 
 
-def _call(said: Any) -> running.Running:
-    name, file, line, function, seconds, row, thread, stack = _typed(
-        said, str, str, int, str, float, list, int, str
+def _call(said: Any) -> ActiveCall:
+    name, line, seconds, row, thread, stack = _typed(
+        said, str, list, float, list, int, str
     )
-    place = Place(file, line, function)
+    place = Place(*_typed(line, str, int, str))
     index = tuple(_typed(row, *[int] * len(row)))
-    return running.Running(name, place, seconds, index, thread, stack)
+    return ActiveCall(name, place, seconds, index, thread, stack)
 
 
 def _typed(values: Any, *types: type) -> list[Any]:

@@ -237,20 +237,32 @@ def emit_through_jax(
     *,
     order: Order,
     ordered: Any = ORDERED,
+    sharding: Any,
     **how: Any,
 ) -> list[Any]:
-    """Emits JAX's own callback of `run`, in its order; returns the results.
+    """Emits JAX's own callback, for platforms that the engine does not serve.
+
+    `run` gets one array for each operand and returns one array for each result.
 
     On a TPU an effect has a token, ordered or not: without one, a callback without
     results is a send that nothing answers, so the program may end, and a barrier
-    return, before the host has the values. `how` are the other parameters of
-    `_jax.emit_jax_callback`.
+    return, before the host has the values. (Elsewhere JAX makes a token only of
+    another.) `how` are the other parameters of JAX's function.
     """
+    place = _jax.place_of_callback(ctx, sharding)
 
     def one(token: Any | None) -> tuple[list[Any], Any | None]:
-        returns_token = order != "pure"
-        return _jax.emit_jax_callback(
-            ctx, run, operands, token=token, returns_token=returns_token, **how
+        results, token_out, _ = _jax.emit_python_callback(
+            ctx,
+            run,
+            token,
+            list(operands),
+            ctx.avals_in,
+            ctx.avals_out,
+            returns_token=order != "pure",
+            sharding=place,
+            **how,
         )
+        return list(results), token_out
 
     return _in_order(ctx, order, ordered, one)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import traceback
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from hostcall import _native
+from hostcall._core.counted import counted
 from hostcall._core.source import Place
 from hostcall._runtime import workers
 
 
-class Running(NamedTuple):
-    """A running call, as plain values that can be sent to another process."""
+@dataclass(frozen=True)
+class ActiveCall:
+    """A running call, as `hc.monitor.status()` found it.
+
+    Attributes:
+        name: the call's tag, or the function's name.
+        place: the user's line that wrote the call.
+        seconds: the time since the function was entered.
+        row: the index of this row along each batch axis, or ().
+        thread: `threading.get_ident()` of the thread that runs the call.
+        stack: the stack of that thread, formatted as by `traceback.format_stack`.
+    """
 
     name: str
     place: Place
@@ -21,8 +35,52 @@ class Running(NamedTuple):
     thread: int
     stack: str
 
+    def __str__(self) -> str:
+        row = f" row {self.row}" if self.row else ""
+        return (
+            f"{self.name}{row}, for {self.seconds:.3f} s, called at {self.place}\n"
+            f"{self.stack}"
+        )
 
-def running() -> list[Running]:
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """What a process of the job is doing (`hc.monitor.status(processes="all")`).
+
+    Attributes:
+        process: its number in the job.
+        answered: whether it answered in time. If not, it has ended, is stopped, has not
+            run host code in a program over several processes yet, or its C code keeps
+            the GIL.
+        calls: its running calls and its running tap, oldest first.
+        taps: how many taps it has queued.
+        main: the stack of its main thread. A frame of JAX's at the end is a wait for a
+            program.
+        pid: the number that its operating system gives it, or None.
+    """
+
+    process: int
+    answered: bool
+    calls: tuple[ActiveCall, ...] = ()
+    taps: int = 0
+    main: str = ""
+    pid: int | None = None
+
+    def __str__(self) -> str:
+        if not self.answered:
+            return (
+                f"process {self.process} did not answer: it has ended, is stopped, or"
+                " has not run host code in a program over several processes yet"
+            )
+        what = "\n".join(map(str, self.calls)) or "no call is running"
+        return (
+            f"process {self.process} (pid {self.pid}),"
+            f" {counted(self.taps, 'tap')} queued: {what}\n"
+            f"Its main thread:\n{self.main}"
+        )
+
+
+def running() -> list[ActiveCall]:
     """The running calls and the running tap, oldest first."""
     frames = sys._current_frames()
     calls = []
@@ -30,16 +88,18 @@ def running() -> list[Running]:
         (thread,) = workers.delegates.get(thread) or [thread]
         name = info.callback.tag or info.name
         calls.append(
-            Running(
+            ActiveCall(
                 name, info.place, seconds, row or (), thread, _stack(frames, thread)
             )
         )
     return sorted(calls, key=lambda call: -call.seconds)
 
 
-def stack_of(thread: int) -> str:
-    """The stack of a thread, by its `threading.get_ident()`."""
-    return _stack(sys._current_frames(), thread)
+def doing(process: int) -> ProcessStatus:
+    """What this process, which has that number in its job, is doing."""
+    main = _stack(sys._current_frames(), threading.main_thread().ident or 0)
+    taps = _native.tap_queue()["pending"]
+    return ProcessStatus(process, True, tuple(running()), taps, main, os.getpid())
 
 
 def _stack(frames: dict[int, Any], thread: int) -> str:

@@ -46,33 +46,30 @@ class Flavour(NamedTuple):
         api: its name in JAX's log.
         jax_logger: the logger to which JAX reports failures of such callbacks.
         unordered, ordered: the effects of calls of either order.
-        does: the beginning of JAX's messages about unsupported transformations.
-        hint: the rest of these messages, with a field for "jvp" or "vjp".
+        refusal: JAX's message about a derivative, with fields for its name and for the
+            function of JAX that gives a rule.
     """
 
     api: str
     jax_logger: logging.Logger
-    unordered: Any
-    ordered: Any
-    does: str = ""
-    hint: str = ""
+    unordered: Any = None
+    ordered: Any = None
+    refusal: str = ""
 
 
 FLAVOURS: dict[str, Flavour] = {
     "pure": Flavour(
         api="jax.pure_callback",
         jax_logger=_jax.callback_logger,
-        unordered=None,
-        ordered=None,
-        does="Pure callbacks do not support",
-        hint="Please use `jax.custom_{}` to use callbacks while taking gradients.",
+        refusal="Pure callbacks do not support {}. Please use `jax.custom_{}` to use"
+        " callbacks while taking gradients.",
     ),
     "io": Flavour(
         api="jax.io_callback",
         jax_logger=_jax.callback_logger,
         unordered=_jax.IO_EFFECT,
         ordered=_jax.ORDERED_IO_EFFECT,
-        does="IO callbacks do not support",
+        refusal="IO callbacks do not support {}.",
     ),
     "debug": Flavour(
         api="jax.debug.callback",

@@ -30,9 +30,8 @@ class TapParams(Equation):
         on: as given to `hc.tap`; "once" if that was a device.
         always: whether the last operand is the flag `always`, one bool for all rows.
         through: whether the equation returns its arguments.
-        leader: the index of the device that taps a whole value, in a program that is
-            partitioned over devices; None for the program's first device, or `device`.
-        device: the device that taps a whole value, if `on` was one.
+        device: the device that taps a whole value in a program that is partitioned over
+            devices; None for the program's first device.
         flags: with rows="batched", for each vmap in the order of application (the
             innermost first), whether each operand has its axis. The axis of a later
             vmap comes first in the operands.
@@ -48,7 +47,6 @@ class TapParams(Equation):
     batch: int | None = None
     always: bool = False
     through: bool = False
-    leader: int | None = None
     device: Any = None
     flags: tuple[tuple[bool, ...], ...] = ()
     sizes: tuple[int, ...] = ()

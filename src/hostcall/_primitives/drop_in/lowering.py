@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
+import numpy as np
+
 from hostcall import _jax
+from hostcall._core.spec import Results, Static, Template
+from hostcall._engine import targets
 from hostcall._engine.params.drop_in import DropInInfo, DropInParams
+from hostcall._primitives.blocks import Partitioned, lower_blocks
 from hostcall._primitives.call import lowering as call_lowering
-from hostcall._primitives.drop_in import blocks
 from hostcall._primitives.drop_in.primitive import PRIMITIVES, bind
+from hostcall._primitives.emit import NUMBER
 
 
 def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
@@ -28,7 +36,10 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
             partitioned=params.partitioned,
         )
     if params.partitioned and program.is_partitioned:
-        return blocks.lower(program, operands, params)
+        targets.start_lowering(program)
+        equation = CallBlocks(program, params)
+        _jax.run_where_dispatched(program)
+        return lower_blocks(program, operands, equation)
     place = _jax.place_of_callback(ctx, params.sharding)
     if program.is_partitioned:
         _jax.mark_place(ctx, place)
@@ -47,6 +58,55 @@ def _lower_once_along(
         return _jax.on_first_of(automatic, lambda: bind(*values, params=params))
 
     return _jax.lower_by(ctx, call, *operands)
+
+
+# --- partitioned=True: each device calls for its own block ----------------------------
+
+
+class CallBlocks(Partitioned):
+    """What the parts of a call share."""
+
+    target = targets.TARGET
+
+    def __init__(self, program: _jax.Program, params: DropInParams) -> None:
+        super().__init__(program, self._info(params, program))
+
+    @staticmethod
+    def _info(params: DropInParams, program: Any) -> DropInInfo:
+        info = DropInInfo(params, program.by_ordinal, None)
+        info.job = targets.failures_over(program.across)
+        return info
+
+    def of_block(
+        self, avals: list[Any], places: Sequence[Any]
+    ) -> tuple[DropInInfo, list[Any], None]:
+        del places
+        return self._info(_with_number(self.params), self), [NUMBER, *avals], None
+
+
+def _with_number(params: DropInParams) -> DropInParams:
+    """The same call, with the number as its first argument and as its result."""
+    callback = params.callback
+    fn, template = callback.function, callback.template
+
+    def call(number: Any, *leaves: Any) -> np.ndarray:
+        args, kwargs = template.fill(leaves)
+        fn(*args, **kwargs)
+        return np.zeros((), np.int32)
+
+    call.__qualname__ = callback.name
+    return replace(
+        params,
+        callback=replace(
+            callback,
+            fn=Static(call),
+            template=Template.flat(None, *template.keys),
+            results=Results(jax.tree.structure(0), (NUMBER,), (None,)),
+            fills=(None,),
+        ),
+        avals=(NUMBER,),
+        results_as="leaves",
+    )
 
 
 for _primitive in PRIMITIVES.values():

@@ -6,15 +6,12 @@ effects, refusals and checks (see `_engine/params/drop_in.py`).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import BuiltinFunctionType
 from typing import Any
 
 import jax
-import numpy as np
 
 from hostcall import _jax
 from hostcall._core import failures
@@ -47,36 +44,8 @@ def bind(*operands: Any, params: DropInParams) -> list[Any]:
 # --- impl --------------------------------------------------------------------------
 #
 # JAX compiles every eager callback, which takes 5 to 8 ms for each fresh lambda, and
-# keeps what it compiled. Here the first call of a function runs at once and compiles
-# nothing. Only an equal call that comes while the function is still alive is compiled.
-
-_SEEN_AT_MOST = 4096
-# Hash of params -> reference to function, the oldest first. Changed by single steps,
-# without a lock, which a fork could leave locked.
-_seen: dict[int, Any] = {}
-
-
-def seen_before(params: Any, fn: Any) -> bool:
-    """Whether an equal eager call of `fn`, which is still alive, was made before."""
-    key, reference = hash(params), _reference_to(fn)
-    found = _seen.pop(key, None)
-    if reference is not None:
-        _seen[key] = reference
-    while len(_seen) > _SEEN_AT_MOST:
-        try:
-            del _seen[next(iter(_seen))]
-        except (KeyError, RuntimeError):  # another thread was faster
-            break
-    return found is not None and found() is fn
-
-
-def _reference_to(fn: Any) -> Callable[[], Any] | None:
-    try:
-        return weakref.ref(fn)
-    except TypeError:
-        if isinstance(fn, (np.ufunc, BuiltinFunctionType, type)):
-            return lambda: fn  # it lives as long as its module
-        return None
+# keeps what it compiled. Here a function runs at once, as with `hc.call`, and nothing
+# is compiled or kept, unless JAX has something to say about the operands.
 
 
 def _impl(*operands: Any, params: DropInParams) -> list[Any]:
@@ -89,11 +58,7 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
     primitive = PRIMITIVES[params.primitive]
     if params.kind == "debug":
         return run_eagerly(primitive, *_open_keys(operands, params), DropInInfo)
-    if (
-        not _at_home(operands, params)
-        or is_guarded(operands)
-        or seen_before(params, params.callback.function)
-    ):
+    if not _at_home(operands, params) or is_guarded(operands):
         return run_compiled(primitive, operands, params)
     return run_eagerly(primitive, operands, params, DropInInfo)
 
@@ -176,8 +141,7 @@ def _open_keys(
     ]
     if not any(keys):
         return list(operands), params
-    template = params.callback.template
-    rest = iter(keys)
+    template, rest = params.callback.template, iter(keys)
     leaves = tuple(
         leaf if isinstance(leaf, Static) else next(rest) for leaf in template.leaves
     )
@@ -217,10 +181,7 @@ def _batch(
 
 
 def _refusal(what: str, remedy: str, params: DropInParams) -> ValueError:
-    """In JAX's words."""
-    flavour = params.flavour
-    text = f"{flavour.does} {what}. {flavour.hint.format(remedy)}"
-    return ValueError(text.rstrip())
+    return ValueError(params.flavour.refusal.format(what, remedy))
 
 
 def _debug_jvp(primals: Any, tangents: Any, *, params: DropInParams) -> Any:

@@ -43,14 +43,14 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
         return blocks.lower(program, operands, params)
     targets.start_lowering(program)
     delivery.start()
-    number, avals, prepare = _chosen(program, params), list(ctx.avals_in), None
-    if number is not None:
+    flagged, avals, prepare = _is_flagged(program, params), list(ctx.avals_in), None
+    if flagged:
         if not params.masked:
             avals, params = [_FLAG, *avals], once.with_mask(params)
-        prepare = partial(_only_on, program, number, avals)
+        prepare = partial(_only_on_first, program, avals)
     info = TapInfo.of_whole(params, program.by_ordinal, program.mesh, avals)
     nested = host_device.is_host(program.client)
-    only = () if number is not None else _leader(program, params)
+    only = () if flagged else _leader(program, params)
     tap = params.settings(only, nested)
     attributes = slots.put(program, info, avals, only=only, entry=Entrance(tap=tap))
     first = 1 if params.masked else 0
@@ -87,7 +87,7 @@ def _tapping(program: _jax.Program, params: TapParams) -> Any:
     """The device that taps, in a program that is partitioned over several."""
     devices = program.devices
     assert devices is not None
-    device = params.device or devices[params.leader or 0]
+    device = params.device or devices[0]
     if device not in devices:
         raise HostcallError(
             f"hostcall: the tap `{params.callback.name}` has on={device}, which is not"
@@ -100,32 +100,32 @@ def _tapping(program: _jax.Program, params: TapParams) -> Any:
 # --- The one device that taps, in an exported program over several devices ------------
 #
 # A compiled program names this device by its ordinal. An exported program may run on
-# any devices, so it compares its own partition id instead, and the result is part of
+# any devices, so each compares its own partition id with 0, and the result is part of
 # the tap's mask. (So `hc.monitor.stats()` counts the other devices' executions as
 # masked.)
 
 _FLAG = _jax.ShapedArray((), np.dtype(np.bool_))
 
 
-def _chosen(program: _jax.Program, params: TapParams) -> int | None:
-    """The index of the device that taps; None if the engine knows it by its ordinal,
-    or if all devices tap.
+def _is_flagged(program: _jax.Program, params: TapParams) -> bool:
+    """Whether a mask says which device taps. Else the engine knows it by its ordinal,
+    or all devices tap.
     """
     if not program.is_exported or program.mesh is not None or program.size == 1:
-        return None
+        return False
     if params.device is not None:
         slots.refuse_export(
             params.callback,
             f"it has on={params.device}, and the program may run on other devices."
             " Leave out on=: the first device of the program then taps",
         )
-    return params.leader or 0
+    return True
 
 
-def _only_on(
-    program: _jax.Program, number: int, avals: Sequence[Any], operands: Sequence[Any]
+def _only_on_first(
+    program: _jax.Program, avals: Sequence[Any], operands: Sequence[Any]
 ) -> tuple[list[Any], Sequence[Any]]:
-    """The operands with a mask that is False on all devices but this one; their avals.
+    """The operands with a mask that is False on all devices but the first; their avals.
 
     Runs inside a region that is manual over all devices. The mask is new if there is
     none so far.
@@ -133,7 +133,7 @@ def _only_on(
     masks = len(operands) + 1 - len(avals)
 
     def both(device: Any, *mask: Any) -> list[Any]:
-        here = device == number
+        here = device == 0
         return [jnp.logical_and(mask[0], here) if mask else here]
 
     given = (jax.ShapeDtypeStruct((), np.uint32), *avals[:masks])
