@@ -7,7 +7,7 @@ slope of an elementwise function with finite differences goes by that function's
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from hostcall._core import portable, registry
 from hostcall._core.errors import LoadError
@@ -17,7 +17,8 @@ from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Static
 from hostcall._engine.portable import add_kind
 from hostcall._host_function.differences import Diagonal
-from hostcall._host_function.function_code import FunctionCode, Kind
+from hostcall._host_function.function_code import FunctionCode
+from hostcall._host_function.rules import RULES
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 
@@ -107,7 +108,7 @@ def _slope(function: Any, position: int, name: registry.Name) -> Any:
 def _check(told: Any) -> None:
     """Raises Malformed or LoadError if what is registered here has no such rule."""
     name, kind = registry.Name(*told["registered"]), told["kind"]
-    if kind not in get_args(Kind):
+    if kind not in RULES:
         raise Malformed(f"the rule {kind!r}")
     if told["slope"] is None:
         _check_rules(registry.find(*name), kind, name)
@@ -122,7 +123,7 @@ def _check_rules(function: Any, kind: str, name: registry.Name) -> None:
             f" {name_of(function)} ({source_of(function)}) is registered, which is a"
             " plain function. Register the result of hc.host"
         )
-    needs = {"both": "jvp", "forward": "vjp", "backward": "vjp"}.get(kind, kind)
+    needs, _ = RULES[kind]
     if kind != "value" and getattr(rules, needs) is None:
         raise LoadError(
             f"hostcall: the program calls the {kind} rule of {name}, and what is"

@@ -20,12 +20,30 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Function)  # a rule, which its decorator returns
 
 
+# For each kind of code: the field of `Rules` that it is of, and what messages call it.
+# value: the function itself.
+# jvp: the tangents of the results. both: the results and their tangents.
+# forward, backward: the two rules of defvjp.
+Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "transpose"]
+RULES: dict[str, tuple[str, str]] = {
+    "value": ("", "the function"),
+    "jvp": ("jvp", "the jvp rule"),
+    "both": ("jvp", "the jvp rule"),
+    "forward": ("vjp", "the forward rule"),
+    "backward": ("vjp", "the backward rule"),
+    "jacobian": ("jacobian", "the Jacobian rule"),
+    "transpose": ("transpose", "the transposition rule"),
+}
+
+
 @dataclass(frozen=True)
-class Jvp:
-    """`rule(primals, tangents)`; or, by `defjvps`, one rule per argument in `each`.
+class Rule:
+    """The rule of `defjvp`, `deftranspose` or `defjacobian`.
 
     Attributes:
-        flat: the rule is a bridge's and works on flat arrays:
+        rule: None if `defjvps` gave one for each argument.
+        each: those.
+        flat: the rule is a bridge's jvp and works on flat arrays:
             rule(primals, tangents, out_diff), with one tangent per array and None for
             zero. It returns the leaves of the result, and the tangents of the leaves
             that `out_diff` marks.
@@ -61,22 +79,14 @@ class Vjp:
         return self.where == "host" and isinstance(self.residuals, str)
 
 
-@dataclass(frozen=True)
-class Plain:
-    """A transposition rule or a Jacobian rule."""
-
-    rule: Function
-    where: Where
-
-
 @dataclass
 class Rules:
     """All rules that a function was given; None for each that it was not."""
 
-    jvp: Jvp | None = None
+    jvp: Rule | None = None
     vjp: Vjp | None = None
-    transpose: Plain | None = None
-    jacobian: Plain | None = None
+    transpose: Rule | None = None
+    jacobian: Rule | None = None
     batch: Function | None = None
 
     def add(self, name: str, kind: str, rule: Any, order: str = "pure") -> None:

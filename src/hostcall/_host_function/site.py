@@ -36,12 +36,10 @@ from hostcall._core.errors import BatchingError
 from hostcall._core.source import Place
 from hostcall._host_function import (  # they register
     batching,  # noqa: F401
-    rewriting,  # noqa: F401
     rules,
 )
-from hostcall._host_function.derivative import Derivative, jax_jvp
+from hostcall._host_function.derivative import Derivative, contract, jacobian
 from hostcall._host_function.function_code import FunctionCode
-from hostcall._host_function.jacobian import contract, jacobian
 from hostcall._host_function.primitive import (
     Arrays,
     Tangents,
@@ -97,12 +95,15 @@ class Site(Value):
                 raise rules.no_derivative(self.name, self.place, function.advice)
             outs = bind(args, self)
             touts = contract(jacobian(self, args), tangents, trees)
-        elif found.vjp is None and found.jacobian is None and found.jvp.where == "jax":
-            outs, touts = jax_jvp(self, args, tangents)
         else:
             nz = tuple(t is not None for t in tangents)
             some = [t for t in tangents if t is not None]
-            outs, touts = bind_jvp(args, some, Derivative(self, nz))
+            derivative = Derivative(self, nz)
+            if found.vjp or found.jacobian or found.jvp.where == "host":
+                outs, touts = bind_jvp(args, some, derivative)
+            else:
+                both, n = derivative.run(args, some), len(self.avals)
+                outs, touts = both[:n], both[n:]
         return outs, spread(touts, trees.out_diff)
 
     def _check_tangents(self, tangents: Tangents) -> None:

@@ -15,6 +15,7 @@ from hostcall import _jax
 from hostcall._host_function import rules
 from hostcall._host_function.function_code import FunctionCode
 from hostcall._host_function.primitive import Arrays, Tangents, bind, filled
+from hostcall._host_function.traced import bound
 from hostcall._host_function.trees import pick, spread
 
 
@@ -36,7 +37,7 @@ def _of_tangents(site: Any) -> Any:
 
 def transposed(site: Any, args: Arrays, cotangents: Arrays) -> Tangents:
     """The cotangents of the arguments that are None in `args`, by the rule."""
-    rule, trees = site.function.rules.transpose, site.trees
+    trees = site.trees
     linear = trees.diff
     known = [x for x, flag in zip(args, linear, strict=True) if not flag]
     if any(x is None for x in known):
@@ -45,14 +46,8 @@ def transposed(site: Any, args: Arrays, cotangents: Arrays) -> Tangents:
         raise rules.not_differentiable(trees.name, position, why, site.place)
     cotangents = pick(cotangents, trees.out_diff)
     avals = tuple(pick(trees.in_avals, linear))
-    if rule.where == "host":
-        transpose = Transpose(site, "transpose", avals, linear)
-        return spread(bind([*known, *cotangents], transpose), linear)
-    whole = trees.arguments(spread(known, [not flag for flag in linear]))
-    value = rule.rule(trees.cotangents(cotangents), *trees.nonlinear(whole))
-    leaves = pick(trees.transposed_leaves(value), linear)
-    back = trees.fitting(leaves, avals, "the transposition rule")
-    return spread(trees.zeroing(known, back), linear)
+    transpose = Transpose(site, "transpose", avals, linear)
+    return spread(bound(transpose, [*known, *cotangents]), linear)
 
 
 class Transpose(FunctionCode):

@@ -24,7 +24,7 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.source import source_of
 from hostcall._core.spec import flatten_arguments, is_array_like
 from hostcall._host_function.function import HostFunction
-from hostcall._host_function.rules import HOST_RESIDUALS, Jvp, Vjp
+from hostcall._host_function.rules import HOST_RESIDUALS, Rule, Vjp
 
 tree = jax.tree_util
 
@@ -103,12 +103,12 @@ class LibraryFunction(HostFunction[..., Any]):
             self.rules.vjp = Vjp(
                 self._forward, code.backward, "host", HOST_RESIDUALS, True
             )
-            self.rules.jvp = Jvp(self._push_on_host, "host", flat=True)
+            self.rules.jvp = Rule(self._push_on_host, "host", flat=True)
         elif derivatives:
             self.rules.vjp = Vjp(
                 self._with_args, self._pull, "jax", HOST_RESIDUALS, True
             )
-            self.rules.jvp = Jvp(self._push, "jax", flat=True)
+            self.rules.jvp = Rule(self._push, "jax", flat=True)
 
     def spec(self, *avals: Any) -> Any:
         """The spec of its result for arguments with these avals."""
