@@ -213,38 +213,27 @@ def contract(
     ct J for the cotangents `given`, one result for each array that `wanted` marks.
     """
     outs, ins = trees.out_avals, pick(trees.in_avals, trees.diff)
-    rows = [jacobian[i * len(ins) : (i + 1) * len(ins)] for i in range(len(outs))]
-    sums: list[tuple[Any, list[tuple[Any, Any, int]]]]
+    lines: Sequence[Sequence[Any]] = [
+        jacobian[i * len(ins) : (i + 1) * len(ins)] for i in range(len(outs))
+    ]
+    likes: Sequence[Any] = outs
     if wanted is None:
-        tangents = pick(given, trees.diff)
-        sums = [
-            (
-                out,
-                [
-                    (block, t, aval.ndim)
-                    for block, t, aval in zip(row, tangents, ins, strict=True)
-                    if t is not None
-                ],
-            )
-            for row, out in zip(rows, outs, strict=True)
-        ]
+        given, axes = pick(given, trees.diff), [aval.ndim for aval in ins]
     else:
-        columns = pick(list(zip(*rows, strict=True)), pick(wanted, trees.diff))
-        avals = pick(trees.in_avals, wanted)
-        ndims = [out.ndim for out in outs]
-        sums = [
-            (aval, list(zip(given, column, ndims, strict=True)))
-            for aval, column in zip(avals, columns, strict=True)
+        axes = [out.ndim for out in outs]
+        lines = pick(list(zip(*lines, strict=True)), pick(wanted, trees.diff))
+        likes = pick(trees.in_avals, wanted)
+    sums = []
+    for like, line in zip(likes, lines, strict=True):
+        terms = [
+            _dot(block, x, n) if wanted is None else _dot(x, block, n)
+            for block, x, n in zip(line, given, axes, strict=True)
+            if x is not None
         ]
-    return [_sum([_tensordot(*term) for term in terms], like) for like, terms in sums]
+        total: Any = sum(terms[1:], terms[0]) if terms else jnp.zeros(like.shape)
+        sums.append(total.astype(like.dtype))
+    return sums
 
 
-def _tensordot(left: Any, right: Any, axes: int) -> Any:
+def _dot(left: Any, right: Any, axes: int) -> Any:
     return jnp.tensordot(left, right, axes, precision=jax.lax.Precision.HIGHEST)
-
-
-def _sum(terms: Arrays, like: Any) -> Any:
-    if not terms:
-        return jnp.zeros(like.shape, like.dtype)
-    total: Any = sum(terms[1:], terms[0])
-    return total.astype(like.dtype)

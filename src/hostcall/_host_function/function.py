@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, Generic, overload
@@ -36,6 +35,7 @@ from hostcall._host_function.rules import (
     among,
     check_rules,
 )
+from hostcall._host_function.sendable import at_its_name
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 from hostcall._primitives.call.make import make_with
@@ -84,9 +84,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
 
     def __reduce__(self) -> Any:
         """Pickles by name if the HostFunction stands in its module under its name."""
-        found: Any = sys.modules.get(self.__module__)
-        for part in self.__qualname__.split("."):
-            found = getattr(found, part, None)
+        found = at_its_name(self)
         if found is self:
             return self.__qualname__
         if getattr(found, "__func__", None) is self:  # found through a class: a method

@@ -204,18 +204,15 @@ class FunctionCode(Value, HostCode):
     def __call__(self, *operands: Any, **out: Any) -> Any:
         if self.kind == "value":
             return self._code("value")(*operands, **out)
-        run, sent, finish = self._steps(operands)
-        return tuple(finish(run(*sent)))
+        run, sent, finish = self.split(operands, {})
+        return finish(run(*sent))
 
-    def split(self, args: Any, kwargs: Any) -> Any:
+    def split(self, args: Any, kwargs: Any) -> Steps:
         del kwargs
         if self.kind == "value":
             return self._code("value"), args, workers.same
-        run, sent, finish = self._steps(args)
+        run, sent, finish = getattr(self, f"_{self.kind}")(args)
         return run, sent, lambda value: tuple(finish(value))
-
-    def _steps(self, operands: Any) -> Steps:
-        return getattr(self, f"_{self.kind}")(operands)  # type: ignore[no-any-return]
 
     def awaits(self) -> bool:
         return self._awaits

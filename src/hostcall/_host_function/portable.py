@@ -57,9 +57,6 @@ def _tell(code: FunctionCode, _: bool) -> Any:
 
 
 def _read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
-    name = registry.Name(*told["registered"])
-    function = registry.find(*name)
-    kind = told["kind"]
     fills = told["fills"]
     trees = Trees(
         name=str(told["name"]),
@@ -69,17 +66,16 @@ def _read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
         nondiff=portable.read_plain(told["nondiff"]),
         fills=fills and tuple(map(portable.read_bytes, fills)),
     )
-    slope = told["slope"]
+    function, slope = _check(told), told["slope"]
     if slope is not None:
         (arguments, _) = trees.template.treedef.children()
         if type(slope) is not int or slope not in range(len(arguments.children())):
             raise Malformed(f"the slope {slope!r}")
-        function = _slope(function, slope, name)
-    _check_rules(function, kind, name)
+        function = function.differences.slope(slope)
     site = Site(function, trees, Place("a loaded program", 0, trees.name))
     code = FunctionCode(
         site,
-        kind,
+        told["kind"],
         portable.read_avals(told["avals"]),
         tuple(map(bool, told["nz"])),
         bool(told["take"]),
@@ -93,43 +89,38 @@ def _read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
     }
 
 
-def _slope(function: Any, position: int, name: registry.Name) -> Any:
-    differences = function.differences if is_function(function) else None
-    if differences is None or not differences.elementwise:
+def _check(told: Any) -> Any:
+    """The HostFunction that is registered here.
+
+    Raises Malformed, or LoadError if it lacks what the program calls.
+    """
+    name, kind = registry.Name(*told["registered"]), told["kind"]
+    # A slope is host code without rules.
+    if kind not in RULES or (told["slope"] is not None and kind != "value"):
+        raise Malformed(f"the rule {kind!r}")
+    function = registry.find(*name)
+    if not is_function(function):
+        raise LoadError(
+            f"hostcall: the program calls {name} as a hc.host function, and here"
+            f" {name_of(function)} ({source_of(function)}) is registered, which is a"
+            " plain function. Register the result of hc.host"
+        )
+    differences = function.differences
+    if told["slope"] is not None and not (differences and differences.elementwise):
         raise LoadError(
             f"hostcall: the program calls the finite difference of {name}, and what is"
             " registered here is no elementwise function with"
             " hc.derivatives.finite_difference. Give it what it had where the"
             " program was exported, or count its version= up"
         )
-    return differences.slope(position)
-
-
-def _check(told: Any) -> None:
-    """Raises Malformed or LoadError if what is registered here has no such rule."""
-    name, kind = registry.Name(*told["registered"]), told["kind"]
-    if kind not in RULES:
-        raise Malformed(f"the rule {kind!r}")
-    if told["slope"] is None:
-        _check_rules(registry.find(*name), kind, name)
-
-
-def _check_rules(function: Any, kind: str, name: registry.Name) -> None:
-    """Raises LoadError if what is registered here lacks the rule that is called."""
-    rules = function.rules if is_function(function) else None
-    if rules is None:
-        raise LoadError(
-            f"hostcall: the program calls {name} as a hc.host function, and here"
-            f" {name_of(function)} ({source_of(function)}) is registered, which is a"
-            " plain function. Register the result of hc.host"
-        )
     needs, _ = RULES[kind]
-    if kind != "value" and getattr(rules, needs) is None:
+    if needs and getattr(function.rules, needs) is None:
         raise LoadError(
             f"hostcall: the program calls the {kind} rule of {name}, and what is"
             f" registered here has no def{needs}. Give it the rules that it had where"
             " the program was exported, or count its version= up"
         )
+    return function
 
 
 add_kind("host", _tell, _read, _check)

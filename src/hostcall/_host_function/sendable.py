@@ -41,7 +41,7 @@ def code_of(function: Any, which: str, index: int | None = None) -> Callable[...
         return given.fwd if which == "forward" else given.bwd  # type: ignore[no-any-return]
     if index is not None:
         return given.each[index]  # type: ignore[no-any-return]
-    return given.rule or next(filter(None, given.each))
+    return given.rule or next(filter(None, given.each))  # type: ignore[no-any-return]
 
 
 def awaits(function: Any, kind: str) -> bool:
@@ -123,13 +123,14 @@ class Sendable:
 
     def __reduce__(self) -> Any:
         plain = isinstance(self._fn, types.FunctionType)
-        if self._by_name and plain and not _has_its_name(self._fn):
+        if self._by_name and plain and at_its_name(self._fn) is not self._fn:
             return self._again
         return same, (self._fn,)
 
 
-def _has_its_name(fn: Any) -> bool:
-    found: Any = sys.modules.get(fn.__module__)
-    for part in fn.__qualname__.split("."):
+def at_its_name(thing: Any) -> Any:
+    """What its module has under its name; None without."""
+    found: Any = sys.modules.get(thing.__module__)
+    for part in thing.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is fn
+    return found

@@ -43,7 +43,7 @@ class Traced(FunctionCode):
 
     def run(self, args: Arrays) -> Arrays:
         operands, self.mask = self._unmasked(args)
-        run, sent, finish = self._steps(operands)
+        run, sent, finish = self.split(operands, {})
         values, n = finish(run(*sent)), len(self.avals)
         found = self.site.trees.fitting(values[:n], self.avals, self.words)
         return [*masking(self.mask, found, self._fills()), *values[n:]]
@@ -51,7 +51,7 @@ class Traced(FunctionCode):
     def _code(self, which: str, index: int | None = None) -> Any:
         if which == "value":
             return self._value
-        rule = sendable.code_of(self.site.function, which, index)
+        rule: Any = sendable.code_of(self.site.function, which, index)
         # A rule that can take a mask, such as a HostFunction, gets it.
         masked = self.mask is not None and issubclass(type(rule), TakesMask)
         return rule.where(self.mask) if masked else rule
