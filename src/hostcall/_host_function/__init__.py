@@ -4,9 +4,9 @@
     function          HostFunction: what the user holds and calls
     results           what `result=` may say
     rules             what the user gave to the def* methods, checked
-    site              one call of a HostFunction: which rule serves which derivative
+    site              one call of a HostFunction: which rule serves which derivative;
+                      linear functions and their transposes
     derivative        the derivative if both modes may have rules; Jacobians
-    transpose         linear functions and their transposes
     trees             arguments and results, flat and as trees
     function_code     the function or a rule in Python: how it becomes a call, and what
                       runs around it

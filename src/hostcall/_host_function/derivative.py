@@ -94,23 +94,21 @@ class LinearPart(Linear):
         return self.site.trees.out_avals  # type: ignore[no-any-return]
 
     def consts(self, args: Arrays, outs: Arrays, kept: Arrays) -> Arrays:
-        with_args, with_outs = self._layout()
-        return [*(args if with_args else ()), *(outs if with_outs else ()), *kept]
+        n, m = self._kept
+        return [*args[:n], *outs[:m], *kept]
 
     def _parts(self, consts: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         """(arguments, results, residuals); empty lists for those that aren't kept."""
-        with_args, with_outs = self._layout()
-        n = len(self.nz) if with_args else 0
-        m = n + (len(self.site.avals) if with_outs else 0)
-        return consts[:n], consts[n:m], consts[m:]
+        n, m = self._kept
+        return consts[:n], consts[n : n + m], consts[n + m :]
 
-    def _layout(self) -> tuple[bool, bool]:
-        """Whether the arguments are among the consts, and whether the results are."""
-        found = self.site.function.rules
-        again = found.vjp is not None and found.vjp.keeps_objects
-        each = found.jvp is not None and bool(found.jvp.each)
-        again = again or self.site.trees.masked
-        return not self.ready or found.jvp is not None or again, each
+    @property
+    def _kept(self) -> tuple[int, int]:
+        """How many arguments and how many results are among the consts."""
+        jvp, vjp = self.site.function.rules.jvp, self.site.function.rules.vjp
+        again = self.site.trees.masked or (vjp is not None and vjp.keeps_objects)
+        n = len(self.nz) if jvp or again or not self.ready else 0
+        return n, len(self.site.avals) if jvp and jvp.each else 0
 
     def run(self, consts: Arrays, tangents: Arrays) -> Arrays:
         site, found = self.site, self.site.function.rules
@@ -175,10 +173,7 @@ def _backward(
         args = args[-1:] if trees.masked else []
     avals = tuple(pick(trees.in_avals, nz))
     code = FunctionCode(site, "backward", avals, nz, take)
-    operands = [*args, *kept, *cotangents]
-    if vjp.where == "jax":
-        return Traced(code, template).run(operands)
-    return bind(operands, code)
+    return bound(code, [*args, *kept, *cotangents], template)
 
 
 def _forget_with(handle: Any) -> None:

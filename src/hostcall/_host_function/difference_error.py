@@ -49,12 +49,14 @@ class Line:
     """The values of one result on a line through the point.
 
     Attributes:
+        dtype: of the values as they were returned; they are widened here.
         grid, between: the values at GRID and at BETWEEN.
         offsets: how far the argument really moved, for each place of the grid.
         far: two values and the distance between their places: the ends of the grid, or
             further away if a grid was flat.
     """
 
+    dtype: np.dtype
     grid: np.ndarray
     between: np.ndarray
     offsets: list[Any]
@@ -98,10 +100,10 @@ def lines(
     between = [at(t) for t in BETWEEN]
     offsets = [offset for _, offset in grid]
     found = []
-    for i in range(len(grid[0][0])):
-        values = _wide([v[i] for v, _ in grid])
+    for i, first in enumerate(grid[0][0]):
+        values, others = (_wide([v[i] for v, _ in part]) for part in (grid, between))
         ends = values[[0, -1]], offsets[-1] - offsets[0]
-        found.append(Line(values, _wide([v[i] for v, _ in between]), offsets, ends))
+        found.append(Line(first.dtype, values, others, offsets, ends))
     if reach > GRID[-1] and any(line.flat.any() for line in found):
         (low, down), (high, up) = at(-reach), at(reach)
         for i, line in enumerate(found):
@@ -114,7 +116,7 @@ def _wide(values: list[Any]) -> np.ndarray:
     return np.stack([v.astype(kind) for v in values])
 
 
-def central_error(eps: float, line: Line) -> np.ndarray:
+def central_error(eps: Any, line: Line) -> np.ndarray:
     """The error of `line.central(2)`; for `eps` see `eps_of`."""
     step = (line.offsets[5] - line.offsets[1]) / 2
     slope = line.central(2)
@@ -173,11 +175,12 @@ def _noise_of(line: Line) -> np.ndarray:
     return _NOISE * size
 
 
-def eps_of(dtype: np.dtype, seen: Sequence[Line]) -> float:
-    """The relative rounding of a result, by its dtype and its values on some lines.
+def eps_of(seen: Sequence[Line]) -> float:
+    """The relative rounding of a result, by its dtype and its values on these lines.
 
     The dtype is not enough: a function that computes in float32 may return float64.
     """
+    dtype = seen[0].dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     if dtype not in (np.float64, np.complex128):

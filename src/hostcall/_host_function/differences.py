@@ -157,8 +157,7 @@ class Differences:
         places = point.moving if self.elementwise else point.elements
         found = [self._lines(point, place) for place in places]
         # All values that were seen tell how exact a result is.
-        results = zip(point.start, zip(*found, strict=True), strict=False)
-        eps = [eps_of(out.dtype, [of[0] for of in seen]) for out, seen in results]
+        eps = [eps_of([of[0] for of in seen]) for seen in zip(*found, strict=True)]
         error = _ERRORS[self.scheme]
         columns = [
             [error(of, *lines) for of, lines in zip(eps, column, strict=True)]

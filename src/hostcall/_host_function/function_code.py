@@ -163,10 +163,9 @@ class FunctionCode(Value, HostCode):
         return template, Results.flat(self.avals, keys)
 
     def _fills(self) -> tuple[bytes | None, ...]:
-        fills = (
-            self.site.trees.fills if self.kind in ("value", "both", "forward") else ()
-        )
-        fills = fills or ()
+        fills: tuple[bytes | None, ...] = ()
+        if self.kind in ("value", "both", "forward"):
+            fills = self.site.trees.fills or ()
         return (*fills, *(None for _ in self.avals[len(fills) :]))
 
     def _unmasked(self, operands: Arrays) -> tuple[Arrays, Any]:
@@ -181,10 +180,14 @@ class FunctionCode(Value, HostCode):
 
     def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         del args, tangents
-        site, advice = self.site, self.site.function.advice
         if self.kind != "value":
-            raise rules.not_again(self.name, self.code, site.place, advice)
-        raise rules.no_derivative(self.name, site.place, advice)
+            raise self._not_again()
+        advice = self.site.function.advice
+        raise rules.no_derivative(self.name, self.site.place, advice)
+
+    def _not_again(self) -> Exception:
+        advice = self.site.function.advice
+        return rules.not_again(self.name, self.code, self.site.place, advice)
 
     def shared(self, dims: Sequence[int | None]) -> Value:
         """A backward rule does not take out a residual that the rows share."""
@@ -387,16 +390,17 @@ class FunctionCode(Value, HostCode):
 
     def _transpose(self, operands: Any) -> Steps:
         trees, still = self.site.trees, [not flag for flag in self.nz[: self._n]]
-        n = sum(still)
+        n, positions = sum(still), trees.diff_positions
         args = self._arguments(spread(operands[:n], still))
         given = self._linear(operands[n:])
 
         def finish(value: Any) -> Arrays:
-            leaves = pick(trees.transposed_leaves(value), self.nz)
-            return self._completed(leaves, given)
+            whole = (value,) if len(positions) == 1 else value
+            leaves = trees.argument_leaves(whole, self.words, positions)
+            return self._completed(pick(leaves, self.nz), given)
 
-        sent = trees.cotangents(given), *trees.nonlinear(args)
-        return self._code("transpose"), sent, finish
+        others = [arg for i, arg in enumerate(args) if i not in positions]
+        return self._code("transpose"), (trees.cotangents(given), *others), finish
 
     def _jacobian(self, operands: Any) -> Steps:
         args = self._arguments(operands)

@@ -124,6 +124,10 @@ class Pair(ABC):
     value: Value
     tangent_avals: tuple[Any, ...]
 
+    @property
+    def avals(self) -> tuple[Any, ...]:
+        return (*self.value.avals, *self.tangent_avals)
+
     @abstractmethod
     def run(self, args: Arrays, tangents: Arrays) -> Arrays:
         """The results, then their tangents, by the forward rule."""
@@ -134,9 +138,6 @@ class Pair(ABC):
 
         `backward` says that the linear function will be transposed.
         """
-
-
-_STATIC = (value_p, jvp_p, linear_p)
 
 
 def bind(args: Arrays, what: Value) -> Arrays:
@@ -164,17 +165,11 @@ def _run_split(*operands: Any, what: Pair | Linear, n: int) -> Arrays:
     return what.run(list(operands[:n]), list(operands[n:]))
 
 
-def _avals(what: Any) -> tuple[Any, ...]:
-    if isinstance(what, Pair):
-        return (*what.value.avals, *what.tangent_avals)
-    return what.avals  # type: ignore[no-any-return]
-
-
-for _p in _STATIC:
+for _p in (value_p, jvp_p, linear_p):
     _run = _run_value if _p is value_p else _run_split
 
     def _abstract_eval(*operands: Any, what: Any, **_: Any) -> Any:
-        return _jax.result_avals(_avals(what), operands, pure=True)
+        return _jax.result_avals(what.avals, operands, pure=True)
 
     def _lower(ctx: Any, *operands: Any, _run: Any = _run, **params: Any) -> Arrays:
         return _jax.lower_by(ctx, lambda *xs: _run(*xs, **params), *operands)

@@ -4,7 +4,7 @@ shorthand (`like`, `same_tree`, `elementwise`, "infer").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,15 +97,6 @@ def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def with_axes(arrays: Sequence[Any], n: int) -> list[Any]:
-    """The arrays with `n` axes each; axes of length 1 are put in front."""
-    shapes = [np.shape(x) for x in arrays]
-    return [
-        x if len(shape) == n else jnp.reshape(x, (1,) * (n - len(shape)) + shape)
-        for x, shape in zip(arrays, shapes, strict=True)
-    ]
-
-
 _SCALARS: dict[str, Any] = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
 
 
@@ -127,15 +118,13 @@ def avals_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def spec_of(result: Any, fn: Callable[..., Any], args: Any, name: str) -> Any:
     """The spec that `result=` means for these arguments, or for their avals."""
-    infers = isinstance(result, str) and result == "infer"
-    is_function = callable(result) and not hasattr(result, "shape")
-    if not issubclass(type(result), OfArguments) and not infers and not is_function:
+    if isinstance(result, str) and result == "infer":
+        return _inferred(fn, avals_of(args), name)
+    if issubclass(type(result), OfArguments):
+        return result.spec(avals_of(args), name)
+    if not callable(result) or hasattr(result, "shape"):
         return result
     avals = avals_of(args)
-    if infers:
-        return _inferred(fn, avals, name)
-    if not is_function:
-        return result.spec(avals, name)
     try:
         return result(*avals)
     except Exception as error:
@@ -197,4 +186,8 @@ def aligned(
     if kind != "value" and options["vmap_method"] == "expand_dims":
         # A rule may ignore the very argument that has the batch.
         options["vmap_method"] = "broadcast_all"
-    return with_axes(args, axes)
+    shapes = [np.shape(x) for x in args]
+    return [
+        x if len(shape) == axes else jnp.reshape(x, (1,) * (axes - len(shape)) + shape)
+        for x, shape in zip(args, shapes, strict=True)
+    ]

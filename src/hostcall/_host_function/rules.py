@@ -104,20 +104,15 @@ class Rules:
                 " compiled with it: make a new function with hc.host for another",
                 code="hc-rule",
             )
-        others = [k for k in ("jvp", "vjp", "jacobian") if getattr(self, k)]
-        if kind == "transpose" and others:
-            _refuse_mixture(name, others[0])
-        if kind in ("jvp", "vjp", "jacobian") and self.transpose:
-            _refuse_mixture(name, kind)
+        kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(self, k)]
+        if kinds and (self.transpose or kind == "transpose"):
+            raise SpecError(
+                f"hostcall: `{name}` has deftranspose and def{kinds[0]}. A linear"
+                " function is its own derivative, and deftranspose says that it is"
+                " linear: drop one of the two",
+                code="hc-rule",
+            )
         setattr(self, kind, rule)
-
-
-def _refuse_mixture(name: str, kind: str) -> None:
-    raise SpecError(
-        f"hostcall: `{name}` has deftranspose and def{kind}. A linear function is its"
-        " own derivative, and deftranspose says that it is linear: drop one of the two",
-        code="hc-rule",
-    )
 
 
 def check_rules(
@@ -170,18 +165,17 @@ def forward_pair(value: Any, name: str) -> tuple[Any, Any]:
 # --- Missing rules -----------------------------------------------------------------
 
 
-def no_derivative(name: str, place: Any, advice: str = "") -> DerivativeError:
+def no_derivative(name: str, place: Any, advice: str) -> DerivativeError:
     """`advice` replaces the usual one if the rules aren't the user's to give."""
-    if advice:
-        return DerivativeError(
-            f"hostcall: `{name}` has no derivative (called at {place}). {advice}"
-        )
-    return DerivativeError(
-        f"hostcall: `{name}` has no derivative rule (called at {place}). Give one:"
-        f" {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for reverse"
-        f" mode, {name}.defjacobian(rule) for both,"
+    usual = (
+        f"Give one: {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for"
+        f" reverse mode, {name}.defjacobian(rule) for both,"
         f" hc.derivatives.finite_difference({name}) if you have no rule; or keep the"
         " derivative out with jax.lax.stop_gradient on its arguments"
+    )
+    return DerivativeError(
+        f"hostcall: `{name}` has no derivative rule (called at {place})."
+        f" {advice or usual}"
     )
 
 
@@ -204,19 +198,16 @@ def no_reverse(name: str, place: Any) -> DerivativeError:
     )
 
 
-def not_again(
-    name: str, rule: Function, place: Any, advice: str = ""
-) -> DerivativeError:
-    if advice:
-        return DerivativeError(
-            f"hostcall: a derivative of `{name}` is itself differentiated (called at"
-            f" {place}). {advice}"
-        )
+def not_again(name: str, rule: Function, place: Any, advice: str) -> DerivativeError:
+    what = "a derivative" if advice else f"`{name_of(rule)}`, a rule"
+    where = "" if advice else " in host code,"
+    usual = (
+        "For derivatives of higher order write the rule in JAX code (where='jax') over"
+        " functions that have rules of their own, such as other hc.host functions"
+    )
     return DerivativeError(
-        f"hostcall: `{name_of(rule)}`, a rule of `{name}` in host code, is itself"
-        f" differentiated (called at {place}). For derivatives of higher order write"
-        " the rule in JAX code (where='jax') over functions that have rules of their"
-        " own, such as other hc.host functions"
+        f"hostcall: {what} of `{name}`{where} is itself differentiated (called at"
+        f" {place}). {advice or usual}"
     )
 
 

@@ -21,10 +21,13 @@ from hostcall._host_function.function_code import FunctionCode
 from hostcall._host_function.primitive import Arrays, bind
 
 
-def bound(code: FunctionCode, operands: Arrays) -> Arrays:
-    """The results of a rule in a program."""
-    rule = sendable.rule_of(code.site.function, code.kind)
-    return Traced(code).run(operands) if rule.where == "jax" else bind(operands, code)
+def bound(
+    code: FunctionCode, operands: Arrays, template: Template | None = None
+) -> Arrays:
+    """The results of a rule in a program; for `template` see `Traced`."""
+    if sendable.rule_of(code.site.function, code.kind).where == "jax":
+        return Traced(code, template).run(operands)
+    return bind(operands, code)
 
 
 class Traced(FunctionCode):

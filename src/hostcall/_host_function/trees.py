@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -237,45 +237,28 @@ class Trees:
             if value is None:
                 fitted.append(jnp.zeros(aval.shape, aval.dtype))
                 continue
-            array = jnp.asarray(value)
-            if _jax.is_key_dtype(array.dtype):
-                array = jax.random.key_data(array)
-            if array.shape != aval.shape:
+            try:
+                array = jnp.asarray(value)
+                if _jax.is_key_dtype(array.dtype):
+                    array = jax.random.key_data(array)
+                fits, got = array.shape == aval.shape, array.dtype.name
+                got += str(list(array.shape))
+            except (TypeError, ValueError):  # no array
+                fits, got = False, type(value).__name__
+            if not fits:
                 raise DerivativeError(
-                    f"hostcall: {what} of `{self.name}` returned"
-                    f" {array.dtype}{list(array.shape)} where"
+                    f"hostcall: {what} of `{self.name}` returned {got} where"
                     f" {aval.dtype}{list(aval.shape)} is wanted",
                     code="hc-rule",
                 )
             fitted.append(array.astype(aval.dtype))
         return fitted
 
-    # --- Transposition, for host and JAX code --------------------------------------
-
-    def nonlinear(self, args: Any) -> list[Any]:
-        """The arguments in which the function isn't linear."""
-        return [arg for i, arg in enumerate(args) if i not in self.diff_positions]
-
-    def transposed_leaves(self, value: Any) -> Any:
-        """The cotangents that a transposition rule returned: one value for one linear
-        argument, a tuple for several.
-        """
-        whole = (value,) if len(self.diff_positions) == 1 else value
-        what = "the transposition rule"
-        return self.argument_leaves(whole, what, self.diff_positions)
-
     # --- Masks ---------------------------------------------------------------------
 
     def unmasked(self, values: Sequence[Any]) -> Sequence[Any]:
         """`values` has one entry per array of the arguments; drops the mask's."""
         return values[: len(self.template.keys)]
-
-    @property
-    def for_tangents(self) -> Trees:
-        """The trees for tangents: the tangent of a fill is zero."""
-        if not self.fills:
-            return self
-        return replace(self, fills=(None,) * len(self.fills))
 
 
 def is_pair(value: Any, treedef: Any) -> bool:
