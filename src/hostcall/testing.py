@@ -9,6 +9,7 @@ unpatch_jax  restores JAX's functions after `hostcall.patch_jax()`
 
 from hostcall._api.collect import collect
 from hostcall._compat.patch import unpatch_jax
-from hostcall._host_function.check.report import Check, Report, check
+from hostcall._host_function.check.cases import Check
+from hostcall._host_function.check.report import Report, check
 
 __all__ = ["Check", "Report", "check", "collect", "unpatch_jax"]

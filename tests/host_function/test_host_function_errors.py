@@ -178,6 +178,10 @@ WRONG = {
         r"forward rule of `f` should return \(out, residuals\)",
     ),
     "fwd in JAX": (wrong_vjp(X, (X,), "jax"), r"should return \(out, residuals\)"),
+    "fwd in JAX, structure": (
+        wrong_vjp(({"a": X}, X), (X,), "jax"),
+        r"the forward rule of `f` returned dict where float32\[3\] is wanted",
+    ),
     "fwd, residuals": (
         wrong_vjp((X, X), (X,), residuals=(X, X)),
         r"residuals in the structure of residuals=",

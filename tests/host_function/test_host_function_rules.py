@@ -562,6 +562,19 @@ def test_results_that_are_integers():
     assert seen == [jax.dtypes.float0]
 
 
+@pytest.mark.parametrize("where", ["host", "jax"])
+def test_rules_of_two_arguments_beside_a_result_that_is_an_integer(where):
+    n, zero = jax.ShapeDtypeStruct((), np.int32), np.zeros((), jax.dtypes.float0)
+    f = hc.host(lambda x, y: (np.int32(x.size), x * y), result=lambda x, y: (n, x))
+    f.defjvps(
+        lambda t, out, x, y: (zero, t * y),
+        lambda t, out, x, y: (zero, x * t),
+        where=where,
+    )
+    _, (_, dot) = jax.jvp(f, (X, X), (Y, 2 * Y))
+    same(dot, X * Y + X * 2 * Y)
+
+
 def test_trees_of_arguments_and_results():
     f = hc.host(lambda p: (p["a"] * p["b"], p["a"].sum()), result="infer")
     f.defjvp(

@@ -2,16 +2,15 @@
 
     host              `host`, which makes one
     function          HostFunction: what the user holds and calls
-    method            a HostFunction as a method of a class
     results           what `result=` may say
     rules             what the user gave to the def* methods, checked
-    site              one call of a HostFunction: which rule serves which derivative
-    derivative        the derivative if both modes may have rules; defjvp and defvjp
-    jacobian          the Jacobian, applied in both modes
-    transpose         linear functions and their transposes
+    site              one call of a HostFunction: which rule serves which derivative;
+                      linear functions and their transposes
+    derivative        the derivative if both modes may have rules; Jacobians
     trees             arguments and results, flat and as trees
     function_code     the function or a rule in Python: how it becomes a call, and what
                       runs around it
+    traced            the rules in JAX code, which take the same steps
     sendable          what may run in another process
     residuals         what a forward rule leaves on the host for its backward rule
     differences       derivatives by finite differences
@@ -19,7 +18,6 @@
     check             `hc.testing.check`: rules against differences
     primitive         the three primitives, which know none of the user's rules
     batching          their batching rules
-    rewriting         their rules under remat and for dead code
 
 Why is this not a `jax.custom_jvp`? That has one rule for both modes, and
 `jax.custom_vjp` has no forward rule. A HostFunction may have a rule for each mode, so

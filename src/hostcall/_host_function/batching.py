@@ -49,25 +49,43 @@ def _call(
 
 
 def _unbatched(cotangent: Any, dim: int | None) -> Any:
+    if cotangent is None:
+        return None
     return cotangent.sum(0) if dim is None else _jax.moveaxis(cotangent, 0, dim)
 
 
 @dataclass(frozen=True)
-class BatchedValue(Value):
-    inner: Value
+class _Batched:
+    """What the batched objects have in common.
+
+    Attributes:
+        dims: the batch axes of the arguments, or of the constants.
+        tangent_dims: those of the tangents.
+    """
+
+    inner: Any
     size: int
     dims: Dims
+    tangent_dims: Dims = ()
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.inner.name
-
-    @property
-    def avals(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def avals(self) -> tuple[Any, ...]:
         return _wider(self.inner.avals, self.size)
 
-    def run(self, args: Arrays) -> Arrays:
-        return list(_call(self.inner.run, self.size, (args, self.dims)))
+    def run(self, args: Arrays, *tangents: Arrays) -> Arrays:
+        pairs = zip((args, *tangents), (self.dims, self.tangent_dims), strict=False)
+        return list(_call(self.inner.run, self.size, *pairs))
+
+    def _back(self, f: Any, known: Arrays, cotangents: Arrays, dims: Dims) -> Tangents:
+        """`dims` are the batch axes of what `f` gives the cotangents of."""
+        pairs = (known, self.dims), (cotangents, [0] * len(cotangents))
+        return list(map(_unbatched, _call(f, self.size, *pairs), dims))
+
+
+class BatchedValue(_Batched, Value):  # type: ignore[override]
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.inner.name  # type: ignore[no-any-return]
 
     def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         # None is a pytree without leaves, in what goes in and in what comes out.
@@ -76,12 +94,7 @@ class BatchedValue(Value):
         return outs, touts
 
     def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
-        pairs = (args, self.dims), (cotangents, [0] * len(cotangents))
-        back = _call(self.inner.transposed, self.size, *pairs)
-        return [
-            None if ct is None else _unbatched(ct, d)
-            for ct, d in zip(back, self.dims, strict=True)
-        ]
+        return self._back(self.inner.transposed, args, cotangents, self.dims)
 
     def shared(self, dims: Sequence[int | None]) -> Value:
         return replace(self, inner=self.inner.shared(dims))
@@ -91,45 +104,19 @@ class BatchedValue(Value):
         return None if inner is None else replace(self, inner=inner)
 
 
-@dataclass(frozen=True)
-class BatchedLinear(Linear):
-    inner: Linear
-    size: int
-    const_dims: Dims
-    dims: Dims
-
-    @property
-    def avals(self) -> tuple[Any, ...]:  # type: ignore[override]
-        return _wider(self.inner.avals, self.size)
-
-    def run(self, consts: Arrays, tangents: Arrays) -> Arrays:
-        pairs = (consts, self.const_dims), (tangents, self.dims)
-        return list(_call(self.inner.run, self.size, *pairs))
-
+class BatchedLinear(_Batched, Linear):  # type: ignore[override]
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
-        pairs = (consts, self.const_dims), (cotangents, [0] * len(cotangents))
-        back = _call(self.inner.back, self.size, *pairs)
-        return [_unbatched(ct, d) for ct, d in zip(back, self.dims, strict=True)]
+        return self._back(self.inner.back, consts, cotangents, self.tangent_dims)
 
 
-@dataclass(frozen=True)
-class BatchedPair(Pair):
-    inner: Pair
-    size: int
-    arg_dims: Dims
-    dims: Dims
-
+class BatchedPair(_Batched, Pair):
     @property
     def value(self) -> Value:  # type: ignore[override]
-        return BatchedValue(self.inner.value, self.size, self.arg_dims)
+        return BatchedValue(self.inner.value, self.size, self.dims)
 
     @property
     def tangent_avals(self) -> tuple[Any, ...]:  # type: ignore[override]
         return _wider(self.inner.tangent_avals, self.size)
-
-    def run(self, args: Arrays, tangents: Arrays) -> Arrays:
-        pairs = (args, self.arg_dims), (tangents, self.dims)
-        return list(_call(self.inner.run, self.size, *pairs))
 
     def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Linear]:
         found: list[Linear] = []
@@ -139,9 +126,13 @@ class BatchedPair(Pair):
             found.append(linear)
             return outs, consts
 
-        outs, consts = _call(row, self.size, (args, self.arg_dims))
-        linear = BatchedLinear(found[-1], self.size, (0,) * len(consts), self.dims)
-        return outs, consts, linear
+        outs, consts = _call(row, self.size, (args, self.dims))
+        dims = (0,) * len(consts)
+        return (
+            outs,
+            consts,
+            BatchedLinear(found[-1], self.size, dims, self.tangent_dims),
+        )
 
 
 # --- Rules -------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 `Derivative` is (results, derivative along some tangents). When JAX needs to know the
 two halves apart, `start` computes the results and hands the rest to a `LinearPart`:
-constants, and a linear function of the tangents with its transpose. The functions at
-the end apply the rules of `defjvp` and `defvjp`.
+constants, and a linear function of the tangents with its transpose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._core.spec import flatten_arguments, wrap_keys
 from hostcall._host_function import rules
 from hostcall._host_function.function_code import FunctionCode
-from hostcall._host_function.jacobian import contract, jacobian
 from hostcall._host_function.primitive import (
     Arrays,
     Linear,
@@ -28,7 +26,8 @@ from hostcall._host_function.primitive import (
     bind_linear,
 )
 from hostcall._host_function.residuals import HANDLE, store
-from hostcall._host_function.trees import is_pair, pick, spread
+from hostcall._host_function.traced import Traced, bound
+from hostcall._host_function.trees import Trees, pick, spread
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,10 @@ class Derivative(Pair):
     def run(self, args: Arrays, tangents: Arrays) -> Arrays:
         site, function = self.value, self.value.function
         jvp = function.rules.jvp
-        if jvp and jvp.where == "host" and function.options["lend"] != "out":
+        if jvp and (jvp.where == "jax" or function.options["lend"] != "out"):
             avals = (*site.avals, *self.tangent_avals)
-            return bind([*args, *tangents], FunctionCode(site, "both", avals, self.nz))
-        if jvp and jvp.where == "jax":
-            outs, touts = jax_jvp(site, args, spread(tangents, self.nz))
-            return [*outs, *touts]
+            code = FunctionCode(site, "both", avals, self.nz)
+            return bound(code, [*args, *tangents])
         outs, consts, linear = self.start(args, False)
         return [*outs, *bind_linear(consts, tangents, linear)]
 
@@ -97,32 +94,28 @@ class LinearPart(Linear):
         return self.site.trees.out_avals  # type: ignore[no-any-return]
 
     def consts(self, args: Arrays, outs: Arrays, kept: Arrays) -> Arrays:
-        with_args, with_outs = self._layout()
-        return [*(args if with_args else ()), *(outs if with_outs else ()), *kept]
+        n, m = self._kept
+        return [*args[:n], *outs[:m], *kept]
 
     def _parts(self, consts: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         """(arguments, results, residuals); empty lists for those that aren't kept."""
-        with_args, with_outs = self._layout()
-        n = len(self.nz) if with_args else 0
-        m = n + (len(self.site.avals) if with_outs else 0)
-        return consts[:n], consts[n:m], consts[m:]
+        n, m = self._kept
+        return consts[:n], consts[n : n + m], consts[n + m :]
 
-    def _layout(self) -> tuple[bool, bool]:
-        """Whether the arguments are among the consts, and whether the results are."""
-        found = self.site.function.rules
-        again = found.vjp is not None and found.vjp.keeps_objects
-        each = found.jvp is not None and bool(found.jvp.each)
-        again = again or self.site.trees.masked
-        return not self.ready or found.jvp is not None or again, each
+    @property
+    def _kept(self) -> tuple[int, int]:
+        """How many arguments and how many results are among the consts."""
+        jvp, vjp = self.site.function.rules.jvp, self.site.function.rules.vjp
+        again = self.site.trees.masked or (vjp is not None and vjp.keeps_objects)
+        n = len(self.nz) if jvp or again or not self.ready else 0
+        return n, len(self.site.avals) if jvp and jvp.each else 0
 
     def run(self, consts: Arrays, tangents: Arrays) -> Arrays:
         site, found = self.site, self.site.function.rules
         args, outs, kept = self._parts(consts)
-        if found.jvp and found.jvp.where == "host":
-            code = FunctionCode(site, "jvp", self.avals, self.nz)
-            return bind([*args, *tangents, *outs], code)
         if found.jvp:
-            return jax_jvp(site, args, spread(tangents, self.nz), outs or None)[1]
+            code = FunctionCode(site, "jvp", self.avals, self.nz)
+            return bound(code, [*args, *tangents, *outs])
         if found.jacobian:
             there = self.ready and found.vjp is None
             blocks = kept if there else jacobian(site, args)
@@ -146,26 +139,21 @@ for _type in (Derivative, LinearPart):
     _jax.hold_weakly_in_caches(_type)
 
 
-# --- defvjp --------------------------------------------------------------------------
+# --- The rules of defvjp -------------------------------------------------------------
 
 
 def _forward(site: Any, args: Arrays) -> tuple[Arrays, Arrays, Any]:
     """The results, the residuals, and (for JAX code) the tree of the residuals."""
-    vjp, trees = site.function.rules.vjp, site.trees
-    n = len(site.avals)
-    if vjp.where == "host":
-        residuals = (HANDLE,) if vjp.keeps_objects else vjp.residuals.avals
-        found = bind(args, FunctionCode(site, "forward", (*site.avals, *residuals)))
-        if vjp.keeps_objects:
-            _forget_with(found[n])
-        return found[:n], found[n:], None
-    args = trees.gated(args)
-    value = vjp.fwd(*trees.arguments(args))
-    out, residual = rules.forward_pair(value, site.name)
-    leaves, _ = flatten_arguments((out,), {})
-    outs = trees.fitting(leaves, site.avals, "the forward rule")
-    kept, template = flatten_arguments((residual,), {})
-    return trees.masking(args, outs), kept, template
+    vjp, n = site.function.rules.vjp, len(site.avals)
+    if vjp.where == "jax":
+        traced = Traced(FunctionCode(site, "forward", site.avals))
+        found = traced.run(args)
+        return found[:n], found[n:], traced.template
+    residuals = (HANDLE,) if vjp.keeps_objects else vjp.residuals.avals
+    found = bind(args, FunctionCode(site, "forward", (*site.avals, *residuals)))
+    if vjp.keeps_objects:
+        _forget_with(found[n])
+    return found[:n], found[n:], None
 
 
 def _backward(
@@ -177,28 +165,15 @@ def _backward(
     cotangents: Arrays,
 ) -> Arrays:
     """The cotangents of the arguments that `nz` marks."""
-    vjp, trees = site.function.rules.vjp, site.trees
+    vjp, trees, take = site.function.rules.vjp, site.trees, True
+    if vjp.keeps_objects:
+        take = isinstance(kept[0], jax.core.Tracer)
+        _forget_with(kept[0])
+    else:
+        args = args[-1:] if trees.masked else []
     avals = tuple(pick(trees.in_avals, nz))
-    if vjp.where == "host":
-        take = True
-        if vjp.keeps_objects:
-            take = isinstance(kept[0], jax.core.Tracer)
-            _forget_with(kept[0])
-        else:
-            args = args[-1:] if trees.masked else []
-        code = FunctionCode(site, "backward", avals, nz, take)
-        return bind([*args, *kept, *cotangents], code)
-    kept, cotangents = trees.gate(args, kept), trees.zeroing(args, cotangents)
-    leaves = wrap_keys(kept, template.keys)
-    ((residual,), _) = template.fill(leaves)
-    if vjp.flat:
-        cts, wanted = spread(cotangents, trees.out_diff), trees.unmasked(nz)
-        back = trees.fitting(vjp.bwd(residual, cts, wanted), avals, "the backward rule")
-        return trees.zeroing(args, back)  # type: ignore[no-any-return]
-    value = vjp.bwd(residual, trees.cotangents(cotangents))
-    found = trees.argument_leaves(value, "the backward rule")
-    back = trees.fitting(pick(found, nz), avals, "the backward rule")
-    return trees.zeroing(args, back)  # type: ignore[no-any-return]
+    code = FunctionCode(site, "backward", avals, nz, take)
+    return bound(code, [*args, *kept, *cotangents], template)
 
 
 def _forget_with(handle: Any) -> None:
@@ -209,44 +184,51 @@ def _forget_with(handle: Any) -> None:
         store.forget_with(handle)
 
 
-# --- defjvp in JAX code --------------------------------------------------------------
+# --- Jacobians -----------------------------------------------------------------------
+#
+# The blocks are ordered by result, then by argument, and each has the shape
+# out.shape + in.shape. Forward mode computes J t, reverse mode ct J, with the same J.
 
 
-def jax_jvp(
-    site: Any, args: Arrays, tangents: Tangents, outs: Arrays | None = None
-) -> tuple[Arrays, Arrays]:
-    """The results and the tangents of the differentiable ones."""
-    jvp, trees = site.function.rules.jvp, site.trees
-    args, tangents = trees.gated(args), trees.zeroing(args, tangents)
-    primals = trees.arguments(args)
-    if jvp.flat:
-        leaves, dots = jvp.rule(primals, trees.unmasked(tangents), trees.out_diff)
-        outs = trees.fitting(leaves, site.avals, "the jvp rule")
-        dots = trees.fitting(dots, trees.out_avals, "the jvp rule")
-        return trees.masking(args, outs), trees.zeroing(args, dots)
-    whole = trees.tangents(args, tangents, jnp.zeros_like)
-    if jvp.rule is None:
-        outs = bind(args, site) if outs is None else outs
-        out = trees.results.fill(outs)
-        terms = []
-        moving = [t is not None for t in tangents]
-        for position in sorted({*pick(trees.positions, moving)}):
-            rule = trees.rule_masked(args, jvp.each[position])
-            term = rule(whole[position], out, *primals)
-            terms.append(_tangent_leaves(site, term))
-        touts = [sum(ts[1:], ts[0]) for ts in zip(*terms, strict=True)]
-        return outs, trees.zeroing(args, touts)
-    value = trees.rule_masked(args, jvp.rule)(primals, whole)
-    if is_pair(value, trees.results.treedef):
-        leaves, _ = flatten_arguments((value[0],), {})
-        outs = trees.fitting(leaves, site.avals, "the jvp rule")
-        outs, value = trees.masking(args, outs), value[1]
-    elif outs is None:
-        outs = bind(args, site)
-    return outs, trees.zeroing(args, _tangent_leaves(site, value))
+def jacobian(site: Any, args: Arrays) -> Arrays:
+    """The blocks for a `site.Site` at these arguments."""
+    code = FunctionCode(site, "jacobian", site.trees.jacobian_avals)
+    return bound(code, args)
 
 
-def _tangent_leaves(site: Any, value: Any) -> Arrays:
-    trees = site.trees
-    leaves = pick(trees.out_leaves(value, "the jvp rule"), trees.out_diff)
-    return trees.fitting(leaves, trees.out_avals, "the jvp rule")  # type: ignore[no-any-return]
+def contract(
+    jacobian: Arrays,
+    given: Tangents,
+    trees: Trees,
+    wanted: Sequence[bool] | None = None,
+) -> Arrays:
+    """Applies a Jacobian.
+
+    Without `wanted`: J t for the tangents `given`, where None is zero. With `wanted`:
+    ct J for the cotangents `given`, one result for each array that `wanted` marks.
+    """
+    outs, ins = trees.out_avals, pick(trees.in_avals, trees.diff)
+    lines: Sequence[Sequence[Any]] = [
+        jacobian[i * len(ins) : (i + 1) * len(ins)] for i in range(len(outs))
+    ]
+    likes: Sequence[Any] = outs
+    if wanted is None:
+        given, axes = pick(given, trees.diff), [aval.ndim for aval in ins]
+    else:
+        axes = [out.ndim for out in outs]
+        lines = pick(list(zip(*lines, strict=True)), pick(wanted, trees.diff))
+        likes = pick(trees.in_avals, wanted)
+    sums = []
+    for like, line in zip(likes, lines, strict=True):
+        terms = [
+            _dot(block, x, n) if wanted is None else _dot(x, block, n)
+            for block, x, n in zip(line, given, axes, strict=True)
+            if x is not None
+        ]
+        total: Any = sum(terms[1:], terms[0]) if terms else jnp.zeros(like.shape)
+        sums.append(total.astype(like.dtype))
+    return sums
+
+
+def _dot(left: Any, right: Any, axes: int) -> Any:
+    return jnp.tensordot(left, right, axes, precision=jax.lax.Precision.HIGHEST)

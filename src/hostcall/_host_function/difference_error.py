@@ -25,7 +25,7 @@ The function is called on a line through the point, at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import factorial
 from typing import Any
@@ -49,16 +49,18 @@ class Line:
     """The values of one result on a line through the point.
 
     Attributes:
+        dtype: of the values as they were returned; they are widened here.
         grid, between: the values at GRID and at BETWEEN.
         offsets: how far the argument really moved, for each place of the grid.
-        far: (two values, the distance between their places) if a grid was flat; else
-            None.
+        far: two values and the distance between their places: the ends of the grid, or
+            further away if a grid was flat.
     """
 
+    dtype: np.dtype
     grid: np.ndarray
     between: np.ndarray
     offsets: list[Any]
-    far: tuple[np.ndarray, Any] | None = None
+    far: tuple[np.ndarray, Any]
 
     @property
     def middle(self) -> np.ndarray:
@@ -97,10 +99,11 @@ def lines(
     grid = [at(t) for t in GRID]
     between = [at(t) for t in BETWEEN]
     offsets = [offset for _, offset in grid]
-    found = [
-        Line(_wide([v[i] for v, _ in grid]), _wide([v[i] for v, _ in between]), offsets)
-        for i in range(len(grid[0][0]))
-    ]
+    found = []
+    for i, first in enumerate(grid[0][0]):
+        values, others = (_wide([v[i] for v, _ in part]) for part in (grid, between))
+        ends = values[[0, -1]], offsets[-1] - offsets[0]
+        found.append(Line(first.dtype, values, others, offsets, ends))
     if reach > GRID[-1] and any(line.flat.any() for line in found):
         (low, down), (high, up) = at(-reach), at(reach)
         for i, line in enumerate(found):
@@ -113,34 +116,50 @@ def _wide(values: list[Any]) -> np.ndarray:
     return np.stack([v.astype(kind) for v in values])
 
 
-def central_error(line: Line) -> np.ndarray:
-    """(error of `line.central(2)`, what the values' relative rounding would add)."""
+def central_error(eps: Any, line: Line) -> np.ndarray:
+    """The error of `line.central(2)`; for `eps` see `eps_of`."""
     step = (line.offsets[5] - line.offsets[1]) / 2
     slope = line.central(2)
     bent = np.maximum(
         abs(slope - line.central(1)) * 4 / 3, abs(line.central(3) - slope) * 4 / 5
     )
     kinked = abs(np.diff(line.grid[1:6], 4, axis=0)[0]) / 2
-    error = bent + (noise_of(line) + kinked + _EPS * line.size) / step
-    width = line.offsets[-1] - line.offsets[0]
-    if line.far is not None:
-        (low, high), width = line.far
-        error = error + np.where(line.flat, abs((high - low) / width), 0)
-    return _known(error, np.where(line.flat, abs(line.size / width), 0))
+    error = bent + (_noise_of(line) + kinked + _EPS * line.size) / step
+    (low, high), width = line.far
+    return _known(
+        error + np.where(line.flat, abs((high - low) / width), 0) + eps * _coarse(line)
+    )
 
 
-def forward_error(line: Line) -> np.ndarray:
+def forward_error(eps: float, line: Line) -> np.ndarray:
     """The same for `line.forward()`, which should agree with the central difference."""
-    error, rounding = central_error(line)
-    return _known(abs(line.forward() - line.central(2)) + 2 * error, rounding)
+    apart = abs(line.forward() - line.central(2))
+    return _known(apart + 2 * central_error(0.0, line) + eps * _coarse(line))
 
 
-def _known(error: np.ndarray, rounding: np.ndarray) -> np.ndarray:
-    """Stacks the two; an error that is NaN becomes infinite, since it is unknown."""
-    return np.stack([np.where(np.isnan(error), np.inf, error), rounding])
+def complex_error(eps: float, line: Line, slopes: Line) -> np.ndarray:
+    """The same for complex steps, which give `slopes` on that line.
+
+    A function that isn't analytic has a wrong complex slope. The central difference
+    shows it.
+    """
+    apart = abs(slopes.middle - line.central(2))
+    wrong = np.maximum(0, apart - central_error(0.0, line))
+    exact = 4 * _EPS * slopes.size + _noise_of(slopes)
+    return np.asarray(wrong + exact + eps * _coarse(line) * (wrong > 0))
 
 
-def noise_of(line: Line) -> np.ndarray:
+def _coarse(line: Line) -> np.ndarray:
+    """What the values' relative rounding adds to the error, if the line is flat."""
+    return np.where(line.flat, abs(line.size / line.far[1]), 0)
+
+
+def _known(error: np.ndarray) -> np.ndarray:
+    """An error that is NaN becomes infinite, since it is unknown."""
+    return np.where(np.isnan(error), np.inf, error)
+
+
+def _noise_of(line: Line) -> np.ndarray:
     """How much of a difference of two values a smooth function can't explain."""
     size = np.zeros(line.grid.shape[1:])
     for order in range(4, len(GRID)):
@@ -156,43 +175,27 @@ def noise_of(line: Line) -> np.ndarray:
     return _NOISE * size
 
 
-class Precision:
-    """The relative rounding of one result, judged by its dtype and the values seen.
+def eps_of(seen: Sequence[Line]) -> float:
+    """The relative rounding of a result, by its dtype and its values on these lines.
 
     The dtype is not enough: a function that computes in float32 may return float64.
     """
-
-    def __init__(self, dtype: np.dtype) -> None:
-        self._narrow: list[Any] = [np.float16, np.float32]
-        self._own = 0.0 if dtype in _DOUBLES else _eps_of(dtype)
-        self._constant = True
-
-    @property
-    def eps(self) -> float:
-        if self._own or not self._narrow:
-            return self._own
-        # A single value is too little evidence for float16.
-        return _eps_of(self._narrow[-1 if self._constant else 0])
-
-    def see(self, line: Line) -> None:
-        far = [] if line.far is None else [line.far[0]]
-        values = np.concatenate([line.grid, line.between, *far])
-        parts = np.stack([values.real, values.imag])
-        self._constant &= bool((values == values[0]).all())
-        with np.errstate(over="ignore"):
-            self._narrow = [
-                dtype
-                for dtype in self._narrow
-                if np.array_equal(parts.astype(dtype), parts, equal_nan=True)
-            ]
-
-
-_DOUBLES = (np.float64, np.complex128)
-
-
-def _eps_of(dtype: Any) -> float:
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return float(jnp.finfo(dtype).eps) if inexact else 0.0
+    dtype = seen[0].dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    if dtype not in (np.float64, np.complex128):
+        return float(jnp.finfo(dtype).eps)
+    values = np.concatenate(
+        [x for line in seen for x in (line.grid, line.between, line.far[0])]
+    )
+    parts = np.stack([values.real, values.imag])
+    # A single value is too little evidence for float16.
+    constant = bool((values == values[0]).all())
+    with np.errstate(over="ignore"):
+        for narrow in (np.float32,) if constant else (np.float16, np.float32):
+            if np.array_equal(parts.astype(narrow), parts, equal_nan=True):
+                return float(np.finfo(narrow).eps)
+    return 0.0
 
 
 def _weights(place: float) -> np.ndarray:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,11 +17,12 @@ from hostcall._core.host_code import TakesMask
 from hostcall._core.spec import is_array_like
 from hostcall._host_function import results
 from hostcall._host_function.difference_error import (
-    Precision,
+    Line,
     central_error,
+    complex_error,
+    eps_of,
     forward_error,
     lines,
-    noise_of,
 )
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.kept import options_of
@@ -29,6 +30,11 @@ from hostcall._host_function.rules import P, R
 
 Scheme = Literal["central", "forward", "complex"]
 _POWERS = {"central": 1 / 3, "forward": 1 / 2}
+_ERRORS: dict[str, Callable[..., np.ndarray]] = {
+    "central": central_error,
+    "forward": forward_error,
+    "complex": complex_error,
+}
 _EPS = float(np.finfo(np.float64).eps)
 tree = jax.tree_util
 
@@ -148,16 +154,14 @@ class Differences:
     def error(self, *args: Any) -> Any:
         """Error estimates (see `difference_error`), in the structure of a Jacobian."""
         point = _Point(self.function, args)
-        known = [Precision(out.dtype) for out in point.start]
         places = point.moving if self.elementwise else point.elements
-        pairs = [self._error(point, place, known) for place in places]
-        # All values have been seen by now, so the precisions are known.
+        found = [self._lines(point, place) for place in places]
+        # All values that were seen tell how exact a result is.
+        eps = [eps_of([of[0] for of in seen]) for seen in zip(*found, strict=True)]
+        error = _ERRORS[self.scheme]
         columns = [
-            [
-                error + of.eps * rounding
-                for (error, rounding), of in zip(column, known, strict=True)
-            ]
-            for column in pairs
+            [error(of, *lines) for of, lines in zip(eps, column, strict=True)]
+            for column in found
         ]
         if self.elementwise:
             return _one_or_all([error for (error,) in columns])
@@ -176,30 +180,17 @@ class Differences:
         outs, _ = point.at(place, step, self.step)
         return [out.imag / self.step for out in outs]
 
-    def _error(
-        self, point: _Point, place: _Part, known: list[Precision]
-    ) -> list[np.ndarray]:
-        """For each result (error, what its relative rounding would add), stacked."""
+    def _lines(self, point: _Point, place: _Part) -> list[tuple[Line, ...]]:
+        """For each result its values around the point; and its complex slopes."""
         best = _EPS ** _POWERS["central"]
         step = best if self.scheme == "complex" else self.step
-        found = lines(lambda steps: point.at(place, steps * step), 256 * best / step)
-        for precision, line in zip(known, found, strict=True):
-            precision.see(line)
+        values = lines(lambda steps: point.at(place, steps * step), 256 * best / step)
         if self.scheme != "complex":
-            error = central_error if self.scheme == "central" else forward_error
-            return [error(line) for line in found]
+            return [(line,) for line in values]
         slopes = lines(
             lambda steps: (self._imaginary(point, place, steps * step), 0.0), 0.0
         )
-        pairs = []
-        for line, slope in zip(found, slopes, strict=True):
-            # A function that isn't analytic has a wrong complex slope. The central
-            # difference shows it.
-            rough, rounding = central_error(line)
-            wrong = np.maximum(0, abs(slope.middle - line.central(2)) - rough)
-            exact = 4 * _EPS * slope.size + noise_of(slope)
-            pairs.append(np.stack([wrong + exact, rounding * (wrong > 0)]))
-        return pairs
+        return list(zip(values, slopes, strict=True))
 
 
 class _Part(NamedTuple):
@@ -326,23 +317,19 @@ class Diagonal:
 
 @dataclass(frozen=True)
 class _Elementwise(TakesMask):
-    """The jvp rule of an elementwise function, in JAX code."""
+    """The jvp rule of an elementwise function, in JAX code, under a mask or without."""
 
     differences: Differences
+    mask: Any = None
+
+    def where(self, mask: Any) -> _Elementwise:
+        return replace(self, mask=mask)
 
     def __call__(self, primals: Any, tangents: Any) -> Any:
-        return self._along(None, primals, tangents)
-
-    def where(self, mask: Any) -> Callable[..., Any]:
-        """The rule of the function under a mask."""
-        return partial(self._along, mask)
-
-    def _along(self, mask: Any, primals: Any, tangents: Any) -> Any:
-        total: Any = None
-        for position, tangent in enumerate(tangents):
-            if tangent is None or tangent.dtype == jax.dtypes.float0:
-                continue
-            slope = self.differences.slope(position)
-            term = slope.where(mask)(*primals) * tangent
-            total = term if total is None else total + term
-        return total
+        slope = self.differences.slope
+        terms = [
+            slope(position).where(self.mask)(*primals) * tangent
+            for position, tangent in enumerate(tangents)
+            if tangent is not None and tangent.dtype != jax.dtypes.float0
+        ]
+        return sum(terms[1:], terms[0])

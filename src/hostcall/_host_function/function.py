@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, Generic, overload
@@ -23,22 +22,21 @@ from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._engine.options import check
 from hostcall._host_function import kept
 from hostcall._host_function import results as shorthands
-from hostcall._host_function.method import Method
 from hostcall._host_function.primitive import bind
 from hostcall._host_function.rules import (
     HOST_RESIDUALS,
     F,
     Function,
-    Jvp,
     P,
-    Plain,
     R,
+    Rule,
     Rules,
     Vjp,
     Where,
     among,
     check_rules,
 )
+from hostcall._host_function.sendable import at_its_name
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 from hostcall._primitives.call.make import make_with
@@ -92,9 +90,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
 
     def __reduce__(self) -> Any:
         """Pickles by name if the HostFunction stands in its module under its name."""
-        found: Any = sys.modules.get(self.__module__)
-        for part in self.__qualname__.split("."):
-            found = getattr(found, part, None)
+        found = at_its_name(self)
         if found is self:
             return self.__qualname__
         if getattr(found, "__func__", None) is self:  # found through a class: a method
@@ -250,7 +246,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
             where: "host" for Python on NumPy arrays; "jax" for JAX code, from which JAX
                 derives reverse mode and higher orders too.
         """
-        return self._give("jvp", Jvp, where, rule)
+        return self._give("jvp", where, rule)
 
     def defjvps(self, *each: Function | None, where: Where = "host") -> None:
         """Sets the rule for forward mode, one argument at a time.
@@ -270,7 +266,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
                 " per argument, or None for an argument without a derivative",
                 code="hc-rule",
             )
-        self._add("jvp", Jvp(None, where, each))
+        self._add("jvp", Rule(None, where, each))
 
     def defvjp(
         self, fwd: Any, bwd: Any, *, where: Where = "host", residuals: Any = None
@@ -314,7 +310,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
                 argument, or a tuple of them if there are several.
             where: as in `defjvp`.
         """
-        return self._give("transpose", Plain, where, rule)
+        return self._give("transpose", where, rule)
 
     @overload
     def defjacobian(self, rule: F, *, where: Where = "host") -> F: ...
@@ -331,7 +327,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
             where: as in `defjvp`. A HostFunction counts as JAX code, and its own rules
                 give derivatives of higher order.
         """
-        return self._give("jacobian", Plain, where, rule)
+        return self._give("jacobian", where, rule)
 
     def defbatch(self, rule: F) -> F:
         """Sets the rule for vmap, in JAX code, instead of a `vmap_method`.
@@ -369,11 +365,11 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         """Drops the results of this function and its rules that `cache=` has kept."""
         kept.clear(self.options.get("cache"), self.__name__)
 
-    def _give(self, kind: str, make: Any, where: Where, rule: Any) -> Any:
+    def _give(self, kind: str, where: Where, rule: Any) -> Any:
         """Sets a rule that may be given by a decorator."""
         if rule is None:
-            return functools.partial(self._give, kind, make, where)
-        self._add(kind, make(rule, self._where(f"def{kind}(rule)", where, rule)))
+            return functools.partial(self._give, kind, where)
+        self._add(kind, Rule(rule, self._where(f"def{kind}(rule)", where, rule)))
         return rule
 
     def _where(self, usage: str, where: Any, *rules: Any) -> Where:
@@ -388,3 +384,54 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
 
     def _add(self, kind: str, rule: Any) -> None:
         self.rules.add(self.__name__, kind, rule, self.options["order"])
+
+
+class Method(Handle, TakesMask):
+    """A HostFunction of a class, bound to an object.
+
+    Equal to another for the same function and object, as Python's bound methods are.
+    The object is argument 0, and static unless it is a pytree.
+    """
+
+    def __init__(self, function: Any, instance: Any) -> None:
+        self.__func__ = function
+        self.__self__ = instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def _held(self) -> Any:
+        return self.__func__._held()
+
+    def _definition(self) -> Callable[..., Any]:
+        return self.__func__.fn  # type: ignore[no-any-return]
+
+    def _opened(self) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
+        function, fn, options = self.__func__._opened()
+        return function, types.MethodType(fn, self.__self__), options
+
+    def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
+        masked = self.__func__.where(mask, fill)
+        return lambda *args, **kwargs: masked(self.__self__, *args, **kwargs)
+
+    def difference_error(self, *args: Any) -> Any:
+        return self.__func__.difference_error(self.__self__, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+    def __repr__(self) -> str:
+        return f"<bound {self.__func__!r} of {self.__self__!r}>"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Method)
+            and other.__func__ is self.__func__
+            and other.__self__ is self.__self__
+        )
+
+    def __hash__(self) -> int:
+        return hash((Method, id(self.__func__), id(self.__self__)))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self.__func__.__name__)

@@ -12,11 +12,13 @@ since the next call may go to another worker.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, partial, reduce
+from typing import Any
 
+import jax
 import numpy as np
 
 from hostcall import _jax
@@ -34,14 +36,11 @@ from hostcall._host_function.trees import pick, spread
 from hostcall._primitives.call.make import make_with
 from hostcall._runtime import executors, workers
 
-# value: the function itself.
-# jvp: the tangents of the results. both: the results and their tangents.
-# forward, backward: the two rules of defvjp.
-# jacobian, transpose: the rules of those names.
-Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "transpose"]
-
 # (function to run, its arguments, function that makes arrays of its value).
 Steps = tuple[Callable[..., Any], Any, Callable[[Any], Any]]
+
+# An array of host code may be nested lists of numbers.
+_add = partial(jax.tree.map, operator.add)
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class FunctionCode(Value, HostCode):
     travels_as = "host"
 
     site: Any  # a site.Site
-    kind: Kind
+    kind: rules.Kind
     avals: tuple[Any, ...] = field(compare=False)
     nz: tuple[bool, ...] = ()
     take: bool = True
@@ -96,6 +95,11 @@ class FunctionCode(Value, HostCode):
             self.kind != "backward" or self.keeps_objects
         )
 
+    @property
+    def words(self) -> str:
+        """What messages about its value call it, with the function's name."""
+        return rules.RULES[self.kind][1]
+
     def result_words(self, number: int) -> tuple[str, str]:
         if self.kind != "jacobian":
             return "", ""
@@ -108,12 +112,10 @@ class FunctionCode(Value, HostCode):
     # --- In a program --------------------------------------------------------------
 
     def run(self, args: Arrays) -> Arrays:
-        site, mask = self.site, None
+        site = self.site
         self.describe()
         options = self.options()
-        if site.trees.fills is not None:
-            args = list(args)
-            mask = args.pop(self._mask_at)
+        args, mask = self._unmasked(args)
         if site.function.result is elementwise and options["vmap_method"] in WHOLE:
             args = aligned(args, site.trees, self.kind, options)
         template, results = self._form(len(args))
@@ -165,19 +167,26 @@ class FunctionCode(Value, HostCode):
             fills = self.site.trees.fills or ()
         return (*fills, *(None for _ in self.avals[len(fills) :]))
 
-    @property
-    def _mask_at(self) -> int:
-        """The index of the mask among the operands."""
+    def _unmasked(self, operands: Arrays) -> tuple[Arrays, Any]:
+        """(the operands without the mask, the mask or None)."""
+        if not self.site.trees.masked:
+            return operands, None
         if self._takes_arguments:
-            return len(self.site.trees.in_avals) - 1
-        return 0 if self.kind == "backward" else self.nz.count(False) - 1
+            at = len(self.site.trees.in_avals) - 1
+        else:
+            at = 0 if self.kind == "backward" else self.nz.count(False) - 1
+        return [*operands[:at], *operands[at + 1 :]], operands[at]
 
     def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         del args, tangents
-        site, advice = self.site, self.site.function.advice
         if self.kind != "value":
-            raise rules.not_again(self.name, self.code, site.place, advice)
-        raise rules.no_derivative(self.name, site.place, advice)
+            raise self._not_again()
+        advice = self.site.function.advice
+        raise rules.no_derivative(self.name, self.site.place, advice)
+
+    def _not_again(self) -> Exception:
+        advice = self.site.function.advice
+        return rules.not_again(self.name, self.code, self.site.place, advice)
 
     def shared(self, dims: Sequence[int | None]) -> Value:
         """A backward rule does not take out a residual that the rows share."""
@@ -197,18 +206,15 @@ class FunctionCode(Value, HostCode):
     def __call__(self, *operands: Any, **out: Any) -> Any:
         if self.kind == "value":
             return self._code("value")(*operands, **out)
-        run, sent, finish = self._steps(operands)
-        return tuple(finish(run(*sent)))
+        run, sent, finish = self.split(operands, {})
+        return finish(run(*sent))
 
-    def split(self, args: Any, kwargs: Any) -> Any:
+    def split(self, args: Any, kwargs: Any) -> Steps:
         del kwargs
         if self.kind == "value":
             return self._code("value"), args, workers.same
-        run, sent, finish = self._steps(args)
+        run, sent, finish = getattr(self, f"_{self.kind}")(args)
         return run, sent, lambda value: tuple(finish(value))
-
-    def _steps(self, operands: Any) -> Steps:
-        return getattr(self, f"_{self.kind}")(operands)  # type: ignore[no-any-return]
 
     def awaits(self) -> bool:
         return self._awaits
@@ -240,106 +246,133 @@ class FunctionCode(Value, HostCode):
             self._codes[which, index] = found
         return found
 
-    @cached_property
-    def _n(self) -> int:
-        """How many of the first operands are arrays of the arguments."""
-        return len(self.site.trees.template.keys)
+    # --- The steps of a rule -------------------------------------------------------
+    #
+    # Each takes the operands without the mask. `traced` replaces what is different in
+    # JAX code, which stands first.
 
     def _arguments(self, leaves: Any) -> Any:
         template = self.site.trees.template
         return leaves if template.is_flat else template.fill(leaves)[0]
 
-    # --- Forward mode --------------------------------------------------------------
+    def _linear(self, arrays: Any) -> Any:
+        """Tangents or cotangents among the operands."""
+        return arrays
 
-    def _both(self, operands: Any) -> Steps:
-        n = self._n
-        run, sent = self._push(operands[:n], operands[n:], None, wants_outs=True)
-        return run, sent, lambda value: [*self._pushed(value, 0), *self._pushed(value)]
+    def _zeros(self, like: Any) -> Any:
+        return np.zeros(like.shape, like.dtype)
 
-    def _jvp(self, operands: Any) -> Steps:
-        n = self._n
-        m = n + sum(self.nz)
-        results = self.site.trees.results
-        outs = results.fill(operands[m:]) if operands[m:] else None
-        run, sent = self._push(operands[:n], operands[n:m], outs, wants_outs=False)
-        return run, sent, self._pushed
+    def _kept(self, residual: Any) -> Arrays:
+        """The arrays that a forward rule's residual becomes in the program."""
+        if self.keeps_objects:
+            return [store.put(residual)]
+        treedef = self.site.function.rules.vjp.residuals.treedef
+        structure = "residuals in the structure of residuals="
+        found: Arrays = self.site.trees.leaves_of(
+            treedef, residual, self.words, structure
+        )
+        return found
 
-    def _several(self, steps: Any, sent: Any) -> tuple[Callable[..., Any], Any]:
+    def _residual(self, operands: Any) -> tuple[Any, Any]:
+        """(the residual in these operands of a backward rule, the cotangents)."""
+        treedef = self.site.function.rules.vjp.residuals.treedef
+        n = treedef.num_leaves
+        return treedef.unflatten(operands[:n]), operands[n:]
+
+    def _completed(self, leaves: Arrays, cotangents: Any) -> Arrays:
+        """The cotangents of arguments, with zeros for None.
+
+        If the rule works on whole batches, the batch axes come first, and the zeros
+        need them too, as the cotangents of the results have them.
+        """
+        if not any(leaf is None for leaf in leaves):
+            return leaves
+        # All cotangents of the results have the same batch axes.
+        ct, out = cotangents[-1], self.site.trees.out_avals[-1]
+        batch = ct.shape[: len(ct.shape) - len(out.shape)]
+        return [
+            np.zeros(batch + aval.shape, aval.dtype) if leaf is None else leaf
+            for leaf, aval in zip(leaves, self.avals, strict=True)
+        ]
+
+    @cached_property
+    def _n(self) -> int:
+        """How many of the first operands are arrays of the arguments."""
+        return len(self.site.trees.template.keys)
+
+    def _several(self, steps: Any, *sent: Any) -> tuple[Callable[..., Any], Any]:
         return sendable.awaited if self._awaits else sendable.driven, (steps, *sent)
 
-    def _push(
-        self, arrays: Any, tangents: Any, outs: Any, wants_outs: bool
-    ) -> tuple[Callable[..., Any], Any]:
+    def _jvp(self, operands: Any) -> Steps:
         trees, jvp = self.site.trees, self.site.function.rules.jvp
-        args = self._arguments(arrays)
-        dots = spread(tangents, self.nz)
+        n = self._n
+        m = n + sum(self.nz)
+        args = self._arguments(operands[:n])
+        dots = spread(self._linear(operands[n:m]), self.nz)
         if jvp.flat:
-            return self._code("jvp"), (args, trees.unmasked(dots), trees.out_diff)
-        whole = trees.tangents(arrays, dots, lambda x: np.zeros(x.shape, x.dtype))
-        fn = self._code("value")
+            sent = args, trees.unmasked(dots), trees.out_diff
+            return self._code("jvp"), sent, self._pushed
+        whole = trees.tangents(operands[:n], dots, self._zeros)
         if jvp.rule is None:
+            outs = trees.results.fill(operands[m:]) if operands[m:] else None
+            fn = self._code("value") if outs is None else None
             positions = sorted(set(pick(trees.positions, self.nz)))
             terms = [(self._code("jvp", p), whole[p]) for p in positions]
-            sent = (terms, fn if outs is None else None, outs, args)
-            return self._several(sendable.push_each, sent)
-        like = trees.result_of_zeros
-        fn = fn if wants_outs else None
-        both = (self._code("jvp"), fn, like, args, whole)
-        return self._several(sendable.push_whole, both)
+            several = self._several(sendable.push_each, terms, fn, outs, args)
+        else:
+            fn = self._code("value") if self.kind == "both" else None
+            given = self._code("jvp"), fn, trees.result_of_zeros, args, whole
+            several = self._several(sendable.push_whole, *given)
+        return *several, self._pushed
 
-    def _pushed(self, value: Any, which: int = 1) -> Arrays:
-        """The arrays of the results (0) or of their tangents (1)."""
-        trees, part = self.site.trees, value[which]
-        if self.site.function.rules.jvp.flat:
-            return part  # type: ignore[no-any-return]
-        leaves = trees.out_leaves(part, "the jvp rule")
-        return pick(leaves, trees.out_diff) if which else leaves
+    _both = _jvp
 
-    # --- Reverse mode --------------------------------------------------------------
+    def _pushed(self, value: Any) -> Arrays:
+        trees, jvp = self.site.trees, self.site.function.rules.jvp
+        both, (outs, touts) = self.kind == "both", value
+        if not jvp.flat:
+            outs = trees.out_leaves(outs, self.words) if both else ()
+            terms = [touts] if jvp.rule else touts
+            leaves = [
+                pick(trees.out_leaves(term, self.words), trees.out_diff)
+                for term in terms
+            ]
+            touts = [reduce(_add, column) for column in zip(*leaves, strict=True)]
+        return [*outs, *touts] if both else touts
 
     def _forward(self, operands: Any) -> Steps:
-        return self._code("forward"), self._arguments(operands), self._keep
+        def finish(value: Any) -> Arrays:
+            trees = self.site.trees
+            outs, residual = rules.forward_pair(value, trees.name)
+            return [*trees.out_leaves(outs, self.words), *self._kept(residual)]
 
-    def _keep(self, value: Any) -> Arrays:
-        trees = self.site.trees
-        outs, residual = rules.forward_pair(value, trees.name)
-        leaves = trees.out_leaves(outs, "the forward rule")
-        if self.keeps_objects:
-            return [*leaves, store.put(residual)]
-        treedef = self.site.function.rules.vjp.residuals.treedef
-        what = "residuals in the structure of residuals="
-        return [*leaves, *trees.leaves_of(treedef, residual, "the forward rule", what)]
+        return self._code("forward"), self._arguments(operands), finish
 
     def _backward(self, operands: Any) -> Steps:
-        again = False
         if self.keeps_objects:
             handle, given = operands[self._n], operands[self._n + 1 :]
             residual, there = store.get(handle, self.take)
-            again = not there
+            if not there:
+                return self._both_halves(operands[: self._n], handle, given)
         else:
-            treedef = self.site.function.rules.vjp.residuals.treedef
-            n = treedef.num_leaves
-            residual, given = treedef.unflatten(operands[:n]), operands[n:]
-        if not again:
-            sent = (residual, *self._given(given))
-            return (
-                self._code("backward"),
-                sent,
-                lambda value: self._pulled(value, given),
-            )
+            residual, given = self._residual(operands)
+        sent = (residual, *self._given(given))
+        return self._code("backward"), sent, lambda value: self._pulled(value, given)
+
+    def _both_halves(self, leaves: Any, handle: Any, given: Any) -> Steps:
+        """The forward rule again, as the store has dropped its residual."""
         if store.had_to_go(handle):
             say_that_it_runs_again(
                 self.name, source_of(self.site.function.fn), self.site.place
             )
-        args = self._arguments(operands[: self._n])
         codes = self._code("forward"), self._code("backward")
-        sent = (*codes, self.name, args, self._given(given))
+        sent = (*codes, self.name, self._arguments(leaves), self._given(given))
 
         def finish(value: Any) -> Arrays:
             store.put_back(handle, value[0])
             return self._pulled(value[1], given)
 
-        return *self._several(sendable.both_halves, sent), finish
+        return *self._several(sendable.both_halves, *sent), finish
 
     def _given(self, cotangents: Any) -> tuple[Any, ...]:
         """The arguments of the backward rule besides its residuals."""
@@ -350,26 +383,23 @@ class FunctionCode(Value, HostCode):
 
     def _pulled(self, value: Any, given: Any) -> Arrays:
         if self.site.function.rules.vjp.flat:
-            leaves: Arrays = spread(value, self.nz)
-        else:
-            leaves = self.site.trees.argument_leaves(value, "the backward rule")
-        found: Arrays = self.site.trees.wanted_cotangents(leaves, self.nz, given)
-        return found
-
-    # --- The others ----------------------------------------------------------------
+            return self._completed(list(value), given)
+        leaves = self.site.trees.argument_leaves(value, self.words)
+        return self._completed(pick(leaves, self.nz), given)
 
     def _transpose(self, operands: Any) -> Steps:
-        trees, linear = self.site.trees, self.nz[: self._n]
-        n = linear.count(False)
-        args = self._arguments(spread(operands[:n], [not flag for flag in linear]))
-        given = operands[n:]
-        sent = (trees.cotangents(given), *trees.nonlinear(args))
+        trees, still = self.site.trees, [not flag for flag in self.nz[: self._n]]
+        n, positions = sum(still), trees.diff_positions
+        args = self._arguments(spread(operands[:n], still))
+        given = self._linear(operands[n:])
 
         def finish(value: Any) -> Arrays:
-            leaves = trees.transposed_leaves(value)
-            return trees.wanted_cotangents(leaves, self.nz, given)  # type: ignore[no-any-return]
+            whole = (value,) if len(positions) == 1 else value
+            leaves = trees.argument_leaves(whole, self.words, positions)
+            return self._completed(pick(leaves, self.nz), given)
 
-        return self._code("transpose"), sent, finish
+        others = [arg for i, arg in enumerate(args) if i not in positions]
+        return self._code("transpose"), (trees.cotangents(given), *others), finish
 
     def _jacobian(self, operands: Any) -> Steps:
         args = self._arguments(operands)

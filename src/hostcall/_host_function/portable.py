@@ -19,7 +19,8 @@ from hostcall._engine.options import POLICY
 from hostcall._engine.params.equation import Policy
 from hostcall._engine.portable import name_of as name_of_registered
 from hostcall._host_function.differences import Diagonal
-from hostcall._host_function.function_code import FunctionCode, Kind
+from hostcall._host_function.function_code import FunctionCode
+from hostcall._host_function.rules import RULES, Kind
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 
@@ -60,15 +61,13 @@ _TEXT = {"registered": tuple[str, int], "slope": int | None, **_CODE, **_TREES}
 
 def read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
     found = portable.read_record(told, _TEXT)
-    name = registry.Name(*found["registered"])
-    function, slope = registry.find(*name), found["slope"]
+    function, slope = _function(found), found["slope"]
     trees = Trees(**{part: found[part] for part in _TREES})
     if slope is not None:
         (arguments, _) = trees.template.treedef.children()
         if slope not in range(len(arguments.children())):
             raise Malformed(f"the slope {slope!r}")
-        function = _slope(function, slope, name)
-    _check_rules(function, found["kind"], name)
+        function = function.differences.slope(slope)
     site = Site(function, trees, Place("a loaded program", 0, trees.name))
     code = FunctionCode(site, **{part: found[part] for part in _CODE})
     code.describe()
@@ -77,31 +76,34 @@ def read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
     return code, {"policy": Policy.of(owner=function, **policy)}
 
 
-def _slope(function: Any, position: int, name: registry.Name) -> Any:
-    differences = function.differences if is_function(function) else None
-    if differences is None or not differences.elementwise:
+def _function(found: dict[str, Any]) -> Any:
+    """The HostFunction that is registered here.
+
+    Raises Malformed, or LoadError if it lacks what the program calls.
+    """
+    name, kind = registry.Name(*found["registered"]), found["kind"]
+    if found["slope"] is not None and kind != "value":  # it is host code without rules
+        raise Malformed(f"the rule {kind!r}")
+    function = registry.find(*name)
+    if not is_function(function):
+        raise LoadError(
+            f"hostcall: the program calls {name} as a hc.host function, and here"
+            f" {name_of(function)} ({source_of(function)}) is registered, which is a"
+            " plain function. Register the result of hc.host"
+        )
+    differences = function.differences
+    if found["slope"] is not None and not (differences and differences.elementwise):
         raise LoadError(
             f"hostcall: the program calls the finite difference of {name}, and what is"
             " registered here is no elementwise function with"
             " hc.derivatives.finite_difference. Give it what it had where the"
             " program was exported, or count its version= up"
         )
-    return differences.slope(position)
-
-
-def _check_rules(function: Any, kind: str, name: registry.Name) -> None:
-    """Raises LoadError if what is registered here lacks the rule that is called."""
-    rules = function.rules if is_function(function) else None
-    if rules is None:
-        raise LoadError(
-            f"hostcall: the program calls {name} as a hc.host function, and here"
-            f" {name_of(function)} ({source_of(function)}) is registered, which is a"
-            " plain function. Register the result of hc.host"
-        )
-    needs = {"both": "jvp", "forward": "vjp", "backward": "vjp"}.get(kind, kind)
-    if kind != "value" and getattr(rules, needs) is None:
+    needs, _ = RULES[kind]
+    if needs and getattr(function.rules, needs) is None:
         raise LoadError(
             f"hostcall: the program calls the {kind} rule of {name}, and what is"
             f" registered here has no def{needs}. Give it the rules that it had where"
             " the program was exported, or count its version= up"
         )
+    return function

@@ -124,6 +124,10 @@ class Pair(ABC):
     value: Value
     tangent_avals: tuple[Any, ...]
 
+    @property
+    def avals(self) -> tuple[Any, ...]:
+        return (*self.value.avals, *self.tangent_avals)
+
     @abstractmethod
     def run(self, args: Arrays, tangents: Arrays) -> Arrays:
         """The results, then their tangents, by the forward rule."""
@@ -134,9 +138,6 @@ class Pair(ABC):
 
         `backward` says that the linear function will be transposed.
         """
-
-
-_STATIC = (value_p, jvp_p, linear_p)
 
 
 def bind(args: Arrays, what: Value) -> Arrays:
@@ -164,17 +165,11 @@ def _run_split(*operands: Any, what: Pair | Linear, n: int) -> Arrays:
     return what.run(list(operands[:n]), list(operands[n:]))
 
 
-def _avals(what: Any) -> tuple[Any, ...]:
-    if isinstance(what, Pair):
-        return (*what.value.avals, *what.tangent_avals)
-    return what.avals  # type: ignore[no-any-return]
-
-
-for _p in _STATIC:
+for _p in (value_p, jvp_p, linear_p):
     _run = _run_value if _p is value_p else _run_split
 
     def _abstract_eval(*operands: Any, what: Any, **_: Any) -> Any:
-        return _jax.result_avals(_avals(what), operands, pure=True)
+        return _jax.result_avals(what.avals, operands, pure=True)
 
     def _lower(ctx: Any, *operands: Any, _run: Any = _run, **params: Any) -> Arrays:
         return _jax.lower_by(ctx, lambda *xs: _run(*xs, **params), *operands)
@@ -359,3 +354,73 @@ def _split(trace: Any, *tracers: Any, what: Pair, n: int) -> Any:
 
 
 _jax.partial_eval_by_trace[jvp_p] = _split
+
+
+# --- Equations that are finished: under remat, and where results are unused ---------
+#
+# Both can leave the derivative out of a program: what remains of a host_jvp whose
+# tangents nobody needs is the function itself.
+
+
+def _split_under_remat(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
+    """The forward pass computes only the results, by the function itself.
+
+    The backward pass computes the whole equation again, and is split then.
+    """
+    del saveable
+    n = eqn.params["n"]
+    what: Pair = eqn.params["what"]
+    n_outs = len(what.value.avals)
+    residuals = [
+        v
+        for v, here in zip(eqn.invars, inst, strict=True)
+        if not here and not _jax.is_literal(v)
+    ]
+    everything = [True] * len(eqn.outvars)
+    if any(unknown[:n]):
+        return None, eqn, everything, everything, residuals
+    if not any(unknown):
+        return eqn, eqn, [False] * len(everything), everything, residuals
+    known = _value_of(eqn)
+    outs_unknown = [i >= n_outs for i in range(len(everything))]
+    return known, eqn, outs_unknown, everything, residuals
+
+
+_jax.partial_eval_rules[jvp_p] = _split_under_remat
+
+
+# --- Dead code ---------------------------------------------------------------------
+
+
+def _drop_residuals(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    smaller = eqn.params["what"].narrowed(used)
+    if smaller is not None:
+        outvars = eqn.outvars[: len(smaller.avals)]
+        eqn = eqn.replace(params={"what": smaller}, outvars=outvars)
+    return [True] * len(eqn.invars), eqn
+
+
+def _drop_tangents(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    n, value = eqn.params["n"], eqn.params["what"].value
+    if any(used[len(value.avals) :]):
+        return [True] * len(eqn.invars), eqn
+    return [i < n for i in range(len(eqn.invars))], _value_of(eqn)
+
+
+def _value_of(eqn: Any) -> Any:
+    """The equation of the function itself, in place of its host_jvp."""
+    n, value = eqn.params["n"], eqn.params["what"].value
+    return eqn.replace(
+        primitive=value_p,
+        params={"what": value},
+        invars=eqn.invars[:n],
+        outvars=eqn.outvars[: len(value.avals)],
+    )
+
+
+_jax.register_dce(value_p, _drop_residuals)
+_jax.register_dce(jvp_p, _drop_tangents)

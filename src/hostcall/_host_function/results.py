@@ -127,15 +127,13 @@ def avals_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def spec_of(result: Any, fn: Callable[..., Any], args: Any, name: str) -> Any:
     """The spec that `result=` means for these arguments, or for their avals."""
-    infers = isinstance(result, str) and result == "infer"
-    is_function = callable(result) and not hasattr(result, "shape")
-    if not issubclass(type(result), OfArguments) and not infers and not is_function:
+    if isinstance(result, str) and result == "infer":
+        return _inferred(fn, avals_of(args), name)
+    if issubclass(type(result), OfArguments):
+        return result.spec(avals_of(args), name)
+    if not callable(result) or hasattr(result, "shape"):
         return result
     avals = avals_of(args)
-    if infers:
-        return _inferred(fn, avals, name)
-    if not is_function:
-        return result.spec(avals, name)
     try:
         return result(*avals)
     except Exception as error:

@@ -20,12 +20,30 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Function)  # a rule, which its decorator returns
 
 
+# For each kind of code: the field of `Rules` that it is of, and what messages call it.
+# value: the function itself.
+# jvp: the tangents of the results. both: the results and their tangents.
+# forward, backward: the two rules of defvjp.
+Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "transpose"]
+RULES: dict[str, tuple[str, str]] = {
+    "value": ("", "the function"),
+    "jvp": ("jvp", "the jvp rule"),
+    "both": ("jvp", "the jvp rule"),
+    "forward": ("vjp", "the forward rule"),
+    "backward": ("vjp", "the backward rule"),
+    "jacobian": ("jacobian", "the Jacobian rule"),
+    "transpose": ("transpose", "the transposition rule"),
+}
+
+
 @dataclass(frozen=True)
-class Jvp:
-    """`rule(primals, tangents)`; or, by `defjvps`, one rule per argument in `each`.
+class Rule:
+    """The rule of `defjvp`, `deftranspose` or `defjacobian`.
 
     Attributes:
-        flat: the rule is a bridge's and works on flat arrays:
+        rule: None if `defjvps` gave one for each argument.
+        each: those.
+        flat: the rule is a bridge's jvp and works on flat arrays:
             rule(primals, tangents, out_diff), with one tangent per array and None for
             zero. It returns the leaves of the result, and the tangents of the leaves
             that `out_diff` marks.
@@ -61,22 +79,14 @@ class Vjp:
         return self.where == "host" and isinstance(self.residuals, str)
 
 
-@dataclass(frozen=True)
-class Plain:
-    """A transposition rule or a Jacobian rule."""
-
-    rule: Function
-    where: Where
-
-
 @dataclass
 class Rules:
     """All rules that a function was given; None for each that it was not."""
 
-    jvp: Jvp | None = None
+    jvp: Rule | None = None
     vjp: Vjp | None = None
-    transpose: Plain | None = None
-    jacobian: Plain | None = None
+    transpose: Rule | None = None
+    jacobian: Rule | None = None
     batch: Function | None = None
 
     def add(self, name: str, kind: str, rule: Any, order: str = "pure") -> None:
@@ -94,20 +104,15 @@ class Rules:
                 " compiled with it: make a new function with hc.host for another",
                 code="hc-rule",
             )
-        others = [k for k in ("jvp", "vjp", "jacobian") if getattr(self, k)]
-        if kind == "transpose" and others:
-            _refuse_mixture(name, others[0])
-        if kind in ("jvp", "vjp", "jacobian") and self.transpose:
-            _refuse_mixture(name, kind)
+        kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(self, k)]
+        if kinds and (self.transpose or kind == "transpose"):
+            raise SpecError(
+                f"hostcall: `{name}` has deftranspose and def{kinds[0]}. A linear"
+                " function is its own derivative, and deftranspose says that it is"
+                " linear: drop one of the two",
+                code="hc-rule",
+            )
         setattr(self, kind, rule)
-
-
-def _refuse_mixture(name: str, kind: str) -> None:
-    raise SpecError(
-        f"hostcall: `{name}` has deftranspose and def{kind}. A linear function is its"
-        " own derivative, and deftranspose says that it is linear: drop one of the two",
-        code="hc-rule",
-    )
 
 
 def check_rules(
@@ -160,18 +165,17 @@ def forward_pair(value: Any, name: str) -> tuple[Any, Any]:
 # --- Missing rules -----------------------------------------------------------------
 
 
-def no_derivative(name: str, place: Any, advice: str = "") -> DerivativeError:
+def no_derivative(name: str, place: Any, advice: str) -> DerivativeError:
     """`advice` replaces the usual one if the rules aren't the user's to give."""
-    if advice:
-        return DerivativeError(
-            f"hostcall: `{name}` has no derivative (called at {place}). {advice}"
-        )
-    return DerivativeError(
-        f"hostcall: `{name}` has no derivative rule (called at {place}). Give one:"
-        f" {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for reverse"
-        f" mode, {name}.defjacobian(rule) for both,"
+    usual = (
+        f"Give one: {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for"
+        f" reverse mode, {name}.defjacobian(rule) for both,"
         f" hc.derivatives.finite_difference({name}) if you have no rule; or keep the"
         " derivative out with jax.lax.stop_gradient on its arguments"
+    )
+    return DerivativeError(
+        f"hostcall: `{name}` has no derivative rule (called at {place})."
+        f" {advice or usual}"
     )
 
 
@@ -194,19 +198,16 @@ def no_reverse(name: str, place: Any) -> DerivativeError:
     )
 
 
-def not_again(
-    name: str, rule: Function, place: Any, advice: str = ""
-) -> DerivativeError:
-    if advice:
-        return DerivativeError(
-            f"hostcall: a derivative of `{name}` is itself differentiated (called at"
-            f" {place}). {advice}"
-        )
+def not_again(name: str, rule: Function, place: Any, advice: str) -> DerivativeError:
+    what = "a derivative" if advice else f"`{name_of(rule)}`, a rule"
+    where = "" if advice else " in host code,"
+    usual = (
+        "For derivatives of higher order write the rule in JAX code (where='jax') over"
+        " functions that have rules of their own, such as other hc.host functions"
+    )
     return DerivativeError(
-        f"hostcall: `{name_of(rule)}`, a rule of `{name}` in host code, is itself"
-        f" differentiated (called at {place}). For derivatives of higher order write"
-        " the rule in JAX code (where='jax') over functions that have rules of their"
-        " own, such as other hc.host functions"
+        f"hostcall: {what} of `{name}`{where} is itself differentiated (called at"
+        f" {place}). {advice or usual}"
     )
 
 

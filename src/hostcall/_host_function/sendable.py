@@ -17,11 +17,16 @@ from typing import Any, TypeAlias
 import jax
 
 from hostcall._core.coroutines import is_coroutine_function
-from hostcall._host_function.rules import forward_pair
+from hostcall._host_function.rules import RULES, forward_pair
 from hostcall._host_function.trees import is_pair
 from hostcall._runtime.workers import same
 
 Steps: TypeAlias = Generator[Any, Any, Any]
+
+
+def rule_of(function: Any, kind: str) -> Any:
+    """What a def* method was given for this kind of code of a HostFunction."""
+    return getattr(function.rules, RULES[kind][0])
 
 
 def code_of(function: Any, which: str, index: int | None = None) -> Callable[..., Any]:
@@ -29,28 +34,23 @@ def code_of(function: Any, which: str, index: int | None = None) -> Callable[...
 
     `index` is the argument of a rule of `defjvps`; None for the first of them.
     """
-    given: Any = function.rules
-    found: Any
     if which == "value":
-        found = function.fn
-    elif which in ("jvp", "both"):
-        each = given.jvp.each
-        first = next(filter(None, each), None) if index is None else each[index]
-        found = given.jvp.rule or first
-    elif which in ("forward", "backward"):
-        found = given.vjp.fwd if which == "forward" else given.vjp.bwd
-    else:
-        found = getattr(given, which).rule
-    return found  # type: ignore[no-any-return]
+        return function.fn  # type: ignore[no-any-return]
+    given = rule_of(function, which)
+    if which in ("forward", "backward"):
+        return given.fwd if which == "forward" else given.bwd  # type: ignore[no-any-return]
+    if index is not None:
+        return given.each[index]  # type: ignore[no-any-return]
+    return given.rule or next(filter(None, given.each))  # type: ignore[no-any-return]
 
 
 def awaits(function: Any, kind: str) -> bool:
     """Whether host code of this kind may call a coroutine function of the user's."""
-    given, fn = function.rules, function.fn
     if kind in ("jvp", "both"):
-        called = [fn, given.jvp.rule, *given.jvp.each]
+        given = function.rules.jvp
+        called = [function.fn, given.rule, *given.each]
     elif kind == "backward":  # it runs the forward rule if its residual was dropped
-        called = [given.vjp.fwd, given.vjp.bwd]
+        called = [function.rules.vjp.fwd, function.rules.vjp.bwd]
     else:
         called = [code_of(function, kind)]
     return any(is_coroutine_function(each) for each in called if each is not None)
@@ -78,19 +78,14 @@ async def awaited(steps: Any, *args: Any) -> Any:
             value = await value
 
 
-def push_each(terms: Any, fn: Any, outs: Any, args: Any) -> Steps:
-    """(result, tangent); the tangent is the sum over the rules of the arguments."""
+def push_each(rules: Any, fn: Any, outs: Any, args: Any) -> Steps:
+    """(result, what the rules of the arguments give), whose sum is the tangent."""
     if fn is not None:
         outs = yield fn(*args)
-    total: Any = None
-    for rule, tangent in terms:
-        term = yield rule(tangent, outs, *args)
-        total = term if total is None else jax.tree_util.tree_map(_add, total, term)
-    return outs, total
-
-
-def _add(left: Any, right: Any) -> Any:
-    return left + right
+    terms = []
+    for rule, tangent in rules:
+        terms.append((yield rule(tangent, outs, *args)))
+    return outs, terms
 
 
 def push_whole(rule: Any, fn: Any, like: Any, args: Any, tangents: Any) -> Steps:
@@ -128,13 +123,14 @@ class Sendable:
 
     def __reduce__(self) -> Any:
         plain = isinstance(self._fn, types.FunctionType)
-        if self._by_name and plain and not _has_its_name(self._fn):
+        if self._by_name and plain and at_its_name(self._fn) is not self._fn:
             return self._again
         return same, (self._fn,)
 
 
-def _has_its_name(fn: Any) -> bool:
-    found: Any = sys.modules.get(fn.__module__)
-    for part in fn.__qualname__.split("."):
+def at_its_name(thing: Any) -> Any:
+    """What its module has under its name; None without."""
+    found: Any = sys.modules.get(thing.__module__)
+    for part in thing.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is fn
+    return found

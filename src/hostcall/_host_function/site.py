@@ -28,29 +28,25 @@ The way of a value and its gradient, for a `defvjp` in host code:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hostcall import _jax
 from hostcall._core.errors import BatchingError
 from hostcall._core.source import Place
-from hostcall._host_function import (  # they register
-    batching,  # noqa: F401
-    rewriting,  # noqa: F401
-    rules,
-)
-from hostcall._host_function.derivative import Derivative, jax_jvp
+from hostcall._host_function import batching, rules  # noqa: F401  (it registers)
+from hostcall._host_function.derivative import Derivative, contract, jacobian
 from hostcall._host_function.function_code import FunctionCode
-from hostcall._host_function.jacobian import contract, jacobian
 from hostcall._host_function.primitive import (
     Arrays,
     Tangents,
     Value,
     bind,
     bind_jvp,
+    filled,
 )
-from hostcall._host_function.transpose import linear_jvp, transposed
-from hostcall._host_function.trees import Trees, spread
+from hostcall._host_function.traced import bound
+from hostcall._host_function.trees import Trees, pick, spread
 from hostcall._primitives.axes import in_front
 from hostcall._primitives.call.batching import batched_results
 
@@ -91,25 +87,26 @@ class Site(Value):
             outs = bind(args, self)
             return outs, [None] * len(outs)
         if found.transpose:
-            return linear_jvp(self, args, tangents)
+            return self._linear_jvp(args, tangents)
         if found.vjp is None and found.jvp is None:
             if found.jacobian is None:
                 raise rules.no_derivative(self.name, self.place, function.advice)
             outs = bind(args, self)
             touts = contract(jacobian(self, args), tangents, trees)
-        elif found.vjp is None and found.jacobian is None and found.jvp.where == "jax":
-            outs, touts = jax_jvp(self, args, tangents)
         else:
             nz = tuple(t is not None for t in tangents)
             some = [t for t in tangents if t is not None]
-            outs, touts = bind_jvp(args, some, Derivative(self, nz))
+            derivative = Derivative(self, nz)
+            if found.vjp or found.jacobian or found.jvp.where == "host":
+                outs, touts = bind_jvp(args, some, derivative)
+            else:
+                both, n = derivative.run(args, some), len(self.avals)
+                outs, touts = both[:n], both[n:]
         return outs, spread(touts, trees.out_diff)
 
     def _check_tangents(self, tangents: Tangents) -> None:
         jvp, trees = self.function.rules.jvp, self.trees
         each = jvp.each if jvp else ()
-        if not each and not trees.nondiff:
-            return
         for position, tangent in zip(trees.positions, tangents, strict=True):
             if tangent is None:
                 continue
@@ -121,10 +118,39 @@ class Site(Value):
             if why:
                 raise rules.not_differentiable(self.name, position, why, self.place)
 
+    # --- Linear functions ----------------------------------------------------------
+    #
+    # A linear function is its own derivative, and the transpose of its transpose is the
+    # function again. So derivatives of any order work, and none needs `host_jvp`.
+
+    @property
+    def of_tangents(self) -> Site:
+        """The same function with tangents for its linear arguments. Fills have none."""
+        fills = None if self.trees.fills is None else (None,) * len(self.avals)
+        return replace(self, trees=replace(self.trees, fills=fills))
+
+    def _linear_jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        """The results, and the same function of the tangents."""
+        diff, flags = self.trees.diff, self.trees.out_diff
+        whole = zip(args, filled(args, tangents), diff, strict=True)
+        touts = bind([t if flag else x for x, t, flag in whole], self.of_tangents)
+        return bind(args, self), spread(pick(touts, flags), flags)
+
     def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
         if self.function.rules.transpose is None:
             return super().transposed(args, cotangents)
-        return transposed(self, args, cotangents)
+        trees, linear = self.trees, self.trees.diff
+        known = [x for x, flag in zip(args, linear, strict=True) if not flag]
+        if any(x is None for x in known):
+            position = trees.positions[args.index(None)]
+            why = "in which it isn't linear"
+            raise rules.not_differentiable(self.name, position, why, self.place)
+        avals = tuple(pick(trees.in_avals, linear))
+        code = Transpose(self, "transpose", avals, linear)
+        operands = [*known, *pick(cotangents, trees.out_diff)]
+        return spread(bound(code, operands), linear)
+
+    # --- Batches -------------------------------------------------------------------
 
     def batch(self, size: int, args: Arrays, dims: Any) -> tuple[Arrays, Any] | None:
         rule, trees = self.function.rules.batch, self.trees
@@ -145,4 +171,36 @@ class Site(Value):
         return outs, [0 if flag else None for flag in flags]
 
 
-_jax.hold_weakly_in_caches(Site)
+class Transpose(FunctionCode):
+    """The transpose of a linear function, by a rule in host code.
+
+    Its operands are the arrays in which the function isn't linear, then the cotangents
+    of the results, in which it is linear itself.
+    """
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{self.site.trees.name}'s transpose"
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        n = self.nz.count(False)
+        if any(t is not None for t in tangents[:n]):
+            raise self._not_again()
+        moved = filled(args[n:], tangents[n:])
+        return bind(args, self), bind([*args[:n], *moved], self)
+
+    def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
+        known = args[: self.nz.count(False)]
+        if any(x is None for x in known):
+            raise self._not_again()
+        rest, back = iter(known), iter(cotangents)
+        moved = [next(back) if flag else next(rest) for flag in self.nz]
+        outs = bind(moved, self.site.of_tangents)
+        return [*(None for _ in known), *pick(outs, self.site.trees.out_diff)]
+
+
+for _type in (Site, Transpose):
+    _jax.hold_weakly_in_caches(_type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.counted import counted
 from hostcall._core.errors import DerivativeError
-from hostcall._core.host_code import TakesMask
 from hostcall._core.spec import Results, Static, Template, wrap_keys
 from hostcall._host_function.primitive import Arrays, Tangents
 
@@ -231,26 +230,6 @@ class Trees:
         args = pick([*self.template.paths(), *self._of_mask("where")], self.diff)
         return tuple(f"{out} by {arg}" for out in outs for arg in args)
 
-    def wanted_cotangents(
-        self, leaves: Arrays, nz: Sequence[bool], given: Any
-    ) -> Arrays:
-        """The cotangents of the arguments that `nz` marks, with zeros for None.
-
-        If the rule works on whole batches, the batch axes come first, and the zeros
-        need them too, as the cotangents `given` of the results have them.
-        """
-        found = []
-        for leaf, aval, wanted in zip(leaves, self.in_avals, nz, strict=True):
-            if not wanted:
-                continue
-            if leaf is None:
-                # All cotangents of the results have the same batch axes.
-                ct, out = given[-1], self.out_avals[-1]
-                batch = ct.shape[: len(ct.shape) - len(out.shape)]
-                leaf = np.zeros(batch + aval.shape, aval.dtype)
-            found.append(leaf)
-        return found
-
     def fitting(self, values: Arrays, avals: Sequence[Any], what: str) -> Arrays:
         """The arrays that JAX code returned, checked for shape and cast to dtype."""
         fitted = []
@@ -258,93 +237,28 @@ class Trees:
             if value is None:
                 fitted.append(jnp.zeros(aval.shape, aval.dtype))
                 continue
-            array = jnp.asarray(value)
-            if array.shape != aval.shape:
+            try:
+                array = jnp.asarray(value)
+                if _jax.is_key_dtype(array.dtype):
+                    array = jax.random.key_data(array)
+                fits, got = array.shape == aval.shape, array.dtype.name
+                got += str(list(array.shape))
+            except (TypeError, ValueError):  # no array
+                fits, got = False, type(value).__name__
+            if not fits:
                 raise DerivativeError(
-                    f"hostcall: {what} of `{self.name}` returned"
-                    f" {array.dtype}{list(array.shape)} where"
+                    f"hostcall: {what} of `{self.name}` returned {got} where"
                     f" {aval.dtype}{list(aval.shape)} is wanted",
                     code="hc-rule",
                 )
             fitted.append(array.astype(aval.dtype))
         return fitted
 
-    # --- Transposition, for host and JAX code --------------------------------------
-
-    def nonlinear(self, args: Any) -> list[Any]:
-        """The arguments in which the function isn't linear."""
-        return [arg for i, arg in enumerate(args) if i not in self.diff_positions]
-
-    def transposed_leaves(self, value: Any) -> Any:
-        """The cotangents that a transposition rule returned: one value for one linear
-        argument, a tuple for several.
-        """
-        whole = (value,) if len(self.diff_positions) == 1 else value
-        what = "the transposition rule"
-        return self.argument_leaves(whole, what, self.diff_positions)
-
     # --- Masks ---------------------------------------------------------------------
 
     def unmasked(self, values: Sequence[Any]) -> Sequence[Any]:
         """`values` has one entry per array of the arguments; drops the mask's."""
         return values[: len(self.template.keys)]
-
-    def masking(self, arrays: Arrays, outs: Arrays) -> Arrays:
-        """Puts the fills into results of JAX code, which runs whatever the mask is."""
-        if self.fills is None:
-            return outs
-        masked = []
-        for out, fill, aval in zip(outs, self.fills, self.results.avals, strict=True):
-            # One element of it if its shape is symbolic.
-            shape = () if _jax.has_symbolic([aval]) else aval.shape
-            other = np.zeros(shape, aval.dtype)
-            if fill is not None:
-                other = np.frombuffer(fill, aval.dtype).reshape(shape)
-            masked.append(jnp.where(arrays[-1], out, other))
-        return masked
-
-    def zeroing(self, arrays: Arrays, values: Tangents) -> Tangents:
-        """Zeros the tangents or cotangents of JAX code likewise; None stays zero."""
-        if not self.masked:
-            return values
-        return [
-            None if x is None else jnp.where(arrays[-1], x, jnp.zeros_like(x))
-            for x in values
-        ]
-
-    def gated(self, arrays: Arrays) -> Arrays:
-        """The arguments for JAX code, without derivatives where the mask is False.
-
-        There a derivative of the rule may be infinite, and infinity times the zero
-        cotangent of a masked result would be NaN.
-        """
-        if not self.masked:
-            return arrays
-        return [*self.gate(arrays, arrays[:-1]), arrays[-1]]
-
-    def gate(self, arrays: Arrays, values: Arrays) -> Arrays:
-        """Does the same for other arrays, such as residuals."""
-        if not self.masked:
-            return values
-        return [
-            jnp.where(arrays[-1], x, jax.lax.stop_gradient(x))
-            if jnp.issubdtype(x.dtype, jnp.inexact)
-            else x
-            for x in values
-        ]
-
-    def rule_masked(self, arrays: Arrays, rule: Any) -> Any:
-        """Passes the mask on to a rule that can take one, such as a HostFunction."""
-        if self.masked and issubclass(type(rule), TakesMask):
-            return rule.where(arrays[-1])
-        return rule
-
-    @property
-    def for_tangents(self) -> Trees:
-        """The trees for tangents: the tangent of a fill is zero."""
-        if not self.fills:
-            return self
-        return replace(self, fills=(None,) * len(self.fills))
 
 
 def is_pair(value: Any, treedef: Any) -> bool:

@@ -25,7 +25,7 @@ from hostcall._core.errors import PackageError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._core.spec import flatten_arguments, is_array_like, is_numeric
 from hostcall._host_function.function import HostFunction
-from hostcall._host_function.rules import HOST_RESIDUALS, Jvp, Vjp
+from hostcall._host_function.rules import HOST_RESIDUALS, Rule, Vjp
 from hostcall._host_function.trees import pick
 
 tree = jax.tree_util
@@ -109,7 +109,7 @@ class OverOthers(HostFunction[..., Any]):
 
     def set_rules(self) -> None:
         self.rules.vjp = Vjp(self._with_args, self._pull, "jax", HOST_RESIDUALS, True)
-        self.rules.jvp = Jvp(self._push, "jax", flat=True)
+        self.rules.jvp = Rule(self._push, "jax", flat=True)
 
     def _with_args(self, *args: Any) -> Any:
         return self(*args), args
@@ -159,7 +159,7 @@ class LibraryFunction(OverOthers):
             self.rules.vjp = Vjp(
                 self._forward, code.backward, "host", HOST_RESIDUALS, True
             )
-            self.rules.jvp = Jvp(self._push_on_host, "host", flat=True)
+            self.rules.jvp = Rule(self._push_on_host, "host", flat=True)
         elif derivatives:
             self.set_rules()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +15,12 @@ import numpy as np
 
 from hostcall._core import codes
 from hostcall._core.errors import DerivativeError, EscapeError
-from hostcall._host_function.check.slopes import slopes
+from hostcall._host_function.difference_error import (
+    Line,
+    central_error,
+    eps_of,
+    lines,
+)
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
 from hostcall._runtime.reraise import reraise
@@ -22,7 +28,28 @@ from hostcall._runtime.reraise import reraise
 tree = jax.tree
 
 Status = Literal["passed", "failed", "left out"]
+# How many steps differences may try, without and with 64 bits. At the last one only
+# rounding is left to see.
+_STEPS = {False: 7, True: 10}
 _ARRAYS = (jax.Array, np.ndarray, np.generic, float, int, complex)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check and its outcome.
+
+    Attributes:
+        name: the name of the check.
+        status: "passed", "failed", or "left out" if it does not apply.
+        detail: what was found, or why it was left out.
+    """
+
+    name: str
+    status: Status
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status:8} {self.name}{': ' if self.detail else ''}{self.detail}"
 
 
 class LeftOut(Exception):
@@ -71,10 +98,12 @@ class Checks:
         self.rtol = rtol if rtol is not None else 1e-4 if self.wide else 2e-2
         self.out: Any = None
 
-    def run(self) -> list[tuple[str, Status, str]]:
-        results: list[tuple[str, Status, str]] = []
+    def run(self, label: str) -> list[Check]:
+        """The outcomes; `label` says which example this is."""
+        results = [Check("result" + label, *self._outcome(self.result))]
+        if results[0].status == "failed":
+            return results  # every later check would fail for the same reason
         for name, body in (
-            ("result", self.result),
             ("purity", self.purity),
             ("jit", self.jit),
             ("vmap", self.batching),
@@ -84,13 +113,13 @@ class Checks:
             ("lent arguments", self.lent),
             ("threads", self.several_threads),
         ):
-            status, detail = self._outcome(body)
-            results.append((name, status, detail))
-            if name == "result" and status == "failed":
-                break  # every later check would fail for the same reason
+            results.append(Check(name + label, *self._outcome(body)))
         return results
 
     def _outcome(self, body: Callable[[], str | None]) -> tuple[Status, str]:
+        order = self.f.options["order"]
+        if order != "pure" and body != self.result:
+            return "left out", f"order={order!r}"
         try:
             with reraise():
                 return "passed", body() or ""
@@ -132,24 +161,16 @@ class Checks:
         leaves = tree.leaves(self.out)
         return ", ".join(f"{x.dtype}{list(x.shape)}" for x in leaves)
 
-    def needs_purity(self) -> None:
-        order = self.f.options["order"]
-        if order != "pure":
-            raise LeftOut(f"order={order!r}")
-
     def purity(self) -> None:
-        self.needs_purity()
         again = self.call((), ())
         _same(again, tree.leaves(self.out), "a second call gives another result")
 
     def jit(self) -> None:
-        self.needs_purity()
         places = self.all_arrays
         got = jax.jit(partial(self.call, places))([self.leaves[n] for n in places])
         _same(got, tree.leaves(self.out), "the compiled program differs")
 
     def batching(self) -> str:
-        self.needs_purity()
         if not self.arrays:
             raise LeftOut("no array among the arguments")
         choices = {"all arguments": self.all_arrays}
@@ -167,7 +188,6 @@ class Checks:
 
     def along(self) -> tuple[Callable[..., list[Any]], list[Any]]:
         """`f` as a function of what has derivatives, and the example's values."""
-        self.needs_purity()
         if not self.moving:
             raise LeftOut("no floating argument")
 
@@ -189,16 +209,41 @@ class Checks:
     def difference(
         self, g: Callable[..., Any], primals: Any, tangents: Any
     ) -> tuple[list[Any], list[float]]:
-        """The derivative along a direction by differences, and the errors of that."""
-        found, errors = slopes(g, primals, tangents, self.wide)
-        for slope, error in zip(found, errors, strict=True):
+        """The derivative along a direction by differences, and the errors of that.
+
+        Takes the best of several steps. No single one suits all functions: a long one
+        is wrong for a function that varies fast, and a short one drowns in rounding.
+        """
+        sizes = [float(jnp.abs(x).max()) for x in primals if x.size]
+        step = max([1.0, *sizes]) / 64
+        best: list[tuple[float, Any]] = []
+        varies: list[Any] = []
+        for left in reversed(range(_STEPS[self.wide])):
+            try:
+                found = _lines(g, primals, tangents, step)
+            except Exception:  # so far from the example it is perhaps not defined
+                if not left and not best:
+                    raise
+            else:
+                best = best or [(np.inf, line.central(2)) for line in found]
+                varies = varies or [False] * len(found)
+                for i, line in enumerate(found):
+                    # Where a longer step saw a change, none now is rounding.
+                    varies[i] = varies[i] | ~line.flat
+                    error = _largest(central_error(eps_of([line]) * varies[i], line))
+                    if error <= best[i][0]:
+                        best[i] = error, line.central(2)
+                if all(e <= 0.01 * self.rtol * _largest(slope) for e, slope in best):
+                    break
+            step /= 4
+        for error, slope in best:
             size = _largest(slope)
             if error > 0.1 * size and error > 1e-6:
                 raise LeftOut(
                     f"differences are {size:.3g} +- {error:.3g}, too inexact to check"
                     " against. Give an example where the function is smooth"
                 )
-        return found, errors
+        return [slope for _, slope in best], [error for error, _ in best]
 
     def forward(self) -> None:
         g, primals = self.along()
@@ -258,7 +303,6 @@ class Checks:
     # --- Memory, threads -------------------------------------------------------------
 
     def lent(self) -> str:
-        self.needs_purity()
         if self.f.options["lend"] == "out":
             raise LeftOut('lend="out": every call is checked')
         spec = tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.out)
@@ -279,7 +323,6 @@ class Checks:
         return f"the function {what}: it needs its own copies, as without lend="
 
     def several_threads(self) -> str:
-        self.needs_purity()
         one = partial(self.call, self.all_arrays)
         inputs = [self.nearby(self.all_arrays) for _ in range(8)]
         wanted = [list(map(np.asarray, one(values))) for values in inputs]
@@ -315,6 +358,17 @@ class Checks:
             atol = rtol * _largest(b) + 2 * rough + 1e-6
             if not np.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
                 raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
+
+
+def _lines(
+    g: Callable[..., Any], primals: Any, tangents: Any, step: float
+) -> list[Line]:
+    def at(steps: float) -> tuple[list[np.ndarray], float]:
+        far = steps * step
+        moved = (x + far * t for x, t in zip(primals, tangents, strict=True))
+        return list(map(np.asarray, g(*moved))), far
+
+    return lines(at, 0.0)
 
 
 def _same(got: list[Any], wanted: list[Any], what: str) -> None:

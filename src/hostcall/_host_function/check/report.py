@@ -8,26 +8,8 @@ from typing import Any
 import numpy as np
 
 from hostcall._core.errors import SpecError
-from hostcall._host_function.check.cases import Checks, Status
+from hostcall._host_function.check.cases import Check, Checks
 from hostcall._host_function.function import HostFunction
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check and its outcome.
-
-    Attributes:
-        name: the name of the check.
-        status: "passed", "failed", or "left out" if it does not apply.
-        detail: what was found, or why it was left out.
-    """
-
-    name: str
-    status: Status
-    detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.status:8} {self.name}{': ' if self.detail else ''}{self.detail}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +76,7 @@ def check(
     Raises:
         SpecError: there is no example, or `f` is not a HostFunction.
 
-    Cost: some fifty calls of the function, ten for each argument, and as many
+    Cost: some hundred calls of the function, ten for each argument, and as many
     compilations.
     """
     if not isinstance(f, HostFunction):
@@ -111,8 +93,6 @@ def check(
     for number, example in enumerate(examples):
         args = example if isinstance(example, tuple) else (example,)
         label = f" (example {number})" if len(examples) > 1 else ""
-        checks = Checks(f, args, rtol, np.random.default_rng(seed), threads)
-        found += [
-            Check(name + label, status, detail) for name, status, detail in checks.run()
-        ]
+        random = np.random.default_rng(seed)
+        found += Checks(f, args, rtol, random, threads).run(label)
     return Report(f.__name__, tuple(found))
