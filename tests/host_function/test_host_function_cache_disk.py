@@ -234,7 +234,9 @@ def test_nothing_to_clear():
 
 
 def test_the_limit_should_be_a_number_of_bytes():
-    with pytest.raises(hc.errors.SpecError, match="cache_bytes should be a number of"):
+    with pytest.raises(
+        hc.errors.SpecError, match="cache_bytes= of hc.configure should be a number of"
+    ):
         hc.configure(cache_bytes=0)
 
 

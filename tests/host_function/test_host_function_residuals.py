@@ -259,11 +259,13 @@ def test_configure(small):
     assert Residual.alive == 1
     for wrong in (-1, 1.5, True, "many"):
         with pytest.raises(
-            hc.errors.SpecError, match="residuals should be a number of obj"
+            hc.errors.SpecError,
+            match="residuals= of hc.configure should be a number of obj",
         ):
             hc.configure(residuals=wrong, tap_queue_bytes=10)
         with pytest.raises(
-            hc.errors.SpecError, match="pinned_bytes should be a number of"
+            hc.errors.SpecError,
+            match="pinned_bytes= of hc.configure should be a number of",
         ):
             hc.configure(residuals=5, pinned_bytes=-1)
     assert store.limit() == 1

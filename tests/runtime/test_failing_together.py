@@ -308,7 +308,7 @@ def test_a_job_of_one_process_has_none_of_this(run_python):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ({"fail": "all"}, "fail should be one of 'together', 'alone', got 'all'"),
+        ({"fail": "all"}, "should be one of 'together', 'alone' or None, got 'all'"),
         ({"fail_grace": 1}, "hc.configure has no setting fail_grace="),
         ({"fail_grace": 1}, "heartbeat_timeout_seconds=10"),
         ({"fails": "alone"}, "Did you mean fail=?"),

@@ -624,7 +624,7 @@ def test_a_size_that_is_none(wrong):
     with pytest.raises(hc.errors.SpecError) as caught:
         hc.configure(tap_queue_bytes=wrong)
     assert (
-        f"tap_queue_bytes should be a number of bytes above 0, got {wrong!r}. Write"
+        f"tap_queue_bytes= of hc.configure should be a number of bytes above 0, got {wrong!r}. Write"
         " 256e6 for 256 MB, for example"
     ) in str(caught.value)
 

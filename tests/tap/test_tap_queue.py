@@ -294,7 +294,9 @@ def test_a_writer_of_snapshots():
 
 @pytest.mark.parametrize("size", [0, -5, 1.5, True])
 def test_configure_refuses(size):
-    with pytest.raises(hc.errors.SpecError, match="tap_queue_bytes should be a number"):
+    with pytest.raises(
+        hc.errors.SpecError, match="tap_queue_bytes= of hc.configure should be"
+    ):
         hc.configure(tap_queue_bytes=size)
 
 

@@ -14,14 +14,13 @@ from hostcall._core.host_code import HostCode, handle
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import (
-    Static,
     flatten_arguments,
     parse_fill,
     parse_result,
 )
 from hostcall._engine.options import POLICY, check
-from hostcall._engine.params.equation import Arrays, Callback, Fail, Lend
-from hostcall._primitives.call.make import make, make_with
+from hostcall._engine.params.equation import Arrays, Fail, Lend
+from hostcall._primitives.call.make import make
 
 # A `result` that is one array; type checkers see any other tree as Any.
 OneArray: TypeAlias = jax.ShapeDtypeStruct | jax.typing.ArrayLike
@@ -201,12 +200,9 @@ def call(
     mask = None if where is None else parse_mask(where, name, fn=fn)
     fills = parse_fill(fill, results, name)
     place = users_place(fn)
-    leaves = make_with(
-        *(options, fn, template, results, fills, place, operands, mask, owner),
-        fail=fail,
-        sharding=parse_on(on, name),
-    )
-    return results.fill(leaves)
+    options |= {"fail": fail, "sharding": parse_on(on, name)}
+    how = options, fn, template, results, fills, place, operands, mask, owner
+    return results.fill(make(*how))
 
 
 _DEFAULTS = {"order": "pure", "vmap_method": None, "arrays": "numpy", "lend": False}
@@ -223,15 +219,9 @@ def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
     name = check_function(fn, "hc.watch(x)")
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
-    callback = Callback(
-        fn=Static(fn),
-        template=template,
-        results=parse_result(None, name),
-        fills=(),
-        place=users_place(fn),
-    )
-    mask = parse_mask(where, name, fn=fn)
-    make(callback, operands, order="unordered", mask=mask, keep=keep)
+    results, mask = parse_result(None, name), parse_mask(where, name, fn=fn)
+    options = {"order": "unordered", "keep": keep}
+    make(options, fn, template, results, (), users_place(fn), operands, mask)
 
 
 _FACE = mistakes.Face(

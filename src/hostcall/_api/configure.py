@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 
 from hostcall import _native
 from hostcall._core import config, mistakes
-from hostcall._core.arguments import choices
+from hostcall._core.arguments import wrong
 from hostcall._core.errors import SpecError
+from hostcall._engine.options import Option, check, choice
 from hostcall._runtime import flights
 
 if TYPE_CHECKING:
@@ -66,35 +67,14 @@ def configure(
             f"hostcall: hc.configure has no setting {keyword}=. {_FACE.hint(keyword)}",
             code="hc-arguments",
         )
-    changes: dict[str, Any] = {}
-    if residuals is not None:
-        if not _is_count(residuals):
-            raise _wrong("residuals", "a number of objects, 0 or more", residuals)
-        changes["residuals"] = residuals
-    for name, choice, allowed in (
-        ("flight", flight, config.FLIGHTS),
-        ("fail", fail, config.FAILS),
-    ):
-        if choice is not None:
-            if choice not in allowed:
-                raise _wrong(name, choices(allowed), choice)
-            changes[name] = choice
-    for name, size in (
-        ("pinned_bytes", pinned_bytes),
-        ("cache_bytes", cache_bytes),
-        ("tap_queue_bytes", tap_queue_bytes),
-    ):
-        if size is not None:
-            changes[name] = _bytes(size, name)
-    own = isinstance(loop, str) and loop == "own"
-    if loop is not None and not own and not _is_loop(loop):
-        wanted = (
-            "an event loop, as asyncio.get_running_loop() returns it, or 'own' for"
-            " hostcall's"
-        )
-        raise _wrong("loop", wanted, loop)
+    given: dict[str, Any] = {"residuals": residuals, "flight": flight, "fail": fail}
+    check("hc.configure", {**given, "loop": loop}, _SETTINGS)
+    sizes = {"pinned_bytes": pinned_bytes, "cache_bytes": cache_bytes}
+    for name, size in {**sizes, "tap_queue_bytes": tap_queue_bytes}.items():
+        given[name] = None if size is None else _bytes(size, name)
+    changes = {name: value for name, value in given.items() if value is not None}
     if loop is not None:
-        changes["loop"] = None if own else loop
+        changes["loop"] = None if isinstance(loop, str) else loop  # "own"
     vars(config.settings).update(changes)
     if cache_bytes is not None:
         from hostcall._engine import caching  # most programs have none
@@ -120,20 +100,26 @@ _FACE = mistakes.Face(
 )
 
 
-def _wrong(name: str, wanted: str, got: Any, more: str = "") -> SpecError:
-    return SpecError(
-        f"hostcall: {name} should be {wanted}, got {got!r}{more}", code="hc-option"
-    )
-
-
 def _is_loop(given: Any) -> bool:
     import asyncio
 
-    return isinstance(given, asyncio.AbstractEventLoop)
+    own = isinstance(given, str) and given == "own"
+    return own or isinstance(given, asyncio.AbstractEventLoop)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+_SETTINGS = {
+    "residuals": Option(
+        "a number of objects, 0 or more",
+        lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0,
+    ),
+    "flight": choice(*config.FLIGHTS, or_none=True),
+    "loop": Option(
+        "an event loop, as asyncio.get_running_loop() returns it, or 'own' for"
+        " hostcall's",
+        _is_loop,
+    ),
+    "fail": choice(*config.FAILS, or_none=True),
+}
 
 
 def _bytes(value: Any, name: str) -> int:
@@ -143,5 +129,5 @@ def _bytes(value: Any, name: str) -> int:
         size = 0
     if isinstance(value, bool) or size <= 0 or size != value:
         more = ". Write 256e6 for 256 MB, for example"
-        raise _wrong(name, "a number of bytes above 0", value, more)
+        raise wrong(name, "hc.configure", "a number of bytes above 0", value, more)
     return size

@@ -10,13 +10,13 @@ import jax
 
 from hostcall import _jax
 from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
-from hostcall._core.arguments import check_function, one_of
+from hostcall._core.arguments import check_function
 from hostcall._core.errors import SpecError
-from hostcall._core.order import ORDERS, Order
+from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
 from hostcall._core.spec import Results, Static, Template, canonical
-from hostcall._engine.options import WHOLE
+from hostcall._engine.options import WHOLE, check
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
 from hostcall._engine.params.equation import Callback
 from hostcall._primitives.buffer import bind
@@ -91,7 +91,7 @@ def buffer_callback(
     """
     if order is None:
         order = "unordered" if has_side_effect else "pure"
-    one_of("order", "hc.buffers.buffer_callback", order, ORDERS)
+    check("hc.buffers.buffer_callback", {"order": order})
     if has_side_effect and order == "pure":
         raise SpecError(
             "hostcall: order='pure' and has_side_effect=True contradict each other",

@@ -150,23 +150,8 @@ def conflict(of: str, what: str) -> SpecError:
     return SpecError(f"hostcall: {of} has {what}", code="hc-conflict")
 
 
-def one_of(option: str, of: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise wrong(option, of, choices(allowed), value)
-
-
 def choices(allowed: Sequence[str]) -> str:
     return f"one of {', '.join(map(repr, allowed))}"
-
-
-def check_count(option: str, of: str, value: Any, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise wrong(option, of, f"{what}, an int of 1 or more", value)
-
-
-def check_seconds(option: str, of: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or not value > 0:
-        raise wrong(option, of, "a number of seconds above 0", value)
 
 
 def of_all_processes(processes: Any, limit: Any, who: str, alone: str) -> bool:
@@ -175,5 +160,6 @@ def of_all_processes(processes: Any, limit: Any, who: str, alone: str) -> bool:
         return False
     if processes != "all":
         raise wrong("processes", who, "'all'", processes, f". Leave it out for {alone}")
-    check_seconds("limit", who, limit)
+    if not isinstance(limit, (int, float)) or not limit > 0:
+        raise wrong("limit", who, "a number of seconds above 0", limit)
     return True

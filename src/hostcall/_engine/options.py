@@ -1,7 +1,7 @@
 """What the options of calls, taps and host functions may be, and which may not meet.
 
 Each option has one row, and so has each pair that is refused. The faces check with them
-what a user gives, and checked.py what a file says. Pairs that only a transformation or
+what a user gives, and portable.py what a file says. Pairs that only a transformation or
 a lowering shows are refused there.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hostcall._core import config
@@ -36,10 +36,13 @@ class Option:
     needed: bool = False
 
 
-def _choice(*values: Any) -> Option:
+def choice(*values: Any, or_none: bool = False) -> Option:
+    """An option that has one of these values."""
     kinds = (str, bool, types.NoneType)
     return Option(
-        choices(values), lambda v: isinstance(v, kinds) and v in values, needed=True
+        choices(values) + (" or None" if or_none else ""),
+        lambda v: isinstance(v, kinds) and v in values,
+        needed=not or_none,
     )
 
 
@@ -69,15 +72,15 @@ def _is_cache(value: Any) -> bool:
 
 
 SECONDS = Option("a number of seconds above 0", lambda v: _number(v) and v > 0)
-_METHODS = _choice(*ROWS, *WHOLE, None)
+_METHODS = choice(*ROWS, *WHOLE, None)
 
 CALL: Mapping[str, Option] = {
-    "order": _choice(*ORDERS),
+    "order": choice(*ORDERS),
     "vmap_method": Option(
         _METHODS.wanted, lambda v: callable(v) or _METHODS.fits(v), needed=True
     ),
-    "arrays": _choice("numpy", "jax", "dlpack", "cuda"),
-    "lend": _choice(False, True, "out"),
+    "arrays": choice("numpy", "jax", "dlpack", "cuda"),
+    "lend": choice(False, True, "out"),
     "timeout": SECONDS,
     "executor": Option(
         "a concurrent.futures.Executor, a Dask client or a pool such as"
@@ -92,16 +95,16 @@ CALL: Mapping[str, Option] = {
     ),
     "cache": Option("'memory', a diskcache.Cache or a joblib.Memory", _is_cache),
     "version": Option("a string or an int", lambda v: type(v) in (str, int)),
-    "fail": _choice(*config.FAILS, None),
+    "fail": choice(*config.FAILS, or_none=True),
     "tag": Option("a non-empty string", lambda v: isinstance(v, str) and v != ""),
 }
 
 TAP: Mapping[str, Option] = {
-    "order": _choice("unordered", "ordered", "pure"),
-    "when_full": _choice("block", "drop_newest", "drop_oldest"),
-    "rows": _choice("batched", "each"),
-    "remat": _choice("once", "repeat"),
-    "arrays": _choice("numpy", "jax", "dlpack"),
+    "order": choice("unordered", "ordered", "pure"),
+    "when_full": choice("block", "drop_newest", "drop_oldest"),
+    "rows": choice("batched", "each"),
+    "remat": choice("once", "repeat"),
+    "arrays": choice("numpy", "jax", "dlpack"),
     "every": Option(
         "a number of executions (an int) or of seconds (a float) above 0",
         SECONDS.fits,
@@ -111,6 +114,14 @@ TAP: Mapping[str, Option] = {
         lambda v: isinstance(v, float) and 0 < v <= 1,
     ),
     "batch": count("the most taps that a call gets"),
+    "tag": CALL["tag"],
+}
+
+FEED: Mapping[str, Option] = {
+    "batch": count("a number of rows"),
+    "prefetch": replace(count("a number of items"), needed=True),
+    "on_end": choice("mask", "raise", "repeat"),
+    "timeout": SECONDS,
     "tag": CALL["tag"],
 }
 

@@ -39,7 +39,7 @@ from hostcall._host_function.rules import (
 from hostcall._host_function.sendable import at_its_name
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
-from hostcall._primitives.call.make import make_with
+from hostcall._primitives.call.make import make
 from hostcall._runtime.tasks import run_one
 
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
@@ -58,7 +58,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
     Attributes:
         fn: the Python function.
         rules: what the def* methods were given.
-        options: of the calls that run the function, as `make_with` takes them.
+        options: of the calls that run the function, as `make` takes them.
         rules_copy: whether rules that keep an argument as a residual copy it.
     """
 
@@ -159,7 +159,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
             fills = fills or parse_fill(None, results, self.__name__)
             _, fn, options = self._opened()
             how = options, fn, template, results, fills, place, operands, mask, self
-            return results.fill(make_with(*how))
+            return results.fill(make(*how))
         if not results.avals:  # an empty tree, as bridges and `same_tree` may give
             return jax.tree.unflatten(results.treedef, ())
         if mask is not None:

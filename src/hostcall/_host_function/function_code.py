@@ -33,7 +33,7 @@ from hostcall._host_function.primitive import Arrays, Tangents, Value
 from hostcall._host_function.residuals import say_that_it_runs_again, store
 from hostcall._host_function.results import aligned, elementwise
 from hostcall._host_function.trees import pick, spread
-from hostcall._primitives.call.make import make_with
+from hostcall._primitives.call.make import make
 from hostcall._runtime import executors, workers
 
 # (function to run, its arguments, function that makes arrays of its value).
@@ -120,7 +120,7 @@ class FunctionCode(Value, HostCode):
             args = aligned(args, site.trees, self.kind, options)
         template, results = self._form(len(args))
         how = options, self, template, results, self._fills(), site.place
-        return make_with(*how, args, mask, site.function)
+        return make(*how, args, mask, site.function)
 
     def describe(self) -> None:
         """Says for `name_of` and `source_of`, which the engine asks, what this is."""
@@ -131,7 +131,7 @@ class FunctionCode(Value, HostCode):
         return str(vars(self).get("_source", ""))
 
     def options(self) -> dict[str, Any]:
-        """The options of its calls, as `make_with` takes them."""
+        """The options of its calls, as `make` takes them."""
         function = self.site.function
         label: tuple[Any, ...] = self.kind, self.nz
         # version= says which code computes the value; a rule can be set again.

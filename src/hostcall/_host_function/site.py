@@ -20,7 +20,7 @@ The way of a value and its gradient, for a `defvjp` in host code:
                 FunctionCode("forward") and leaves host_linear on a `LinearPart`
               JAX transposes that: `LinearPart.back` binds host_function on
                 FunctionCode("backward")
-    lowered   `FunctionCode.run` makes each of the two a call, by `make_with`. Without a
+    lowered   `FunctionCode.run` makes each of the two a call, by `make`. Without a
                 derivative `Site.run` does so, on FunctionCode("value")
     run       the engine calls `FunctionCode.__call__`: fwd runs, and its residual goes
                 into `residuals.store`; bwd runs on what is found there

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._engine import targets
-from hostcall._engine.params.buffer import BufferInfo, BufferParams
+from hostcall._engine.params.buffer import BufferParams
 from hostcall._primitives.axes import size_of
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.call.batching import batch
@@ -36,7 +36,7 @@ def _impl(*operands: Any, params: BufferParams) -> list[Any]:
     """Runs the callback at once on the CPU, and compiles the equation elsewhere."""
     if not _on_host(operands) or is_guarded(operands):
         return run_compiled(buffer_p, operands, params)
-    return run_eagerly(buffer_p, operands, params, BufferInfo)
+    return run_eagerly(buffer_p, operands, params)
 
 
 def _on_host(operands: Sequence[Any]) -> bool:
@@ -111,7 +111,6 @@ def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
         operands,
         _jax.physical_avals(ctx.avals_in),
         params,
-        BufferInfo,
         target=targets.GRAPH_TARGET if graph else targets.BUFFER_TARGET,
         aliases=dict(params.aliases),
     )

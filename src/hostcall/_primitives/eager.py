@@ -17,15 +17,13 @@ from hostcall._engine.plans import Entrance
 from hostcall._runtime import host_device
 
 
-def run_now(
-    operands: Sequence[Any],
-    params: CallParams,
-    info_type: Callable[..., CallInfo] = CallInfo,
-) -> list[Any]:
-    """Calls the function now, without compiling anything and without keeping anything.
+def prepare(
+    operands: Sequence[Any], params: CallParams
+) -> tuple[CallInfo, Callable[[], list[Any]]]:
+    """(what describes a call, a function that makes it now).
 
-    The same native code runs as in a compiled program, on NumPy's buffers. An exception
-    of the function propagates as it is.
+    Nothing is compiled or kept. The same native code runs as in a compiled program, on
+    NumPy's buffers. An exception of the function propagates as it is.
     """
     targets.start()
     process.refuse(f"`{params.callback.name}` is called")
@@ -38,22 +36,26 @@ def run_now(
     device = host_device.above_here()
     arrays = [row_major(operand) for operand in operands]
     home = first_device(() if place is None else place.device_set)
-    info = info_type(params, {-1: home}, mesh=None)
+    info = params.info({-1: home}, None)
     plan = plans.make_plan(params, arrays, info, Entrance(device=device))
-    try:
-        results = plan.invoke(arrays)
-    except ValueError as error:
-        info.hint(error)
-        raise
-    if place is None:
-        return [_jax.put_on_device(r, home, committed=False) for r in results]
-    return [jax.device_put(result, place) for result in results]
+
+    def run() -> list[Any]:
+        try:
+            results = plan.invoke(arrays)
+        except ValueError as error:
+            info.hint(error)
+            raise
+        if place is None:
+            return [_jax.put_on_device(r, home, committed=False) for r in results]
+        return [jax.device_put(result, place) for result in results]
+
+    return info, run
 
 
 def run_and_keep(*operands: Any, params: CallParams) -> list[Any]:
-    """`run_now`; an exception is also kept for `hc.errors.last_error()`."""
+    """Makes the call; an exception is kept for `hc.errors.last_error()` too."""
     try:
-        return run_now(operands, params)
+        return prepare(operands, params)[1]()
     except BaseException as error:
         failures.keep(error, handed_over=True)
         raise

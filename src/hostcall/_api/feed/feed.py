@@ -14,17 +14,12 @@ from hostcall._api.feed.items import parse_spec, reader, spec_of
 from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import read_source
 from hostcall._core import mistakes
-from hostcall._core.arguments import (
-    check_count,
-    check_seconds,
-    one_of,
-    parse_mask,
-)
+from hostcall._core.arguments import parse_mask
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import Results, Static, Template, is_array_like
-from hostcall._engine.options import check
+from hostcall._engine.options import FEED, check
 from hostcall._engine.params.equation import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import bind
@@ -236,12 +231,8 @@ def feed(
     """
     is_named = hasattr(source, "__qualname__")
     name = tag or (name_of(source) if is_named else type(source).__qualname__)
-    check(f"`{name}`", {"tag": tag})
-    of = f"the feed `{name}`"
-    check_count("prefetch", of, prefetch, "a number of items")
-    one_of("on_end", of, on_end, ("mask", "raise", "repeat"))
-    if timeout is not None:
-        check_seconds("timeout", of, timeout)
+    given = {"tag": tag, "prefetch": prefetch, "on_end": on_end, "timeout": timeout}
+    check(f"the feed `{name}`", {**given, "batch": batch}, FEED)
     if _jax.is_tracing():
         mistakes.refuse_traced(source, _instead_of_traced)
     make, again = read_source(source, batch, name)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall._core.arguments import check_count, of_a_number
+from hostcall._core.arguments import of_a_number
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 
@@ -60,7 +60,6 @@ def _by_epoch(function: Callable[..., Any], name: str) -> Callable[[int], Any]:
 
 
 def _batches(source: Any, batch: int, name: str) -> Callable[[int], Any]:
-    check_count("batch", f"the feed `{name}`", batch, "a number of rows")
     columns = _columns(source, name)
     ends = range(batch, _rows_of(columns, batch, name) + 1, batch)
 

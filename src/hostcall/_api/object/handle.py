@@ -22,7 +22,7 @@ from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import users_place
 from hostcall._core.spec import flatten_arguments, parse_fill
-from hostcall._primitives.call.make import make_with
+from hostcall._primitives.call.make import make
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall")
@@ -353,7 +353,7 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         mask = None if where is None else parse_mask(where, entry.__qualname__)
         place = users_place()
         return results.fill(
-            make_with(options, entry, template, results, fills, place, operands, mask)
+            make(options, entry, template, results, fills, place, operands, mask)
         )
 
     method.__name__, method.__qualname__ = name, entry.__qualname__

@@ -128,6 +128,9 @@ class BufferParams(CallParams):
         native = isinstance(self.callback.function, NativeFunction)
         return self.order != "pure" or not native
 
+    def info(self, devices: dict[int, Any], mesh: Any) -> BufferInfo:
+        return BufferInfo(self, devices, mesh)
+
     def in_place(self) -> tuple[Callable[..., Any], _native.BufferSettings]:
         shared = {output: number for number, output in self.aliases}
         fn = self.callback.function

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import jax
 
+from hostcall._core.order import ORDERED
+from hostcall._engine.info import CallInfo
 from hostcall._engine.masks import CompressedCall
 from hostcall._engine.params.equation import Equation
 from hostcall._native import ResultForm
@@ -27,6 +29,15 @@ class CallParams(Equation):
     levels: int = 0
     results_as: Literal["tree", "leaves", "nothing"] = "tree"
     literals: bool = True
+
+    @property
+    def ordered(self) -> Any:
+        """The effect whose token an ordered call takes and returns."""
+        return ORDERED
+
+    def info(self, devices: dict[int, Any], mesh: Any) -> CallInfo:
+        """Describes a call to the engine; see `CallInfo`."""
+        return CallInfo(self, devices, mesh)
 
     def _form(self) -> ResultForm:
         treedef = self.callback.results.treedef

@@ -98,6 +98,13 @@ class DropInParams(CallParams):
         return FLAVOURS[self.kind]
 
     @property
+    def ordered(self) -> Any:
+        return self.flavour.ordered
+
+    def info(self, devices: dict[int, Any], mesh: Any) -> DropInInfo:
+        return DropInInfo(self, devices, mesh)
+
+    @property
     def primitive(self) -> str:
         """The name of the drop-in's primitive, which JAX's primitive has too."""
         mine = own(self.callback.function)
@@ -120,7 +127,7 @@ class DropInParams(CallParams):
         if self.order == "unordered":
             return {self.flavour.unordered}
         # The reason for UNORDERED is in `effects_of` (_core/order.py).
-        return {self.flavour.ordered, UNORDERED}
+        return {self.ordered, UNORDERED}
 
 
 _NARROW = {

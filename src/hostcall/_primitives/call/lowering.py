@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import config
 from hostcall._core.errors import HostcallError
-from hostcall._core.order import ORDERED
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
@@ -35,8 +34,6 @@ def lower(
     operands: Sequence[Any],
     avals: Sequence[Any],
     params: CallParams,
-    info_type: Callable[..., CallInfo] = CallInfo,
-    ordered: Any = ORDERED,
     target: str = targets.TARGET,
     aliases: dict[int, int] | None = None,
 ) -> list[Any]:
@@ -47,12 +44,10 @@ def lower(
         operands: the values.
         avals: their avals; for a typed key, the aval of its uint32 block.
         params: the parameters of the call.
-        info_type: makes the call's description.
-        ordered: the effect whose token an ordered call takes and returns.
         target: the name under which the call's handlers are registered.
         aliases: operand number -> number of the result that may take its memory.
     """
-    info = info_type(params, program.by_ordinal, program.mesh)
+    info = params.info(program.by_ordinal, program.mesh)
     leader = None
     if params.sharding is not None and program.is_partitioned:
         (leader,) = params.sharding.device_set
@@ -65,7 +60,7 @@ def lower(
             attributes=attributes,
             aliases=aliases,
             order=params.order,
-            ordered=ordered,
+            ordered=params.ordered,
             has_side_effect=params.order != "pure",
             source=source,
         )
@@ -192,17 +187,12 @@ def _lower_elsewhere(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
 
 
 def lower_through_jax(
-    ctx: Any,
-    *operands: Any,
-    params: CallParams,
-    info_type: Callable[..., CallInfo] = CallInfo,
-    ordered: Any = ORDERED,
-    partitioned: bool = False,
+    ctx: Any, *operands: Any, params: CallParams, partitioned: bool = False
 ) -> list[Any]:
     """`_lower_elsewhere` without its check, on any platform with a JAX callback."""
     targets.start()
     program = _jax.program_of(ctx)
-    info = info_type(params, {}, program.mesh)
+    info = params.info({}, program.mesh)
     info.job = targets.failures_over(program.across)
     avals = _jax.physical_avals(ctx.avals_in)
     device = host_device.above(None)
@@ -233,7 +223,7 @@ def lower_through_jax(
         run,
         operands,
         order=params.order,
-        ordered=ordered,
+        ordered=params.ordered,
         has_side_effect=params.order != "pure",
         sharding=params.sharding,
         partitioned=partitioned,

@@ -21,19 +21,14 @@ from hostcall._primitives.emit import NUMBER
 
 def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     """The lowering of our primitives, and on CPUs of JAX's (_compat/lowerings.py)."""
-    program, ordered = _jax.program_of(ctx), params.flavour.ordered
+    program = _jax.program_of(ctx)
     if params.kind == "debug" and program.automatic:
         axes = sorted(program.automatic, key=str)
         return _lower_once_along(ctx, operands, axes, params)
     if not _jax.is_served(ctx):
         # Through JAX's own callback, which refuses what JAX refuses.
         return call_lowering.lower_through_jax(
-            ctx,
-            *operands,
-            params=params,
-            info_type=DropInInfo,
-            ordered=ordered,
-            partitioned=params.partitioned,
+            ctx, *operands, params=params, partitioned=params.partitioned
         )
     if params.partitioned and program.is_partitioned:
         targets.start_lowering(program)
@@ -44,7 +39,7 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
     if program.is_partitioned:
         _jax.mark_place(ctx, place)
     avals = _jax.physical_avals(ctx.avals_in)
-    return call_lowering.lower(program, operands, avals, params, DropInInfo, ordered)
+    return call_lowering.lower(program, operands, avals, params)
 
 
 def _lower_once_along(
@@ -73,7 +68,7 @@ class CallBlocks(Partitioned):
 
     @staticmethod
     def _info(params: DropInParams, program: Any) -> DropInInfo:
-        info = DropInInfo(params, program.by_ordinal, None)
+        info = params.info(program.by_ordinal, None)
         info.job = targets.failures_over(program.across)
         return info
 

@@ -6,7 +6,7 @@ effects, refusals and checks (see `_engine/params/drop_in.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,11 +16,10 @@ import jax
 from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.spec import Static
-from hostcall._engine.info import CallInfo
-from hostcall._engine.params.drop_in import DropInInfo, DropInParams
+from hostcall._engine.params.drop_in import DropInParams
 from hostcall._primitives.call.batching import batch
 from hostcall._primitives.call.primitive import refuse_derivatives
-from hostcall._primitives.eager import run_now
+from hostcall._primitives.eager import prepare
 
 
 def _primitive(name: str) -> Any:
@@ -57,10 +56,10 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
         return []  # as in a compiled program, which drops a call without results
     primitive = PRIMITIVES[params.primitive]
     if params.kind == "debug":
-        return run_eagerly(primitive, *_open_keys(operands, params), DropInInfo)
+        return run_eagerly(primitive, *_open_keys(operands, params))
     if not _at_home(operands, params) or is_guarded(operands):
         return run_compiled(primitive, operands, params)
-    return run_eagerly(primitive, operands, params, DropInInfo)
+    return run_eagerly(primitive, operands, params)
 
 
 def run_compiled(primitive: Any, operands: Sequence[Any], params: Any) -> list[Any]:
@@ -73,26 +72,14 @@ def run_compiled(primitive: Any, operands: Sequence[Any], params: Any) -> list[A
     return out
 
 
-def run_eagerly(
-    primitive: Any,
-    operands: Sequence[Any],
-    params: Any,
-    info_class: Callable[..., CallInfo],
-) -> list[Any]:
-    """Calls now; on failure raises what `info_class` chooses for an eager call."""
-    infos: list[CallInfo] = []
-
-    def info_type(*args: Any, **kwargs: Any) -> CallInfo:
-        infos.append(info_class(*args, **kwargs))
-        return infos[-1]
-
+def run_eagerly(primitive: Any, operands: Sequence[Any], params: Any) -> list[Any]:
+    """Calls now; on failure raises what the equation's info chooses."""
     arrays = [x if isinstance(x, jax.Array) else _jax.to_host(x) for x in operands]
+    info, run = prepare(arrays, params)
     try:
-        results = run_now(arrays, params, info_type)
+        results = run()
     except Exception as error:
-        if not infos:  # hostcall failed before it could call the function
-            raise
-        raised = infos[0].eager_error(error)
+        raised = info.eager_error(error)
         failures.hand_over(error)
         try:
             if raised is error:
