@@ -1,6 +1,6 @@
 """Makes a call that its face has checked and flattened.
 
-`hc.call`, HostFunctions, objects and the old `host_callback` all end here.
+`hc.call`, HostFunctions and objects all end here.
 """
 
 from __future__ import annotations
