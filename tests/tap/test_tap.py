@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import hostcall as hc
-from hostcall._engine import throttle
+from hostcall._primitives.tap import primitive
 
 
 class Log:
@@ -30,7 +30,7 @@ class Log:
 
 @pytest.fixture
 def log():
-    throttle._places.clear()
+    primitive._places.clear()
     return Log()
 
 

@@ -17,12 +17,7 @@ from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
-from hostcall._core.portable import (
-    Malformed,
-    NotPortable,
-    read_record,
-    tell_record,
-)
+from hostcall._core.portable import Malformed, NotPortable, read_record, tell_record
 from hostcall._core.spec import Static
 from hostcall._engine.params.tap import On, Rows, WhenFull
 
@@ -81,7 +76,7 @@ def print(
         fmt=fmt,
         numbers=_numbers_in((args, kwargs)),
         file=None if file is None else Static(file),
-        flush=flush,
+        flush=bool(flush),
         end=end,
         options=_print_options(),
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from hostcall._core.coroutines import body_of, is_coroutine_function
 from hostcall._core.errors import SpecError
+from hostcall._core.host_code import handle, layers
 from hostcall._core.signatures import accepts, own_option, signature_of
 from hostcall._core.source import name_of
 
@@ -33,6 +34,10 @@ def check_function(
             f"hostcall: the first argument should be a function, got {fn!r}. Write"
             f" {usage}"
         )
+    for each in layers(fn):
+        made = handle(each)
+        if made is not None and (why := made._why_not()):
+            raise SpecError(why, code="hc-result-spec")
     name = name_of(fn)
     if not awaits:
         refuse_coroutines(fn)

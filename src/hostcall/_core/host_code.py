@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from hostcall._core.errors import SpecError
 
@@ -91,6 +91,22 @@ class HostCode:
         return None
 
 
+class Opened(NamedTuple):
+    """A HostFunction that `hc.call` was given.
+
+    Attributes:
+        function: the HostFunction.
+        code: what calls its Python function, in a form that its executor can send.
+        options: those of a call.
+        before: arguments before those that are given: the object of a method.
+    """
+
+    function: Any
+    code: Any
+    options: dict[str, Any]
+    before: tuple[Any, ...] = ()
+
+
 class Handle:
     """What users hold and register, where programs hold something else."""
 
@@ -102,11 +118,13 @@ class Handle:
         """The user's function that it was made of; None for a feed."""
         return vars(self).get("fn")
 
-    def _opened(self) -> tuple[Any, Callable[..., Any], dict[str, Any]] | None:
-        """What `hc.call` makes of a HostFunction: (the HostFunction, its Python
-        function, the options of a call); None for all else.
-        """
+    def _opened(self) -> Opened | None:
+        """What `hc.call` makes of a HostFunction; None if it is called as it is."""
         return None
+
+    def _why_not(self) -> str:
+        """Why host code and other faces can't call it; "" if they can."""
+        return ""
 
 
 class TakesMask:

@@ -56,7 +56,7 @@ class Face(NamedTuple):
             return f"In {self.name}, JAX's {keyword}= is {self.jaxs[keyword]}"
         near = get_close_matches(keyword, [*self.options, *self.gone, *others], n=1)
         if near and near[0] in self.gone:
-            return f"{self.name} has no {near[0]}= any more: {self.gone[near[0]]}"
+            return f"{self.name} has no {near[0]}= any more: {self.gone[near[0]]}."
         return f"Did you mean {near[0]}=?" if near else ""
 
 
@@ -195,8 +195,8 @@ def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
     for k in names:
         if k in signature.parameters:
             continue
-        near = get_close_matches(k, face.options, n=1, cutoff=0.8)
-        if near or k in face.gone:
+        known = [*face.options, *face.gone]
+        if get_close_matches(k, known, n=1, cutoff=0.8):
             name = name_of(fn)
             raise SpecError(
                 f"hostcall: {face.name} has no option {k}=, and would pass it to"

@@ -201,6 +201,12 @@ _PAIRS: tuple[tuple[dict[str, Test], dict[str, Test], str], ...] = (
         "That is for calls that are made one by one: leave out one of the two",
     ),
     (
+        {"coalesce": _given},
+        {"result": _is("infer")},
+        "A merged function gets several entries, and it is inferred from one: say what"
+        " it returns with result=",
+    ),
+    (
         {"arrays": _is("cuda")},
         {
             **dict.fromkeys(("where", "timeout", "lend", "on"), _given),

@@ -33,12 +33,7 @@ logger = logging.getLogger("hostcall")
 Converter = Callable[[Any], Any] | None
 Runner = Callable[[list[Any], list[Any]], list[Any]]  # of rows, and their indices
 
-_LENDS = {
-    False: Lend.COPY,
-    True: Lend.ARGS,
-    "out": Lend.OUT,
-    "buffers": Lend.BUFFERS,
-}
+_LENDS = {False: Lend.COPY, True: Lend.ARGS, "out": Lend.OUT, "buffers": Lend.BUFFERS}
 
 # --- Plans -------------------------------------------------------------------------
 

@@ -161,7 +161,7 @@ def _tell_function(callback: Callback, exported: bool) -> Any:
     if kind:
         return [kind, _home(kind).tell(function, exported)]
     policy, owner = callback.policy, callback.policy.owner
-    if registry.name_of_held(function) is None and registry.name_of_held(owner):
+    if registry.name_of_held(owner):
         function = owner
     name = name_of(
         function,
@@ -169,7 +169,8 @@ def _tell_function(callback: Callback, exported: bool) -> Any:
         f" example @hc.register({_suggested(callback)!r}, version=1), and in every"
         " process that loads the program",
     )
-    if policy != Policy() and registry.find(*name) is not owner:
+    is_run_so = policy != Policy() or policy.cache is not None
+    if is_run_so and registry.find(*name) is not owner:
         raise NotPortable(
             "it is run in a way (timeout=, executor= or the like) that its hc.host"
             f" function says, while {registry.Name(*name)} is another one. Register the"
@@ -186,7 +187,7 @@ def name_of(held: Any, remedy: str, code: Any = None) -> list[Any]:
     """
     name = registry.name_of_held(held)
     if name is None:
-        why = why_here(code or held) or registry.why_nameless(held)
+        why = why_here(held if code is None else code) or registry.why_nameless(held)
         raise NotPortable(why or remedy)
     return list(name)
 
@@ -214,10 +215,13 @@ def read(told: Any) -> tuple[Any, dict[str, Any]]:
     """
     found = _parts(told)
     kind, more = found["function"]
-    if kind == "registered":
-        function, extra = _registered(more, found)
-    else:
-        function, extra = _home(kind).read(more)
+    read_function = _registered if kind == "registered" else _home(kind).read
+    function, extra = read_function(more)
+    policy = extra.get("policy", Policy())
+    if found["equation"] == "tap" and policy.owner is not None:
+        # A tap calls what `hc.host` made, which is run as it says by itself.
+        function, extra, policy = policy.owner, {}, Policy()
+    _check_policy(found, function, policy)
     traced = None
     if found["traced"] is not None:
         traced = _jax.read_traced(found["traced"])
@@ -241,22 +245,26 @@ def read(told: Any) -> tuple[Any, dict[str, Any]]:
     return cls(callback=callback, **plain), found
 
 
-def _registered(name: Sequence[Any], found: Any) -> tuple[Any, dict[str, Any]]:
-    """A registered function, and the policy of a HostFunction, which must go with the
-    equation.
-    """
+def _registered(name: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+    """A registered function, and the policy of a HostFunction."""
     thing = registry.find(*name)
     if not is_function(thing):
         return registry.held_of(thing), {}
     policy = {option: thing.options.get(option) for option in options.POLICY}
-    given = {**_options_in(found), **policy, "awaits": is_coroutine_function(thing.fn)}
-    what = options.pair_refused(given)
-    if what is not None:
-        raise LoadError(
-            f"hostcall: what the program does with {registry.Name(*name)} does not go"
-            f" with the hc.host function that is registered here: it has {what}"
-        )
     return thing.fn, {"policy": Policy.of(owner=thing, **policy)}
+
+
+def _check_policy(found: dict[str, Any], function: Any, policy: Policy) -> None:
+    """Refuses an equation that does not go with how its function is run here."""
+    ours = {name: getattr(policy, name) for name in ("timeout", "coalesce", "cache")}
+    ours["awaits"] = is_coroutine_function(function)
+    what = options.pair_refused({**_options_in(found), **ours})
+    if what is not None:
+        called = ", ".join(map(str, names_in(found)))
+        raise LoadError(
+            f"hostcall: what the program does with {called} does not go with what is"
+            f" registered here: it has {what}"
+        )
 
 
 def _options_in(found: dict[str, Any]) -> dict[str, Any]:

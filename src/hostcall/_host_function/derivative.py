@@ -49,7 +49,9 @@ class Derivative(Pair):
     def run(self, args: Arrays, tangents: Arrays) -> Arrays:
         site, function = self.value, self.value.function
         jvp = function.rules.jvp
-        if jvp and (jvp.where == "jax" or function.options["lend"] != "out"):
+        options = function.options
+        alone = options["lend"] == "out" or options.get("coalesce") is not None
+        if jvp and (jvp.where == "jax" or not alone):
             avals = (*site.avals, *self.tangent_avals)
             code = FunctionCode(site, "both", avals, self.nz)
             return bound(code, [*args, *tangents])

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.arguments import conflict
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import TakesMask
 from hostcall._core.spec import is_array_like
+from hostcall._engine.options import SECONDS, check, choice
 from hostcall._host_function import results
 from hostcall._host_function.difference_error import (
     Line,
@@ -37,6 +39,11 @@ _ERRORS: dict[str, Callable[..., np.ndarray]] = {
 }
 _EPS = float(np.finfo(np.float64).eps)
 tree = jax.tree_util
+
+_OPTIONS = {
+    "scheme": choice("central", "forward", "complex"),
+    "step": replace(SECONDS, wanted="a number above 0"),
+}
 
 
 def finite_difference(
@@ -79,17 +86,12 @@ def finite_difference(
             f"hostcall: hc.derivatives.finite_difference wants what hc.host"
             f" returns, got {f!r}"
         )
-    if scheme not in ("central", "forward", "complex"):
-        raise SpecError(
-            f"hostcall: scheme= of `{f.__name__}` should be one of 'central',"
-            f" 'forward', 'complex', got {scheme!r}",
-            code="hc-option",
-        )
-    if step is not None and not (isinstance(step, (int, float)) and step > 0):
-        raise SpecError(
-            f"hostcall: step= of `{f.__name__}` should be a number above 0, got"
-            f" {step!r}",
-            code="hc-option",
+    check(f"`{f.__name__}`", {"scheme": scheme, "step": step}, _OPTIONS)
+    if f.options.get("coalesce") is not None:
+        raise conflict(
+            f"`{f.__name__}`",
+            "coalesce= and finite differences, which call it with one entry: leave out"
+            " coalesce=, or give it a rule",
         )
     size = step or (1e-20 if scheme == "complex" else _EPS ** _POWERS[scheme])
     elementwise = f.result is results.elementwise

@@ -16,10 +16,10 @@ from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
-from hostcall._core.host_code import Handle, TakesMask, dress
+from hostcall._core.host_code import Handle, Opened, TakesMask, dress
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
-from hostcall._engine.options import check
+from hostcall._engine.options import WHOLE, check
 from hostcall._host_function import kept
 from hostcall._host_function import results as shorthands
 from hostcall._host_function.primitive import bind
@@ -36,7 +36,7 @@ from hostcall._host_function.rules import (
     among,
     check_rules,
 )
-from hostcall._host_function.sendable import at_its_name
+from hostcall._host_function.sendable import Sent, at_its_name
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
 from hostcall._primitives.call.make import make
@@ -74,7 +74,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         self.result, self.nondiff = options.pop("result"), options.pop("nondiff")
         if callable(options["vmap_method"]):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
-        given = {**options, "awaits": is_coroutine_function(fn)}
+        given = {**options, "awaits": is_coroutine_function(fn), "result": self.result}
         if self.result is Undeclared:  # hc.call may say how batches are called
             del given["vmap_method"]
         check(f"`{self.__qualname__}`", given)
@@ -157,9 +157,10 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         mask = None if mask is None else parse_mask(mask, self.__name__)
         if self.options["order"] != "pure":  # no derivatives, and no primitives
             fills = fills or parse_fill(None, results, self.__name__)
-            _, fn, options = self._opened()
-            how = options, fn, template, results, fills, place, operands, mask, self
-            return results.fill(make(*how))
+            opened = HostFunction._opened(self)
+            assert opened is not None
+            how = opened.options, opened.code, template, results, fills, place
+            return results.fill(make(*how, operands, mask, self))
         if not results.avals:  # an empty tree, as bridges and `same_tree` may give
             return jax.tree.unflatten(results.treedef, ())
         if mask is not None:
@@ -170,9 +171,21 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         site = Site(self, trees, place)
         return results.fill(bind(_jax.vary_alike(operands), site))
 
-    def _opened(self) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
+    def _opened(self) -> Opened | None:
         method = self.rules.batch or self.options["vmap_method"]
-        return self, self.fn, {**self.options, "vmap_method": method}
+        if self.result is shorthands.elementwise and method in WHOLE:
+            method = None  # the axes of a batch are lined up for `__call__` alone
+        options = {**self.options, "vmap_method": method}
+        return Opened(self, Sent(self) if options["executor"] else self.fn, options)
+
+    def _why_not(self) -> str:
+        if self.result is not Undeclared:
+            return ""
+        return (
+            f"hostcall: `{self.__name__}` has no result=, so it can only be given to"
+            f" hc.call: hc.call({self.__name__}, result, *args). To call it by itself,"
+            " say what it returns: hc.host(fn, result=...)"
+        )
 
     def _held(self) -> Any:
         return self if self.options["order"] == "pure" else self.fn
@@ -189,13 +202,8 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         return among(self.nondiff, n)
 
     def _spec(self, args: Any, template: Any) -> Any:
-        if self.result is Undeclared:
-            raise SpecError(
-                f"hostcall: `{self.__name__}` has no result=, so it can only be given"
-                f" to hc.call: hc.call({self.__name__}, result, *args). To call it by"
-                " itself, say what it returns: hc.host(fn, result=...)",
-                code="hc-result-spec",
-            )
+        if why := self._why_not():
+            raise SpecError(why, code="hc-result-spec")
         if not isinstance(self.result, str) or self.result != "infer":
             return shorthands.spec_of(self.result, self.fn, args, self.__name__)
         avals = shorthands.avals_of(args)
@@ -406,9 +414,12 @@ class Method(Handle, TakesMask):
     def _definition(self) -> Callable[..., Any]:
         return self.__func__.fn  # type: ignore[no-any-return]
 
-    def _opened(self) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
-        function, fn, options = self.__func__._opened()
-        return function, types.MethodType(fn, self.__self__), options
+    def _opened(self) -> Opened | None:
+        opened: Opened | None = self.__func__._opened()
+        return opened and opened._replace(before=(self.__self__,))
+
+    def _why_not(self) -> str:
+        return self.__func__._why_not()  # type: ignore[no-any-return]
 
     def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
         masked = self.__func__.where(mask, fill)

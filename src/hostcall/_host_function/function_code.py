@@ -332,13 +332,19 @@ class FunctionCode(Value, HostCode):
         both, (outs, touts) = self.kind == "both", value
         if not jvp.flat:
             outs = trees.out_leaves(outs, self.words) if both else ()
-            terms = [touts] if jvp.rule else touts
+            terms = [touts]
+            if jvp.rule is None:  # a rule may return None for zero
+                terms = [term for term in touts if term is not None] or touts[:1]
             leaves = [
-                pick(trees.out_leaves(term, self.words), trees.out_diff)
+                self._term(pick(trees.out_leaves(term, self.words), trees.out_diff))
                 for term in terms
             ]
             touts = [reduce(_add, column) for column in zip(*leaves, strict=True)]
         return [*outs, *touts] if both else touts
+
+    def _term(self, leaves: Arrays) -> Arrays:
+        """One argument's share of the tangents."""
+        return leaves
 
     def _forward(self, operands: Any) -> Steps:
         def finish(value: Any) -> Arrays:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypedDict, Unpack, overload
 import jax
 import numpy as np
 
-from hostcall._core.arguments import check_function
+from hostcall._core.arguments import check_function, wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import refuse_unneeded
 from hostcall._core.order import Order
@@ -203,9 +203,5 @@ def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[in
         )
     positions = (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
     if not all(isinstance(n, int) for n in positions):
-        raise SpecError(
-            f"hostcall: nondiff= of `{shown}` should be positions of arguments, got"
-            f" {nondiff!r}",
-            code="hc-option",
-        )
+        raise wrong("nondiff", f"`{shown}`", "positions of arguments", nondiff)
     return positions

@@ -12,13 +12,16 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 
 from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.host_code import HostCode
 from hostcall._host_function.rules import RULES, forward_pair
 from hostcall._host_function.trees import is_pair
+from hostcall._runtime import executors
 from hostcall._runtime.workers import same
 
 Steps: TypeAlias = Generator[Any, Any, Any]
@@ -126,6 +129,28 @@ class Sendable:
         if self._by_name and plain and at_its_name(self._fn) is not self._fn:
             return self._again
         return same, (self._fn,)
+
+
+@dataclass(frozen=True)
+class Sent(HostCode):
+    """The Python function of a HostFunction in `hc.call`, for its executor."""
+
+    function: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.fn(*args, **kwargs)
+
+    def inside(self) -> Callable[..., Any]:
+        return self.function.fn  # type: ignore[no-any-return]
+
+    def split(self, args: Any, kwargs: Any) -> Any:
+        by_name = executors.by_name(self.function.options["executor"])
+        sent = Sendable(self.inside(), (code_of, (self.function, "value")), by_name)
+        return _applied, (sent, args, kwargs), same
+
+
+def _applied(fn: Any, args: Any, kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
 
 
 def at_its_name(thing: Any) -> Any:

@@ -142,7 +142,8 @@ class Site(Value):
         trees, linear = self.trees, self.trees.diff
         known = [x for x, flag in zip(args, linear, strict=True) if not flag]
         if any(x is None for x in known):
-            position = trees.positions[args.index(None)]
+            there = zip(trees.positions, args, linear, strict=True)
+            position = next(n for n, x, flag in there if x is None and not flag)
             why = "in which it isn't linear"
             raise rules.not_differentiable(self.name, position, why, self.place)
         avals = tuple(pick(trees.in_avals, linear))

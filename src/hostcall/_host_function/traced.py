@@ -71,6 +71,10 @@ class Traced(FunctionCode):
     def _linear(self, arrays: Any) -> Any:
         return masking(self.mask, arrays, (None,) * len(arrays))
 
+    def _term(self, leaves: Arrays) -> Arrays:
+        trees = self.site.trees
+        return trees.fitting(leaves, trees.out_avals, self.words)  # type: ignore[no-any-return]
+
     def _zeros(self, like: Any) -> Any:
         return jnp.zeros_like(like)
 

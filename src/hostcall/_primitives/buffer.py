@@ -24,11 +24,7 @@ from hostcall._primitives.call.primitive import (
     refuse_derivatives,
     would_run_twice,
 )
-from hostcall._primitives.drop_in.primitive import (
-    is_guarded,
-    run_compiled,
-    run_eagerly,
-)
+from hostcall._primitives.drop_in.primitive import is_guarded, run_compiled, run_eagerly
 from hostcall._primitives.emit import refuse_some_axes
 
 

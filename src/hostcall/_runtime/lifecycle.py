@@ -70,13 +70,7 @@ from hostcall._core import owed
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import refusal, renew_all
 from hostcall._core.wait import SLICE
-from hostcall._runtime import (
-    delivery,
-    feeds,
-    host_device,
-    loop,
-    watcher,
-)
+from hostcall._runtime import delivery, feeds, host_device, loop, watcher
 
 logger = logging.getLogger("hostcall")
 

@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from hostcall._core.arguments import check_function, wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.failures import original
-from hostcall._core.host_code import HostCode
+from hostcall._core.host_code import Handle, HostCode
 from hostcall._core.spec import Static, Template
 from hostcall._host_function import results
 from hostcall._host_function.trees import pick
@@ -103,6 +103,8 @@ def on_device(
 
 class JaxFunction(TakesNoRules):
     """A JAX function and its device. `hc.bridge.jax` makes it."""
+
+    _opened = Handle._opened  # hc.call calls it as JAX code does
 
     def __init__(
         self, fn: Callable[..., Any], device: Any, name: str | None, timeout: Any

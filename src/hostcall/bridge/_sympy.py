@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall._core.errors import DerivativeError, SpecError
-from hostcall._core.host_code import HostCode
+from hostcall._core.host_code import Handle, HostCode
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.results import elementwise, with_axes
 from hostcall.bridge._library import PLAIN, needed
@@ -103,6 +103,7 @@ class OfSympy(HostFunction[..., Any]):
     """Expressions as a function. `hc.bridge.sympy` makes it."""
 
     fn: Evaluate
+    _opened = Handle._opened  # hc.call calls it as JAX code does
 
     def __init__(self, evaluate: Evaluate, timeout: float | None) -> None:
         given = {"name": evaluate.__name__, "result": evaluate.spec, "timeout": timeout}

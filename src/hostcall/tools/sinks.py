@@ -258,7 +258,7 @@ class _Line:
 
 def _places(columns: Columns) -> Iterator[Any]:
     """The columns that say where a row comes from."""
-    where = ("process", "device", "row", "index")
+    where = ("process", "device", "row")
     return (name for name in columns if name.rstrip("0123456789") in where)
 
 

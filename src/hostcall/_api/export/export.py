@@ -165,8 +165,10 @@ def export(
 
     Raises:
         ExportError: some host code has no registered name, or can't leave the process:
-            buffer callbacks and JAX's own, on="shards", sharded feeds, executor= of a
-            plain function, file= of hc.print, attributes in its format.
+            buffer callbacks and JAX's own, on="shards", sharded feeds, functions
+            that hc.host runs in a way of its own (timeout=, executor= and the like) if
+            only the function in it is registered, file= of hc.print, attributes in
+            its format.
 
     Only names and numbers go into the file: no code, no closure, no pickle. What the
     host code holds (weights, settings) must be there where the program is loaded.

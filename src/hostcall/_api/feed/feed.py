@@ -253,11 +253,11 @@ def feed(
         ring = _native.FeedRing(leaves=sizes, lanes=lanes, capacity=prefetch)
         whole = read if shards is None else lambda *item: shards.cut(read(*item))
         puller.begin(ring, whole)
+        at = f"{name} ({place.file}:{place.line})"
+        return Feed(spec, Stream(puller, sizes, timeout, at), items, shards)
     except BaseException:
         puller.close(CLOSED)
         raise
-    stream = Stream(puller, sizes, timeout, f"{name} ({place.file}:{place.line})")
-    return Feed(spec, stream, items, shards)
 
 
 def _instead_of_traced(_: str, value: str) -> str:

@@ -6,13 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hostcall._api.object.group import Group, Member
+from hostcall._api.object.group import Group, Place
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of
 from hostcall._runtime import context
-from hostcall._runtime.tasks import settled
 
 
 class Entry(HostCode):
@@ -29,21 +28,24 @@ class Entry(HostCode):
         self.__qualname__ = f"{group.name}.{method}"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        member = self._locked(None)
-        try:
-            return settled(getattr(member.value, self.name)(*args, **kwargs))
-        finally:
-            member.lock.release()
+        return self.group.call(
+            self._place(None),
+            self.who,
+            lambda value: getattr(value, self.name)(*args, **kwargs),
+        )
 
     def enter(
         self, here: Any, held: Any, args: Any, kwargs: Any
     ) -> Callable[..., Any] | None:
-        member = self._locked(here)
-        held.callback(member.lock.release)
-        return functools.partial(getattr(member.value, self.name), *args, **kwargs)
+        while True:
+            member = self.group.member(self._place(here), self.who)
+            held.enter_context(member.lock)
+            if member.made:
+                called = getattr(member.value, self.name)
+                return functools.partial(called, *args, **kwargs)
 
-    def _locked(self, here: Any) -> Member:
-        """The object of a row, which the caller unlocks."""
+    def _place(self, here: Any) -> Place:
+        """Where the object of a row is."""
         place = context.place_in_batch(here)
         if place is None:
             raise HostcallError(
@@ -52,7 +54,7 @@ class Entry(HostCode):
                 " executor runs rows on the thread that waits for them",
                 code="hc-object",
             )
-        return self.group.locked(place, self.who)
+        return place
 
     def awaits(self) -> bool:
         return self._awaits

@@ -11,7 +11,7 @@ import contextvars
 import logging
 import pickle
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from hostcall import _native
@@ -46,13 +46,18 @@ class Member:
         self.value = value  # _UNMADE before it is made, and after it left its group
         self.state = state  # pickled, to make it from
 
+    @property
+    def made(self) -> bool:
+        return self.value is not _UNMADE
+
 
 class Group(Owned):
     """The objects of one `hc.Object`, by place. All places belong to one batch.
 
     `lock` guards `members` and `ended`. A thread that holds a member's lock may take
-    it; the other order would deadlock. `locked` looks up a member without `lock`, so
-    the member may have left the group by then.
+    it; the other order would deadlock. `member` looks one up without `lock`, so it may
+    have left the group by then. A member's lock is taken by `with` alone: behind a call
+    of `acquire` Ctrl-C could leave it locked for ever.
     """
 
     def __init__(self, declared: Declaration) -> None:
@@ -80,16 +85,20 @@ class Group(Owned):
                 code="hc-closed",
             )
 
-    def locked(self, place: Place, who: str) -> Member:
-        """The object at a place, made if there is none yet. The caller unlocks it."""
+    def call(self, place: Place, who: str, run: Callable[[Any], Any]) -> Any:
+        """`run(object)`, alone with the object at a place."""
         while True:
-            member = self.members.get(place) or self._join(place, who)
-            if member.value is _UNMADE:
-                self._fill(place, member)
-            member.lock.acquire()
-            if member.value is not _UNMADE:
-                return member
-            member.lock.release()  # it has just left the group
+            member = self.member(place, who)
+            with member.lock:
+                if member.made:
+                    return settled(run(member.value))
+
+    def member(self, place: Place, who: str) -> Member:
+        """What is at a place, made if there is nothing yet."""
+        member = self.members.get(place) or self._join(place, who)
+        if not member.made:
+            self._fill(place, member)
+        return member
 
     def _join(self, place: Place, who: str) -> Member:
         with self.lock:
@@ -103,7 +112,7 @@ class Group(Owned):
 
     def _fill(self, place: Place, member: Member) -> None:
         with member.lock:
-            if member.value is not _UNMADE or self.members.get(place) is not member:
+            if member.made or self.members.get(place) is not member:
                 return
             try:
                 member.value = self._made(place, member.state)
@@ -136,7 +145,7 @@ class Group(Owned):
         objects, waiting = {}, {}
         for (_, index), member in members:
             with member.lock:
-                if member.value is _UNMADE:
+                if not member.made:
                     if member.state is not None:
                         waiting[index] = member.state
                     continue
@@ -160,22 +169,23 @@ class Group(Owned):
         """
         batch, put = snapshot["batch"], self.put_state
         states = {(batch, index): each for index, each in snapshot["objects"].items()}
-        made = {p for p, each in self.members.items() if each.value is not _UNMADE}
+        with self.lock:
+            made = {place for place, each in self.members.items() if each.made}
         now = [p for p in states if not everyones or (put and p in made)]
         # All of them first: if one is broken, nothing has changed.
         values = {place: pickle.loads(states.pop(place)) for place in now}
-        failures = self.drop(keep=values if put else ())
+        failures = self.drop(keep=made & values.keys() if put else ())
         with self.lock:
             self.members.update({p: Member(state=each) for p, each in states.items()})
             if put is None:
                 self.members.update({p: Member(value) for p, value in values.items()})
                 return failures
         for place, value in values.items():
-            member = self.locked(place, "restore()")
-            try:
-                settled(put(member.value, value))
-            finally:
-                member.lock.release()
+
+            def back(each: Any, value: Any = value) -> Any:
+                return put(each, value)
+
+            self.call(place, "restore()", back)
         return failures
 
     def drop(self, keep: Collection[Place] = (), ended: str = "") -> list[Exception]:

@@ -57,9 +57,9 @@ class Object:
             "unordered": exactly once, in program order within straight-line code.
         name: the name in messages. Default: the factory's.
         vmap_method: "sequential": the rows run in row order. "parallel": all at once.
-        executor: a pool of threads for "parallel", as in `hc.call`.
+        executor: a pool of threads for "parallel", as in `hc.host`.
         concurrency: if coroutine methods are declared: how many of their calls (rows,
-            with "parallel") wait at the same time; as in `hc.call`.
+            with "parallel") wait at the same time; as in `hc.host`.
         close: ends an object: a method's name, which objects may lack, or a function of
             the object. None: objects are just dropped.
         save: returns an object's state: a method's name, or a function of the object.
@@ -150,7 +150,8 @@ class Object:
 
     def __repr__(self) -> str:
         group = self._group
-        state = "closed" if group.ended else counted(len(group.members), "object")
+        made = sum(member.made for member in list(group.members.values()))
+        state = "closed" if group.ended else counted(made, "object")
         return (
             f"<hc.Object {group.name} ({', '.join(group.declared.methods)}): {state}>"
         )

@@ -15,12 +15,7 @@ import numpy as np
 
 from hostcall._core import codes
 from hostcall._core.errors import DerivativeError, EscapeError
-from hostcall._host_function.difference_error import (
-    Line,
-    central_error,
-    eps_of,
-    lines,
-)
+from hostcall._host_function.difference_error import Line, central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
 from hostcall._runtime.reraise import reraise

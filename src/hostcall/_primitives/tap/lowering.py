@@ -26,11 +26,7 @@ from hostcall._primitives.emit import (
     emit_through_jax,
 )
 from hostcall._primitives.tap import blocks
-from hostcall._primitives.tap.primitive import (
-    bind,
-    flag_of,
-    tap_p,
-)
+from hostcall._primitives.tap.primitive import bind, flag_of, tap_p
 from hostcall._runtime import delivery, host_device
 
 

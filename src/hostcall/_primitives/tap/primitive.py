@@ -6,6 +6,8 @@ returns its arguments (`through`) has no effect: the use of its results keeps it
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall import _jax
+from hostcall import _jax, _native
 from hostcall._core import errors, failures, process
 from hostcall._core.errors import SpecError
 from hostcall._core.order import effects_of
-from hostcall._engine import plans, targets, throttle
+from hostcall._core.source import source_of
+from hostcall._engine import plans, targets
+from hostcall._engine.counters import counters_of
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
@@ -56,7 +60,7 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
                 "an ordered tap continues after a failed program: %s", failure
             )
     for home, place, blocks in _blocks(operands, params):
-        if not throttle.lets(params, home, flag_of(operands, params)):
+        if not _lets(params, home, flag_of(operands, params)):
             continue
         arrays = [row_major(block) for block in blocks]
         info = TapInfo(params, {-1: home}, mesh=None)
@@ -148,6 +152,38 @@ def _devices(operands: Any) -> list[Any]:
 def _home(operands: Any) -> Any:
     """The first device of the first array, which may be another process's."""
     return first_device(_devices(operands))
+
+
+# --- every= and sample= outside any program ------------------------------------------
+#
+# A compiled program has native counters for its taps, one for each tap and device. An
+# eager tap is no part of a program, so its counter is found by the line that wrote it.
+
+# How many lines keep a counter. In a notebook each run of a cell makes new lines.
+# Beyond this number the counter that was used longest ago is dropped, and its line
+# starts counting anew.
+_AT_MOST = 4096
+
+_places: OrderedDict[Any, _native.Throttle] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _lets(params: TapParams, device: Any, always: bool) -> bool:
+    """Whether an eager tap is delivered, on this device; `always` is its flag.
+
+    If not, `hc.monitor.stats()` counts it.
+    """
+    if params.every is None and params.sample is None:
+        return True
+    callback = params.callback
+    where = callback.place, source_of(callback.function), device.platform, device.id
+    key = (*where, params.every, params.sample)
+    with _lock:
+        found = _places.pop(key, None) or _native.Throttle(params.settings())
+        _places[key] = found
+        while len(_places) > _AT_MOST:
+            _places.popitem(last=False)
+    return found.lets(counters_of(callback), always)
 
 
 # --- abstract eval -----------------------------------------------------------------

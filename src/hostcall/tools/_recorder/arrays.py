@@ -87,19 +87,11 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
         ValueError: no recorder wrote it.
     """
     pairs = [pair for path in streams.paths(folder) if (pair := _pair(path))]
-    found = [
-        (pair.times, pair.steps, pair.values)
-        for pair in pairs
-        if pair.block == pair.about.whole
-    ]
-    parts = [pair for pair in pairs if pair.block != pair.about.whole]
-    if parts:
-        found.append(_joined(parts))
-    if not found:
+    if not pairs:
         return None
-    if len(pairs) == 1:
-        return found[0][1:]
-    times, steps, values = map(np.concatenate, zip(*found, strict=True))
+    if len(pairs) == 1 and pairs[0].block == pairs[0].about.whole:
+        return pairs[0].steps, pairs[0].values
+    times, steps, values = _joined(pairs)
     order = np.argsort(times, kind="stable")
     return steps[order], values[order]
 

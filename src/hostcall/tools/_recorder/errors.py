@@ -34,11 +34,11 @@ class Thread:
     def __init__(
         self, owner: object, name: str, who: str, work: Callable[[], None]
     ) -> None:
-        self._owner, self._who, self._work = owner, who, work
         # An event, not Thread.join: after Ctrl-C in a join, Python before 3.13 believes
         # that the thread has ended.
         self._ended = threading.Event()
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        args = owner, who, work  # the thread lets them go when it ends
+        thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
         # It may inherit context variables, but not from whoever made the recorder.
         contextvars.Context().run(thread.start)
 
@@ -47,15 +47,15 @@ class Thread:
         while not self._ended.wait(0.1):
             pass
 
-    def _run(self) -> None:
+    def _run(self, owner: object, who: str, work: Callable[[], None]) -> None:
         try:
-            self._work()
+            work()
         except BaseException as error:
             with _lock:
-                _untold.append((self._owner, error))
+                _untold.append((owner, error))
             # Last: who reads this expects the next barrier to raise.
             kind = type(error).__name__
-            _logger.error("hostcall: %s failed: %s: %s", self._who, kind, error)
+            _logger.error("hostcall: %s failed: %s: %s", who, kind, error)
         finally:
             self._ended.set()
 

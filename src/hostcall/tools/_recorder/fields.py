@@ -17,7 +17,7 @@ from hostcall.tools._values import need
 # Values with more elements become arrays.
 MOST_IN_A_COLUMN = 16
 # Columns that the recorder adds.
-ADDED = re.compile(r"time|process|device|row\d*")
+ADDED = re.compile(r"(time|process|device|row\d*)?")  # and the table's name
 
 
 @dataclass(frozen=True)
