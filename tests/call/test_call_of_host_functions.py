@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import jax
@@ -125,6 +126,16 @@ def test_without_a_result_only_hc_call_can_call_it():
 OPTIONS = ("timeout", "executor", "concurrency", "coalesce", "wait", "cache", "version")
 
 
+MISSPELT = {"timeot": "timeout", "executr": "executor", "coalese": "coalesce"}
+
+
+@pytest.mark.parametrize("option", MISSPELT)
+def test_a_misspelt_option_of_a_function_is_not_swallowed(option):
+    text = rf"has no option {option}=.*hc\.host\(fn, {MISSPELT[option]}="
+    with pytest.raises(hc.errors.SpecError, match=text):
+        hc.call(lambda x, **more: x, F32, 1.0, **{option: 1})
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_hc_call_says_where_the_options_of_a_function_went(option):
     for takes in (np.sin, lambda x: x, lambda x, **more: x):
@@ -155,3 +166,103 @@ def test_a_pair_of_both_is_refused_where_it_meets(text):
     with pytest.raises(hc.errors.SpecError, match=f"`negative` has {text}"):
         hc.call(f, F32, 1.0, **place)
     assert hc.call(f, F32, 1.0) == -1
+
+
+class Scale:  # a static argument, so the cache pickles it
+    def __init__(self, by):
+        self.by = by
+
+    @hc.host(cache="memory", result=F32)
+    def apply(self, x):
+        return x * np.float32(self.by)
+
+
+def test_a_cache_tells_the_objects_of_a_method_apart():
+    for _ in range(2):
+        assert [hc.call(Scale(by).apply, F32, 1.0) for by in (2, 3)] == [2, 3]
+
+
+def test_a_batch_of_an_elementwise_function_keeps_its_axes():
+    f = hc.host(np.multiply, result=hc.results.elementwise, vmap_method="expand_dims")
+    u, rows = jnp.arange(3.0), jnp.ones((3, 3))
+    row = jax.ShapeDtypeStruct((3,), jnp.float32)
+    want = jax.vmap(f)(u, rows)
+    np.testing.assert_array_equal(want, u[:, None] * rows)
+    got = jax.vmap(lambda a, b: hc.call(f, row, a, b))(u, rows)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_merged_function_runs_alone_under_derivatives():
+    """It gets an axis in front, which the rule does not."""
+    f = hc.host(lambda x: x[:, 0], result=jax.ShapeDtypeStruct((2,), F32.dtype))
+    merged = hc.host(f.fn, result=f.result, coalesce=4)
+    for rule in ("defjvp", "defjvps"):
+        g = hc.host(f.fn, result=f.result, coalesce=4)
+        if rule == "defjvp":
+            g.defjvp(lambda xs, dots: dots[0][0])
+        else:
+            g.defjvps(lambda dot, out, x: dot[0])
+        x = jnp.arange(4.0).reshape(2, 2)
+        out, dot = jax.jvp(g, (x,), (x,))
+        np.testing.assert_array_equal(out, merged(x))
+        np.testing.assert_array_equal(dot, x[0])
+    with pytest.raises(hc.errors.SpecError, match="coalesce= and result='infer'"):
+        hc.host(f.fn, result="infer", coalesce=4)
+    with pytest.raises(hc.errors.SpecError, match="coalesce= and finite differences"):
+        hc.derivatives.finite_difference(merged)
+
+
+TAKERS = {
+    "hc.tap": lambda f: hc.tap(f, 1.0),
+    "a partial": lambda f: hc.call(functools.partial(f, 1.0), F32),
+    "hc.host": lambda f: hc.host(f, cache="memory"),
+    "a buffer callback": lambda f: hc.buffers.buffer_callback(f, F32)(1.0),
+}
+
+
+@pytest.mark.parametrize("use", TAKERS.values(), ids=TAKERS)
+def test_without_a_result_others_refuse_it_where_it_is_written(use):
+    with pytest.raises(hc.errors.SpecError, match="has no result="):
+        use(hc.host(np.sin, timeout=60))
+
+
+def test_the_bridge_to_jax_keeps_its_device():
+    traced = []
+
+    def model(x):
+        traced.append(x)
+        return 2 * x
+
+    f = hc.bridge.jax(model, device=jax.devices()[0])
+    for x in range(3):
+        assert hc.call(f, F32, float(x)) == 2 * x
+    assert len(traced) == 1  # it is compiled, as where the program calls it
+
+
+def test_a_decorated_function_is_sent_to_a_pool_of_processes(tmp_path, run_python):
+    (tmp_path / "sent.py").write_text(
+        """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+import hostcall as hc
+pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+@hc.host(executor=pool, vmap_method="parallel")
+def double(x):
+    return 2 * x
+"""
+    )
+    done = run_python(
+        f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import numpy as np, jax, jax.numpy as jnp, hostcall as hc
+from sent import double, pool
+if __name__ == "__main__":
+    F32 = jax.ShapeDtypeStruct((), jnp.float32)
+    for order in ("pure", "unordered"):
+        f = jax.jit(jax.vmap(lambda x: hc.call(double, F32, x, order=order)))
+        print(f(jnp.arange(3.0)).tolist())
+    pool.shutdown()
+"""
+    )
+    assert done.stdout == "[0.0, 2.0, 4.0]\n" * 2

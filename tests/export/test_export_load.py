@@ -276,3 +276,64 @@ def test_what_a_header_says_of_names_is_not_relied_on():
         hc.load(container.pack({**HEADER, "names": []}, PROGRAM))
     with pytest.raises(hc.errors.RegistryError, match=r"tests\.other"):
         hc.load(container.pack({**HEADER, "names": [["tests.other", 1]]}, PROGRAM))
+
+
+LOADS = {
+    "a hc.host function": (
+        "hc.host(lambda x: x.copy(), result=hc.results.like(0), lend=True)",
+        "f(x)",
+        "hc.host(lambda x: x.copy(), result=hc.results.like(0), timeout=60)",
+    ),
+    "a coroutine function": (
+        "lambda x: x.copy()",
+        "hc.call(f, x, x, lend=True)",
+        "later",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOADS)
+def test_how_a_function_is_run_here_must_go_with_the_file(kind, run_python, tmp_path):
+    there, use, here = LOADS[kind]
+    path = str(tmp_path / "program")
+    head = """
+import sys
+import numpy as np, hostcall as hc
+X = np.arange(3, dtype=np.float32)
+async def later(x):
+    return x.copy()
+"""
+    write = f"""
+f = hc.register("tests.lent")({there})
+open(sys.argv[1], "wb").write(bytes(hc.export(lambda x: {use})(X)))
+print(hc.load(open(sys.argv[1], "rb").read()).call(X).tolist())
+"""
+    assert run_python(head + write, path).stdout == "[0.0, 1.0, 2.0]\n"
+    load = f"""
+hc.register("tests.lent")({here})
+try:
+    hc.load(open(sys.argv[1], "rb").read())
+except hc.errors.LoadError as error:
+    print("lend=True and" in str(error))
+"""
+    assert run_python(head + load, path).stdout == "True\n"
+
+
+def test_a_tap_of_a_registered_host_function_travels():
+    seen = []
+    for n, how in enumerate(({"cache": "memory"}, {"coalesce": 4}, {"timeout": 60})):
+        f = hc.host(lambda x: seen.append(x) or x, result=hc.results.like(0), **how)
+        f = hc.register(f"tests.tapped{n}")(f)
+        loaded = travelled(lambda x, f=f: (hc.tap(f, x), x)[1], ONE)
+        if "coalesce" not in how:  # a merged function has an axis in front
+            loaded.call(ONE)
+    hc.barrier()
+    assert len(seen) == 2
+
+
+def test_the_name_of_the_host_function_itself_goes_into_the_file():
+    f = hc.register("tests.inner")(lambda x: x + 1)
+    outer = hc.register("tests.outer")(hc.host(f, timeout=60))
+    exported = hc.export(lambda x: hc.call(outer, x, x))(X)
+    assert [call.name for call in exported.manifest.calls] == ["tests.outer"]
+    assert hc.load(bytes(exported)).call(X).tolist() == (X + 1).tolist()

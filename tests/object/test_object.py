@@ -958,3 +958,55 @@ def test_an_error_has_the_users_line_where_jax_calls_the_method():
     line = test_an_error_has_the_users_line_where_jax_calls_the_method
     number = line.__code__.co_firstlineno + 3
     assert f"called at {__file__}:{number} in {line.__name__})" in str(caught.value)
+
+
+def test_ctrl_c_leaves_no_object_locked(run_python):
+    """An interrupt may come behind any instruction, also where a lock is taken."""
+    run_python(
+        """
+        import signal, threading
+        import numpy as np, jax, jax.numpy as jnp
+        import hostcall as hc
+        class Count:
+            n = 0
+            def step(self):
+                self.n += 1
+                return np.float32(self.n)
+        F32 = jax.ShapeDtypeStruct((), jnp.float32)
+        count = hc.Object(Count, methods={"step": F32})
+        def again(signum, frame):
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGALRM, again)
+        interrupts = 0
+        while interrupts < 500:
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 * (1 + interrupts % 7))
+            try:
+                while True:
+                    count._group.call(((), ()), "step()", lambda each: each.step())
+            except KeyboardInterrupt:
+                interrupts += 1
+        got = []
+        thread = threading.Thread(target=lambda: got.append(count.step()))
+        thread.start()
+        thread.join(60)
+        assert len(got) == 1
+        """
+    )
+
+
+def test_a_snapshot_that_waits_gives_way_to_a_newer_one():
+    puts = []
+    with hc.Object(
+        Walk, methods={"reset": F32}, save="get", restore=lambda _, s: puts.append(s)
+    ) as walk:
+        walk.reset()
+        state = walk.save()
+    broken = {**state, "objects": dict.fromkeys(state["objects"], b"no pickle")}
+    with hc.Object(
+        Walk, methods={"reset": F32}, save="get", restore=lambda _, s: puts.append(s)
+    ) as walk:
+        walk.restore(broken, processes="all")
+        assert repr(walk).endswith("0 objects>")
+        walk.restore(state)
+        walk.reset()
+        assert len(puts) == 1

@@ -325,3 +325,13 @@ def test_a_vmap_of_another_size(resumed, tmp_path):
     f(jnp.ones((2, 20)))
     rec.close()
     assert hc.tools.read(tmp_path / "run").array("x")[1].shape == (2, 2, 20)
+
+
+def test_a_vmap_over_no_rows_writes_nothing(tmp_path):
+    with hc.Recorder(tmp_path / "run") as rec:
+        f = jax.jit(jax.vmap(lambda x: (rec(step=3, w=x), x)[1]))
+        f(jnp.ones((0, 20))).block_until_ready()
+        f(jnp.ones((2, 20))).block_until_ready()
+    steps, values = hc.tools.read(tmp_path / "run").array("w")
+    assert steps.tolist() == [3]
+    assert values.shape == (1, 2, 20)

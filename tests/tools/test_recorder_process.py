@@ -242,6 +242,13 @@ with hc.Recorder(folder) as rec:
             return c + 1
         return jax.lax.fori_loop(0, 10, body, x)
     whole(x)
+    same = jax.device_put(np.arange(20.0, dtype="f"), NamedSharding(mesh, P()))
+    @jax.jit
+    def parameters(w):
+        rec(step=0, all=w, on="process")
+        rec(step=0, each=w, on="shards")
+        return w
+    parameters(same)
     def shard(block):
         # One shard of each process records each step; the processes differ in theirs.
         at = jax.lax.axis_index("x")
@@ -268,6 +275,10 @@ def test_the_processes_of_a_job_share_a_folder(tmp_path, run_python):
     totals = [(r["step"], r["process"]) for r in table if r["total"] is not None]
     assert sorted(totals) == [(step, 0) for step in range(10)]  # once in the job
     np.testing.assert_array_equal(run.array("w")[1], x)
+    for name in ("all", "each"):  # each process holds it whole, and it is one entry
+        steps, whole = run.array(name)
+        np.testing.assert_array_equal(steps, [0])
+        np.testing.assert_array_equal(whole, [np.arange(20.0)])
     steps, few = run.array("few")
     np.testing.assert_array_equal(steps, np.arange(10))
     np.testing.assert_array_equal(few, x[:, :, 0])

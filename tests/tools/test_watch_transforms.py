@@ -189,3 +189,13 @@ def test_results_are_the_same_bits(name):
     for watch, options in WATCHES.items():
         show = lambda x, options=options: hc.watch(x, also=x, **options)
         assert np.asarray(PROGRAMS[name](show)).tobytes() == plain, watch
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_cotangents_of_integers_pass(wrap):
+    def loss(x):
+        tree = hc.watch({"x": x, "i": jnp.arange(2)}, cotangents=True)
+        return jnp.sin(tree["x"]).sum()
+
+    x = jnp.arange(3.0)
+    np.testing.assert_allclose(wrap(jax.grad(loss))(x), jnp.cos(x), rtol=1e-6)

@@ -75,8 +75,10 @@ class Run:
     @property
     def arrays(self) -> list[str]:
         """The names of the arrays."""
-        found = self.folder.glob("arrays/*/*.arrows")
-        return sorted({path.parent.name for path in found if path.stat().st_size})
+        with errors.reading(self.folder):
+            only_files(self.folder / "arrays")
+            found = self.folder.glob("arrays/*/*.arrows")
+            return sorted({path.parent.name for path in found if path.stat().st_size})
 
     def array(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The steps and values of a name in memory, without unfinished entries.
@@ -86,7 +88,6 @@ class Run:
         `np.load("run/arrays/<name>/0.npy", mmap_mode="r")`.
         """
         with errors.reading(self.folder):
-            only_files(self.folder / "arrays")
             names = self.arrays
             found = None
             if name in names:

@@ -193,7 +193,8 @@ def export(
         except ValueError as error:
             no_array = not jax.tree.leaves((args, kwargs))
             dropped = jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr)
-            if not no_array and not dropped:
+            unfit = "safe_zip" in str(error)  # jax.export's own, of a missing argument
+            if not unfit or not (no_array or dropped):
                 raise
             what = "got no array among the arguments"
             if not no_array:
