@@ -627,11 +627,6 @@ REFUSED = {
     "rules of an unordered function": (lambda: derivative("unordered"), "hc-conflict"),
     "rules of an ordered function": (lambda: derivative("ordered"), "hc-conflict"),
     "feed: rows and sharding": (lambda: sharded(lambda f: f(rows=1)), "hc-conflict"),
-    "feed: at and sharding": (lambda: sharded(lambda f: f.at(0)), "hc-feed-source"),
-    "feed: at and an iterator": (
-        lambda: feed(lambda f: f.at(0), source=iter([np.zeros(4)])),
-        "hc-feed-source",
-    ),
     "feed: repeat and an iterator": (
         lambda: feed(source=iter([np.zeros(4)]), on_end="repeat"),
         "hc-feed-source",

@@ -343,4 +343,5 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
 def packed_bits(dtype: np.dtype) -> tuple[int, bool]:
     """(bits, signed) for elements that XLA packs into bytes; (0, False) for others."""
     bits = 8 if dtype == jax.dtypes.float0 else jax.dtypes.itemsize_bits(dtype)
-    return (bits, dtype.name.startswith("int")) if bits < 8 else (0, False)
+    # XLA gives 6 bits a byte of their own.
+    return (bits, dtype.name.startswith("int")) if bits in (2, 4) else (0, False)

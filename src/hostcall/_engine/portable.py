@@ -161,8 +161,8 @@ def _tell_function(callback: Callback, exported: bool) -> Any:
     if kind:
         return [kind, _home(kind).tell(function, exported)]
     policy, owner = callback.policy, callback.policy.owner
-    if registry.name_of_held(owner):
-        function = owner
+    if owner is not None:  # else its executor has a form of the function
+        function = owner if registry.name_of_held(owner) else owner.fn
     name = name_of(
         function,
         "it has no name in other processes. Give it one where it is defined, for"

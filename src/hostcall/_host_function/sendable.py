@@ -19,6 +19,7 @@ import jax
 
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.host_code import HostCode
+from hostcall._core.source import name_of, source_of
 from hostcall._host_function.rules import RULES, forward_pair
 from hostcall._host_function.trees import is_pair
 from hostcall._runtime import executors
@@ -140,12 +141,16 @@ class Sent(HostCode):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.fn(*args, **kwargs)
 
-    def inside(self) -> Callable[..., Any]:
-        return self.function.fn  # type: ignore[no-any-return]
+    def __post_init__(self) -> None:
+        vars(self).update(__qualname__=name_of(self.function.fn))
+
+    def source(self) -> str:
+        return source_of(self.function.fn)
 
     def split(self, args: Any, kwargs: Any) -> Any:
         by_name = executors.by_name(self.function.options["executor"])
-        sent = Sendable(self.inside(), (code_of, (self.function, "value")), by_name)
+        again = code_of, (self.function, "value")
+        sent = Sendable(self.function.fn, again, by_name)
         return _applied, (sent, args, kwargs), same
 
 
