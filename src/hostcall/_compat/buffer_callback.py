@@ -10,7 +10,7 @@ import jax
 
 from hostcall import _jax
 from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
-from hostcall._core.arguments import check_function
+from hostcall._core.arguments import check_function, wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types
@@ -202,11 +202,9 @@ def _read_aliases(wanted: Any) -> list[tuple[int, int]]:
             (operator.index(i), operator.index(o)) for i, o in (wanted or {}).items()
         ]
     except (AttributeError, TypeError):
-        raise SpecError(
-            "hostcall: input_output_aliases should be a dict of numbers, {number of an"
-            f" input leaf: number of an output leaf}}, got {wanted!r}",
-            code="hc-option",
-        ) from None
+        form = "a dict of numbers, {number of an input leaf: number of an output leaf}"
+        of = "hc.buffers.buffer_callback"
+        raise wrong("input_output_aliases", of, form, wanted) from None
     return sorted(pairs)
 
 

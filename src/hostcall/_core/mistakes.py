@@ -195,8 +195,7 @@ def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
     for k in names:
         if k in signature.parameters:
             continue
-        known = [*face.options, *face.gone]
-        if get_close_matches(k, known, n=1, cutoff=0.8):
+        if get_close_matches(k, [*face.options, *face.gone], n=1, cutoff=0.8):
             name = name_of(fn)
             raise SpecError(
                 f"hostcall: {face.name} has no option {k}=, and would pass it to"

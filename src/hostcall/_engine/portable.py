@@ -169,8 +169,7 @@ def _tell_function(callback: Callback, exported: bool) -> Any:
         f" example @hc.register({_suggested(callback)!r}, version=1), and in every"
         " process that loads the program",
     )
-    is_run_so = policy != Policy() or policy.cache is not None
-    if is_run_so and registry.find(*name) is not owner:
+    if (policy != Policy() or policy.cache) and registry.find(*name) is not owner:
         raise NotPortable(
             "it is run in a way (timeout=, executor= or the like) that its hc.host"
             f" function says, while {registry.Name(*name)} is another one. Register the"

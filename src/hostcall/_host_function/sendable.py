@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -149,13 +150,8 @@ class Sent(HostCode):
 
     def split(self, args: Any, kwargs: Any) -> Any:
         by_name = executors.by_name(self.function.options["executor"])
-        again = code_of, (self.function, "value")
-        sent = Sendable(self.function.fn, again, by_name)
-        return _applied, (sent, args, kwargs), same
-
-
-def _applied(fn: Any, args: Any, kwargs: Any) -> Any:
-    return fn(*args, **kwargs)
+        sent = Sendable(self.function.fn, (code_of, (self.function, "value")), by_name)
+        return partial(sent, **kwargs), args, same
 
 
 def at_its_name(thing: Any) -> Any:

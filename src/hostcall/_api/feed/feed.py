@@ -14,7 +14,7 @@ from hostcall._api.feed.items import parse_spec, reader, spec_of
 from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import read_source
 from hostcall._core import mistakes
-from hostcall._core.arguments import parse_mask
+from hostcall._core.arguments import parse_mask, wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.source import name_of, users_place
@@ -270,12 +270,9 @@ def _instead_of_traced(_: str, value: str) -> str:
 def _marker(leaf: Any, name: str) -> Any:
     """An array without elements and derivatives, that has the rows of `leaf`."""
     if not isinstance(leaf, jax.Array) and not is_array_like(leaf):
-        raise SpecError(
-            f"hostcall: rows= of a call of the feed `{name}` should be an array of the"
-            f" vmapped function, which differs between the rows, got {leaf!r}. Write"
-            " feed(rows=x), which takes an item for each row of x",
-            code="hc-option",
-        )
+        wanted = "an array of the vmapped function, which differs between the rows"
+        more = ". Write feed(rows=x), which takes an item for each row of x"
+        raise wrong("rows", f"a call of the feed `{name}`", wanted, leaf, more)
     if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
         leaf = jax.random.key_data(leaf)
     return jnp.ravel(jax.lax.stop_gradient(leaf))[:0].astype(bool)
