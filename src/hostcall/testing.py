@@ -9,7 +9,6 @@ unpatch_jax  restores JAX's functions after `hostcall.patch_jax()`
 
 from hostcall._api.collect import collect
 from hostcall._compat.patch import unpatch_jax
-from hostcall._host_function.check.cases import Check
-from hostcall._host_function.check.report import Report, check
+from hostcall._host_function.check import Check, Report, check
 
 __all__ = ["Check", "Report", "check", "collect", "unpatch_jax"]

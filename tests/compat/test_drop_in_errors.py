@@ -125,7 +125,7 @@ def test_eager(kind, error):
     def host(x):
         raise error
 
-    for _ in range(2):
+    for _ in range(3):  # called eagerly, then compiled, then cached
         with pytest.raises((jax.errors.JaxRuntimeError, Broken)) as caught:
             jax.block_until_ready(call(host, 1.0))
             jax.effects_barrier()

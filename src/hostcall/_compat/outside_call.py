@@ -27,6 +27,7 @@ from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.counted import counted
 from hostcall._core.order import effects_of
 from hostcall._core.spec import Static
+from hostcall._primitives.drop_in.primitive import seen_before
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall.host_callback")
@@ -148,6 +149,8 @@ def _impl(*operands: Any, params: Outside) -> list[Any]:
         results = params.run(arrays, jax.devices()[params.device_index])
         chosen = operands if params.identity else results
         return [jax.numpy.asarray(value) for value in chosen]
+    if not params.identity and seen_before(params, params.fn.value):
+        return _jax.apply_primitive(outside_call_p, *operands, params=params)  # type: ignore[no-any-return]
     return _emit(params, None, operands)
 
 

@@ -249,8 +249,7 @@ def _registered(name: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
     thing = registry.find(*name)
     if not is_function(thing):
         return registry.held_of(thing), {}
-    policy = {option: thing.options.get(option) for option in options.POLICY}
-    return thing.fn, {"policy": Policy.of(owner=thing, **policy)}
+    return thing.fn, {"policy": Policy.of(thing.options, thing)}
 
 
 def _check_policy(found: dict[str, Any], function: Any, policy: Policy) -> None:

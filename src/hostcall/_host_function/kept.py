@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hostcall._core.arguments import conflict
 from hostcall._core.errors import SpecError
-from hostcall._core.folders import open_to_others
 from hostcall._core.host_code import asked, text_of
 from hostcall._core.source import is_anonymous, name_of
 from hostcall._engine.caching import Cache, Part
@@ -63,7 +64,7 @@ def _check_folder(shown: str, cache: Any) -> None:
     folder = getattr(store, "location", None) or getattr(cache, "directory", None)
     if not isinstance(folder, (str, os.PathLike)):
         return  # a cache of another kind, such as a server's
-    why = open_to_others(folder)
+    why = _open_to_others(folder)
     if why:
         raise SpecError(
             f"hostcall: `{shown}` has a cache in {os.fspath(folder)!r}, and {why}."
@@ -71,6 +72,45 @@ def _check_folder(shown: str, cache: Any) -> None:
             f" a folder of your own, or type: chmod go-w {os.fspath(folder)!r}",
             code="hc-option",
         )
+
+
+# Whoever can write to a folder runs code in a process that unpickles it.
+
+
+def _open_to_others(folder: str | os.PathLike[str]) -> str:
+    """What lets another user write to a folder, or put another in its place; "" if
+    nothing does. Looks at owners and modes, not at access lists.
+    """
+    path = Path(os.path.realpath(folder))
+    for each in (path, *path.parents):
+        try:
+            found = each.stat()
+        except FileNotFoundError:  # it will be made, in the next one
+            continue
+        # Root trusts every owner: a container's mounts belong to a user outside it.
+        if found.st_uid not in (0, os.geteuid()) and os.geteuid():
+            return f"{each} belongs to another user"
+        # In a folder with the sticky bit, such as /tmp, others can't replace ours.
+        if each != path and found.st_mode & stat.S_ISVTX:
+            continue
+        if found.st_mode & stat.S_IWOTH:
+            return f"all users can write to {each}"
+        if found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid):
+            return f"the group of {each} can write to it"
+    return ""
+
+
+def _is_private(group: int) -> bool:
+    """Whether the group is this user's own, as most Linux systems make one for each."""
+    import grp
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    own = group in (0, user.pw_gid) and set(found.gr_mem) <= {user.pw_name}
+    return own and found.gr_name in ("root", user.pw_name)
 
 
 def _goes_by_name(fn: Any) -> bool:

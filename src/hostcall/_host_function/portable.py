@@ -15,7 +15,6 @@ from hostcall._core.host_code import is_function
 from hostcall._core.portable import AVALS, Malformed
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Template
-from hostcall._engine.options import POLICY
 from hostcall._engine.params.equation import Policy
 from hostcall._engine.portable import name_of as name_of_registered
 from hostcall._host_function.differences import Diagonal
@@ -71,9 +70,7 @@ def read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
     site = Site(function, trees, Place("a loaded program", 0, trees.name))
     code = FunctionCode(site, **{part: found[part] for part in _CODE})
     code.describe()
-    options = code.options()
-    policy = {option: options.get(option) for option in POLICY}  # bridges lack some
-    return code, {"policy": Policy.of(owner=function, **policy)}
+    return code, {"policy": Policy.of(code.options(), function)}
 
 
 def _function(found: dict[str, Any]) -> Any:

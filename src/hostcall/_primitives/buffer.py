@@ -24,13 +24,21 @@ from hostcall._primitives.call.primitive import (
     refuse_derivatives,
     would_run_twice,
 )
-from hostcall._primitives.drop_in.primitive import is_guarded, run_compiled, run_eagerly
+from hostcall._primitives.drop_in.primitive import (
+    is_compiled,
+    run_compiled,
+    run_eagerly,
+)
 from hostcall._primitives.emit import refuse_some_axes
 
 
 def _impl(*operands: Any, params: BufferParams) -> list[Any]:
-    """Runs the callback at once on the CPU, and compiles the equation elsewhere."""
-    if not _on_host(operands) or is_guarded(operands):
+    """Compiles the equation, except at a function's first call on the CPU.
+
+    That one runs at once, so that fresh lambdas compile nothing and leave nothing
+    behind.
+    """
+    if not _on_host(operands) or is_compiled(operands, params):
         return run_compiled(buffer_p, operands, params)
     return run_eagerly(buffer_p, operands, params)
 

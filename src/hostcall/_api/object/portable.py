@@ -136,5 +136,5 @@ def read(told: Any) -> tuple[Entry, dict[str, Any]]:
             f"the method {method!r}, which the hc.Object `{group.name}` with this"
             " number does not declare here"
         )
-    policy = Policy.of(concurrency=group.declared.concurrency)
+    policy = Policy.of({"concurrency": group.declared.concurrency})
     return Entry(group, method), {"policy": policy}

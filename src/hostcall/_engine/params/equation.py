@@ -9,7 +9,7 @@ is in `CallInfo` (_engine/info.py) instead.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -52,20 +52,17 @@ class Policy:
     owner: Any = field(default=None, compare=False)
 
     @classmethod
-    def of(
-        cls,
-        *,
-        executor: Any = None,
-        coalesce: int | None = None,
-        wait: float | None = None,
-        **others: Any,
-    ) -> Policy:
-        """The policy, of options as `hc.host` takes them."""
-        merged = None
+    def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
+        """The policy in options as `hc.host` takes them."""
+        given = {
+            each: options.get(each) for each in ("timeout", "concurrency", "cache")
+        }
+        executor, coalesce = options.get("executor"), options.get("coalesce")
+        merged, wait = None, options.get("wait")
         if coalesce is not None:
             merged = coalesce, float(_WAIT if wait is None else wait)
         pool = None if executor is None else Static(executor)
-        return cls(executor=pool, coalesce=merged, **others)
+        return cls(executor=pool, coalesce=merged, owner=owner, **given)
 
     @property
     def pool(self) -> Any:

@@ -53,16 +53,17 @@ def make(
     options = dict(options)
     if not is_coroutine_function(fn):  # a plain rule of a coroutine function
         options.pop("concurrency", None)
-    policy = {key: options.pop(key) for key in POLICY if key in options}
+    policy = Policy.of(options, owner)
     how = {key: options.pop(key) for key in _OF_EQUATIONS if key in options}
+    others = {key: each for key, each in options.items() if key not in POLICY}
     callback = Callback(
         fn=Static(fn),
         template=template,
         results=results,
         fills=fills,
-        policy=Policy.of(owner=owner, **policy),
+        policy=policy,
         place=place,
-        **options,
+        **others,
     )
     if mask is not None:
         operands = [mask, *operands]

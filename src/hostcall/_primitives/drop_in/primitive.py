@@ -6,6 +6,8 @@ effects, refusals and checks (see `_engine/params/drop_in.py`).
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,8 +45,24 @@ def bind(*operands: Any, params: DropInParams) -> list[Any]:
 # --- impl --------------------------------------------------------------------------
 #
 # JAX compiles every eager callback, which takes 5 to 8 ms for each fresh lambda, and
-# keeps what it compiled. Here a function runs at once, as with `hc.call`, and nothing
-# is compiled or kept, unless JAX has something to say about the operands.
+# keeps what it compiled. Here the first call of a function runs at once and compiles
+# nothing. Only an equal call that comes while the function is still alive is compiled.
+
+_SEEN_AT_MOST = 4096
+# Hash of params -> reference to function, the oldest first. Changed by single steps,
+# without a lock, which a fork could leave locked.
+_seen: dict[int, Any] = {}
+
+
+def seen_before(params: Any, fn: Any) -> bool:
+    """Whether an equal eager call of `fn`, which is still alive, was made before."""
+    found = _seen.pop(key := hash(params), None)
+    with contextlib.suppress(TypeError):  # no weak reference to it: it runs each time
+        _seen[key] = weakref.ref(fn)
+    with contextlib.suppress(RuntimeError):  # another thread was faster
+        while len(_seen) > _SEEN_AT_MOST:
+            _seen.pop(next(iter(_seen)), None)
+    return found is not None and found() is fn
 
 
 def _impl(*operands: Any, params: DropInParams) -> list[Any]:
@@ -57,7 +75,7 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
     primitive = PRIMITIVES[params.primitive]
     if params.kind == "debug":
         return run_eagerly(primitive, *_open_keys(operands, params))
-    if not _at_home(operands, params) or is_guarded(operands):
+    if not _at_home(operands, params) or is_compiled(operands, params):
         return run_compiled(primitive, operands, params)
     return run_eagerly(primitive, operands, params)
 
@@ -105,13 +123,13 @@ def _at_home(operands: Sequence[Any], params: DropInParams) -> bool:
     return params.sharding is None and len(places) <= 1
 
 
-def is_guarded(operands: Sequence[Any]) -> bool:
-    """Whether JAX's transfer guards apply: a program would move operands that are no
-    jax.Arrays yet to its device.
+def is_compiled(operands: Sequence[Any], params: Any) -> bool:
+    """Whether an eager call is compiled: it was made before, or JAX's transfer guards
+    apply, since a program would move operands that are no jax.Arrays yet to its device.
     """
-    return not all(isinstance(x, jax.Array) for x in operands) and (
-        _jax.guards_transfers_to_devices()
-    )
+    moves = not all(isinstance(x, jax.Array) for x in operands)
+    guarded = moves and _jax.guards_transfers_to_devices()
+    return guarded or seen_before(params, params.callback.function)
 
 
 def _open_keys(

@@ -1,4 +1,4 @@
-"""The checks of `hc.testing.check`, on one example."""
+"""`hc.testing.check`: tests a host function and its rules against each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall._core import codes
-from hostcall._core.errors import DerivativeError, EscapeError
+from hostcall._core.errors import DerivativeError, EscapeError, SpecError
 from hostcall._host_function.difference_error import Line, central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
@@ -406,3 +406,92 @@ def _short(x: Any) -> str:
 
 def _said(error: Exception) -> str:
     return codes.without(str(error))
+
+
+# --- The report ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `hc.testing.check` found: true if nothing failed. Prints a line a check."""
+
+    function: str
+    checks: tuple[Check, ...]
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.status == "failed")
+
+    def __bool__(self) -> bool:
+        return not self.failed
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [f"hc.testing.check of `{self.function}`", *map(str, self.checks)]
+        )
+
+    __repr__ = __str__
+
+
+def check(
+    f: HostFunction[..., Any],
+    *examples: Any,
+    rtol: float | None = None,
+    seed: int = 0,
+    threads: int = 4,
+) -> Report:
+    """Tests a host function and its rules against each other.
+
+        assert hc.testing.check(f, (x, y), (x2, y2))      # in a test: shows the report
+
+    For each example it checks:
+
+      * the result against `result=`;
+      * a second call, and the compiled program, against the first call;
+      * vmap against a loop, with all arguments batched and with each alone;
+      * forward derivatives against differences;
+      * reverse derivatives against forward ones, or against differences;
+      * that a function with a transpose is linear, and its transpose by inner products;
+      * whether the function keeps or writes to memory that it is lent;
+      * calls from several threads at once against calls one by one.
+
+    Complex arguments move in both parts, so rules are checked by JAX's conventions
+    whether or not the function is holomorphic.
+
+    Args:
+        f: a function that `hc.host` made.
+        *examples: each a tuple of arguments, or one argument, where the function is
+            smooth.
+        rtol: for derivatives, relative to the size of the whole array; default 2e-2 for
+            32 bits (and complex64, which has two 32-bit parts), 1e-4 for 64.
+        seed: for the random directions and cotangents.
+        threads: how many threads call at once.
+
+    Returns:
+        A `Report`, true if nothing failed. A check that does not apply (no such rule, a
+        function with effects, or differences too inexact to tell) is "left out", with
+        the reason.
+
+    Raises:
+        SpecError: there is no example, or `f` is not a HostFunction.
+
+    Cost: some hundred calls of the function, ten for each argument, and as many
+    compilations.
+    """
+    if not isinstance(f, HostFunction):
+        raise SpecError(
+            f"hostcall: check() takes what hc.host made, got {f!r}. Write"
+            " hc.testing.check(hc.host(f, result=...), example)"
+        )
+    if not examples:
+        raise SpecError(
+            "hostcall: check() needs an example: hc.testing.check(f, (x, y)), a tuple"
+            " of arguments"
+        )
+    found: list[Check] = []
+    for number, example in enumerate(examples):
+        args = example if isinstance(example, tuple) else (example,)
+        label = f" (example {number})" if len(examples) > 1 else ""
+        random = np.random.default_rng(seed)
+        found += Checks(f, args, rtol, random, threads).run(label)
+    return Report(f.__name__, tuple(found))
