@@ -57,7 +57,7 @@ def host_functions(x: jax.Array) -> None:
     assert_type(asked(x), jax.Array)
     assert_type(hc.host(remote, result=hc.results.like(0), concurrency=8)(x), jax.Array)
     hc.host(np.multiply, result=hc.results.elementwise)(x, np.ones(3))
-    hc.host(length)  # type: ignore
+    assert_type(hc.call(hc.host(length, timeout=1.0), x, x), jax.Array)
     hc.host(length, result=hc.results.like(0), lend="in")  # type: ignore
 
 
