@@ -175,8 +175,8 @@ def call(
     given: dict[str, Any] = {"order": order, "vmap_method": vmap_method}
     given |= {"arrays": arrays, "lend": lend, "tag": tag}
     made, owner, code = handle(fn), None, fn
-    if made is not None and (opened := made._opened()) is not None:
-        owner, code, own, before = opened
+    if made is not None and (callee := made._callee()) is not None:
+        owner, code, own, before = callee
         fn, args = owner.fn, (*before, *args)
         options |= own
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)

@@ -91,7 +91,7 @@ class HostCode:
         return None
 
 
-class Opened(NamedTuple):
+class Callee(NamedTuple):
     """A HostFunction that `hc.call` was given.
 
     Attributes:
@@ -118,7 +118,7 @@ class Handle:
         """The user's function that it was made of; None for a feed."""
         return vars(self).get("fn")
 
-    def _opened(self) -> Opened | None:
+    def _callee(self) -> Callee | None:
         """What `hc.call` makes of a HostFunction; None if it is called as it is."""
         return None
 

@@ -480,7 +480,7 @@ class _Memory:
 
 
 def is_cache(given: Any) -> bool:
-    """Whether `Cache` takes this."""
+    """Whether `hc.host(cache=)` takes this, or made it."""
     if isinstance(given, Part):
         return True
     if isinstance(given, (str, type)):

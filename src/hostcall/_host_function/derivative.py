@@ -26,7 +26,7 @@ from hostcall._host_function.primitive import (
     bind_linear,
 )
 from hostcall._host_function.residuals import HANDLE, store
-from hostcall._host_function.traced import Traced, bound
+from hostcall._host_function.traced import JaxCode, bound
 from hostcall._host_function.trees import Trees, pick, spread
 
 
@@ -148,7 +148,7 @@ def _forward(site: Any, args: Arrays) -> tuple[Arrays, Arrays, Any]:
     """The results, the residuals, and (for JAX code) the tree of the residuals."""
     vjp, n = site.function.rules.vjp, len(site.avals)
     if vjp.where == "jax":
-        traced = Traced(FunctionCode(site, "forward", site.avals))
+        traced = JaxCode(FunctionCode(site, "forward", site.avals))
         found = traced.run(args)
         return found[:n], found[n:], traced.template
     residuals = (HANDLE,) if vjp.keeps_objects else vjp.residuals.avals

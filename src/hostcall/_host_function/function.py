@@ -16,7 +16,7 @@ from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
-from hostcall._core.host_code import Handle, Opened, TakesMask, dress
+from hostcall._core.host_code import Callee, Handle, TakesMask, dress
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._engine.options import WHOLE, check
@@ -157,9 +157,8 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         mask = None if mask is None else parse_mask(mask, self.__name__)
         if self.options["order"] != "pure":  # no derivatives, and no primitives
             fills = fills or parse_fill(None, results, self.__name__)
-            opened = HostFunction._opened(self)
-            assert opened is not None
-            how = opened.options, opened.code, template, results, fills, place
+            callee = self._in_a_call()
+            how = callee.options, callee.code, template, results, fills, place
             return results.fill(make(*how, operands, mask, self))
         if not results.avals:  # an empty tree, as bridges and `same_tree` may give
             return jax.tree.unflatten(results.treedef, ())
@@ -171,12 +170,16 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         site = Site(self, trees, place)
         return results.fill(bind(_jax.vary_alike(operands), site))
 
-    def _opened(self) -> Opened | None:
+    def _callee(self) -> Callee | None:
+        return self._in_a_call()
+
+    def _in_a_call(self) -> Callee:
+        """Its Python function as a call has it, which has none of the rules."""
         method = self.rules.batch or self.options["vmap_method"]
         if self.result is shorthands.elementwise and method in WHOLE:
             method = None  # the axes of a batch are lined up for `__call__` alone
         options = {**self.options, "vmap_method": method}
-        return Opened(self, Sent(self) if options["executor"] else self.fn, options)
+        return Callee(self, Sent(self) if options["executor"] else self.fn, options)
 
     def _why_not(self) -> str:
         if self.result is not Undeclared:
@@ -414,9 +417,9 @@ class Method(Handle, TakesMask):
     def _definition(self) -> Callable[..., Any]:
         return self.__func__.fn  # type: ignore[no-any-return]
 
-    def _opened(self) -> Opened | None:
-        opened: Opened | None = self.__func__._opened()
-        return opened and opened._replace(before=(self.__self__,))
+    def _callee(self) -> Callee | None:
+        callee: Callee | None = self.__func__._callee()
+        return callee and callee._replace(before=(self.__self__,))
 
     def _why_not(self) -> str:
         return self.__func__._why_not()  # type: ignore[no-any-return]

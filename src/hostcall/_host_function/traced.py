@@ -24,13 +24,13 @@ from hostcall._host_function.primitive import Arrays, bind
 def bound(
     code: FunctionCode, operands: Arrays, template: Template | None = None
 ) -> Arrays:
-    """The results of a rule in a program; for `template` see `Traced`."""
+    """The results of a rule in a program; for `template` see `JaxCode`."""
     if sendable.rule_of(code.site.function, code.kind).where == "jax":
-        return Traced(code, template).run(operands)
+        return JaxCode(code, template).run(operands)
     return bind(operands, code)
 
 
-class Traced(FunctionCode):
+class JaxCode(FunctionCode):
     """A rule in JAX code. It runs for every row, whatever the mask is.
 
     Attributes:

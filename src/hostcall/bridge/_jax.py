@@ -104,7 +104,7 @@ def on_device(
 class JaxFunction(TakesNoRules):
     """A JAX function and its device. `hc.bridge.jax` makes it."""
 
-    _opened = Handle._opened  # hc.call calls it as JAX code does
+    _callee = Handle._callee  # hc.call calls it as JAX code does
 
     def __init__(
         self, fn: Callable[..., Any], device: Any, name: str | None, timeout: Any

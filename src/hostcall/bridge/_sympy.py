@@ -103,7 +103,7 @@ class OfSympy(HostFunction[..., Any]):
     """Expressions as a function. `hc.bridge.sympy` makes it."""
 
     fn: Evaluate
-    _opened = Handle._opened  # hc.call calls it as JAX code does
+    _callee = Handle._callee  # hc.call calls it as JAX code does
 
     def __init__(self, evaluate: Evaluate, timeout: float | None) -> None:
         given = {"name": evaluate.__name__, "result": evaluate.spec, "timeout": timeout}

@@ -96,7 +96,7 @@ class Recorder:
         self._process = os.getpid()
         self._feeds = [Feed(sink, self) for sink in sinks]
         who = f"the recorder of {self._store.folder}"
-        self._writer = errors.Thread(self, "hostcall-recorder", who, self._write)
+        self._writer = errors.Worker(self, "hostcall-recorder", who, self._write)
         atexit.register(self._at_exit)
 
     def __call__(

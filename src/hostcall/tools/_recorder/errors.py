@@ -21,7 +21,7 @@ _lock = threading.Lock()
 _untold: list[tuple[object, BaseException]] = []
 
 
-class Thread:
+class Worker:
     """A thread that works for a recorder, from now on.
 
     Args:

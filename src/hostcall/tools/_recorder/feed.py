@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hostcall.tools._recorder.errors import Thread
+from hostcall.tools._recorder.errors import Worker
 from hostcall.tools._recorder.stream import Stream
 
 Sink = Callable[[dict[str, np.ndarray]], object]
@@ -25,7 +25,7 @@ class Feed:
         self._sink, self._who = sink, f"the sink {name}"
         self._batches: queue.SimpleQueue[tuple[Stream, int] | None]
         self._batches = queue.SimpleQueue()
-        self._thread = Thread(owner, f"hostcall-sink-{name}", self._who, self._run)
+        self._thread = Worker(owner, f"hostcall-sink-{name}", self._who, self._run)
 
     def put(self, stream: Stream, begin: int) -> None:
         self._batches.put((stream, begin))
