@@ -979,8 +979,8 @@ def test_ctrl_c_leaves_no_object_locked(run_python):
         signal.signal(signal.SIGALRM, again)
         interrupts = 0
         while interrupts < 500:
-            signal.setitimer(signal.ITIMER_REAL, 1e-4 * (1 + interrupts % 7))
             try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-4 * (1 + interrupts % 7))
                 while True:
                     count._group.call(((), ()), "step()", lambda each: each.step())
             except KeyboardInterrupt:
