@@ -18,7 +18,6 @@ Aval: TypeAlias = _core.ShapedArray
 Device: TypeAlias = jax.Device
 Effect: TypeAlias = _effects.Effect
 Jaxpr: TypeAlias = _core.Jaxpr
-ClosedJaxpr: TypeAlias = _core.ClosedJaxpr
 JaxprEquation: TypeAlias = _core.JaxprEqn
 Primitive: TypeAlias = _core.Primitive
 Sharding: TypeAlias = jax.sharding.Sharding
