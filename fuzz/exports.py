@@ -22,7 +22,7 @@ X = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
 ROW = jax.ShapeDtypeStruct((4,), np.float32)
 MASK = jnp.array(True)
 MANY = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), np.float32)
-# XLA's types and shapes of the buffers of each call (travel._read_text).
+# XLA's types and shapes of the buffers of each call (travel.read_text).
 WHOLE, BOOL = [11, 3, 4], [1]
 sine = hc.register("fuzz.sine")(lambda x: np.sin(x))
 seen = hc.register("fuzz.seen")(lambda x: None)
@@ -161,7 +161,7 @@ def one(data: bytes) -> None:
             loaded = hc.load(draw.rest())
             str(loaded.manifest)
         elif kind == 1:
-            travel._read_text(draw.text(), False, None)
+            travel.read_text(draw.text(), False, None)
         elif kind == 2:
             header, program = container.unpack(draw.choice(files())[0])
             loaded = hc.load(container.pack(change(draw, header), program))
@@ -171,6 +171,6 @@ def one(data: bytes) -> None:
         else:
             text, buffers = draw.choice(draw.choice(files())[1])
             told = json.dumps(change(draw, json.loads(text)))
-            travel._read_text(told, False, buffers if draw.bool() else None)
+            travel.read_text(told, False, buffers if draw.bool() else None)
     except hc.errors.HostcallError:
         pass

@@ -70,17 +70,15 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
+from hostcall import _native
 from hostcall._core import interpreter  # noqa: F401  (refuses sub-interpreters, first)
 
 # isort: split
-from hostcall._api.barrier import barrier
-from hostcall._api.call import call
-from hostcall._api.configure import configure
-from hostcall._api.export.register import register
-from hostcall._api.print import print as print
-from hostcall._api.tap import tap, tap_through
-from hostcall._runtime.context import current
-from hostcall._runtime.reraise import reraise
+# A program that was exported, or that JAX has kept on disk, may run before anything
+# here is called. It needs the effects by name, the handlers, and the reader of texts.
+# All else is imported when it is first used.
+from hostcall._core import order as _order  # noqa: F401
+from hostcall._engine import targets as _targets  # noqa: F401
 
 if TYPE_CHECKING:
     from hostcall import (
@@ -95,12 +93,20 @@ if TYPE_CHECKING:
         tools,
         typing,
     )
+    from hostcall._api.barrier import barrier
+    from hostcall._api.call import call
+    from hostcall._api.configure import configure
     from hostcall._api.export.export import export, load
+    from hostcall._api.export.register import register
     from hostcall._api.feed.feed import feed
     from hostcall._api.object.handle import Object
+    from hostcall._api.print import print as print
+    from hostcall._api.tap import tap, tap_through
     from hostcall._compat.callbacks import io_callback, pure_callback
     from hostcall._compat.patch import patch_jax
     from hostcall._host_function.host import host
+    from hostcall._runtime.context import current
+    from hostcall._runtime.reraise import reraise
     from hostcall.tools.breakpoint import breakpoint as breakpoint
     from hostcall.tools.progress import progress
     from hostcall.tools.recorder import Recorder
@@ -109,19 +115,28 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Imported lazily: together they take longer to import than everything else.
-_LATER = {
+# Where each name is, imported when it is first asked for.
+_HOMES = {
     "Object": "_api.object.handle",
     "Recorder": "tools.recorder",
+    "barrier": "_api.barrier",
     "breakpoint": "tools.breakpoint",
+    "call": "_api.call",
+    "configure": "_api.configure",
+    "current": "_runtime.context",
     "export": "_api.export.export",
     "feed": "_api.feed.feed",
     "host": "_host_function.host",
     "io_callback": "_compat.callbacks",
     "load": "_api.export.export",
     "patch_jax": "_compat.patch",
+    "print": "_api.print",
     "pure_callback": "_compat.callbacks",
     "progress": "tools.progress",
+    "register": "_api.export.register",
+    "reraise": "_runtime.reraise",
+    "tap": "_api.tap",
+    "tap_through": "_api.tap",
     "trace": "tools.trace",
     "watch": "tools.watch",
 }
@@ -155,6 +170,15 @@ def _version() -> str:
         return "0+unknown"
 
 
+def _read_text(*told: Any) -> Any:
+    """Reads what an exported program says about one of its calls, for the engine."""
+    from hostcall._primitives import travel
+
+    return travel.read_text(*told)
+
+
+_native.set_text_reader(_read_text)
+
 if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
     def __getattr__(name: str) -> Any:
@@ -163,11 +187,11 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
             return globals()[name]
         if name in _GONE:
             raise AttributeError(f"hostcall.{name} is now {_GONE[name]}")
-        if name not in _LATER:
+        if name not in _HOMES:
             if name in __all__:  # the modules
                 return importlib.import_module(f"hostcall.{name}")
             raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"hostcall.{_LATER[name]}"), name)
+        value = getattr(importlib.import_module(f"hostcall.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
 

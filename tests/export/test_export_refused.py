@@ -295,7 +295,7 @@ TEXTS = texts_of(everything, X)
 
 def test_texts_are_read_as_they_were_written():
     for text in TEXTS:
-        assert travel._read_text(text, False, None) is None
+        assert travel.read_text(text, False, None) is None
 
 
 def parts_of(told, path=()):
@@ -332,7 +332,7 @@ def test_a_changed_text_is_refused_or_read(data):
     else:
         inner[path[-1]] = data.draw(ANY)
     with contextlib.suppress(hc.errors.HostcallError):
-        travel._read_text(json.dumps(told), False, None)
+        travel.read_text(json.dumps(told), False, None)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_a_changed_text_is_refused_or_read(data):
 )
 def test_texts_that_are_none(text, why):
     with pytest.raises(hc.errors.LoadError, match=why):
-        travel._read_text(text, False, None)
+        travel.read_text(text, False, None)
 
 
 def test_differences_of_a_function_that_has_none():
@@ -354,13 +354,13 @@ def test_differences_of_a_function_that_has_none():
     slopes = [json.loads(text)["function"][1]["slope"] for text in texts]
     assert sorted(slopes) == [0, 1]
     for text, slope in zip(texts, slopes, strict=True):
-        assert travel._read_text(text, False, None) is None
+        assert travel.read_text(text, False, None) is None
         changed = text.replace('"tests.product"', '"tests.cube"')
         with pytest.raises(hc.errors.LoadError, match="is no elementwise function"):
-            travel._read_text(changed, False, None)
+            travel.read_text(changed, False, None)
         changed = text.replace(f'"slope":{slope}', '"slope":2')
         with pytest.raises(hc.errors.LoadError, match="names the slope 2"):
-            travel._read_text(changed, False, None)
+            travel.read_text(changed, False, None)
 
 
 def test_shapes_that_are_not_the_programs():

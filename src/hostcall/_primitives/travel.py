@@ -6,11 +6,11 @@ must know to make the call's plan (`_engine/portable.py` has the equation). XLA 
 back when it loads the program, here or elsewhere:
 
     lowered here        the slot's plan is found, and its text is this one: no Python
-    exported            there is no slot: `_read_text`
+    exported            there is no slot: `read_text`
     serialized          the slot, if there is one of that name, may be of another call,
-                        and then has another text: `_read_text`
+                        and then has another text: `read_text`
 
-`_read_text` is called twice. When the program is loaded it checks the text, by making
+`read_text` is called twice. When the program is loaded it checks the text, by making
 the plan as far as the shapes are known, and dropping it: so a missing name or a wrong
 item of a feed is an error before anything runs. When the program first runs it makes
 the plan that is kept. Symbolic shapes are known then, and the shapes in the text are
@@ -149,7 +149,7 @@ def _with_any_sizes(told: Any) -> Any:
     return portable.with_sizes(told, dict.fromkeys(portable.sizes_in(told), 1))
 
 
-def _read_text(
+def read_text(
     text: str, on_cuda: bool, buffers: list[list[int]] | None
 ) -> _native.Plan | None:
     """Checks a text, and makes the plan of its call. Called by the engine.
@@ -305,6 +305,3 @@ def _read_mesh(told: Any, client: Any) -> Any:
         )
     devices = np.array(found[:number], dtype=object).reshape(sizes)
     return jax.sharding.Mesh(devices, names)
-
-
-_native.set_text_reader(_read_text)
