@@ -1,4 +1,4 @@
-"""The floor under every callback: a handler that only enters Python."""
+"""The floors under every callback: handlers that do less than a callback must."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-TARGET = "hostcall_benchmarks_raw"
+TARGET = "hostcall_benchmarks_"
+
+
+def empty_call(result: Any) -> Callable[..., Any]:
+    """A call that writes four bytes, and does not enter Python."""
+    _library()
+    return jax.ffi.ffi_call(TARGET + "Empty", result, has_side_effect=True)
 
 
 def raw_call(result: Any, function: Callable[[], Any]) -> Callable[..., Any]:
@@ -22,8 +29,22 @@ def raw_call(result: Any, function: Callable[[], Any]) -> Callable[..., Any]:
 
     The process has one such function: the last one.
     """
-    _library().SetFunction(function)
-    return jax.ffi.ffi_call(TARGET, result, has_side_effect=True)
+    _library().SetRaw(function)
+    return jax.ffi.ffi_call(TARGET + "Raw", result, has_side_effect=True)
+
+
+def least_call(result: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A call of a function of one float, with its array, its result and JAX's default
+    device; nothing is told about it, and nothing but the result is checked.
+
+    The process has one such function: the last one.
+    """
+    setting = jax.default_device
+    of = type(setting)
+    _library().SetLeast(
+        function, setting, of.swap_local, of.set_local, jax.devices("cpu")[0]
+    )
+    return jax.ffi.ffi_call(TARGET + "Least", result, has_side_effect=True)
 
 
 @functools.cache
@@ -34,14 +55,16 @@ def _library() -> ctypes.PyDLL:
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"]
     if os.uname().sysname == "Darwin":  # Python's symbols are the process's
         flags += ["-undefined", "dynamic_lookup"]
-    paths = [jax.ffi.include_dir(), sysconfig.get_path("include")]
+    paths = [jax.ffi.include_dir(), np.get_include(), sysconfig.get_path("include")]
     flags += [f"-isystem{path}" for path in paths]
     with tempfile.TemporaryDirectory() as folder:
         built = os.path.join(folder, "raw_handler.so")
         subprocess.run([compiler, *flags, str(source), "-o", built], check=True)
         library = ctypes.PyDLL(built)  # it stays loaded without its file
-    library.SetFunction.argtypes = [ctypes.py_object]
-    library.SetFunction.restype = None
-    handler = jax.ffi.pycapsule(library.ExecuteRaw)
-    jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
+    for name, arguments in (("SetRaw", 1), ("SetLeast", 5)):
+        setter = getattr(library, name)
+        setter.argtypes, setter.restype = [ctypes.py_object] * arguments, None
+    for name in ("Empty", "Raw", "Least"):
+        handler = jax.ffi.pycapsule(getattr(library, f"Execute{name}"))
+        jax.ffi.register_ffi_target(TARGET + name, handler, platform="cpu")
     return library

@@ -13,10 +13,13 @@ import numpy as np
 
 import hostcall as hc
 from benchmarks.harness import Case, Row, at_most, run_time, times_faster
-from benchmarks.raw_handler import raw_call
+from benchmarks.raw_handler import least_call, raw_call
 
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 MIB = jax.ShapeDtypeStruct((1 << 18,), np.float32)
+
+
+LEAST = "array, device, result"
 
 
 def same(x: Any) -> Any:
@@ -43,6 +46,7 @@ def scalar_loop(quick: bool) -> dict[str, Case]:
         for name, step in {
             "hostcall": lambda c: hc.call(same, SCALAR, c),
             "raw handler": raw_call(SCALAR, nothing),
+            LEAST: least_call(SCALAR, same),
             "hostcall unordered": lambda c: hc.call(same, SCALAR, c, order="unordered"),
         }.items()
     }
@@ -162,7 +166,7 @@ def parallel_rows(quick: bool) -> dict[str, Case]:
 ROWS = (
     Row(
         "scalar call in a compiled loop",
-        (times_faster(60), at_most(3, "raw handler")),
+        (times_faster(60), at_most(3, "raw handler"), at_most(1.5, LEAST)),
         scalar_loop,
     ),
     Row('vmap "sequential", a row', (times_faster(80),), rows_in_order),

@@ -157,7 +157,7 @@ ROWS = (
     Row("an item of 4 bytes that is ready", (at_most(0.3, None),), small),
     Row(
         "an item of 64 KiB that is ready",
-        (times_faster(5), at_most(2, "one memcpy")),
+        (times_faster(4), at_most(1.5, "one memcpy, not in the cache")),
         large,
     ),
     *(
