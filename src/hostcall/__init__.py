@@ -70,10 +70,11 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from hostcall import _native
 from hostcall._core import interpreter  # noqa: F401  (refuses sub-interpreters, first)
 
 # isort: split
+from hostcall import _native
+
 # A program that was exported, or that JAX has kept on disk, may run before anything
 # here is called. It needs the effects by name, the handlers, and the reader of texts.
 # All else is imported when it is first used.
