@@ -289,10 +289,10 @@ def test_a_traced_program_is_found_again(rec, compiled_during):
     f = lambda: jax.jit(lambda x: rec(x=x))(1.0)
     f()
     assert rec.table().num_rows == 1
-    places = dict(rec._places)
+    tapped = dict(rec._tapped)
     jax.clear_caches()
     f()
-    assert rec._places == places
+    assert rec._tapped == tapped
 
 
 def test_several_threads_record(rec):
