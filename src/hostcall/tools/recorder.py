@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 import hostcall as hc
-from hostcall._core.source import name_of
+from hostcall._core.host_code import text_of
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder.delivery import Events, Tapped
 from hostcall.tools._recorder.fields import Field, fields_of, wrong
@@ -246,7 +246,7 @@ class Recorder:
 
     def _feed(self, sink: Sink) -> Worker[tuple[ArrowFile, int]]:
         """A thread that gives a sink the batches that begin there in these files."""
-        name = name_of(sink).rpartition(".")[2]
+        name = text_of(sink, "__name__") or type(sink).__name__
         who = f"the sink {name}"
 
         def run(batches: Iterator[list[tuple[ArrowFile, int]]]) -> None:

@@ -17,6 +17,7 @@ not delay a delivery.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 import time
@@ -24,14 +25,14 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import hostcall as hc
-from hostcall._core.daemon import daemon
-from hostcall._core.wait import SLICE
 from hostcall.errors import HostcallError
 
 _logger = logging.getLogger("hostcall")
 
 T = TypeVar("T")
 
+# Seconds. Waits return to Python this often, so that they can be interrupted.
+_SLICE = 0.05
 # Bytes. The thread does not wait for more than ENOUGH; `put` waits above MOST.
 ENOUGH = 4 << 20
 MOST = 256 << 20
@@ -71,13 +72,16 @@ class Worker(Generic[T]):
         self._closing = self._ended = False
         self._error: BaseException | None = None
         # The thread has these, not the worker: programs keep it after the end.
-        daemon(name, self._run, owner, work).start()
+        args = owner, work
+        thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
+        # It may inherit context variables, but not from whoever made the recorder.
+        contextvars.Context().run(thread.start)
 
     def put(self, item: T, size: int = 0) -> None:
         """Queues an item of so many bytes. Drops it if the thread has failed."""
         with self._changed:
             while self._bytes > MOST and not (self._ended or self._closing):
-                self._changed.wait(SLICE)
+                self._changed.wait(_SLICE)
             if self._error is not None:
                 return
             if self._closing:
@@ -100,7 +104,7 @@ class Worker(Generic[T]):
             self._wanted = mark = self._put
             self._changed.notify_all()
             while self._done < mark and not self._ended:
-                self._changed.wait(SLICE)
+                self._changed.wait(_SLICE)
             if self._error is not None:
                 raise HostcallError(
                     f"hostcall: {self._who} could not write, and records nothing more",
@@ -115,7 +119,7 @@ class Worker(Generic[T]):
             # In slices, and not by Thread.join: after Ctrl-C in a join, Python before
             # 3.13 believes that the thread has ended.
             while not self._ended:
-                self._changed.wait(SLICE)
+                self._changed.wait(_SLICE)
 
     def _run(self, owner: object, work: Callable[[Iterator[list[T]]], object]) -> None:
         failed = None
