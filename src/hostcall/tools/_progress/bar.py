@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -16,10 +16,9 @@ import hostcall as hc
 from hostcall.tools._progress import drawing
 from hostcall.tools._values import with_all_axes
 
-if TYPE_CHECKING:
-    from hostcall.tools._progress.bars import Key
-
-Metrics = dict[str, np.ndarray | str]
+# A line of the user's, with its options.
+Key: TypeAlias = tuple[drawing.LoopOptions, object]
+Metrics: TypeAlias = dict[str, np.ndarray | str]
 ROWS = 16  # the most bars of one loop
 EAGER = -1  # the run of a tap outside of programs
 

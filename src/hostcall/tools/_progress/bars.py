@@ -21,8 +21,6 @@ import itertools
 import threading
 from collections import OrderedDict
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -30,8 +28,8 @@ import hostcall as hc
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned
 from hostcall.tools._progress import bar as one
-from hostcall.tools._progress.bar import EAGER, Bar, Steps
-from hostcall.tools._progress.drawing import Factory
+from hostcall.tools._progress.bar import EAGER, Bar, Key, Steps
+from hostcall.tools._progress.drawing import LoopOptions
 
 # Seconds for which the steps of an inner loop are skipped after one was shown. The
 # first and last step of each run pass the engine's throttle, and an inner loop may
@@ -41,24 +39,8 @@ SILENT = 1.0  # seconds that a bar may rest while another moves
 _CLOSED_AT_MOST = 64
 
 
-@dataclass(frozen=True)
-class Loop(HostCode):
-    """What a call of `hc.progress` says of its loop; the function that its tap calls.
-
-    Equal for equal lines, so that JAX's caches hit.
-
-    Attributes:
-        total, desc, unit, initial, bar, rows: as given to `hc.progress`; `total` is
-            None if it is not known when the program is traced.
-    """
-
-    total: int | None
-    desc: str | None
-    unit: str
-    initial: int
-    # A line in a Python loop may make a new function in each step.
-    bar: Literal["auto"] | Factory = field(compare=False)
-    rows: str
+class Loop(LoopOptions, HostCode):
+    """The function that the tap of `hc.progress` calls."""
 
     __name__ = "hc.progress"
     stays = (
@@ -76,9 +58,6 @@ class Loop(HostCode):
         new = Steps(here, step, self.total if total is None else total, metrics)
         with _bars.lock:
             _bars.move(self, here, new)
-
-
-Key: TypeAlias = tuple[Loop, object]  # a line of the user's, with its options
 
 
 class Bars(Owned):

@@ -15,12 +15,10 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import hostcall as hc
-
-if TYPE_CHECKING:
-    from hostcall.tools._progress.bars import Loop
 
 Factory: TypeAlias = Callable[..., Any]  # of a bar: tqdm's, or a user's
 
@@ -28,11 +26,36 @@ REDRAW = 0.02  # seconds between two drawings of one bar
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
+@dataclass(frozen=True)
+class LoopOptions:
+    """What a call of `hc.progress` says of its loop.
+
+    Equal for equal lines, so that JAX's caches hit.
+
+    Attributes:
+        total, desc, unit, initial, bar, rows: as given to `hc.progress`; `total` is
+            None if it is not known when the program is traced.
+    """
+
+    total: int | None
+    desc: str | None
+    unit: str
+    initial: int
+    # A line in a Python loop may make a new function in each step.
+    bar: Literal["auto"] | Factory = field(compare=False)
+    rows: str
+
+
 class Drawn:
     """A bar with tqdm's methods, which is told places instead of increments."""
 
     def __init__(
-        self, loop: Loop, desc: str | None, total: int | None, n: int, began: float
+        self,
+        loop: LoopOptions,
+        desc: str | None,
+        total: int | None,
+        n: int,
+        began: float,
     ) -> None:
         """Makes the bar of a loop whose device had done `n` steps at `began`."""
         make = _factory(loop.bar)
