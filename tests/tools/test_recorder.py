@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import line
 
 import hostcall as hc
-from hostcall.tools._recorder.store import Store
+from hostcall.tools._recorder.store import RunFolder
 
 pa = pytest.importorskip("pyarrow")
 
@@ -368,7 +368,7 @@ def test_a_recorder_that_was_interrupted_is_not_in_the_way(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "_resume", interrupted)
+        patched.setattr(RunFolder, "_resume", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
             hc.Recorder(tmp_path)
     hc.Recorder(tmp_path).close()

@@ -114,7 +114,6 @@ def _own_code(thing: Any) -> Any:
 
 def _where(by: Statement) -> tuple[Any, ...]:
     """Of an edited cell the line and the name of the "file" are others."""
-    main = sys.modules.get("__main__")
-    if by.module == "__main__" and not hasattr(main, "__file__"):
+    if by.module == "__main__" and "__file__" not in vars(sys.modules["__main__"]):
         return (by.module, by.code.co_qualname)
     return (by.module, by.code.co_qualname, by.file, by.line)

@@ -30,7 +30,7 @@ from hostcall._core.host_code import text_of
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder.delivery import Events, Tapped
 from hostcall.tools._recorder.fields import Field, fields_of, wrong
-from hostcall.tools._recorder.store import Store
+from hostcall.tools._recorder.store import RunFolder
 from hostcall.tools._recorder.stream import ArrowFile
 from hostcall.tools._recorder.worker import Worker, raise_all, untold
 from hostcall.tools._values import need, refuse_misspelt
@@ -96,7 +96,7 @@ class Recorder:
         )
         need(flush >= 0, "flush= of a recorder should be seconds", flush)
         # Absolute, since the program may change its directory while the writer works.
-        self._store = Store(Path(folder).absolute())
+        self._store = RunFolder(Path(folder).absolute())
         self._tapped: dict[tuple[Field, ...], Tapped] = {}
         self._closed = False
         self._process = os.getpid()

@@ -56,8 +56,8 @@ def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
             f" {sorted(map(str, batches))}. Save them in each process, with save()",
             code="hc-object",
         )
-    objects: dict[Any, bytes] = {}
-    holders: dict[Any, int] = {}
+    objects: dict[tuple[int, ...], bytes] = {}
+    holders: dict[tuple[int, ...], int] = {}
     for process, part in enumerate(parts):
         for index, state in part["objects"].items():
             if index in objects:
@@ -77,7 +77,7 @@ def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
 
 
 def scatter(
-    name: str, state: Any, check: Callable[[Any], Snapshot], limit: float
+    name: str, state: object, check: Callable[[object], Snapshot], limit: float
 ) -> Snapshot:
     """The state that process 0 has given. `check` raises if it is no snapshot."""
     own: bytes | None = None

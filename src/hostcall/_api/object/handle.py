@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
+from jax.typing import ArrayLike
+
 from hostcall import _jax, _native
 from hostcall._api.object import everywhere
 from hostcall._api.object.declaration import Declaration, parse_methods
@@ -106,7 +108,7 @@ class Object:
         order: Literal["ordered", "unordered"] = "ordered",
         name: str | None = None,
         vmap_method: Literal["sequential", "parallel"] = "sequential",
-        executor: Any = None,
+        executor: object = None,
         concurrency: int | None = None,
         close: str | Callable[[Any], Any] | None = "close",
         save: str | Callable[[Any], Any] | None = None,
@@ -171,7 +173,7 @@ class Object:
         self._group.check_open("__enter__()")
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -286,7 +288,7 @@ class Object:
         self._wait("restore")
         _raise(self._group.restore(found, everyones))
 
-    def _checked(self, state: Any) -> dict[str, Any]:
+    def _checked(self, state: object) -> dict[str, Any]:
         if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
             raise SpecError(
                 f"hostcall: restore() of `{self._group.name}` takes what save()"
@@ -345,7 +347,9 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
     called = declared.definition(name)
     bound = isinstance(called, types.FunctionType) and types.MethodType(called, kind)
 
-    def method(*args: Any, where: Any = None, fill: Any = None, **kwargs: Any) -> Any:
+    def method(
+        *args: Any, where: ArrayLike | None = None, fill: Any = None, **kwargs: Any
+    ) -> Any:
         group.check_open(entry.who)
         if bound:
             mistakes.check(face, bound, args, kwargs)

@@ -31,6 +31,12 @@ def check(
         " it is not known",
         total,
     )
+    _check_options(loop)
+    for name, value in metrics.items():
+        _check_metric(name, value, total)
+
+
+def _check_options(loop: Loop) -> None:
     _need(
         type(loop.initial) is int,
         "initial= should be an int, the number of the first step, which is part of the"
@@ -48,8 +54,6 @@ def check(
         "bar= should be 'auto' (tqdm), or a function that returns a bar",
         loop.bar,
     )
-    for name, value in metrics.items():
-        _check_metric(name, value, total)
     if loop.bar == "auto":
         _check_package()
 

@@ -30,7 +30,7 @@ from hostcall.tools._recorder.files import lock, only_files, reading
 _Key = tuple[str, streams.About, tuple[tuple[str, str], ...]]
 
 
-class Store:
+class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         # Asking for the index starts the devices, after which no job can be joined.
