@@ -206,7 +206,7 @@ def masked(array: np.ma.MaskedArray[Any, Any]) -> str:
     )
 
 
-def _refuse_lost(ends: Sequence[Any], have: object, dtype: np.dtype) -> None:
+def _refuse_lost(ends: Sequence[int], have: object, dtype: np.dtype) -> None:
     """Refuses integers, the least and the largest, that a dtype can't hold."""
     for value in ends:
         if not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:

@@ -50,12 +50,16 @@ class Declaration:
             wanted, why = "'sequential' or 'parallel'", ". Each row has its own object"
             raise wrong("vmap_method", f"`{name}`", wanted, self.vmap_method, why)
         awaits = any(is_coroutine_function(self.definition(m)) for m in self.methods)
-        options = ("order", "vmap_method", "executor", "concurrency")
-        given = {option: getattr(self, option) for option in options}
-        check(f"`{name}`", {**given, "awaits": awaits})
+        check(f"`{name}`", {**self.options, "awaits": awaits})
         if (self.save is None) != (self.restore is None):
             what = "only one of save= and restore=. Pass both, or neither"
             raise conflict(f"`{name}`", what)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Those of the calls of all methods."""
+        options = ("order", "vmap_method", "executor", "concurrency")
+        return {option: getattr(self, option) for option in options}
 
     def definition(self, method: str) -> object:
         """The method as its class defines it; None if the factory is not a class."""

@@ -28,6 +28,7 @@ logger = logging.getLogger("hostcall")
 # A batch has the size of each vmap, and name and size of each axis of a mesh.
 Batch = tuple[int | tuple[str, int], ...]
 Place = tuple[Batch, tuple[int, ...]]
+Snapshot = dict[str, Any]  # what hc.Object.save returns
 
 # The reasons why a group's objects can't be called any more. Each completes a sentence
 # that ends in "was called".
@@ -136,7 +137,7 @@ class Group(Owned):
             settled(self.put_state(value, pickle.loads(state)))
         return value
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """The pickled state of each object.
 
         `waiting` has the states of objects that nobody has called since `restore`.
@@ -160,7 +161,7 @@ class Group(Owned):
         batch = members[0][0][0] if members else ()
         return {"batch": batch, "objects": objects, "waiting": waiting}
 
-    def restore(self, snapshot: dict[str, Any], everyones: bool) -> list[Exception]:
+    def restore(self, snapshot: Snapshot, everyones: bool) -> list[Exception]:
         """Goes back to a snapshot. Returns what closing other objects raised.
 
         The states of objects that are not made yet wait for the first call, if the

@@ -30,7 +30,7 @@ _lock = threading.Lock()
 _HOOKS = ("close", "save", "restore")
 
 
-def tell(entry: Entry, exported: bool) -> Any:
+def tell(entry: Entry, exported: bool) -> dict[str, object]:
     group = entry.group
     declared = group.declared
     if not exported:
