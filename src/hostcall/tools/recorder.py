@@ -102,7 +102,6 @@ class Recorder:
         self._process = os.getpid()
         self._sinks = [self._feed(sink) for sink in sinks]
         who = f"the recorder of {self._store.folder}"
-        self._writer: Worker[Events]
         self._writer = Worker(self, "hostcall-recorder", who, self._write, flush)
         atexit.register(self._at_exit)
 
@@ -177,18 +176,14 @@ class Recorder:
         fields = tuple(values)
         self._store.check(fields)
         # Several threads may trace: one of them makes it, and all get the same.
-        code = self._tapped.get(fields) or self._tapped.setdefault(
-            fields, Tapped(self._writer, fields, self._store.shapes)
-        )
+        made = Tapped(self._writer, fields, self._store.shapes)
+        code = self._tapped.setdefault(fields, made)
+        size = sum(array.nbytes for array in values.values())
+        batch = min(_MOST_EVENTS, max(1, _MOST_BYTES // size))
         # With batch=, a mask may not differ between the rows of a vmap.
-        batch, function = None, code.event
-        if options["where"] is None:
-            size = sum(array.nbytes for array in values.values())
-            batch, function = (
-                min(_MOST_EVENTS, max(1, _MOST_BYTES // size)),
-                code.events,
-            )
-        hc.tap(function, *values.values(), **options, batch=batch)
+        options["batch"] = batch if options["where"] is None else None
+        function = code.events if options["batch"] else code.event
+        hc.tap(function, *values.values(), **options)
 
     def table(self) -> pyarrow.Table:
         """Everything recorded so far, as a pyarrow.Table (`Run.table`). Flushes."""

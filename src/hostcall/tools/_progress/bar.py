@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import numpy as np
@@ -15,9 +15,14 @@ import numpy as np
 import hostcall as hc
 from hostcall.tools._progress import drawing
 from hostcall.tools._values import with_all_axes
+from hostcall.typing import Current
+
+if TYPE_CHECKING:
+    from hostcall.typing import Current
 
 # A line of the user's, with its options.
-Key: TypeAlias = tuple[drawing.LoopOptions, object]
+Key: TypeAlias = tuple[drawing.BarSpec, object]
+Total: TypeAlias = np.ndarray | int | None
 Metrics: TypeAlias = dict[str, np.ndarray | str]
 ROWS = 16  # the most bars of one loop
 EAGER = -1  # the run of a tap outside of programs
@@ -41,11 +46,7 @@ class Steps:
     total: np.ndarray | None
 
     def __init__(
-        self,
-        here: hc.typing.Current,
-        step: np.ndarray,
-        total: np.ndarray | int | None,
-        metrics: Metrics,
+        self, here: Current, step: np.ndarray, total: Total, metrics: Metrics
     ) -> None:
         leaves, tree = jax.tree.flatten((step, total, metrics))
         arrays = [x for x in leaves if not isinstance(x, (str, int))]
@@ -91,7 +92,7 @@ class Bar:
         self._devices: dict[jax.Device | None, Steps] = {}
         self.drawn: list[drawing.Drawn] = []
 
-    def show(self, here: hc.typing.Current, new: Steps) -> None:
+    def show(self, here: Current, new: Steps) -> None:
         now, before, old = clock(), self.place, self._devices.get(here.device)
         self._devices[here.device] = new
         order = sorted(self._devices, key=lambda device: device.id if device else -1)

@@ -29,7 +29,7 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned
 from hostcall.tools._progress import bar as one
 from hostcall.tools._progress.bar import EAGER, Bar, Key, Steps
-from hostcall.tools._progress.drawing import LoopOptions
+from hostcall.tools._progress.drawing import BarSpec
 
 # Seconds for which the steps of an inner loop are skipped after one was shown. The
 # first and last step of each run pass the engine's throttle, and an inner loop may
@@ -39,7 +39,7 @@ SILENT = 1.0  # seconds that a bar may rest while another moves
 _CLOSED_AT_MOST = 64
 
 
-class Loop(LoopOptions, HostCode):
+class Loop(BarSpec, HostCode):
     """The function that the tap of `hc.progress` calls."""
 
     __name__ = "hc.progress"

@@ -58,7 +58,7 @@ def _check_options(loop: Loop) -> None:
         _check_package()
 
 
-# Options of hc.tap and of tqdm whose names are hardly those of metrics.
+# BarSpec of hc.tap and of tqdm whose names are hardly those of metrics.
 _OF_TAPS = ("always", "arrays", "on", "order", "remat", "when_full", "where")
 _OF_TQDM = (
     *("ascii", "bar_format", "color", "colour", "dynamic_ncols", "leave", "ncols"),

@@ -27,7 +27,7 @@ LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 @dataclass(frozen=True)
-class LoopOptions:
+class BarSpec:
     """What a call of `hc.progress` says of its loop.
 
     Equal for equal lines, so that JAX's caches hit.
@@ -50,12 +50,7 @@ class Drawn:
     """A bar with tqdm's methods, which is told places instead of increments."""
 
     def __init__(
-        self,
-        loop: LoopOptions,
-        desc: str | None,
-        total: int | None,
-        n: int,
-        began: float,
+        self, loop: BarSpec, desc: str | None, total: int | None, n: int, began: float
     ) -> None:
         """Makes the bar of a loop whose device had done `n` steps at `began`."""
         make = _factory(loop.bar)
