@@ -70,8 +70,8 @@ def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
     for part in parts:
         for index, state in part["waiting"].items():
             objects.setdefault(index, state)  # nobody has called this object since
-    ordered = dict(sorted(objects.items()))
-    return {"batch": batches.pop() if batches else (), "objects": ordered}
+    batch = batches.pop() if batches else ()
+    return {"batch": batch, "objects": dict(sorted(objects.items()))}
 
 
 def scatter(
@@ -111,9 +111,10 @@ _TYPES = {
 
 def encode(snapshot: Snapshot) -> bytes:
     """`snapshot` has a batch and states, or the text of an "error"."""
-    told = dict(snapshot)
-    for key in told.keys() & {"objects", "waiting"}:
-        told[key] = tuple(sorted(told[key].items()))
+    told = {
+        key: tuple(sorted(part.items())) if isinstance(part, dict) else part
+        for key, part in snapshot.items()
+    }
     return portable.write(portable.tell_value(told, "a snapshot")).encode()
 
 

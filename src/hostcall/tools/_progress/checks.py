@@ -58,20 +58,45 @@ def _check_options(loop: Loop) -> None:
         _check_package()
 
 
-# BarSpec of hc.tap and of tqdm whose names are hardly those of metrics.
-_OF_TAPS = ("always", "arrays", "on", "order", "remat", "when_full", "where")
-_OF_TQDM = (
-    *("ascii", "bar_format", "color", "colour", "dynamic_ncols", "leave", "ncols"),
-    *("nrows", "unit_divisor", "unit_scale"),
-)
-_INTERVALS = ("maxinterval", "mininterval", "miniters")
+_EVERY = "Write every=, an interval in seconds (a float) or in steps (an int)"
+
+# Options of hc.tap and of tqdm whose names are hardly those of metrics: what each is,
+# and what to do instead.
+_OF_OTHERS = {
+    **dict.fromkeys(
+        ("always", "arrays", "on", "order", "remat", "when_full", "where"),
+        "an option of hc.tap, and hc.progress can't take it. Leave it out; every= says"
+        " how often the bar is drawn",
+    ),
+    **dict.fromkeys(
+        (
+            *("ascii", "bar_format", "color", "colour", "dynamic_ncols", "leave"),
+            *("ncols", "nrows", "unit_divisor", "unit_scale"),
+        ),
+        "an option of tqdm. Write bar=functools.partial(tqdm.tqdm, {}={})",
+    ),
+    **dict.fromkeys(
+        ("maxinterval", "mininterval", "miniters"), f"an option of tqdm. {_EVERY}"
+    ),
+    "sample": f"an option of hc.tap. {_EVERY}",
+    "disable": "an option of tqdm. Set HOSTCALL_PROGRESS=0 in the environment to run"
+    " without bars",
+    "n": "the number of steps, perhaps. Write it as the second argument,"
+    " hc.progress(i, {1})",
+}
 
 
 def _check_metric(name: str, value: object, total: object) -> None:
     # An array is a metric by any name, but for a mask.
     is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
-    meant = "" if is_array and name != "where" else _meant(name, value, total)
-    if meant:
+    is_meant = name in _OF_OTHERS and (name == "where" or not is_array)
+    if name == "sample":
+        is_meant = type(value) is float
+    elif name == "n":
+        is_meant = type(value) is int and total is None
+    if is_meant:
+        shown = repr(value) if type(value) in (bool, int, float, str) else "..."
+        meant = _OF_OTHERS[name].format(name.replace("color", "colour"), shown)
         raise hc.errors.SpecError(
             f"hostcall: hc.progress has no option {name}=, and keywords that it does"
             f" not know are metrics. This one is {meant}. A metric needs another name",
@@ -84,33 +109,6 @@ def _check_metric(name: str, value: object, total: object) -> None:
         f" {name}= should be a real scalar, such as x.mean(), or a text",
         value,
     )
-
-
-def _meant(name: str, value: object, total: object) -> str:
-    """What a constant was meant as, and what to do instead; "" for a metric."""
-    every = "Write every=, an interval in seconds (a float) or in steps (an int)"
-    if name in _OF_TAPS:
-        return (
-            "an option of hc.tap, and hc.progress can't take it. Leave it out; every="
-            " says how often the bar is drawn"
-        )
-    if name == "sample" and type(value) is float:
-        return f"an option of hc.tap. {every}"
-    if name in _INTERVALS:
-        return f"an option of tqdm. {every}"
-    if name in _OF_TQDM:
-        shown = repr(value) if type(value) in (bool, int, float, str) else "..."
-        option = f"{name.replace('color', 'colour')}={shown}"
-        return f"an option of tqdm. Write bar=functools.partial(tqdm.tqdm, {option})"
-    if name == "disable":
-        return (
-            "an option of tqdm. Set HOSTCALL_PROGRESS=0 in the environment to run"
-            " without bars"
-        )
-    if name == "n" and type(value) is int and total is None:
-        second = f"Write it as the second argument, hc.progress(i, {value})"
-        return f"the number of steps, perhaps. {second}"
-    return ""
 
 
 def check_body(body: object, face: str) -> None:
