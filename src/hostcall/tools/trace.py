@@ -158,16 +158,10 @@ class trace:
         for block in self._events.lines(ending=ending):
             self._write(block)
         if self.dropped > before:  # said where it happened, as a mark over all tracks
-            mark = {
-                "ph": "i",
-                "s": "g",
-                "cat": "dropped",
-                "name": f"{self.dropped - before} events are left out before this",
-                "pid": 1,
-                "tid": 1,
-                "ts": time.monotonic_ns() / 1000,
-            }
-            self._write_event(mark)
+            mark = {"ph": "i", "s": "g", "cat": "dropped", "pid": 1, "tid": 1}
+            name = f"{self.dropped - before} events are left out before this"
+            now = time.monotonic_ns() / 1000
+            self._write_event({**mark, "name": name, "ts": now})
 
     def _write_event(self, event: dict[str, object], end: bytes = b",\n") -> None:
         self._write(json.dumps(event).encode() + end)
