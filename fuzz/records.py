@@ -16,7 +16,7 @@ import pyarrow as pa
 
 import hostcall as hc
 from fuzz.draw import Draw, change
-from hostcall.tools._recorder.store import Store
+from hostcall.tools._recorder.store import RunFolder
 
 ARRAY = ["arrays/many/0.npy", "arrays/many/0.arrows"]
 FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
@@ -87,7 +87,7 @@ def one(data: bytes) -> None:
             str(found.table().to_pylist())
             for name in found.arrays:
                 found.array(name)
-            Store(run).close()
+            RunFolder(run).close()
     except hc.errors.HostcallError:
         pass
 

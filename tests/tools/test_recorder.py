@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import line
 
 import hostcall as hc
-from hostcall.tools._recorder.store import Store
+from hostcall.tools._recorder.store import RunFolder
 
 pa = pytest.importorskip("pyarrow")
 
@@ -289,10 +289,10 @@ def test_a_traced_program_is_found_again(rec, compiled_during):
     f = lambda: jax.jit(lambda x: rec(x=x))(1.0)
     f()
     assert rec.table().num_rows == 1
-    places = dict(rec._places)
+    tapped = dict(rec._tapped)
     jax.clear_caches()
     f()
-    assert rec._places == places
+    assert rec._tapped == tapped
 
 
 def test_several_threads_record(rec):
@@ -368,7 +368,7 @@ def test_a_recorder_that_was_interrupted_is_not_in_the_way(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "_resume", interrupted)
+        patched.setattr(RunFolder, "_resume", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
             hc.Recorder(tmp_path)
     hc.Recorder(tmp_path).close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall.tools._recorder import errors, inbox
+from hostcall.tools._recorder import files, worker
 
 pytest.importorskip("pyarrow")
 
@@ -220,8 +220,8 @@ def test_a_program_that_fails(tmp_path):
 
 def test_a_disk_that_is_slow_makes_the_program_wait(rec, monkeypatch):
     """At most MOST bytes wait, and nothing is lost."""
-    monkeypatch.setattr(inbox, "MOST", 1000)
-    monkeypatch.setattr(inbox, "ENOUGH", 500)
+    monkeypatch.setattr(worker, "MOST", 1000)
+    monkeypatch.setattr(worker, "ENOUGH", 500)
     begun, go_on = threading.Event(), threading.Event()
     write, sizes = rec._store.write, []
 
@@ -236,10 +236,10 @@ def test_a_disk_that_is_slow_makes_the_program_wait(rec, monkeypatch):
     for number in range(1, 1000):
         rec(x=float(number))
         if number == 1:
-            threading.Thread(target=rec._inbox.flush).start()
+            threading.Thread(target=rec._writer.flush).start()
             assert begun.wait(60)
     assert not hc.barrier(0.2)
-    assert rec._inbox._bytes <= 1004
+    assert rec._writer._bytes <= 1004
     go_on.set()
     assert rec.table()["x"].to_pylist() == list(range(1000))
     assert max(sizes) <= 1004
@@ -247,5 +247,5 @@ def test_a_disk_that_is_slow_makes_the_program_wait(rec, monkeypatch):
 
 def test_a_run_that_does_not_fit_into_memory(tmp_path):
     text = "It does not fit into memory, or a file of it was damaged"
-    with pytest.raises(hc.errors.HostcallError, match=text), errors.reading(tmp_path):
+    with pytest.raises(hc.errors.HostcallError, match=text), files.reading(tmp_path):
         raise MemoryError

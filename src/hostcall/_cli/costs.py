@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import hostcall as hc
 from hostcall._cli.report import heading
 
+Call = Callable[..., Any]
+Program = Any  # what jax.jit makes
 # Name -> (what makes a program from a call, that program's argument, its calls).
-Rows = dict[str, tuple[Callable[[Any], Any], Any, int]]
+Rows = dict[str, tuple[Callable[[Call], Program], Any, int]]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -32,18 +34,14 @@ def main(arguments: Sequence[str]) -> None:
     compare(hc.tap, jax.debug.callback, logs(n), rounds)
 
 
-def compare(ours: Any, theirs: Any, rows: Rows, rounds: int) -> None:
+def compare(ours: Call, theirs: Call, rows: Rows, rounds: int) -> None:
     """Prints what programs of both cost, measured in turns."""
     print(f"  {'':<36} {'hostcall':>9} {'JAX':>9} {'ratio':>8}")
     for name, (make, x, times) in rows.items():
         ways = make(ours), make(theirs)
-        found: list[list[float]] = [[], []]
-        for _ in range(1 + rounds):  # the first run compiles and warms the allocator
-            for way, each in zip(ways, found, strict=True):
-                each.append(timed(way, x, times))
-                jax.effects_barrier()
-                hc.barrier()
-        a, b = (statistics.median(each[1:]) for each in found)
+        # The first run compiles and warms the allocator.
+        found = [[timed(way, x, times) for way in ways] for _ in range(1 + rounds)][1:]
+        a, b = map(statistics.median, zip(*found, strict=True))
         print(f"  {name:<36} {a:>9.2f} {b:>9.1f} {b / a:>7.1f}x")
 
 
@@ -54,19 +52,19 @@ def programs(n: int) -> Rows:
         return x
 
     def spec(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    def loop(call: Any) -> Any:
-        def body(_: Any, c: Any) -> Any:
-            return call(same, jax.tree.map(spec, c), c)
+    def loop(call: Call) -> Program:
+        def body(_: object, c: Any) -> Any:
+            return call(same, spec(c), c)
 
         return jax.jit(lambda x: jax.lax.fori_loop(0, n, body, x))
 
-    def rows(call: Any) -> Any:
+    def rows(call: Call) -> Program:
         method = "sequential"
         return jax.jit(jax.vmap(lambda x: call(same, spec(x), x, vmap_method=method)))
 
-    def once(call: Any) -> Any:
+    def once(call: Call) -> Program:
         return jax.jit(lambda x: call(same, spec(x), x))
 
     one, mib = jnp.float32(1), jnp.ones(1 << 18, jnp.float32)
@@ -82,13 +80,13 @@ def programs(n: int) -> Rows:
 def logs(n: int) -> Rows:
     """Programs that log with hc.tap or jax.debug.callback."""
 
-    def note(*values: Any) -> None:
+    def note(*values: object) -> None:
         """Gets what is logged."""
 
-    def logged(log: Any) -> Any:
-        def step(_: Any, c: Any) -> Any:
-            log(note, jax.tree.map(jnp.sum, c))
-            return jax.tree.map(lambda x: 0.9 * jnp.tanh(x), c)
+    def logged(log: Call) -> Program:
+        def step(_: jax.Array, c: jax.Array) -> jax.Array:
+            log(note, jnp.sum(c))
+            return 0.9 * jnp.tanh(c)
 
         return jax.jit(lambda x: jax.lax.fori_loop(0, n, step, x))
 
@@ -99,12 +97,13 @@ def logs(n: int) -> Rows:
     }
 
 
-def timed(f: Callable[[Any], Any], x: Any, calls: int) -> float:
+def timed(f: Program, x: Any, calls: int) -> float:
     """Microseconds per call; a short program is repeated until 20 ms have passed."""
-    runs, begin = 0, time.perf_counter()
-    while True:
+    runs, seconds, begin = 0, 0.0, time.perf_counter()
+    while seconds < 0.02:
         jax.block_until_ready(f(x))
         runs += 1
         seconds = time.perf_counter() - begin
-        if seconds >= 0.02:
-            return seconds / (runs * calls) * 1e6
+    jax.effects_barrier()
+    hc.barrier()
+    return seconds / (runs * calls) * 1e6

@@ -30,7 +30,13 @@ def main(arguments: Sequence[str]) -> int:
     name = code.strip("[]").lower()
     name = name if name.startswith("hc-") else f"hc-{name}"
     if name not in found:
-        print(_unknown(code, name, list(found)), file=sys.stderr)
+        near = difflib.get_close_matches(name, found, n=3)
+        hint = f"The nearest are {', '.join(near)}. " if near else ""
+        print(
+            f"hostcall: there is no code {code!r}. {hint}`python -m hostcall explain`"
+            " lists all codes",
+            file=sys.stderr,
+        )
         return 2
     print(found[name], end="")
     return 0
@@ -50,12 +56,3 @@ def pages() -> dict[str, str]:
 def meaning(page: str) -> str:
     """The meaning of a code, which its page's first line gives."""
     return page.partition("\n")[0].partition(": ")[2]
-
-
-def _unknown(code: str, name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3)
-    hint = f"The nearest are {', '.join(near)}. " if near else ""
-    return (
-        f"hostcall: there is no code {code!r}. {hint}`python -m hostcall explain` lists"
-        " all codes"
-    )

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import platform
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,8 +30,9 @@ def engine_answers(device: jax.Device) -> str:
         seen.append(float(x))
         return x + 1
 
-    def body(_: Any, x: Any) -> Any:
-        return hc.call(count, result, x, order="ordered")
+    def body(_: jax.Array, x: jax.Array) -> jax.Array:
+        counted: jax.Array = hc.call(count, result, x, order="ordered")
+        return counted
 
     program = jax.jit(lambda x: jax.lax.fori_loop(0, 3, body, x))
     x = jax.device_put(np.float32(0), device)

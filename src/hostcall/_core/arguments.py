@@ -14,6 +14,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.host_code import handle, layers
 from hostcall._core.signatures import accepts, own_option, signature_of
 from hostcall._core.source import name_of
+from hostcall._jax.types import Sharding
 
 
 def check_function(
@@ -74,11 +75,11 @@ def refuse_coroutines(fn: Any) -> None:
 
 def of_a_number(
     function: Callable[..., Any], refusal: Callable[[str], str]
-) -> Callable[[int], Any]:
+) -> Callable[[Any], Any]:
     """Calls a user's function with a number, or without one if it requires none.
 
     Args:
-        function: requires no argument, or only the number.
+        function: requires no argument, or only the number, or the index.
         refusal: makes the text of the SpecError for any other, given the names of the
             arguments that it requires.
     """
@@ -86,7 +87,8 @@ def of_a_number(
         return lambda number: function()
     if accepts(function, 1, ()):
         return function
-    signature: Any = signature_of(function)  # without one, all arguments are accepted
+    signature = signature_of(function)
+    assert signature is not None  # without one, all arguments are accepted
     needed = [
         p.name
         for p in signature.parameters.values()
@@ -96,8 +98,11 @@ def of_a_number(
 
 
 def parse_mask(
-    where: Any, name: str, option: str = "where", fn: Callable[..., Any] | None = None
-) -> Any:
+    where: object,
+    name: str,
+    option: str = "where",
+    fn: Callable[..., Any] | None = None,
+) -> jax.Array | np.ndarray:
     """The mask as an array. `fn` is the function, if its own keywords come with it."""
     mask = where if isinstance(where, jax.Array) else np.asarray(where)
     if mask.dtype != np.bool_ or mask.shape != ():
@@ -111,7 +116,7 @@ def parse_mask(
     return mask
 
 
-def parse_on(on: Any, name: str) -> Any:
+def parse_on(on: object, name: str) -> Sharding | None:
     """The sharding of the calling device; None for the program's first device."""
     if isinstance(on, jax.Device):
         return jax.sharding.SingleDeviceSharding(on)
@@ -129,7 +134,7 @@ def parse_on(on: Any, name: str) -> Any:
     raise wrong("on", f"`{name}`", wanted, on)
 
 
-def parse_on_of_tap(on: Any, name: str) -> tuple[Any, jax.Device | None]:
+def parse_on_of_tap(on: object, name: str) -> tuple[str, jax.Device | None]:
     """(on, device) for a tap's parameters: a device taps once, with the whole value."""
     if isinstance(on, jax.Device):
         return "once", on
@@ -142,7 +147,7 @@ def parse_on_of_tap(on: Any, name: str) -> tuple[Any, jax.Device | None]:
 # --- Options -------------------------------------------------------------------------
 
 
-def wrong(option: str, of: str, wanted: str, got: Any, more: str = "") -> SpecError:
+def wrong(option: str, of: str, wanted: str, got: object, more: str = "") -> SpecError:
     """The error for `option=` of `of`, which should be `wanted`."""
     return SpecError(
         f"hostcall: {option}= of {of} should be {wanted}, got {got!r}{more}",
@@ -159,7 +164,7 @@ def choices(allowed: Sequence[str]) -> str:
     return f"one of {', '.join(map(repr, allowed))}"
 
 
-def of_all_processes(processes: Any, limit: Any, who: str, alone: str) -> bool:
+def of_all_processes(processes: object, limit: object, who: str, alone: str) -> bool:
     """Whether all processes take part; refuses wrong options. `alone` is the remedy."""
     if processes is None:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.counted import counted
 from hostcall._core.errors import ResultError
-from hostcall._core.spec import is_numeric
+from hostcall._core.spec import is_numeric, masked
+from hostcall._jax.types import Aval, TreeDef
 
 
 def take_apart(
-    value: Any, treedef: Any, name: str, avals: Sequence[Any] = ()
+    value: Any, treedef: TreeDef, name: str, avals: Sequence[Aval] = ()
 ) -> list[Any]:
     """The leaves of a return value, which must have the structure of `result=`.
 
@@ -32,12 +33,11 @@ def take_apart(
             got = _words(jax.tree_util.tree_structure(value))
         except (ValueError, TypeError) as why:  # keys of a dict that can't be sorted
             got = f"{_short(value)}, which is no pytree ({why})"
-        if treedef.num_leaves == 0 and value is not None:
-            hint = "The call has result=None: return nothing, or declare the result"
-        elif value is None:
+        hint = _CHANGE
+        if value is None:
             hint = "Does the function lack a `return`?"
-        else:
-            hint = "Change what the function returns, or what result= declares"
+        elif treedef.num_leaves == 0:
+            hint = "The call has result=None: return nothing, or declare the result"
         hint = _unawaited(value) or _a_shape(value, treedef, avals) or hint
         raise ResultError(
             f"hostcall: `{name}` returned a structure that differs from its result=."
@@ -45,16 +45,19 @@ def take_apart(
         ) from error
 
 
-def _words(treedef: Any) -> str:
+def _words(treedef: TreeDef) -> str:
     return str(treedef).removeprefix("PyTreeDef(").removesuffix(")")
 
 
+_CHANGE = "Change what the function returns, or what result= declares"
+
+Shape: TypeAlias = tuple[int, ...]
+Words: TypeAlias = Callable[[], str]
+Hint: TypeAlias = Callable[[Shape], str] | None
+
+
 def coerce(
-    value: Any,
-    dtype: np.dtype,
-    shape: tuple[int, ...],
-    where: Callable[[], str],
-    hint: Callable[[tuple[int, ...]], str] | None = None,
+    value: Any, dtype: np.dtype, shape: Shape, where: Words, hint: Hint = None
 ) -> np.ndarray:
     """`value` as a row-major array of this dtype and shape.
 
@@ -85,11 +88,7 @@ def coerce(
 
 
 def _coerce(
-    value: Any,
-    dtype: np.dtype,
-    shape: tuple[int, ...],
-    where: Callable[[], str],
-    hint: Callable[[tuple[int, ...]], str] | None,
+    value: Any, dtype: np.dtype, shape: Shape, where: Words, hint: Hint
 ) -> np.ndarray:
     def wrong(got: str, code: str | None = None) -> ResultError:
         should = f"{where()} should be {_named(dtype, shape)}"
@@ -97,17 +96,14 @@ def _coerce(
 
     if value is None:
         raise wrong("None. Does the function lack a `return`?")
-    for masked in _masked_in(value):
+    for found in _masked_in(value):
         raise wrong(
-            f"a masked array with {np.ma.count_masked(masked)} of {masked.size}"
-            " elements masked, and JAX's arrays have no masks. Return"
-            " np.ma.filled(x, number) to give those elements a value, or return the"
-            " mask as a separate result (np.ma.getmaskarray(x))"
+            f"{masked(found)}. Return np.ma.filled(x, number) to give those elements a"
+            " value, or return the mask as a separate result (np.ma.getmaskarray(x))"
         )
     array = _as_numpy(value, where)
     if not is_numeric(array.dtype):
-        unawaited = _unawaited(value)
-        if unawaited:
+        if unawaited := _unawaited(value):
             raise wrong(f"a coroutine. {unawaited}", "hc-coroutine")
         raise wrong(
             f"{type(value).__name__} {_short(value)}, which is not an array of numbers"
@@ -116,14 +112,13 @@ def _coerce(
     if array.shape != shape:
         advice = (hint and hint(array.shape)) or _shape_hint(array.shape, shape)
         raise wrong(f"{_named(array.dtype, array.shape)}. {advice}")
-    if array.dtype != dtype:
-        # Python's own numbers have no width that a conversion could lose.
-        weak = not hasattr(value, "dtype")
-        array = _cast(array, dtype, weak, where)
-    return array
+    if array.dtype == dtype:
+        return array
+    # Python's own numbers have no width that a conversion could lose.
+    return _cast(array, dtype, not hasattr(value, "dtype"), where)
 
 
-def _unawaited(value: Any) -> str:
+def _unawaited(value: object) -> str:
     """What to do about a plain function that returned a coroutine."""
     if not inspect.iscoroutine(value):
         return ""
@@ -138,26 +133,22 @@ def _unawaited(value: Any) -> str:
 _UNREADABLE = (ValueError, TypeError, RuntimeError, BufferError, AttributeError)
 
 
-def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:
+def _as_numpy(value: Any, where: Words) -> np.ndarray:
     if isinstance(value, jax.Array):
         if _jax.is_key_dtype(value.dtype):
             value = jax.random.key_data(value)
         return np.asarray(value)
     if hasattr(value, "requires_grad") and hasattr(value, "detach"):
         value = value.detach()  # a torch tensor that takes part in autograd
+    is_numpys = isinstance(value, (np.ndarray, np.generic))
+    by_dlpack = not is_numpys and hasattr(value, "__dlpack__")
     try:
         array = np.asarray(value)
-        if (
-            array.dtype != np.object_
-            or not hasattr(value, "__dlpack__")
-            or isinstance(value, (np.ndarray, np.generic))
-        ):
-            return array
-        return np.from_dlpack(value)
+        return np.from_dlpack(value) if by_dlpack and array.dtype == "O" else array
     except _UNREADABLE as error:
         fault: Exception = error
     try:
-        if hasattr(value, "__dlpack__"):
+        if by_dlpack:
             # NumPy's protocols don't know this dtype (bfloat16, for one); JAX does.
             return np.asarray(jnp.from_dlpack(value))
     except _UNREADABLE as error:
@@ -171,7 +162,7 @@ def _as_numpy(value: Any, where: Callable[[], str]) -> np.ndarray:
         del fault
 
 
-def _masked_in(value: Any) -> Iterator[Any]:
+def _masked_in(value: object) -> Iterator[np.ma.MaskedArray[Any, Any]]:
     """The arrays with masked elements; `np.asarray` would silently drop the mask."""
     if isinstance(value, (list, tuple)):
         if not set(map(type, value)) <= _NUMBERS:  # skip long lists of plain numbers
@@ -184,49 +175,35 @@ def _masked_in(value: Any) -> Iterator[Any]:
 _NUMBERS = {bool, int, float, complex}
 
 
-def _cast(
-    array: np.ndarray, want: np.dtype, weak: bool, where: Callable[[], str]
-) -> np.ndarray:
-    have = array.dtype
-    kind_have, kind_want = _kind(have), _kind(want)
+def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: Words) -> np.ndarray:
+    have, kind_have, kind_want = array.dtype, _kind(array.dtype), _kind(want)
 
     def wrong(got: str) -> ResultError:
         said = f"hostcall: {where()} should be {want}, got {have}{got}"
         return ResultError(said, code="hc-result-dtype")
 
     if _ORDER[kind_have] > _ORDER[kind_want]:
-        meant = "round(x)" if weak and kind_want == "integer" else f"x.astype('{want}')"
-        if kind_have == "complex":
-            meant = "x.real" if kind_want == "float" else f"x.real.astype('{want}')"
-        raise wrong(
-            f"{' from Python numbers' if weak else ''}. hostcall does not convert"
-            f" {kind_have} to {kind_want} silently: return {meant} if that is what you"
-            f" mean, or declare {jax.dtypes.canonicalize_dtype(have)}"
-        )
+        raise wrong(_narrowing(have, want, weak))
     if kind_have == kind_want == "integer" and array.size:
         info = ml_dtypes.iinfo(want)
-        for value in (int(array.min()), int(array.max())):
-            if not int(info.min) <= value <= int(info.max):
-                raise wrong(
-                    f" holding {value}, which {want} can't hold. Declare a wider"
-                    f" result, or return x.astype('{want}') to wrap around"
-                )
-    try:
-        with np.errstate(over="raise"):
-            cast = array.astype(want)
-    except FloatingPointError:
-        with np.errstate(over="ignore"):
-            cast = array.astype(want)
-        if kind_have != "integer":
-            # In place of NumPy's own warning, which would not name the function. The
-            # text has no values, so that Python shows it once for each function.
-            warnings.warn(
-                f"hostcall: {where()} should be {want}, got {have} with values beyond"
-                f" the range of {want}, which become infinite or NaN. Scale or clip"
-                " them, or declare a wider result",
-                RuntimeWarning,
-                stacklevel=2,
+        low, high = int(array.min()), int(array.max())
+        if low < int(info.min) or high > int(info.max):
+            raise wrong(
+                f" holding {low if low < int(info.min) else high}, which {want} can't"
+                f" hold. Declare a wider result, or return x.astype('{want}') to wrap"
+                " around"
             )
+    cast, overflows = _astype(array, want)
+    if kind_have != "integer" and overflows:
+        # In place of NumPy's own warning, which would not name the function. The text
+        # has no values, so that Python shows it once for each function.
+        warnings.warn(
+            f"hostcall: {where()} should be {want}, got {have} with values beyond the"
+            f" range of {want}, which become infinite or NaN. Scale or clip them, or"
+            " declare a wider result",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     if (kind_have == "integer" and kind_want != "integer") and not np.array_equal(
         cast.astype(np.complex128), array.astype(object)
     ):
@@ -235,6 +212,28 @@ def _cast(
             " round"
         )
     return cast
+
+
+def _narrowing(have: np.dtype, want: np.dtype, weak: bool) -> str:
+    kind_have, kind_want = _kind(have), _kind(want)
+    meant = "round(x)" if weak and kind_want == "integer" else f"x.astype('{want}')"
+    if kind_have == "complex":
+        meant = "x.real" if kind_want == "float" else f"x.real.astype('{want}')"
+    return (
+        f"{' from Python numbers' if weak else ''}. hostcall does not convert"
+        f" {kind_have} to {kind_want} silently: return {meant} if that is what you"
+        f" mean, or declare {jax.dtypes.canonicalize_dtype(have)}"
+    )
+
+
+def _astype(array: np.ndarray, want: np.dtype) -> tuple[np.ndarray, bool]:
+    """The array in another dtype, and whether values are beyond its range."""
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(want), False
+    except FloatingPointError:
+        with np.errstate(over="ignore"):
+            return array.astype(want), True
 
 
 _ORDER = {"bool": 0, "integer": 1, "float": 2, "complex": 3}
@@ -251,7 +250,7 @@ def _kind(dtype: np.dtype) -> str:
 # --- What messages say about results that are not what `result=` declares -------------
 
 
-def _a_shape(value: Any, treedef: Any, avals: Sequence[Any]) -> str:
+def _a_shape(value: object, treedef: TreeDef, avals: Sequence[Aval]) -> str:
     """What to write if result= looks like a shape, such as (3,), of this array."""
     n = len(avals)
     if not isinstance(value, (np.ndarray, jax.Array)) or value.ndim != n or n == 0:
@@ -286,18 +285,18 @@ def _instead(have: np.dtype, want: np.dtype) -> str:
     return f"strings ({have}). Return np.asarray(x, '{want}') to read them as numbers"
 
 
-def _named(dtype: Any, shape: tuple[int, ...]) -> str:
+def _named(dtype: object, shape: Shape) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _shape_hint(got: tuple[int, ...], want: tuple[int, ...]) -> str:
+def _shape_hint(got: Shape, want: Shape) -> str:
     if want == () and int(np.prod(got)) == 1:
         return "Return x.item() or x.reshape(()) for a scalar"
     if [n for n in got if n != 1] == [n for n in want if n != 1]:
         return f"Return x.reshape({want})"
-    return "Change what the function returns, or what result= declares"
+    return _CHANGE

@@ -43,7 +43,7 @@ def statement() -> Statement:
     return Statement(code, code.co_filename, frame.f_lineno, str(module))
 
 
-def is_again(one: Any, by: Statement, other: Any, now: Statement) -> bool:
+def is_again(one: object, by: Statement, other: object, now: Statement) -> bool:
     """Whether `other`, which `now` registers, is `one`, which `by` did, made again."""
     if _kind(one) != _kind(other):
         return False
@@ -53,12 +53,12 @@ def is_again(one: Any, by: Statement, other: Any, now: Statement) -> bool:
     return by.code is not now.code and _where(by) == _where(now)
 
 
-def may_be_again(one: Any, other: Any) -> bool:
+def may_be_again(one: object, other: object) -> bool:
     """Whether two objects have the same definition, or lambdas of one function."""
     return _kind(one)[:4] == _kind(other)[:4]
 
 
-def _kind(thing: Any) -> tuple[Any, ...]:
+def _kind(thing: Any) -> tuple[object, ...]:
     """Equal for objects that may come from one definition. Those without a name of
     their own must come from the same line.
     """
@@ -75,14 +75,14 @@ def _kind(thing: Any) -> tuple[Any, ...]:
     return (*found, place.file, place.line)
 
 
-def is_feed(thing: Any) -> bool:
+def is_feed(thing: object) -> bool:
     given = handle(thing)
     return given is not None and given._definition() is None
 
 
 def _core(thing: Any) -> Any:
     """The function behind a HostFunction, a decorator, a partial, a bound method."""
-    seen: list[Any] = []  # a chain may lead back to itself
+    seen: list[object] = []  # a chain may lead back to itself
     while not any(thing is one for one in seen):
         seen.append(thing)
         given = handle(thing)
@@ -97,7 +97,7 @@ def _core(thing: Any) -> Any:
     return thing
 
 
-def _own_code(thing: Any) -> Any:
+def _own_code(thing: object) -> object:
     """What a `def` or `class` statement makes anew each time that it runs, if the
     object holds nothing besides; else None.
     """
@@ -112,9 +112,8 @@ def _own_code(thing: Any) -> Any:
     return None
 
 
-def _where(by: Statement) -> tuple[Any, ...]:
+def _where(by: Statement) -> tuple[object, ...]:
     """Of an edited cell the line and the name of the "file" are others."""
-    main = sys.modules.get("__main__")
-    if by.module == "__main__" and not hasattr(main, "__file__"):
+    if by.module == "__main__" and "__file__" not in vars(sys.modules["__main__"]):
         return (by.module, by.code.co_qualname)
     return (by.module, by.code.co_qualname, by.file, by.line)

@@ -15,12 +15,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Iterable
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 from hostcall._core.host_code import is_partial, own, text_of, wrapped
 from hostcall._core.source import name_of
+
+# What counts of a thing, as tuples and texts.
+Told: TypeAlias = object
 
 # How deep a function is looked for in wrappers.
 _DEPTH = 8
@@ -36,7 +39,7 @@ def fingerprint(thing: Any) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1 or 1
 
 
-def _told(thing: Any, depth: int) -> Any:
+def _told(thing: Any, depth: int) -> Told:
     """What counts of a thing, as tuples and texts."""
     if isinstance(thing, (tuple, list)):
         return tuple(_told(part, depth) for part in thing)
@@ -63,7 +66,7 @@ def _told(thing: Any, depth: int) -> Any:
     return type(thing).__qualname__, name_of(thing), _told(inner, depth - 1)
 
 
-def _told_function(function: FunctionType, depth: int) -> Any:
+def _told_function(function: FunctionType, depth: int) -> Told:
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned yet
@@ -76,12 +79,12 @@ def _told_function(function: FunctionType, depth: int) -> Any:
     )
 
 
-def _functions(things: Any) -> list[Callable[..., Any]]:
+def _functions(things: Iterable[object]) -> list[object]:
     return [t for t in things if type(t) in (FunctionType, MethodType)]
 
 
 @functools.lru_cache(maxsize=4096)  # equal code gives an equal result
-def _told_code(code: CodeType) -> Any:
+def _told_code(code: CodeType) -> Told:
     consts = (
         _told_code(const)
         if isinstance(const, CodeType)

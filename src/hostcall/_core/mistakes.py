@@ -69,11 +69,11 @@ def options_of(function: Callable[..., Any], *others: str) -> frozenset[str]:
 def check(
     face: Face,
     fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    marks: Sequence[Any] = (),
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    marks: Sequence[object] = (),
     also: Collection[str] = (),
-    result: Any = None,
+    result: object = None,
 ) -> None:
     """Refuses a host function that can't take its arguments, or uses traced values.
 
@@ -150,7 +150,12 @@ def warn_if_traced(what: str, instead: str) -> None:
 
 
 def _refuse_arguments(
-    face: Face, fn: Any, n: int, names: Sequence[str], also: Sequence[str], result: Any
+    face: Face,
+    fn: Any,
+    n: int,
+    names: Sequence[str],
+    also: Sequence[str],
+    result: object,
 ) -> None:
     name, signature = name_of(fn), signatures.signature_of(fn)
     has = ""
@@ -206,7 +211,7 @@ def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
             )
 
 
-def warn_of_own(face: Face, fn: Any, **options: Any) -> None:
+def warn_of_own(face: Face, fn: Any, **options: object) -> None:
     """Warns if an option that is given is also a parameter of the function."""
     for option, value in options.items():
         if value is None:

@@ -93,7 +93,7 @@ def _binds(
 
 # Without a lock: two threads may both make an entry, and then store equal ones.
 _of_texts: dict[tuple[str, bool], inspect.Signature | None] = {}
-_of_objects: weakref.WeakKeyDictionary[Any, inspect.Signature | None]
+_of_objects: weakref.WeakKeyDictionary[object, inspect.Signature | None]
 _of_objects = weakref.WeakKeyDictionary()
 
 
@@ -151,7 +151,7 @@ def without_types(signature: inspect.Signature) -> str:
     )
 
 
-def own_option(fn: Any, option: str, value: Any) -> str:
+def own_option(fn: Any, option: str, value: object) -> str:
     """What to write if a wrong value of an option was meant for the function itself,
     which has a parameter of that name; an empty text if it has none.
     """

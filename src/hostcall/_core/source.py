@@ -7,11 +7,13 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from hostcall._core.host_code import asked, innermost, is_partial, layers, own, text_of
+
+Function: TypeAlias = Callable[..., Any]
 
 # The folder of the package. Frames of its code are skipped.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -61,7 +63,7 @@ def users_frame() -> types.FrameType:
     return frame
 
 
-def name_of(fn: Callable[..., Any]) -> str:
+def name_of(fn: Function) -> str:
     """The name by which messages call this function."""
     if type(fn) is types.FunctionType:  # eager calls ask each time
         return fn.__qualname__
@@ -74,7 +76,7 @@ def name_of(fn: Callable[..., Any]) -> str:
     return f"partial({name})" if inner is not fn else name
 
 
-def is_anonymous(fn: Callable[..., Any]) -> bool:
+def is_anonymous(fn: Function) -> bool:
     """Whether other functions may have the same name.
 
     True for a lambda, for a function that is defined inside another, and for a
@@ -86,20 +88,20 @@ def is_anonymous(fn: Callable[..., Any]) -> bool:
     return "<" in name or name.startswith("partial(")
 
 
-def place_of(fn: Callable[..., Any]) -> Place:
+def place_of(fn: Function) -> Place:
     """The place where a function is defined."""
-    code: Any = asked(innermost(fn), "__code__", types.CodeType)
+    code = asked(innermost(fn), "__code__", types.CodeType)
     if code is None:
         return Place("(built in)", 0, name_of(fn))
     return Place(code.co_filename, code.co_firstlineno, name_of(fn))
 
 
-def is_jaxs(fn: Callable[..., Any]) -> bool:
+def is_jaxs(fn: Function) -> bool:
     """Whether this function is JAX's own code."""
     return place_of(fn).file.startswith(_JAX)
 
 
-def source_of(fn: Callable[..., Any]) -> str:
+def source_of(fn: Function) -> str:
     """A function's name and place, which all closures over one `def` share."""
     mine = own(fn)
     said = "" if mine is None else mine.source()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,12 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
+from hostcall._jax.types import Aval, KeyDtype, TreeDef
 
 tree = jax.tree_util
+
+# The dtype of a typed PRNG key; None for any other array.
+Key: TypeAlias = KeyDtype | None
 
 # Stands for any leaf. A pytree class that looks at its children may refuse numbers.
 _LEAF = object()
@@ -65,16 +69,16 @@ class Template:
             or None for any other array.
     """
 
-    treedef: Any
-    leaves: tuple[Any, ...]
+    treedef: TreeDef
+    leaves: tuple[Static | Key, ...]
 
     @classmethod
-    def flat(cls, *marks: Any) -> Template:
+    def flat(cls, *marks: Static | Key) -> Template:
         """A template for positional arrays only; `marks` are its `leaves`."""
         return cls(tree.tree_structure(((0,) * len(marks), {})), marks)
 
     @cached_property
-    def keys(self) -> tuple[Any, ...]:
+    def keys(self) -> tuple[Key, ...]:
         """For each array: the key dtype, or None."""
         return tuple(leaf for leaf in self.leaves if not isinstance(leaf, Static))
 
@@ -103,12 +107,12 @@ class Template:
         ]
 
 
-def _paths(treedef: Any) -> list[Any]:
+def _paths(treedef: TreeDef) -> list[Any]:
     whole = treedef.unflatten([_LEAF] * treedef.num_leaves)
     return [path for path, _ in tree.tree_flatten_with_path(whole)[0]]
 
 
-def wrap_keys(arrays: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
+def wrap_keys(arrays: Sequence[Any], keys: Sequence[Key]) -> list[Any]:
     """Typed PRNG keys in place of the uint32 blocks that primitives take and give."""
     return [
         x if key is None else _jax.wrap_key(x, key)
@@ -116,11 +120,13 @@ def wrap_keys(arrays: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
     ]
 
 
-def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
+def flatten_arguments(
+    args: Any, kwargs: Any
+) -> tuple[list[jax.Array | np.ndarray], Template]:
     """The arrays among the leaves, ready to bind, and the template to rebuild all."""
     leaves, treedef = tree.tree_flatten((args, kwargs))
-    arrays: list[Any] = []
-    marks: list[Any] = []
+    arrays: list[jax.Array | np.ndarray] = []
+    marks: list[Static | Key] = []
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
             key = leaf.dtype if _jax.is_key_dtype(leaf.dtype) else None
@@ -134,21 +140,29 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Any], Template]:
     return arrays, Template(treedef, tuple(marks))
 
 
-def is_array_like(leaf: Any) -> bool:
+def is_array_like(leaf: object) -> bool:
     """Whether JAX would accept this leaf as an array. Others become `Static`."""
     if isinstance(leaf, (bool, int, float, complex)):
         return True
     if isinstance(leaf, (np.ndarray, np.generic)):
         return is_numeric(leaf.dtype)
+    return _converts_itself(leaf)
+
+
+def _converts_itself(leaf: object) -> bool:
     return hasattr(leaf, "__jax_array__")
+
+
+# JAX's dtypes beside NumPy's.
+_MORE_DTYPES = frozenset(vars(ml_dtypes))
 
 
 def is_numeric(dtype: np.dtype) -> bool:
     """Whether arrays of this dtype hold numbers, JAX's extra dtypes included."""
-    return dtype.kind in "biufc" or hasattr(ml_dtypes, dtype.name)
+    return dtype.kind in "biufc" or dtype.name in _MORE_DTYPES
 
 
-def canonical(leaf: Any) -> Any:
+def canonical(leaf: Any) -> jax.Array | np.ndarray:
     """`leaf` as an array of the dtype that JAX will give it.
 
     Raises:
@@ -161,29 +175,39 @@ def canonical(leaf: Any) -> Any:
             " hc.call(fn, result, ref[...])",
             code="hc-arguments",
         )
-    if hasattr(leaf, "__jax_array__"):
-        return leaf.__jax_array__()
+    if _converts_itself(leaf):
+        converted: jax.Array = leaf.__jax_array__()
+        return converted
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise SpecError(
-            "hostcall: an argument is a masked array with"
-            f" {np.ma.count_masked(leaf)} of {leaf.size} elements masked, and JAX's"
-            " arrays have no masks. Pass np.ma.filled(x, number), or also pass the mask"
-            " (np.ma.getmaskarray(x))"
+            f"hostcall: an argument is {masked(leaf)}. Pass np.ma.filled(x, number), or"
+            " also pass the mask (np.ma.getmaskarray(x))"
         )
-    array: Any
-    ends: tuple[Any, ...] = ()  # the least and the largest of integers
     if isinstance(leaf, int) and not isinstance(leaf, bool):
-        array, have, dtype = leaf, "int", _jax.canonical_dtype(np.int64)
-        ends = (leaf,)
-    else:
-        array = np.asarray(leaf)
-        if not array.dtype.isnative:  # big-endian, as some file formats have it
-            array = array.astype(np.dtype(array.dtype.type))
-        have, dtype = str(array.dtype), _jax.canonical_dtype(array.dtype)
-        if dtype == array.dtype:
-            return array
-        if array.dtype.kind in "iu" and array.size:
-            ends = array.min(), array.max()
+        dtype = _jax.canonical_dtype(np.int64)
+        _refuse_lost((leaf,), "int", dtype)
+        return np.asarray(leaf, dtype)
+    array = np.asarray(leaf)
+    if not array.dtype.isnative:  # big-endian, as some file formats have it
+        array = array.astype(np.dtype(array.dtype.type))
+    dtype = _jax.canonical_dtype(array.dtype)
+    if dtype == array.dtype:
+        return array
+    if array.dtype.kind in "iu" and array.size:
+        _refuse_lost((array.min(), array.max()), array.dtype, dtype)
+    return np.asarray(array, dtype)
+
+
+def masked(array: np.ma.MaskedArray[Any, Any]) -> str:
+    """What messages say of a masked array, which would silently lose its mask."""
+    return (
+        f"a masked array with {np.ma.count_masked(array)} of {array.size} elements"
+        " masked, and JAX's arrays have no masks"
+    )
+
+
+def _refuse_lost(ends: Sequence[int], have: object, dtype: np.dtype) -> None:
+    """Refuses integers, the least and the largest, that a dtype can't hold."""
     for value in ends:
         if not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
             raise SpecError(
@@ -193,7 +217,6 @@ def canonical(leaf: Any) -> Any:
                 " object of your own class, which the function gets unchanged",
                 code="hc-32-bit",
             )
-    return np.asarray(array, dtype)
 
 
 @dataclass(frozen=True)
@@ -206,12 +229,12 @@ class Results:
         keys: for each leaf the key dtype, or None.
     """
 
-    treedef: Any
-    avals: tuple[Any, ...]
-    keys: tuple[Any, ...]
+    treedef: TreeDef
+    avals: tuple[Aval, ...]
+    keys: tuple[Key, ...]
 
     @classmethod
-    def flat(cls, avals: Sequence[Any], keys: Sequence[Any] | None = None) -> Results:
+    def flat(cls, avals: Sequence[Aval], keys: Sequence[Key] | None = None) -> Results:
         """A tuple of arrays; `keys` as above, or None if no leaf is a key."""
         structure = tree.tree_structure((0,) * len(avals))
         return cls(structure, tuple(avals), tuple(keys or (None,) * len(avals)))
@@ -239,16 +262,14 @@ def parse_result(result: Any, name: str) -> Results:
     return Results(treedef, tuple(a for a, _ in found), tuple(k for _, k in found))
 
 
-def _parse_leaf(leaf: Any, which: str) -> tuple[Any, Any]:
+def _parse_leaf(leaf: Any, which: str) -> tuple[Aval, Key]:
     """(aval, key dtype or None) of a leaf of `result=`."""
-
-    def wrong(said: str, code: str = "hc-result-spec") -> SpecError:
-        return SpecError(f"hostcall: {which} {said}", code=code)
-
-    if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
+    kinds = (bool, int, float, complex)
+    if isinstance(leaf, kinds) and not isinstance(leaf, np.generic):
         return _jax.ShapedArray((), jnp.result_type(leaf)), None
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise wrong(f"is {leaf!r}, which has no shape and dtype. {_instead_of(leaf)}")
+        what = f"is {leaf!r}, which has no shape and dtype. {_instead_of(leaf)}"
+        raise _wrong_result(which, what)
     try:
         shape = tuple(leaf.shape)
     except TypeError:  # one size, or nothing
@@ -257,39 +278,50 @@ def _parse_leaf(leaf: Any, which: str) -> tuple[Any, Any]:
         _jax.is_symbolic(n) or (isinstance(n, (int, np.integer)) and n >= 0)
         for n in shape
     ):
-        raise wrong(
+        raise _wrong_result(
+            which,
             f"has the shape {leaf.shape}. Sizes must be integers of at least 0 that are"
-            " known when the program is traced"
+            " known when the program is traced",
         )
+    dtype, key = _parse_dtype(leaf.dtype, which)
+    block = () if key is None else _jax.key_data_shape(key)
+    return _jax.ShapedArray(shape + block, dtype), key
+
+
+def _parse_dtype(given: Any, which: str) -> tuple[np.dtype, Key]:
     try:
-        is_key = _jax.is_key_dtype(leaf.dtype)
-        dtype = np.dtype(np.uint32 if is_key else leaf.dtype)
+        if _jax.is_key_dtype(given):
+            return np.dtype(np.uint32), given
+        dtype = np.dtype(given)
     except TypeError as error:
-        raise wrong(
-            f"has the dtype {leaf.dtype!r}, which NumPy does not know. Write one such"
-            " as np.float32"
+        raise _wrong_result(
+            which,
+            f"has the dtype {given!r}, which NumPy does not know. Write one such as"
+            " np.float32",
         ) from error
-    if is_key:
-        block = _jax.key_data_shape(leaf.dtype)
-        return _jax.ShapedArray(shape + block, dtype), leaf.dtype
     if dtype.kind in "iufc" and not dtype.isnative:
         dtype = np.dtype(dtype.type)
     if not is_numeric(dtype) or dtype.type in (np.longdouble, np.clongdouble):
-        raise wrong(
+        raise _wrong_result(
+            which,
             f"is {dtype}, which JAX arrays can't have. Declare a numeric dtype, or keep"
-            " Python objects on the host with hc.Object"
+            " Python objects on the host with hc.Object",
         )
-    if _jax.canonical_dtype(dtype) != dtype:
-        raise wrong(
-            f"is {dtype}, but JAX is in 32-bit mode. Declare"
-            f" {_jax.canonical_dtype(dtype)}, or enable 64-bit types with"
+    if (canonical := _jax.canonical_dtype(dtype)) != dtype:
+        raise SpecError(
+            f"hostcall: {which} is {dtype}, but JAX is in 32-bit mode. Declare"
+            f" {canonical}, or enable 64-bit types with"
             ' jax.config.update("jax_enable_x64", True)',
-            "hc-32-bit",
+            code="hc-32-bit",
         )
-    return _jax.ShapedArray(shape, dtype), None
+    return dtype, None
 
 
-def _instead_of(leaf: Any) -> str:
+def _wrong_result(which: str, what: str) -> SpecError:
+    return SpecError(f"hostcall: {which} {what}", code="hc-result-spec")
+
+
+def _instead_of(leaf: object) -> str:
     """What to write in place of a leaf of `result=` that has no shape and dtype."""
     if issubclass(type(leaf), OfArguments):
         return (
@@ -325,11 +357,9 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
                 code="hc-traced",
             )
         try:
-            value = np.asarray(leaf)
-            symbolic = _jax.has_symbolic([aval])
             # Of a symbolic shape, one element: the plan repeats it for the real sizes.
-            shape = () if symbolic else aval.shape
-            array = np.broadcast_to(value.astype(aval.dtype), shape)
+            shape = () if _jax.has_symbolic([aval]) else aval.shape
+            array = np.broadcast_to(np.asarray(leaf).astype(aval.dtype), shape)
         except (TypeError, ValueError, OverflowError) as error:
             raise SpecError(
                 f"hostcall: fill= of `{name}` is {leaf!r} for {path}, which can't be"

@@ -13,13 +13,15 @@ import functools
 import json
 import os
 import zipfile
-from typing import Any, BinaryIO, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import jax
 import numpy as np
 
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import Place
+from hostcall._jax.types import Device
 
 _VERSION = 1
 _SAVED = ("values", "also", "history", "step", "row", "device", "place", "name")
@@ -65,8 +67,8 @@ class WatchError(HostcallError, RuntimeError):
         history: tuple[Watched, ...] = (),
         step: int = 0,
         row: tuple[int, ...] = (),
-        device: Any = None,
-        place: Any = None,
+        device: Device | str | None = None,
+        place: Place | None = None,
         name: str = "",
     ) -> None:
         super().__init__(text)
@@ -74,7 +76,9 @@ class WatchError(HostcallError, RuntimeError):
         self.step, self.row, self.device = step, row, device
         self.place, self.name = place, name
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., Any], tuple[object, ...], dict[str, Any]]:
         """Copies and other processes get all that it has; a device as its name."""
         state = {**self.__dict__}
         if self.device is not None:
@@ -153,10 +157,13 @@ WatchError.__module__ = Watched.__module__ = "hostcall.errors"
 # {"list": [...]}, {"tuple": [...]}, or {"dict": [[key, child], ...]}, which also stands
 # for nodes of other types.
 
+Json: TypeAlias = dict[str, Any]
+Array: TypeAlias = np.ndarray | np.generic | jax.Array
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _told(file: zipfile.ZipFile, x: Any, at: str) -> Any:
+def _told(file: zipfile.ZipFile, x: object, at: str) -> Json:
     """The JSON of a tree; its arrays go to the file. `at` names it in errors."""
     if type(x) in _PLAIN:
         return {"leaf": x}
@@ -180,7 +187,7 @@ def _told(file: zipfile.ZipFile, x: Any, at: str) -> Any:
     return {"dict": list(zip(keys, told, strict=True))}
 
 
-def _told_array(file: zipfile.ZipFile, x: Any, at: str) -> Any:
+def _told_array(file: zipfile.ZipFile, x: Array, at: str) -> Json:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         kind = str(jax.random.key_impl(x))
         return {"key": _told_array(file, jax.random.key_data(x), at), "impl": kind}
@@ -199,7 +206,7 @@ def _told_array(file: zipfile.ZipFile, x: Any, at: str) -> Any:
     return {"array": name, "dtype": str(x.dtype), "shape": x.shape}
 
 
-def _read(file: zipfile.ZipFile, told: dict[str, Any]) -> Any:
+def _read(file: zipfile.ZipFile, told: Json) -> Any:
     if "leaf" in told:
         return told["leaf"]
     if "array" in told:

@@ -9,12 +9,15 @@ from typing import TypeAlias
 
 import jax
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib.mlir import ir as _ir
 
 # The shape and dtype of an argument, a result or a variable.
 Aval: TypeAlias = _core.ShapedArray
+# The dtype of a typed PRNG key.
+KeyDtype: TypeAlias = _dtypes.ExtendedDType
 Device: TypeAlias = jax.Device
 Effect: TypeAlias = _effects.Effect
 Jaxpr: TypeAlias = _core.Jaxpr

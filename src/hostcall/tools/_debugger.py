@@ -34,7 +34,7 @@ _LINES_AT_MOST = 32  # of a test runner or a server, the innermost are enough
 
 
 @dataclass(frozen=True)
-class Line:
+class UserLine:
     """A frame of the user's, as it was while JAX traced.
 
     Attributes:
@@ -51,24 +51,24 @@ class Line:
     names: dict[str, Any] = field(compare=False, repr=False)
 
 
-def users_lines() -> tuple[Line, ...]:
+def users_lines() -> tuple[UserLine, ...]:
     """The frames of the calling thread outside of hostcall and JAX, innermost first."""
-    found: list[Line] = []
+    found: list[UserLine] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < _LINES_AT_MOST:
         code = frame.f_code
         if not code.co_filename.startswith(_SKIPPED):
-            first = min(code.co_firstlineno, frame.f_lineno)
-            name = code.co_qualname
-            found.append(
-                Line(code.co_filename, name, first, frame.f_lineno, frame.f_globals)
-            )
+            first, line = min(code.co_firstlineno, frame.f_lineno), frame.f_lineno
+            at = code.co_filename, code.co_qualname, first, line
+            found.append(UserLine(*at, frame.f_globals))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
 
 
 def _run_in(
-    lines: tuple[Line, ...], names: dict[str, Any], open_debugger: Callable[[], Any]
+    lines: tuple[UserLine, ...],
+    names: dict[str, Any],
+    open_debugger: Callable[[], object],
 ) -> None:
     """Calls `open_debugger` in the innermost of these frames, with these locals."""
     # Debuggers up to Python 3.12 stop at the next line that begins, not in the call
@@ -85,7 +85,7 @@ def _run_in(
 
 
 def _step(
-    line: Line, source: str, names: dict[str, Any], hidden: dict[str, Any]
+    line: UserLine, source: str, names: dict[str, Any], hidden: dict[str, Any]
 ) -> Callable[[], Any]:
     code = compile("\n" * (line.line - line.first) + source, line.file, "exec")
     code = code.replace(
@@ -107,7 +107,7 @@ _open = threading.RLock()
 _quit_runs: collections.deque[int] = collections.deque(maxlen=64)
 
 
-def stop(lines: tuple[Line, ...], names: dict[str, Any]) -> None:
+def stop(lines: tuple[UserLine, ...], names: dict[str, Any]) -> None:
     """Opens the debugger of the user in a frame with these lines and names.
 
     Raises:
@@ -145,7 +145,7 @@ def _pdb() -> None:
     pdb.Pdb().set_trace(sys._getframe(1))
 
 
-def _quit(lines: tuple[Line, ...]) -> bdb.BdbQuit:
+def _quit(lines: tuple[UserLine, ...]) -> bdb.BdbQuit:
     at = f"{lines[0].file}:{lines[0].line} in {lines[0].function}"
     return bdb.BdbQuit(
         f"the debugger that hostcall opened at {at} was quit, so the program ends here."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -29,6 +29,25 @@ def without_derivative(tree: T) -> T:
 
     stopped: T = jax.tree.map(stop, tree)
     return stopped
+
+
+def with_all_axes(
+    arrays: Sequence[np.ndarray],
+    transforms: tuple[tuple[str, dict[str, Any]], ...],
+    first: int = 0,
+) -> list[np.ndarray]:
+    """Adds an axis of size 1 to each array for each vmap that did not batch it.
+
+    The axes of vmaps lie behind the `first` ones, the outermost vmap in front;
+    `transforms`, as in `hc.current()`, names them from the innermost on.
+    """
+    spread = list(arrays)
+    for axis, (_, how) in enumerate(reversed(transforms), first):
+        spread = [
+            np.expand_dims(array, axis) if dim is None else array
+            for array, dim in zip(spread, how["batch_dims"], strict=True)
+        ]
+    return spread
 
 
 def need(is_right: bool, wanted: str, got: Any, code: str = "hc-option") -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jax.typing import ArrayLike
+
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall.tools._debugger import Line, stop, users_lines
+from hostcall.tools._debugger import UserLine, stop, users_lines
 from hostcall.tools._values import without_derivative
 
 
-def breakpoint(*, where: Any = None, **values: Any) -> None:
+def breakpoint(*, where: ArrayLike | None = None, **values: Any) -> None:
     """Opens your debugger each time a program reaches this line::
 
         @jax.jit
@@ -62,7 +64,7 @@ def breakpoint(*, where: Any = None, **values: Any) -> None:
 class _Stops(HostCode):
     """The function of the call. Equal for equal lines, so that JAX's caches hit."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[UserLine, ...]
     __name__ = "hc.breakpoint"
     stays = (
         "hc.breakpoint opens a debugger in this process, at this source. Leave it out"

@@ -15,9 +15,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import hostcall as hc
+from jax.typing import ArrayLike
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+import hostcall as hc
+from hostcall.tools.progress import Body
+
+Decorator = Callable[[Body], Body]
 
 
 class PBar(NamedTuple):
@@ -46,7 +49,7 @@ def scan_tqdm(
     """
     show = _shower(n, print_rate, tqdm_type, kwargs)
 
-    def run(body: Callable[..., Any], carry: Any, x: Any) -> Any:
+    def run(body: Body, carry: Any, x: Any) -> Any:
         show(x[0] if isinstance(x, tuple) else x, carry)
         if not isinstance(carry, PBar):
             return body(carry, x)
@@ -64,7 +67,7 @@ def loop_tqdm(
     """
     show = _shower(n, print_rate, tqdm_type, kwargs)
 
-    def run(body: Callable[..., Any], i: Any, value: Any) -> Any:
+    def run(body: Body, i: Any, value: Any) -> Any:
         show(i, value)
         if not isinstance(value, PBar):
             return body(i, value)
@@ -73,18 +76,21 @@ def loop_tqdm(
     return lambda body: functools.wraps(body)(functools.partial(run, body))
 
 
-def _shower(n: int, print_rate: Any, tqdm_type: str, kwargs: Any) -> Any:
+def _shower(
+    n: int, print_rate: int | None, tqdm_type: str, kwargs: dict[str, Any]
+) -> Callable[[ArrayLike, object], None]:
     """The function (step, carry) that shows a step."""
     ignored = ("total", "mininterval", "maxinterval", "miniters")
     rest = {name: value for name, value in kwargs.items() if name not in ignored}
     desc = rest.pop("desc", f"Running for {n:,} iterations")
-    options = {"desc": rest.pop("message", desc), "unit": rest.pop("unit", "it")}
+    options: dict[str, Any] = {"desc": rest.pop("message", desc)}
+    options["unit"] = rest.pop("unit", "it")
     if rest or tqdm_type != "auto":
         made = importlib.import_module(f"tqdm.{tqdm_type}").tqdm
         options["bar"] = functools.partial(made, **rest)
 
-    def show(step: Any, carry: Any) -> None:
-        rows: Any = "each" if isinstance(carry, PBar) else "batched"
-        hc.progress(step, n, rows=rows, every=print_rate or 0.05, **options)
+    def show(step: ArrayLike, carry: object) -> None:
+        options["rows"] = "each" if isinstance(carry, PBar) else "batched"
+        hc.progress(step, n, every=print_rate or 0.05, **options)
 
     return show

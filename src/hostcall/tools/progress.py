@@ -13,12 +13,29 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
+from jax.typing import ArrayLike
 
 import hostcall as hc
 from hostcall.tools._progress import bars, checks
+from hostcall.tools._progress.drawing import Factory
 from hostcall.tools._values import refuse_misspelt
 
 Rows = Literal["batched", "each"]
+
+
+# The body of a loop, which takes and returns what the user's loop carries.
+Body = Callable[[Any, Any], Any]
+
+
+def _shown_by(show: Callable[[Any, Any], None], body: Body) -> Body:
+    """The body of a loop that first shows its step, of the same arguments."""
+
+    @functools.wraps(body)
+    def wrapped(first: Any, second: Any) -> Any:
+        show(first, second)
+        return body(first, second)
+
+    return wrapped
 
 
 class Progress:
@@ -26,16 +43,16 @@ class Progress:
 
     def __call__(
         self,
-        step: Any,
-        total: Any = None,
+        step: ArrayLike,
+        total: ArrayLike | None = None,
         *,
         desc: str | None = None,
         unit: str = "it",
         every: int | float = 0.05,
         initial: int = 0,
-        bar: Literal["auto"] | Callable[..., Any] = "auto",
+        bar: Literal["auto"] | Factory = "auto",
         rows: Rows = "batched",
-        **metrics: Any,
+        **metrics: ArrayLike | str,
     ) -> None:
         """Shows a progress bar for the loop around it. The program does not wait.
 
@@ -96,10 +113,9 @@ class Progress:
         if os.environ.get("HOSTCALL_PROGRESS") == "0":
             return
         refuse_misspelt(Progress.__call__, "hc.progress", metrics)
-        checks.check(step, total, initial, bar, rows, metrics)
-        is_known = isinstance(total, (int, np.integer))
-        known = int(total) if is_known else None
+        known = int(total) if isinstance(total, (int, np.integer)) else None
         loop = bars.Loop(known, desc, unit, initial, bar, rows)
+        checks.check(loop, step, total, metrics)
         shown = {  # as text, a number takes no operand
             name: f"{value:.3g}" if isinstance(value, (int, float)) else value
             for name, value in metrics.items()
@@ -111,16 +127,14 @@ class Progress:
         hc.tap(
             loop,
             step,
-            None if is_known else total,
+            None if known is not None else total,
             shown,
             every=every,
             always=edge,
             when_full="drop_oldest",
         )
 
-    def scan(
-        self, body: Callable[..., Any], total: Any = None, **options: Any
-    ) -> Callable[..., Any]:
+    def scan(self, body: Body, total: ArrayLike | None = None, **options: Any) -> Body:
         """Wraps the body of a `lax.scan`, so that the scan shows a bar:
         jax.lax.scan(hc.progress.scan(body, n), init, jnp.arange(n)).
 
@@ -132,27 +146,17 @@ class Progress:
         """
         checks.check_body(body, "scan")
 
-        @functools.wraps(body)
-        def wrapped(carry: Any, x: Any) -> Any:
+        def show(_: Any, x: Any) -> None:
             self(x[0] if isinstance(x, tuple) else x, total, **options)
-            return body(carry, x)
 
-        return wrapped
+        return _shown_by(show, body)
 
-    def loop(
-        self, body: Callable[..., Any], total: Any = None, **options: Any
-    ) -> Callable[..., Any]:
+    def loop(self, body: Body, total: ArrayLike | None = None, **options: Any) -> Body:
         """Wraps the body (i, value) -> value of a `lax.fori_loop`, like `scan`:
         jax.lax.fori_loop(0, n, hc.progress.loop(body, n), init).
         """
         checks.check_body(body, "loop")
-
-        @functools.wraps(body)
-        def wrapped(i: Any, value: Any) -> Any:
-            self(i, total, **options)
-            return body(i, value)
-
-        return wrapped
+        return _shown_by(lambda i, _: self(i, total, **options), body)
 
     def close(self) -> None:
         """Closes all bars, once the steps that are queued have been shown.

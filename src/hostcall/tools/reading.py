@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hostcall.errors import HostcallError, PackageError
-from hostcall.tools._recorder import arrays, errors, stream
-from hostcall.tools._recorder.files import only_files
+from hostcall.tools._recorder import arrays, stream
+from hostcall.tools._recorder.files import only_files, reading
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
 
 
 def read(folder: str | os.PathLike[str]) -> Run:
@@ -38,14 +42,14 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def table(self) -> Any:
+    def table(self) -> pyarrow.Table:
         """The columns as a pyarrow.Table, in the order in which they were delivered.
 
         Calls with different names are rows of their own, with nulls for the names that
         they lack. If the process was killed, a batch that it wrote in part is left out.
         """
         pa = PackageError.needed("pyarrow", "hc.tools.read", "hostcall[record]")
-        with errors.reading(self.folder):
+        with reading(self.folder):
             only_files(self.folder / "columns")
             tables = []
             for path in stream.paths(self.folder / "columns"):
@@ -62,7 +66,7 @@ class Run:
             whole = pa.concat_tables(tables, promote_options="default")
             return whole.sort_by("time")
 
-    def dataframe(self) -> Any:
+    def dataframe(self) -> pandas.DataFrame:
         """The columns as a pandas.DataFrame. Small vectors are objects of NumPy."""
         PackageError.needed("pandas", "dataframe()", "hostcall[record]", "use table()")
         return self.table().to_pandas()
@@ -75,7 +79,7 @@ class Run:
     @property
     def arrays(self) -> list[str]:
         """The names of the arrays."""
-        with errors.reading(self.folder):
+        with reading(self.folder):
             only_files(self.folder / "arrays")
             found = self.folder.glob("arrays/*/*.arrows")
             return sorted({path.parent.name for path in found if path.stat().st_size})
@@ -87,7 +91,7 @@ class Run:
         only what is asked for of a large one that was recorded whole, open its file:
         `np.load("run/arrays/<name>/0.npy", mmap_mode="r")`.
         """
-        with errors.reading(self.folder):
+        with reading(self.folder):
             names = self.arrays
             found = None
             if name in names:

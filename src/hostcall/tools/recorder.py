@@ -1,37 +1,46 @@
 """`hc.Recorder`: what a compiled program computes, written to a folder as it runs.
 
-    device --tap--> worker of taps --inbox--> writer --+--> run/columns/*.arrows
+    device --tap--> worker of taps --queue--> writer --+--> run/columns/*.arrows
                     appends to a list                  +--> run/arrays/*
-                                                       +--> feed of each sink
+                                                       +--> queue of each sink
 
-Threads. The worker of taps only appends to a list (`_recorder/inbox.py` states what it
+Threads. The worker of taps only appends to a list (`_recorder/worker.py` states what it
 guarantees). The writer, one thread, is the only one that touches the files
-(`_recorder/store.py`). Each sink has a thread, which reads what the writer has written
-(`_recorder/feed.py`). Errors of these threads are raised by the next barrier or by
-`close` (`_recorder/errors.py`).
+(`_recorder/store.py`). Each sink has a thread, which is told where batches lie in the
+files and reads them from there. So a sink that is slow costs no memory and delays
+nobody, and loses nothing: the disk is its queue. Batches are never changed once they
+are written. Errors of these threads are raised by the next barrier or by `close`.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import numpy as np
+from jax.typing import ArrayLike
 
 import hostcall as hc
+from hostcall._core.host_code import text_of
 from hostcall.errors import HostcallError, PackageError, SpecError
-from hostcall.tools._recorder import errors
-from hostcall.tools._recorder.delivery import Place
-from hostcall.tools._recorder.feed import Feed, Sink
-from hostcall.tools._recorder.fields import Field, fields_of
-from hostcall.tools._recorder.inbox import Inbox
-from hostcall.tools._recorder.store import Store
+from hostcall.tools._recorder.delivery import Events, Tapped
+from hostcall.tools._recorder.fields import Field, fields_of, wrong
+from hostcall.tools._recorder.store import RunFolder
+from hostcall.tools._recorder.stream import ArrowFile
+from hostcall.tools._recorder.worker import Worker, raise_all, untold
 from hostcall.tools._values import need, refuse_misspelt
 from hostcall.tools.reading import Run, read
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
+
+Sink = Callable[[dict[str, np.ndarray]], object]
 
 # A delivery has up to so many events, and about up to so many bytes.
 _MOST_EVENTS = 4096
@@ -87,23 +96,20 @@ class Recorder:
         )
         need(flush >= 0, "flush= of a recorder should be seconds", flush)
         # Absolute, since the program may change its directory while the writer works.
-        self._store = Store(Path(folder).absolute())
-        self._inbox = Inbox(f"the recorder of {folder}", flush)
-        # Protects `_places` and the store's table of types: several threads may trace.
-        self._lock = threading.Lock()
-        self._places: dict[tuple[Field, ...], Place] = {}
+        self._store = RunFolder(Path(folder).absolute())
+        self._tapped: dict[tuple[Field, ...], Tapped] = {}
         self._closed = False
         self._process = os.getpid()
-        self._feeds = [Feed(sink, self) for sink in sinks]
+        self._sinks = [self._feed(sink) for sink in sinks]
         who = f"the recorder of {self._store.folder}"
-        self._writer = errors.Worker(self, "hostcall-recorder", who, self._write)
+        self._writer = Worker(self, "hostcall-recorder", who, self._write, flush)
         atexit.register(self._at_exit)
 
     def __call__(
         self,
         *,
-        step: Any = None,
-        where: Any = None,
+        step: ArrayLike | None = None,
+        where: ArrayLike | None = None,
         every: int | float | None = None,
         sample: float | None = None,
         on: Literal["once", "process", "shards"] | jax.Device = "once",
@@ -161,51 +167,36 @@ class Recorder:
             values = {"step": step, **values}
         fields = fields_of(values, in_parts)
         if not fields:
-            raise SpecError(
-                "hostcall: a recorder was called without a value", code="hc-record"
-            )
+            raise wrong("a recorder was called without a value")
         options = {"where": where, "every": every, "sample": sample, "on": on}
-        if not in_parts:
-            self._tap(fields, options)
-            return
-        # A tap for all scalars and one for each other value. Among devices that hold
-        # the same blocks of all values of a tap, only the first taps, and each entry of
-        # an array must get each block once.
-        scalars = {f: array for f, array in fields.items() if not f.is_array}
-        number = {f: array for f, array in scalars.items() if f.name == "step"}
-        if scalars.keys() != number.keys():
-            self._tap(scalars, options)
-        for field, array in fields.items():
-            if field.is_array:
-                self._tap({**number, field: array}, options)
+        for some in _in_parts(fields) if in_parts else [fields]:
+            self._tap(some, options)
 
-    def _tap(self, values: dict[Field, Any], options: dict[str, Any]) -> None:
+    def _tap(self, values: Mapping[Field, jax.Array], options: dict[str, Any]) -> None:
         fields = tuple(values)
-        with self._lock:
-            self._store.check(fields)
-            place = self._places.get(fields)
-            if place is None:
-                place = Place(self._inbox, fields, self._store.shapes)
-                self._places[fields] = place
+        self._store.check(fields)
+        # Several threads may trace: one of them makes it, and all get the same.
+        made = Tapped(self._writer, fields, self._store.shapes)
+        code = self._tapped.setdefault(fields, made)
         size = sum(array.nbytes for array in values.values())
         batch = min(_MOST_EVENTS, max(1, _MOST_BYTES // size))
         # With batch=, a mask may not differ between the rows of a vmap.
         options["batch"] = batch if options["where"] is None else None
-        function = place.events if options["batch"] else place.event
+        function = code.events if options["batch"] else code.event
         hc.tap(function, *values.values(), **options)
 
-    def table(self) -> Any:
+    def table(self) -> pyarrow.Table:
         """Everything recorded so far, as a pyarrow.Table (`Run.table`). Flushes."""
         return self._run().table()
 
-    def dataframe(self) -> Any:
+    def dataframe(self) -> pandas.DataFrame:
         """Everything recorded so far, as a pandas.DataFrame. Flushes."""
         return self._run().dataframe()
 
     def flush(self) -> None:
         """Waits for programs and taps (`hc.barrier`), and until all is on disk."""
         hc.barrier()
-        self._inbox.flush()
+        self._writer.flush()
 
     def close(self) -> None:
         """Waits for programs and taps, writes the rest, and waits for all sinks.
@@ -221,15 +212,14 @@ class Recorder:
             hc.barrier()
         except Exception as error:
             raised.append(error)
-        self._inbox.close()
-        self._writer.join()
-        for feed in self._feeds:
-            feed.close()
+        self._writer.close()
+        for sink in self._sinks:
+            sink.close()
         self._closed = True  # here, so that Ctrl-C leaves a recorder to be closed
         self._store.close()
         atexit.unregister(self._at_exit)
-        raised += errors.take(self)
-        errors.raise_all(raised, f"closing the recorder of {self._store.folder}")
+        raised += untold(self)
+        raise_all(raised, f"closing the recorder of {self._store.folder}")
 
     def __enter__(self) -> Recorder:
         return self
@@ -242,17 +232,52 @@ class Recorder:
             self.flush()
         return read(self._store.folder)
 
-    def _write(self) -> None:
+    def _write(self, batches: Iterator[list[Events]]) -> None:
         """The writer's thread."""
-        try:
-            for deliveries in self._inbox.batches():
-                for stream, begin in self._store.write(deliveries):
-                    for feed in self._feeds:
-                        feed.put(stream, begin)
-        except BaseException as error:
-            self._inbox.fail(error)
-            raise
+        for deliveries in batches:
+            for written in self._store.write(deliveries):
+                for sink in self._sinks:
+                    sink.put(written)
+
+    def _feed(self, sink: Sink) -> Worker[tuple[ArrowFile, int]]:
+        """A thread that gives a sink the batches that begin there in these files."""
+        name = text_of(sink, "__name__") or type(sink).__name__
+        who = f"the sink {name}"
+
+        def run(batches: Iterator[list[tuple[ArrowFile, int]]]) -> None:
+            try:
+                try:
+                    for file, begin in itertools.chain.from_iterable(batches):
+                        sink(file.columns_at(begin))
+                finally:
+                    close = getattr(sink, "close", None)
+                    if close is not None:
+                        close()  # on the thread that called the sink, as SQLite demands
+            except BaseException as error:
+                error.add_note(
+                    f"hostcall: {who} raised this, and got nothing more."
+                    " The run's folder has all rows"
+                )
+                raise
+
+        return Worker(self, f"hostcall-sink-{name}", who, run)
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:  # a forked child has none of the threads
             self.close()
+
+
+def _in_parts(fields: Mapping[Field, jax.Array]) -> Iterator[dict[Field, jax.Array]]:
+    """What each tap gets with on="shards" or "process".
+
+    A tap for all scalars and one for each other value. Among devices that hold the same
+    blocks of all values of a tap, only the first taps, and each entry of an array must
+    get each block once.
+    """
+    scalars = {f: array for f, array in fields.items() if not f.is_array}
+    number = {f: array for f, array in scalars.items() if f.name == "step"}
+    if scalars.keys() != number.keys():
+        yield scalars
+    for field, array in fields.items():
+        if field.is_array:
+            yield {**number, field: array}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv as csv_writer
 import io
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class csv:
 
     def _open(self, names: tuple[str, ...]) -> TextIO:
         """The first file that has these columns, or none yet."""
-        for number in range(1_000_000):
+        for number in itertools.count():
             middle = f".{number}" if number else ""
             path = self._path.with_name(f"{self._path.stem}{middle}{self._path.suffix}")
             file = open(path, "a+", newline="")  # noqa: SIM115 (closed by close)
@@ -70,7 +71,7 @@ class csv:
             if header is None or tuple(header) == names:
                 return file
             file.close()
-        raise AssertionError("a million sets of columns")
+        raise AssertionError("numbers have no end")
 
     def close(self) -> None:
         for file in self._files.values():
@@ -182,8 +183,10 @@ class live:
         self._names = names
         self._every = every
         self._last = -math.inf
-        self._lines: dict[str, dict[str, _Line]] = {}
-        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        self._lines: dict[str, dict[str, _Curve]] = {}
+        shell = (
+            sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        )
         self._cell = None
         if getattr(shell, "kernel", None) is not None:
             display = PackageError.needed("IPython.display", "the sink live", "ipython")
@@ -204,7 +207,7 @@ class live:
             label = ", ".join(f"{n} {i}" for n, i in zip(places, at, strict=True))
             for name in columns.keys() - {"time", "step", *places}:
                 if name in (self._names or (name,)):
-                    line = self._lines.setdefault(name, {}).setdefault(label, _Line())
+                    line = self._lines.setdefault(name, {}).setdefault(label, _Curve())
                     line.add(columns["step"][rows], columns[name][rows])
         if time.monotonic() - self._last >= self._every:
             self._draw()
@@ -237,7 +240,7 @@ class live:
         return out.getvalue()
 
 
-class _Line:
+class _Curve:
     """The points of a line: each nth, with n so large that there are at most MOST."""
 
     MOST = 4096
@@ -256,7 +259,7 @@ class _Line:
             self._stride *= 2
 
 
-def _places(columns: Columns) -> Iterator[Any]:
+def _places(columns: Columns) -> Iterator[str]:
     """The columns that say where a row comes from."""
     where = ("process", "device", "row")
     return (name for name in columns if name.rstrip("0123456789") in where)

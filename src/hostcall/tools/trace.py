@@ -100,13 +100,14 @@ class trace:
         self._stop = threading.Event()
         self._writes = threading.Lock()  # protects the file
         self._error: OSError | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def dropped(self) -> int:
         return self._events.dropped
 
     def __enter__(self) -> trace:
-        if hasattr(self, "_thread"):
+        if self._thread is not None:
             raise errors.HostcallError(
                 "hostcall: this hc.trace() has run already. Make a new one with another"
                 " path for each block",
@@ -117,15 +118,15 @@ class trace:
         self._write(_HEAD)
         self._process = os.getpid()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
-        self._thread = threading.Thread(
+        self._thread = thread = threading.Thread(
             target=self._run, name="hostcall-trace", daemon=True
         )
         self._events.__enter__()
         _open.append(self)
-        self._thread.start()
+        thread.start()
         return self
 
-    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._end()
         if self._error is not None:
             if error is None:
@@ -133,8 +134,8 @@ class trace:
             logger.error("the trace %s is not complete: %s", self.path, self._error)
 
     def _end(self) -> None:
-        if self not in _open:  # the process is ending, and the block ended before
-            return
+        if self not in _open or self._thread is None:
+            return  # the process is ending, and the block ended before
         _open.remove(self)
         if os.getpid() != self._process:
             return  # a forked child: the file is the parent's
@@ -143,9 +144,8 @@ class trace:
         self._thread.join()
         self._events.__exit__()
         self._take(ending=True)
-        note: dict[str, Any] = {"ph": "M", "name": "hostcall", "pid": 1, "tid": 0}
-        note["args"] = {"dropped": self.dropped}
-        self._write(json.dumps(note).encode() + b"\n]\n")
+        note = {"ph": "M", "name": "hostcall", "pid": 1, "tid": 0}
+        self._write_event({**note, "args": {"dropped": self.dropped}}, b"\n]\n")
         with self._writes:  # a compilation may be ending on another thread
             self._file.close()
 
@@ -158,16 +158,13 @@ class trace:
         for block in self._events.lines(ending=ending):
             self._write(block)
         if self.dropped > before:  # said where it happened, as a mark over all tracks
-            mark = {
-                "ph": "i",
-                "s": "g",
-                "cat": "dropped",
-                "name": f"{self.dropped - before} events are left out before this",
-                "pid": 1,
-                "tid": 1,
-                "ts": time.monotonic_ns() / 1000,
-            }
-            self._write(json.dumps(mark).encode() + b",\n")
+            mark = {"ph": "i", "s": "g", "cat": "dropped", "pid": 1, "tid": 1}
+            name = f"{self.dropped - before} events are left out before this"
+            now = time.monotonic_ns() / 1000
+            self._write_event({**mark, "name": name, "ts": now})
+
+    def _write_event(self, event: dict[str, object], end: bytes = b",\n") -> None:
+        self._write(json.dumps(event).encode() + end)
 
     def _write(self, block: bytes) -> None:
         """Writes lines at once, in a member of their own if they are compressed."""
@@ -183,7 +180,7 @@ class trace:
         except OSError as error:
             self._error = error
 
-    def _on_duration(self, step: str, seconds: float, **about: Any) -> None:
+    def _on_duration(self, step: str, seconds: float, **about: object) -> None:
         """Adds a step of a compilation, which has just ended on this thread."""
         if step not in _STEPS or os.getpid() != self._process:
             return
@@ -198,7 +195,7 @@ class trace:
             "dur": seconds * 1e6,
             "args": {key: str(value) for key, value in about.items()},
         }
-        self._write(json.dumps(event).encode() + b",\n")
+        self._write_event(event)
 
 
 def _at_barrier(ending: bool) -> None:

@@ -9,9 +9,9 @@ arguments of the last ones (`call_kept`).
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -19,19 +19,20 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 import hostcall as hc
 from hostcall._api.call import call_kept
-from hostcall._core.host_code import HostCode
+from hostcall._core.host_code import HostCode, text_of
 from hostcall.errors import SpecError, Watched, WatchError
-from hostcall.tools._debugger import Line, stop, users_lines
+from hostcall.tools._debugger import UserLine, stop, users_lines
 from hostcall.tools._values import need, without_derivative
 
 logger = logging.getLogger("hostcall")
 
 T = TypeVar("T")
-Check = Literal["finite"] | Callable[[Any], Any]
-Action = Literal["raise", "log", "breakpoint"] | Callable[[WatchError], Any]
+Check = Literal["finite"] | Callable[[Any], jax.Array]
+Action = Literal["raise", "log", "breakpoint"] | Callable[[WatchError], object]
 
 
 def watch(
@@ -41,7 +42,7 @@ def watch(
     keep: int = 0,
     also: Any = None,
     action: Action = "raise",
-    where: Any = None,
+    where: ArrayLike | None = None,
     cotangents: bool = False,
     name: str | None = None,
 ) -> T:
@@ -103,12 +104,8 @@ def watch(
     multiply-add (FMA), and a loop carries such a difference on.
     """
     _check_options(check, keep, action, name)
-    fired = _Fired(
-        name=name or "x",
-        check=check,
-        action=action,
-        lines=users_lines() if cotangents or action == "breakpoint" else (),
-    )
+    lines = users_lines() if cotangents or action == "breakpoint" else ()
+    fired = _Fired(name or "x", check, action, lines)
     _look(x, also, where, fired, keep)
     return _with_cotangents(fired, keep, x) if cotangents else x
 
@@ -133,7 +130,7 @@ def load_failure(path: str | os.PathLike[str]) -> WatchError:
 # --- In the program -------------------------------------------------------------------
 
 
-def _look(x: Any, also: Any, where: Any, fired: _Fired, keep: int) -> None:
+def _look(x: Any, also: Any, where: ArrayLike | None, fired: _Fired, keep: int) -> None:
     """Puts the check and the call into the program."""
     x, also = without_derivative((x, also))
     bad = ~_passes(x, fired)
@@ -142,40 +139,34 @@ def _look(x: Any, also: Any, where: Any, fired: _Fired, keep: int) -> None:
     call_kept(fired, bad, keep, x, also)
 
 
-def _passes(x: Any, fired: _Fired) -> Any:
-    if fired.check != "finite":
-        passes = jnp.asarray(_checked(fired, x))
-        if passes.shape != () or passes.dtype != bool:
-            raise SpecError(
-                f"hostcall: check= of hc.watch({fired.name}) should return a bool"
-                f" scalar, got {passes.dtype}{list(passes.shape)}. Reduce it with"
-                " jnp.all, for example",
-                code="hc-option",
-            )
-        return passes
-    numbers = [leaf for leaf in jax.tree.leaves(x) if _can_be_bad(leaf)]
-    if not numbers:
+def _passes(x: Any, fired: _Fired) -> jax.Array:
+    if fired.check == "finite":
+        finite = [jnp.isfinite(n).all() for n in jax.tree.leaves(x) if _can_be_bad(n)]
+        if finite:
+            return functools.reduce(jnp.logical_and, finite)
         raise SpecError(
             f"hostcall: nothing in hc.watch({fired.name}) can be nan or infinite: it"
             f" has {_kinds(x)}. Give floating or complex arrays, or a function as"
             " check="
         )
-    return functools.reduce(jnp.logical_and, (jnp.isfinite(n).all() for n in numbers))
-
-
-def _checked(fired: _Fired, x: Any) -> Any:
-    """What the user's check returns for traced values."""
     try:
-        return fired.check(x)
+        passes = jnp.asarray(fired.check(x))
     except _WANTS_NUMBERS as error:
-        called = getattr(fired.check, "__qualname__", repr(fired.check))
         raise SpecError(
             f"hostcall: check= of hc.watch({fired.name}) is part of the program, and"
-            f" `{called}` used a traced value as a number, as bool(), float(), `if` and"
-            " NumPy do. Write it with jnp, and let it return a bool scalar that is"
-            " computed: lambda x: jnp.isfinite(x).all()",
+            f" `{fired.called}` used a traced value as a number, as bool(), float(),"
+            " `if` and NumPy do. Write it with jnp, and let it return a bool scalar"
+            " that is computed: lambda x: jnp.isfinite(x).all()",
             code="hc-option",
         ) from error
+    if passes.shape != () or passes.dtype != bool:
+        raise SpecError(
+            f"hostcall: check= of hc.watch({fired.name}) should return a bool scalar,"
+            f" got {passes.dtype}{list(passes.shape)}. Reduce it with jnp.all, for"
+            " example",
+            code="hc-option",
+        )
+    return passes
 
 
 # What JAX raises if Python or NumPy wants the number of a traced value.
@@ -187,9 +178,12 @@ _WANTS_NUMBERS = (
 
 
 def _kinds(x: Any) -> str:
-    leaves = jax.tree.leaves(x)
-    found = {str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves}
-    return ", ".join(sorted(found)) or "no leaves"
+    known = (jax.Array, np.ndarray, np.generic)
+    kinds = {
+        str(leaf.dtype) if isinstance(leaf, known) else type(leaf).__name__
+        for leaf in jax.tree.leaves(x)
+    }
+    return ", ".join(sorted(kinds)) or "no leaves"
 
 
 def _with_cotangents(fired: _Fired, keep: int, x: T) -> T:
@@ -213,9 +207,9 @@ class _Fired(HostCode):
     """The function of the call. Equal for equal lines, so that JAX's caches hit."""
 
     name: str
-    check: Any
-    action: Any
-    lines: tuple[Line, ...] = ()
+    check: Check
+    action: Action
+    lines: tuple[UserLine, ...] = ()
     stays = (
         "hc.watch raises its error in this process, with this source. Leave it out, or"
         " return the check as a result of the program"
@@ -224,6 +218,11 @@ class _Fired(HostCode):
     @property
     def __name__(self) -> str:
         return f"hc.watch({self.name})"
+
+    @property
+    def called(self) -> str:
+        """The name of the user's check."""
+        return text_of(self.check, "__qualname__") or repr(self.check)
 
     def place(self) -> tuple[str, int, str] | None:
         if not self.lines:
@@ -236,7 +235,7 @@ class _Fired(HostCode):
         assert here is not None
         history = tuple(Watched(k.run, k.execution, *k.args) for k in here.history)
         error = WatchError(
-            _text_of(self.name, self.check, values, here, bool(history)),
+            self.text(values, here, bool(history)),
             values=values,
             also=also,
             history=history,
@@ -257,15 +256,43 @@ class _Fired(HostCode):
         else:
             self.action(error)
 
+    def text(self, values: Any, here: hc.typing.Current, has_history: bool) -> str:
+        """The text of a WatchError."""
+        name, is_finite = self.name, self.check == "finite"
+        what = "is not finite" if is_finite else "did not pass its check"
+        row = here.row[0] if len(here.row) == 1 else here.row
+        at_row = f", in row {row}" if here.row else ""
+        device = "" if here.device is None else f", on {here.device}"
+        lines = [
+            f"hostcall: {name} {what} at step {here.execution or 0} (executions of this"
+            f" place in this run, from 0){at_row}{device}; watched at {here.place}"
+        ]
+        if not is_finite:
+            lines.append(f"  The check is `{self.called}`.")
+        leaves = jax.tree_util.tree_flatten_with_path(values)[0]
+        bad = [said for path, leaf in leaves if (said := _told(name, path, leaf))]
+        lines += [f"  {said}" for said in bad[:_LEAVES_AT_MOST]]
+        if len(bad) > _LEAVES_AT_MOST:
+            lines.append(f"  and {len(bad) - _LEAVES_AT_MOST} more leaves")
+        before = ", and .history what was before" if has_history else ""
+        lines.append(
+            f"  The error's .values and .also have the arrays{before}. Write them to a"
+            " file with .save(path), and read it with"
+            " hostcall.tools.load_failure(path)."
+        )
+        if not has_history:
+            lines.append(
+                "  To see how it came about, give keep=3, and inputs as also=."
+            )
+        return "\n".join(lines)
 
-_times: dict[tuple[str, Any], int] = {}
-_lock = threading.Lock()  # guards it
+
+# How often each place has failed: a step of a count is one step for Python too.
+_times: dict[tuple[str, object], itertools.count[int]] = {}
 
 
 def _log(fired: _Fired, error: WatchError) -> None:
-    key = fired.name, error.place
-    with _lock:
-        count = _times[key] = _times.get(key, 0) + 1
+    count = next(_times.setdefault((fired.name, error.place), itertools.count(1)))
     if count <= 3 or count == 10 ** (len(str(count)) - 1):
         logger.warning("%s [time %d at this place]", error, count)
 
@@ -276,37 +303,7 @@ _ACTIONS = ("raise", "log", "breakpoint")
 _LEAVES_AT_MOST = 8  # that the text of an error describes
 
 
-def _text_of(
-    name: str, check: Any, values: Any, here: hc.typing.Current, has_history: bool
-) -> str:
-    """The text of a WatchError."""
-    what = "is not finite" if check == "finite" else "did not pass its check"
-    row = here.row[0] if len(here.row) == 1 else here.row
-    at_row = f", in row {row}" if here.row else ""
-    device = "" if here.device is None else f", on {here.device}"
-    lines = [
-        f"hostcall: {name} {what} at step {here.execution or 0} (executions of this"
-        f" place in this run, from 0){at_row}{device}; watched at {here.place}"
-    ]
-    if callable(check):
-        called = getattr(check, "__qualname__", repr(check))
-        lines.append(f"  The check is `{called}`.")
-    leaves = jax.tree_util.tree_flatten_with_path(values)[0]
-    bad = [said for path, leaf in leaves if (said := _told(name, path, leaf))]
-    lines += [f"  {said}" for said in bad[:_LEAVES_AT_MOST]]
-    if len(bad) > _LEAVES_AT_MOST:
-        lines.append(f"  and {len(bad) - _LEAVES_AT_MOST} more leaves")
-    before = ", and .history what was before" if has_history else ""
-    lines.append(
-        f"  The error's .values and .also have the arrays{before}. Write them to a file"
-        " with .save(path), and read it with hostcall.tools.load_failure(path)."
-    )
-    if not has_history:
-        lines.append("  To see how it came about, give keep=3, and inputs as also=.")
-    return "\n".join(lines)
-
-
-def _told(name: str, path: Any, leaf: Any) -> str:
+def _told(name: str, path: Any, leaf: object) -> str:
     """What is not finite in a leaf, or an empty text."""
     if not _can_be_bad(leaf):
         return ""
@@ -321,7 +318,7 @@ def _told(name: str, path: Any, leaf: Any) -> str:
     return f"{name}{jax.tree_util.keystr(path)}: {count}{at} ({kind})"
 
 
-def _check_options(check: Any, keep: Any, action: Any, name: Any) -> None:
+def _check_options(check: object, keep: object, action: object, name: object) -> None:
     need(
         check == "finite" or callable(check),
         'check= of hc.watch should be "finite" or a function of the tree that returns a'
@@ -343,7 +340,7 @@ def _check_options(check: Any, keep: Any, action: Any, name: Any) -> None:
     need(is_name, "name= of hc.watch should be a str", name)
 
 
-def _can_be_bad(leaf: Any) -> bool:
+def _can_be_bad(leaf: object) -> bool:
     """Whether a leaf has numbers that may be nan or infinite."""
     try:
         return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

@@ -9,8 +9,12 @@ from typing import Any
 from hostcall._core.arguments import conflict, of_a_number, wrong
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
+from hostcall._core.order import Order
 from hostcall._core.spec import Results, parse_result
 from hostcall._engine.options import check
+
+# What closes, saves or restores an object: a method's name, or a function of it.
+Hook = str | Callable[..., Any] | None
 
 # The methods of hc.Object itself, which a declaration can't use as names.
 OWN = ("close", "renew", "restore", "save")
@@ -28,13 +32,13 @@ class Declaration:
     factory: Callable[..., Any]
     methods: Mapping[str, Results]
     name: str
-    order: Any
-    vmap_method: Any
-    executor: Any
-    concurrency: Any
-    close: Any
-    save: Any
-    restore: Any
+    order: Order
+    vmap_method: str
+    executor: object
+    concurrency: int | None
+    close: Hook
+    save: Hook
+    restore: Hook
 
     def __post_init__(self) -> None:
         name = self.name
@@ -46,14 +50,18 @@ class Declaration:
             wanted, why = "'sequential' or 'parallel'", ". Each row has its own object"
             raise wrong("vmap_method", f"`{name}`", wanted, self.vmap_method, why)
         awaits = any(is_coroutine_function(self.definition(m)) for m in self.methods)
-        options = ("order", "vmap_method", "executor", "concurrency")
-        given = {option: getattr(self, option) for option in options}
-        check(f"`{name}`", {**given, "awaits": awaits})
+        check(f"`{name}`", {**self.options, "awaits": awaits})
         if (self.save is None) != (self.restore is None):
             what = "only one of save= and restore=. Pass both, or neither"
             raise conflict(f"`{name}`", what)
 
-    def definition(self, method: str) -> Any:
+    @property
+    def options(self) -> dict[str, object]:
+        """Those of the calls of all methods."""
+        options = ("order", "vmap_method", "executor", "concurrency")
+        return {option: getattr(self, option) for option in options}
+
+    def definition(self, method: str) -> object:
         """The method as its class defines it; None if the factory is not a class."""
         is_class = isinstance(self.factory, type)
         return getattr(self.factory, method, None) if is_class else None
@@ -65,7 +73,8 @@ class Declaration:
         """
         given = getattr(self, option)
         if given is None or callable(given):
-            return given  # type: ignore[no-any-return]
+            function: Callable[..., Any] | None = given
+            return function
         if not isinstance(given, str):
             wanted = "a method's name or a function"
             raise wrong(option, f"`{self.name}`", wanted, given)
@@ -77,7 +86,7 @@ class Declaration:
 
         return by_name
 
-    def maker(self) -> Callable[[Any], Any]:
+    def maker(self) -> Callable[[tuple[int, ...]], Any]:
         """A function from an index to a new object, for every kind of factory."""
         return of_a_number(
             self.factory,
@@ -89,28 +98,29 @@ class Declaration:
         )
 
 
-def parse_methods(name: str, methods: Any) -> dict[str, Results]:
+def parse_methods(name: str, methods: object) -> dict[str, Results]:
     """What each method returns; refuses wrong names."""
+
+    def wrong_methods(what: str) -> SpecError:
+        return SpecError(f"hostcall: {what}", code="hc-object")
+
     if not isinstance(methods, Mapping) or not methods:
-        raise SpecError(
-            f"hostcall: methods= of `{name}` should be a dict from method names to"
-            f" result specs, got {methods!r}",
-            code="hc-object",
+        raise wrong_methods(
+            f"methods= of `{name}` should be a dict from method names to result specs,"
+            f" got {methods!r}"
         )
     results = {}
     for method, result in methods.items():
         if not isinstance(method, str) or not method.isidentifier() or method[0] == "_":
-            raise SpecError(
-                f"hostcall: methods= of `{name}` has the key {method!r}, which is not"
-                " the name of a public method",
-                code="hc-object",
+            raise wrong_methods(
+                f"methods= of `{name}` has the key {method!r}, which is not the name of"
+                " a public method"
             )
         if method in OWN:
-            raise SpecError(
-                f"hostcall: `{name}` can't declare `{method}`, since hc.Object has its"
-                " own method of that name. Add a method with another name that calls"
-                " it, and declare that one",
-                code="hc-object",
+            raise wrong_methods(
+                f"`{name}` can't declare `{method}`, since hc.Object has its own method"
+                " of that name. Add a method with another name that calls it, and"
+                " declare that one"
             )
         if not isinstance(result, Results):  # read from an exported program
             result = parse_result(result, f"{name}.{method}")

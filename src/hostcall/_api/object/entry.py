@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from hostcall._api.object.group import Group, Place
@@ -12,6 +13,7 @@ from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of
 from hostcall._runtime import context
+from hostcall._runtime.context import Current
 
 
 class Entry(HostCode):
@@ -35,7 +37,7 @@ class Entry(HostCode):
         )
 
     def enter(
-        self, here: Any, held: Any, args: Any, kwargs: Any
+        self, here: Current | None, held: ExitStack, args: Any, kwargs: Any
     ) -> Callable[..., Any] | None:
         while True:
             member = self.group.member(self._place(here), self.who)
@@ -44,7 +46,7 @@ class Entry(HostCode):
                 called = getattr(member.value, self.name)
                 return functools.partial(called, *args, **kwargs)
 
-    def _place(self, here: Any) -> Place:
+    def _place(self, here: Current | None) -> Place:
         """Where the object of a row is."""
         place = context.place_in_batch(here)
         if place is None:
@@ -68,7 +70,7 @@ class Entry(HostCode):
             " a rule."
         )
 
-    def lane(self) -> Any:  # all methods of the object are one
+    def lane(self) -> Group:  # all methods of the object are one
         return self.group
 
     def __reduce__(self) -> NoReturn:

@@ -16,13 +16,11 @@ no other: it refuses one of the store that differs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from hostcall import _jax
+from hostcall._api.object.group import Snapshot
 from hostcall._core import portable
 from hostcall._core.errors import HostcallError
-
-Snapshot = dict[str, Any]
 
 
 def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:
@@ -56,8 +54,8 @@ def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
             f" {sorted(map(str, batches))}. Save them in each process, with save()",
             code="hc-object",
         )
-    objects: dict[Any, bytes] = {}
-    holders: dict[Any, int] = {}
+    objects: dict[tuple[int, ...], bytes] = {}
+    holders: dict[tuple[int, ...], int] = {}
     for process, part in enumerate(parts):
         for index, state in part["objects"].items():
             if index in objects:
@@ -72,12 +70,12 @@ def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
     for part in parts:
         for index, state in part["waiting"].items():
             objects.setdefault(index, state)  # nobody has called this object since
-    ordered = dict(sorted(objects.items()))
-    return {"batch": batches.pop() if batches else (), "objects": ordered}
+    batch = batches.pop() if batches else ()
+    return {"batch": batch, "objects": dict(sorted(objects.items()))}
 
 
 def scatter(
-    name: str, state: Any, check: Callable[[Any], Snapshot], limit: float
+    name: str, state: object, check: Callable[[object], Snapshot], limit: float
 ) -> Snapshot:
     """The state that process 0 has given. `check` raises if it is no snapshot."""
     own: bytes | None = None
@@ -113,9 +111,10 @@ _TYPES = {
 
 def encode(snapshot: Snapshot) -> bytes:
     """`snapshot` has a batch and states, or the text of an "error"."""
-    told = dict(snapshot)
-    for key in told.keys() & {"objects", "waiting"}:
-        told[key] = tuple(sorted(told[key].items()))
+    told = {
+        key: tuple(sorted(part.items())) if isinstance(part, dict) else part
+        for key, part in snapshot.items()
+    }
     return portable.write(portable.tell_value(told, "a snapshot")).encode()
 
 

@@ -8,6 +8,7 @@ objects live as long as anything can call them.
 from __future__ import annotations
 
 import contextvars
+import inspect
 import logging
 import pickle
 import threading
@@ -24,7 +25,10 @@ from hostcall._runtime.tasks import settled
 logger = logging.getLogger("hostcall")
 
 # (batch, index in it), as _runtime/context.py's `place_in_batch` returns them.
-Place = tuple[tuple[Any, ...], tuple[int, ...]]
+# A batch has the size of each vmap, and name and size of each axis of a mesh.
+Batch = tuple[int | tuple[str, int], ...]
+Place = tuple[Batch, tuple[int, ...]]
+Snapshot = dict[str, Any]  # what hc.Object.save returns
 
 # The reasons why a group's objects can't be called any more. Each completes a sentence
 # that ends in "was called".
@@ -105,9 +109,7 @@ class Group(Owned):
             self.check_open(who)
             before = next(iter(self.members), place)[0]
             if before != place[0]:
-                raise HostcallError(
-                    _other_batch(who, self.name, before, place[0]), code="hc-object"
-                )
+                raise _other_batch(who, self.name, before, place[0])
             return self.members.setdefault(place, Member())
 
     def _fill(self, place: Place, member: Member) -> None:
@@ -130,12 +132,12 @@ class Group(Owned):
             value = settled(self.make(place[1]))
         for method in self.declared.methods:
             if not callable(getattr(value, method, None)):
-                raise HostcallError(_lacks(self.name, method, value), code="hc-object")
+                raise _lacks(self.name, method, value)
         if state is not None and self.put_state is not None:
             settled(self.put_state(value, pickle.loads(state)))
         return value
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """The pickled state of each object.
 
         `waiting` has the states of objects that nobody has called since `restore`.
@@ -155,13 +157,11 @@ class Group(Owned):
                 try:
                     objects[index] = pickle.dumps(state)
                 except Exception as error:
-                    raise HostcallError(
-                        _unpicklable(self.name, index, error), code="hc-pickle"
-                    ) from error
+                    raise _unpicklable(self.name, index, error) from error
         batch = members[0][0][0] if members else ()
         return {"batch": batch, "objects": objects, "waiting": waiting}
 
-    def restore(self, snapshot: dict[str, Any], everyones: bool) -> list[Exception]:
+    def restore(self, snapshot: Snapshot, everyones: bool) -> list[Exception]:
         """Goes back to a snapshot. Returns what closing other objects raised.
 
         The states of objects that are not made yet wait for the first call, if the
@@ -233,7 +233,7 @@ lifecycle.after_the_last_call(_at_exit)
 # --- What can go wrong when a program calls -------------------------------------------
 
 
-def _other_batch(who: str, name: str, before: Any, now: Any) -> str:
+def _other_batch(who: str, name: str, before: Batch, now: Batch) -> HostcallError:
     text = (
         f"hostcall: {who} of `{name}` was called {_said(now)}, but its objects were"
         f" made {_said(before)}. Each object belongs to one row, so the batch can't"
@@ -244,32 +244,30 @@ def _other_batch(who: str, name: str, before: Any, now: Any) -> str:
             ". Under vmap, JAX makes a call only once for all rows if no argument"
             " depends on the row: pass one that does (where=mask is enough)"
         )
-    return text
+    return HostcallError(text, code="hc-object")
 
 
-def _said(batch: tuple[Any, ...]) -> str:
+def _said(batch: Batch) -> str:
     mesh = ", ".join(f"{a[0]}={a[1]}" for a in batch if isinstance(a, tuple))
     grid = " x ".join(str(size) for size in batch if not isinstance(size, tuple))
     rows = f"for {grid} rows" if grid else "without vmap"
     return f"{rows} on each device of a mesh {mesh}" if mesh else rows
 
 
-def _lacks(name: str, method: str, value: Any) -> str:
-    has = [
-        attribute
-        for attribute in dir(value)
-        if attribute[0] != "_" and callable(getattr(value, attribute, None))
-    ]
-    return (
+def _lacks(name: str, method: str, value: object) -> HostcallError:
+    has = [name for name, _ in inspect.getmembers(value, callable) if name[0] != "_"]
+    return HostcallError(
         f"hostcall: methods= of `{name}` declares {method!r}, but its factory returned"
         f" a {type(value).__name__}, which has no such method. Its methods are:"
-        f" {', '.join(has) or 'none'}"
+        f" {', '.join(has) or 'none'}",
+        code="hc-object",
     )
 
 
-def _unpicklable(name: str, index: tuple[int, ...], error: Exception) -> str:
-    return (
+def _unpicklable(name: str, index: tuple[int, ...], error: Exception) -> HostcallError:
+    return HostcallError(
         f"hostcall: object {index} of `{name}` can't be saved, since it can't be"
         f" pickled ({type(error).__name__}: {error}). Define its state with save= and"
-        " restore=: method names, or functions save(object) and restore(object, state)"
+        " restore=: method names, or functions save(object) and restore(object, state)",
+        code="hc-pickle",
     )

@@ -11,11 +11,13 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
+from jax.typing import ArrayLike
+
 from hostcall import _jax, _native
 from hostcall._api.object import everywhere
 from hostcall._api.object.declaration import Declaration, parse_methods
 from hostcall._api.object.entry import Entry
-from hostcall._api.object.group import CLOSED, Group
+from hostcall._api.object.group import CLOSED, Group, Snapshot
 from hostcall._core import mistakes, owed
 from hostcall._core.arguments import check_function, of_all_processes, parse_mask
 from hostcall._core.counted import counted
@@ -106,7 +108,7 @@ class Object:
         order: Literal["ordered", "unordered"] = "ordered",
         name: str | None = None,
         vmap_method: Literal["sequential", "parallel"] = "sequential",
-        executor: Any = None,
+        executor: object = None,
         concurrency: int | None = None,
         close: str | Callable[[Any], Any] | None = "close",
         save: str | Callable[[Any], Any] | None = None,
@@ -116,18 +118,9 @@ class Object:
         said = check_function(factory, usage, awaits=True)
         said = said.rpartition("<locals>.")[2]
         name = name or ("object" if said == "<lambda>" else said)
-        declared = Declaration(
-            factory=factory,
-            methods=parse_methods(name, methods),
-            name=name,
-            order=order,
-            vmap_method=vmap_method,
-            executor=executor,
-            concurrency=concurrency,
-            close=close,
-            save=save,
-            restore=restore,
-        )
+        results = parse_methods(name, methods)
+        how = order, vmap_method, executor, concurrency
+        declared = Declaration(factory, results, name, *how, close, save, restore)
         if _jax.is_tracing():
             mistakes.refuse_traced(factory, _instead_of_traced)
         self._attach(Group(declared))
@@ -163,7 +156,7 @@ class Object:
             code="hc-pickle",
         )
 
-    def __del__(self, bury: Callable[[], Any] = _native.bury) -> None:
+    def __del__(self, bury: Callable[[], object] = _native.bury) -> None:
         # An argument, since a module's names are None when Python ends.
         bury()  # frees calls that have ended, which still hold the group
 
@@ -171,7 +164,7 @@ class Object:
         self._group.check_open("__enter__()")
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -237,7 +230,7 @@ class Object:
             )
         return snapshot
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _snapshot(self) -> Snapshot:
         failed = self._wait("save", log=False)
         error = failed[0] if failed else owed.first_failure()
         if error is not None:
@@ -286,7 +279,7 @@ class Object:
         self._wait("restore")
         _raise(self._group.restore(found, everyones))
 
-    def _checked(self, state: Any) -> dict[str, Any]:
+    def _checked(self, state: object) -> Snapshot:
         if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
             raise SpecError(
                 f"hostcall: restore() of `{self._group.name}` takes what save()"
@@ -295,7 +288,7 @@ class Object:
         return state
 
     def _wait(self, what: str, log: bool = True) -> list[BaseException]:
-        """Waits for this thread's programs. Returns their failures."""
+        """Waits for this thread's programs. Logs their failures, or returns them."""
         name = self._group.name
         if context.current() is not None:
             raise HostcallError(
@@ -304,13 +297,12 @@ class Object:
                 code="hc-deadlock",
             )
         self._group.check_open(f"{what}()")
-        ended = owed.failures_of_programs() if log else _jax.wait_for_effects()
-        for failure in ended if log else ():
-            logger.error(
-                "%s() of `%s` continues after a failed program: %s",
-                *(what, name, failure),
-            )
-        return ended
+        if not log:
+            return _jax.wait_for_effects()
+        text = "%s() of `%s` continues after a failed program: %s"
+        for failure in owed.failures_of_programs():
+            logger.error(text, what, name, failure)
+        return []
 
 
 def _raise(failures: Sequence[BaseException]) -> None:
@@ -336,8 +328,7 @@ _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 
 def _method(group: Group, name: str) -> Callable[..., Any]:
     declared, entry = group.declared, Entry(group, name)
-    keys = ("order", "vmap_method", "executor", "concurrency")
-    options = {key: getattr(declared, key) for key in keys}
+    options = declared.options
     kind, results = declared.factory, declared.methods[name]
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
@@ -345,7 +336,9 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
     called = declared.definition(name)
     bound = isinstance(called, types.FunctionType) and types.MethodType(called, kind)
 
-    def method(*args: Any, where: Any = None, fill: Any = None, **kwargs: Any) -> Any:
+    def method(
+        *args: Any, where: ArrayLike | None = None, fill: Any = None, **kwargs: Any
+    ) -> Any:
         group.check_open(entry.who)
         if bound:
             mistakes.check(face, bound, args, kwargs)

@@ -30,7 +30,7 @@ _lock = threading.Lock()
 _HOOKS = ("close", "save", "restore")
 
 
-def tell(entry: Entry, exported: bool) -> Any:
+def tell(entry: Entry, exported: bool) -> dict[str, object]:
     group = entry.group
     declared = group.declared
     if not exported:
@@ -119,7 +119,7 @@ def objects_of(functions: Iterable[Any]) -> dict[str, Object]:
     return found
 
 
-def _is_hook(given: Any) -> bool:
+def _is_hook(given: object) -> bool:
     """Whether a file may give this as close=, save= or restore=: methods are looked up
     on registered objects by these texts.
     """

@@ -5,21 +5,32 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
+import jax
 import numpy as np
 
 import hostcall as hc
 from hostcall.tools._progress import drawing
+from hostcall.tools._values import with_all_axes
+from hostcall.typing import Current
 
+if TYPE_CHECKING:
+    from hostcall.typing import Current
+
+# A line of the user's, with its options.
+Key: TypeAlias = tuple[drawing.BarSpec, object]
+Total: TypeAlias = np.ndarray | int | None
+Metrics: TypeAlias = dict[str, np.ndarray | str]
 ROWS = 16  # the most bars of one loop
 EAGER = -1  # the run of a tap outside of programs
 
 clock = time.monotonic  # tests replace it
 
 
-class Delivery:
+class Steps:
     """What one device has delivered, with an element for each row of the batch.
 
     Attributes:
@@ -31,28 +42,25 @@ class Delivery:
         is_beyond: whether all rows have passed their last step before.
     """
 
-    def __init__(self, transforms: Any, step: Any, total: Any, metrics: Any) -> None:
-        # An array that some vmap does not batch lacks that vmap's axis. The axes are in
-        # front, the outermost first; `transforms` names them from the innermost on.
-        names = sorted(name for name in metrics if not isinstance(metrics[name], str))
-        arrays = [step, *(metrics[name] for name in names)]
-        if isinstance(total, np.ndarray):
-            arrays.insert(1, total)
-        for axis, (_, batch) in enumerate(reversed(transforms)):
-            arrays = [
-                np.expand_dims(array, axis) if dim is None else array
-                for array, dim in zip(arrays, batch["batch_dims"], strict=True)
-            ]
-        step, *rows = (array.ravel() for array in np.broadcast_arrays(*arrays))
+    done: np.ndarray
+    total: np.ndarray | None
+
+    def __init__(
+        self, here: Current, step: np.ndarray, total: Total, metrics: Metrics
+    ) -> None:
+        leaves, tree = jax.tree.flatten((step, total, metrics))
+        arrays = [x for x in leaves if not isinstance(x, (str, int))]
+        spread = np.broadcast_arrays(*with_all_axes(arrays, here.transforms))
+        rows = (array.ravel() for array in spread)
+        leaves = [x if isinstance(x, (str, int)) else next(rows) for x in leaves]
+        step, total, self.metrics = tree.unflatten(leaves)
         self.done = step.astype(np.int64) + 1
-        self.total: Any = rows.pop(0) if isinstance(total, np.ndarray) else total
-        self.metrics = {**metrics, **dict(zip(names, rows, strict=True))}
-        self.place, self.is_beyond = int(self.done.max()), False
+        self.place, self.is_beyond, self.total = int(np.max(self.done)), False, None
         if total is not None:
-            self.is_beyond = bool((self.done > self.total).all())
+            self.is_beyond = bool((self.done > total).all())
             # A row that ended before the others may be beyond its last step.
-            self.done = np.minimum(self.done, self.total)
-            self.total = np.broadcast_to(self.total, self.done.shape)
+            self.done = np.minimum(self.done, total)
+            self.total = np.broadcast_to(total, self.done.shape)
             running = self.done[self.done < self.total]
             self.place = int(running.min() if running.size else self.done.max())
 
@@ -64,7 +72,7 @@ class Bar:
         key: the line that calls `hc.progress`, with its options.
         runs: the newest runs of programs whose steps the bar has shown.
         spans_runs: whether a Python loop drives it, run by run.
-        place: the smallest `Delivery.place` of its devices.
+        place: the smallest `Steps.place` of its devices.
         is_done: whether all rows of all devices have reached the total.
         encloses: whether inner loops start after a step of this loop is shown, so that
             they still run after its last.
@@ -74,20 +82,20 @@ class Bar:
         drawn: what is on the screen.
     """
 
-    def __init__(self, key: Any, run: int, before: set[Any]) -> None:
+    def __init__(self, key: Key, run: int, before: set[Key]) -> None:
         self.key, self.loop, self.before = key, key[0], before
         self.runs = deque([run], maxlen=16)
         self.spans_runs = run == EAGER
         self.place: int = self.loop.initial
         self.is_done = self.encloses = False
         self.moves, self.moved, self.longest_pause = 0, clock(), 0.0
-        self._devices: dict[Any, Delivery] = {}
+        self._devices: dict[jax.Device | None, Steps] = {}
         self.drawn: list[drawing.Drawn] = []
 
-    def show(self, here: hc.typing.Current, new: Delivery) -> None:
+    def show(self, here: Current, new: Steps) -> None:
         now, before, old = clock(), self.place, self._devices.get(here.device)
         self._devices[here.device] = new
-        order = sorted(self._devices, key=lambda device: getattr(device, "id", -1))
+        order = sorted(self._devices, key=lambda device: device.id if device else -1)
         parts = [self._devices[device] for device in order]
         self.place = min(part.place for part in parts)
         # A device that delivers for the first time may be behind the others.
@@ -122,18 +130,18 @@ class Bar:
             for drawn in reversed(self.drawn) if leave else self.drawn:
                 stack.callback(drawn.close, leave)
 
-    def _lines(self, parts: list[Delivery]) -> list[tuple[int, int | None, str]]:
+    def _lines(self, parts: list[Steps]) -> list[tuple[int, int | None, str]]:
         """(done, total, postfix) of each bar to draw."""
-        done: Any = np.concatenate([part.done for part in parts])
-        total: Any = None
-        if parts[0].total is not None:
-            total = np.concatenate([part.total for part in parts])
-        shown = list(range(min(len(done), ROWS)))
-        if self.loop.rows == "batched" and total is None:
-            shown = [int(done.argmax())]
-        elif self.loop.rows == "batched":
+        done: np.ndarray = np.concatenate([part.done for part in parts])
+        totals = [part.total for part in parts if part.total is not None]
+        total: np.ndarray | None = np.concatenate(totals) if totals else None
+        if self.loop.rows == "each":
+            shown: Iterable[int] = range(min(len(done), ROWS))
+        elif total is None:
+            shown = [int(np.argmax(done))]
+        else:
             # Among equals the longest, which the bar's total is taken from.
-            shown = [int(np.lexsort((-total, done / np.maximum(total, 1)))[0])]
+            shown = np.lexsort((-total, done / np.maximum(total, 1)))[:1]
         return [
             (
                 int(done[row]),
@@ -152,7 +160,7 @@ def _passed(tap: int | None) -> float:
     return time.time()
 
 
-def _postfix(parts: list[Delivery], row: int | None) -> str:
+def _postfix(parts: list[Steps], row: int | None) -> str:
     """The metrics of one row, or of all rows as mean and range."""
     texts = []
     for name, value in parts[0].metrics.items():

@@ -21,14 +21,15 @@ import itertools
 import threading
 from collections import OrderedDict
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+
+import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned
 from hostcall.tools._progress import bar as one
-from hostcall.tools._progress.bar import EAGER, Bar, Delivery
+from hostcall.tools._progress.bar import EAGER, Bar, Key, Steps
+from hostcall.tools._progress.drawing import BarSpec
 
 # Seconds for which the steps of an inner loop are skipped after one was shown. The
 # first and last step of each run pass the engine's throttle, and an inner loop may
@@ -38,24 +39,8 @@ SILENT = 1.0  # seconds that a bar may rest while another moves
 _CLOSED_AT_MOST = 64
 
 
-@dataclass(frozen=True)
-class Loop(HostCode):
-    """What a call of `hc.progress` says of its loop; the function that its tap calls.
-
-    Equal for equal lines, so that JAX's caches hit.
-
-    Attributes:
-        total, desc, unit, initial, bar, rows: as given to `hc.progress`; `total` is
-            None if it is not known when the program is traced.
-    """
-
-    total: int | None
-    desc: str | None
-    unit: str
-    initial: int
-    # A line in a Python loop may make a new function in each step.
-    bar: Any = field(compare=False)
-    rows: str
+class Loop(BarSpec, HostCode):
+    """The function that the tap of `hc.progress` calls."""
 
     __name__ = "hc.progress"
     stays = (
@@ -63,10 +48,16 @@ class Loop(HostCode):
         " with hc.print"
     )
 
-    def __call__(self, step: Any, total: Any, metrics: dict[str, Any]) -> None:
-        if one.clock() >= _bars.quiet.get(id(self), 0.0):
-            with _bars.lock:
-                _bars.move(self, step, self.total if total is None else total, metrics)
+    def __call__(
+        self, step: np.ndarray, total: np.ndarray | None, metrics: one.Metrics
+    ) -> None:
+        if one.clock() < _bars.quiet.get(id(self), 0.0):
+            return
+        here = hc.current()
+        assert here is not None
+        new = Steps(here, step, self.total if total is None else total, metrics)
+        with _bars.lock:
+            _bars.move(self, here, new)
 
 
 class Bars(Owned):
@@ -85,8 +76,8 @@ class Bars(Owned):
         # wait at a barrier while its thread closes bars.
         self.lock = threading.RLock()
         self.open: list[Bar] = []
-        self.closed: OrderedDict[tuple[Any, int], int] = OrderedDict()
-        self.together: set[Any] = set()
+        self.closed: OrderedDict[tuple[Key, int], int] = OrderedDict()
+        self.together: set[Key] = set()
         self.quiet: dict[int, float] = {}
         super().__init__()
 
@@ -100,12 +91,9 @@ class Bars(Owned):
             drawn.bar.disable = True
         super().renew()
 
-    def move(self, loop: Loop, step: Any, total: Any, metrics: Any) -> None:
+    def move(self, loop: Loop, here: hc.typing.Current, new: Steps) -> None:
         """Shows a step that was delivered just now."""
-        here = hc.current()
-        assert here is not None
         assert here.run is not None
-        new = Delivery(here.transforms, step, total, metrics)
         key = loop, here.place
         if new.is_beyond and self._has_ended(key):
             return
@@ -132,13 +120,13 @@ class Bars(Owned):
                     # begun and goes on. It is erased, and comes again if it does.
                     stack.callback(self._close, bar, ending or bar.moves > 1)
 
-    def _has_ended(self, key: Any) -> bool:
+    def _has_ended(self, key: Key) -> bool:
         """Whether this line has shown bars, and none of them is open."""
         return all(bar.key != key for bar in self.open) and any(
             k == key for k, _ in self.closed
         )
 
-    def _bar_of(self, key: Any, run: int, place: int) -> Bar:
+    def _bar_of(self, key: Key, run: int, place: int) -> Bar:
         """The bar that a step moves, opened if need be."""
         is_first = place == key[0].initial + 1
         same = [bar for bar in self.open if bar.key == key]
@@ -164,7 +152,7 @@ class Bars(Owned):
                 return bar
         return self._opened(key, run, place)
 
-    def _opened(self, key: Any, run: int, place: int) -> Bar:
+    def _opened(self, key: Key, run: int, place: int) -> Bar:
         ended = [k for k, _ in reversed(self.closed)]
         bar = Bar(key, run, set(itertools.takewhile(lambda k: k != key, ended)))
         # If it was closed in an earlier run, a Python loop drives it.

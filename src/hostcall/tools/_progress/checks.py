@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
+from hostcall.tools._progress.bars import Loop
 from hostcall.tools._values import need
 
 
 def check(
-    step: Any, total: Any, initial: Any, bar: Any, rows: Any, metrics: dict[str, Any]
+    loop: Loop, step: object, total: object, metrics: dict[str, jax.typing.ArrayLike]
 ) -> None:
     counter = "the x of a scan over jnp.arange(n)"
     if step is None:
@@ -30,76 +31,87 @@ def check(
         " it is not known",
         total,
     )
+    _check_options(loop)
+    for name, value in metrics.items():
+        _check_metric(name, value, total)
+
+
+def _check_options(loop: Loop) -> None:
     _need(
-        type(initial) is int,
+        type(loop.initial) is int,
         "initial= should be an int, the number of the first step, which is part of the"
         " compiled program",
-        initial,
+        loop.initial,
     )
     _need(
-        rows in ("batched", "each"),
+        loop.rows in ("batched", "each"),
         "rows= should be 'batched' (one bar for the batch) or 'each' (a bar for each"
         " row)",
-        rows,
+        loop.rows,
     )
     _need(
-        bar == "auto" if isinstance(bar, str) else callable(bar),
+        loop.bar == "auto" if isinstance(loop.bar, str) else callable(loop.bar),
         "bar= should be 'auto' (tqdm), or a function that returns a bar",
-        bar,
+        loop.bar,
     )
-    for name, value in metrics.items():
-        _refuse_options_of_others(name, value, total)
-        _need(
-            isinstance(value, str)
-            or _is_scalar(value, jnp.integer, jnp.floating, jnp.bool_),
-            "keywords that are not options of hc.progress are metrics, and the metric"
-            f" {name}= should be a real scalar, such as x.mean(), or a text",
-            value,
-        )
-    if isinstance(bar, str):
+    if loop.bar == "auto":
         _check_package()
 
 
-# Options of hc.tap and of tqdm whose names are hardly those of metrics.
-_OF_TAPS = ("always", "arrays", "on", "order", "remat", "when_full", "where")
-_OF_TQDM: tuple[str, ...] = ("ascii", "bar_format", "color", "colour", "leave")
-_OF_TQDM += ("dynamic_ncols", "ncols", "nrows", "unit_divisor", "unit_scale")
-_INTERVALS = ("maxinterval", "mininterval", "miniters")
+_EVERY = "Write every=, an interval in seconds (a float) or in steps (an int)"
+
+# Options of hc.tap and of tqdm whose names are hardly those of metrics: what each is,
+# and what to do instead.
+_OF_OTHERS = {
+    **dict.fromkeys(
+        ("always", "arrays", "on", "order", "remat", "when_full", "where"),
+        "an option of hc.tap, and hc.progress can't take it. Leave it out; every= says"
+        " how often the bar is drawn",
+    ),
+    **dict.fromkeys(
+        (
+            *("ascii", "bar_format", "color", "colour", "dynamic_ncols", "leave"),
+            *("ncols", "nrows", "unit_divisor", "unit_scale"),
+        ),
+        "an option of tqdm. Write bar=functools.partial(tqdm.tqdm, {}={})",
+    ),
+    **dict.fromkeys(
+        ("maxinterval", "mininterval", "miniters"), f"an option of tqdm. {_EVERY}"
+    ),
+    "sample": f"an option of hc.tap. {_EVERY}",
+    "disable": "an option of tqdm. Set HOSTCALL_PROGRESS=0 in the environment to run"
+    " without bars",
+    "n": "the number of steps, perhaps. Write it as the second argument,"
+    " hc.progress(i, {1})",
+}
 
 
-def _refuse_options_of_others(name: str, value: Any, total: Any) -> None:
-    """Refuses what would be shown as a metric, and was meant as an option."""
+def _check_metric(name: str, value: object, total: object) -> None:
     # An array is a metric by any name, but for a mask.
-    if name != "where" and isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        return
-    written = type(value) in (bool, int, float, str)
-    if name in _OF_TAPS:
-        what = "an option of hc.tap, and hc.progress can't take it"
-        instead = "Leave it out; every= says how often the bar is drawn"
-    elif name in _INTERVALS or (name == "sample" and type(value) is float):
-        what = "an option of hc.tap" if name == "sample" else "an option of tqdm"
-        instead = "Write every=, an interval in seconds (a float) or in steps (an int)"
-    elif name in _OF_TQDM:
-        said = f"{name.replace('color', 'colour')}={repr(value) if written else '...'}"
-        what = "an option of tqdm"
-        instead = f"Write bar=functools.partial(tqdm.tqdm, {said})"
-    elif name == "disable":
-        what = "an option of tqdm"
-        instead = "Set HOSTCALL_PROGRESS=0 in the environment to run without bars"
-    elif name == "n" and type(value) is int and total is None:
-        what = "the number of steps, perhaps"
-        instead = f"Write it as the second argument, hc.progress(i, {value})"
-    else:
-        return
-    raise hc.errors.SpecError(
-        f"hostcall: hc.progress has no option {name}=, and keywords that it does not"
-        f" know are metrics. This one is {what}. {instead}. A metric needs another"
-        " name",
-        code="hc-option",
+    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    is_meant = name in _OF_OTHERS and (name == "where" or not is_array)
+    if name == "sample":
+        is_meant = type(value) is float
+    elif name == "n":
+        is_meant = type(value) is int and total is None
+    if is_meant:
+        shown = repr(value) if type(value) in (bool, int, float, str) else "..."
+        meant = _OF_OTHERS[name].format(name.replace("color", "colour"), shown)
+        raise hc.errors.SpecError(
+            f"hostcall: hc.progress has no option {name}=, and keywords that it does"
+            f" not know are metrics. This one is {meant}. A metric needs another name",
+            code="hc-option",
+        )
+    _need(
+        isinstance(value, str)
+        or _is_scalar(value, jnp.integer, jnp.floating, jnp.bool_),
+        "keywords that are not options of hc.progress are metrics, and the metric"
+        f" {name}= should be a real scalar, such as x.mean(), or a text",
+        value,
     )
 
 
-def check_body(body: Any, face: str) -> None:
+def check_body(body: object, face: str) -> None:
     _need(
         callable(body),
         f"the first argument of hc.progress.{face} should be the body of the loop (the"
@@ -123,12 +135,15 @@ def _check_package() -> None:
     package.tqdm.get_lock()
 
 
-def _is_scalar(value: Any, *kinds: Any) -> bool:
-    if not isinstance(value, (bool, int, float, np.generic, np.ndarray, jax.Array)):
+def _is_scalar(value: object, *kinds: Any) -> bool:
+    if isinstance(value, (np.generic, np.ndarray, jax.Array)):
+        dtype: object = value.dtype
+    elif isinstance(value, (bool, int, float)):
+        dtype = type(value)
+    else:
         return False
-    dtype = getattr(value, "dtype", type(value))
     return np.shape(value) == () and any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
-def _need(is_right: bool, wanted: str, got: Any) -> None:
+def _need(is_right: bool, wanted: str, got: object) -> None:
     need(is_right, f"hc.progress: {wanted}", got)

@@ -14,51 +14,75 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import hostcall as hc
 
+Factory: TypeAlias = Callable[..., Any]  # of a bar: tqdm's, or a user's
+
 REDRAW = 0.02  # seconds between two drawings of one bar
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
+
+
+@dataclass(frozen=True)
+class BarSpec:
+    """What a call of `hc.progress` says of its loop.
+
+    Equal for equal lines, so that JAX's caches hit.
+
+    Attributes:
+        total, desc, unit, initial, bar, rows: as given to `hc.progress`; `total` is
+            None if it is not known when the program is traced.
+    """
+
+    total: int | None
+    desc: str | None
+    unit: str
+    initial: int
+    # A line in a Python loop may make a new function in each step.
+    bar: Literal["auto"] | Factory = field(compare=False)
+    rows: str
 
 
 class Drawn:
     """A bar with tqdm's methods, which is told places instead of increments."""
 
     def __init__(
-        self, loop: Any, desc: str | None, total: int | None, n: int, began: float
+        self, loop: BarSpec, desc: str | None, total: int | None, n: int, began: float
     ) -> None:
         """Makes the bar of a loop whose device had done `n` steps at `began`."""
         make = _factory(loop.bar)
         self._make = functools.partial(make, desc=desc, total=total, unit=loop.unit)
-        self._n = self._first = loop.initial if callable(loop.bar) else n
+        self._n = self._first = n if loop.bar == "auto" else loop.initial
         self.bar = self._make(initial=self._n)
-        if hasattr(self.bar, "last_print_t"):  # tqdm
+        self._is_tqdm = hasattr(self.bar, "last_print_n")
+        if self._is_tqdm:
             age = max(time.time() - began, 0.0)
             self.bar.start_t -= age
             self.bar.last_print_t -= age
 
     def show(self, n: int, postfix: str, at_once: bool) -> None:
-        can_refresh = hasattr(self.bar, "refresh")
         if postfix:
             self.bar.set_postfix_str(postfix, refresh=False)
-        if n != self._n or not can_refresh:
+        if n != self._n or not self._is_tqdm:
             self.bar.update(n - self._n)
         self._n = n
-        if at_once and can_refresh:
+        if at_once and self._is_tqdm:
             self.bar.refresh()
 
     def restart(self, n: int) -> None:
         """Begins again in the same place, with `n` steps. The next `show` draws it."""
-        if hasattr(self.bar, "reset"):
-            self.bar.reset()
-            self._n = 0
-            if hasattr(self.bar, "last_print_n"):  # tqdm
-                self.bar.n = self.bar.last_print_n = self.bar.initial = self._n = n
-        else:
+        if not hasattr(self.bar, "reset"):
             self.bar.close()
+            self.bar = self._make(initial=self._first)
             self._n = self._first
-            self.bar = self._make(initial=self._n)
+            return
+        self.bar.reset()
+        self._n = 0
+        if self._is_tqdm:
+            self.bar.n = self.bar.last_print_n = self.bar.initial = self._n = n
 
     def close(self, leave: bool) -> None:
         """Draws the bar a last time, and leaves it on the screen, or erases it."""
@@ -80,8 +104,8 @@ def _draws_here() -> bool:
     return is_first and (0 not in owners or not here.mesh_shape)
 
 
-def _factory(bar: Any) -> Any:
-    if callable(bar):
+def _factory(bar: Literal["auto"] | Factory) -> Factory:
+    if bar != "auto":
         return bar
     from tqdm.auto import tqdm
 
@@ -96,7 +120,7 @@ def _factory(bar: Any) -> Any:
     )
 
 
-def _lines() -> Any:
+def _lines() -> Factory:
     """Tqdm's bar as whole lines without control codes, for files and pipes."""
     from tqdm.std import tqdm
 

@@ -29,7 +29,7 @@ from hostcall.tools._recorder import stream as streams
 MOST_BLOCKS = 1 << 16
 
 
-class Pair(streams.Stream):
+class Blocks(streams.ArrowFile):
     """A stream of blocks, the column "value", which has a file of its own."""
 
     def __init__(self, folder: Path, about: streams.About) -> None:

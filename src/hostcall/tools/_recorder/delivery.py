@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,21 +19,23 @@ import hostcall as hc
 from hostcall._core.host_code import HostCode
 from hostcall.errors import HostcallError
 from hostcall.tools._recorder.fields import Field
-from hostcall.tools._recorder.inbox import Inbox
 from hostcall.tools._recorder.stream import About
+from hostcall.tools._recorder.worker import Worker
+from hostcall.tools._values import with_all_axes
 
 Columns = dict[str, np.ndarray]
+Shape = tuple[int, ...]
 
 
-class Place(HostCode):
+class Tapped(HostCode):
     """The function that a recorder taps, one for each set of fields.
 
     JAX compares the function when a program is traced again, so it must stay the same
     object. Programs keep it alive after the recorder is closed; so it refers to the
-    inbox, not to the recorder. Its methods run on the worker of taps.
+    writer, not to the recorder. Its methods run on the worker of taps.
 
     Args:
-        inbox: where deliveries go.
+        writer: gets the deliveries.
         fields: what the values of a delivery are.
         shapes: the shape of an entry of each array of the run. The worker of taps,
             which is one thread, adds to it.
@@ -47,32 +48,41 @@ class Place(HostCode):
 
     def __init__(
         self,
-        inbox: Inbox,
+        writer: Worker[Events],
         fields: tuple[Field, ...],
-        shapes: dict[str, tuple[int, ...]],
+        shapes: dict[str, Shape],
     ) -> None:
-        self._inbox = inbox
+        self._writer = writer
         self._shapes = shapes
         self.fields = fields
-        self.names = [field.name for field in fields]
-        kept = [n for n, name in enumerate(self.names) if name != "step"]
-        self.arrays = [n for n in kept if fields[n].is_array]
-        self.columns = [n for n in kept if not fields[n].is_array]
+        named = {field.name: n for n, field in enumerate(fields)}
+        self.step = named.pop("step", None)  # where the number of the step is
+        self.names = list(named)
+        self.arrays = [n for n in named.values() if fields[n].is_array]
+        self.columns = [n for n in named.values() if not fields[n].is_array]
 
     def events(self, *values: np.ndarray) -> None:
         """Gets a batch of events, stacked."""
         if not all(value.size for value in values):  # a vmap over no rows
             return
-        delivery = Delivery(self, time.time(), values, hc.current())
-        if self.arrays or delivery.here.index is not None:
+        here = hc.current()
+        assert here is not None
+        delivery = Events(self, time.time(), values, here)
+        if self.arrays or here.index is not None:
             self._refuse(delivery)
-        self._inbox.put(delivery, sum(value.nbytes for value in values))
+        self._writer.put(delivery, sum(value.nbytes for value in values))
 
     def event(self, *values: np.ndarray) -> None:
         """Gets one event."""
         self.events(*(value[None] for value in values))
 
-    def _refuse(self, delivery: Delivery) -> None:
+    def is_batched(self, here: hc.typing.Current) -> list[bool]:
+        """Whether each value has the axis of a vmap."""
+        dims = [how["batch_dims"] for _, how in here.transforms]
+        each = range(len(self.fields))
+        return [any(of[number] is not None for of in dims) for number in each]
+
+    def _refuse(self, delivery: Events) -> None:
         """Raises for values that have no place in the run."""
         here = delivery.here
         what = None
@@ -80,17 +90,16 @@ class Place(HostCode):
             what = "on='shards' or on='process' is under vmap"
         elif here.rows is not None:
             what = "where= differs between the rows of a vmap"
-        elif "step" in self.names and any(delivery.flags(self.names.index("step"))):
+        elif self.step is not None and self.is_batched(here)[self.step]:
             what = "step= differs between the rows of a vmap"
         if what is not None:
-            names = ", ".join(name for name in self.names if name != "step")
             raise HostcallError(
-                f"hostcall: the values {names} can't be recorded where {what}. Record"
-                " arrays in a call of their own, outside of the vmap",
+                f"hostcall: the values {', '.join(self.names)} can't be recorded where"
+                f" {what}. Record arrays in a call of their own, outside of the vmap",
                 code="hc-record",
             )
         for number in self.arrays:
-            name, shape = self.names[number], delivery.block(number).whole
+            name, shape = self.fields[number].name, delivery.block(number)[0]
             known = self._shapes.setdefault(name, shape)
             if shape != known:
                 raise HostcallError(
@@ -101,46 +110,25 @@ class Place(HostCode):
                 )
 
 
-class Block(NamedTuple):
-    """A part of an entry of an array that grows.
-
-    Attributes:
-        whole: the shape of the entry.
-        corner: where the part begins.
-        shape: the shape of the part.
-    """
-
-    whole: tuple[int, ...]
-    corner: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 @dataclass
-class Delivery:
+class Events:
     """What a tap brought.
 
     Attributes:
-        place: the call of the recorder, with its fields.
+        code: the call of the recorder, with its fields.
         time: when it was delivered, in seconds since 1970.
         values: one array for each field, with an axis for the events in front.
         here: `hc.current()` of the delivery.
     """
 
-    place: Place
+    code: Tapped
     time: float
     values: tuple[np.ndarray, ...]
-    here: Any
+    here: hc.typing.Current
 
     @property
     def events(self) -> int:
         return len(self.values[0])
-
-    def flags(self, number: int) -> tuple[bool, ...]:
-        """Whether a value has the axis of each vmap, the outermost vmap first."""
-        return tuple(
-            how["batch_dims"][number] is not None
-            for _, how in reversed(self.here.transforms)
-        )
 
     def tables(
         self, steps: np.ndarray, process: int | None
@@ -151,35 +139,34 @@ class Delivery:
             steps: the numbers of the events, or of each row if the program gives them.
             process: this process, if the job has several.
         """
-        for number in self.place.arrays:
-            field, block = self.place.fields[number], self.block(number)
+        for number in self.code.arrays:
+            field = self.code.fields[number]
             (text,) = field.types().values()
+            whole, corner, shape = self.block(number)
             # In shard_map `where` may pick some shards: others may never come.
             sparse = self.here.index is None
             values = self.values[number].astype(field.dtype, copy=False)
             columns = {
-                # Rows of an event have one step (`Place._refuse`).
+                # Rows of an event have one step (`Tapped._refuse`).
                 "step": steps[:: len(steps) // self.events],
                 "time": np.full(self.events, self.time),
-                "at": np.tile(block.corner, (self.events, 1)),
-                "value": values.reshape(self.events, *block.shape),
+                "at": np.tile(corner, (self.events, 1)),
+                "value": values.reshape(self.events, *shape),
             }
-            yield field.name, About(process or 0, text, block.whole, sparse), columns
-        if self.place.columns:
+            yield field.name, About(process or 0, text, whole, sparse), columns
+        if self.code.columns:
             yield "", About(process or 0), self._columns(steps, process)
 
-    def block(self, number: int) -> Block:
-        """Where a value lies in an entry of its array."""
+    def block(self, number: int) -> tuple[Shape, Shape, Shape]:
+        """(whole, corner, shape) of a value: the shape of the entry of its array, where
+        the value begins in it, and the value's own shape there.
+        """
         here, own = self.here, self.values[number].shape[1:]
         if here.index is not None:
             corner = tuple(part.start for part in here.index[number])
-            return Block(self.place.fields[number].shape, corner, own)
-        at = tuple(here.mesh_coords.values())
-        return Block(
-            (*here.mesh_shape.values(), *own),
-            (*at, *[0] * len(own)),
-            (*[1] * len(at), *own),
-        )
+            return self.code.fields[number].shape, corner, own
+        whole, at = here.mesh_shape.values(), here.mesh_coords.values()
+        return (*whole, *own), (*at, *[0] * len(own)), (*[1] * len(at), *own)
 
     def _columns(self, steps: np.ndarray, process: int | None) -> Columns:
         grid, places = self._grid
@@ -194,43 +181,37 @@ class Delivery:
             out["device"] = np.full(rows, self.here.device.id, np.int32)
         for name, index in places.items():
             out[name] = np.tile(index, self.events)
-        for number in self.place.columns:
-            field, value = self.place.fields[number], self.rows_of(number)
-            if field.dtype.kind == "c":
-                out[f"{field.name}.real"] = value.real
-                out[f"{field.name}.imag"] = value.imag
-            else:
-                out[field.name] = value
+        for number in self.code.columns:
+            out |= self.code.fields[number].columns(self.rows_of(number))
         return out
 
     def rows_of(self, number: int) -> np.ndarray:
         """The values of a field in the table, one for each row."""
-        grid, _ = self._grid
-        field = self.place.fields[number]
-        value = self.values[number].astype(field.dtype, copy=False)
-        if not grid:
-            return value
-        flags = self.flags(number)
-        if self.here.rows is not None:
-            flags = (any(flags),)
-        axes = (slice(None) if flag else None for flag in flags)
-        value = value[(slice(None), *axes)]
+        (grid, _), field = self._grid, self.code.fields[number]
+        value = self._spread[number].astype(field.dtype, copy=False)
         whole = np.broadcast_to(value, (self.events, *grid, *field.shape))
-        return whole.reshape(self.events * math.prod(grid), *field.shape)
+        return whole.reshape(-1, *field.shape)
+
+    @functools.cached_property
+    def _spread(self) -> list[np.ndarray]:
+        """The values with an axis for each vmap behind that of the events."""
+        if self.here.rows is None:
+            return with_all_axes(self.values, self.here.transforms, 1)
+        # `where` left some rows, along one axis.
+        is_batched = self.code.is_batched(self.here)
+        pairs = zip(self.values, is_batched, strict=True)
+        return [value if has else value[:, None] for value, has in pairs]
 
     @functools.cached_property
     def _grid(self) -> tuple[tuple[int, ...], Columns]:
         """The sizes of the axes of vmaps, and the place of each row of an event."""
         grid: tuple[int, ...]
-        if self.here.rows is not None:  # `where` left some rows, along one axis
+        if self.here.rows is not None:
             places = [np.asarray(index, np.int64) for index in self.here.rows]
             grid = (len(places[0]) if places else 1,)
         else:
-            sizes = dict[int, int]()
-            for number, value in enumerate(self.values):
-                axes = [axis for axis, flag in enumerate(self.flags(number)) if flag]
-                sizes.update(zip(axes, value.shape[1:], strict=False))
-            grid = tuple(size for _, size in sorted(sizes.items()))
+            axes = slice(1, 1 + len(self.here.transforms))
+            grid = np.broadcast_shapes(*(x.shape[axes] for x in self._spread))
             places = [index.ravel() for index in np.indices(grid)]
         several = len(places) > 1  # the outermost vmap is "row0"
         return grid, {f"row{n if several else ''}": at for n, at in enumerate(places)}

@@ -33,25 +33,28 @@ class Field:
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     is_array: bool
+
+    def columns(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """The columns with these values, of shape (rows, *shape)."""
+        if values.dtype.kind != "c":
+            return {self.name: values}
+        return {f"{self.name}.real": values.real, f"{self.name}.imag": values.imag}
 
     def types(self) -> dict[str, str]:
         """The type of each column or array as text, such as "float32[3]"."""
-        whole = text_of(self.dtype, self.shape)
         if self.is_array:
-            return {self.name: f"an array of {whole}"}
-        if self.dtype.kind != "c":
-            return {self.name: whole}
-        part = text_of(np.empty(0, self.dtype).real.dtype, self.shape)
-        return {f"{self.name}.real": part, f"{self.name}.imag": part}
+            return {self.name: f"an array of {text_of(self.dtype, self.shape)}"}
+        parts = self.columns(np.empty(0, self.dtype)).items()
+        return {name: text_of(part.dtype, self.shape) for name, part in parts}
 
 
-def text_of(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
+def text_of(dtype: np.dtype, shape: Sequence[int]) -> str:
     return f"{dtype.name}[{','.join(map(str, shape))}]" if shape else dtype.name
 
 
-def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, Any]:
+def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, jax.Array]:
     """The fields of a call with their arrays. Pytrees are flattened: `{"w": x}` to
     "grads.w".
 
@@ -71,32 +74,25 @@ def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, Any]:
     return found
 
 
-def _array(name: str, leaf: Any) -> Any:
+def _array(name: str, leaf: object) -> jax.Array:
     if ADDED.fullmatch(name) or "/" in name or name.startswith("."):
-        raise SpecError(
-            f"hostcall: a recorder can't store a value under the name {name!r}. It adds"
-            " the columns time, process, device and row itself, and names of arrays are"
-            " names of folders",
-            code="hc-record",
+        raise wrong(
+            f"a recorder can't store a value under the name {name!r}. It adds the"
+            " columns time, process, device and row itself, and names of arrays are"
+            " names of folders"
         )
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except TypeError as error:
-        raise SpecError(
-            f"hostcall: a recorder stores numbers and arrays, and {name}= is"
-            f" {leaf!r}, {type(leaf).__name__}",
-            code="hc-record",
+        raise wrong(
+            f"a recorder stores numbers and arrays, and {name}= is {leaf!r},"
+            f" {type(leaf).__name__}"
         ) from error
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        raise SpecError(
-            f"hostcall: {name}= is a PRNG key. Record jax.random.key_data(key)",
-            code="hc-record",
-        )
+        raise wrong(f"{name}= is a PRNG key. Record jax.random.key_data(key)")
     if not array.size:
-        raise SpecError(
-            f"hostcall: {name}= has the shape {array.shape}, so there is nothing to"
-            " record",
-            code="hc-record",
+        raise wrong(
+            f"{name}= has the shape {array.shape}, so there is nothing to record"
         )
     is_step = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
     wanted = "step= of a recorder should be an integer scalar"
@@ -104,9 +100,13 @@ def _array(name: str, leaf: Any) -> Any:
     return array
 
 
-def _stored(jax_dtype: Any) -> np.dtype[Any]:
+def wrong(what: str) -> SpecError:
+    return SpecError(f"hostcall: {what}", code="hc-record")
+
+
+def _stored(jax_dtype: np.dtype) -> np.dtype:
     """The NumPy dtype that holds every value of a dtype of JAX's exactly."""
-    dtype: np.dtype[Any] = np.dtype(jax_dtype)
+    dtype = np.dtype(jax_dtype)
     if dtype.isbuiltin == 1:
         return dtype
     if jnp.issubdtype(dtype, jnp.floating):

@@ -7,8 +7,10 @@ through before its files are read, and a recorder writes only to files that it h
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +30,26 @@ def only_files(folder: Path) -> None:
             # A file of that name may have been replaced meanwhile, and be gone.
             elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry):
                 raise _foreign(Path(entry.path))
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Says which run it was if its files can't be read. Arrow, NumPy and JSON raise
+    many kinds of exceptions for damaged files.
+    """
+    try:
+        yield
+    except (HostcallError, PermissionError):
+        raise
+    except Exception as error:
+        why = "A file of it was damaged, or something else wrote it"
+        if isinstance(error, MemoryError):  # a damaged file may promise any size
+            why = "It does not fit into memory, or a file of it was damaged"
+        raise HostcallError(
+            f"hostcall: the run in {folder} can't be read ({type(error).__name__}:"
+            f" {error}). {why}",
+            code="hc-record",
+        ) from error
 
 
 def lock(path: Path) -> BinaryIO:

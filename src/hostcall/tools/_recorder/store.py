@@ -15,24 +15,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from hostcall.errors import HostcallError, SpecError
-from hostcall.tools._recorder import errors
+from hostcall.errors import HostcallError
 from hostcall.tools._recorder import stream as streams
-from hostcall.tools._recorder.arrays import Pair
-from hostcall.tools._recorder.delivery import Columns, Delivery
-from hostcall.tools._recorder.fields import Field, text_of
-from hostcall.tools._recorder.files import lock, only_files
+from hostcall.tools._recorder.arrays import Blocks
+from hostcall.tools._recorder.delivery import Columns, Events, Tapped
+from hostcall.tools._recorder.fields import Field, text_of, wrong
+from hostcall.tools._recorder.files import lock, only_files, reading
 
 # The name of an array, or none for the table; and the columns with their types.
 _Key = tuple[str, streams.About, tuple[tuple[str, str], ...]]
 
 
-class Store:
+class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         # Asking for the index starts the devices, after which no job can be joined.
@@ -48,16 +46,16 @@ class Store:
                 f" {folder}. Close it, or use another folder",
                 code="hc-record",
             ) from error
-        # What each name is, as text: "float32[3]". Written by threads that trace, under
-        # the recorder's lock; the writer does not look at it.
+        # What each name is, as text: "float32[3]". Threads that trace add single names,
+        # which needs no lock; the writer does not look at it.
         self._known: dict[str, str] = {}
         # The shape of an entry of each array, for the worker of taps (delivery.py).
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._streams: dict[_Key, streams.Stream] = {}
-        self._next_step: dict[Any, int] = {}
+        self._streams: dict[_Key, streams.ArrowFile] = {}
+        self._next_step: dict[tuple[Tapped, jax.Device | None], int] = {}
         self._first_step = 0
         try:
-            with errors.reading(folder):
+            with reading(folder):
                 self._resume()
         except BaseException:  # Ctrl-C, too
             self._lock.close()
@@ -86,18 +84,17 @@ class Store:
     def check(self, fields: Iterable[Field]) -> None:
         """Refuses a field whose type differs from what the run has under its name."""
         new = {name: text for f in fields for name, text in f.types().items()}
-        for name, text in new.items():
-            known = self._known.get(name, text)
-            if known != text:
-                raise SpecError(
-                    f"hostcall: the column {name!r} of {self.folder} has the type"
-                    f" {known}, and is now recorded as {text}. Convert the value, or"
-                    " use another name or folder",
-                    code="hc-record",
-                )
-        self._known.update(new)
+        # Looked at first, so that a call that is refused adds no name.
+        for known_as in (self._known.get, self._known.setdefault):
+            for name, text in new.items():
+                if (known := known_as(name, text)) != text:
+                    raise wrong(
+                        f"the column {name!r} of {self.folder} has the type {known},"
+                        f" and is now recorded as {text}. Convert the value, or use"
+                        " another name or folder"
+                    )
 
-    def write(self, deliveries: list[Delivery]) -> list[tuple[streams.Stream, int]]:
+    def write(self, deliveries: list[Events]) -> list[tuple[streams.ArrowFile, int]]:
         """Writes what came. Returns each new batch of the table: its stream, and where
         it begins.
         """
@@ -112,7 +109,7 @@ class Store:
             name, about, _ = key
             whole = {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
             if key not in self._streams:
-                made = Pair if name else streams.Stream
+                made = Blocks if name else streams.ArrowFile
                 below = f"arrays/{name}" if name else "columns"
                 self._streams[key] = made(self.folder / below, about)
             begin = self._streams[key].append(whole)
@@ -123,15 +120,15 @@ class Store:
     def close(self) -> None:
         self._lock.close()
 
-    def _steps(self, delivery: Delivery) -> np.ndarray:
+    def _steps(self, delivery: Events) -> np.ndarray:
         """The step of each row; of each event, if the program gives none.
 
         Then they are a count for each device. A call's columns and arrays have the same
         numbers, since each is counted alone.
         """
-        if "step" in delivery.place.names:
-            return delivery.rows_of(delivery.place.names.index("step"))
-        key = (delivery.place, delivery.here.device)
+        if delivery.code.step is not None:
+            return delivery.rows_of(delivery.code.step)
+        key = (delivery.code, delivery.here.device)
         begin = self._next_step.get(key, self._first_step)
         self._next_step[key] = begin + delivery.events
         return np.arange(begin, begin + delivery.events)

@@ -15,11 +15,14 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hostcall.errors import PackageError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _BEGIN = b"\xff" * 4  # of each message
 
@@ -41,7 +44,7 @@ class About:
     sparse: bool = False
 
 
-def about(schema: Any) -> About:
+def about(schema: pyarrow.Schema) -> About:
     """Raises an error of some kind if no recorder wrote the schema."""
     told = json.loads(schema.metadata[b"hostcall"])
     found = About(**{**told, "whole": tuple(told["whole"])})
@@ -56,7 +59,7 @@ def paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.arrows"), key=lambda p: int(p.stem))
 
 
-def read(path: Path) -> tuple[Any, Iterator[Any]]:
+def read(path: Path) -> tuple[pyarrow.Schema | None, Iterator[pyarrow.RecordBatch]]:
     """The schema of a stream and its whole batches; no schema if it was cut there.
 
     Raises:
@@ -79,7 +82,7 @@ def read(path: Path) -> tuple[Any, Iterator[Any]]:
     for column in schema:
         type_of(column.type)
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[pyarrow.RecordBatch]:
         while True:
             # A message that is cut off is an ArrowInvalid in its head, and an OSError
             # in its body.
@@ -93,7 +96,7 @@ def read(path: Path) -> tuple[Any, Iterator[Any]]:
     return schema, batches()
 
 
-class Stream:
+class ArrowFile:
     """A new stream, which its one writer writes.
 
     Its file is opened for each batch: a run with many names would need too many.
@@ -102,7 +105,7 @@ class Stream:
     def __init__(self, folder: Path, about: About) -> None:
         self.path = _new(folder)
         self._about = about
-        self._schema: Any = None
+        self._schema: pyarrow.Schema | None = None
 
     def append(self, columns: dict[str, np.ndarray]) -> int:
         """Writes a batch. Returns where it begins in the file."""
@@ -123,7 +126,7 @@ class Stream:
         with pa.OSFile(str(self.path)) as file:
             file.seek(begin)
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), self._schema)
-        return {name: column(batch, name) for name in self._schema.names}
+        return {name: column(batch, name) for name in batch.schema.names}
 
 
 def _new(folder: Path) -> Path:
@@ -141,7 +144,7 @@ def _new(folder: Path) -> Path:
 # pandas, which takes a second and fails when the interpreter ends.
 
 
-def _arrow(values: np.ndarray) -> Any:
+def _arrow(values: np.ndarray) -> pyarrow.Array:
     pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
     flat = np.ascontiguousarray(values).reshape(-1)
     kind = pa.from_numpy_dtype(flat.dtype)
@@ -152,7 +155,7 @@ def _arrow(values: np.ndarray) -> Any:
     return out
 
 
-def type_of(arrow: Any) -> tuple[np.dtype[Any], list[int]]:
+def type_of(arrow: pyarrow.DataType) -> tuple[np.dtype, list[int]]:
     """The dtype and the shape of a row of a column, from its Arrow type."""
     pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
     shape = []
@@ -165,7 +168,7 @@ def type_of(arrow: Any) -> tuple[np.dtype[Any], list[int]]:
     return dtype, shape
 
 
-def column(batch: Any, name: str) -> np.ndarray:
+def column(batch: pyarrow.RecordBatch, name: str) -> np.ndarray:
     """A column of a batch of a stream as an array of shape (rows, *shape)."""
     found = batch.column(name)
     dtype, of_row = type_of(found.type)

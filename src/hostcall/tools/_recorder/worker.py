@@ -1,0 +1,174 @@
+"""A recorder's threads: its writer, and one for each sink.
+
+Guarantees:
+
+- Items are handed on in the order in which they were put, each once.
+- An item is taken at most `patience` seconds after it was put, if the thread is not
+  busy, and at once if `flush` or `close` asks for it or `ENOUGH` bytes wait.
+- `put` waits only if `MOST` bytes wait, that is if the disk is slower than the program.
+  Then the queue of taps fills, and the device waits, as `when_full="block"` says.
+- An error ends the thread. It is logged at once and raised once: by the next barrier,
+  or by `close` if the recorder's last barrier is over.
+
+A thread and those that use it share one lock, which protects everything in the worker.
+It is held for some appends only. The thread works outside of it, so a slow disk does
+not delay a delivery.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import hostcall as hc
+from hostcall.errors import HostcallError
+
+_logger = logging.getLogger("hostcall")
+
+T = TypeVar("T")
+
+# Seconds. Waits return to Python this often, so that they can be interrupted.
+_SLICE = 0.05
+# Bytes. The thread does not wait for more than ENOUGH; `put` waits above MOST.
+ENOUGH = 4 << 20
+MOST = 256 << 20
+
+# By id, the errors that nothing has raised, each with its recorder. Threads add and pop
+# single entries, which needs no lock.
+_untold: dict[int, tuple[object, BaseException]] = {}
+
+
+class Worker(Generic[T]):
+    """A thread that works for a recorder, from now on.
+
+    Args:
+        owner: the recorder that raises its error.
+        name: what threads of this kind are called.
+        who: what it is in messages.
+        work: gets all that comes, in lists, until the end. What it has taken is done
+            when it asks for more.
+        patience: seconds.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        name: str,
+        who: str,
+        work: Callable[[Iterator[list[T]]], object],
+        patience: float = 0.0,
+    ) -> None:
+        self._who, self._patience = who, patience
+        self._changed = threading.Condition()
+        self._items: list[T] = []
+        self._bytes = 0
+        self._first = 0.0  # when the oldest item was put
+        self._put = self._done = 0  # items so far
+        self._wanted = 0  # a flush waits until `_done` reaches this
+        self._closing = self._ended = False
+        self._error: BaseException | None = None
+        # The thread has these, not the worker: programs keep it after the end.
+        args = owner, work
+        thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
+        # It may inherit context variables, but not from whoever made the recorder.
+        contextvars.Context().run(thread.start)
+
+    def put(self, item: T, size: int = 0) -> None:
+        """Queues an item of so many bytes. Drops it if the thread has failed."""
+        with self._changed:
+            while self._bytes > MOST and not (self._ended or self._closing):
+                self._changed.wait(_SLICE)
+            if self._error is not None:
+                return
+            if self._closing:
+                raise HostcallError(
+                    f"hostcall: {self._who} is closed, and a program still records in"
+                    " it. Close it after the last program that uses it",
+                    code="hc-closed",
+                )
+            if not self._items:
+                self._first = time.monotonic()
+            self._items.append(item)
+            self._put += 1
+            self._bytes += size
+            if len(self._items) == 1 or self._bytes > ENOUGH:
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Waits until everything that has been put is done."""
+        with self._changed:
+            self._wanted = mark = self._put
+            self._changed.notify_all()
+            while self._done < mark and not self._ended:
+                self._changed.wait(_SLICE)
+            if self._error is not None:
+                raise HostcallError(
+                    f"hostcall: {self._who} could not write, and records nothing more",
+                    code="hc-record",
+                ) from self._error
+
+    def close(self) -> None:
+        """Accepts nothing more, and waits until the rest is done, or has failed."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            # In slices, and not by Thread.join: after Ctrl-C in a join, Python before
+            # 3.13 believes that the thread has ended.
+            while not self._ended:
+                self._changed.wait(_SLICE)
+
+    def _run(self, owner: object, work: Callable[[Iterator[list[T]]], object]) -> None:
+        failed = None
+        try:
+            work(iter(self._take, []))
+        except BaseException as error:
+            failed = error
+            _untold[id(error)] = owner, error
+            # Last: who reads this expects the next barrier to raise.
+            kind = type(error).__name__
+            _logger.error("hostcall: %s failed: %s: %s", self._who, kind, error)
+        with self._changed:
+            self._error, self._ended = failed, True
+            self._items.clear()
+            self._changed.notify_all()
+
+    def _take(self) -> list[T]:
+        with self._changed:
+            self._done = self._put - len(self._items)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._items or self._closing)
+            left = self._first + self._patience - time.monotonic()
+            self._changed.wait_for(
+                lambda: (
+                    self._closing or self._wanted > self._done or self._bytes > ENOUGH
+                ),
+                min(max(left, 0.0), threading.TIMEOUT_MAX),
+            )
+            items, self._items, self._bytes = self._items, [], 0
+            self._changed.notify_all()  # `put` may go on
+            return items
+
+
+def untold(owner: object | None = None) -> list[BaseException]:
+    """The errors of one recorder, or of all, that nothing has raised."""
+    of = [key for key, pair in list(_untold.items()) if owner in (None, pair[0])]
+    return [pair[1] for key in of if (pair := _untold.pop(key, None))]
+
+
+def raise_all(errors: list[BaseException], what: str) -> None:
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise BaseExceptionGroup(what, errors)
+
+
+def _raise_untold(ending: bool) -> None:
+    del ending
+    raise_all(untold(), "threads of recorders failed")
+
+
+hc.monitor.at_barrier(_raise_untold)
