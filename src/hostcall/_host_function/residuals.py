@@ -43,13 +43,14 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from secrets import randbits
-from typing import Any
 
 import jax
 import numpy as np
 
 from hostcall import _jax
 from hostcall._core import config
+from hostcall._core.source import Place
+from hostcall._host_function.rules import Tree
 
 logger = logging.getLogger("hostcall")
 
@@ -70,8 +71,9 @@ class Store:
     def __init__(self, limit: Callable[[], int]) -> None:
         self.limit = limit
         self.missed = 0  # how often a residual was computed again
-        self._kept: OrderedDict[int, tuple[Any, bool]] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[Tree, bool]] = OrderedDict()
         self._dropped: OrderedDict[int, None] = OrderedDict()
+        self._said = set[tuple[str, str]]()
         # Starts anywhere in 62 bits, so that a handle from another process, or from
         # this one before a fork, finds nothing.
         self._next = randbits(62)
@@ -82,7 +84,7 @@ class Store:
         self._clear_up()
         return len(self._kept)
 
-    def put(self, residual: Any) -> np.ndarray:
+    def put(self, residual: Tree) -> np.ndarray:
         """Keeps a residual and returns its handle."""
         with self._lock:
             number = self._next
@@ -90,7 +92,7 @@ class Store:
         self._keep(number, residual, sticky=False)
         return np.frombuffer(number.to_bytes(8, "little"), HANDLE.dtype)
 
-    def get(self, handle: Any, take: bool) -> tuple[Any, bool]:
+    def get(self, handle: np.ndarray, take: bool) -> tuple[Tree, bool]:
         """Returns (the residual of a handle, whether there was one).
 
         Args:
@@ -105,15 +107,31 @@ class Store:
                 del self._kept[number]
         return (None, False) if found is None else (found[0], True)
 
-    def had_to_go(self, handle: Any) -> bool:
-        """Whether this residual was dropped to make room for newer ones."""
-        with self._lock:
-            return number_of(handle) in self._dropped
-
-    def put_back(self, handle: Any, residual: Any) -> None:
+    def put_back(self, handle: np.ndarray, residual: Tree) -> None:
         """Keeps a residual that had to be computed again, and never takes it out."""
         self.missed += 1
         self._keep(number_of(handle), residual, sticky=True)
+
+    def say_that_it_runs_again(
+        self, handle: np.ndarray, name: str, source: str, place: Place
+    ) -> None:
+        """Logs, once for each function (by name and source), that a residual that was
+        dropped to make room for newer ones is computed again.
+        """
+        with self._lock:
+            new = (name, source) not in self._said
+            if not new or number_of(handle) not in self._dropped:
+                return
+            self._said.add((name, source))
+        logger.warning(
+            "`%s` left more than %d residuals on the host before its backward rule used"
+            " them: the oldest were dropped, and its forward rule runs again for each"
+            " of those (differentiated at %s). hostcall.configure(residuals=...) keeps"
+            " more; with residuals= of defvjp they are arrays of the program",
+            name,
+            self.limit(),
+            place,
+        )
 
     def forget_with(self, array: jax.Array) -> None:
         """Drops the residual of a handle when `array`, which holds the handle, dies."""
@@ -127,7 +145,7 @@ class Store:
             self._dropped.clear()
         dropped.clear()
 
-    def _keep(self, number: int, residual: Any, sticky: bool) -> None:
+    def _keep(self, number: int, residual: Tree, sticky: bool) -> None:
         self._clear_up()
         # What is dropped dies after the lock is released: a finalizer may run any code.
         dropped = []
@@ -160,29 +178,8 @@ class Store:
         del dropped
 
 
-def number_of(handle: Any) -> int:
+def number_of(handle: np.ndarray) -> int:
     return int.from_bytes(np.asarray(handle).tobytes(), "little")
 
 
 store = Store(lambda: config.settings.residuals)
-
-
-# Functions, by name and source, for which the log has said that a rule runs again.
-_said: dict[tuple[str, str], object] = {}
-
-
-def say_that_it_runs_again(name: str, source: str, place: Any) -> None:
-    """Logs, once for each function, that a dropped residual is computed again."""
-    new = object()
-    # dict.setdefault is atomic, so one of several threads logs.
-    if _said.setdefault((name, source), new) is not new:
-        return
-    logger.warning(
-        "`%s` left more than %d residuals on the host before its backward rule used"
-        " them: the oldest were dropped, and its forward rule runs again for each"
-        " of those (differentiated at %s). hostcall.configure(residuals=...) keeps"
-        " more; with residuals= of defvjp they are arrays of the program",
-        name,
-        store.limit(),
-        place,
-    )
