@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 
 from hostcall._core import codes
 from hostcall._core.errors import DerivativeError, EscapeError, SpecError
-from hostcall._host_function.difference_error import Line, central_error, eps_of, lines
+from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
 from hostcall._host_function.primitive import Arrays
@@ -213,11 +212,17 @@ class Checks:
         """
         sizes = [float(jnp.abs(x).max()) for x in primals if x.size]
         step = max([1.0, *sizes]) / 64
+
+        def at(steps: float) -> tuple[list[np.ndarray], float]:
+            far = steps * step
+            moved = (x + far * t for x, t in zip(primals, tangents, strict=True))
+            return list(map(np.asarray, g(*moved))), far
+
         best: list[tuple[float, np.ndarray]] = []
         varies: list[np.ndarray] = []
         for left in reversed(range(_STEPS[self.wide])):
             try:
-                found = _lines(g, primals, tangents, step)
+                found = lines(at, 0.0)
             except Exception:  # so far from the example it is perhaps not defined
                 if not left and not best:
                     raise
@@ -318,22 +323,19 @@ class Checks:
         return f"the function {what}: it needs its own copies, as without lend="
 
     def several_threads(self) -> str:
-        one = partial(self.call, self.all_arrays)
+        one, wide = partial(self.call, self.all_arrays), jax.config.jax_enable_x64
         inputs = [self.nearby(self.all_arrays) for _ in range(8)]
         wanted = [list(map(np.asarray, one(values))) for values in inputs]
-        start = threading.Barrier(self.threads)
-        wide = jax.config.jax_enable_x64  # the setting is per thread
 
-        def work(first: int) -> None:
-            start.wait()
-            with jax.enable_x64(wide):
-                for i in range(len(inputs) * 2):
-                    k = (first + i) % len(inputs)
-                    what = "threads at once give another result"
-                    _same(one(inputs[k]), wanted[k], what)
+        def work(values: Arrays) -> Arrays:
+            with jax.enable_x64(wide):  # the setting is per thread
+                return one(values)
 
+        times = 2 * self.threads
         with futures.ThreadPoolExecutor(self.threads) as pool:
-            list(pool.map(work, range(self.threads)))  # raises what one has raised
+            found = pool.map(work, inputs * times)
+            for got, want in zip(found, wanted * times, strict=True):
+                _same(got, want, "threads at once give another result")
         return f"{self.threads} at once"
 
     def close(
@@ -354,17 +356,6 @@ class Checks:
             atol = rtol * _largest(b) + 2 * rough + 1e-6
             if not np.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
                 raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
-
-
-def _lines(
-    g: Callable[..., Arrays], primals: Arrays, tangents: Arrays, step: float
-) -> list[Line]:
-    def at(steps: float) -> tuple[list[np.ndarray], float]:
-        far = steps * step
-        moved = (x + far * t for x, t in zip(primals, tangents, strict=True))
-        return list(map(np.asarray, g(*moved))), far
-
-    return lines(at, 0.0)
 
 
 def _same(got: Arrays, wanted: Tree, what: str) -> None:

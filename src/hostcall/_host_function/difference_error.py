@@ -75,12 +75,10 @@ class Line:
 
     def central(self, k: int) -> np.ndarray:
         """The central difference over k half steps to each side."""
-        return self._difference(3 + k, 3 - k)
+        return self.difference(3 + k, 3 - k)
 
-    def forward(self) -> np.ndarray:
-        return self._difference(5, 3)
-
-    def _difference(self, up: int, down: int) -> np.ndarray:
+    def difference(self, up: int, down: int) -> np.ndarray:
+        """The difference between two places of the grid."""
         width = self.offsets[up] - self.offsets[down]
         return np.asarray((self.grid[up] - self.grid[down]) / width)
 
@@ -131,8 +129,8 @@ def central_error(eps: float | np.ndarray, line: Line) -> np.ndarray:
 
 
 def forward_error(eps: float, line: Line) -> np.ndarray:
-    """The same for `line.forward()`, which should agree with the central difference."""
-    apart = abs(line.forward() - line.central(2))
+    """The same for the forward difference, which should agree with the central one."""
+    apart = abs(line.difference(5, 3) - line.central(2))
     return _known(apart + 2 * central_error(0.0, line) + eps * _coarse(line))
 
 

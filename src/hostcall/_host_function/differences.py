@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, TypeAlias
 
 import jax
@@ -140,7 +140,10 @@ class Differences(HostCode):
                 "result": results.elementwise,
                 "nondiff": (),
             }
-            self.slopes[position] = HostFunction(Diagonal(self, position), **options)
+            code = partial(self.diagonal, position)
+            vars(code)["__qualname__"] = f"difference of {function.__name__}"
+            made = self.slopes[position] = HostFunction(code, **options)
+            made._slope_of = function, position
         return self.slopes[position]
 
     def error(self, *args: Tree) -> Tree:
@@ -276,21 +279,6 @@ def _wide(leaf: Tree) -> Tree:
     array = _jax.to_numpy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
     floats = jnp.issubdtype(array.dtype, np.floating)
     return array.astype(np.float64) if floats else array
-
-
-@dataclass(frozen=True)
-class Diagonal(HostCode):
-    """The host code of the derivative with respect to one argument."""
-
-    differences: Differences
-    position: int
-
-    def __post_init__(self) -> None:
-        name = f"difference of {self.differences.function.__name__}"
-        vars(self).update(__qualname__=name, __name__=name)
-
-    def __call__(self, *args: Tree) -> np.ndarray:
-        return self.differences.diagonal(self.position, *args)
 
 
 @dataclass(frozen=True)

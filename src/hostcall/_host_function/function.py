@@ -86,10 +86,11 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
 
     def __reduce__(self) -> str | tuple[object, ...]:
         """Pickles by name if the HostFunction stands in its module under its name."""
-        found = at_its_name(self)
+        found: Any = at_its_name(self)
         if found is self:
             return self.__qualname__
-        if isinstance(found, Method) and found.__func__ is self:  # through its class
+        bound = isinstance(found, (Method, types.MethodType))
+        if bound and found.__func__ is self:  # found through a class: a method
             return getattr, (found, "__func__")
         state = {k: v for k, v in vars(self).items() if k not in self._NOT_PICKLED}
         state["options"] = dict(self.options, executor=None)

@@ -17,18 +17,15 @@ from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.equation import Policy
 from hostcall._engine.portable import name_of as name_of_registered
-from hostcall._host_function.differences import Diagonal
 from hostcall._host_function.rules import RULES, Kind
 from hostcall._host_function.site import Site, options_for
 from hostcall._host_function.steps import Steps
 
 
 def tell(steps: Steps, _: bool) -> dict[str, object]:
-    function = steps.site.function
-    slope = None
-    if isinstance(function.fn, Diagonal):
-        slope = function.fn.position
-        function = function.fn.differences.function
+    function, slope = steps.site.function, None
+    if function._slope_of is not None:
+        function, slope = function._slope_of
     name = name_of_registered(
         function,
         "it has no name in other processes. Register the hc.host function, not the"

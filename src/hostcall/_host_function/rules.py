@@ -122,6 +122,9 @@ class Ruled(Handle):
     nondiff: tuple[int, ...]
     advice: str  # what errors advise if the rules are not the user's to give
     rules_copy = False
+    # If it is the derivative of an elementwise function by finite differences: that
+    # function, and the argument.
+    _slope_of: tuple[Ruled, int] | None = None
 
     def _rule_of(self, kind: Kind) -> Rule:
         """What a def* method was given for this kind of code."""

@@ -162,7 +162,9 @@ class Steps(HostCode):
 
     # --- What is different in JAX code ---------------------------------------------
 
-    zeros: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(np.zeros_like)
+    @staticmethod
+    def zeros(like: jax.Array) -> jax.Array:
+        return np.zeros_like(like)
 
     def _arguments(self, arrays: Arrays) -> Sequence[Tree]:
         template = self.site.template
@@ -336,7 +338,10 @@ class TracedSteps(Steps):
 
     mask: jax.Array | None
     template: Template | None
-    zeros = staticmethod(jnp.zeros_like)
+
+    @staticmethod
+    def zeros(like: jax.Array) -> jax.Array:
+        return jnp.zeros_like(like)
 
     def __init__(self, steps: Steps, template: Template | None = None) -> None:
         vars(self).update(vars(steps), template=template)
