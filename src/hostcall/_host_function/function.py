@@ -36,7 +36,7 @@ from hostcall._host_function.rules import (
     Where,
     check_rules,
 )
-from hostcall._host_function.sendable import Sent, at_its_name
+from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import Site
 from hostcall._primitives.call.make import make
 
@@ -86,11 +86,11 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
 
     def __reduce__(self) -> str | tuple[object, ...]:
         """Pickles by name if the HostFunction stands in its module under its name."""
-        found: Any = at_its_name(self)
+        found = at_its_name(self)
         if found is self:
             return self.__qualname__
-        bound = isinstance(found, (Method, types.MethodType))
-        if bound and found.__func__ is self:  # found through a class: a method
+        # Found through a class, it is a method.
+        if isinstance(found, (Method, types.MethodType)) and found.__func__ is self:
             return getattr, (found, "__func__")
         state = {k: v for k, v in vars(self).items() if k not in self._NOT_PICKLED}
         state["options"] = dict(self.options, executor=None)
@@ -180,7 +180,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if self.result is shorthands.elementwise and method in WHOLE:
             method = None  # the axes of a batch are lined up for `__call__` alone
         options = {**self.options, "vmap_method": method}
-        return Callee(self, Sent(self) if options["executor"] else self.fn, options)
+        return Callee(self, Sendable(self) if options["executor"] else self.fn, options)
 
     def _why_not(self) -> str:
         if self.result is not Undeclared:

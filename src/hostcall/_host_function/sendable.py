@@ -12,8 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -82,50 +81,39 @@ def both_halves(
     return residual, (yield backward(residual, *given))
 
 
-class Sendable:
-    """A function of the user's that may be sent to a worker.
+@dataclass(frozen=True)
+class Sendable(HostCode):
+    """A function of the user's that may be sent to a worker: one of a HostFunction.
 
     Functions are pickled by name. But a decorated function's name now means its
     HostFunction, and rules are often all called `_`. For such a function the
     HostFunction is pickled by name instead, and the worker takes the function from it.
 
-    It is made with the arguments of `Ruled._code_of`.
+    Attributes:
+        function, kind, index: as for `Ruled._code_of`.
     """
 
-    def __init__(self, function: Ruled, kind: Kind, index: int | None = None) -> None:
-        self._fn = function._code_of(kind, index)
-        self._code = function, kind, index
+    function: Ruled
+    kind: Kind = "value"
+    index: int | None = None
+    _fn: Function = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        fn = self.function._code_of(self.kind, self.index)
+        vars(self).update(_fn=fn, __qualname__=name_of(fn))
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         return self._fn(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
-        by_name = executors.by_name(self._code[0].options["executor"])
-        fn = self._fn
-        if by_name and isinstance(fn, types.FunctionType) and at_its_name(fn) is not fn:
-            return Ruled._code_of, self._code
-        return same, (fn,)
-
-
-@dataclass(frozen=True)
-class Sent(HostCode):
-    """The Python function of a HostFunction in `hc.call`, for its executor."""
-
-    function: Ruled
-
-    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        return self.function.fn(*args, **kwargs)
-
-    def __post_init__(self) -> None:
-        vars(self).update(__qualname__=name_of(self.function.fn))
-
     def source(self) -> str:
-        return source_of(self.function.fn)
+        return source_of(self._fn)
 
-    def split(
-        self, args: Tree, kwargs: Tree
-    ) -> tuple[Function, Tree, Callable[[Tree], Tree]]:
-        return partial(Sendable(self.function, "value"), **kwargs), args, same
+    def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
+        fn, executor = self._fn, self.function.options["executor"]
+        by_name = executors.by_name(executor)
+        if by_name and isinstance(fn, types.FunctionType) and at_its_name(fn) is not fn:
+            return Ruled._code_of, (self.function, self.kind, self.index)
+        return same, (fn,)
 
 
 def at_its_name(thing: Ruled | types.FunctionType) -> object:

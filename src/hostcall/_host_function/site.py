@@ -305,7 +305,7 @@ class Derivative(Pair):
             outs = bind(args, site)
             if backward and found.jacobian:
                 residuals = jacobian(site, args)
-        again = site.masked or (found.vjp is not None and found.vjp.keeps_objects)
+        again = found.vjp and (site.masked or found.vjp.keeps_objects)
         kept_args = args if found.jvp or again or not backward else []
         kept_outs = outs if found.jvp and found.jvp.each else []
         consts = [*kept_args, *kept_outs, *residuals]
@@ -389,7 +389,7 @@ def _forward(
         traced = TracedSteps(Steps(site, "forward", site.avals))
         found = traced.run(args)
         return found[:n], found[n:], traced.template
-    avals = vjp.residuals.avals if vjp.residuals else (HANDLE,)
+    avals = (HANDLE,) if vjp.residuals is None else vjp.residuals.avals
     steps = Steps(site, "forward", (*site.avals, *avals))
     found = bind(args, FunctionCode(steps))
     if vjp.keeps_objects:

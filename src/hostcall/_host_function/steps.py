@@ -90,7 +90,7 @@ class Steps(HostCode):
 
     @cached_property
     def rule(self) -> Rule:
-        """What it is of, unless it is the function itself."""
+        """The rule that it belongs to. The function itself has none."""
         return self.site.function._rule_of(self.kind)
 
     @cached_property
