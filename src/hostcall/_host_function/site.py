@@ -8,7 +8,7 @@
     defvjp                    refused               bwd, on what fwd left
     several                   jvp, else jacobian    vjp, else jacobian
 
-The first two are JAX code over values, so they need no primitive for the derivative.
+The first three are JAX code over values, so they need no primitive for the derivative.
 The others, and functions with several rules, go through `host_jvp` (see `primitive`).
 
 The way of a value and its gradient, for a `defvjp` in host code:
@@ -78,9 +78,9 @@ class Site(Trees):
         nz = tuple(t is not None for t in tangents)
         derivative = Derivative(self, len(nz), nz)
         whole = [*operands, *(t for t in tangents if t is not None)]
-        if found.vjp or found.jacobian or (found.jvp and found.jvp.where == "host"):
+        if found.vjp or (found.jvp and (found.jacobian or found.jvp.where == "host")):
             both = bind(whole, derivative)
-        else:  # JAX can transpose the rule's code
+        else:  # JAX can transpose the rule's code, and the product with a Jacobian
             both = derivative.run(whole)
         n = len(self.avals)
         return both[:n], spread(both[n:], self.out_diff)
@@ -294,7 +294,7 @@ class Derivative(Pair):
         if jvp and (jvp.where == "jax" or not alone):
             return bound(Steps(site, "both", self.avals, self.nz), operands)
         outs, consts, linear = self.start(operands[: self.n], False)
-        return [*outs, *bind([*consts, *operands[self.n :]], linear)]
+        return [*outs, *linear.run([*consts, *operands[self.n :]])]
 
     def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
         site, found = self.value, self.value.function.rules
