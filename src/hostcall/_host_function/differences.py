@@ -109,6 +109,10 @@ class Differences(HostCode):
         default_factory=dict, compare=False
     )
 
+    def __post_init__(self) -> None:
+        name = f"differences of {self.function.__name__}"
+        vars(self).update(__qualname__=name)
+
     @property
     def elementwise(self) -> bool:
         """Whether all elements move at once."""
