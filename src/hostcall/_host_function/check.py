@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
@@ -15,9 +14,11 @@ import numpy as np
 
 from hostcall._core import codes
 from hostcall._core.errors import DerivativeError, EscapeError, SpecError
-from hostcall._host_function.difference_error import Line, central_error, eps_of, lines
+from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
+from hostcall._host_function.primitive import Arrays
+from hostcall._host_function.rules import Tree
 from hostcall._runtime.reraise import reraise
 
 tree = jax.tree
@@ -55,61 +56,60 @@ class Wrong(Exception):
     """The check failed; the message says what is wrong."""
 
 
+@dataclass
 class Checks:
     """All checks of one example. They work on the leaves of its arguments.
 
     Attributes:
+        f, args, random, threads: as for `check`.
+        rtol: for derivatives.
         arrays: by position, the leaves of each argument that is an array or a tree of
             arrays.
         moving: the leaves that have derivatives.
     """
 
-    def __init__(
-        self,
-        f: HostFunction[..., Any],
-        args: tuple[Any, ...],
-        rtol: float | None,
-        random: np.random.Generator,
-        threads: int,
-    ) -> None:
-        self.f, self.args, self.random, self.threads = f, args, random, threads
-        self.leaves, self.treedef = tree.flatten(args)
-        numbers, nondiff = iter(range(len(self.leaves))), f.nondiff_of(len(args))
-        leaves = [[next(numbers) for _ in tree.leaves(arg)] for arg in args]
-        self.arrays = {
-            position: group
-            for position, group in enumerate(leaves)
-            if group and all(isinstance(self.leaves[n], _ARRAYS) for n in group)
-        }
-        self.moving = [
-            n
-            for position, group in self.arrays.items()
-            for n in group
-            if position not in nondiff and _inexact(self.leaves[n])
-        ]
-        self.wide = bool(self.moving) and all(
-            jnp.finfo(jnp.result_type(self.leaves[n])).bits == 64 for n in self.moving
-        )
-        self.rtol = rtol if rtol is not None else 1e-4 if self.wide else 2e-2
-        self.out: Any = None
+    f: HostFunction[..., Tree]
+    args: tuple[Tree, ...]
+    rtol: float | None
+    random: np.random.Generator
+    threads: int
+
+    def __post_init__(self) -> None:
+        self.leaves, self.treedef = tree.flatten(self.args)
+        self.arrays, self.moving = dict[int, list[int]](), list[int]()
+        n, nondiff = 0, self.f.nondiff_of(len(self.args))
+        for position, arg in enumerate(self.args):
+            group = list(range(n, n + len(tree.leaves(arg))))
+            n += len(group)
+            if group and all(isinstance(self.leaves[k], _ARRAYS) for k in group):
+                self.arrays[position] = group
+                if position not in nondiff:
+                    self.moving += [k for k in group if _inexact(self.leaves[k])]
+        bits = [jnp.finfo(jnp.result_type(self.leaves[k])).bits for k in self.moving]
+        self.wide = set(bits) == {64}
+        usual = 1e-4 if self.wide else 2e-2
+        self.rough = usual if self.rtol is None else self.rtol
+        self.out: Tree = None
 
     def run(self, label: str) -> list[Check]:
         """The outcomes; `label` says which example this is."""
-        results = [Check("result" + label, *self._outcome(self.result))]
-        if results[0].status == "failed":
-            return results  # every later check would fail for the same reason
-        for name, body in (
-            ("purity", self.purity),
-            ("jit", self.jit),
-            ("vmap", self.batching),
-            ("jvp", self.forward),
-            ("vjp", self.reverse),
-            ("transpose", self.transpose),
-            ("lent arguments", self.lent),
-            ("threads", self.several_threads),
-        ):
-            results.append(Check(name + label, *self._outcome(body)))
-        return results
+        bodies = {
+            "result": self.result,
+            "purity": self.purity,
+            "jit": self.jit,
+            "vmap": self.batching,
+            "jvp": self.forward,
+            "vjp": self.reverse,
+            "transpose": self.transpose,
+            "lent arguments": self.lent,
+            "threads": self.several_threads,
+        }
+        found: list[Check] = []
+        for name, body in bodies.items():
+            found.append(Check(name + label, *self._outcome(body)))
+            if found[0].status == "failed":
+                break  # every later check would fail for the same reason
+        return found
 
     def _outcome(self, body: Callable[[], str | None]) -> tuple[Status, str]:
         order = self.f.options["order"]
@@ -121,15 +121,14 @@ class Checks:
         except LeftOut as reason:
             return "left out", str(reason)
         except DerivativeError as error:
-            return "left out", _said(error).partition(". ")[0].removeprefix(
-                "hostcall: "
-            )
+            first, _, _ = _said(error).partition(". ")
+            return "left out", first.removeprefix("hostcall: ")
         except Wrong as wrong:
             return "failed", str(wrong)
         except Exception as error:
             return "failed", f"{type(error).__name__}: {_said(error)}"
 
-    def call(self, places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    def call(self, places: Sequence[int], values: Arrays) -> Arrays:
         """The leaves of the result, with other values for these leaves."""
         leaves = list(self.leaves)
         for n, value in zip(places, values, strict=True):
@@ -140,7 +139,7 @@ class Checks:
     def all_arrays(self) -> list[int]:
         return [n for group in self.arrays.values() for n in group]
 
-    def nearby(self, places: list[int]) -> list[Any]:
+    def nearby(self, places: list[int]) -> Arrays:
         """Other values for these leaves, near the example's."""
         return [
             (x * (1 + 0.01 * self.random.standard_normal())).astype(x.dtype)
@@ -157,13 +156,12 @@ class Checks:
         return ", ".join(f"{x.dtype}{list(x.shape)}" for x in leaves)
 
     def purity(self) -> None:
-        again = self.call((), ())
-        _same(again, tree.leaves(self.out), "a second call gives another result")
+        _same(self.call((), []), self.out, "a second call gives another result")
 
     def jit(self) -> None:
         places = self.all_arrays
         got = jax.jit(partial(self.call, places))([self.leaves[n] for n in places])
-        _same(got, tree.leaves(self.out), "the compiled program differs")
+        _same(got, self.out, "the compiled program differs")
 
     def batching(self) -> str:
         if not self.arrays:
@@ -176,23 +174,26 @@ class Checks:
             one = partial(self.call, places)
             wanted = _stacked(map(one, rows))
             got = jax.jit(jax.vmap(one))(_stacked(rows))
-            self.close(got, wanted, f"vmap over {which} differs from a loop", 1e-5)
+            self.close(got, wanted, f"vmap over {which} differs from a loop")
         return "one argument" if len(choices) == 1 else "all arguments, and each alone"
 
     # --- Derivatives -----------------------------------------------------------------
 
-    def along(self) -> tuple[Callable[..., list[Any]], list[Any]]:
-        """`f` as a function of what has derivatives, and the example's values."""
+    def along(self) -> tuple[Callable[..., Arrays], Arrays, Arrays]:
+        """`f` as a function of what has derivatives; the example's values of that, and
+        a direction.
+        """
         if not self.moving:
             raise LeftOut("no floating argument")
 
-        def g(*values: Any) -> list[Any]:
-            return [x for x in self.call(self.moving, values) if _inexact(x)]
+        def g(*values: jax.Array) -> Arrays:
+            return list(filter(_inexact, self.call(self.moving, list(values))))
 
-        return g, [jnp.asarray(self.leaves[n]) for n in self.moving]
+        primals = [jnp.asarray(self.leaves[n]) for n in self.moving]
+        return g, primals, self.direction(primals)
 
-    def direction(self, like: list[Any]) -> list[Any]:
-        def draw(x: Any) -> Any:
+    def direction(self, like: Arrays) -> Arrays:
+        def draw(x: jax.Array) -> jax.Array:
             noise = self.random.standard_normal(x.shape)
             if jnp.issubdtype(x.dtype, jnp.complexfloating):
                 # Not all functions are holomorphic, so both parts move.
@@ -202,8 +203,8 @@ class Checks:
         return list(map(draw, like))
 
     def difference(
-        self, g: Callable[..., Any], primals: Any, tangents: Any
-    ) -> tuple[list[Any], list[float]]:
+        self, g: Callable[..., Arrays], primals: Arrays, tangents: Arrays
+    ) -> tuple[Arrays, list[float]]:
         """The derivative along a direction by differences, and the errors of that.
 
         Takes the best of several steps. No single one suits all functions: a long one
@@ -211,24 +212,30 @@ class Checks:
         """
         sizes = [float(jnp.abs(x).max()) for x in primals if x.size]
         step = max([1.0, *sizes]) / 64
-        best: list[tuple[float, Any]] = []
-        varies: list[Any] = []
+
+        def at(steps: float) -> tuple[list[np.ndarray], float]:
+            far = steps * step
+            moved = (x + far * t for x, t in zip(primals, tangents, strict=True))
+            return list(map(np.asarray, g(*moved))), far
+
+        best: list[tuple[float, np.ndarray]] = []
+        varies: list[np.ndarray] = []
         for left in reversed(range(_STEPS[self.wide])):
             try:
-                found = _lines(g, primals, tangents, step)
+                found = lines(at, 0.0)
             except Exception:  # so far from the example it is perhaps not defined
                 if not left and not best:
                     raise
             else:
                 best = best or [(np.inf, line.central(2)) for line in found]
-                varies = varies or [False] * len(found)
+                varies = varies or [line.flat & False for line in found]
                 for i, line in enumerate(found):
                     # Where a longer step saw a change, none now is rounding.
                     varies[i] = varies[i] | ~line.flat
                     error = _largest(central_error(eps_of([line]) * varies[i], line))
                     if error <= best[i][0]:
                         best[i] = error, line.central(2)
-                if all(e <= 0.01 * self.rtol * _largest(slope) for e, slope in best):
+                if all(e <= 0.01 * self.rough * _largest(slope) for e, slope in best):
                     break
             step /= 4
         for error, slope in best:
@@ -241,16 +248,14 @@ class Checks:
         return [slope for _, slope in best], [error for error, _ in best]
 
     def forward(self) -> None:
-        g, primals = self.along()
-        tangents = self.direction(primals)
+        g, primals, tangents = self.along()
         _, got = jax.jvp(g, primals, tangents)
         wanted, errors = self.difference(g, primals, tangents)
         what = "the forward derivative differs from differences"
-        self.close(got, wanted, what, errors=errors)
+        self.close(got, wanted, what, errors)
 
     def reverse(self) -> str:
-        g, primals = self.along()
-        tangents = self.direction(primals)
+        g, primals, tangents = self.along()
         out, pull = jax.vjp(g, *primals)
         cotangents = self.direction(out)
         errors: list[float] = []
@@ -270,7 +275,7 @@ class Checks:
             there, here = _inner(given, pushed), _inner(pull(given), tangents)
             size = max(_size(given) * _size(pushed), 1e-6)
             rough = 2 * sum(errors) * _size(given)
-            if not abs(there - here) <= self.rtol * size + rough:
+            if not abs(there - here) <= self.rough * size + rough:
                 raise Wrong(
                     f"<cotangent, J tangent> is {there:.6g} by {against}, and"
                     f" <J^T cotangent, tangent> is {here:.6g} by the reverse derivative"
@@ -280,19 +285,19 @@ class Checks:
     def transpose(self) -> None:
         if self.f.rules.transpose is None:
             raise LeftOut("not declared linear (deftranspose)")
-        g, primals = self.along()
-        other = self.direction(primals)
+        g, primals, other = self.along()
 
-        def both(xs: list[Any], ys: list[Any]) -> list[Any]:
+        def both(xs: Arrays, ys: Arrays) -> Arrays:
             return [2 * x + y for x, y in zip(xs, ys, strict=True)]
 
-        wanted = both(g(*primals), g(*other))
-        got = g(*both(primals, other))
-        self.close(got, wanted, "it is not linear: f(2x + y) is not 2f(x) + f(y)")
-        cotangents = self.direction(g(*primals))
+        out = g(*primals)
+        wanted, got = both(out, g(*other)), g(*both(primals, other))
+        what = "it is not linear: f(2x + y) is not 2f(x) + f(y)"
+        self.close(got, wanted, what, [0.0] * len(out))
+        cotangents = self.direction(out)
         back = jax.linear_transpose(g, *primals)(cotangents)
-        there, here = _inner(cotangents, g(*primals)), _inner(back, primals)
-        if not abs(there - here) <= self.rtol * max(abs(there), abs(here), 1e-6):
+        there, here = _inner(cotangents, out), _inner(back, primals)
+        if not abs(there - here) <= self.rough * max(abs(there), abs(here), 1e-6):
             raise Wrong(f"<y, A x> is {there:.6g}, and <A^T y, x> is {here:.6g}")
 
     # --- Memory, threads -------------------------------------------------------------
@@ -318,34 +323,32 @@ class Checks:
         return f"the function {what}: it needs its own copies, as without lend="
 
     def several_threads(self) -> str:
-        one = partial(self.call, self.all_arrays)
+        one, wide = partial(self.call, self.all_arrays), jax.config.jax_enable_x64
         inputs = [self.nearby(self.all_arrays) for _ in range(8)]
         wanted = [list(map(np.asarray, one(values))) for values in inputs]
-        start = threading.Barrier(self.threads)
-        wide = jax.config.jax_enable_x64  # the setting is per thread
 
-        def work(first: int) -> None:
-            start.wait()
-            with jax.enable_x64(wide):
-                for i in range(len(inputs) * 2):
-                    k = (first + i) % len(inputs)
-                    what = "threads at once give another result"
-                    _same(one(inputs[k]), wanted[k], what)
+        def work(values: Arrays) -> Arrays:
+            with jax.enable_x64(wide):  # the setting is per thread
+                return one(values)
 
+        times = 2 * self.threads
         with futures.ThreadPoolExecutor(self.threads) as pool:
-            list(pool.map(work, range(self.threads)))  # raises what one has raised
+            found = pool.map(work, inputs * times)
+            for got, want in zip(found, wanted * times, strict=True):
+                _same(got, want, "threads at once give another result")
         return f"{self.threads} at once"
 
     def close(
         self,
-        got: list[Any],
-        wanted: list[Any],
+        got: Arrays,
+        wanted: Arrays,
         what: str,
-        rtol: float | None = None,
         errors: Sequence[float] | None = None,
     ) -> None:
-        """`errors` says how wrong each leaf of `wanted` may be itself."""
-        rtol = self.rtol if rtol is None else rtol
+        """`errors` says how wrong each leaf of `wanted`, a derivative, may be itself.
+        Without it these are values.
+        """
+        rtol = 1e-5 if errors is None else self.rough
         roughs = [0.0] * len(wanted) if errors is None else errors
         for a, b, rough in zip(got, wanted, roughs, strict=True):
             if not _inexact(a):
@@ -355,32 +358,21 @@ class Checks:
                 raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
 
 
-def _lines(
-    g: Callable[..., Any], primals: Any, tangents: Any, step: float
-) -> list[Line]:
-    def at(steps: float) -> tuple[list[np.ndarray], float]:
-        far = steps * step
-        moved = (x + far * t for x, t in zip(primals, tangents, strict=True))
-        return list(map(np.asarray, g(*moved))), far
-
-    return lines(at, 0.0)
-
-
-def _same(got: list[Any], wanted: list[Any], what: str) -> None:
-    for a, b in zip(map(np.asarray, got), wanted, strict=True):
+def _same(got: Arrays, wanted: Tree, what: str) -> None:
+    for a, b in zip(map(np.asarray, got), tree.leaves(wanted), strict=True):
         if not np.array_equal(a, b, equal_nan=_inexact(a)):
             raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
 
 
-def _stacked(rows: Iterable[list[Any]]) -> list[np.ndarray]:
+def _stacked(rows: Iterable[Arrays]) -> list[np.ndarray]:
     return [np.stack(column) for column in zip(*rows, strict=True)]
 
 
-def _inexact(x: Any) -> bool:
+def _inexact(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def _inner(a: Iterable[Any], b: Iterable[Any]) -> float:
+def _inner(a: Arrays, b: Arrays) -> float:
     """The real part of the sum of products, without conjugation.
 
     By JAX's rules a derivative J and its transpose have equal <ct, J t> and <J^T ct, t>
@@ -391,15 +383,15 @@ def _inner(a: Iterable[Any], b: Iterable[Any]) -> float:
     return float(sum(np.real(np.vdot(np.conj(x), y)) for x, y in pairs))
 
 
-def _size(a: list[Any]) -> float:
+def _size(a: Arrays) -> float:
     return float(np.sqrt(sum(np.sum(np.abs(np.asarray(x)) ** 2) for x in a)))
 
 
-def _largest(x: Any) -> float:
+def _largest(x: jax.Array) -> float:
     return float(np.max(np.abs(x), initial=0.0))
 
 
-def _short(x: Any) -> str:
+def _short(x: jax.Array) -> str:
     text = np.array2string(np.asarray(x), threshold=6, precision=6, edgeitems=2)
     return " ".join(text.split())
 

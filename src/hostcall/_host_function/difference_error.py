@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import factorial
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,8 +58,8 @@ class Line:
     dtype: np.dtype
     grid: np.ndarray
     between: np.ndarray
-    offsets: list[Any]
-    far: tuple[np.ndarray, Any]
+    offsets: list[np.ndarray | float]
+    far: tuple[np.ndarray, np.ndarray | float]
 
     @property
     def middle(self) -> np.ndarray:
@@ -76,18 +75,16 @@ class Line:
 
     def central(self, k: int) -> np.ndarray:
         """The central difference over k half steps to each side."""
-        return self._difference(3 + k, 3 - k)
+        return self.difference(3 + k, 3 - k)
 
-    def forward(self) -> np.ndarray:
-        return self._difference(5, 3)
-
-    def _difference(self, up: int, down: int) -> np.ndarray:
+    def difference(self, up: int, down: int) -> np.ndarray:
+        """The difference between two places of the grid."""
         width = self.offsets[up] - self.offsets[down]
         return np.asarray((self.grid[up] - self.grid[down]) / width)
 
 
 def lines(
-    at: Callable[[float], tuple[list[np.ndarray], Any]], reach: float
+    at: Callable[[float], tuple[list[np.ndarray], np.ndarray | float]], reach: float
 ) -> list[Line]:
     """The lines of all results of a function.
 
@@ -111,12 +108,12 @@ def lines(
     return found
 
 
-def _wide(values: list[Any]) -> np.ndarray:
+def _wide(values: list[np.ndarray]) -> np.ndarray:
     kind = np.complex128 if any(v.dtype.kind == "c" for v in values) else np.float64
     return np.stack([v.astype(kind) for v in values])
 
 
-def central_error(eps: Any, line: Line) -> np.ndarray:
+def central_error(eps: float | np.ndarray, line: Line) -> np.ndarray:
     """The error of `line.central(2)`; for `eps` see `eps_of`."""
     step = (line.offsets[5] - line.offsets[1]) / 2
     slope = line.central(2)
@@ -132,8 +129,8 @@ def central_error(eps: Any, line: Line) -> np.ndarray:
 
 
 def forward_error(eps: float, line: Line) -> np.ndarray:
-    """The same for `line.forward()`, which should agree with the central difference."""
-    apart = abs(line.forward() - line.central(2))
+    """The same for the forward difference, which should agree with the central one."""
+    apart = abs(line.difference(5, 3) - line.central(2))
     return _known(apart + 2 * central_error(0.0, line) + eps * _coarse(line))
 
 
@@ -147,6 +144,14 @@ def complex_error(eps: float, line: Line, slopes: Line) -> np.ndarray:
     wrong = np.maximum(0, apart - central_error(0.0, line))
     exact = 4 * _EPS * slopes.size + _noise_of(slopes)
     return np.asarray(wrong + exact + eps * _coarse(line) * (wrong > 0))
+
+
+# By scheme.
+ERRORS: dict[str, Callable[..., np.ndarray]] = {
+    "central": central_error,
+    "forward": forward_error,
+    "complex": complex_error,
+}
 
 
 def _coarse(line: Line) -> np.ndarray:

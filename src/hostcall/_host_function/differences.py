@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, partial
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,34 +14,24 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.arguments import conflict
 from hostcall._core.errors import SpecError
-from hostcall._core.host_code import TakesMask
+from hostcall._core.host_code import HostCode, TakesMask
 from hostcall._core.spec import is_array_like
 from hostcall._engine.options import SECONDS, check, choice
-from hostcall._host_function import results
-from hostcall._host_function.difference_error import (
-    Line,
-    central_error,
-    complex_error,
-    eps_of,
-    forward_error,
-    lines,
-)
+from hostcall._host_function import difference_error, results
+from hostcall._host_function.difference_error import Line, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.kept import options_of
-from hostcall._host_function.rules import P, R
+from hostcall._host_function.rules import P, R, Tree
 
 Scheme = Literal["central", "forward", "complex"]
-_POWERS = {"central": 1 / 3, "forward": 1 / 2}
-_ERRORS: dict[str, Callable[..., np.ndarray]] = {
-    "central": central_error,
-    "forward": forward_error,
-    "complex": complex_error,
-}
 _EPS = float(np.finfo(np.float64).eps)
+_STEPS = {"central": _EPS ** (1 / 3), "forward": _EPS ** (1 / 2), "complex": 1e-20}
 tree = jax.tree_util
+# What moves: an element of a leaf of the arguments, or all of the leaf.
+_Place: TypeAlias = tuple[int, tuple[int, ...] | types.EllipsisType]
 
 _OPTIONS = {
-    "scheme": choice("central", "forward", "complex"),
+    "scheme": choice(*_STEPS),
     "step": replace(SECONDS, wanted="a number above 0"),
 }
 
@@ -93,74 +83,83 @@ def finite_difference(
             "coalesce= and finite differences, which call it with one entry: leave out"
             " coalesce=, or give it a rule",
         )
-    size = step or (1e-20 if scheme == "complex" else _EPS ** _POWERS[scheme])
-    elementwise = f.result is results.elementwise
-    found = Differences(f, scheme, float(size), elementwise)
-    if elementwise:
+    found = Differences(f, scheme, float(step or _STEPS[scheme]))
+    if found.elementwise:
         f.defjvp(_Elementwise(found), where="jax")
     else:
-        f.defjacobian(found.jacobian)
+        f.defjacobian(found)
     f.differences = found
     return f
 
 
 @dataclass(frozen=True)
-class Differences:
-    """The finite differences of one function.
+class Differences(HostCode):
+    """The finite differences of one function. It is the rule that gives the Jacobian.
 
     Attributes:
         function: the HostFunction.
         scheme, step: as given; the step is relative to `max(1, |x|)`.
-        elementwise: all elements move at once.
         slopes: the functions that `slope` has made, by position.
     """
 
-    function: HostFunction[..., Any]
+    function: HostFunction[..., Tree]
     scheme: Scheme
     step: float
-    elementwise: bool
-    slopes: dict[int, HostFunction[..., Any]] = field(
+    slopes: dict[int, HostFunction[..., Tree]] = field(
         default_factory=dict, compare=False
     )
 
-    def jacobian(self, *args: Any) -> Any:
+    def __post_init__(self) -> None:
+        name = f"differences of {self.function.__name__}"
+        vars(self).update(__qualname__=name)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether all elements move at once."""
+        return self.function.result is results.elementwise
+
+    def parts(self) -> tuple[Scheme, float]:
+        return self.scheme, self.step
+
+    def __call__(self, *args: Tree) -> Tree:
         """The Jacobian, in the structure that a Jacobian rule returns."""
         point = _Point(self.function, args)
-        columns = [self._slope(point, place) for place in point.elements]
-        return point.jacobian(columns)
+        return point.jacobian([self._slope(point, place) for place in point.elements])
 
-    def diagonal(self, position: int, *args: Any) -> np.ndarray:
+    def diagonal(self, position: int, *args: Tree) -> np.ndarray:
         """The derivative of an elementwise function with respect to one argument."""
         point = _Point(self.function, args)
-        (place,) = (part for part in point.moving if part.position == position)
-        (slope,) = self._slope(point, place)
+        (leaf,) = (leaf for leaf, p in point.moving.items() if p == position)
+        (slope,) = self._slope(point, (leaf, ...))
         return slope
 
-    def slope(self, position: int) -> HostFunction[..., Any]:
+    def slope(self, position: int) -> HostFunction[..., Tree]:
         """`diagonal` for programs; one object each, so that JAX's caches hit."""
         if position not in self.slopes:
             function = self.function
-            lend = bool(function.options["lend"])
-            options = options_of(
-                function.options, ("slope", position, self.scheme, self.step)
-            )
-            options |= {"lend": lend, "name": function.__name__ + "'"}
-            self.slopes[position] = HostFunction(
-                Diagonal(self, position),
-                result=results.elementwise,
-                nondiff=(),
-                **options,
-            )
+            options = options_of(function.options, ("slope", position, *self.parts()))
+            options |= {
+                "lend": bool(options["lend"]),
+                "name": function.__name__ + "'",
+                "result": results.elementwise,
+                "nondiff": (),
+            }
+            code = partial(self.diagonal, position)
+            vars(code)["__qualname__"] = f"difference of {function.__name__}"
+            made = self.slopes[position] = HostFunction(code, **options)
+            made._slope_of = function, position
         return self.slopes[position]
 
-    def error(self, *args: Any) -> Any:
+    def error(self, *args: Tree) -> Tree:
         """Error estimates (see `difference_error`), in the structure of a Jacobian."""
         point = _Point(self.function, args)
-        places = point.moving if self.elementwise else point.elements
+        whole: list[_Place] = [(leaf, ...) for leaf in point.moving]
+        places = whole if self.elementwise else point.elements
         found = [self._lines(point, place) for place in places]
         # All values that were seen tell how exact a result is.
-        eps = [eps_of([of[0] for of in seen]) for seen in zip(*found, strict=True)]
-        error = _ERRORS[self.scheme]
+        seen = [[of[0] for of in column] for column in zip(*found, strict=True)]
+        eps = list(map(difference_error.eps_of, seen))
+        error = difference_error.ERRORS[self.scheme]
         columns = [
             [error(of, *lines) for of, lines in zip(eps, column, strict=True)]
             for column in found
@@ -169,7 +168,7 @@ class Differences:
             return _one_or_all([error for (error,) in columns])
         return point.jacobian(columns)
 
-    def _slope(self, point: _Point, place: _Part) -> list[np.ndarray]:
+    def _slope(self, point: _Point, place: _Place) -> list[np.ndarray]:
         """The derivative of each result with respect to what moves at `place`."""
         if self.scheme == "complex":
             return self._imaginary(point, place, 0.0)
@@ -178,13 +177,13 @@ class Differences:
         lows, low = point.at(place, -self.step) if central else (point.start, 0.0)
         return [(b - a) / (up - low) for a, b in zip(lows, ups, strict=True)]
 
-    def _imaginary(self, point: _Point, place: _Part, step: float) -> list[Any]:
+    def _imaginary(self, point: _Point, place: _Place, step: float) -> list[np.ndarray]:
         outs, _ = point.at(place, step, self.step)
         return [out.imag / self.step for out in outs]
 
-    def _lines(self, point: _Point, place: _Part) -> list[tuple[Line, ...]]:
+    def _lines(self, point: _Point, place: _Place) -> list[tuple[Line, ...]]:
         """For each result its values around the point; and its complex slopes."""
-        best = _EPS ** _POWERS["central"]
+        best = _STEPS["central"]
         step = best if self.scheme == "complex" else self.step
         values = lines(lambda steps: point.at(place, steps * step), 256 * best / step)
         if self.scheme != "complex":
@@ -195,105 +194,89 @@ class Differences:
         return list(zip(values, slopes, strict=True))
 
 
-class _Part(NamedTuple):
-    """A leaf of the arguments in the vector of all that moves, or one element of it.
-
-    Attributes:
-        position: of the argument that it is in.
-        leaf: its number among the leaves of all arguments.
-        where: its place in the vector.
-        shape: of the leaf; () for an element.
-    """
-
-    position: int
-    leaf: int
-    where: slice
-    shape: tuple[int, ...]
-
-
 class _Point:
-    """The arguments of a function, with all that moves in them as one vector.
+    """The arguments of a function.
 
     Attributes:
-        moving: the leaves that move.
-        x: the vector.
+        leaves: of all of them.
+        moving: for each leaf that moves, the position of its argument.
     """
 
-    def __init__(self, function: HostFunction[..., Any], args: Any) -> None:
-        self.function, self.moving = function, list[_Part]()
+    def __init__(self, function: HostFunction[..., Tree], args: Tree) -> None:
+        self.function = function
         wide = tree.tree_map(_wide, tuple(args))
-        self._leaves, self._tree = tree.tree_flatten(wide)
+        self.leaves, self._tree = tree.tree_flatten(wide)
         positions = [p for p, arg in enumerate(wide) for _ in tree.tree_leaves(arg)]
-        still, n = function.nondiff_of(len(wide)), 0
-        for leaf, position in enumerate(positions):
-            value = self._leaves[leaf]
-            if position not in still and np.asarray(value).dtype == np.float64:
-                where = slice(n, n + value.size)
-                self.moving.append(_Part(position, leaf, where, value.shape))
-                n += value.size
-        vectors = [np.ravel(self._leaves[part.leaf]) for part in self.moving]
-        self.x = np.concatenate([np.zeros(0), *vectors])
+        still = function.nondiff_of(len(wide))
+        self.moving = {
+            n: position
+            for n, (leaf, position) in enumerate(
+                zip(self.leaves, positions, strict=True)
+            )
+            if position not in still and np.asarray(leaf).dtype == np.float64
+        }
 
     @property
-    def elements(self) -> list[_Part]:
+    def elements(self) -> list[_Place]:
         """The elements that move, one by one."""
         return [
-            _Part(part.position, part.leaf, slice(k, k + 1), ())
-            for part in self.moving
-            for k in range(part.where.start, part.where.stop)
+            (leaf, index)
+            for leaf in self.moving
+            for index in np.ndindex(self.leaves[leaf].shape)
         ]
 
     @cached_property
     def start(self) -> list[np.ndarray]:
         """The results at the point itself."""
-        return self._run(self.x)
+        return self._run(self.leaves)
 
     def at(
-        self, place: _Part, step: float, lift: float = 0.0
-    ) -> tuple[list[np.ndarray], Any]:
+        self, place: _Place, step: float, lift: float = 0.0
+    ) -> tuple[list[np.ndarray], np.ndarray]:
         """(the results nearby, how far the argument really moved, after rounding).
 
         `step` is relative to `max(1, |x|)`; `lift` is added to the imaginary part.
         """
-        x, where = self.x.copy(), place.where
-        x[where] += step * np.maximum(1, abs(x[where]))
-        offset = (x - self.x)[where].reshape(place.shape)
+        (leaf, index), leaves = place, list(self.leaves)
+        x = leaves[leaf].copy()
+        x[index] += step * np.maximum(1, abs(x[index]))
+        offset = x[index] - leaves[leaf][index]
         if lift:
             x = x.astype(np.complex128)
-            x[where] += 1j * lift
-        return self._run(x), offset
+            x[index] += 1j * lift
+        leaves[leaf] = x
+        return self._run(leaves), offset
 
-    def _run(self, x: np.ndarray) -> list[np.ndarray]:
-        leaves = list(self._leaves)
-        for part in self.moving:
-            of = x[part.where].reshape(part.shape)
-            leaves[part.leaf] = of if of.imag.any() else of.real
+    def _run(self, leaves: list[Tree]) -> list[np.ndarray]:
         out = self.function.run(*self._tree.unflatten(leaves))
         found, self._out_tree = tree.tree_flatten(out)
         return list(map(np.asarray, found))
 
-    def jacobian(self, columns: list[list[np.ndarray]]) -> Any:
+    def jacobian(self, columns: list[list[np.ndarray]]) -> Tree:
         """A Jacobian from the derivatives of all results by each element that moves."""
         if not self.moving:
             return None
         outs = []
         for i, out in enumerate(self.start):
-            whole = np.stack([np.zeros(out.shape), *(c[i] for c in columns)], -1)
-            leaves: list[Any] = [None] * len(self._leaves)
-            for part in self.moving:
-                block = whole[..., 1:][..., part.where]
-                leaves[part.leaf] = block.reshape(out.shape + part.shape)
+            rest = iter(columns)
+            leaves: list[np.ndarray | None] = [None] * len(self.leaves)
+            for leaf in self.moving:
+                x = self.leaves[leaf]
+                block = np.zeros((*out.shape, x.size))
+                for k in range(x.size):
+                    block[..., k] = next(rest)[i]
+                leaves[leaf] = block.reshape(out.shape + x.shape)
             args = self._tree.unflatten(leaves)
-            positions = dict.fromkeys(part.position for part in self.moving)
+            positions = dict.fromkeys(self.moving.values())
             outs.append(_one_or_all([args[p] for p in positions]))
         return self._out_tree.unflatten(outs)
 
 
-def _one_or_all(values: list[Any]) -> Any:
+def _one_or_all(values: list[Tree]) -> Tree:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _wide(leaf: Any) -> Any:
+def _wide(leaf: Tree) -> Tree:
     """A leaf on the host; in 64 bits if it is real and floating."""
     if not is_array_like(leaf) and not isinstance(leaf, jax.Array):
         return leaf
@@ -303,31 +286,16 @@ def _wide(leaf: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Diagonal:
-    """The host code of the derivative with respect to one argument."""
-
-    differences: Differences
-    position: int
-
-    def __call__(self, *args: Any) -> np.ndarray:
-        return self.differences.diagonal(self.position, *args)
-
-    @property
-    def __name__(self) -> str:
-        return f"difference of {self.differences.function.__name__}"
-
-
-@dataclass(frozen=True)
 class _Elementwise(TakesMask):
     """The jvp rule of an elementwise function, in JAX code, under a mask or without."""
 
     differences: Differences
-    mask: Any = None
+    mask: jax.Array | None = None
 
-    def where(self, mask: Any) -> _Elementwise:
+    def where(self, mask: jax.Array) -> _Elementwise:
         return replace(self, mask=mask)
 
-    def __call__(self, primals: Any, tangents: Any) -> Any:
+    def __call__(self, primals: Tree, tangents: Tree) -> jax.Array:
         slope = self.differences.slope
         terms = [
             slope(position).where(self.mask)(*primals) * tangent

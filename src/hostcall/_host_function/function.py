@@ -24,23 +24,21 @@ from hostcall._host_function import kept
 from hostcall._host_function import results as shorthands
 from hostcall._host_function.primitive import bind
 from hostcall._host_function.rules import (
-    HOST_RESIDUALS,
     F,
     Function,
+    Kind,
     P,
     R,
     Rule,
+    Ruled,
     Rules,
-    Vjp,
+    Tree,
     Where,
-    among,
     check_rules,
 )
-from hostcall._host_function.sendable import Sent, at_its_name
+from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import Site
-from hostcall._host_function.trees import Trees
 from hostcall._primitives.call.make import make
-from hostcall._runtime.tasks import run_one
 
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
@@ -49,7 +47,7 @@ class Undeclared:
     """Stands for the `result=` of a function that was made without one."""
 
 
-class HostFunction(Handle, TakesMask, Generic[P, R]):
+class HostFunction(Ruled, TakesMask, Generic[P, R]):
     """A Python function with its rules. `hc.host` makes it, and describes its options.
 
     It is called like any function in JAX code. Its rules are given before its first
@@ -63,14 +61,13 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
     """
 
     _NOT_PICKLED: tuple[str, ...] = ("__wrapped__", "_inferred")
-    rules_copy = False
 
     def __init__(self, fn: Callable[P, R], **options: Any) -> None:
         name = options.pop("name")
         dress(self, fn)
         self.__name__ = name or name_of(fn).rpartition(".")[2]
         self.__qualname__ = name or name_of(fn)
-        self.fn, self.rules = fn, Rules()
+        self.fn, self.rules, self.options = fn, Rules(), options
         self.result, self.nondiff = options.pop("result"), options.pop("nondiff")
         if callable(options["vmap_method"]):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
@@ -78,28 +75,28 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         if self.result is Undeclared:  # hc.call may say how batches are called
             del given["vmap_method"]
         check(f"`{self.__qualname__}`", given)
-        self.options = options
-        self._inferred: dict[Any, Any] = {}
+        self._inferred: dict[object, Tree] = {}
         self.differences: Any = None  # set by hc.derivatives.finite_difference
-        self.advice = ""  # what errors advise if the rules are not the user's to give
+        self.advice = ""
 
     def __repr__(self) -> str:
         given = [k for k, v in vars(self.rules).items() if v is not None]
         having = f" with {', '.join('def' + k for k in given)}" if given else ""
         return f"<hostcall.typing.HostFunction {self.__qualname__}{having}>"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[object, ...]:
         """Pickles by name if the HostFunction stands in its module under its name."""
         found = at_its_name(self)
         if found is self:
             return self.__qualname__
-        if getattr(found, "__func__", None) is self:  # found through a class: a method
+        # Found through a class, it is a method.
+        if isinstance(found, (Method, types.MethodType)) and found.__func__ is self:
             return getattr, (found, "__func__")
         state = {k: v for k, v in vars(self).items() if k not in self._NOT_PICKLED}
         state["options"] = dict(self.options, executor=None)
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _inferred={})
         dress(self, self.fn)
 
@@ -130,31 +127,36 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         """
         return lambda *args, **kwargs: self._call(args, kwargs, mask, fill)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(
+        self, instance: object, owner: type | None = None
+    ) -> HostFunction[P, R] | Method:
         """Makes a HostFunction in the body of a class a method, as a function is."""
         if instance is None or not isinstance(self.fn, types.FunctionType):
             return self
         return Method(self, instance)
 
-    def __copy__(self) -> HostFunction[P, R]:
+    def __deepcopy__(self, memo: object = None) -> HostFunction[P, R]:
         return self  # as copying a function does; an executor could not be copied
 
-    def __deepcopy__(self, memo: Any) -> HostFunction[P, R]:
-        return self
+    __copy__ = __deepcopy__
 
-    def _call(self, args: Any, kwargs: Any, mask: Any, fill: Any) -> Any:
+    def _call(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], mask: Any, fill: Any
+    ) -> Any:
         if kwargs:
             args = self._positional(args, kwargs)
         place = users_place()
         operands, template = flatten_arguments(args, {})
         also = ("out",) if self.options["lend"] == "out" else ()
         mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
-        spec = self._spec(args, template)
+        spec = self._spec(args)
         if spec is None and self.options["order"] == "pure":
             mistakes.refuse_unneeded("hc.host", self.__name__)
         results = parse_result(spec, self.__name__)
-        fills = None if mask is None else parse_fill(fill, results, self.__name__)
-        mask = None if mask is None else parse_mask(mask, self.__name__)
+        fills = None
+        if mask is not None:
+            fills = parse_fill(fill, results, self.__name__)
+            mask = parse_mask(mask, self.__name__)
         if self.options["order"] != "pure":  # no derivatives, and no primitives
             fills = fills or parse_fill(None, results, self.__name__)
             callee = self._in_a_call()
@@ -166,8 +168,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
             operands.append(mask)
         in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
         nondiff = self.nondiff_of(len(args))
-        trees = Trees(self.__name__, template, in_avals, results, nondiff, fills)
-        site = Site(self, trees, place)
+        site = Site(self, template, in_avals, results, nondiff, fills, place)
         return results.fill(bind(_jax.vary_alike(operands), site))
 
     def _callee(self) -> Callee | None:
@@ -179,7 +180,7 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         if self.result is shorthands.elementwise and method in WHOLE:
             method = None  # the axes of a batch are lined up for `__call__` alone
         options = {**self.options, "vmap_method": method}
-        return Callee(self, Sent(self) if options["executor"] else self.fn, options)
+        return Callee(self, Sendable(self) if options["executor"] else self.fn, options)
 
     def _why_not(self) -> str:
         if self.result is not Undeclared:
@@ -190,37 +191,29 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
             " say what it returns: hc.host(fn, result=...)"
         )
 
-    def _held(self) -> Any:
+    def _held(self) -> HostFunction[P, R] | Function:
         return self if self.options["order"] == "pure" else self.fn
 
-    def run(self, *args: Any) -> Any:
-        """Calls the function on this thread, or on the event loop and waits."""
-        if is_coroutine_function(self.fn):
-            return run_one(self.fn, *args)
-        fn: Function = self.fn
-        return fn(*args)
-
-    def nondiff_of(self, n: int) -> tuple[int, ...]:
-        """The positions in `nondiff`, among n arguments."""
-        return among(self.nondiff, n)
-
-    def _spec(self, args: Any, template: Any) -> Any:
+    def _spec(self, args: tuple[Tree, ...]) -> Tree:
         if why := self._why_not():
             raise SpecError(why, code="hc-result-spec")
-        if not isinstance(self.result, str) or self.result != "infer":
-            return shorthands.spec_of(self.result, self.fn, args, self.__name__)
-        avals = shorthands.avals_of(args)
-        leaves = jax.tree_util.tree_leaves(avals)
-        shapes = tuple((x.shape, x.dtype) for x in leaves if hasattr(x, "shape"))
-        key = (template, shapes, bool(jax.config.jax_enable_x64))
+        if not isinstance(self.result, str):
+            return shorthands.spec_of(self.result, args, self.__name__)
+        _, template = flatten_arguments(args, {})
+        avals = jax.tree.map(shorthands.aval_of, args)
+        leaves = jax.tree.leaves(avals)
+        shapes = (x for x in leaves if isinstance(x, jax.ShapeDtypeStruct))
+        key = template, tuple(shapes), bool(jax.config.jax_enable_x64)
         if key not in self._inferred:
             self._inferred[key] = self._infer(avals)
         return self._inferred[key]
 
-    def _infer(self, avals: Any) -> Any:
-        return shorthands.spec_of(self.result, self.fn, avals, self.__name__)
+    def _infer(self, avals: tuple[Tree, ...]) -> Tree:
+        return shorthands.inferred(self.fn, avals, self.__name__)
 
-    def _positional(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    def _positional(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> tuple[Tree, ...]:
         try:
             bound = inspect.signature(self.fn).bind(*args, **kwargs)
         except TypeError as error:
@@ -268,16 +261,15 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
                 without a derivative: differentiating with respect to it is an error.
             where: as in `defjvp`, for all rules.
         """
-        where = self._where(
-            "defjvps(*rules)", where, *(r for r in each if r is not None)
-        )
-        if not any(each):
+        given = [rule for rule in each if rule is not None]
+        where = self._where("defjvps(*rules)", where, *given)
+        if not given:
             raise SpecError(
                 f"hostcall: defjvps of `{self.__name__}` was given no rule. Give one"
                 " per argument, or None for an argument without a derivative",
                 code="hc-rule",
             )
-        self._add("jvp", Rule(None, where, each))
+        self._add("jvp", Rule(None, where, each=each))
 
     def defvjp(
         self, fwd: Any, bwd: Any, *, where: Where = "host", residuals: Any = None
@@ -302,10 +294,10 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
                 " whose residuals JAX sees: drop residuals=",
                 code="hc-rule",
             )
-        kept: Any = HOST_RESIDUALS
+        spec = None
         if residuals is not None:
-            kept = parse_result(residuals, f"{self.__name__} (residuals=)")
-        self._add("vjp", Vjp(fwd, bwd, where, kept))
+            spec = parse_result(residuals, f"{self.__name__} (residuals=)")
+        self._add("vjp", Rule(fwd, where, bwd, residuals=spec))
 
     @overload
     def deftranspose(self, rule: F, *, where: Where = "host") -> F: ...
@@ -376,14 +368,14 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         """Drops the results of this function and its rules that `cache=` has kept."""
         kept.clear(self.options.get("cache"), self.__name__)
 
-    def _give(self, kind: str, where: Where, rule: Any) -> Any:
+    def _give(self, kind: Kind, where: Where, rule: F | None) -> object:
         """Sets a rule that may be given by a decorator."""
         if rule is None:
             return functools.partial(self._give, kind, where)
         self._add(kind, Rule(rule, self._where(f"def{kind}(rule)", where, rule)))
         return rule
 
-    def _where(self, usage: str, where: Any, *rules: Any) -> Where:
+    def _where(self, usage: str, where: Where, *rules: Function) -> Where:
         check_rules(rules, self.__name__, usage, where, self.options)
         if any(isinstance(rule, HostFunction) for rule in rules):
             return "jax"
@@ -391,9 +383,9 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
             face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
             for rule in rules:
                 mistakes.refuse_traced(rule, face.instead_of_traced)
-        return where  # type: ignore[no-any-return]
+        return where
 
-    def _add(self, kind: str, rule: Any) -> None:
+    def _add(self, kind: str, rule: Rule) -> None:
         self.rules.add(self.__name__, kind, rule, self.options["order"])
 
 
@@ -404,29 +396,28 @@ class Method(Handle, TakesMask):
     The object is argument 0, and static unless it is a pytree.
     """
 
-    def __init__(self, function: Any, instance: Any) -> None:
+    def __init__(self, function: HostFunction[..., Any], instance: object) -> None:
         self.__func__ = function
         self.__self__ = instance
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         return self.__func__(self.__self__, *args, **kwargs)
 
-    def _held(self) -> Any:
+    def _held(self) -> Function:
         return self.__func__._held()
 
-    def _definition(self) -> Callable[..., Any]:
-        return self.__func__.fn  # type: ignore[no-any-return]
+    def _definition(self) -> Function:
+        return self.__func__.fn
 
     def _callee(self) -> Callee | None:
-        callee: Callee | None = self.__func__._callee()
+        callee = self.__func__._callee()
         return callee and callee._replace(before=(self.__self__,))
 
     def _why_not(self) -> str:
-        return self.__func__._why_not()  # type: ignore[no-any-return]
+        return self.__func__._why_not()
 
-    def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
-        masked = self.__func__.where(mask, fill)
-        return lambda *args, **kwargs: masked(self.__self__, *args, **kwargs)
+    def where(self, mask: Any, fill: Any = None) -> Function:
+        return functools.partial(self.__func__.where(mask, fill), self.__self__)
 
     def difference_error(self, *args: Any) -> Any:
         return self.__func__.difference_error(self.__self__, *args)
@@ -447,5 +438,5 @@ class Method(Handle, TakesMask):
     def __hash__(self) -> int:
         return hash((Method, id(self.__func__), id(self.__self__)))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return getattr, (self.__self__, self.__func__.__name__)

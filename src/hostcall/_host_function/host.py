@@ -185,8 +185,8 @@ def host(
         return functools.partial(host, **options)
     shown = name or check_function(fn, "hc.host(fn, result=...)", awaits=True)
     options["nondiff"] = checked(shown, result, nondiff)
+    options["cache"] = kept.part_of(shown, fn, options)
     del options["version"]
-    options["cache"] = kept.part_of(shown, fn, cache, version, options)
     if order == "pure" and not jax.tree.leaves(result):
         refuse_unneeded("hc.host", shown)
     return HostFunction(fn, **options)

@@ -6,10 +6,8 @@ import os
 import stat
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,29 +15,34 @@ from hostcall._core.arguments import conflict
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import asked, text_of
 from hostcall._core.source import is_anonymous, name_of
+from hostcall._core.spec import Template
 from hostcall._engine.caching import Cache, Part
 from hostcall._engine.options import check
+from hostcall._host_function.rules import Function, Options
 
 
-def part_of(
-    shown: str, fn: Callable[..., Any], cache: Any, version: Any, options: Any
-) -> Part | None:
-    """The function's place in the cache, or None without one.
+def part_of(shown: str, fn: Function, options: Options) -> Part | None:
+    """The function's place in the cache that its options say, or None without one.
 
     Raises:
         SpecError: `cache`, `version`, or an option that does not go with them.
     """
-    given = {key: options[key] for key in ("order", "lend", "arrays")}
-    check(f"`{shown}`", {"cache": cache, "version": version, **given})
+    names = ("cache", "version", "order", "lend", "arrays")
+    check(f"`{shown}`", {key: options[key] for key in names})
+    cache, version = options["cache"], options["version"]
     if cache is None:
         return None
+    module = text_of(fn, "__module__") or "builtins"
+    if module == "__main__":  # each script has one
+        file = vars(sys.modules["__main__"]).get("__file__")
+        module = os.path.abspath(file) if file else os.getcwd()
     if not isinstance(cache, str):
         _check_disk(shown, fn, version)
         _check_folder(shown, cache)
-    return Part(Cache(cache, f"hostcall {_place(fn)} version {version!r}"))
+    return Part(Cache(cache, f"hostcall {module}.{name_of(fn)} version {version!r}"))
 
 
-def _check_disk(shown: str, fn: Any, version: Any) -> None:
+def _check_disk(shown: str, fn: Function, version: str | int | None) -> None:
     if version is None:
         raise conflict(
             f"`{shown}`",
@@ -58,7 +61,7 @@ def _check_disk(shown: str, fn: Any, version: Any) -> None:
         )
 
 
-def _check_folder(shown: str, cache: Any) -> None:
+def _check_folder(shown: str, cache: object) -> None:
     """Refuses a folder that others can write to: both packages read pickles in it."""
     store = getattr(cache, "store_backend", None)  # of joblib
     folder = getattr(store, "location", None) or getattr(cache, "directory", None)
@@ -113,38 +116,30 @@ def _is_private(group: int) -> bool:
     return own and found.gr_name in ("root", user.pw_name)
 
 
-def _goes_by_name(fn: Any) -> bool:
+_BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
+def _goes_by_name(fn: Function) -> bool:
     """Whether the function is the only one of its module and name."""
     if isinstance(fn, np.ufunc):
-        own = getattr(np, fn.__name__, None) is fn
-        return own or hasattr(fn, "__module__")
+        return vars(np).get(fn.__name__) is fn or bool(text_of(fn, "__module__"))
     if not text_of(fn, "__qualname__") or is_anonymous(fn):
         return False
-    bound = getattr(fn, "__self__", None)
-    if bound is not None and not isinstance(bound, types.ModuleType):
+    if isinstance(fn, _BOUND) and not isinstance(fn.__self__, types.ModuleType):
         return False
     # functools.wraps gives a wrapper the name of what it wraps; its code has its own.
-    code: Any = asked(fn, "__code__", types.CodeType)
+    code = asked(fn, "__code__", types.CodeType)
     closes = type(fn) is types.FunctionType and fn.__closure__
     return not closes and (code is None or "<locals>" not in code.co_qualname)
 
 
-def _place(fn: Any) -> str:
-    module = text_of(fn, "__module__") or "builtins"
-    if module == "__main__":  # each script has one
-        file = getattr(sys.modules["__main__"], "__file__", None)
-        module = os.path.abspath(file) if file else os.getcwd()
-    return f"{module}.{name_of(fn)}"
-
-
 def options_of(
-    given: dict[str, Any], label: tuple[Any, ...], trees: Any = None
-) -> dict[str, Any]:
+    given: Options, label: tuple[object, ...], template: Template | None = None
+) -> Options:
     """A copy of options, with the part of the cache for one of the function's codes."""
     part = given.get("cache")
     if part is None:
         return dict(given)
-    template = None if trees is None else trees.template
     part = replace(part, label=f"{part.label} {label}", template=template)
     return given | {"cache": part}
 

@@ -17,60 +17,55 @@ from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.equation import Policy
 from hostcall._engine.portable import name_of as name_of_registered
-from hostcall._host_function.differences import Diagonal
-from hostcall._host_function.function_code import FunctionCode
 from hostcall._host_function.rules import RULES, Kind
-from hostcall._host_function.site import Site
-from hostcall._host_function.trees import Trees
+from hostcall._host_function.site import Site, options_for
+from hostcall._host_function.steps import Steps
 
 
-def tell(code: FunctionCode, _: bool) -> Any:
-    function, trees = code.site.function, code.site.trees
-    slope = None
-    if isinstance(function.fn, Diagonal):
-        slope = function.fn.position
-        function = function.fn.differences.function
+def tell(steps: Steps, _: bool) -> dict[str, object]:
+    function, slope = steps.site.function, None
+    if function._slope_of is not None:
+        function, slope = function._slope_of
     name = name_of_registered(
         function,
         "it has no name in other processes. Register the hc.host function, not the"
-        f' function in it: f = hc.register("my_package.{trees.name}", version=1)(f)'
-        " (as a decorator above its @hc.host), in every process that loads the program",
+        f' function in it: f = hc.register("my_package.{steps.site.name}", version=1)'
+        "(f) (as a decorator above its @hc.host), in every process that loads the"
+        " program",
         function.fn,
     )
     return {
         "registered": name,
         "slope": slope,
-        **portable.tell_record(code, _CODE),
-        **portable.tell_record(trees, _TREES),
+        **portable.tell_record(steps, _STEPS),
+        **portable.tell_record(steps.site, _SITE),
     }
 
 
-# What travels of a `FunctionCode` and of its `Trees`.
-_CODE = {"kind": Kind, "avals": AVALS, "nz": tuple[bool, ...], "take": bool}
-_TREES = {
-    "name": str,
+# What travels of `Steps` and of their `Site`.
+_STEPS = {"kind": Kind, "avals": AVALS, "nz": tuple[bool, ...], "take": bool}
+_SITE = {
     "template": Template,
     "in_avals": AVALS,
     "results": Results,
     "nondiff": tuple[int, ...],
     "fills": tuple[bytes | None, ...] | None,
 }
-_TEXT = {"registered": tuple[str, int], "slope": int | None, **_CODE, **_TREES}
+_TEXT = {"registered": tuple[str, int], "slope": int | None, **_STEPS, **_SITE}
 
 
-def read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
+def read(told: object) -> tuple[Steps, dict[str, object]]:
     found = portable.read_record(told, _TEXT)
     function, slope = _function(found), found["slope"]
-    trees = Trees(**{part: found[part] for part in _TREES})
     if slope is not None:
-        (arguments, _) = trees.template.treedef.children()
+        (arguments, _) = found["template"].treedef.children()
         if slope not in range(len(arguments.children())):
             raise Malformed(f"the slope {slope!r}")
         function = function.differences.slope(slope)
-    site = Site(function, trees, Place("a loaded program", 0, trees.name))
-    code = FunctionCode(site, **{part: found[part] for part in _CODE})
-    code.describe()
-    return code, {"policy": Policy.of(code.options(), function)}
+    place = Place("a loaded program", 0, function.__name__)
+    site = Site(function, **{part: found[part] for part in _SITE}, place=place)
+    steps = Steps(site, **{part: found[part] for part in _STEPS})
+    return steps, {"policy": Policy.of(options_for(steps), function)}
 
 
 def _function(found: dict[str, Any]) -> Any:

@@ -1,8 +1,7 @@
-"""The primitives of a function with rules: the value, its derivative, the linear part.
+"""The primitives of a function with rules: a value, and a value with its derivative.
 
-    host_function   args -> outs
+    host_function   operands -> results
     host_jvp        args, tangents -> outs, tangents of outs
-    host_linear     consts, tangents -> tangents of outs; linear in the tangents
 
 The idea: one function can have rules for both modes, so the choice between them must
 wait until JAX shows which mode it is in. JAX shows it in three steps:
@@ -11,242 +10,190 @@ wait until JAX shows which mode it is in. JAX shows it in three steps:
      mode), it runs the forward rule.
   2. In reverse mode JAX first splits what is known from what is linear (partial
      evaluation). There host_jvp becomes the forward half of the reverse rule, which
-     runs at once, and a host_linear.
-  3. Transposing host_linear runs the backward half.
+     runs at once, and a host_function of constants and tangents, linear in these.
+  3. Transposing that runs the backward half.
 
-So no rule runs in vain. Each equation holds an object that says what to do (`Value`,
-`Pair`, `Linear`; `site` tells which classes these are), and vmap wraps that object
-(`batching`). The rules below call the object:
+So no rule runs in vain. Each equation holds an object that says what to do: a `Value`,
+a `Pair` (in host_jvp), or a `Linear`; vmap wraps it in a `Batched`. The rules below
+call the object:
 
     lowering, and eager runs    `run`: the equation is the JAX code of its object
-    JVP of host_function        `jvp`, which binds host_jvp if both modes may have rules
+    JVP                         `jvp`. A call binds host_jvp if both modes may have
+                                rules. A pair is taken apart by `start`, and both parts
+                                are differentiated as JAX code. A linear function is
+                                bound again on the tangents of its tangents, and its
+                                dependence on its constants is differentiated as JAX
+                                code
+    transpose                   `transposed`; a linear function's is its `back`, which
+                                runs the backward rule
     partial eval of host_jvp    `start`, if the arguments are known and the tangents
-                                unknown: the results, and a host_linear on the constants
-                                that its transpose needs
-    transpose of host_linear    `back`, which runs the backward rule
-    JVP of host_jvp             `start` takes it apart into results and host_linear, and
-                                both are differentiated as JAX code
-    JVP of host_linear          binds it again on the tangents of its tangents, since it
-                                is linear in those; differentiates the dependence on
-                                its constants as JAX code
+                                unknown: the results, and a linear function with the
+                                constants that its transpose needs
+    dead code                   `narrowed`
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError
+from hostcall._jax.types import Aval, JaxprEquation, JaxprTrace, Primitive, Var
+from hostcall._primitives.axes import Dims, size_of
 
-Arrays = list[Any]  # flat
-Tangents = list[Any]  # one per array; None for a zero tangent
+Out = TypeVar("Out")
+
+Arrays = list[jax.Array]  # flat
+Tangents = list[jax.Array | None]  # one per array; None for a zero tangent
 
 value_p = _jax.Primitive("host_function")
 jvp_p = _jax.Primitive("host_jvp")
-linear_p = _jax.Primitive("host_linear")
 
 
 class Value(ABC):
-    """A function of flat arrays.
+    """A function of flat arrays. Its `repr` is its name in messages.
 
     Attributes:
-        name: for messages.
         avals: the avals of the results.
     """
 
-    name: str
-    avals: tuple[Any, ...]
+    primitive: ClassVar[Primitive] = value_p
+
+    avals: tuple[Aval, ...]
 
     @abstractmethod
-    def run(self, args: Arrays) -> Arrays:
+    def run(self, operands: Arrays) -> Arrays:
         """The results, by JAX code."""
 
     @abstractmethod
-    def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         """The results and their tangents; called if not all tangents are zero."""
 
-    def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
-        """The cotangents of the arguments that are None in `args`."""
+    def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
+        """The cotangents of the operands that are None here."""
         raise DerivativeError(
-            f"hostcall: `{self.name}` can't be transposed: nothing says that it is"
-            f" linear. If it is, say how with {self.name}.deftranspose(rule)"
+            f"hostcall: `{self}` can't be transposed: nothing says that it is linear."
+            f" If it is, say how with {self}.deftranspose(rule)"
         )
 
-    def batch(self, size: int, args: Arrays, dims: Any) -> tuple[Arrays, Any] | None:
+    def batch(
+        self, size: int, operands: Arrays, dims: Dims
+    ) -> tuple[Arrays, list[int | None]] | None:
         """(results, their batch axes) by the user's own rule; None without one."""
-        del size, args, dims
+        del size, operands, dims
         return None
 
-    def shared(self, dims: Sequence[int | None]) -> Value:
-        """The same function, given which arguments have no axis in a batch."""
+    def shared(self, dims: Dims) -> Value:
+        """The same function, given which operands have no axis in a batch."""
         del dims
         return self
 
     def narrowed(self, used: Sequence[bool]) -> Value | None:
-        """A cheaper function whose results are the first of these, if it covers all
-        that are used; otherwise None.
+        """A cheaper function whose operands and results are the first of these, if it
+        covers all results that are used; otherwise None.
         """
         del used
         return None
 
 
-class Linear(ABC):
-    """A linear function of tangents, with its transpose.
+class Linear(Value):
+    """A function that is linear in its last operands, the tangents.
 
     Attributes:
-        avals: the avals of the results: tangents of the differentiable outs.
+        n: how many operands are constants. They stand in front.
     """
 
-    avals: tuple[Any, ...]
+    n: int
 
-    @abstractmethod
-    def run(self, consts: Arrays, tangents: Arrays) -> Arrays:
-        """The linear function."""
+    def __repr__(self) -> str:
+        return "a derivative"
 
     @abstractmethod
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
         """The transpose: one cotangent for each tangent."""
 
+    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        n = self.n
+        dots: list[Tangents] = []
+        if any(t is not None for t in tangents[n:]):
+            moved = filled(operands[n:], tangents[n:])
+            dots.append([*bind([*operands[:n], *moved], self)])
+        of_consts = [*tangents[:n], *(None for _ in tangents[n:])]
+        if any(t is not None for t in of_consts):
+            dots.append(_jvp_of(self.run, operands, of_consts)[1])
+        return bind(operands, self), [_sum(terms) for terms in zip(*dots, strict=True)]
 
-class Pair(ABC):
+    def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
+        consts = [x for x in operands[: self.n] if x is not None]
+        if len(consts) < self.n:
+            raise not_linear(self)
+        return [*(None for _ in consts), *self.back(consts, cotangents)]
+
+
+class Pair(Value):
     """A function and its derivative along the tangents of some arguments.
+
+    Its results are those of the function, then their tangents, by the forward rule.
 
     Attributes:
         value: the function.
-        tangent_avals: the avals of the tangents of the differentiable outs.
+        n: how many operands are arguments. The tangents follow.
     """
 
+    primitive = jvp_p
     value: Value
-    tangent_avals: tuple[Any, ...]
-
-    @property
-    def avals(self) -> tuple[Any, ...]:
-        return (*self.value.avals, *self.tangent_avals)
+    n: int
 
     @abstractmethod
-    def run(self, args: Arrays, tangents: Arrays) -> Arrays:
-        """The results, then their tangents, by the forward rule."""
-
-    @abstractmethod
-    def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Linear]:
-        """The results, and the derivative as consts and a linear function.
+    def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
+        """The results, and the derivative: constants, and a function of these and the
+        tangents, linear in the tangents.
 
         `backward` says that the linear function will be transposed.
         """
 
+    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        """Takes f'(x) t apart into constants c(x) and a linear function L(c, t)."""
 
-def bind(args: Arrays, what: Value) -> Arrays:
-    return list(value_p.bind(*args, what=what))
+        def taken_apart(operands: Arrays) -> Arrays:
+            outs, consts, linear = self.start(operands[: self.n], False)
+            return [*outs, *bind([*consts, *operands[self.n :]], linear)]
 
+        return _jvp_of(taken_apart, operands, tangents)
 
-def bind_jvp(args: Arrays, tangents: Arrays, what: Pair) -> tuple[Arrays, Arrays]:
-    outs = jvp_p.bind(*args, *tangents, what=what, n=len(args))
-    n = len(what.value.avals)
-    return list(outs[:n]), list(outs[n:])
+    def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
+        """Of a jvp that is transposed as it stands: only the tangents are linear."""
+        args = [x for x in operands[: self.n] if x is not None]
+        if len(args) < self.n:
+            raise not_linear(self.value)
+        _, consts, linear = self.start(args, True)
+        given = [*consts, *operands[self.n :]]
+        back = linear.transposed(given, cotangents[len(self.value.avals) :])
+        return [*(None for _ in args), *back[len(consts) :]]
 
-
-def bind_linear(consts: Arrays, tangents: Arrays, what: Linear) -> Arrays:
-    return list(linear_p.bind(*consts, *tangents, what=what, n=len(consts)))
-
-
-# --- impl, abstract eval, lowering ---------------------------------------------------
-
-
-def _run_value(*args: Any, what: Value) -> Arrays:
-    return what.run(list(args))
-
-
-def _run_split(*operands: Any, what: Pair | Linear, n: int) -> Arrays:
-    return what.run(list(operands[:n]), list(operands[n:]))
+    def narrowed(self, used: Sequence[bool]) -> Value | None:
+        """The function itself, if nothing uses the tangents."""
+        return None if any(used[len(self.value.avals) :]) else self.value
 
 
-for _p in (value_p, jvp_p, linear_p):
-    _run = _run_value if _p is value_p else _run_split
-
-    def _abstract_eval(*operands: Any, what: Any, **_: Any) -> Any:
-        return _jax.result_avals(what.avals, operands, pure=True)
-
-    def _lower(ctx: Any, *operands: Any, _run: Any = _run, **params: Any) -> Arrays:
-        return _jax.lower_by(ctx, lambda *xs: _run(*xs, **params), *operands)
-
-    _p.multiple_results = True
-    _p.def_impl(_run)
-    _p.def_abstract_eval(_abstract_eval)
-    _jax.register_lowering(_p, _lower)
+def not_linear(what: Value) -> DerivativeError:
+    return DerivativeError(
+        f"hostcall: `{what}` is transposed with respect to an argument in which it"
+        " isn't linear"
+    )
 
 
-# --- JVP ---------------------------------------------------------------------------
+def bind(operands: Arrays, what: Value) -> Arrays:
+    return list(what.primitive.bind(*operands, what=what))
 
 
-def _present(tangent: Any) -> Any:
-    """The tangent; None if it is zero, or float0 as for an integer array."""
-    if type(tangent) is _jax.Zero:
-        return None
-    if not hasattr(tangent, "dtype"):
-        return jnp.asarray(tangent)  # jax.jvp lets Python numbers through
-    return None if tangent.dtype == jax.dtypes.float0 else tangent
-
-
-def _zeros(outs: Arrays, tangents: Tangents) -> Arrays:
-    return [
-        _jax.zero_tangent(out) if t is None else t
-        for out, t in zip(outs, tangents, strict=True)
-    ]
-
-
-def _value_jvp(primals: Any, tangents: Any, *, what: Value) -> tuple[Arrays, Arrays]:
-    present = [_present(t) for t in tangents]
-    if all(t is None for t in present):
-        outs = bind(list(primals), what)
-        return outs, _zeros(outs, [None] * len(outs))
-    outs, touts = what.jvp(list(primals), present)
-    return outs, _zeros(outs, touts)
-
-
-def _jvp_jvp(
-    primals: Any, tangents: Any, *, what: Pair, n: int
-) -> tuple[Arrays, Arrays]:
-    """Takes f'(x) t apart into constants c(x) and a linear function L(c, t).
-
-    L is linear in t, so the derivative along dt is L(c, dt). The rest, the dependence
-    of c on x, is differentiated as JAX code.
-    """
-    present = [_present(t) for t in tangents]
-
-    def taken_apart(*operands: Any) -> Arrays:
-        outs, consts, linear = what.start(list(operands[:n]), False)
-        return [*outs, *bind_linear(consts, list(operands[n:]), linear)]
-
-    return _jvp_of(taken_apart, list(primals), present)
-
-
-def _linear_jvp(
-    primals: Any, tangents: Any, *, what: Linear, n: int
-) -> tuple[Arrays, Arrays]:
-    present = [_present(t) for t in tangents]
-    outs = bind_linear(list(primals[:n]), list(primals[n:]), what)
-    dots: list[Tangents] = []
-    if any(t is not None for t in present[n:]):
-        there = filled(primals[n:], present[n:])
-        dots.append(list(bind_linear(list(primals[:n]), there, what)))
-    if any(t is not None for t in present[:n]):
-        of_consts = [*present[:n], *(None for _ in present[n:])]
-
-        def code(*xs: Any) -> Arrays:
-            return what.run(list(xs[:n]), list(xs[n:]))
-
-        dots.append(_jvp_of(code, list(primals), of_consts)[1])
-    if not dots:
-        return outs, _zeros(outs, [None] * len(outs))
-    return outs, [_add(*terms) for terms in zip(*dots, strict=True)]
-
-
-def filled(like: Any, tangents: Tangents) -> Arrays:
+def filled(like: Arrays, tangents: Tangents) -> Arrays:
     """The tangents, with zeros in place of None."""
     return [
         jnp.zeros_like(x) if t is None else t
@@ -254,173 +201,268 @@ def filled(like: Any, tangents: Tangents) -> Arrays:
     ]
 
 
-def _add(*terms: Any) -> Any:
-    there = [t for t in terms if type(t) is not _jax.Zero]
-    return sum(there[1:], there[0]) if there else terms[0]
+def _sum(terms: Sequence[jax.Array | None]) -> jax.Array | None:
+    there = [t for t in terms if t is not None]
+    return sum(there[1:], there[0]) if there else None
 
 
-def _jvp_of(code: Any, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Arrays]:
-    """`jax.jvp` along the tangents that aren't None; float0 tangents become Zero."""
+def _jvp_of(
+    code: Callable[[Arrays], Arrays], primals: Arrays, tangents: Tangents
+) -> tuple[Arrays, Tangents]:
+    """`jax.jvp` along the tangents that aren't None."""
     at = [i for i, t in enumerate(tangents) if t is not None]
-    if not at:
-        outs = list(code(*primals))
-        return outs, _zeros(outs, [None] * len(outs))
 
-    def moving(*xs: Any) -> Arrays:
+    def moving(*xs: jax.Array) -> Arrays:
         whole = list(primals)
         for i, x in zip(at, xs, strict=True):
             whole[i] = x
-        return list(code(*whole))
+        return code(whole)
 
     outs, touts = jax.jvp(moving, [primals[i] for i in at], [tangents[i] for i in at])
-    return list(outs), _zeros(outs, [_present(t) for t in touts])
+    return list(outs), list(map(_present, touts))
 
 
-_jax.jvps[value_p] = _value_jvp
-_jax.jvps[jvp_p] = _jvp_jvp
-_jax.jvps[linear_p] = _linear_jvp
+# --- Batches -------------------------------------------------------------------------
+#
+# A batched object wraps the inner one and runs it under `jax.vmap`; every result has
+# the batch as its first axis. A tangent that all rows share gets the sum of the rows'
+# cotangents, since sharing is a broadcast and its transpose is a sum.
 
 
-# --- Transpose ---------------------------------------------------------------------
+@dataclass(frozen=True, repr=False)
+class Batched(Value):
+    """A batch of calls of the same function.
 
-
-def _known(operands: Any) -> Arrays:
-    return [None if _jax.is_undefined_primal(x) else x for x in operands]
-
-
-def _all_zero(cotangents: Any) -> bool:
-    return all(type(ct) is _jax.Zero for ct in cotangents)
-
-
-def _value_transpose(cotangents: Any, *args: Any, what: Value) -> list[Any]:
-    if _all_zero(cotangents):
-        return [None] * len(args)
-    whole = list(map(_jax.instantiate_zeros, cotangents))
-    return _wanted(args, what.transposed(_known(args), whole))
-
-
-def _split_transpose(
-    cotangents: Any, *operands: Any, what: Pair | Linear, n: int
-) -> list[Any]:
-    """Of a linear part; or of a jvp that is transposed as it stands, in which only the
-    tangents are linear.
+    Attributes:
+        inner: what each row does.
+        size: the number of rows.
+        dims: the batch axis of each operand, None if all rows share it.
     """
-    pair = what if isinstance(what, Pair) else None
-    cts = cotangents[len(pair.value.avals) :] if pair else cotangents
-    if _all_zero(cts):
+
+    inner: Value
+    size: int
+    dims: tuple[int | None, ...]
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    @property
+    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
+        return tuple(a.update(shape=(self.size, *a.shape)) for a in self.inner.avals)
+
+    def run(self, operands: Arrays) -> Arrays:
+        return list(self._each(self.inner.run, (operands, self.dims)))
+
+    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        # None is a pytree without leaves, in what goes in and in what comes out.
+        pairs = (operands, self.dims), (tangents, self.dims)
+        outs, touts = self._each(self.inner.jvp, *pairs)
+        return outs, touts
+
+    def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
+        pairs = (operands, self.dims), (cotangents, (0,) * len(cotangents))
+        back = self._each(self.inner.transposed, *pairs)
+        return list(map(_unbatched, back, self.dims))
+
+    def shared(self, dims: Dims) -> Value:
+        return replace(self, inner=self.inner.shared(dims))
+
+    def narrowed(self, used: Sequence[bool]) -> Value | None:
+        inner = self.inner.narrowed(used)
+        return None if inner is None else replace(self, inner=inner)
+
+    def _each(self, f: Callable[..., Out], *pairs: tuple[Tangents, Dims]) -> Out:
+        """`f` on each row of lists of arrays, which are given with their batch axes."""
+        lists, dims = [list(p[0]) for p in pairs], tuple(list(p[1]) for p in pairs)
+        rows: Callable[..., Out]
+        if any(d is not None for ds in dims for d in ds):
+            rows = jax.vmap(f, dims, axis_size=self.size)
+            return rows(*lists)
+        # jax.vmap wants at least one batched argument.
+        rows = jax.vmap(lambda _, *xs: f(*xs), (0, *(None for _ in lists)))
+        return rows(jnp.zeros(self.size), *lists)
+
+
+def _unbatched(cotangent: jax.Array | None, dim: int | None) -> jax.Array | None:
+    if cotangent is None:
+        return None
+    return cotangent.sum(0) if dim is None else _jax.moveaxis(cotangent, 0, dim)
+
+
+class BatchedPair(Pair, Batched):
+    inner: Pair
+
+    @property
+    def n(self) -> int:  # type: ignore[override]
+        return self.inner.n
+
+    @property
+    def value(self) -> Value:  # type: ignore[override]
+        return Batched(self.inner.value, self.size, self.dims[: self.n])
+
+    def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
+        found: list[Value] = []
+
+        def row(args: Arrays) -> tuple[Arrays, Arrays]:
+            outs, consts, linear = self.inner.start(args, backward)
+            found.append(linear)
+            return outs, consts
+
+        outs, consts = self._each(row, (args, self.dims[: self.n]))
+        dims = (*(0 for _ in consts), *self.dims[self.n :])
+        return outs, consts, Batched(found[-1], self.size, dims)
+
+
+# --- JAX's rules ---------------------------------------------------------------------
+
+
+def _run(*operands: jax.Array, what: Value) -> Arrays:
+    return what.run(list(operands))
+
+
+def _abstract_eval(*operands: Aval, what: Value) -> list[Aval]:
+    return _jax.result_avals(what.avals, operands, pure=True)
+
+
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, what: Value
+) -> tuple[Arrays, Arrays]:
+    operands, present = list(primals), list(map(_present, tangents))
+    if any(t is not None for t in present):
+        outs, touts = what.jvp(operands, present)
+    else:
+        outs = bind(operands, what)
+        touts = [None] * len(outs)
+    return outs, [
+        _jax.zero_tangent(out) if t is None else t
+        for out, t in zip(outs, touts, strict=True)
+    ]
+
+
+def _present(tangent: jax.Array) -> jax.Array | None:
+    """The tangent; None if it is zero, or float0 as for an integer array."""
+    if type(tangent) is _jax.Zero:
+        return None
+    if isinstance(tangent, (int, float, complex)):
+        return jnp.asarray(tangent)  # jax.jvp lets Python numbers through
+    return None if tangent.dtype == jax.dtypes.float0 else tangent
+
+
+def _transpose(
+    cotangents: Sequence[jax.Array], *operands: jax.Array, what: Value
+) -> Tangents:
+    if all(type(ct) is _jax.Zero for ct in cotangents):
         return [None] * len(operands)
-    known, name = list(operands[:n]), pair.value.name if pair else "a derivative"
-    if any(map(_jax.is_undefined_primal, known)):
-        raise DerivativeError(
-            f"hostcall: `{name}` is transposed with respect to an argument in which"
-            " it isn't linear"
-        )
-    consts, linear = known, what
-    if pair:
-        _, consts, linear = pair.start(known, True)
-    assert isinstance(linear, Linear)
-    back = linear.back(consts, list(map(_jax.instantiate_zeros, cts)))
-    return [*(None for _ in known), *_wanted(operands[n:], back)]
-
-
-def _wanted(operands: Any, back: Tangents) -> list[Any]:
+    known = [None if _jax.is_undefined_primal(x) else x for x in operands]
+    back = what.transposed(known, list(map(_jax.instantiate_zeros, cotangents)))
     return [
         _jax.shard_alike(ct, x.aval) if _jax.is_undefined_primal(x) else None
         for x, ct in zip(operands, back, strict=True)
     ]
 
 
-_jax.transposes[value_p] = _value_transpose
-_jax.transposes[jvp_p] = _split_transpose
-_jax.transposes[linear_p] = _split_transpose
+def _batch(
+    operands: Sequence[jax.Array], dims: Dims, *, what: Value
+) -> tuple[Arrays, list[int | None]]:
+    size, dims, operands = size_of(operands, dims), tuple(dims), list(operands)
+    by_rule = what.batch(size, operands, dims)
+    if by_rule is not None:
+        return by_rule
+    if not isinstance(what, Pair):
+        outs = bind(operands, Batched(what.shared(dims), size, dims))
+        return outs, [0] * len(outs)
+    args, tangents, n = operands[: what.n], operands[what.n :], what.n
+    if any(d is not None for d in dims[:n]):
+        outs = bind(operands, BatchedPair(what, size, dims))
+        return outs, [0] * len(outs)
+    # The rows differ only in their tangents (jax.jacfwd), and share one value.
+    outs, consts, linear = what.start(args, False)
+    wide = Batched(linear, size, (*(None for _ in consts), *dims[n:]))
+    touts = bind([*consts, *tangents], wide)
+    return [*outs, *touts], [*(None for _ in outs), *(0 for _ in touts)]
 
 
-# --- Partial evaluation --------------------------------------------------------------
+def _narrow(
+    used: Sequence[bool], eqn: JaxprEquation
+) -> tuple[list[bool], JaxprEquation | None]:
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    smaller = eqn.params["what"].narrowed(used)
+    if smaller is not None:
+        narrow = _only(eqn, smaller)
+        n = len(narrow.invars)
+        return [i < n for i in range(len(eqn.invars))], narrow
+    return [True] * len(eqn.invars), eqn
 
 
-def _split(trace: Any, *tracers: Any, what: Pair, n: int) -> Any:
+def _only(eqn: JaxprEquation, smaller: Value) -> JaxprEquation:
+    """The equation of what `Value.narrowed` has given."""
+    what = eqn.params["what"]
+    return eqn.replace(
+        primitive=smaller.primitive,
+        params={"what": smaller},
+        invars=eqn.invars[: what.n] if isinstance(what, Pair) else eqn.invars,
+        outvars=eqn.outvars[: len(smaller.avals)],
+    )
+
+
+for _p in (value_p, jvp_p):
+    _p.multiple_results = True
+    _p.def_impl(_run)
+    _p.def_abstract_eval(_abstract_eval)
+    _jax.register_lowering(
+        _p, lambda ctx, *xs, what: _jax.lower_by(ctx, lambda *ys: what.run([*ys]), *xs)
+    )
+    _jax.jvps[_p] = _jvp
+    _jax.transposes[_p] = _transpose
+    _jax.batchers[_p] = _batch
+    _jax.register_dce(_p, _narrow)
+for _type in (Batched, BatchedPair):
+    _jax.hold_weakly_in_caches(_type)
+
+
+# --- Partial evaluation of host_jvp --------------------------------------------------
+
+
+def _split(trace: JaxprTrace, *tracers: jax.Array, what: Pair) -> Arrays:
     """Where reverse mode begins: the arguments are known and the tangents unknown.
 
     Computes the results now, and leaves the linear part to be transposed.
     """
-    args, tangents = tracers[:n], tracers[n:]
+    args, tangents = tracers[: what.n], tracers[what.n :]
     if not all(map(_jax.is_known, args)) or all(map(_jax.is_known, tangents)):
-        return trace.default_process_primitive(jvp_p, tracers, {"what": what, "n": n})
-    known = [arg.pval.get_known() for arg in args]
-    outs, consts, linear = what.start(known, True)
+        return list(trace.default_process_primitive(jvp_p, tracers, {"what": what}))
+    outs, consts, linear = what.start([x.pval.get_known() for x in args], True)
     operands = [*map(trace.new_const, consts), *tangents]
-    params = {"what": linear, "n": len(consts)}
-    return [*outs, *trace.default_process_primitive(linear_p, operands, params)]
+    touts = trace.default_process_primitive(value_p, operands, {"what": linear})
+    return [*outs, *touts]
 
 
-_jax.partial_eval_by_trace[jvp_p] = _split
-
-
-# --- Equations that are finished: under remat, and where results are unused ---------
-#
-# Both can leave the derivative out of a program: what remains of a host_jvp whose
-# tangents nobody needs is the function itself.
-
-
-def _split_under_remat(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
+def _split_under_remat(
+    saveable: object,
+    unknown: Sequence[bool],
+    inst: Sequence[bool],
+    eqn: JaxprEquation,
+) -> tuple[JaxprEquation | None, JaxprEquation, list[bool], list[bool], list[Var]]:
     """The forward pass computes only the results, by the function itself.
 
     The backward pass computes the whole equation again, and is split then.
     """
     del saveable
-    n = eqn.params["n"]
     what: Pair = eqn.params["what"]
-    n_outs = len(what.value.avals)
+    n_outs, everything = len(what.value.avals), [True] * len(eqn.outvars)
     residuals = [
         v
         for v, here in zip(eqn.invars, inst, strict=True)
         if not here and not _jax.is_literal(v)
     ]
-    everything = [True] * len(eqn.outvars)
-    if any(unknown[:n]):
+    if any(unknown[: what.n]):
         return None, eqn, everything, everything, residuals
     if not any(unknown):
         return eqn, eqn, [False] * len(everything), everything, residuals
-    known = _value_of(eqn)
     outs_unknown = [i >= n_outs for i in range(len(everything))]
-    return known, eqn, outs_unknown, everything, residuals
+    return _only(eqn, what.value), eqn, outs_unknown, everything, residuals
 
 
+_jax.partial_eval_by_trace[jvp_p] = _split
 _jax.partial_eval_rules[jvp_p] = _split_under_remat
-
-
-# --- Dead code ---------------------------------------------------------------------
-
-
-def _drop_residuals(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    smaller = eqn.params["what"].narrowed(used)
-    if smaller is not None:
-        outvars = eqn.outvars[: len(smaller.avals)]
-        eqn = eqn.replace(params={"what": smaller}, outvars=outvars)
-    return [True] * len(eqn.invars), eqn
-
-
-def _drop_tangents(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    n, value = eqn.params["n"], eqn.params["what"].value
-    if any(used[len(value.avals) :]):
-        return [True] * len(eqn.invars), eqn
-    return [i < n for i in range(len(eqn.invars))], _value_of(eqn)
-
-
-def _value_of(eqn: Any) -> Any:
-    """The equation of the function itself, in place of its host_jvp."""
-    n, value = eqn.params["n"], eqn.params["what"].value
-    return eqn.replace(
-        primitive=value_p,
-        params={"what": value},
-        invars=eqn.invars[:n],
-        outvars=eqn.outvars[: len(value.avals)],
-    )
-
-
-_jax.register_dce(value_p, _drop_residuals)
-_jax.register_dce(jvp_p, _drop_tangents)

@@ -29,29 +29,31 @@ What remains is to let go early, and of the right one:
   newest are needed soonest. The numbers of dropped residuals are remembered for a
   while, so that a message can say why a forward rule runs again.
 
-Locking: the lock guards both dictionaries against callbacks on any thread, and against
-the garbage collector, which may run `_forget` on a thread that already holds the lock.
-So `_forget` only notes the number, and whichever thread next gets the lock without
-waiting clears up.
+Threads: callbacks use the store on any thread, and a dying array may drop a residual in
+the middle of any line here, if the garbage collector runs there. There is no lock: each
+use of a dictionary is one step in Python, and the order of two of them never matters.
+At worst a residual is dropped too early, which is right, or a moment late.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import threading
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from secrets import randbits
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
 
 from hostcall import _jax
 from hostcall._core import config
+from hostcall._core.source import Place
+from hostcall._host_function.rules import Tree
 
 logger = logging.getLogger("hostcall")
+T = TypeVar("T")
 
 # A handle has 64 bits in two halves, since JAX has no uint64 by default.
 HANDLE = _jax.ShapedArray((2,), np.dtype(np.uint32))
@@ -70,27 +72,25 @@ class Store:
     def __init__(self, limit: Callable[[], int]) -> None:
         self.limit = limit
         self.missed = 0  # how often a residual was computed again
-        self._kept: OrderedDict[int, tuple[Any, bool]] = OrderedDict()
-        self._dropped: OrderedDict[int, None] = OrderedDict()
+        # By number: the residual, and whether it is never taken out. Oldest first.
+        self._kept: dict[int, tuple[Tree, bool]] = {}
+        self._dropped: dict[int, None] = {}
+        # Functions, by name and source, for which the log says that a rule runs again.
+        self._said: dict[tuple[str, str], object] = {}
         # Starts anywhere in 62 bits, so that a handle from another process, or from
         # this one before a fork, finds nothing.
-        self._next = randbits(62)
-        self._dead: deque[int] = deque()
-        self._lock = threading.Lock()
+        self._numbers = itertools.count(randbits(62))
 
     def __len__(self) -> int:
-        self._clear_up()
         return len(self._kept)
 
-    def put(self, residual: Any) -> np.ndarray:
+    def put(self, residual: Tree) -> np.ndarray:
         """Keeps a residual and returns its handle."""
-        with self._lock:
-            number = self._next
-            self._next += 1
+        number = next(self._numbers)
         self._keep(number, residual, sticky=False)
         return np.frombuffer(number.to_bytes(8, "little"), HANDLE.dtype)
 
-    def get(self, handle: Any, take: bool) -> tuple[Any, bool]:
+    def get(self, handle: np.ndarray, take: bool) -> tuple[Tree, bool]:
         """Returns (the residual of a handle, whether there was one).
 
         Args:
@@ -98,91 +98,68 @@ class Store:
             take: whether this looks like the last use.
         """
         number = number_of(handle)
-        self._clear_up()
-        with self._lock:
-            found = self._kept.get(number)
-            if found is not None and take and not found[1]:
-                del self._kept[number]
-        return (None, False) if found is None else (found[0], True)
+        found = self._kept.get(number)
+        if found is None:
+            return None, False
+        residual, sticky = found
+        if take and not sticky:
+            self._kept.pop(number, None)
+        return residual, True
 
-    def had_to_go(self, handle: Any) -> bool:
-        """Whether this residual was dropped to make room for newer ones."""
-        with self._lock:
-            return number_of(handle) in self._dropped
-
-    def put_back(self, handle: Any, residual: Any) -> None:
+    def put_back(self, handle: np.ndarray, residual: Tree) -> None:
         """Keeps a residual that had to be computed again, and never takes it out."""
         self.missed += 1
         self._keep(number_of(handle), residual, sticky=True)
+
+    def say_that_it_runs_again(
+        self, handle: np.ndarray, name: str, source: str, place: Place
+    ) -> None:
+        """Logs, once for each function, that a residual that was dropped to make room
+        for newer ones is computed again.
+        """
+        new = object()
+        if number_of(handle) not in self._dropped:
+            return
+        if self._said.setdefault((name, source), new) is not new:
+            return
+        logger.warning(
+            "`%s` left more than %d residuals on the host before its backward rule used"
+            " them: the oldest were dropped, and its forward rule runs again for each"
+            " of those (differentiated at %s). hostcall.configure(residuals=...) keeps"
+            " more; with residuals= of defvjp they are arrays of the program",
+            name,
+            self.limit(),
+            place,
+        )
 
     def forget_with(self, array: jax.Array) -> None:
         """Drops the residual of a handle when `array`, which holds the handle, dies."""
         number = number_of(_jax.to_numpy(array))
         # At exit nothing has to be dropped: the process's memory goes anyway.
-        weakref.finalize(array, self._forget, number).atexit = False
+        weakref.finalize(array, self._kept.pop, number, None).atexit = False
 
     def clear(self) -> None:
-        with self._lock:
-            dropped, self._kept = self._kept, OrderedDict()
-            self._dropped.clear()
-        dropped.clear()
+        self._kept.clear()
+        self._dropped.clear()
 
-    def _keep(self, number: int, residual: Any, sticky: bool) -> None:
-        self._clear_up()
-        # What is dropped dies after the lock is released: a finalizer may run any code.
-        dropped = []
+    def _keep(self, number: int, residual: Tree, sticky: bool) -> None:
         limit = self.limit()
-        with self._lock:
-            self._kept[number] = residual, sticky
-            while len(self._kept) > limit:
-                dropped.append(self._kept.popitem(last=False))
-                if limit:
-                    self._dropped[dropped[-1][0]] = None
-            while len(self._dropped) > _REMEMBERED:
-                self._dropped.popitem(last=False)
-
-    def _forget(self, number: int) -> None:
-        self._dead.append(number)
-        self._clear_up()
-
-    def _clear_up(self) -> None:
-        if not self._dead:
-            return
-        dropped = []
-        # The outer loop closes a gap: a thread may note a number after our inner loop
-        # has ended, and find the lock still taken. We look again after the release.
-        while self._dead and self._lock.acquire(blocking=False):
-            try:
-                while self._dead:
-                    dropped.append(self._kept.pop(self._dead.popleft(), None))
-            finally:
-                self._lock.release()
-        del dropped
+        self._kept[number] = residual, sticky
+        for old in _oldest(self._kept, limit):
+            if self._kept.pop(old, None) is not None and limit:
+                self._dropped[old] = None
+        for old in _oldest(self._dropped, _REMEMBERED):
+            self._dropped.pop(old, None)
 
 
-def number_of(handle: Any) -> int:
+def _oldest(numbers: dict[int, T], limit: int) -> list[int]:
+    """Those beyond the limit. A copy of all is one step; a walk through some isn't."""
+    extra = len(numbers) - limit
+    return list(numbers)[:extra] if extra > 0 else []
+
+
+def number_of(handle: np.ndarray) -> int:
     return int.from_bytes(np.asarray(handle).tobytes(), "little")
 
 
 store = Store(lambda: config.settings.residuals)
-
-
-# Functions, by name and source, for which the log has said that a rule runs again.
-_said: dict[tuple[str, str], object] = {}
-
-
-def say_that_it_runs_again(name: str, source: str, place: Any) -> None:
-    """Logs, once for each function, that a dropped residual is computed again."""
-    new = object()
-    # dict.setdefault is atomic, so one of several threads logs.
-    if _said.setdefault((name, source), new) is not new:
-        return
-    logger.warning(
-        "`%s` left more than %d residuals on the host before its backward rule used"
-        " them: the oldest were dropped, and its forward rule runs again for each"
-        " of those (differentiated at %s). hostcall.configure(residuals=...) keeps"
-        " more; with residuals= of defvjp they are arrays of the program",
-        name,
-        store.limit(),
-        place,
-    )

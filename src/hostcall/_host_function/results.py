@@ -4,7 +4,7 @@ shorthand (`like`, `same_tree`, `elementwise`, "infer").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
 from hostcall._core.spec import is_array_like
-from hostcall._runtime.tasks import run_one
+from hostcall._host_function.rules import Function, Kind, Options, Tree, call_here
+from hostcall._host_function.trees import Trees
 
 tree = jax.tree_util
 
@@ -34,9 +34,9 @@ class like(OfArguments):
 
     argument: int
 
-    def spec(self, args: tuple[Any, ...], name: str) -> Any:
-        found = _argument(self.argument, args, name, "like")
-        if not hasattr(found, "shape"):
+    def spec(self, args: tuple[Tree, ...], name: str) -> Tree:
+        found = _argument(self, args, name)
+        if not _is_aval(found):
             raise SpecError(
                 f"hostcall: `{name}` has result=hc.results.like({self.argument}), and"
                 f" argument {self.argument} is not an array but"
@@ -58,20 +58,22 @@ class same_tree(OfArguments):
 
     argument: int
 
-    def spec(self, args: tuple[Any, ...], name: str) -> Any:
-        found = _argument(self.argument, args, name, "same_tree")
-        return tree.tree_map(lambda x: x if hasattr(x, "shape") else None, found)
+    def spec(self, args: tuple[Tree, ...], name: str) -> Tree:
+        found = _argument(self, args, name)
+        return tree.tree_map(lambda x: x if _is_aval(x) else None, found)
 
 
-def _argument(number: int, args: tuple[Any, ...], name: str, what: str) -> Any:
-    if not isinstance(number, int) or not -len(args) <= number < len(args):
+def _argument(which: like | same_tree, args: tuple[Tree, ...], name: str) -> Tree:
+    """The argument, with a ShapeDtypeStruct for each array."""
+    number, n = which.argument, len(args)
+    if not isinstance(number, int) or not -n <= number < n:
         raise SpecError(
-            f"hostcall: `{name}` has result=hc.results.{what}({number!r}), and was"
-            f" called with {counted(len(args), 'argument')}. Give the position of one"
-            " of them, from 0",
+            f"hostcall: `{name}` has result=hc.results.{type(which).__name__}"
+            f"({number!r}), and was called with {counted(n, 'argument')}. Give the"
+            " position of one of them, from 0",
             code="hc-result-spec",
         )
-    return args[number]
+    return tree.tree_map(aval_of, args[number])
 
 
 def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
@@ -85,19 +87,19 @@ def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
     code) gets arguments with as many axes as the result: axes of length 1 are put in
     front, so that the batch axes line up.
     """
-    leaves = [x for x in tree.tree_leaves(args) if hasattr(x, "shape")]
+    leaves = list(filter(_is_aval, map(aval_of, tree.tree_leaves(args))))
     shapes = [x.shape for x in leaves]
     symbolic = _jax.has_symbolic(leaves)
     shape = (jnp if symbolic else np).broadcast_shapes(*shapes)
-    strong = [x.dtype for x in leaves if not getattr(x, "weak_type", False)]
-    weak = [_SCALARS[x.dtype.kind] for x in leaves if getattr(x, "weak_type", False)]
+    strong = [x.dtype for x in leaves if not x.weak_type]
+    weak = [_SCALARS[x.dtype.kind] for x in leaves if x.weak_type]
     dtype = jnp.result_type(*strong, *weak) if leaves else jnp.result_type(float)
     if not jnp.issubdtype(dtype, jnp.inexact):
         dtype = jnp.result_type(dtype, float)
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def with_axes(arrays: Sequence[Any], n: int) -> list[Any]:
+def with_axes(arrays: Sequence[jax.Array], n: int) -> list[jax.Array]:
     """The arrays with `n` axes each; axes of length 1 are put in front."""
     shapes = [np.shape(x) for x in arrays]
     return [
@@ -106,38 +108,38 @@ def with_axes(arrays: Sequence[Any], n: int) -> list[Any]:
     ]
 
 
-_SCALARS: dict[str, Any] = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
+_SCALARS = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
 
 
-def avals_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with a ShapeDtypeStruct in place of each array."""
-
-    def aval(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array):
-            weak = bool(getattr(leaf, "weak_type", False))
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
-        if is_array_like(leaf):
-            weak = type(leaf) in (bool, int, float, complex)  # not np.float64
-            shape, dtype = np.shape(leaf), _jax.canonical_dtype(np.result_type(leaf))
-            return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
-        return leaf
-
-    return tree.tree_map(aval, args)  # type: ignore[no-any-return]
+def aval_of(leaf: Tree) -> Tree:
+    """A ShapeDtypeStruct for an array; other leaves themselves."""
+    if isinstance(leaf, jax.Array):
+        weak = _jax.aval_of(leaf).weak_type
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+    if is_array_like(leaf):
+        weak = type(leaf) in (bool, int, float, complex)  # not np.float64
+        shape, dtype = np.shape(leaf), _jax.canonical_dtype(np.result_type(leaf))
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
+    return leaf
 
 
-def spec_of(result: Any, fn: Callable[..., Any], args: Any, name: str) -> Any:
-    """The spec that `result=` means for these arguments, or for their avals."""
-    if isinstance(result, str) and result == "infer":
-        return _inferred(fn, avals_of(args), name)
-    if issubclass(type(result), OfArguments):
-        return result.spec(avals_of(args), name)
+def _is_aval(leaf: Tree) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def spec_of(result: Tree, args: tuple[Tree, ...], name: str) -> Tree:
+    """The spec that `result=`, unless it is "infer", means for these arguments, or for
+    their avals.
+    """
+    if isinstance(result, (like, same_tree)):
+        return result.spec(args, name)
     if not callable(result) or hasattr(result, "shape"):
         return result
-    avals = avals_of(args)
+    avals = tree.tree_map(aval_of, args)
     try:
         return result(*avals)
     except Exception as error:
-        given = ", ".join(_short(a) for a in avals)
+        given = ", ".join(map(_short, avals))
         raise SpecError(
             f"hostcall: the result= function of `{name}` failed for ({given}):"
             f" {type(error).__name__}: {error}. It gets a ShapeDtypeStruct for each"
@@ -146,35 +148,32 @@ def spec_of(result: Any, fn: Callable[..., Any], args: Any, name: str) -> Any:
         ) from error
 
 
-def _short(arg: Any) -> str:
-    if hasattr(arg, "shape"):
+def _short(arg: Tree) -> str:
+    if isinstance(arg, jax.ShapeDtypeStruct):
         return f"{arg.dtype}{list(arg.shape)}"
     return str(tree.tree_map(_short, arg) if tree.tree_leaves(arg) != [arg] else arg)
 
 
-def _inferred(fn: Callable[..., Any], args: Any, name: str) -> Any:
-    zeros = tree.tree_map(
-        lambda x: np.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x, args
-    )
+def inferred(fn: Function, avals: tuple[Tree, ...], name: str) -> Tree:
+    """The spec of what the function returns for zeros."""
+
+    def zeros(leaf: Tree) -> Tree:
+        return np.zeros(leaf.shape, leaf.dtype) if _is_aval(leaf) else leaf
+
     try:
-        value = run_one(fn, *zeros) if is_coroutine_function(fn) else fn(*zeros)
+        value = call_here(fn, tree.tree_map(zeros, avals))
     except Exception as error:
         raise SpecError(
             f"hostcall: `{name}` has result='infer', and failed on zeros:"
             f" {type(error).__name__}: {error}. Say what it returns with result=",
             code="hc-result-spec",
         ) from error
-
-    def spec(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = _jax.canonical_dtype(np.asarray(leaf).dtype)
-        return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
-
-    return tree.tree_map(spec, value)
+    return tree.tree_map(lambda leaf: aval_of(np.asarray(leaf)), value)
 
 
 def aligned(
-    args: list[Any], trees: Any, kind: str, options: dict[str, Any]
-) -> list[Any]:
+    args: list[jax.Array], site: Trees, kind: Kind, options: Options
+) -> list[jax.Array]:
     """Gives the operands of an elementwise function as many axes as the result.
 
     `kind` says which of its codes takes them; `options` are those of the call, whose
@@ -186,9 +185,9 @@ def aligned(
     The operands and results of the other rules have axes of their own; if those
     differ in number from the result's, the rows run one by one.
     """
-    axes = len(trees.results.avals[0].shape)
+    axes = len(site.avals[0].shape)
     if kind not in ("value", "jvp", "both"):
-        avals = trees.in_avals[: len(trees.template.keys)]
+        avals = site.unmasked(site.in_avals)
         if any(len(aval.shape) != axes for aval in avals):
             options["vmap_method"] = "sequential"
         return args

@@ -1,19 +1,25 @@
-"""What the def* methods are given, and the errors for a missing rule."""
+"""A Python function with its rules, as data; and the errors for a missing rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import DerivativeError, SpecError
-from hostcall._core.source import name_of
+from hostcall._core.host_code import Handle
+from hostcall._core.source import Place, name_of
+from hostcall._core.spec import Results
 from hostcall._engine.options import refuse_pairs
+from hostcall._runtime.tasks import run_one
 
 Where = Literal["host", "jax"]
 Function = Callable[..., Any]
-HOST_RESIDUALS = "host"
+# An argument, a result or a residual of the user's: a pytree of anything.
+Tree: TypeAlias = Any
+# Of calls, as `make` takes them.
+Options: TypeAlias = dict[str, Any]
 # The parameters and the result of the function that a HostFunction is made of.
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,45 +44,34 @@ RULES: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of `defjvp`, `deftranspose` or `defjacobian`.
+    """What one of the def* methods was given.
 
     Attributes:
-        rule: None if `defjvps` gave one for each argument.
-        each: those.
-        flat: the rule is a bridge's jvp and works on flat arrays:
-            rule(primals, tangents, out_diff), with one tangent per array and None for
-            zero. It returns the leaves of the result, and the tangents of the leaves
-            that `out_diff` marks.
-    """
-
-    rule: Function | None
-    where: Where
-    each: tuple[Function | None, ...] = ()
-    flat: bool = False
-
-
-@dataclass(frozen=True)
-class Vjp:
-    """The rules of `defvjp`.
-
-    Attributes:
-        residuals: HOST_RESIDUALS or a spec; for JAX code, `fwd` returns any it likes.
-        flat: `bwd` is a bridge's, works on flat arrays and skips unwanted cotangents:
+        fn: the rule, or the forward rule; None if `defjvps` gave one for each argument.
+        bwd: the backward rule of `defvjp`.
+        each: the rules of `defjvps`.
+        residuals: the spec of those that are arrays of the program; None if they stay
+            on the host, and for JAX code, whose `fn` returns any it likes.
+        flat: the rule is a bridge's and works on flat arrays. A jvp rule is
+            fn(primals, tangents, out_diff), with one tangent per array and None for
+            zero; it returns the leaves of the result, and the tangents of the leaves
+            that `out_diff` marks. A backward rule skips unwanted cotangents:
             bwd(residuals, cotangents, nz), with one cotangent per leaf of the result
-            and None for a leaf without one. It returns one for each array that `nz`
+            and None for a leaf without one; it returns one for each array that `nz`
             marks.
     """
 
-    fwd: Function
-    bwd: Function
+    fn: Function | None
     where: Where
-    residuals: Any
+    bwd: Function | None = None
+    each: tuple[Function | None, ...] = ()
+    residuals: Results | None = None
     flat: bool = False
 
     @property
     def keeps_objects(self) -> bool:
-        """Whether the residuals stay on the host, behind a handle."""
-        return self.where == "host" and isinstance(self.residuals, str)
+        """Whether its residuals stay on the host, behind a handle."""
+        return bool(self.bwd) and self.where == "host" and self.residuals is None
 
 
 @dataclass
@@ -84,12 +79,12 @@ class Rules:
     """All rules that a function was given; None for each that it was not."""
 
     jvp: Rule | None = None
-    vjp: Vjp | None = None
+    vjp: Rule | None = None
     transpose: Rule | None = None
     jacobian: Rule | None = None
     batch: Function | None = None
 
-    def add(self, name: str, kind: str, rule: Any, order: str = "pure") -> None:
+    def add(self, name: str, kind: str, rule: object, order: str = "pure") -> None:
         """Sets a rule, once, if it goes together with the order and other rules."""
         if order != "pure":
             raise SpecError(
@@ -115,8 +110,65 @@ class Rules:
         setattr(self, kind, rule)
 
 
+class Ruled(Handle):
+    """A Python function with its rules: what these see of a HostFunction."""
+
+    __name__: str
+    __qualname__: str
+    fn: Function
+    rules: Rules
+    options: Options
+    result: Tree
+    nondiff: tuple[int, ...]
+    advice: str  # what errors advise if the rules are not the user's to give
+    rules_copy = False
+    # If it is the derivative of an elementwise function by finite differences: that
+    # function, and the argument.
+    _slope_of: tuple[Ruled, int] | None = None
+
+    def _rule_of(self, kind: Kind) -> Rule:
+        """What a def* method was given for this kind of code."""
+        rule: Rule = getattr(self.rules, RULES[kind][0])
+        return rule
+
+    def _code_of(self, kind: Kind, index: int | None = None) -> Function:
+        """One of the functions that the user gave.
+
+        `index` is the argument of a rule of `defjvps`; None for the first of them.
+        """
+        if kind == "value":
+            return self.fn
+        rule = self._rule_of(kind)
+        found = rule.bwd if kind == "backward" else rule.fn
+        if index is not None:
+            found = rule.each[index]
+        return found or next(each for each in rule.each if each is not None)
+
+    def _awaits(self, kind: Kind) -> bool:
+        """Whether host code of this kind may call a coroutine function."""
+        called = [self._code_of(kind)]
+        if kind in ("jvp", "both"):
+            called += [self.fn, *filter(None, self._rule_of(kind).each)]
+        elif kind == "backward":  # runs it if its residual was dropped
+            called.append(self._code_of("forward"))
+        return any(map(is_coroutine_function, called))
+
+    def run(self, *args: Any) -> Any:
+        """Calls the function on this thread, or on the event loop and waits."""
+        return call_here(self.fn, args)
+
+    def nondiff_of(self, n: int) -> tuple[int, ...]:
+        """The positions in `nondiff`, among n arguments."""
+        return among(self.nondiff, n)
+
+
+def call_here(fn: Function, args: Sequence[Tree]) -> Tree:
+    """Calls a user's function on this thread, or on the event loop and waits."""
+    return run_one(fn, *args) if is_coroutine_function(fn) else fn(*args)
+
+
 def check_rules(
-    rules: Sequence[Any], name: str, usage: str, where: Any, options: dict[str, Any]
+    rules: Sequence[Function], name: str, usage: str, where: Where, options: Options
 ) -> None:
     """Refuses what can't be rules of the function `name`, and a wrong `where`."""
     for rule in rules:
@@ -152,7 +204,7 @@ def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:
     return tuple(i % n for i in positions if -n <= i < n)
 
 
-def forward_pair(value: Any, name: str) -> tuple[Any, Any]:
+def forward_pair(value: Tree, name: str) -> tuple[Tree, Tree]:
     if not isinstance(value, tuple) or len(value) != 2:
         raise DerivativeError(
             f"hostcall: the forward rule of `{name}` should return (out, residuals),"
@@ -165,7 +217,7 @@ def forward_pair(value: Any, name: str) -> tuple[Any, Any]:
 # --- Missing rules -----------------------------------------------------------------
 
 
-def no_derivative(name: str, place: Any, advice: str) -> DerivativeError:
+def no_derivative(name: str, place: Place, advice: str) -> DerivativeError:
     """`advice` replaces the usual one if the rules aren't the user's to give."""
     usual = (
         f"Give one: {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for"
@@ -179,7 +231,7 @@ def no_derivative(name: str, place: Any, advice: str) -> DerivativeError:
     )
 
 
-def no_forward(name: str, place: Any) -> DerivativeError:
+def no_forward(name: str, place: Place) -> DerivativeError:
     return DerivativeError(
         f"hostcall: `{name}` has a rule for reverse mode (defvjp), and is"
         f" differentiated in forward mode: jvp, jacfwd, hessian (called at {place})."
@@ -188,7 +240,7 @@ def no_forward(name: str, place: Any) -> DerivativeError:
     )
 
 
-def no_reverse(name: str, place: Any) -> DerivativeError:
+def no_reverse(name: str, place: Place) -> DerivativeError:
     return DerivativeError(
         f"hostcall: `{name}` has a rule for forward mode in host code (defjvp), and is"
         f" differentiated in reverse mode: grad, vjp, jacrev (called at {place}). Add"
@@ -198,7 +250,7 @@ def no_reverse(name: str, place: Any) -> DerivativeError:
     )
 
 
-def not_again(name: str, rule: Function, place: Any, advice: str) -> DerivativeError:
+def not_again(name: str, rule: Function, place: Place, advice: str) -> DerivativeError:
     what = "a derivative" if advice else f"`{name_of(rule)}`, a rule"
     where = "" if advice else " in host code,"
     usual = (
@@ -211,7 +263,9 @@ def not_again(name: str, rule: Function, place: Any, advice: str) -> DerivativeE
     )
 
 
-def not_differentiable(name: str, position: int, why: str, place: Any) -> Exception:
+def not_differentiable(
+    name: str, position: int, why: str, place: Place
+) -> DerivativeError:
     return DerivativeError(
         f"hostcall: `{name}` is differentiated with respect to argument {position},"
         f" {why} (called at {place}). Keep the derivative out with"

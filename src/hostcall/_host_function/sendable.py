@@ -2,8 +2,8 @@
 
 A worker on another machine has none of this process's treedefs and residuals. So it
 gets one function and its arguments: the user's function, or one of the three generators
-here, which call several of them and yield what these return. `function_code` prepares
-the arguments, and takes the value apart.
+here, which call several of them and yield what these return. `steps` prepares the
+arguments, and takes the value apart.
 """
 
 from __future__ import annotations
@@ -12,78 +12,48 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
 import jax
 
-from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of, source_of
-from hostcall._host_function.rules import RULES, forward_pair
+from hostcall._host_function.rules import Function, Kind, Ruled, Tree, forward_pair
 from hostcall._host_function.trees import is_pair
 from hostcall._runtime import executors
 from hostcall._runtime.workers import same
 
-Steps: TypeAlias = Generator[Any, Any, Any]
+Out = TypeVar("Out")
+# Calls functions of the user's: yields what one returns, and gets the value back.
+Calls: TypeAlias = Generator[Tree, Tree, Out]
 
 
-def rule_of(function: Any, kind: str) -> Any:
-    """What a def* method was given for this kind of code of a HostFunction."""
-    return getattr(function.rules, RULES[kind][0])
-
-
-def code_of(function: Any, which: str, index: int | None = None) -> Callable[..., Any]:
-    """One of the functions that the user gave to a HostFunction.
-
-    `index` is the argument of a rule of `defjvps`; None for the first of them.
-    """
-    if which == "value":
-        return function.fn  # type: ignore[no-any-return]
-    given = rule_of(function, which)
-    if which in ("forward", "backward"):
-        return given.fwd if which == "forward" else given.bwd  # type: ignore[no-any-return]
-    if index is not None:
-        return given.each[index]  # type: ignore[no-any-return]
-    return given.rule or next(filter(None, given.each))  # type: ignore[no-any-return]
-
-
-def awaits(function: Any, kind: str) -> bool:
-    """Whether host code of this kind may call a coroutine function of the user's."""
-    if kind in ("jvp", "both"):
-        given = function.rules.jvp
-        called = [function.fn, given.rule, *given.each]
-    elif kind == "backward":  # it runs the forward rule if its residual was dropped
-        called = [function.rules.vjp.fwd, function.rules.vjp.bwd]
-    else:
-        called = [code_of(function, kind)]
-    return any(is_coroutine_function(each) for each in called if each is not None)
-
-
-def driven(steps: Any, *args: Any) -> Any:
+def driven(calls: Callable[..., Calls[Out]], *args: Tree) -> Out:
     """Runs one of the generators below: each value that it yields goes back to it."""
-    generator, value = steps(*args), None
+    generator, value = calls(*args), None
     while True:
         try:
             value = generator.send(value)
         except StopIteration as end:
-            return end.value
+            return end.value  # type: ignore[no-any-return]
 
 
-async def awaited(steps: Any, *args: Any) -> Any:
+async def awaited(calls: Callable[..., Calls[Out]], *args: Tree) -> Out:
     """`driven`, if some of the functions are coroutine functions."""
-    generator, value = steps(*args), None
+    generator, value = calls(*args), None
     while True:
         try:
             value = generator.send(value)
         except StopIteration as end:
-            return end.value
+            return end.value  # type: ignore[no-any-return]
         if inspect.isawaitable(value):
             value = await value
 
 
-def push_each(rules: Any, fn: Any, outs: Any, args: Any) -> Steps:
+def push_each(
+    rules: list[tuple[Function, Tree]], fn: Function | None, outs: Tree, args: Tree
+) -> Calls[tuple[Tree, list[Tree]]]:
     """(result, what the rules of the arguments give), whose sum is the tangent."""
     if fn is not None:
         outs = yield fn(*args)
@@ -93,70 +63,62 @@ def push_each(rules: Any, fn: Any, outs: Any, args: Any) -> Steps:
     return outs, terms
 
 
-def push_whole(rule: Any, fn: Any, like: Any, args: Any, tangents: Any) -> Steps:
+def push_whole(
+    rule: Function, fn: Function | None, like: Tree, args: Tree, tangents: Tree
+) -> Calls[tuple[Tree, Tree]]:
     """(result, tangent), by a rule that returns both or only the tangent."""
     value = yield rule(args, tangents)
     if is_pair(value, jax.tree_util.tree_structure(like)):
-        return value
+        return value  # type: ignore[no-any-return]
     return None if fn is None else (yield fn(*args)), value
 
 
-def both_halves(forward: Any, backward: Any, name: str, args: Any, given: Any) -> Steps:
+def both_halves(
+    forward: Function, backward: Function, name: str, args: Tree, given: Tree
+) -> Calls[tuple[Tree, Tree]]:
     """(residual, cotangents), if the store has dropped the residual."""
     _, residual = forward_pair((yield forward(*args)), name)
     return residual, (yield backward(residual, *given))
 
 
-class Sendable:
-    """A function of the user's that may be sent to a worker.
+@dataclass(frozen=True)
+class Sendable(HostCode):
+    """A function of the user's that may be sent to a worker: one of a HostFunction.
 
     Functions are pickled by name. But a decorated function's name now means its
     HostFunction, and rules are often all called `_`. For such a function the
     HostFunction is pickled by name instead, and the worker takes the function from it.
 
-    Args:
-        fn: the function.
-        again: (what returns the function in the worker, its arguments), all picklable.
-        by_name: whether the executor sends functions by name.
+    Attributes:
+        function, kind, index: as for `Ruled._code_of`.
     """
 
-    def __init__(self, fn: Any, again: tuple[Any, ...], by_name: bool) -> None:
-        self._fn, self._again, self._by_name = fn, again, by_name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fn(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        plain = isinstance(self._fn, types.FunctionType)
-        if self._by_name and plain and at_its_name(self._fn) is not self._fn:
-            return self._again
-        return same, (self._fn,)
-
-
-@dataclass(frozen=True)
-class Sent(HostCode):
-    """The Python function of a HostFunction in `hc.call`, for its executor."""
-
-    function: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.fn(*args, **kwargs)
+    function: Ruled
+    kind: Kind = "value"
+    index: int | None = None
+    _fn: Function = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        vars(self).update(__qualname__=name_of(self.function.fn))
+        fn = self.function._code_of(self.kind, self.index)
+        vars(self).update(_fn=fn, __qualname__=name_of(fn))
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
+        return self._fn(*args, **kwargs)
 
     def source(self) -> str:
-        return source_of(self.function.fn)
+        return source_of(self._fn)
 
-    def split(self, args: Any, kwargs: Any) -> Any:
-        by_name = executors.by_name(self.function.options["executor"])
-        sent = Sendable(self.function.fn, (code_of, (self.function, "value")), by_name)
-        return partial(sent, **kwargs), args, same
+    def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
+        fn, executor = self._fn, self.function.options["executor"]
+        by_name = executors.by_name(executor)
+        if by_name and isinstance(fn, types.FunctionType) and at_its_name(fn) is not fn:
+            return Ruled._code_of, (self.function, self.kind, self.index)
+        return same, (fn,)
 
 
-def at_its_name(thing: Any) -> Any:
+def at_its_name(thing: Ruled | types.FunctionType) -> object:
     """What its module has under its name; None without."""
-    found: Any = sys.modules.get(thing.__module__)
+    found: object = sys.modules.get(thing.__module__)
     for part in thing.__qualname__.split("."):
         found = getattr(found, part, None)
     return found

@@ -16,106 +16,85 @@ The way of a value and its gradient, for a `defvjp` in host code:
     traced    HostFunction._call flattens the arguments and binds host_function on a
                 `Site`
               JAX differentiates it: `Site.jvp` binds host_jvp on a `Derivative`
-              JAX splits that: `Derivative.start` binds host_function on
-                FunctionCode("forward") and leaves host_linear on a `LinearPart`
-              JAX transposes that: `LinearPart.back` binds host_function on
-                FunctionCode("backward")
+              JAX splits that: `Derivative.start` binds host_function on the
+                FunctionCode of "forward" and leaves one on a `LinearPart`
+              JAX transposes that: `LinearPart.back` binds host_function on the
+                FunctionCode of "backward"
     lowered   `FunctionCode.run` makes each of the two a call, by `make`. Without a
-                derivative `Site.run` does so, on FunctionCode("value")
-    run       the engine calls `FunctionCode.__call__`: fwd runs, and its residual goes
-                into `residuals.store`; bwd runs on what is found there
+                derivative `Site.run` does so, on the FunctionCode of "value"
+    run       the engine calls `Steps.__call__`: fwd runs, and its residual goes into
+                `residuals.store`; bwd runs on what is found there
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.errors import BatchingError
-from hostcall._core.source import Place
-from hostcall._host_function import batching, rules  # noqa: F401  (it registers)
-from hostcall._host_function.derivative import Derivative, contract, jacobian
-from hostcall._host_function.function_code import FunctionCode
+from hostcall._core.fingerprint import fingerprint
+from hostcall._core.spec import Results, Template
+from hostcall._engine.options import WHOLE
+from hostcall._host_function import rules
+from hostcall._host_function.kept import options_of
 from hostcall._host_function.primitive import (
     Arrays,
+    Linear,
+    Pair,
     Tangents,
     Value,
     bind,
-    bind_jvp,
     filled,
 )
-from hostcall._host_function.traced import bound
+from hostcall._host_function.residuals import HANDLE, store
+from hostcall._host_function.results import aligned, elementwise
+from hostcall._host_function.steps import Steps, TracedSteps
 from hostcall._host_function.trees import Trees, pick, spread
-from hostcall._primitives.axes import in_front
+from hostcall._jax.types import Aval
+from hostcall._primitives.axes import Dims, in_front
 from hostcall._primitives.call.batching import batched_results
+from hostcall._primitives.call.make import make
 
 
-@dataclass(frozen=True)
-class Site(Value):
-    """A HostFunction, called with arguments of these trees.
+class Site(Trees):
+    """A HostFunction, called with arguments of these trees."""
 
-    Attributes:
-        function: the HostFunction, compared by identity.
-        trees: the trees of this way of calling it.
-        place: the user's line.
-    """
+    def run(self, operands: Arrays) -> Arrays:
+        return FunctionCode(Steps(self, "value", self.avals)).run(operands)
 
-    function: Any
-    trees: Trees
-    place: Place = field(compare=False)
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.trees.name
-
-    @property
-    def avals(self) -> tuple[Any, ...]:  # type: ignore[override]
-        return self.trees.results.avals
-
-    def __repr__(self) -> str:
-        return self.name
-
-    def run(self, args: Arrays) -> Arrays:
-        return FunctionCode(self, "value", self.avals).run(args)
-
-    def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
-        function, trees = self.function, self.trees
-        found = function.rules
+    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        found = self.function.rules
         self._check_tangents(tangents)
-        if not trees.out_avals:
-            outs = bind(args, self)
-            return outs, [None] * len(outs)
+        if not self.out_avals:
+            return bind(operands, self), [None for _ in self.avals]
         if found.transpose:
-            return self._linear_jvp(args, tangents)
-        if found.vjp is None and found.jvp is None:
-            if found.jacobian is None:
-                raise rules.no_derivative(self.name, self.place, function.advice)
-            outs = bind(args, self)
-            touts = contract(jacobian(self, args), tangents, trees)
-        else:
-            nz = tuple(t is not None for t in tangents)
-            some = [t for t in tangents if t is not None]
-            derivative = Derivative(self, nz)
-            if found.vjp or found.jacobian or found.jvp.where == "host":
-                outs, touts = bind_jvp(args, some, derivative)
-            else:
-                both, n = derivative.run(args, some), len(self.avals)
-                outs, touts = both[:n], both[n:]
-        return outs, spread(touts, trees.out_diff)
+            return self._linear_jvp(operands, tangents)
+        if not (found.vjp or found.jvp or found.jacobian):
+            raise rules.no_derivative(self.name, self.place, self.function.advice)
+        nz = tuple(t is not None for t in tangents)
+        derivative = Derivative(self, len(nz), nz)
+        whole = [*operands, *(t for t in tangents if t is not None)]
+        if found.vjp or (found.jvp and (found.jacobian or found.jvp.where == "host")):
+            both = bind(whole, derivative)
+        else:  # JAX can transpose the rule's code, and the product with a Jacobian
+            both = derivative.run(whole)
+        n = len(self.avals)
+        return both[:n], spread(both[n:], self.out_diff)
 
     def _check_tangents(self, tangents: Tangents) -> None:
-        jvp, trees = self.function.rules.jvp, self.trees
+        jvp = self.function.rules.jvp
         each = jvp.each if jvp else ()
-        for position, tangent in zip(trees.positions, tangents, strict=True):
-            if tangent is None:
-                continue
+        for position, tangent in zip(self.positions, tangents, strict=True):
             why = ""
-            if position in trees.nondiff:
+            if position in self.nondiff:
                 why = "which is in nondiff="
             elif each and (position >= len(each) or each[position] is None):
                 why = "for which defjvps was given no rule"
-            if why:
+            if why and tangent is not None:
                 raise rules.not_differentiable(self.name, position, why, self.place)
 
     # --- Linear functions ----------------------------------------------------------
@@ -126,82 +105,348 @@ class Site(Value):
     @property
     def of_tangents(self) -> Site:
         """The same function with tangents for its linear arguments. Fills have none."""
-        fills = None if self.trees.fills is None else (None,) * len(self.avals)
-        return replace(self, trees=replace(self.trees, fills=fills))
+        return replace(self, fills=(None,) * len(self.avals)) if self.masked else self
 
-    def _linear_jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+    def _linear_jvp(
+        self, operands: Arrays, tangents: Tangents
+    ) -> tuple[Arrays, Tangents]:
         """The results, and the same function of the tangents."""
-        diff, flags = self.trees.diff, self.trees.out_diff
-        whole = zip(args, filled(args, tangents), diff, strict=True)
+        whole = zip(operands, filled(operands, tangents), self.diff, strict=True)
         touts = bind([t if flag else x for x, t, flag in whole], self.of_tangents)
-        return bind(args, self), spread(pick(touts, flags), flags)
+        return bind(operands, self), spread(pick(touts, self.out_diff), self.out_diff)
 
-    def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
+    def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
         if self.function.rules.transpose is None:
-            return super().transposed(args, cotangents)
-        trees, linear = self.trees, self.trees.diff
-        known = [x for x, flag in zip(args, linear, strict=True) if not flag]
-        if any(x is None for x in known):
-            there = zip(trees.positions, args, linear, strict=True)
-            position = next(n for n, x, flag in there if x is None and not flag)
-            why = "in which it isn't linear"
-            raise rules.not_differentiable(self.name, position, why, self.place)
-        avals = tuple(pick(trees.in_avals, linear))
-        code = Transpose(self, "transpose", avals, linear)
-        operands = [*known, *pick(cotangents, trees.out_diff)]
-        return spread(bound(code, operands), linear)
+            return super().transposed(operands, cotangents)
+        still, known = [not flag for flag in self.diff], list[jax.Array]()
+        for position, x in pick(zip(self.positions, operands, strict=True), still):
+            if x is None:
+                why = "in which it isn't linear"
+                raise rules.not_differentiable(self.name, position, why, self.place)
+            known.append(x)
+        given = pick(cotangents, self.out_diff)
+        return spread(bind([*known, *given], Transpose(self, len(known))), self.diff)
 
     # --- Batches -------------------------------------------------------------------
 
-    def batch(self, size: int, args: Arrays, dims: Any) -> tuple[Arrays, Any] | None:
-        rule, trees = self.function.rules.batch, self.trees
+    def batch(
+        self, size: int, operands: Arrays, dims: Dims
+    ) -> tuple[Arrays, list[int | None]] | None:
+        rule = self.function.rules.batch
         if rule is None:
             return None
-        if trees.masked:
+        if self.masked:
             raise BatchingError(
                 f"hostcall: `{self.name}` is called with a mask (where), and has a"
                 " defbatch rule, which the mask could not reach. Call it without the"
                 " mask and choose with jnp.where; or give a vmap_method instead"
             )
-        moved = in_front(args, dims)
-        marks = trees.template.fill([d is not None for d in dims])[0]
-        answer = rule(size, tuple(marks), *trees.arguments(moved))
+        moved = in_front(operands, dims)
+        marks = self.template.fill([d is not None for d in dims])[0]
+        answer = rule(size, tuple(marks), *self.arguments(moved))
         what = f"the defbatch rule of `{self.name}`"
-        treedef = trees.results.treedef
+        treedef = self.results.treedef
         outs, flags = batched_results(answer, size, treedef, self.avals, what)
         return outs, [0 if flag else None for flag in flags]
 
 
-class Transpose(FunctionCode):
-    """The transpose of a linear function, by a rule in host code.
+@dataclass(frozen=True, repr=False)
+class Transpose(Linear):
+    """The transpose of a linear function, by a rule.
 
-    Its operands are the arrays in which the function isn't linear, then the cotangents
-    of the results, in which it is linear itself.
+    Its constants are the arrays in which the function isn't linear. It is linear in the
+    cotangents of the results.
     """
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return f"{self.site.trees.name}'s transpose"
+    site: Site
+    n: int
 
     def __repr__(self) -> str:
-        return self.name
+        return f"{self.site.name}'s transpose"
 
-    def jvp(self, args: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
-        n = self.nz.count(False)
-        if any(t is not None for t in tangents[:n]):
-            raise self._not_again()
-        moved = filled(args[n:], tangents[n:])
-        return bind(args, self), bind([*args[:n], *moved], self)
+    @property
+    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
+        return tuple(pick(self.site.in_avals, self.site.diff))
 
-    def transposed(self, args: Arrays, cotangents: Arrays) -> Tangents:
-        known = args[: self.nz.count(False)]
-        if any(x is None for x in known):
-            raise self._not_again()
-        rest, back = iter(known), iter(cotangents)
-        moved = [next(back) if flag else next(rest) for flag in self.nz]
-        outs = bind(moved, self.site.of_tangents)
-        return [*(None for _ in known), *pick(outs, self.site.trees.out_diff)]
+    def run(self, operands: Arrays) -> Arrays:
+        steps = Steps(self.site, "transpose", self.avals, self.site.diff)
+        return bound(steps, operands)
+
+    def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
+        rest, moved = iter(consts), iter(cotangents)
+        operands = [next(moved if flag else rest) for flag in self.site.diff]
+        return pick(bind(operands, self.site.of_tangents), self.site.out_diff)
 
 
-for _type in (Site, Transpose):
+# --- Host code in a program ----------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class FunctionCode(Value):
+    """One piece of host code in a program."""
+
+    steps: Steps
+
+    @property
+    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
+        return self.steps.avals
+
+    def __repr__(self) -> str:
+        return repr(self.steps)
+
+    def run(self, operands: Arrays) -> Arrays:
+        steps, site = self.steps, self.steps.site
+        options = options_for(steps)
+        operands, mask = steps.unmasked(operands)
+        if site.function.result is elementwise and options["vmap_method"] in WHOLE:
+            operands = aligned(operands, site, steps.kind, options)
+        template, results = self._form(len(operands))
+        how = options, steps, template, results, steps.fills, site.place
+        return make(*how, operands, mask, site.function)
+
+    def _form(self, n: int) -> tuple[Template, Results]:
+        """The trees of the call: the function has its own, a rule `n` flat arrays."""
+        steps, site = self.steps, self.steps.site
+        if steps.kind == "value":
+            return site.template, site.results
+        keys = site.results.keys if steps.kind in ("both", "forward") else ()
+        keys = (*keys, *(None for _ in self.avals[len(keys) :]))
+        marks = site.template.keys[: steps.n]
+        template = Template.flat(*marks, *(None for _ in range(n - steps.n)))
+        return template, Results.flat(self.avals, keys)
+
+    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        del operands, tangents
+        site, advice = self.steps.site, self.steps.site.function.advice
+        if self.steps.kind == "value":
+            raise rules.no_derivative(site.name, site.place, advice)
+        raise rules.not_again(site.name, self.steps.code, site.place, advice)
+
+    def shared(self, dims: Sequence[int | None]) -> Value:
+        """A backward rule does not take out a residual that the rows share."""
+        steps = self.steps
+        if steps.kind != "backward" or not steps.keeps_objects or not steps.take:
+            return self
+        handle = dims[len(steps.site.in_avals)]
+        return FunctionCode(replace(steps, take=False)) if handle is None else self
+
+    def narrowed(self, used: Sequence[bool]) -> Value | None:
+        """The function itself, if nothing uses the forward rule's residuals."""
+        site = self.steps.site
+        unused = self.steps.kind == "forward" and not any(used[len(site.avals) :])
+        return site if unused else None
+
+
+def bound(steps: Steps, operands: Arrays, template: Template | None = None) -> Arrays:
+    """The results of a rule in a program; for `template` see `TracedSteps`."""
+    if steps.site.function._rule_of(steps.kind).where == "jax":
+        return TracedSteps(steps, template).run(operands)
+    return bind(operands, FunctionCode(steps))
+
+
+def options_for(steps: Steps) -> rules.Options:
+    """The options of its calls, as `make` takes them."""
+    function = steps.site.function
+    label: tuple[object, ...] = steps.kind, steps.nz
+    # version= says which code computes the value; a rule can be set again.
+    if function.options.get("cache") is not None and steps.kind != "value":
+        label += (fingerprint(steps.code),)
+    options = options_of(function.options, label, steps.site.template)
+    if steps.kind != "value":
+        options |= {"lend": bool(options["lend"]), "coalesce": None, "wait": None}
+    if steps.keeps_objects:
+        options["cache"] = None  # one backward rule takes the residual
+        # A residual that is kept may be an argument.
+        options["lend"] = options["lend"] and function.rules_copy
+        if options["vmap_method"] != "parallel":
+            options["vmap_method"] = "sequential"
+    return options
+
+
+# --- The derivative of a call for which both modes may have rules --------------------
+#
+# `Derivative` is (results, derivative along some tangents). When JAX needs to know the
+# two halves apart, `start` computes the results and hands the rest to a `LinearPart`:
+# constants, and a linear function of the tangents with its transpose.
+
+
+@dataclass(frozen=True)
+class Derivative(Pair):
+    """A call and its derivative along the tangents that `nz` marks.
+
+    Attributes:
+        value: the call that is differentiated.
+        nz: for each array of the arguments, whether it has a tangent.
+    """
+
+    value: Trees
+    n: int
+    nz: tuple[bool, ...]
+
+    @property
+    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
+        return (*self.value.avals, *self.value.out_avals)
+
+    def run(self, operands: Arrays) -> Arrays:
+        site, options = self.value, self.value.function.options
+        jvp = site.function.rules.jvp
+        alone = options["lend"] == "out" or options.get("coalesce") is not None
+        if jvp and (jvp.where == "jax" or not alone):
+            return bound(Steps(site, "both", self.avals, self.nz), operands)
+        outs, consts, linear = self.start(operands[: self.n], False)
+        return [*outs, *linear.run([*consts, *operands[self.n :]])]
+
+    def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
+        site, found = self.value, self.value.function.rules
+        residuals, template = list[jax.Array](), None
+        if backward and found.vjp:
+            outs, residuals, template = _forward(site, found.vjp, args)
+        else:
+            outs = bind(args, site)
+            if backward and found.jacobian:
+                residuals = jacobian(site, args)
+        again = found.vjp and (site.masked or found.vjp.keeps_objects)
+        kept_args = args if found.jvp or again or not backward else []
+        kept_outs = outs if found.jvp and found.jvp.each else []
+        consts = [*kept_args, *kept_outs, *residuals]
+        counts = len(consts), len(kept_args), len(kept_outs)
+        return outs, consts, LinearPart(site, *counts, self.nz, backward, template)
+
+
+@dataclass(frozen=True, repr=False)
+class LinearPart(Linear):
+    """The derivative at given arguments, as a linear function of tangents.
+
+    Attributes:
+        site: the call that is differentiated.
+        n_args, n_outs: how many of the arguments and of the results are among its
+            constants, as far as its rules need them: all or none. Residuals follow.
+        nz: for each array of the arguments, whether it has a tangent.
+        ready: whether the consts include what the reverse rule needs.
+        template: the tree of the residuals of JAX code.
+    """
+
+    site: Trees
+    n: int
+    n_args: int
+    n_outs: int
+    nz: tuple[bool, ...]
+    ready: bool
+    template: Template | None
+
+    @property
+    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
+        return self.site.out_avals
+
+    def _parts(self, consts: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """(arguments, results, residuals)."""
+        n, m = self.n_args, self.n_args + self.n_outs
+        return consts[:n], consts[n:m], consts[m:]
+
+    def run(self, operands: Arrays) -> Arrays:
+        site, found = self.site, self.site.function.rules
+        args, outs, residuals = self._parts(operands[: self.n])
+        tangents = operands[self.n :]
+        if found.jvp:
+            steps = Steps(site, "jvp", self.avals, self.nz)
+            return bound(steps, [*args, *tangents, *outs])
+        if found.jacobian:
+            there = self.ready and found.vjp is None
+            blocks = residuals if there else jacobian(site, args)
+            return push(blocks, spread(tangents, self.nz), site)
+        raise rules.no_forward(site.name, site.place)
+
+    def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
+        site, found, template = self.site, self.site.function.rules, self.template
+        args, _, residuals = self._parts(consts)
+        if found.vjp:
+            if not self.ready:
+                _, residuals, template = _forward(site, found.vjp, args)
+            take = True
+            if found.vjp.keeps_objects:
+                take = isinstance(residuals[0], jax.core.Tracer)
+                _forget_with(residuals[0])
+            else:
+                args = args[-1:] if site.masked else []
+            avals = tuple(pick(site.in_avals, self.nz))
+            steps = Steps(site, "backward", avals, self.nz, take)
+            return bound(steps, [*args, *residuals, *cotangents], template)
+        if found.jacobian:
+            blocks = residuals if self.ready else jacobian(site, args)
+            return pull(blocks, cotangents, site, self.nz)
+        raise rules.no_reverse(site.name, site.place)
+
+
+# --- The rules of defvjp -------------------------------------------------------------
+
+
+def _forward(
+    site: Trees, vjp: rules.Rule, args: Arrays
+) -> tuple[Arrays, Arrays, Template | None]:
+    """The results, the residuals, and (for JAX code) the tree of the residuals."""
+    n = len(site.avals)
+    if vjp.where == "jax":
+        traced = TracedSteps(Steps(site, "forward", site.avals))
+        found = traced.run(args)
+        return found[:n], found[n:], traced.template
+    avals = (HANDLE,) if vjp.residuals is None else vjp.residuals.avals
+    steps = Steps(site, "forward", (*site.avals, *avals))
+    found = bind(args, FunctionCode(steps))
+    if vjp.keeps_objects:
+        _forget_with(found[n])
+    return found[:n], found[n:], None
+
+
+def _forget_with(handle: jax.Array) -> None:
+    """Ties the residual of an eager call to the array that holds its handle."""
+    eager = isinstance(handle, jax.Array) and not isinstance(handle, jax.core.Tracer)
+    if eager and handle.is_fully_addressable and handle.is_ready():
+        store.forget_with(handle)
+
+
+# --- Jacobians -----------------------------------------------------------------------
+#
+# The blocks are ordered by result, then by argument, and each has the shape
+# out.shape + in.shape. Forward mode computes J t, reverse mode ct J, with the same J.
+
+
+def jacobian(site: Trees, args: Arrays) -> Arrays:
+    """The blocks for a `site.Site` at these arguments."""
+    return bound(Steps(site, "jacobian", site.jacobian_avals), args)
+
+
+def push(jacobian: Arrays, tangents: Tangents, site: Trees) -> Arrays:
+    """The tangents of the results, J t; a tangent that is None is zero."""
+    ins = pick(zip(tangents, site.in_avals, strict=True), site.diff)
+    used = [(j, t, x.shape) for j, (t, x) in enumerate(ins) if t is not None]
+    return [
+        _sum(out, [_dot(jacobian[i + j], t, len(shape)) for j, t, shape in used])
+        for i, out in zip(
+            range(0, len(jacobian), len(ins)), site.out_avals, strict=True
+        )
+    ]
+
+
+def pull(
+    jacobian: Arrays, cotangents: Arrays, site: Trees, wanted: Sequence[bool]
+) -> Arrays:
+    """The cotangents of the arrays that `wanted` marks, ct J."""
+    n, axes = sum(site.diff), [len(out.shape) for out in site.out_avals]
+    columns = pick([jacobian[j::n] for j in range(n)], pick(wanted, site.diff))
+    return [
+        _sum(like, list(map(_dot, cotangents, column, axes)))
+        for like, column in zip(pick(site.in_avals, wanted), columns, strict=True)
+    ]
+
+
+def _sum(like: Aval, terms: Arrays) -> jax.Array:
+    total = sum(terms[1:], terms[0]) if terms else jnp.zeros(like.shape)
+    return total.astype(like.dtype)
+
+
+def _dot(left: jax.Array, right: jax.Array, axes: int) -> jax.Array:
+    return jnp.tensordot(left, right, axes, precision=jax.lax.Precision.HIGHEST)
+
+
+for _type in (Site, Transpose, FunctionCode, Derivative, LinearPart):
     _jax.hold_weakly_in_caches(_type)

@@ -1,11 +1,11 @@
-"""The trees of one way of calling a function: from flat arrays to what rules see."""
+"""One way of calling a function: from flat arrays to what rules see, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,32 +14,51 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.counted import counted
 from hostcall._core.errors import DerivativeError
+from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, wrap_keys
-from hostcall._host_function.primitive import Arrays, Tangents
+from hostcall._host_function.primitive import Arrays, Tangents, Value
+from hostcall._host_function.rules import Ruled, Tree
+from hostcall._jax.types import Aval, TreeDef
 
 tree = jax.tree_util
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Trees:
+class Trees(Value):
     """How flat arrays become the arguments of rules, and rules' results flat arrays.
 
+    `site.Site` says how the derivatives of such a call are made.
+
     Attributes:
-        name: the function's name, for messages.
+        function: the HostFunction, compared by identity.
         template: how the arguments are put together.
         in_avals: the avals of their arrays.
         results: what the function returns.
         nondiff: positions of arguments without a derivative.
         fills: the bytes of each result for a False mask; None if there is no mask. A
             mask is one more bool array behind the others, which is in no argument.
+        place: the user's line.
     """
 
-    name: str
+    function: Ruled
     template: Template
-    in_avals: tuple[Any, ...]
+    in_avals: tuple[Aval, ...]
     results: Results
     nondiff: tuple[int, ...]
-    fills: tuple[bytes | None, ...] | None = None
+    fills: tuple[bytes | None, ...] | None
+    place: Place = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
+        return self.results.avals
+
+    def __repr__(self) -> str:
+        return self.name
 
     @property
     def masked(self) -> bool:
@@ -52,11 +71,7 @@ class Trees:
         """For each array, the position of the argument that holds it."""
         trees = enumerate(self.argument_trees)
         leaves = [n for n, part in trees for _ in range(part.num_leaves)]
-        found = self._arrays_of(leaves)
-        return (*found, *self._of_mask(len(self.argument_trees)))
-
-    def _of_mask(self, value: Any) -> tuple[Any, ...]:
-        return (value,) if self.masked else ()
+        return tuple(self._of_arrays(leaves, len(self.argument_trees)))
 
     @cached_property
     def diff(self) -> tuple[bool, ...]:
@@ -77,71 +92,58 @@ class Trees:
         return tuple(sorted(found))
 
     @cached_property
-    def out_avals(self) -> tuple[Any, ...]:
+    def out_avals(self) -> tuple[Aval, ...]:
         """The avals of the results that have a tangent."""
         return tuple(pick(self.results.avals, self.out_diff))
 
     @cached_property
-    def argument_trees(self) -> tuple[Any, ...]:
+    def argument_trees(self) -> tuple[TreeDef, ...]:
         """The treedef of each argument, with static leaves."""
         return tuple(self.template.treedef.children()[0].children())
 
     # --- From arrays to trees ------------------------------------------------------
 
-    def arguments(self, arrays: Arrays) -> tuple[Any, ...]:
+    def arguments(self, arrays: Sequence[T]) -> tuple[Tree, ...]:
         """The arguments for JAX code, with typed keys."""
         keys = self.template.keys
         return self.template.fill(wrap_keys(arrays[: len(keys)], keys))[0]
 
     @cached_property
-    def result_of_zeros(self) -> Any:
+    def result_of_zeros(self) -> Tree:
         """A value with the structure of the result."""
         return self.results.treedef.unflatten([0] * self.results.treedef.num_leaves)
 
-    @cached_property
-    def result_is_leaf(self) -> bool:
-        return bool(self.results.treedef == tree.tree_structure(0))
-
-    def tangents(self, shapes: Sequence[Any], tangents: Tangents, zeros: Any) -> Any:
+    def tangents(
+        self, like: Arrays, tangents: Tangents, zeros: Callable[[jax.Array], jax.Array]
+    ) -> tuple[Tree, ...]:
         """Tangents in the structure of the arguments.
 
         Zeros stand for a tangent that is None, float0 zeros for integers, and None for
         static leaves and the arguments in `nondiff`.
         """
-        n = len(self.template.keys)
-        rest = iter(zip(shapes[:n], tangents[:n], self.diff[:n], strict=True))
-        leaves: list[Any] = []
-        for leaf in self.template.leaves:
-            if isinstance(leaf, Static):
-                leaves.append(None)
-                continue
-            like, tangent, diff = next(rest)
-            if tangent is not None:
-                leaves.append(tangent)
-            elif diff:
-                leaves.append(zeros(like))
-            else:
-                leaves.append(np.zeros(np.shape(like), jax.dtypes.float0))
+        whole = [
+            (zeros(x) if diff else _float0(x.shape)) if t is None else t
+            for x, t, diff in zip(like, tangents, self.diff, strict=False)
+        ]
+        leaves = spread(whole, self._are_arrays)
         args, _ = self.template.treedef.unflatten(leaves)
-        return tuple(
-            None if position in self.nondiff else arg
-            for position, arg in enumerate(args)
-        )
+        still = self.nondiff
+        return tuple(None if n in still else arg for n, arg in enumerate(args))
 
-    def cotangents(self, cotangents: Arrays) -> Any:
+    def cotangents(self, cotangents: Arrays) -> Tree:
         """Cotangents in the structure of the result; integers have float0 zeros."""
-        if self.result_is_leaf and len(cotangents) == 1:
-            return cotangents[0]
         rest = iter(cotangents)
         leaves = [
-            next(rest) if flag else np.zeros(aval.shape, jax.dtypes.float0)
+            next(rest) if flag else _float0(aval.shape)
             for aval, flag in zip(self.results.avals, self.out_diff, strict=True)
         ]
         return self.results.treedef.unflatten(leaves)
 
     # --- From trees to arrays ------------------------------------------------------
 
-    def leaves_of(self, treedef: Any, value: Any, what: str, structure: str) -> Arrays:
+    def leaves_of(
+        self, treedef: TreeDef, value: Tree, what: str, structure: str
+    ) -> Arrays:
         """The leaves of a value that a rule returned.
 
         `what` names the rule, and `structure` what the value should have the structure
@@ -156,16 +158,14 @@ class Trees:
                 code="hc-rule",
             ) from error
 
-    def out_leaves(self, value: Any, what: str) -> Arrays:
+    def out_leaves(self, value: Tree, what: str) -> Arrays:
         """The leaves of a value in the structure of the result."""
-        if self.result_is_leaf:
-            return [value]
         structure = "the structure of the result"
         return self.leaves_of(self.results.treedef, value, what, structure)
 
     def argument_leaves(
-        self, value: Any, what: str, positions: Sequence[int] | None = None
-    ) -> Any:
+        self, value: Tree, what: str, positions: Sequence[int] | None = None
+    ) -> Tangents:
         """One entry for each array of the arguments, from a tuple of values.
 
         The tuple has one value for each argument in `positions`, by default for each.
@@ -184,10 +184,8 @@ class Trees:
                 f" {got if len(got) < 80 else type(value).__name__}",
                 code="hc-rule",
             )
-        if self.template.is_flat and len(positions) == len(self.argument_trees):
-            return [*value, *self._of_mask(None)]
         of = dict(zip(positions, value, strict=True))
-        leaves: list[Any] = []
+        leaves: Tangents = []
         for position, treedef in enumerate(self.argument_trees):
             part = of.get(position)
             if part is None:
@@ -195,19 +193,23 @@ class Trees:
             else:
                 structure = f"for argument {position} the structure of that argument"
                 leaves += self.leaves_of(treedef, part, what, structure)
-        return [*self._arrays_of(leaves), *self._of_mask(None)]
+        return self._of_arrays(leaves, None)
 
-    def _arrays_of(self, leaves: Sequence[Any]) -> list[Any]:
-        """Those of the arrays, from one entry for each leaf of the arguments."""
-        marks = self.template.leaves
-        pairs = zip(leaves, marks, strict=True)
-        return [x for x, mark in pairs if not isinstance(mark, Static)]
+    @cached_property
+    def _are_arrays(self) -> tuple[bool, ...]:
+        """For each leaf of the arguments, whether it isn't static."""
+        return tuple(not isinstance(mark, Static) for mark in self.template.leaves)
 
-    def jacobian_leaves(self, value: Any) -> Arrays:
+    def _of_arrays(self, leaves: Iterable[T], of_mask: T) -> list[T]:
+        """One entry for each array, from one for each leaf of the arguments."""
+        found = pick(leaves, self._are_arrays)
+        return [*found, of_mask] if self.masked else found
+
+    def jacobian_leaves(self, value: Tree) -> Arrays:
         """The blocks of a Jacobian, by result and then by array of the arguments, for
         those that have derivatives.
         """
-        what, blocks = "the Jacobian rule", []
+        what, blocks = "the Jacobian rule", list[jax.Array]()
         outs = pick(self.out_leaves(value, what), self.out_diff)
         for out in outs:
             entry = out if len(self.diff_positions) != 1 else (out,)
@@ -216,7 +218,7 @@ class Trees:
         return blocks
 
     @cached_property
-    def jacobian_avals(self) -> tuple[Any, ...]:
+    def jacobian_avals(self) -> tuple[Aval, ...]:
         return tuple(
             out.update(shape=out.shape + aval.shape)
             for out in self.out_avals
@@ -227,10 +229,10 @@ class Trees:
     def jacobian_paths(self) -> tuple[str, ...]:
         """For each block of the Jacobian what it derives, and by what."""
         outs = pick(self.results.paths(), self.out_diff)
-        args = pick([*self.template.paths(), *self._of_mask("where")], self.diff)
+        args = pick(self.template.paths(), self.unmasked(self.diff))
         return tuple(f"{out} by {arg}" for out in outs for arg in args)
 
-    def fitting(self, values: Arrays, avals: Sequence[Any], what: str) -> Arrays:
+    def fitting(self, values: Tangents, avals: Sequence[Aval], what: str) -> Arrays:
         """The arrays that JAX code returned, checked for shape and cast to dtype."""
         fitted = []
         for value, aval in zip(values, avals, strict=True):
@@ -241,11 +243,10 @@ class Trees:
                 array = jnp.asarray(value)
                 if _jax.is_key_dtype(array.dtype):
                     array = jax.random.key_data(array)
-                fits, got = array.shape == aval.shape, array.dtype.name
-                got += str(list(array.shape))
+                got = f"{array.dtype.name}{list(array.shape)}"
             except (TypeError, ValueError):  # no array
-                fits, got = False, type(value).__name__
-            if not fits:
+                array, got = None, type(value).__name__
+            if array is None or array.shape != aval.shape:
                 raise DerivativeError(
                     f"hostcall: {what} of `{self.name}` returned {got} where"
                     f" {aval.dtype}{list(aval.shape)} is wanted",
@@ -256,19 +257,18 @@ class Trees:
 
     # --- Masks ---------------------------------------------------------------------
 
-    def unmasked(self, values: Sequence[Any]) -> Sequence[Any]:
+    def unmasked(self, values: Sequence[T]) -> Sequence[T]:
         """`values` has one entry per array of the arguments; drops the mask's."""
         return values[: len(self.template.keys)]
 
 
-def is_pair(value: Any, treedef: Any) -> bool:
+def is_pair(value: Tree, treedef: TreeDef) -> bool:
     """Whether a jvp rule returned (out, tangent) rather than the tangent alone.
 
     `treedef` is the structure of the result, and so of its tangent.
     """
-    if not isinstance(value, tuple) or len(value) != 2:
-        return False
-    if tree.tree_structure(value) == treedef:
+    pair = isinstance(value, tuple) and len(value) == 2
+    if not pair or tree.tree_structure(value) == treedef:
         return False
     try:
         for part in value:
@@ -278,11 +278,15 @@ def is_pair(value: Any, treedef: Any) -> bool:
     return True
 
 
-def pick(values: Sequence[Any], flags: Sequence[int]) -> list[Any]:
+def _float0(shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+def pick(values: Iterable[T], flags: Sequence[int]) -> list[T]:
     return [v for v, flag in zip(values, flags, strict=True) if flag]
 
 
-def spread(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+def spread(values: Iterable[T], flags: Sequence[bool]) -> list[T | None]:
     """`values` where the flags are True, None elsewhere."""
     rest = iter(values)
     return [next(rest) if flag else None for flag in flags]

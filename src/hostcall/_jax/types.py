@@ -12,6 +12,7 @@ from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _pe
 from jax._src.lib.mlir import ir as _ir
 
 # The shape and dtype of an argument, a result or a variable.
@@ -22,7 +23,10 @@ Device: TypeAlias = jax.Device
 Effect: TypeAlias = _effects.Effect
 Jaxpr: TypeAlias = _core.Jaxpr
 JaxprEquation: TypeAlias = _core.JaxprEqn
+Var: TypeAlias = _core.Var
 Primitive: TypeAlias = _core.Primitive
+# What partial evaluation gives to a rule.
+JaxprTrace: TypeAlias = _pe.JaxprTrace
 Sharding: TypeAlias = jax.sharding.Sharding
 Mesh: TypeAlias = jax.sharding.Mesh
 TreeDef: TypeAlias = jax.tree_util.PyTreeDef

@@ -133,7 +133,7 @@ class JaxFunction(TakesNoRules):
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = [x for x in leaves if is_operand(x)]
         marks = tuple(None if is_operand(x) else Static(x) for x in leaves)
-        template, avals = Template(treedef, marks), results.avals_of(tuple(arrays))
+        template, avals = Template(treedef, marks), tuple(map(results.aval_of, arrays))
         with jax.sharding.use_abstract_mesh(NO_MESH):
             traced = self._jit.trace(template, *avals)
             out_tree = jax.tree.structure(traced.out_info)

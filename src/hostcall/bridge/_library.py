@@ -23,9 +23,9 @@ import numpy as np
 from hostcall._core.arguments import wrong
 from hostcall._core.errors import PackageError, SpecError
 from hostcall._core.host_code import HostCode
-from hostcall._core.spec import flatten_arguments, is_array_like, is_numeric
+from hostcall._core.spec import is_array_like, is_numeric
 from hostcall._host_function.function import HostFunction
-from hostcall._host_function.rules import HOST_RESIDUALS, Rule, Vjp
+from hostcall._host_function.rules import Rule
 from hostcall._host_function.trees import pick
 
 tree = jax.tree_util
@@ -108,7 +108,7 @@ class OverOthers(HostFunction[..., Any]):
     _NOT_PICKLED = (*HostFunction._NOT_PICKLED, "_made")
 
     def set_rules(self) -> None:
-        self.rules.vjp = Vjp(self._with_args, self._pull, "jax", HOST_RESIDUALS, True)
+        self.rules.vjp = Rule(self._with_args, "jax", self._pull, flat=True)
         self.rules.jvp = Rule(self._push, "jax", flat=True)
 
     def _with_args(self, *args: Any) -> Any:
@@ -156,16 +156,14 @@ class LibraryFunction(OverOthers):
         super().__init__(code, **{**PLAIN, **options})
         self.derivatives, self.advice = derivatives, advice
         if derivatives == 1 and by_graph:
-            self.rules.vjp = Vjp(
-                self._forward, code.backward, "host", HOST_RESIDUALS, True
-            )
+            self.rules.vjp = Rule(self._forward, "host", code.backward, flat=True)
             self.rules.jvp = Rule(self._push_on_host, "host", flat=True)
         elif derivatives:
             self.set_rules()
 
     def spec(self, *avals: Any) -> Any:
         """The spec of its result for arguments with these avals."""
-        return self._spec(avals, flatten_arguments(avals, {})[1])
+        return self._spec(avals)
 
     def _forward(self, *args: Any) -> Any:
         return self.fn.forward(args, self.nondiff_of(len(args)))

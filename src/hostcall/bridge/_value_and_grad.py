@@ -14,7 +14,6 @@ import numpy as np
 from hostcall._core.arguments import check_function, wrong
 from hostcall._core.errors import ResultError, SpecError
 from hostcall._core.host_code import HostCode
-from hostcall._host_function import results
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
 from hostcall._host_function.rules import among
@@ -198,8 +197,7 @@ class _Value(_Both):
 
 def _pair_spec(made: HostFunction[..., Any], both: _Both, *avals: Any) -> Any:
     """The spec of what `_Both` returns."""
-    value = results.spec_of(made.result, made.fn, avals, made.__name__)
-    return value, both.floating(avals)
+    return made._spec(avals), both.floating(avals)
 
 
 def _jvp(
