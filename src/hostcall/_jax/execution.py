@@ -22,7 +22,7 @@ from jax._src.interpreters import pxla as _pxla
 from hostcall._jax.devices import default_device
 from hostcall._jax.fast_dispatch import forget_fast_dispatches
 from hostcall._jax.types import Device, Executable
-from hostcall._jax.versions import abstract_mesh_context_manager, device_context
+from hostcall._jax.versions import MESH_SETTINGS
 from hostcall._native import Ambient
 
 
@@ -48,7 +48,7 @@ def ambient_settings() -> list[AmbientSetting]:
         the kinds DEVICE and GUARD the value comes from the call's plan instead.
     """
     of = _config.State
-    abstract, concrete = abstract_mesh_context_manager, device_context
+    abstract, concrete = MESH_SETTINGS
     return [
         AmbientSetting(kind, setting, of.swap_local, of.set_local, of.get_local, value)
         for kind, setting, value in (

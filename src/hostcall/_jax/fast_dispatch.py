@@ -38,7 +38,7 @@ from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax import types as _t
-from hostcall._jax.tracing import changed, open_jaxpr
+from hostcall._jax.versions import changed, open_jaxpr
 from hostcall._native import current
 
 # --- A program as one equation without effects ----------------------------------------

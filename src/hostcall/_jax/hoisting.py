@@ -23,8 +23,8 @@ from jax._src import effects as _effects
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
-from hostcall._jax.tracing import changed
 from hostcall._jax.types import Jaxpr, JaxprEquation, Trace, Tracer
+from hostcall._jax.versions import changed
 
 # Equations with these effects stay in the scans that they are in.
 kept_in_loops = _effects.EffectTypeSet()

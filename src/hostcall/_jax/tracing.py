@@ -22,26 +22,9 @@ from jax._src.interpreters import partial_eval as _pe
 from jax._src.state import discharge as _discharge
 
 from hostcall._jax import types as _t
-from hostcall._jax.versions import ClosedJaxpr
 
 # For each operand the axis of the batch, or None.
 Dims: TypeAlias = Sequence[int | None]
-
-
-def open_jaxpr(jaxpr: _t.Jaxpr | ClosedJaxpr) -> _t.Jaxpr:
-    """The jaxpr in a ClosedJaxpr, which JAX has before 0.12; else the jaxpr itself."""
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-
-
-def changed(
-    jaxpr: _t.Jaxpr, consts: Sequence[jax.Array] | None = None, **changes: object
-) -> _t.Jaxpr:
-    """The same with other constants, and other parts of the open jaxpr."""
-    inner = open_jaxpr(jaxpr)
-    own = {} if consts is None else {"consts": list(consts)}
-    if inner is jaxpr:
-        return jaxpr.replace(**changes, **own)
-    return jaxpr.replace(jaxpr=inner.replace(**changes), **own)
 
 
 ShapedArray: TypeAlias = _core.ShapedArray

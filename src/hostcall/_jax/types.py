@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import jax
 from jax._src import core as _core
 from jax._src import effects as _effects
+from jax._src import pretty_printer as _pretty_printer
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
@@ -27,6 +28,8 @@ Effect: TypeAlias = _effects.Effect
 Sharding: TypeAlias = jax.sharding.Sharding
 Mesh: TypeAlias = jax.sharding.Mesh
 TreeDef: TypeAlias = jax.tree_util.PyTreeDef
+# A document of the pretty printer.
+Doc: TypeAlias = _pretty_printer.Doc
 # What orders programs at run time.
 Token: TypeAlias = _core.Token
 # A program that is ready to run on its devices.

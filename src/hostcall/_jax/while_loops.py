@@ -32,11 +32,9 @@ from jax._src.lax.control_flow import loops as _loops
 
 from hostcall._jax import types as _t
 from hostcall._jax.lowering import lower_by
-from hostcall._jax.tracing import changed, open_jaxpr
-from hostcall._jax.versions import ClosedJaxpr
+from hostcall._jax.versions import JAXPRS, changed, open_jaxpr
 
 _while_p = _loops.while_p
-_JAXPRS = (_t.Jaxpr, ClosedJaxpr)
 
 # Both work on an equation's parameters.
 MakeError: TypeAlias = Callable[[_t.Params], Exception]
@@ -146,9 +144,9 @@ class _Remover:
         return eqn.replace(params=params, effects=effects)
 
     def _param(self, value: object) -> object:
-        if isinstance(value, _JAXPRS):
+        if isinstance(value, JAXPRS):
             return self(value)
-        if isinstance(value, tuple) and any(isinstance(v, _JAXPRS) for v in value):
+        if isinstance(value, tuple) and any(isinstance(v, JAXPRS) for v in value):
             return tuple(map(self._param, value))
         return value
 
