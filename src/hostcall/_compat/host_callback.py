@@ -283,24 +283,19 @@ def _print_tap_func(
 
 def _document(value: object, threshold: int | None) -> _jax.Doc:
     """Formats a pytree with JAX's pretty printer: on one line if it fits."""
-    pp = _jax.pretty_printer
-
-    def group(opening: str, parts: list[_jax.Doc], closing: str) -> _jax.Doc:
-        inner = pp.nest(2, pp.join(pp.brk(), parts))
-        return pp.group(
-            pp.concat([pp.text(f"{opening} "), inner, pp.text(f" {closing}")])
-        )
-
-    def document(value: object) -> _jax.Doc:
-        if isinstance(value, tuple):
-            return group("(", list(map(document, value)), ")")
-        if isinstance(value, list):
-            return group("[", list(map(document, value)), "]")
-        if isinstance(value, dict):
-            parts = [pp.text(f"{k}=") + document(v) for k, v in sorted(value.items())]
-            return group("{", parts, "}")
-        if isinstance(value, np.ndarray):
-            return pp.text(np.array2string(value, threshold=threshold))
-        return pp.text(str(value))
-
-    return document(value)
+    pp, document = (
+        _jax.pretty_printer,
+        functools.partial(_document, threshold=threshold),
+    )
+    if isinstance(value, dict):
+        opening, closing = "{}"
+        parts = [pp.text(f"{k}=") + document(v) for k, v in sorted(value.items())]
+    elif isinstance(value, (tuple, list)):
+        opening, closing = "()" if isinstance(value, tuple) else "[]"
+        parts = list(map(document, value))
+    else:
+        is_array = isinstance(value, np.ndarray)
+        text = np.array2string(value, threshold=threshold) if is_array else str(value)
+        return pp.text(text)
+    inner = pp.nest(2, pp.join(pp.brk(), parts))
+    return pp.group(pp.concat([pp.text(f"{opening} "), inner, pp.text(f" {closing}")]))

@@ -205,9 +205,7 @@ def _batch(
 # --- JVP, transpose ------------------------------------------------------------------
 
 
-def _jvp(
-    primals: Arrays, tangents: Arrays, *, params: Outside
-) -> tuple[Arrays, Arrays]:
+def _jvp(primals: Arrays, tangents: Arrays, *, params: Outside) -> tuple[Arrays, ...]:
     _only_taps("JVP rule is", params)
     if not _jax.old_flag("jax_host_callback_ad_transforms"):
         return outside_call_p.bind(*primals, params=params), tangents
@@ -285,7 +283,6 @@ def _lower(
 ) -> list[_jax.Value]:
     program = _jax.program_of(ctx)
     devices = (program.devices or ()) if program.is_partitioned else ()
-
     return _jax.lower_by(ctx, lambda *xs: _emit(params, list(xs), devices), *operands)
 
 

@@ -89,13 +89,10 @@ def replace_lowering(
     replaced = []
 
     def either(
-        theirs: _t.LoweringRule,
-        ctx: _t.LoweringContext,
-        *operands: _t.Value,
-        **params: object,
+        theirs: _t.LoweringRule, ctx: _t.LoweringContext, *xs: object, **params: object
     ) -> object:
         chosen = rule if is_served(ctx) else theirs
-        return chosen(ctx, *operands, **params)
+        return chosen(ctx, *xs, **params)
 
     for table in (_mlir._lowerings, *(specific[p] for p in SERVED)):
         if (entry := table.get(primitive)) is not None:

@@ -113,11 +113,10 @@ def leave_job() -> None:
     too.
     """
     state = _distributed.global_state
-    for name in ("preemption_sync_manager", "client", "service"):
-        thing = getattr(state, name)
+    for thing in (state.preemption_sync_manager, state.client, state.service):
         if thing is not None:
             _native.keep_for_ever(thing)
-            setattr(state, name, None)
+    state.preemption_sync_manager = state.client = state.service = None
 
 
 def _client() -> _jaxlib.DistributedRuntimeClient:

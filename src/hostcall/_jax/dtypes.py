@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
-from jax._src.lib import guard_lib as _guard_lib
 from jax._src.random.prng import PRNGKeyArray as _PRNGKeyArray
 from jax._src.state.types import AbstractRef as _AbstractRef
 
@@ -72,10 +72,5 @@ def to_numpy(array: jax.Array) -> np.ndarray:
 
     JAX's transfer guards see an explicit transfer, as they do for `jax.device_get`.
     """
-    guard = _guard_lib.thread_local_state()
-    before = guard.explicit_device_get
-    guard.explicit_device_get = True
-    try:
+    with _config.explicit_device_get_scope():
         return np.asarray(array)
-    finally:
-        guard.explicit_device_get = before

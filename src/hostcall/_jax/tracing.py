@@ -23,6 +23,7 @@ from jax._src.state import discharge as _discharge
 
 from hostcall._jax import types as _t
 
+Arrays: TypeAlias = Sequence[jax.Array]
 # For each operand the axis of the batch, or None.
 Dims: TypeAlias = Sequence[int | None]
 
@@ -169,19 +170,14 @@ def refuse_special(arrays: Sequence[jax.Array], what: Callable[[], str]) -> None
         raise FloatingPointError(text) from None
 
 
-def refuse_vmap(
-    primitive: _t.Primitive, operands: Sequence[jax.Array], dims: Dims
-) -> None:
+def refuse_vmap(primitive: _t.Primitive, operands: Arrays, dims: Dims) -> None:
     """Raises as JAX does for a callback without a `vmap_method`."""
     _ffi.ffi_batching_rule(primitive, operands, dims, vmap_method=None, result_avals=())
 
 
 def unroll(
-    primitive: _t.Primitive,
-    operands: Sequence[jax.Array],
-    dims: Dims,
-    params: _t.Params,
-) -> tuple[list[jax.Array], Dims]:
+    primitive: _t.Primitive, operands: Arrays, dims: Dims, params: _t.Params
+) -> tuple[Arrays, Dims]:
     """Applies JAX's batching rule for debug callbacks: one equation for each row."""
     rule = _debugging.debug_batching_rule
     return rule(operands, dims, primitive=primitive, **params)  # type: ignore[no-any-return]
@@ -223,21 +219,17 @@ def in_pallas_kernel() -> bool:
         return pallas._pallas_tracing_env.grid_context is not None
 
 
-def on_first_of(
-    axes: Sequence[object], f: Callable[[], list[jax.Array]]
-) -> list[jax.Array]:
+def on_first_of(axes: Sequence[object], f: Callable[[], Arrays]) -> Arrays:
     """Runs `f()` only on the devices that are first along these mesh axes."""
 
-    def body() -> list[jax.Array]:
+    def body() -> Arrays:
         first = jax.lax.axis_index(tuple(axes)) == 0
         return jax.lax.cond(first, f, lambda: [])  # type: ignore[no-any-return]
 
     return _shard_map.shard_map(body, in_specs=(), out_specs=[])()  # type: ignore[no-any-return]
 
 
-def manual_over(
-    f: Callable[..., list[jax.Array]], values: Sequence[jax.Array]
-) -> list[jax.Array]:
+def manual_over(f: Callable[..., Arrays], values: Arrays) -> Arrays:
     """Runs `f` on whole values, manually over all axes of the mesh around.
 
     `f` says itself that its results are the same on all devices.

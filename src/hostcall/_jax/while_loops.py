@@ -36,9 +36,11 @@ from hostcall._jax.versions import JAXPRS, changed, open_jaxpr
 
 _while_p = _loops.while_p
 
+Flags: TypeAlias = Sequence[bool]
+Atoms: TypeAlias = Sequence[_t.Atom]
 # Both work on an equation's parameters.
-MakeError: TypeAlias = Callable[[_t.Params], Exception]
-Passes: TypeAlias = Callable[[Sequence[_t.Atom], _t.Params], Sequence[_t.Atom]]
+Error: TypeAlias = Callable[[_t.Params], Exception]
+Passes: TypeAlias = Callable[[Atoms, _t.Params], Atoms]
 
 
 class _Once(NamedTuple):
@@ -46,7 +48,7 @@ class _Once(NamedTuple):
     `run_once_in_while_loops`.
     """
 
-    error: MakeError | None
+    error: Error | None
     passes: Passes | None
 
 
@@ -54,9 +56,7 @@ _once: dict[_t.Primitive, _Once] = {}
 
 
 def run_once_in_while_loops(
-    primitive: _t.Primitive,
-    error: MakeError | None = None,
-    passes: Passes | None = None,
+    primitive: _t.Primitive, error: Error | None = None, passes: Passes | None = None
 ) -> None:
     """Equations of this primitive with effects run once in a loop that JAX splits.
 
@@ -94,10 +94,12 @@ def _removed_avals(*, hidden: _t.JaxprEquation) -> list[_t.Aval]:
     return [v.aval for v in hidden.outvars]
 
 
-def _effects_of(jaxpr: _t.Jaxpr, eqns: Sequence[_t.JaxprEquation]) -> set[_t.Effect]:
-    inner = open_jaxpr(jaxpr)
-    effects = _pe.make_jaxpr_effects
-    return effects(inner.constvars, inner.invars, inner.outvars, eqns)  # type: ignore[no-any-return]
+def _with(jaxpr: _t.Jaxpr, eqns: list[_t.JaxprEquation], **changes: Any) -> _t.Jaxpr:
+    """The same with these equations, which give it its effects, and other changes."""
+    new = changed(jaxpr, eqns=eqns, **changes)
+    inner = open_jaxpr(new)
+    parts = inner.constvars, inner.invars, inner.outvars, eqns
+    return changed(new, effects=_pe.make_jaxpr_effects(*parts))
 
 
 class _Renamed(dict[_t.Atom, _t.Atom]):
@@ -130,8 +132,7 @@ class _Remover:
                 new = {"primitive": _removed_p, "params": {"hidden": eqn}}
                 eqns.append(eqn.replace(invars=[], effects=set(), **new))
         outvars = [renamed(x) for x in open_jaxpr(jaxpr).outvars]
-        new = changed(jaxpr, eqns=eqns, outvars=outvars)
-        return changed(new, effects=_effects_of(new, eqns))
+        return _with(jaxpr, eqns, outvars=outvars)
 
     def _inside(self, eqn: _t.JaxprEquation) -> _t.JaxprEquation:
         """The equation with its jaxprs changed."""
@@ -152,11 +153,7 @@ class _Remover:
 
 
 def _joined(
-    whole: _t.Jaxpr,
-    known: _t.Jaxpr,
-    unknown: _t.Jaxpr,
-    ins: Sequence[bool],
-    outs: Sequence[bool],
+    whole: _t.Jaxpr, known: _t.Jaxpr, unknown: _t.Jaxpr, ins: Flags, outs: Flags
 ) -> _t.Jaxpr:
     """One jaxpr of the known and the unknown part of `whole`.
 
@@ -171,16 +168,15 @@ def _joined(
         *a.eqns,
         *(eqn.replace(invars=list(map(renamed, eqn.invars))) for eqn in b.eqns),
     ]
-    joined = changed(
+    return _with(
         known,
+        eqns,
         consts=[*known.consts, *unknown.consts],
         constvars=[*a.constvars, *b.constvars],
         invars=_util.merge_lists(ins, a.invars, others),
         outvars=_util.merge_lists(outs, own, list(map(renamed, b.outvars))),
-        eqns=eqns,
         debug_info=open_jaxpr(whole).debug_info,
     )
-    return changed(joined, effects=_effects_of(joined, eqns))
 
 
 # --- The two loops --------------------------------------------------------------------
@@ -249,9 +245,7 @@ def _split(params: _t.Params, unknown: Sequence[bool]) -> _Split | None:
     return _Split(ins, carry, first, second, used_ins, used_outs)
 
 
-def _needed(
-    params: _t.Params, outs: Sequence[bool]
-) -> tuple[_t.Params, list[bool], list[bool]]:
+def _needed(params: _t.Params, outs: Flags) -> tuple[_t.Params, list[bool], list[bool]]:
     """The loop without what its results `outs` do not need.
 
     Returns its parameters, and which operands and results it has.
@@ -260,7 +254,7 @@ def _needed(
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
 
     def without_dead_code(
-        jaxpr: _t.Jaxpr, outs: Sequence[bool], keep: bool | list[bool]
+        jaxpr: _t.Jaxpr, outs: Flags, keep: bool | list[bool]
     ) -> tuple[_t.Jaxpr, list[bool]]:
         inner = open_jaxpr(jaxpr)
         new, used = _pe.dce_jaxpr(inner, outs, instantiate=keep)
@@ -329,10 +323,7 @@ def _while_partial_eval(
 
 
 def _while_partial_eval_custom(
-    saveable: Callable[..., object],
-    unknown: Sequence[bool],
-    inst: Sequence[bool],
-    eqn: _t.JaxprEquation,
+    saveable: object, unknown: Flags, inst: Flags, eqn: _t.JaxprEquation
 ) -> object:
     if not _has_calls(eqn.params):
         return _under_remat(saveable, unknown, inst, eqn)
@@ -362,10 +353,7 @@ def _while_partial_eval_custom(
 
 
 def _loop(
-    eqn: _t.JaxprEquation,
-    operands: list[_t.Atom],
-    results: list[_t.Atom],
-    params: _t.Params,
+    eqn: _t.JaxprEquation, operands: Atoms, results: Atoms, params: _t.Params
 ) -> _t.JaxprEquation:
     """A while loop in the place of this one."""
     _, effects = _while_p.abstract_eval(*(x.aval for x in operands), **params)
@@ -391,13 +379,10 @@ def lower_effectful_conditions(chosen: Callable[[Collection[_t.Effect]], bool]) 
     entry = table[_while_p]
 
     def rule(
-        ctx: _t.LoweringContext,
-        *operands: _t.Value,
-        cond_jaxpr: _t.Jaxpr,
-        **params: Any,
+        ctx: _t.LoweringContext, *xs: _t.Value, cond_jaxpr: _t.Jaxpr, **params: Any
     ) -> object:
         if not chosen(cond_jaxpr.effects):
-            return entry.rule(ctx, *operands, cond_jaxpr=cond_jaxpr, **params)
+            return entry.rule(ctx, *xs, cond_jaxpr=cond_jaxpr, **params)
         # Inside shard_map, a carry in which some rows have stopped varies over the mesh
         # axes of the condition, and the carry's type may not say so. Lower with the
         # varying-axes check off: JAX checked the program when it was traced.
@@ -411,7 +396,7 @@ def lower_effectful_conditions(chosen: Callable[[Collection[_t.Effect]], bool]) 
         inner = ctx.replace(avals_in=avals)
         loop = functools.partial(_with_condition_inside, cond_jaxpr, **params)
         with _config._check_vma(False):
-            outs = lower_by(inner, loop, *operands)
+            outs = lower_by(inner, loop, *xs)
         ctx.set_tokens_out(inner.tokens_out)
         return outs
 

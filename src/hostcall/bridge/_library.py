@@ -127,7 +127,7 @@ class OverOthers(Function):
     def _push(self, args: Arrays, tangents: Arrays, out_diff: Flags) -> object:
         return self.derivative("jvp")(args, tangents, bytes(out_diff))
 
-    def derivative(self, *what: object) -> Function:
+    def derivative(self, *what: Any) -> Function:
         """The function that is this derivative: "vjp" or "jvp", as in `Code.derived`;
         or another one that `_make` knows.
         """
@@ -138,7 +138,7 @@ class OverOthers(Function):
     def _made(self) -> dict[tuple[object, ...], Function]:
         return {}
 
-    def _make(self, what: Any) -> Function:
+    def _make(self, what: str) -> Function:
         raise NotImplementedError
 
 
@@ -180,7 +180,7 @@ class LibraryFunction(OverOthers):
     def _push_on_host(self, args: Arrays, tangents: Arrays, out_diff: Flags) -> object:
         return self.derivative("jvp").fn(args, tangents, bytes(out_diff))
 
-    def _make(self, what: Any) -> LibraryFunction:
+    def _make(self, what: str) -> LibraryFunction:
         def result(args: Arrays, _: object, flags: bytes) -> object:
             if what == "vjp":
                 return pick(shaped(args), flags)

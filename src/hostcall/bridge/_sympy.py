@@ -234,7 +234,7 @@ def _short(expr: Expr) -> str:
 
 
 def _code_of(
-    name: str, outs: Sequence[Expr], symbols: Sequence[Expr], modules: Any
+    name: str, outs: Sequence[Expr], symbols: Sequence[Expr], modules: object
 ) -> Code:
     """All expressions as one function of arrays."""
     sympy = needed("sympy", "sympy")
@@ -286,7 +286,7 @@ class Evaluate(HostCode):
     outs: tuple[Expr, ...]
     form: Form
     symbols: tuple[Expr, ...]
-    modules: Any
+    modules: object
 
     def __post_init__(self) -> None:
         sympy = needed("sympy", "sympy")
