@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from hostcall import _jax
 from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
@@ -107,18 +108,18 @@ def buffer_callback(
     )
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
     avals = tuple(_described(leaf, name) for leaf in described)
-    method = check_vmap_method(vmap_method)
-    if isinstance(callback, NativeFunction) and method in WHOLE:
+    check_vmap_method(vmap_method)
+    if isinstance(callback, NativeFunction) and vmap_method in WHOLE:
         raise SpecError(
             f"hostcall: `{name}` is machine code, which does not get shapes, and"
-            f" vmap_method={method!r} would pass it a whole batch. Use 'sequential':"
-            " the engine then loops over the rows",
+            f" vmap_method={vmap_method!r} would pass it a whole batch. Use"
+            " 'sequential': the engine then loops over the rows",
             code="hc-conflict",
         )
     wanted = _read_aliases(input_output_aliases)
     place = users_place()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         leaves, in_tree = jax.tree.flatten((args, kwargs))
         operands = [_operand(leaf) for leaf in leaves]
         _check_arguments(callback, name, len(args), kwargs)
@@ -129,7 +130,7 @@ def buffer_callback(
             avals,
             place,
             order=order,
-            vmap_method=method,
+            vmap_method=vmap_method,
             aliases=_check_aliases(wanted, operands, avals),
             command_buffer=command_buffer_compatible,
         )
@@ -139,7 +140,9 @@ def buffer_callback(
     return call
 
 
-def _check_arguments(callback: Any, name: str, n: int, kwargs: Any) -> None:
+def _check_arguments(
+    callback: Callable[..., None], name: str, n: int, kwargs: Mapping[str, object]
+) -> None:
     """Refuses a callback that can't take `ctx` and `out` before its n arguments."""
     if accepts(callback, n + 2, (*kwargs,)):
         return
@@ -155,7 +158,7 @@ def _check_arguments(callback: Any, name: str, n: int, kwargs: Any) -> None:
     )
 
 
-def _described(leaf: Any, name: str) -> Any:
+def _described(leaf: object, name: str) -> _jax.Aval:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise SpecError(
             f"hostcall: result_shape_dtypes of `{name}` has the leaf {leaf!r}, which"
@@ -165,7 +168,7 @@ def _described(leaf: Any, name: str) -> Any:
     return result_aval(leaf)
 
 
-def _operand(leaf: Any) -> Any:
+def _operand(leaf: object) -> jax.Array | np.ndarray:
     """The operand of the primitive; refuses integers that JAX would truncate."""
     leaf = raw_keys(leaf)
     _jax.check_arg(leaf)
@@ -173,10 +176,10 @@ def _operand(leaf: Any) -> Any:
 
 
 def make_params(
-    callback: Callable[..., Any],
-    in_tree: Any,
-    out_tree: Any,
-    avals: tuple[Any, ...],
+    callback: Callable[..., object],
+    in_tree: _jax.TreeDef,
+    out_tree: _jax.TreeDef,
+    avals: tuple[_jax.Aval, ...],
     place: Place,
     **options: Any,
 ) -> BufferParams:
@@ -196,20 +199,20 @@ def make_params(
     )
 
 
-def _read_aliases(wanted: Any) -> list[tuple[int, int]]:
+def _read_aliases(wanted: Mapping[int, int] | None) -> list[tuple[int, int]]:
     try:
-        pairs = [
-            (operator.index(i), operator.index(o)) for i, o in (wanted or {}).items()
-        ]
+        pairs = (wanted or {}).items()
+        return sorted((operator.index(i), operator.index(o)) for i, o in pairs)
     except (AttributeError, TypeError):
         form = "a dict of numbers, {number of an input leaf: number of an output leaf}"
         of = "hc.buffers.buffer_callback"
         raise wrong("input_output_aliases", of, form, wanted) from None
-    return sorted(pairs)
 
 
 def _check_aliases(
-    wanted: list[tuple[int, int]], operands: list[Any], avals: tuple[Any, ...]
+    wanted: list[tuple[int, int]],
+    operands: list[jax.Array | np.ndarray],
+    avals: tuple[_jax.Aval, ...],
 ) -> tuple[tuple[int, int], ...]:
     """The (input, output) pairs, checked: each has one shape and dtype."""
     pairs: list[tuple[int, int]] = []

@@ -124,10 +124,11 @@ def io_callback(
     return call_back("io", arrays, callback, result_shape_dtypes, *args, **options)
 
 
-# The options of JAX's function for each kind.
-_OPTIONS: dict[Kind, tuple[str, ...]] = {
+# The options of each kind: those of JAX's function and of its primitive.
+OPTIONS: dict[Kind, tuple[str, ...]] = {
     "pure": ("sharding", "vmap_method"),
     "io": ("sharding", "ordered"),
+    "debug": ("ordered", "partitioned"),
 }
 
 
@@ -135,17 +136,16 @@ def call_back(
     kind: Kind,
     arrays: str,
     /,
-    callback: Callable[..., Any],
+    callback: Callable[..., object],
     result_shape_dtypes: Any,
-    *args: Any,
+    *args: object,
     **kwargs: Any,
 ) -> Any:
     """With JAX's signature: all keywords but its own are the callback's."""
-    options = {key: kwargs.pop(key) for key in _OPTIONS[kind] if key in kwargs}
+    options = {key: kwargs.pop(key) for key in OPTIONS[kind] if key in kwargs}
     check_vmap_method(options.get("vmap_method"))
     refuse_coroutines(callback)
     leaves, in_tree = jax.tree.flatten((args, kwargs))
-    operands = [raw_keys(leaf) for leaf in leaves]
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
     avals = tuple(map(result_aval, described))
     params = make_params(
@@ -156,26 +156,25 @@ def call_back(
         arrays=arrays_of(arrays),
         **options,
     )
-    return out_tree.unflatten(bind(*operands, params=params))
+    return out_tree.unflatten(bind(*map(raw_keys, leaves), params=params))
 
 
-def check_vmap_method(method: Any) -> str | None:
+def check_vmap_method(method: object) -> None:
     if method not in _VMAP_METHODS:
         raise ValueError(
             f"vmap_method must be on of the allowed methods {_VMAP_METHODS}, but got:"
             f" {method}"
         )
-    return method  # type: ignore[no-any-return]
 
 
-def raw_keys(leaf: Any) -> Any:
+def raw_keys(leaf: object) -> object:
     """Replaces a typed PRNG key by its block, which is what JAX's callbacks get."""
     if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
         return jax.random.key_data(leaf)
     return leaf
 
 
-def result_aval(described: Any) -> Any:
+def result_aval(described: Any) -> _jax.Aval:
     dtype = np.dtype(described.dtype)
     if _jax.canonical_dtype(dtype) != dtype:
         raise ValueError(

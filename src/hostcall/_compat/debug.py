@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -21,6 +21,9 @@ from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
 from hostcall._primitives.drop_in.primitive import bind
 
 __all__ = ["callback", "print"]
+
+Args: TypeAlias = tuple[object, ...]
+Kwargs: TypeAlias = dict[str, object]
 
 
 def callback(
@@ -74,7 +77,7 @@ def call_back(
 ) -> Callable[..., None] | None:
     """With JAX's signature: all other keywords are the callback's."""
 
-    def call(callback: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+    def call(callback: Callable[..., None], /, *args: object, **kwargs: object) -> None:
         if not callable(callback):
             raise TypeError(
                 "first argument to jax.debug.callback must be callable, but got an"
@@ -118,10 +121,10 @@ def print(
     Cost: 1 us for the call, plus the formatting; JAX's takes 50.
     """
 
-    def call(fmt: str, /, *args: Any, **kwargs: Any) -> None:
+    def call(fmt: str, /, *args: object, **kwargs: object) -> None:
         if not skip_format_check:
             _jax.print_checker.format(fmt, *args, **kwargs)
-        line = Line(fmt, _has_fields(fmt), tuple(np.get_printoptions().items()))
+        line = PrintLine(fmt, _has_fields(fmt), tuple(np.get_printoptions().items()))
         arrays = arrays_of("numpy" if _is_plain(fmt, args, kwargs) else "jax")
         _bind(line, arrays, ordered, partitioned, args, kwargs)
 
@@ -129,7 +132,7 @@ def print(
 
 
 def _now_or_later(
-    name: str, call: Callable[..., None], first: Any, args: Any, kwargs: Any
+    name: str, call: Callable[..., None], first: object, args: Args, kwargs: Kwargs
 ) -> Callable[..., None] | None:
     """Makes the call; or returns it, in JAX's two-call form with the options first."""
     if first is not None:
@@ -148,8 +151,8 @@ def _bind(
     arrays: Literal["numpy", "free"],
     ordered: bool,
     partitioned: bool,
-    args: Any,
-    kwargs: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> None:
     """Traceable leaves become operands; the others stay in the template as they are."""
     leaves, treedef = _jax.flatten_with_refs((args, kwargs))
@@ -168,7 +171,7 @@ def _bind(
 
 
 @dataclass(frozen=True)
-class Line(HostCode):
+class PrintLine(HostCode):
     """One print statement. Equal lines compare equal, so that tracing a program again
     finds what was compiled.
     """
@@ -184,7 +187,7 @@ class Line(HostCode):
     def source(self) -> str:
         return PRINT
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         if not self.has_fields:
             text = " ".join((self.fmt, *map(str, args)))
         elif self.of_scalars(args, kwargs):
@@ -194,11 +197,11 @@ class Line(HostCode):
                 text = self.formatted(args, kwargs)
         stream.write(text + "\n")
 
-    def formatted(self, args: Any, kwargs: Any) -> str:
+    def formatted(self, args: Args, kwargs: Kwargs) -> str:
         named = {name: _bare(value) for name, value in kwargs.items()}
         return self.fmt.format(*map(_bare, args), **named)
 
-    def of_scalars(self, args: Any, kwargs: Any) -> bool:
+    def of_scalars(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether all values are NumPy scalars, which no print option changes.
 
         Setting the options takes three times as long as printing a line.
@@ -209,7 +212,7 @@ class Line(HostCode):
         )
 
 
-def _bare(value: Any) -> Any:
+def _bare(value: object) -> object:
     """The value in the form in which a jax.Array formats itself."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         return value[()]
@@ -222,7 +225,7 @@ def _has_fields(fmt: str) -> bool:
     return first is not None and first[1] is not None
 
 
-def _is_plain(fmt: str, args: Any, kwargs: Any) -> bool:
+def _is_plain(fmt: str, args: Args, kwargs: Kwargs) -> bool:
     """Whether NumPy arrays would be formatted just as JAX's are.
 
     They are if all arguments are bare arrays, in fields without a conversion, an

@@ -14,7 +14,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._api.configure import configure
-from hostcall._compat.outside_call import bind, take_last_exception
+from hostcall._compat.outside_call import Unpacked, bind, take_last_exception
 from hostcall._core.failures import failures_of_arrays, failures_of_effects
 from hostcall._runtime import delivery
 
@@ -98,13 +98,7 @@ def id_tap(
     for leaf in jax.tree.leaves(result):
         _jax.check_arg(leaf)
     _follow_queue_flag()
-    outs, tree = bind(
-        tap_func,
-        arg,
-        identity=True,
-        with_device=tap_with_device,
-        device_index=device_index,
-    )
+    outs, tree = bind(tap_func, arg, tap_with_device, device_index)
     return tree.unflatten(outs) if result is None else result
 
 
@@ -143,13 +137,8 @@ def id_print(
     printer = functools.partial(
         _print_tap_func, output_stream=output_stream, threshold=threshold, **kwargs
     )
-    return id_tap(
-        printer,
-        arg,
-        result=result,
-        tap_with_device=tap_with_device,
-        device_index=device_index,
-    )
+    where = {"tap_with_device": tap_with_device, "device_index": device_index}
+    return id_tap(printer, arg, result=result, **where)
 
 
 def call(
@@ -198,19 +187,12 @@ def call(
             " numeric scalars, or must have 'shape' and 'dtype' attributes. Got"
             f" {result_shape}"
         ) from None
-    outs, _ = bind(
-        callback_func,
-        arg,
-        identity=False,
-        with_device=call_with_device,
-        result_tree=result_tree,
-        avals=avals,
-        device_index=device_index,
-    )
+    result = result_tree, avals
+    outs, _ = bind(callback_func, arg, call_with_device, device_index, result)
     return result_tree.unflatten(outs)
 
 
-def _aval(described: Any) -> Any:
+def _aval(described: Any) -> _jax.Aval:
     if hasattr(described, "shape") and hasattr(described, "dtype"):
         shape, dtype = tuple(described.shape), np.dtype(described.dtype)
     else:
@@ -277,22 +259,19 @@ _print_lock = threading.Lock()  # keeps the lines of one value together
 
 def _print_tap_func(
     arg: Any,
-    transforms: Any,
+    transforms: Unpacked,
     *,
-    device: Any = None,
+    device: _jax.Device | None = None,
     output_stream: Any = None,
     threshold: int | None = 1024,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> None:
     if transforms:
-        kwargs["transforms"] = [
-            (name, params) if params else name for name, params in transforms
-        ]
+        named = [(name, params) if params else name for name, params in transforms]
+        kwargs["transforms"] = named
     if device is not None:
         kwargs["device"] = device
-    lines = []
-    if kwargs:
-        lines.append(" ".join(f"{k}: {v}" for k, v in sorted(kwargs.items())))
+    lines = [" ".join(f"{k}: {v}" for k, v in sorted(kwargs.items()))] if kwargs else []
     lines.append(str(_document(arg, threshold)))
     with _print_lock:
         for line in lines:
@@ -302,26 +281,21 @@ def _print_tap_func(
                 output_stream.write(line + "\n")
 
 
-def _document(value: Any, threshold: int | None) -> Any:
+def _document(value: object, threshold: int | None) -> _jax.Doc:
     """Formats a pytree with JAX's pretty printer: on one line if it fits."""
-    pp = _jax.pretty_printer
-
-    def group(opening: str, parts: list[Any], closing: str) -> Any:
-        inner = pp.nest(2, pp.join(pp.brk(), parts))
-        return pp.group(
-            pp.concat([pp.text(f"{opening} "), inner, pp.text(f" {closing}")])
-        )
-
-    def document(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return group("(", list(map(document, value)), ")")
-        if isinstance(value, list):
-            return group("[", list(map(document, value)), "]")
-        if isinstance(value, dict):
-            parts = [pp.text(f"{k}=") + document(v) for k, v in sorted(value.items())]
-            return group("{", parts, "}")
-        if isinstance(value, np.ndarray):
-            return pp.text(np.array2string(value, threshold=threshold))
-        return pp.text(str(value))
-
-    return document(value)
+    pp, document = (
+        _jax.pretty_printer,
+        functools.partial(_document, threshold=threshold),
+    )
+    if isinstance(value, dict):
+        opening, closing = "{}"
+        parts = [pp.text(f"{k}=") + document(v) for k, v in sorted(value.items())]
+    elif isinstance(value, (tuple, list)):
+        opening, closing = "()" if isinstance(value, tuple) else "[]"
+        parts = list(map(document, value))
+    else:
+        is_array = isinstance(value, np.ndarray)
+        text = np.array2string(value, threshold=threshold) if is_array else str(value)
+        return pp.text(text)
+    inner = pp.nest(2, pp.join(pp.brk(), parts))
+    return pp.group(pp.concat([pp.text(f"{opening} "), inner, pp.text(f" {closing}")]))

@@ -17,6 +17,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._compat.buffer_callback import make_params as buffer_params
+from hostcall._compat.callbacks import OPTIONS
 from hostcall._core.host_code import HostCode
 from hostcall._core.source import Place, place_of
 from hostcall._core.spec import Results, Template
@@ -38,26 +39,21 @@ from hostcall._primitives.emit import emit_with_token
 chosen: str | None = None
 
 
-# Of the parameters of JAX's primitives, those that the call has too.
-_OPTIONS: dict[Kind, tuple[str, ...]] = {
-    "pure": ("sharding",),
-    "io": ("sharding", "ordered"),
-    "debug": ("ordered", "partitioned"),
-}
-
-
 # --- Primitives -----------------------------------------------------------------------
 
 
-def _place(ctx: Any, fn: Callable[..., Any]) -> Place:
+def _place(ctx: _jax.LoweringContext, fn: Callable[..., object]) -> Place:
     """The line that called; if JAX does not know it, the line of the function."""
     line = _jax.line_of(ctx)
     return place_of(fn) if line is None else Place(*line)
 
 
 def _lower(
-    kind: Kind, ctx: Any, *operands: Any, callback: Any, **given: Any
-) -> list[Any]:
+    kind: Kind, ctx: _jax.LoweringContext, *operands: _jax.Value, **given: Any
+) -> list[_jax.Value]:
+    callback = given["callback"] if "callback" in given else _jax.print_callback(given)
+    if kind == "debug" and "effect" in given:
+        given["ordered"] = given["effect"] == _jax.ORDERED_DEBUG_EFFECT
     # The user's function and its arguments' tree, if JAX wrapped it as we know. Else
     # the wrapped function, with flat arguments.
     marks = (None,) * len(operands)
@@ -71,33 +67,19 @@ def _lower(
         Results.flat(_jax.physical_avals(ctx.avals_out)),
         arrays=arrays_of(chosen or "jax"),
         place=_place(ctx, fn),
-        **{key: given[key] for key in _OPTIONS[kind]},
+        **{key: given[key] for key in OPTIONS[kind]},
     )
     return lowering.lower(ctx, *operands, params=params)
 
 
-def _lower_debug(ctx: Any, *operands: Any, effect: Any, **given: Any) -> list[Any]:
-    ordered = effect == _jax.ORDERED_DEBUG_EFFECT
-    return _lower("debug", ctx, *operands, ordered=ordered, **given)
-
-
-def _lower_print(ctx: Any, *operands: Any, **given: Any) -> list[Any]:
-    callback = _jax.print_callback(given)
-    return _lower("debug", ctx, *operands, callback=callback, **given)
-
-
 def _lower_buffer(
-    ctx: Any,
-    *operands: Any,
-    callback: Any,
-    in_tree: Any,
-    out_tree: Any,
-    **given: Any,
-) -> list[Any]:
+    ctx: _jax.LoweringContext, *operands: _jax.Value, **given: Any
+) -> list[_jax.Value]:
+    callback = given["callback"]
     params = buffer_params(
         callback,
-        in_tree,
-        out_tree,
+        given["in_tree"],
+        given["out_tree"],
         tuple(_jax.physical_avals(ctx.avals_out)),
         _place(ctx, callback),
         order="unordered" if given["has_side_effect"] else "pure",
@@ -108,11 +90,11 @@ def _lower_buffer(
     return buffer.lower(ctx, *operands, params=params)
 
 
-LOWERINGS: dict[Any, Callable[..., list[Any]]] = {
+LOWERINGS: dict[_jax.Primitive, _jax.LoweringRule] = {
     _jax.pure_callback_p: functools.partial(_lower, "pure"),
     _jax.io_callback_p: functools.partial(_lower, "io"),
-    _jax.debug_callback_p: _lower_debug,
-    _jax.debug_print_p: _lower_print,
+    _jax.debug_callback_p: functools.partial(_lower, "debug"),
+    _jax.debug_print_p: functools.partial(_lower, "debug"),
     _jax.buffer_callback_p: _lower_buffer,
 }
 
@@ -121,28 +103,22 @@ LOWERINGS: dict[Any, Callable[..., list[Any]]] = {
 
 
 def emit_python_callback(
-    ctx: Any,
-    callback: Callable[..., Any],
-    token: Any | None,
-    operands: Sequence[Any],
-    operand_avals: Sequence[Any],
-    result_avals: Sequence[Any],
+    ctx: _jax.LoweringContext,
+    callback: Callable[..., Sequence[object]],
+    token: _jax.Value | None,
+    operands: Sequence[_jax.Value],
+    operand_avals: Sequence[_jax.Aval],
+    result_avals: Sequence[_jax.Aval],
     *,
     has_side_effect: bool,
-    returns_token: bool = True,
-    partitioned: bool = False,
     sharding: Any = None,
-) -> tuple[Any, Any, Any]:
+    **options: bool,
+) -> tuple[Sequence[_jax.Value], _jax.Value | None, object]:
     """JAX's function of this name. `callback` gets NumPy arrays, returns a sequence."""
-    if not _jax.is_served(ctx) or partitioned:
+    if not _jax.is_served(ctx) or options.get("partitioned"):
         given = ctx, callback, token, operands, operand_avals, result_avals
-        return _jax.emit_python_callback(  # type: ignore[no-any-return]
-            *given,
-            has_side_effect=has_side_effect,
-            returns_token=returns_token,
-            partitioned=partitioned,
-            sharding=sharding,
-        )
+        options |= {"has_side_effect": has_side_effect, "sharding": sharding}
+        return _jax.emit_python_callback(*given, **options)  # type: ignore[no-any-return]
     avals = _jax.physical_avals(result_avals)
     params: DropInParams = make_params(
         "io" if has_side_effect else "pure",
@@ -179,14 +155,13 @@ def emit_python_callback(
 class _Sequence(HostCode):
     """A callback that returns a sequence with one value per result."""
 
-    def __init__(self, callback: Callable[..., Any], results: int) -> None:
-        self._callback = callback
-        self._results = results
+    def __init__(self, callback: Callable[..., Sequence[object]], results: int) -> None:
+        self._callback, self._results = callback, results
 
-    def inside(self) -> Callable[..., Any]:
+    def inside(self) -> Callable[..., object]:
         return self._callback
 
-    def __call__(self, *args: Any) -> tuple[np.ndarray, ...]:
+    def __call__(self, *args: np.ndarray) -> tuple[np.ndarray, ...]:
         out = self._callback(*args)
         if len(out) != self._results:
             raise RuntimeError(

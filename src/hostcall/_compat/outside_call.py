@@ -12,9 +12,9 @@ import collections
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -31,6 +31,10 @@ from hostcall._primitives.drop_in.primitive import seen_before
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall.host_callback")
+
+Arrays: TypeAlias = list[jax.Array]
+# The transformations as the user's function gets them.
+Unpacked: TypeAlias = tuple[tuple[str, dict[str, Any]], ...]
 
 outside_call_p = _jax.Primitive("outside_call")
 outside_call_p.multiple_results = True
@@ -53,17 +57,17 @@ class Outside:
     fn: Static
     identity: bool
     with_device: bool
-    arg_tree: Any
-    result_tree: Any = None
-    avals: tuple[Any, ...] = ()
+    arg_tree: _jax.TreeDef
+    result_tree: _jax.TreeDef = None
+    avals: tuple[_jax.Aval, ...] = ()
     device_index: int = 0
     transforms: tuple[tuple[Any, ...], ...] = ()
 
-    def with_transform(self, *transform: Any) -> Outside:
+    def with_transform(self, *transform: object) -> Outside:
         return replace(self, transforms=(*self.transforms, transform))
 
     @property
-    def unpacked(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+    def unpacked(self) -> Unpacked:
         """The transformations as the user's function gets them."""
         return tuple(
             (name, {"batch_dims": rest[0]} if name == "batch" else {})
@@ -77,11 +81,13 @@ class Outside:
         fn = self.fn.value
         return str(getattr(fn, "__qualname__", fn))
 
-    def __call__(self, *arrays: Any) -> Any:
+    def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:
         here = context.current()
         return self.run(arrays, None if here is None else here.device)
 
-    def run(self, arrays: Any, device: Any) -> Any:
+    def run(
+        self, arrays: Sequence[np.ndarray], device: _jax.Device | None
+    ) -> tuple[np.ndarray, ...] | None:
         """Calls the user's function, and keeps its exception for `barrier_wait`.
 
         Only a call raises the exception too, since its program then lacks a result.
@@ -108,7 +114,7 @@ class Outside:
                 raise
         return None
 
-    def _checked(self, value: Any) -> tuple[np.ndarray, ...]:
+    def _checked(self, value: object) -> tuple[np.ndarray, ...]:
         """The leaves of a call's result."""
         fn = self.fn.value
         leaves, tree = jax.tree.flatten(value)
@@ -143,39 +149,38 @@ def take_last_exception() -> tuple[Exception, str] | None:
 # --- impl ----------------------------------------------------------------------------
 
 
-def _impl(*operands: Any, params: Outside) -> list[Any]:
+def _impl(*operands: jax.Array, params: Outside) -> Arrays:
     if _jax.old_flag("jax_host_callback_inline"):
         arrays = [_jax.to_host(operand) for operand in operands]
         results = params.run(arrays, jax.devices()[params.device_index])
         chosen = operands if params.identity else results
-        return [jax.numpy.asarray(value) for value in chosen]
+        return list(map(jax.numpy.asarray, chosen or ()))
     if not params.identity and seen_before(params, params.fn.value):
         return _jax.apply_primitive(outside_call_p, *operands, params=params)  # type: ignore[no-any-return]
-    return _emit(params, None, operands)
+    return _emit(params, list(operands))
 
 
-def _emit(params: Outside, devices: Any, operands: Any) -> list[Any]:
-    """Emits the tap or call. `devices` is None except in a multi-device program."""
-    if devices is not None and params.device_index >= len(devices):
+def _emit(params: Outside, xs: Arrays, devices: Sequence[_jax.Device] = ()) -> Arrays:
+    """Emits the tap or call. `devices` are those of a multi-device program."""
+    if devices and params.device_index >= len(devices):
         text = (
             f"hostcall: device_index={params.device_index}, but the program runs on"
             f" {counted(len(devices), 'device')}"
         )
         raise ValueError(codes.ended(text, "hc-device"))
-    on = "once" if devices is None else devices[params.device_index]
+    on = devices[params.device_index] if devices else "once"
     if not params.identity:
-        return list(call(params, params.avals, *operands, order="ordered", on=on))
-    tap(params, *operands, order="ordered", on=on)
-    return [
-        operand if isinstance(operand, jax.Array) else jax.numpy.asarray(operand)
-        for operand in operands
-    ]
+        return list(call(params, params.avals, *xs, order="ordered", on=on))
+    tap(params, *xs, order="ordered", on=on)
+    return [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in xs]
 
 
 # --- abstract eval -------------------------------------------------------------------
 
 
-def _abstract_eval(*avals: Any, params: Outside) -> tuple[list[Any], set[Any]]:
+def _abstract_eval(
+    *avals: _jax.Aval, params: Outside
+) -> tuple[list[_jax.Aval], set[_jax.Effect]]:
     results = avals if params.identity else params.avals
     return list(results), effects_of("ordered")
 
@@ -189,7 +194,9 @@ def _only_taps(rules: str, params: Outside) -> None:
         raise NotImplementedError(text)
 
 
-def _batch(operands: Any, dims: Any, *, params: Outside) -> tuple[list[Any], Any]:
+def _batch(
+    operands: Arrays, dims: _jax.Dims, *, params: Outside
+) -> tuple[Arrays, _jax.Dims]:
     _only_taps("batching rules are", params)
     batched = params.with_transform("batch", tuple(dims))
     return outside_call_p.bind(*operands, params=batched), dims
@@ -198,7 +205,7 @@ def _batch(operands: Any, dims: Any, *, params: Outside) -> tuple[list[Any], Any
 # --- JVP, transpose ------------------------------------------------------------------
 
 
-def _jvp(primals: Any, tangents: Any, *, params: Outside) -> tuple[Any, Any]:
+def _jvp(primals: Arrays, tangents: Arrays, *, params: Outside) -> tuple[Arrays, ...]:
     _only_taps("JVP rule is", params)
     if not _jax.old_flag("jax_host_callback_ad_transforms"):
         return outside_call_p.bind(*primals, params=params), tangents
@@ -210,32 +217,33 @@ def _jvp(primals: Any, tangents: Any, *, params: Outside) -> tuple[Any, Any]:
     return outs[: len(primals)], outs[len(primals) :]
 
 
-def _partial_eval(trace: Any, *tracers: Any, params: Outside) -> list[Any]:
+def _partial_eval(
+    trace: _jax.Trace, *tracers: _jax.Tracer, params: Outside
+) -> list[_jax.Tracer]:
     """Splits a tap of (primals, tangents), if only the primals are known.
 
     It becomes two taps: one of the primals now, and one of both in the linear program.
     """
 
-    def default(operands: Any, params: Outside) -> Any:
-        return trace.default_process_primitive(
-            outside_call_p, operands, {"params": params}
-        )
+    def default(operands: Sequence[_jax.Tracer], params: Outside) -> list[_jax.Tracer]:
+        given = outside_call_p, operands, {"params": params}
+        return list(trace.default_process_primitive(*given))
 
-    if not params.identity or params.transforms[-1:] != (("jvp",),):
-        return list(default(tracers, params))
     n = len(tracers) // 2
-    primals = tracers[:n]
-    if not all(map(_jax.is_known, primals)) or all(map(_jax.is_known, tracers)):
-        return list(default(tracers, params))
+    known = list(map(_jax.is_known, tracers))
+    is_pair = params.identity and params.transforms[-1:] == (("jvp",),)
+    if not is_pair or not all(known[:n]) or all(known):
+        return default(tracers, params)
     first, _ = params.arg_tree.unflatten(tracers)
     alone = replace(
         params, arg_tree=jax.tree.structure(first), transforms=params.transforms[:-1]
     )
-    known = default(primals, alone)
-    return [*known, *default(tracers, params)[n:]]
+    return [*default(tracers[:n], alone), *default(tracers, params)[n:]]
 
 
-def _transpose(cotangents: Any, *operands: Any, params: Outside) -> list[Any]:
+def _transpose(
+    cotangents: Arrays, *operands: jax.Array, params: Outside
+) -> list[jax.Array | None]:
     _only_taps("differentiation rules are", params)
     back = list(map(_jax.instantiate_zeros, cotangents))
     tapped = params.with_transform("transpose")
@@ -256,9 +264,10 @@ def _transpose(cotangents: Any, *operands: Any, params: Outside) -> list[Any]:
 # --- Under remat ---------------------------------------------------------------------
 
 
-def _remat(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
+def _remat(
+    _: object, unknown: list[bool], inst: list[bool], eqn: _jax.JaxprEquation
+) -> object:
     """Taps in the forward pass, and again where its values are recomputed."""
-    del saveable
     n = len(eqn.outvars)
     residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
     if any(unknown):
@@ -269,14 +278,12 @@ def _remat(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
 # --- Lowering, registration ----------------------------------------------------------
 
 
-def _lower(ctx: Any, *operands: Any, params: Outside) -> list[Any]:
+def _lower(
+    ctx: _jax.LoweringContext, *operands: _jax.Value, params: Outside
+) -> list[_jax.Value]:
     program = _jax.program_of(ctx)
-    devices = program.devices if program.is_partitioned else None
-
-    def emit(*values: Any) -> list[Any]:
-        return _emit(params, devices, values)
-
-    return _jax.lower_by(ctx, emit, *operands)
+    devices = (program.devices or ()) if program.is_partitioned else ()
+    return _jax.lower_by(ctx, lambda *xs: _emit(params, list(xs), devices), *operands)
 
 
 outside_call_p.def_impl(_impl)
@@ -289,8 +296,14 @@ _jax.partial_eval_rules[outside_call_p] = _remat
 _jax.register_lowering(outside_call_p, _lower)
 
 
-def bind(fn: Callable[..., Any], arg: Any, **options: Any) -> tuple[list[Any], Any]:
-    """Binds the equation that calls `fn`; `options` are the rest of its parameters.
+def bind(
+    fn: Callable[..., object],
+    arg: Any,
+    with_device: bool,
+    device_index: int,
+    result: tuple[_jax.TreeDef, tuple[_jax.Aval, ...]] | None = None,
+) -> tuple[Arrays, _jax.TreeDef]:
+    """Binds the equation that calls `fn`: a tap, or with `result` a call.
 
     Returns its results, and the treedef of `arg`.
     """
@@ -300,5 +313,6 @@ def bind(fn: Callable[..., Any], arg: Any, **options: Any) -> tuple[list[Any], A
     operands, tree = jax.tree.flatten(arg)
     for operand in operands:
         _jax.check_arg(operand)
-    params = Outside(fn=Static(fn), arg_tree=tree, **options)
-    return outside_call_p.bind(*operands, params=params), tree
+    out_tree, avals = result or (None, ())
+    how = result is None, with_device, tree, out_tree, avals, device_index
+    return outside_call_p.bind(*operands, params=Outside(Static(fn), *how)), tree

@@ -35,7 +35,7 @@ from hostcall._runtime import delivery
 # --- What stands under JAX's names ----------------------------------------------------
 
 
-def _drop_in(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _drop_in(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """What stands under JAX's name. `function` gets what callbacks get, and the rest.
 
     In Pallas kernels, jax.debug's functions are JAX's own.
@@ -44,7 +44,7 @@ def _drop_in(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     original = _get(name)
 
     @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
-    def drop_in(*args: Any, **kwargs: Any) -> Any:
+    def drop_in(*args: object, **kwargs: object) -> object:
         if not kernels and _jax.in_pallas_kernel():
             return original(*args, **kwargs)
         return function(lowerings.chosen or "jax", *args, **kwargs)
@@ -52,38 +52,36 @@ def _drop_in(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return drop_in
 
 
-def _print(
-    arrays: str, /, *args: Any, _use_logging: bool = False, **kwargs: Any
-) -> Any:
-    del arrays  # a format takes either kind
+def _print(_: str, /, *args: Any, _use_logging: bool = False, **kwargs: Any) -> object:
+    """A format takes either kind of arrays."""
     if _use_logging:
-        return _print_of_jax(*args, _use_logging=True, **kwargs)
+        return _print_of_jax(*args, _use_logging=True, **kwargs)  # type: ignore[no-any-return]
     return debug.print(*args, **kwargs)
 
 
-def _effects_barrier(arrays: str, /) -> None:
+def _effects_barrier(_: str, /) -> None:
     """Also waits until queued taps are delivered."""
-    del arrays
     _effects_barrier_of_jax()
     delivery.flush(None, "jax.effects_barrier()")
 
 
-def _get(name: str) -> Any:
+def _get(name: str) -> Callable[..., object]:
     module, attribute = name.rsplit(".", 1)
-    return getattr(importlib.import_module(module), attribute)
+    found: Callable[..., object] = getattr(importlib.import_module(module), attribute)
+    return found
 
 
 # Saved once at import, so that no replacement wraps another one.
 _print_of_jax, _effects_barrier_of_jax = jax.debug.print, jax.effects_barrier
 _BUFFERS = "jax.experimental.buffer_callback"
-_DROP_INS: dict[str, Callable[..., Any]] = {
+_DROP_INS: dict[str, Callable[..., object]] = {
     "jax.pure_callback": functools.partial(callbacks.call_back, "pure"),
     "jax.experimental.io_callback": functools.partial(callbacks.call_back, "io"),
     "jax.debug.callback": debug.call_back,
     "jax.debug.print": _print,
     "jax.effects_barrier": _effects_barrier,
 }
-_REPLACEMENTS: dict[str, Any] = {
+_REPLACEMENTS: dict[str, object] = {
     **{name: _drop_in(name, function) for name, function in _DROP_INS.items()},
     f"{_BUFFERS}.buffer_callback": buffer_callback,
     f"{_BUFFERS}.Buffer": buffer.Buffer,
@@ -215,7 +213,7 @@ def _revive() -> Callable[[], None]:
     return end
 
 
-def _replace(name: str, function: Any) -> Callable[[], None]:
+def _replace(name: str, function: object) -> Callable[[], None]:
     """Puts `function` under `name`; returns what puts the old one back."""
     module, attribute = name.rsplit(".", 1)
     home, before = importlib.import_module(module), _get(name)

@@ -2,9 +2,10 @@
 
 Modules outside this folder must not name anything under `jax._src` and must not replace
 any of JAX's functions or attributes (tests/repo/test_layers.py reads the imports). All
-of these files were read against and run with JAX 0.10.2 and 0.12.0.1. Where the two
-versions differ, the code tests whether a name exists, and never compares versions.
+of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
 
+    types         names for what JAX passes to us
+    versions      what the two versions of JAX keep in different places
     tracing       primitives, their rules, and values while a program is traced
     dtypes        typed keys, float0, the x64 setting; conversion of arrays to NumPy
     lowering      how to add lowering rules, and what a rule asks of JAX
@@ -40,4 +41,6 @@ from hostcall._jax.lowering import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
 from hostcall._jax.settings import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403
+from hostcall._jax.types import *  # noqa: F403
+from hostcall._jax.versions import *  # noqa: F403
 from hostcall._jax.while_loops import *  # noqa: F403

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 from jax._src import buffer_callback as _buffer_callback
 from jax._src import callback as _callback
@@ -13,6 +13,7 @@ from jax._src import debugging as _debugging
 from jax._src import tree_util as _tree_util
 from jax._src.interpreters import mlir as _mlir
 
+from hostcall._jax import types as _t
 from hostcall._jax.fast_dispatch import ENGINE_CALLS
 from hostcall._jax.program import SERVED, is_served
 
@@ -21,7 +22,7 @@ from hostcall._jax.program import SERVED, is_served
 emit_python_callback = _callback.emit_python_callback
 
 
-def place_of_callback(ctx: Any, sharding: Any) -> Any:
+def place_of_callback(ctx: _t.LoweringContext, sharding: _t.Sharding | None) -> object:
     """Checks a callback's `sharding=` as JAX does, with JAX's messages.
 
     Returns the annotation that JAX would put on the call.
@@ -47,17 +48,15 @@ print_checker = _debugging.formatter  # refuses arguments that a format does not
 FlatCallback = _callback._FlatCallback  # the `callback` parameter of JAX's primitives
 
 
-def flatten_with_refs(tree: Any) -> tuple[list[Any], Any]:
-    """Flattens a tree as JAX flattens the arguments of debug callbacks.
-
-    JAX versions that have `tracing_registry` also flatten views of Refs with it.
+def flatten_with_refs(tree: object) -> tuple[list[object], _t.TreeDef]:
+    """Flattens a tree as JAX flattens the arguments of debug callbacks: views of Refs
+    are nodes.
     """
-    registry = getattr(_tree_util, "tracing_registry", None)
-    leaves, treedef = (registry or _tree_util.default_registry).flatten(tree)
+    leaves, treedef = _tree_util.tracing_registry.flatten(tree)
     return list(leaves), treedef
 
 
-def is_traceable(leaf: Any) -> bool:
+def is_traceable(leaf: object) -> bool:
     """Whether JAX's debug callbacks treat this leaf as an array, not as static."""
     try:
         _core.shaped_abstractify(leaf)
@@ -76,7 +75,9 @@ buffer_callback_p = _buffer_callback.buffer_callback_p
 MODULES_WITH_EMIT = ("jax._src.callback", "jax.interpreters.mlir")
 
 
-def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> Callable[[], None]:
+def replace_lowering(
+    primitive: _t.Primitive, rule: _t.LoweringRule
+) -> Callable[[], None]:
     """Lowers one of JAX's primitives by `rule` on the platforms that the engine serves.
 
     Returns a function that puts JAX's rule back. A module for another platform, or for
@@ -84,24 +85,20 @@ def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> Callable[[], N
     cacheable, so `rule` runs once for each equation, as `register_lowering` arranges
     for hostcall's own primitives.
     """
-    tables: list[dict[Any, Any]] = [_mlir._lowerings]
-    if primitive not in _mlir._lowerings:
-        specific = _mlir._platform_specific_lowerings
-        tables = [specific[p] for p in SERVED if primitive in specific[p]]
+    specific = _mlir._platform_specific_lowerings
     replaced = []
 
-    def replace_in(table: dict[Any, Any]) -> None:
-        entry = table[primitive]
+    def either(
+        theirs: _t.LoweringRule, ctx: _t.LoweringContext, *xs: object, **params: object
+    ) -> object:
+        chosen = rule if is_served(ctx) else theirs
+        return chosen(ctx, *xs, **params)
 
-        def either(ctx: Any, *operands: Any, **params: Any) -> Any:
-            chosen = rule if is_served(ctx) else entry.rule
-            return chosen(ctx, *operands, **params)
-
-        table[primitive] = type(entry)(either, entry.inline)
-        replaced.append((table, entry, table[primitive]))
-
-    for table in tables:
-        replace_in(table)
+    for table in (_mlir._lowerings, *(specific[p] for p in SERVED)):
+        if (entry := table.get(primitive)) is not None:
+            ours = type(entry)(functools.partial(either, entry.rule), entry.inline)
+            table[primitive] = ours
+            replaced.append((table, entry, ours))
     ENGINE_CALLS.add(primitive)
 
     def restore() -> None:
@@ -113,7 +110,7 @@ def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> Callable[[], N
     return restore
 
 
-def print_callback(params: dict[str, Any]) -> Callable[..., Any]:
+def print_callback(params: _t.Params) -> Callable[..., None]:
     """The function that JAX's debug_print primitive calls with its arrays."""
     line = _debugging.partial(
         _debugging._format_print_callback,
@@ -122,13 +119,10 @@ def print_callback(params: dict[str, Any]) -> Callable[..., Any]:
         params["has_placeholders"],
         params["logging_record"],
     )
-    flat: Callable[..., Any] = _debugging._make_flat_callback(
+    flat: Callable[..., None] = _debugging._make_flat_callback(
         params["in_tree"], line, params["static_args"]
     )
     return flat
-
-
-_old_flags: dict[str, Any] = {}
 
 
 def define_old_flags(flags: dict[str, bool | int], help_text: str) -> None:
@@ -136,13 +130,12 @@ def define_old_flags(flags: dict[str, bool | int], help_text: str) -> None:
     variables; `flags` has their defaults.
     """
     for name, default in flags.items():
-        if name in _old_flags:
-            continue
         env, flag = _config.int_env, _config.int_flag
         if isinstance(default, bool):
             env, flag = _config.bool_env, _config.bool_flag
-        _old_flags[name] = flag(name, env(name.upper(), default), help=help_text)
+        flag(name, env(name.upper(), default), help=help_text)
 
 
-def old_flag(name: str) -> Any:
-    return _old_flags[name].value
+def old_flag(name: str) -> bool | int:
+    value: bool | int = _config.config.read(name)
+    return value

@@ -10,10 +10,11 @@ What the service can't do raises `jax.errors.JaxRuntimeError`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax._src import distributed as _distributed
+from jax._src.lib import _jax as _jaxlib
 
 from hostcall import _native
 
@@ -112,14 +113,13 @@ def leave_job() -> None:
     too.
     """
     state = _distributed.global_state
-    for name in ("preemption_sync_manager", "client", "service"):
-        thing = getattr(state, name)
+    for thing in (state.preemption_sync_manager, state.client, state.service):
         if thing is not None:
             _native.keep_for_ever(thing)
-            setattr(state, name, None)
+    state.preemption_sync_manager = state.client = state.service = None
 
 
-def _client() -> Any:
+def _client() -> _jaxlib.DistributedRuntimeClient:
     client = _distributed.global_state.client
     if client is None:
         raise jax.errors.JaxRuntimeError("FAILED_PRECONDITION: the job was shut down")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from jax._src import config as _config
@@ -17,21 +17,25 @@ from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax._src.lib.mlir.dialects import sdy as _sdy
 
 from hostcall._jax.program import Program
+from hostcall._jax.types import Aval, Device, Emitted, LoweringContext, Operation, Value
+
+# Token and operands -> what was emitted.
+Emit: TypeAlias = Callable[[Value | None, Sequence[Value]], Emitted]
 
 
 def custom_call(
     program: Program,
     target: str,
-    token: Any | None,
-    operands: Sequence[Any],
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
+    token: Value | None,
+    operands: Sequence[Value],
+    avals_in: Sequence[Aval],
+    avals_out: Sequence[Aval],
     *,
     returns_token: bool,
     has_side_effect: bool,
-    attributes: dict[str, Any],
+    attributes: Mapping[str, object],
     aliases: dict[int, int] | None = None,
-) -> tuple[list[Any], Any | None]:
+) -> Emitted:
     """Emits one XLA custom call on row-major buffers; returns (results, token).
 
     In a program over several devices, each of them makes the call on whole values, or
@@ -69,19 +73,20 @@ def custom_call(
     return (results[1:], results[0]) if returns_token else (results, None)
 
 
-def named(ctx: Any, label: str) -> Any:
+def named(ctx: LoweringContext, label: str) -> _ir.Location:
     """A context in which operations get this name.
 
     XLA's profiler shows an operation under the last part of its name. JAX makes that
     the name of the primitive, which all calls share. The name is debugging information:
     it changes neither what is computed nor the key of the compilation cache.
     """
-    last = label.replace("/", "|")
-    name = f"{ctx.name_stack}/{ctx.primitive}/{last}"
+    name = f"{ctx.name_stack}/{ctx.primitive}/{label.replace('/', '|')}"
     return _ir.Location.name(name, childLoc=_ir.Location.current)
 
 
-def _mark_each_device(ctx: Any, op: Any, avals_out: Sequence[Any]) -> None:
+def _mark_each_device(
+    ctx: LoweringContext, op: Operation, avals_out: Sequence[Aval]
+) -> None:
     """Says that each device runs this operation of a manual region for itself."""
     if _config.use_shardy_partitioner.value:
         _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
@@ -93,14 +98,17 @@ def _mark_each_device(ctx: Any, op: Any, avals_out: Sequence[Any]) -> None:
     op.attributes["mhlo.sharding"] = _ir.StringAttr.get(text)
 
 
-def _closed(mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Any]) -> Any:
+def _closed(
+    mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Aval | None]
+) -> _sharding_impls.SdyArrayList:
     """Shardings that split no dimension of these values; a token has no dimensions."""
     dim = _sharding_impls.SdyDim(axes=(), is_open=False)
+    no_dims = (None, _core.abstract_token)
     return _sharding_impls.SdyArrayList(
         tuple(
             _sharding_impls.SdyArray(
                 mesh_shape=mesh_shape,
-                dim_shardings=(dim,) * getattr(aval, "ndim", 0),
+                dim_shardings=(dim,) * (aval.ndim if aval not in no_dims else 0),
                 logical_device_ids=(),
             )
             for aval in avals
@@ -110,11 +118,11 @@ def _closed(mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Any]) -> An
 
 def on_each_device(
     program: Program,
-    emit: Callable[[Any | None, Sequence[Any]], tuple[list[Any], Any | None]],
-    token: Any | None,
-    operands: Sequence[Any],
+    emit: Emit,
+    token: Value | None,
+    operands: Sequence[Value],
     returns_token: bool,
-) -> tuple[list[Any], Any | None]:
+) -> Emitted:
     """Emits the equation inside a region that is manual over all devices of a
     partitioned program, on whole values; returns (results, token).
 
@@ -153,11 +161,8 @@ def on_each_device(
 
 
 def _on_each_device_gspmd(
-    ctx: Any,
-    emit: Callable[[Any | None, Sequence[Any]], tuple[list[Any], Any | None]],
-    token: Any | None,
-    operands: Sequence[Any],
-) -> tuple[list[Any], Any | None]:
+    ctx: LoweringContext, emit: Emit, token: Value | None, operands: Sequence[Value]
+) -> Emitted:
     """`on_each_device` under JAX's setting jax_use_shardy_partitioner=False.
 
     That partitioner has no regions. What stands between two kinds of custom calls of
@@ -167,11 +172,11 @@ def _on_each_device_gspmd(
     whole.type = _xc.OpSharding.Type.REPLICATED
     manual.type = _xc.OpSharding.Type.MANUAL
 
-    def enter(value: Any, aval: Any) -> Any:
+    def enter(value: Value, aval: Aval) -> Value:
         value = _mlir.wrap_with_sharding_op(ctx, value, aval, whole)
         return _mlir.wrap_with_full_to_shard_op(ctx, value, aval, manual)
 
-    def leave(value: Any, aval: Any) -> Any:
+    def leave(value: Value, aval: Aval) -> Value:
         value = _mlir.wrap_with_sharding_op(ctx, value, aval, manual)
         return _mlir.wrap_with_shard_to_full_op(ctx, value, aval, whole)
 
@@ -181,12 +186,12 @@ def _on_each_device_gspmd(
     return list(map(leave, results, avals_out)), token
 
 
-def partition_id() -> Any:
+def partition_id() -> Value:
     """The index, among the program's devices, of the device that runs it."""
     return _hlo.partition_id()
 
 
-def max_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
+def max_over_devices(ctx: LoweringContext, value: Value, aval: Aval, n: int) -> Value:
     """The elementwise maximum over the program's `n` devices.
 
     For use in a region that is manual over all of them.
@@ -209,20 +214,21 @@ def max_over_devices(ctx: Any, value: Any, aval: Any, n: int) -> Any:
     return op.result
 
 
-def mark_place(ctx: Any, place: Any) -> None:
+def mark_place(ctx: LoweringContext, place: object) -> None:
     """Notes in the program's text which device makes the next call.
 
     The note is the sharding of a constant that nothing uses. The call itself can't
     carry it (see `on_each_device`), and readers of StableHLO look for it.
     """
     constant = _hlo.ConstantOp(_ir.DenseElementsAttr.get(np.zeros((), np.int32)))
-    first = place
     if isinstance(place, _sharding_impls.SdyArrayList):
-        first = _sharding_impls.SdyArrayList((place.shardings[0],))
-    _mlir.set_sharding(ctx.module_context, constant, first)
+        place = _sharding_impls.SdyArrayList((place.shardings[0],))
+    _mlir.set_sharding(ctx.module_context, constant, place)
 
 
-def device_of(program: Program, annotation: Any) -> Any | None:
+def device_of(
+    program: Program, annotation: _sharding_impls.SdyArrayList | _xc.OpSharding | None
+) -> Device | None:
     """The device on which JAX's annotation places a callback, or None."""
     if program.devices is None:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,10 +14,12 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import guard_lib as _guard_lib
 from jax._src.lib import xla_client as _xla_client
 
+from hostcall._jax.types import Client, Device, Sharding
+
 default_device = _config.default_device
 
 
-def make_host_client() -> Any:
+def make_host_client() -> Client:
     """Makes a separate CPU client, which runs each program on the thread that calls it.
 
     The process's CPU client admits 32 programs at a time on a device. If all 32 waited
@@ -27,7 +28,9 @@ def make_host_client() -> Any:
     return _xla_client.make_cpu_client(asynchronous=False, num_devices=1)
 
 
-def put_on_device(array: np.ndarray, device: Any, committed: bool = True) -> jax.Array:
+def put_on_device(
+    array: np.ndarray, device: Device, committed: bool = True
+) -> jax.Array:
     """Makes a jax.Array of a NumPy array in 3 us; `jax.device_put` takes 20 to 50.
 
     The result may share the array's memory, so nobody may write to the array later.
@@ -59,16 +62,16 @@ def guards_transfers_to_devices() -> bool:
     return False
 
 
-def here() -> Any:
+def here() -> Device:
     """The default device of the calling thread's computations."""
-    default = default_device.value
-    if hasattr(default, "client"):
+    default = default_device.value  # a device, or a platform's name, or None
+    if isinstance(default, jax.Device):
         return default
     return jax.local_devices(backend=default)[0]
 
 
 def is_committed(array: jax.Array) -> bool:
-    return bool(getattr(array, "_committed", False))
+    return not isinstance(array, _core.Tracer) and bool(array.committed)
 
 
 def back_ends_started() -> bool:
@@ -80,12 +83,14 @@ def back_ends_started() -> bool:
     return bool(_xla_bridge._backends)
 
 
-def clients() -> list[Any]:
+def clients() -> list[Client]:
     """The clients of the back ends that JAX has started in this process."""
     return list(_xla_bridge._backends.values())
 
 
-def tiled(sharding: Any, tiles: Sequence[int], owners: Sequence[Sequence[int]]) -> Any:
+def tiled(
+    sharding: Sharding, tiles: Sequence[int], owners: Sequence[Sequence[int]]
+) -> Sharding:
     """A sharding over the devices of `sharding` that cuts a value into equal tiles.
 
     Args:
@@ -105,11 +110,11 @@ def tiled(sharding: Any, tiles: Sequence[int], owners: Sequence[Sequence[int]]) 
     return _sharding_impls.GSPMDSharding(devices_of(sharding), told)
 
 
-def devices_of(sharding: Any) -> tuple[Any, ...]:
+def devices_of(sharding: Sharding) -> tuple[Device, ...]:
     """The devices of a sharding, in the order of the program."""
     return tuple(sharding._device_assignment)
 
 
-def process_of(device: Any) -> int:
+def process_of(device: Device) -> int:
     """The number of this process, as the client of one of its job's devices counts."""
     return int(device.client.process_index())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from jax._src import api as _api
@@ -19,6 +19,10 @@ from jax._src import dispatch as _dispatch
 from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax.fast_dispatch import marks, run_nothing
+from hostcall._jax.types import Executable, Token
+
+# (results, tokens) of a dispatch.
+Tell: TypeAlias = Callable[[Sequence[jax.Array], Sequence[Token]], None]
 
 # What JAX raises for a program that failed: JaxRuntimeError, and ValueError on its fast
 # path. hostcall turns the ValueError into a JaxRuntimeError (native/base/report.h),
@@ -29,10 +33,10 @@ REPORTS = (jax.errors.JaxRuntimeError, ValueError)
 # path. A thread's own hook replaces the process's hook, which `jax.debug_nans` sets.
 POST_HOOK = _api._post_hook_state
 
-_tells: set[Callable[[Sequence[Any], Sequence[Any]], None]] = set()
+_tells: set[Tell] = set()
 
 
-def tell_of_dispatches(tell: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
+def tell_of_dispatches(tell: Tell) -> None:
     """From now on, `tell(results, tokens)` is called after each dispatch that JAX makes
     in Python.
 
@@ -45,7 +49,7 @@ def tell_of_dispatches(tell: Callable[[Sequence[Any], Sequence[Any]], None]) -> 
     _tells.add(tell)
 
 
-def _tokens_of(program: Any) -> list[Any]:
+def _tokens_of(program: Executable) -> list[Token]:
     """The tokens that `program` left when the calling thread has just dispatched it."""
     if not (
         program.has_unordered_effects
@@ -58,7 +62,7 @@ def _tokens_of(program: Any) -> list[Any]:
     return [token for token in found if token is not None] + _ordered_tokens_of(program)
 
 
-def _ordered_tokens_of(program: Any) -> list[Any]:
+def _ordered_tokens_of(program: Executable) -> list[Token]:
     held = _dispatch.runtime_tokens.current_tokens
     return [held[effect] for effect in program.ordered_effects if effect in held]
 
@@ -81,14 +85,11 @@ def wrap_dispatches(
     plain = _pxla.ExecuteReplicated.__call__
 
     @functools.wraps(plain)
-    def call(self: Any, *args: Any) -> Any:
+    def call(self: Executable, *args: jax.Array) -> list[jax.Array]:
         devices = self._local_devices
-        if (
-            not self.ordered_effects
-            or len(devices) == 1
-            or devices[0].platform != "cpu"
-        ):
-            results = plain(self, *args)
+        alone = len(devices) == 1 or devices[0].platform != "cpu"
+        if alone or not self.ordered_effects:
+            results: list[jax.Array] = plain(self, *args)
         else:
             with quietly():
                 for mark in marks():
@@ -118,7 +119,7 @@ def tell_of_reports(tell: Callable[[str], None]) -> None:
     """
     plain = jax.errors.JaxRuntimeError.__init__
 
-    def init(self: Any, *args: Any) -> None:
+    def init(self: jax.errors.JaxRuntimeError, *args: object) -> None:
         plain(self, *args)
         if args and isinstance(args[0], str):
             tell(args[0])

@@ -3,48 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
-from jax._src.lib import guard_lib as _guard_lib
+from jax._src.random.prng import PRNGKeyArray as _PRNGKeyArray
 from jax._src.state.types import AbstractRef as _AbstractRef
 
+from hostcall._jax.types import Aval, Dtype
 
-def is_key_dtype(dtype: Any) -> bool:
+
+def is_key_dtype(dtype: Dtype) -> bool:
     return bool(_dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 _REFS = (_core.Tracer, jax.Ref)
 
 
-def is_ref(value: Any) -> bool:
+def is_ref(value: object) -> bool:
     """Whether this is a mutable array (`jax.new_ref`), traced or not."""
     return isinstance(value, _REFS) and type(value.aval) is _AbstractRef
 
 
-def canonical_dtype(dtype: Any) -> Any:
+def canonical_dtype(dtype: Dtype) -> Dtype:
     """The dtype that JAX uses for this one under the current x64 setting."""
     return _dtypes.canonicalize_dtype(dtype)
 
 
-def key_data_shape(dtype: Any) -> tuple[int, ...]:
+def key_data_shape(dtype: Dtype) -> tuple[int, ...]:
     """The shape of the uint32 block that represents one typed PRNG key."""
     return tuple(dtype._impl.key_shape)
 
 
-def data_of(array: Any) -> Any:
+def data_of(array: jax.Array) -> jax.Array:
     """The array itself, or for an array of typed keys the uint32 array behind it."""
-    return getattr(array, "_base_array", array)
+    return array._base_array if isinstance(array, _PRNGKeyArray) else array
 
 
-def wrap_key(data: Any, dtype: Any) -> Any:
+def wrap_key(data: jax.Array | np.ndarray, dtype: Dtype) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=dtype._impl.name)
 
 
-def physical_avals(avals: Sequence[Any]) -> list[Any]:
+def physical_avals(avals: Sequence[Aval]) -> list[Aval]:
     """The avals as compiled programs have them.
 
     A typed key becomes its uint32 block, and float0 becomes bool.
@@ -55,13 +57,13 @@ def physical_avals(avals: Sequence[Any]) -> list[Any]:
     ]
 
 
-def to_host(operand: Any) -> np.ndarray:
+def to_host(operand: jax.typing.ArrayLike) -> np.ndarray:
     """The operand of an eager call as a NumPy array of the dtype that JAX gives it."""
     if isinstance(operand, jax.Array):
         return to_numpy(operand)
-    if getattr(operand, "dtype", None) == _dtypes.float0:
+    if isinstance(operand, np.ndarray) and operand.dtype == _dtypes.float0:
         return np.zeros(operand.shape, np.bool_)
-    array = np.asarray(operand, _dtypes.canonicalize_dtype(_dtypes.dtype(operand)))
+    array = np.asarray(operand, canonical_dtype(_dtypes.dtype(operand)))
     return np.ascontiguousarray(array).reshape(array.shape)
 
 
@@ -70,10 +72,5 @@ def to_numpy(array: jax.Array) -> np.ndarray:
 
     JAX's transfer guards see an explicit transfer, as they do for `jax.device_get`.
     """
-    guard = _guard_lib.thread_local_state()
-    before = guard.explicit_device_get
-    guard.explicit_device_get = True
-    try:
+    with _config.explicit_device_get_scope():
         return np.asarray(array)
-    finally:
-        guard.explicit_device_get = before

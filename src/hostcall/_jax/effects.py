@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
 
 from hostcall._jax.fast_dispatch import marks
 from hostcall._jax.hoisting import kept_in_loops
-
-Effect = _effects.Effect
+from hostcall._jax.types import Device, Effect, Token
 
 
 def register_effect(effect_type: type, ordered: bool) -> None:
@@ -32,7 +31,7 @@ def register_effect(effect_type: type, ordered: bool) -> None:
         _effects.shardable_ordered_effects.add_type(effect_type)
 
 
-def tokens() -> list[Any]:
+def tokens() -> list[Token]:
     """The tokens of the newest programs with effects that this thread dispatched."""
     held = _dispatch.runtime_tokens
     latest = [*held.current_tokens.values(), *held.output_runtime_tokens.values()]
@@ -68,7 +67,7 @@ def wait_for_effects(
     return list(found.values())
 
 
-def before_tokens(then: Callable[[Any], None]) -> None:
+def before_tokens(then: Callable[[Effect], None]) -> None:
     """Calls `then(effect)` before JAX takes the token of an ordered effect, which it
     passes to the program that it dispatches.
 
@@ -78,7 +77,9 @@ def before_tokens(then: Callable[[Any], None]) -> None:
     plain = _dispatch.RuntimeTokenSet.get_token_input
 
     @functools.wraps(plain)
-    def get_token_input(self: Any, effect: Any, devices: Any) -> Any:
+    def get_token_input(
+        self: _dispatch.RuntimeTokenSet, effect: Effect, devices: Sequence[Device]
+    ) -> Token:
         then(effect)
         with _config.explicit_device_put_scope():
             return plain(self, effect, devices)
@@ -86,20 +87,19 @@ def before_tokens(then: Callable[[Any], None]) -> None:
     _dispatch.RuntimeTokenSet.get_token_input = get_token_input
 
 
-def token_of(effect: Any) -> Any | None:
+def token_of(effect: Effect) -> Token | None:
     """The token that this thread's newest program with an ordered effect has left."""
     return _dispatch.runtime_tokens.current_tokens.get(effect)
 
 
-def is_token_ready(token: Any) -> bool:
+def is_token_ready(token: object) -> bool:
     """Whether an ordered effect's token is ready; False for other tokens, which JAX
     gives no way to ask.
     """
-    array = getattr(token, "_buf", None)
-    return array is not None and bool(array.is_ready())
+    return isinstance(token, _core.Token) and bool(token._buf.is_ready())
 
 
-def forget_tokens(given: Sequence[Any]) -> None:
+def forget_tokens(given: Sequence[Token]) -> None:
     """Removes these tokens from those that JAX's next wait for effects waits for."""
     tokens = _dispatch.runtime_tokens
     numbers = set(map(id, given))

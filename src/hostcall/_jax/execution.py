@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import NamedTuple, NoReturn
 
 import jax
-from jax._src import callback as _callback
 from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import mesh as _mesh
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax.devices import default_device
 from hostcall._jax.fast_dispatch import forget_fast_dispatches
+from hostcall._jax.types import Device, Executable
+from hostcall._jax.versions import MESH_SETTINGS
 from hostcall._native import Ambient
 
 
@@ -27,11 +30,11 @@ class AmbientSetting(NamedTuple):
     """A thread-local setting of JAX's, with the methods of its class."""
 
     kind: Ambient
-    setting: Any
-    swap: Callable[..., Any]
-    set: Callable[..., Any]
-    get: Callable[..., Any]
-    value: Any | None
+    setting: object
+    swap: Callable[..., object]
+    set: Callable[..., object]
+    get: Callable[..., object]
+    value: object
 
 
 def ambient_settings() -> list[AmbientSetting]:
@@ -44,28 +47,20 @@ def ambient_settings() -> list[AmbientSetting]:
         (kind, setting, its swap, set and get functions, value) for each setting. For
         the kinds DEVICE and GUARD the value comes from the call's plan instead.
     """
-    home = _config if hasattr(_config, "device_context") else _mesh
-    abstract, concrete = home.abstract_mesh_context_manager, home.device_context
-
-    def entry(kind: Ambient, setting: Any, value: Any = None) -> AmbientSetting:
-        of = type(setting)
-        return AmbientSetting(
-            kind, setting, of.swap_local, of.set_local, of.get_local, value
-        )
-
+    of = _config.State
+    abstract, concrete = MESH_SETTINGS
     return [
-        entry(Ambient.DEVICE, default_device),
-        entry(Ambient.FIXED, abstract, _mesh.empty_abstract_mesh),
-        # JAX sets this one only together with the one before it, so the engine skips
-        # it where that one is not set (native/plan/call_scope.cc).
-        entry(Ambient.WITH, concrete, _mesh.empty_concrete_mesh),
-        entry(Ambient.GUARD, _config.no_execution),
+        AmbientSetting(kind, setting, of.swap_local, of.set_local, of.get_local, value)
+        for kind, setting, value in (
+            (Ambient.DEVICE, default_device, None),
+            (Ambient.FIXED, abstract, _mesh.empty_abstract_mesh),
+            # JAX sets this one only together with the one before it, so the engine
+            # skips it where that one is not set (native/plan/call_scope.cc).
+            (Ambient.WITH, concrete, _mesh.empty_concrete_mesh),
+            (Ambient.GUARD, _config.no_execution, None),
+        )
     ]
 
-
-# In JAX 0.10 a callback of JAX's own still sees the meshes of the dispatching thread,
-# and Pallas's interpreter, which runs in such callbacks, reads the TPU kind from them.
-CALLBACKS_HIDE_MESHES = hasattr(_callback, "mesh_lib")
 
 # What `get_local` returns for a setting that the calling thread has not set.
 UNSET = _config.config_ext.unset
@@ -81,25 +76,26 @@ class ExecutionGuard:
     under this guard's key, and is not checked again.
     """
 
-    def __init__(self, check: Callable[[Sequence[Any]], None]) -> None:
+    def __init__(self, check: Callable[[Sequence[Device]], object]) -> None:
         """`check` gets a program's devices, and raises in order to refuse it."""
         self._check = check
 
     def __bool__(self) -> bool:
         frame = sys._getframe(1)
         _refuse_across(frame)
-        self._check(getattr(_program_that_asks(frame), "_local_devices", ()))
+        program = _program_that_asks(frame)
+        self._check(() if program is None else program._local_devices)
         return False
 
 
-def _program_that_asks(frame: Any) -> Any:
+def _program_that_asks(frame: FrameType) -> Executable | None:
     """The program that JAX is about to execute or to put on its fast path, found in the
     frame that reads the setting.
     """
-    program = frame.f_locals.get("self")
-    if program is None:
-        program = getattr(frame.f_locals.get("executable"), "unsafe_call", None)
-    return program
+    executable, program = map(frame.f_locals.get, ("executable", "self"))
+    if isinstance(executable, _pxla.MeshExecutable):
+        program = executable.unsafe_call
+    return program if isinstance(program, _pxla.ExecuteReplicated) else None
 
 
 # --- A process that may take no further part in programs over several processes ------
@@ -116,7 +112,7 @@ class _AcrossGuard:
     compiled, which may take minutes.
     """
 
-    def __init__(self, before: Any) -> None:
+    def __init__(self, before: object) -> None:
         self.before = before
 
     def __bool__(self) -> bool:
@@ -143,7 +139,7 @@ def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
             setting.set_global(_AcrossGuard(setting.get_global()))
 
 
-def _refuse_across(frame: Any) -> None:
+def _refuse_across(frame: FrameType) -> None:
     if _refusal_across is None:
         return
     program = _program_that_asks(frame)
@@ -154,10 +150,7 @@ def _refuse_across(frame: Any) -> None:
             x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, tracer)
         ]
     else:
-        parts = [
-            *getattr(getattr(program, "in_handler", None), "in_shardings", ()),
-            *getattr(getattr(program, "out_handler", None), "out_shardings", ()),
-        ]
+        parts = [*program.in_handler.in_shardings, *program.out_handler.out_shardings]
     if not all(part.is_fully_addressable for part in parts):
         raise _refusal_across()
 
@@ -172,7 +165,7 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
     there (MLIR's pool and XLA's). JAX's functions are replaced for good.
     """
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
         del args, kwargs
         raise refusal()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax._src import core as _core
@@ -13,19 +13,24 @@ from jax._src.export import _export
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib.mlir import ir as _ir
 
+from hostcall._jax.types import Attribute, Aval, Client, Dtype, Operation, Value
 
-def node_name(node_type: type) -> tuple[str, Callable[[Any], bytes]] | None:
+# Makes bytes of a node's auxiliary data, and nodes of those and of children.
+ToBytes: TypeAlias = Callable[[Any], bytes]
+MakeNode: TypeAlias = Callable[[bytes, Sequence[Any]], object]
+
+
+def node_name(node_type: type) -> tuple[str, ToBytes] | None:
     """(name, function that makes bytes of auxiliary data) of a pytree type.
 
     Users give both by jax.export.register_pytree_node_serialization, or by
     register_namedtuple_serialization.
     """
-    found: tuple[str, Callable[[Any], bytes]] | None
-    found = _export.serialization_registry.get(node_type)
+    found: tuple[str, ToBytes] | None = _export.serialization_registry.get(node_type)
     return found
 
 
-def node_maker(name: str) -> Callable[[bytes, Sequence[Any]], Any] | None:
+def node_maker(name: str) -> MakeNode | None:
     """A function (auxiliary data, children) -> node, for a name that was registered."""
     found = _export.deserialization_registry.get(name)
     if found is None:
@@ -34,12 +39,12 @@ def node_maker(name: str) -> Callable[[bytes, Sequence[Any]], Any] | None:
     return lambda aux, children: make(read(aux), children)
 
 
-def key_impl(dtype: Any) -> str | None:
+def key_impl(dtype: Dtype) -> str | None:
     """The implementation behind the dtype of typed keys; None for None."""
     return None if dtype is None else str(dtype._impl.name)
 
 
-def key_dtype(impl: str | None) -> Any:
+def key_dtype(impl: str | None) -> Dtype:
     """The dtype of typed keys of an implementation; None for None. Or a ValueError."""
     if impl is None:
         return None
@@ -49,13 +54,14 @@ def key_dtype(impl: str | None) -> Any:
 # --- Symbolic sizes ------------------------------------------------------------------
 
 
-def is_symbolic(size: Any) -> bool:
-    return not _core.is_constant_dim(size) and _core.is_dim(size)
+def is_symbolic(size: object) -> bool:
+    return not _core.is_constant_dim(size) and bool(_core.is_dim(size))
 
 
-def has_symbolic(avals: Sequence[Any]) -> bool:
+def has_symbolic(avals: Sequence[Aval]) -> bool:
     """Whether some of these shapes are symbolic. A token has no shape."""
-    return any(is_symbolic(n) for aval in avals for n in getattr(aval, "shape", ()))
+    shapes = [aval.shape for aval in avals if aval is not _core.abstract_token]
+    return any(is_symbolic(n) for shape in shapes for n in shape)
 
 
 def size_from(text: str, known: Mapping[str, int]) -> int | None:
@@ -71,7 +77,7 @@ def size_from(text: str, known: Mapping[str, int]) -> int | None:
     return int(size._evaluate({name: known[name] for name in names}))
 
 
-def client_of(platform: str) -> Any:
+def client_of(platform: str) -> Client:
     """The client of a platform on which this process runs programs."""
     return _xla_bridge.get_backend(platform)
 
@@ -119,7 +125,7 @@ def custom_calls(exported: jax.export.Exported) -> list[CustomCall]:
     """The custom calls of a program, in all of its functions."""
     found: list[CustomCall] = []
 
-    def look(op: Any) -> Any:
+    def look(op: Operation) -> _ir.WalkResult:
         if "call_target_name" in op.attributes:
             found.append(_custom_call(op))
         return _ir.WalkResult.ADVANCE
@@ -134,7 +140,7 @@ def custom_calls(exported: jax.export.Exported) -> list[CustomCall]:
     return found
 
 
-def _custom_call(op: Any) -> CustomCall:
+def _custom_call(op: Operation) -> CustomCall:
     given = {name: op.attributes[name] for name in op.attributes}
     count = len(op.operands)
     shapes = _numbers(given.get("indices_of_shape_operands"), count) or []
@@ -174,7 +180,7 @@ _KNOWN = {
 }
 
 
-def _text(attribute: Any) -> str | None:
+def _text(attribute: Attribute) -> str | None:
     if not isinstance(attribute, _ir.StringAttr):
         return None
     try:
@@ -183,14 +189,14 @@ def _text(attribute: Any) -> str | None:
         return None
 
 
-def _numbers(attribute: Any, most: int) -> list[int] | None:
+def _numbers(attribute: Attribute | None, most: int) -> list[int] | None:
     """The numbers of an attribute; None if it has none, or too many."""
     if not isinstance(attribute, _ir.DenseIntElementsAttr) or len(attribute) > most:
         return None
     return list(attribute)
 
 
-def _is_row_major(layouts: Any, values: Any) -> bool:
+def _is_row_major(layouts: Attribute, values: Sequence[Value]) -> bool:
     if not isinstance(layouts, _ir.ArrayAttr) or len(layouts) != len(values):
         return False
     for layout, value in zip(layouts, values, strict=True):
@@ -201,7 +207,7 @@ def _is_row_major(layouts: Any, values: Any) -> bool:
     return True
 
 
-def type_text(dtype: str, sizes: Sequence[Any]) -> str:
+def type_text(dtype: str, sizes: Sequence[object]) -> str:
     """How MLIR writes the type of an array; a size that is no int is symbolic."""
     kind = dtype.replace("uint", "ui").replace("int", "i").replace("bool", "i1")
     if dtype.startswith("complex"):

@@ -24,8 +24,7 @@ put in order by `wrap_dispatches` (dispatch.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jax._src import compiler as _compiler
@@ -35,9 +34,11 @@ from jax._src import effects as _effects
 from jax._src import util as _util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 
-from hostcall._jax.tracing import changed, open_jaxpr
+from hostcall._jax import types as _t
+from hostcall._jax.versions import changed, open_jaxpr
 from hostcall._native import current
 
 # --- A program as one equation without effects ----------------------------------------
@@ -46,12 +47,13 @@ _program_p = _core.Primitive("host_calls")
 _program_p.multiple_results = True
 
 
-def _lower(ctx: Any, *operands: Any, jaxpr: Any) -> list[Any]:
-    inner = open_jaxpr(jaxpr)
+def _lower(
+    ctx: _t.LoweringContext, *operands: _t.Value, jaxpr: _t.Jaxpr
+) -> list[_t.Value]:
     ordered = _effects.ordered_effects.filter_in(jaxpr.effects)
     results, _ = _mlir.jaxpr_subcomp(
         ctx.module_context,
-        inner,
+        open_jaxpr(jaxpr),
         ctx.name_stack,
         _mlir.TokenSet.create(ordered),
         [_mlir.ir_constant(const) for const in jaxpr.consts],
@@ -66,7 +68,7 @@ def _lower(ctx: Any, *operands: Any, jaxpr: Any) -> list[Any]:
 _mlir.register_lowering(_program_p, _lower, cacheable=False)
 
 
-def _without_effects(jaxpr: Any) -> Any:
+def _without_effects(jaxpr: _t.Jaxpr) -> _t.Jaxpr:
     invars = [_core.Var(aval) for aval in jaxpr.in_avals]
     outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
     eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, {"jaxpr": jaxpr}, set())
@@ -78,10 +80,10 @@ def _without_effects(jaxpr: Any) -> Any:
 
 # Primitives whose effects are those of the engine's calls; JAX's own ones while
 # `replace_lowering` lowers them.
-ENGINE_CALLS: set[Any] = set()
+ENGINE_CALLS: set[_t.Primitive] = set()
 
 
-def _are_engine_calls(jaxpr: Any, is_ours: Callable[[Any], bool]) -> bool:
+def _are_engine_calls(jaxpr: _t.Jaxpr, is_ours: Callable[[_t.Effect], bool]) -> bool:
     """Whether all effects are made by the engine's calls.
 
     `is_ours` says whether an effect can have been made by nothing else.
@@ -92,7 +94,7 @@ def _are_engine_calls(jaxpr: Any, is_ours: Callable[[Any], bool]) -> bool:
     )
 
 
-def _makers(jaxpr: Any, effects: set[Any]) -> Iterator[Any]:
+def _makers(jaxpr: _t.Jaxpr, effects: set[_t.Effect]) -> Iterator[_t.JaxprEquation]:
     """The equations by which a program has these effects, at any depth."""
     for eqn in jaxpr.eqns:
         if effects.isdisjoint(eqn.effects):
@@ -104,7 +106,7 @@ def _makers(jaxpr: Any, effects: set[Any]) -> Iterator[Any]:
             yield from _makers(each, effects)
 
 
-def _is_for_one_cpu(args: Sequence[Any], options: dict[str, Any]) -> bool:
+def _is_for_one_cpu(args: Sequence[object], options: Mapping[str, object]) -> bool:
     """Whether a program is lowered to run on one CPU device here.
 
     `args` and `options` are those of `_cached_lowering_to_hlo`, which has no signature
@@ -117,17 +119,15 @@ def _is_for_one_cpu(args: Sequence[Any], options: dict[str, Any]) -> bool:
     return len(numbers) == 2 and numbers[1] == 1 and args[-1] == ("cpu",)
 
 
-def dispatch_fast(is_ours: Callable[[Any], bool]) -> None:
+def dispatch_fast(is_ours: Callable[[_t.Effect], bool]) -> None:
     """From now on, JAX's fast dispatch serves the programs that it can.
 
     `is_ours` says whether an effect can have been made by nothing but an engine's call.
     """
-    plain = getattr(_pxla, "_cached_lowering_to_hlo", None)
-    if plain is None:  # a later JAX: programs go through Python
-        return
+    plain = _pxla._cached_lowering_to_hlo
 
     @_util.weakref_lru_cache
-    def lowered(jaxpr: Any, *args: Any, **options: Any) -> Any:
+    def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
         if (
             jaxpr.effects
             and _is_for_one_cpu(args, options)
@@ -145,7 +145,7 @@ def dispatch_fast(is_ours: Callable[[Any], bool]) -> None:
 # Both need programs that do nothing, one for each CPU device: what XLA puts behind them
 # or before them is in order with all that the thread has dispatched.
 
-_clients: set[Any] = set()  # those for which such programs were lowered
+_clients: set[_t.Client] = set()  # those for which such programs were lowered
 
 
 def forget_fast_dispatches() -> None:
@@ -153,7 +153,7 @@ def forget_fast_dispatches() -> None:
     _clients.clear()
 
 
-def marks() -> list[Any]:
+def marks() -> list[_t.Token]:
     """Things to wait for. They are ready when the programs have ended that the calling
     thread has dispatched before. Cost: 10 us for each CPU device.
 
@@ -168,7 +168,7 @@ def marks() -> list[Any]:
     return [run_nothing(device) for device in devices]
 
 
-def run_nothing(device: Any, *tokens: Any) -> Any:
+def run_nothing(device: _t.Device, *tokens: _t.Token) -> _t.Token:
     """Dispatches a program that does nothing, after these tokens; returns its own."""
     operands = ", ".join(f"%{i}: tensor<0xi1>" for i in range(len(tokens)))
     program = _compiled(f"func.func public @main({operands})", device)
@@ -176,7 +176,7 @@ def run_nothing(device: Any, *tokens: Any) -> Any:
 
 
 @functools.cache
-def _compiled(main: str, device: Any) -> Any:
+def _compiled(main: str, device: _t.Device) -> _xla_client.LoadedExecutable:
     options = _compiler.get_compile_options(
         1, 1, np.array([[device]]), backend=device.client
     )
@@ -195,7 +195,7 @@ def when_waiting_for_effects(then: Callable[[], None]) -> None:
     plain = _dispatch.RuntimeTokenSet.block_until_ready
 
     @functools.wraps(plain)
-    def block_until_ready(self: Any) -> None:
+    def block_until_ready(self: _dispatch.RuntimeTokenSet) -> None:
         for mark in marks():
             mark.block_until_ready()
         plain(self)

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any
+from collections.abc import Iterator
 
 from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
-from hostcall._jax.tracing import changed
+from hostcall._jax.types import Jaxpr, JaxprEquation, Trace, Tracer
+from hostcall._jax.versions import changed
 
 # Equations with these effects stay in the scans that they are in.
 kept_in_loops = _effects.EffectTypeSet()
@@ -32,7 +33,7 @@ _disguised_p = _core.Primitive("host_call_in_a_loop")
 _disguised_p.multiple_results = True
 
 
-def _disguise(jaxpr: Any) -> Any:
+def _disguise(jaxpr: Jaxpr) -> Jaxpr:
     """The body of a loop with its effectful equations disguised."""
     if not kept_in_loops.filter_in(jaxpr.effects):
         return jaxpr
@@ -45,7 +46,7 @@ def _disguise(jaxpr: Any) -> Any:
     return changed(jaxpr, eqns=eqns)
 
 
-def _stage(trace: Any, *tracers: Any, eqn: Any) -> list[Any]:
+def _stage(trace: Trace, *tracers: Tracer, eqn: JaxprEquation) -> list[Tracer]:
     """Puts the equation into the loop; its results are not known."""
     operands = [trace.instantiate_const(tracer) for tracer in tracers]
     outs = [
@@ -67,30 +68,36 @@ _pe.custom_partial_eval_rules[_disguised_p] = _stage
 
 # --- The two places ------------------------------------------------------------------
 
-_in_rule = threading.local()  # `yes`: the rule for remat is about to hoist
+
+class _InRule(threading.local):
+    hoists = False  # the rule for remat is about to hoist
+
+
+_in_rule = _InRule()
 
 
 @contextlib.contextmanager
-def _hoisting(yes: bool) -> Any:
-    before = getattr(_in_rule, "yes", False)
-    _in_rule.yes = yes
+def _hoisting(yes: bool) -> Iterator[None]:
+    before, _in_rule.hoists = _in_rule.hoists, yes
     try:
         yield
     finally:
-        _in_rule.yes = before
+        _in_rule.hoists = before
 
 
 class _PartialEval:
     """JAX's module partial_eval as loops.py sees it, with one function replaced."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(_pe, name)
 
     @staticmethod
-    def partial_eval_jaxpr_nounits(jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
+    def partial_eval_jaxpr_nounits(
+        jaxpr: Jaxpr, *args: object, **kwargs: object
+    ) -> object:
         # loops.py also splits the bodies of while loops by this function. There,
         # nothing is hoisted, and a known call must stay known.
-        if getattr(_in_rule, "yes", False):
+        if _in_rule.hoists:
             jaxpr = _disguise(jaxpr)
         with _hoisting(False):
             return _pe.partial_eval_jaxpr_nounits(jaxpr, *args, **kwargs)
@@ -100,7 +107,7 @@ _hoist = _loops._scan_known_hoisting
 _rule = _pe.partial_eval_jaxpr_custom_rules[_loops.scan_p]
 
 
-def _partial_eval_custom(*args: Any, **kwargs: Any) -> Any:
+def _partial_eval_custom(*args: object, **kwargs: object) -> object:
     with _hoisting(True):
         return _rule(*args, **kwargs)
 

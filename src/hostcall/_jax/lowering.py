@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -12,14 +11,15 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 
+from hostcall._jax import types as _t
 from hostcall._jax.fast_dispatch import ENGINE_CALLS
 from hostcall._jax.program import SERVED, platforms
 
 
 def register_lowering(
-    primitive: Any,
-    rule: Callable[..., Any],
-    elsewhere: Callable[..., Any] | None = None,
+    primitive: _t.Primitive,
+    rule: _t.LoweringRule,
+    elsewhere: _t.LoweringRule | None = None,
     *,
     wants_devices: bool = True,
 ) -> None:
@@ -40,7 +40,7 @@ def register_lowering(
             mesh coordinates. JAX then allows only one mesh in that program.
     """
 
-    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def lower(ctx: _t.LoweringContext, *operands: _t.Value, **params: object) -> object:
         if elsewhere is not None and not set(platforms(ctx)) <= set(SERVED):
             return elsewhere(ctx, *operands, **params)
         return rule(ctx, *operands, **params)
@@ -54,7 +54,9 @@ def register_lowering(
 _CHAIN = "hostcall: last token of each block"
 
 
-def chain(ctx: Any) -> tuple[Any | None, Callable[[Any], None]]:
+def chain(
+    ctx: _t.LoweringContext,
+) -> tuple[_t.Value | None, Callable[[_t.Value | None], None]]:
     """The token of the previous chained call in the same block, and a setter.
 
     Calls in one MLIR block are straight-line code. Each takes the token of the call
@@ -64,38 +66,40 @@ def chain(ctx: Any) -> tuple[Any | None, Callable[[Any], None]]:
     record = ctx.module_context.cached_primitive_lowerings.setdefault(_CHAIN, {})
     block = _ir.InsertionPoint.current.block
 
-    def store(token: Any) -> None:
+    def store(token: _t.Value | None) -> None:
         record[block] = token
 
     return record.get(block), store
 
 
-def ordered_token(ctx: Any, effect: Any) -> Any:
+def ordered_token(ctx: _t.LoweringContext, effect: _t.Effect) -> _t.Value:
     return ctx.tokens_in.get(effect)
 
 
-def set_ordered_token(ctx: Any, effect: Any, token: Any) -> None:
+def set_ordered_token(
+    ctx: _t.LoweringContext, effect: _t.Effect, token: _t.Value | None
+) -> None:
     tokens = _mlir.TokenSet({effect: token})
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(tokens))
 
 
-def host_callback_handler() -> Any | None:
+def host_callback_handler() -> object:
     """JAX's handler of buffer callbacks on CPUs, or None if jaxlib does not show it.
 
     native/handlers/host_callback.h says what the engine needs it for.
     """
-    targets = getattr(_xla_client, "custom_call_targets", None)
-    if targets is None:
-        return None
-    return targets("cpu").get("xla_buffer_python_cpu_callback", {}).get("execute")
+    targets = _xla_client.custom_call_targets("cpu")
+    return targets.get("xla_buffer_python_cpu_callback", {}).get("execute")
 
 
-def lower_by(ctx: Any, f: Callable[..., Any], *operands: Any) -> list[Any]:
+def lower_by(
+    ctx: _t.LoweringContext, f: Callable[..., object], *operands: _t.Value
+) -> list[_t.Value]:
     """Lowers an equation as the JAX function `f`, which returns a list of results."""
     return list(_mlir.lower_fun(f, multiple_results=True)(ctx, *operands))
 
 
-def name_partitioning(value: Any, name: str) -> None:
+def name_partitioning(value: _t.Value, name: str) -> None:
     """Names the custom partitioning, if there is one, whose result this value is.
 
     JAX names it by the address of its rules, which is another one in each process, so
@@ -104,8 +108,9 @@ def name_partitioning(value: Any, name: str) -> None:
     # Imported here because it takes 10 ms, which most programs need not pay.
     from jax._src import custom_partitioning
 
-    op = value.owner
-    named = getattr(op, "attributes", {})  # an argument of a block has none
+    if isinstance(value.owner, _ir.Block):  # an argument of a block
+        return
+    named = value.owner.attributes
     target = named["call_target_name"].value if "call_target_name" in named else ""
     if target == custom_partitioning._CUSTOM_PARTITIONING_CALL_NAME:
         rules = custom_partitioning._sharding_callbacks
@@ -114,8 +119,11 @@ def name_partitioning(value: Any, name: str) -> None:
 
 
 def lower_traced(
-    ctx: Any, f: Callable[..., Any], avals: Sequence[Any], values: Sequence[Any]
-) -> list[Any]:
+    ctx: _t.LoweringContext,
+    f: Callable[..., object],
+    avals: Sequence[_t.Aval],
+    values: Sequence[_t.Value],
+) -> list[_t.Value]:
     """Emits the JAX function `f` on values of these avals; returns its results."""
     avals = [_core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
     inner = ctx.replace(primitive=None, avals_in=avals, avals_out=None)
@@ -123,7 +131,7 @@ def lower_traced(
     return list(_mlir.ir_tree_registry.flatten(results)[0])
 
 
-def line_of(ctx: Any) -> tuple[str, int, str] | None:
+def line_of(ctx: _t.LoweringContext) -> tuple[str, int, str] | None:
     """(file, line, function) of the user's line behind an equation being lowered."""
     frame = _source_info_util.user_frame(ctx.traceback)
     if frame is None:

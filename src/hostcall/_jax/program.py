@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import jaxlib.version as _jaxlib_version
 from jax._src import sharding_impls as _sharding_impls
+
+from hostcall._jax.types import Client, Device, LoweringContext, Mesh
 
 SERVED = ("cpu", "cuda")  # where the engine has handlers
 # In a shard_map that is manual over some mesh axes only, a token as a program's result
@@ -39,28 +41,28 @@ class Program(NamedTuple):
             any program over several devices in a job of several processes counts.
     """
 
-    ctx: Any
+    ctx: LoweringContext
     platforms: tuple[str, ...]
-    client: Any | None
-    mesh: Any | None
-    automatic: frozenset[Any]
-    devices: list[Any] | None
+    client: Client | None
+    mesh: Mesh | None
+    automatic: frozenset[object]
+    devices: list[Device] | None
     size: int
-    local: list[Any] | None
-    by_ordinal: dict[int, Any]
+    local: list[Device] | None
+    by_ordinal: dict[int, Device]
     is_partitioned: bool
     is_exported: bool
     across: bool
 
 
-def program_of(ctx: Any) -> Program:
+def program_of(ctx: LoweringContext) -> Program:
     context = ctx.module_context.axis_context
     of = platforms(ctx)
     try:
         client = ctx.module_context.get_backend()
     except (RuntimeError, ValueError):
         client = None
-    mesh, automatic = None, frozenset[Any]()
+    mesh, automatic = None, frozenset[object]()
     if isinstance(context, _sharding_impls.SPMDAxisContext):
         mesh = context.mesh
         automatic = frozenset(mesh.axis_names) - context.manual_axes
@@ -97,14 +99,14 @@ def program_of(ctx: Any) -> Program:
     )
 
 
-def all_devices(program: Program) -> tuple[Any, ...] | None:
+def all_devices(program: Program) -> tuple[Device, ...] | None:
     """The devices of a program; None if there is one, empty if they are not known."""
     if program.devices is not None:
         return tuple(program.devices)
     return None if program.size == 1 and program.mesh is None else ()
 
 
-def ordinal(device: Any) -> int:
+def ordinal(device: Device) -> int:
     """The number that XLA gives a handler for this device.
 
     On CPUs it is the device's id, and ids count on from process to process.
@@ -112,17 +114,17 @@ def ordinal(device: Any) -> int:
     return int(device.id if device.platform == "cpu" else device.local_hardware_id)
 
 
-def platforms(ctx: Any) -> tuple[str, ...]:
+def platforms(ctx: LoweringContext) -> tuple[str, ...]:
     return tuple(ctx.module_context.platforms)
 
 
-def is_served(ctx: Any) -> bool:
+def is_served(ctx: LoweringContext) -> bool:
     """Whether the program is for one platform that the engine serves."""
     of = platforms(ctx)
     return len(of) == 1 and of[0] in SERVED
 
 
-def _devices(context: Any) -> list[Any] | None:
+def _devices(context: object) -> list[Device] | None:
     if isinstance(context, _sharding_impls.SPMDAxisContext):
         if isinstance(context.mesh, jax.sharding.AbstractMesh):
             return None
@@ -134,7 +136,7 @@ def _devices(context: Any) -> list[Any] | None:
     return devices if len(devices) > 1 else None
 
 
-def keep_alive(program: Program, thing: Any) -> None:
+def keep_alive(program: Program, thing: object) -> None:
     """Keeps `thing` alive as long as the executable of this program."""
     program.ctx.module_context.add_keepalive(thing)
 
@@ -157,7 +159,7 @@ def run_where_dispatched(program: Program) -> None:
         module.add_host_callback(_not_called)
 
 
-def _not_called(*args: Any) -> Any:
+def _not_called(*args: object) -> NoReturn:
     """The entry in the list of host callbacks.
 
     All programs share it: the list is part of the keys of JAX's caches of executables.

@@ -8,8 +8,8 @@ hostcall's, which have not set anything, so it takes the values along.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax._src import config as _config
@@ -33,16 +33,15 @@ _NOT_TAKEN = frozenset(
 )
 
 
-def _taken() -> dict[str, Any]:
+def _taken() -> dict[str, _config.config_ext.Config]:
     """The settings by name: those in JAX's trace context, and the other public ones.
 
     Some public ones change what JAX computes and are not in the trace context
     (`jax.default_prng_impl`, `jax.debug_nans`).
     """
     known = dict(_config.config_states)
-    interpreted = getattr(_config, "pallas_tpu_interpret_mode_context_manager", None)
-    if interpreted is not None:
-        known["pallas_tpu_interpret_mode_context_manager"] = interpreted
+    interpreted = _config.pallas_tpu_interpret_mode_context_manager
+    known["pallas_tpu_interpret_mode_context_manager"] = interpreted
     public = {id(thing) for thing in vars(jax).values()}
     traced = {*_config.trace_context_names(), "jax_disable_jit"}
     return {
@@ -55,13 +54,12 @@ def _taken() -> dict[str, Any]:
 _settings = _taken()
 
 
-def _swap(name: str, value: Any) -> Any:
+def _swap(name: str, value: object) -> object:
     """Sets a setting on the calling thread. Returns the former value."""
     setting = _settings[name]
     before = setting.swap_local(value)
-    hook = getattr(setting, "_update_thread_local_hook", None)
-    if hook is not None:
-        hook(None if value is _UNSET else value)
+    if isinstance(setting, _config.State) and setting._update_thread_local_hook:
+        setting._update_thread_local_hook(None if value is _UNSET else value)
     return before
 
 
@@ -69,13 +67,13 @@ def _swap(name: str, value: Any) -> Any:
 class Traced:
     """The settings that a trace had of its own: (name, value) of each."""
 
-    values: tuple[tuple[str, Any], ...]
+    values: tuple[tuple[str, object], ...]
 
-    def enter(self) -> list[Any]:
+    def enter(self) -> list[object]:
         """Sets them on the calling thread. Returns the former values."""
         return [_swap(name, value) for name, value in self.values]
 
-    def leave(self, before: list[Any]) -> None:
+    def leave(self, before: list[object]) -> None:
         """Sets what `enter` has returned."""
         for (name, _), value in zip(self.values, before, strict=True):
             _swap(name, value)
@@ -97,13 +95,17 @@ def traced_here() -> Traced | None:
 # --- Settings of a program that leaves the process -----------------------------------
 
 
-def tell_traced(traced: Traced) -> dict[str, Any] | None:
+def tell_traced(traced: Traced) -> dict[str, object] | None:
     """The settings as JSON; None if `read_traced` would not give them back."""
-    told = {name: getattr(value, "value", value) for name, value in traced.values}
+    told = {name: _plain(value) for name, value in traced.values}
     return told if read_traced(told) == traced else None
 
 
-def read_traced(told: Any) -> Traced | None:
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def read_traced(told: object) -> Traced | None:
     """The inverse. `told` may say anything: None if it is not what `tell_traced` made.
 
     JAX's own parsers check the values, and get only such as JSON has.
@@ -112,14 +114,16 @@ def read_traced(told: Any) -> Traced | None:
         return None
     found = []
     for name, value in told.items():
-        parse = getattr(_settings.get(name), "_parser", None)
-        if parse is None or type(value) not in (bool, int, str, type(None)):
+        setting = _settings.get(name)
+        if not isinstance(setting, _config.State) or setting._parser is None:
+            return None
+        if type(value) not in (bool, int, str, type(None)):
             return None
         try:
-            parsed = parse(value)
+            parsed = setting._parser(value)
         except (TypeError, ValueError):
             return None
-        plain = getattr(parsed, "value", parsed)
+        plain = _plain(parsed)
         if type(plain) is not type(value) or plain != value:
             return None
         found.append((name, parsed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from jax._src import config as _config
@@ -21,23 +21,14 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.state import discharge as _discharge
 
+from hostcall._jax import types as _t
 
-def open_jaxpr(jaxpr: Any) -> Any:
-    """The jaxpr in a ClosedJaxpr, which JAX has before 0.12; else the jaxpr itself."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def changed(jaxpr: Any, consts: Sequence[Any] | None = None, **changes: Any) -> Any:
-    """The same with other constants, and other parts of the open jaxpr."""
-    inner = open_jaxpr(jaxpr)
-    own = {} if consts is None else {"consts": list(consts)}
-    if inner is jaxpr:
-        return jaxpr.replace(**changes, **own)
-    return jaxpr.replace(jaxpr=inner.replace(**changes), **own)
+Arrays: TypeAlias = Sequence[jax.Array]
+# For each operand the axis of the batch, or None.
+Dims: TypeAlias = Sequence[int | None]
 
 
-Primitive = _core.Primitive
-ShapedArray = _core.ShapedArray
+ShapedArray: TypeAlias = _core.ShapedArray
 moveaxis = _batching.moveaxis
 check_arg = _dispatch.check_arg
 # Compiles one equation and runs it; equal equations share the compiled program.
@@ -61,28 +52,30 @@ def is_staged() -> bool:
 
 
 batchers = _batching.primitive_batchers
-Zero = _ad.Zero
 instantiate_zeros = _ad.instantiate_zeros
 partial_eval_rules = _pe.partial_eval_jaxpr_custom_rules  # under remat
 jvps = _ad.primitive_jvps
 transposes = _ad.primitive_transposes
 
 
-def zero_tangent(primal: Any) -> Any:
-    return Zero(_core.typeof(primal).to_tangent_aval())
+def zero_tangent(primal: jax.Array) -> _t.Zero:
+    return _t.Zero(_core.typeof(primal).to_tangent_aval())
 
 
-def is_literal(atom: Any) -> bool:
+def is_literal(atom: _t.Atom) -> bool:
     return isinstance(atom, _core.Literal)
 
 
-def register_dce(
-    primitive: Any, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
-) -> None:
-    """Registers `rule(used outputs, equation)` for dead code elimination.
+# (used outputs, equation) -> (used inputs, the equation that remains or None)
+DeadCodeRule: TypeAlias = Callable[
+    [Sequence[bool], _t.JaxprEquation], tuple[list[bool], _t.JaxprEquation | None]
+]
 
-    `rule` returns (used inputs, the equation that remains or None). JAX's own rules
-    take one more argument in the middle in 0.12, a list of live inputs.
+
+def register_dce(primitive: _t.Primitive, rule: DeadCodeRule) -> None:
+    """Registers a rule for dead code elimination.
+
+    JAX's own rules take one more argument in the middle in 0.12, a list of live inputs.
     """
     _pe.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
@@ -96,14 +89,16 @@ def hold_weakly_in_caches(parameter_type: type) -> None:
     _util.weakref_cache_key_types.add(parameter_type)
 
 
-def def_effectful_abstract_eval(primitive: Any, rule: Callable[..., Any]) -> None:
+def def_effectful_abstract_eval(
+    primitive: _t.Primitive, rule: Callable[..., object]
+) -> None:
     """Registers `rule`, which returns (result avals, effects)."""
     primitive.def_effectful_abstract_eval(rule)
 
 
 def result_avals(
-    avals: Sequence[Any], operands: Sequence[Any], pure: bool
-) -> list[Any]:
+    avals: Sequence[_t.Aval], operands: Sequence[_t.Aval], pure: bool
+) -> list[_t.Aval]:
     """Result avals on the mesh in context, with the mesh axes over which they vary.
 
     Inside `shard_map` with its check on, JAX tracks the mesh axes over which each value
@@ -114,7 +109,7 @@ def result_avals(
     mesh = _mesh.get_abstract_mesh()
     if mesh.empty:
         return list(avals)
-    varying: frozenset[Any] = frozenset()
+    varying: frozenset[object] = frozenset()
     if _config._check_vma.value:
         if pure:
             for operand in operands:
@@ -128,7 +123,7 @@ def result_avals(
     ]
 
 
-def vary_alike(operands: Sequence[Any]) -> list[Any]:
+def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Casts operands so that all vary over the same mesh axes.
 
     This matters inside `shard_map` with its check on. A cotangent varies over the axes
@@ -139,7 +134,7 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
     if mesh.empty or not _config._check_vma.value:
         return list(operands)
     own = [frozenset(_core.typeof(x).mat.varying) for x in operands]
-    everything = frozenset[Any]().union(*own)
+    everything = frozenset[object]().union(*own)
     return [
         jax.lax.pcast(x, tuple(everything - have), to="varying")
         if everything - have
@@ -148,12 +143,12 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
     ]
 
 
-def shard_alike(value: Any, aval: Any) -> Any:
+def shard_alike(value: jax.Array, aval: _t.Aval) -> jax.Array:
     """`value` resharded as `aval` says; explicit mesh axes make sharding part of the
     type.
     """
-    wanted = getattr(aval, "sharding", None)
-    if wanted is None or wanted.mesh.empty or _core.typeof(value).sharding == wanted:
+    wanted = aval.sharding
+    if wanted.mesh.empty or _core.typeof(value).sharding == wanted:
         return value
     return jax.sharding.reshard(value, wanted)
 
@@ -175,17 +170,20 @@ def refuse_special(arrays: Sequence[jax.Array], what: Callable[[], str]) -> None
         raise FloatingPointError(text) from None
 
 
-def refuse_vmap(primitive: Any, operands: Any, dims: Any) -> None:
+def refuse_vmap(primitive: _t.Primitive, operands: Arrays, dims: Dims) -> None:
     """Raises as JAX does for a callback without a `vmap_method`."""
     _ffi.ffi_batching_rule(primitive, operands, dims, vmap_method=None, result_avals=())
 
 
-def unroll(primitive: Any, operands: Any, dims: Any, params: dict[str, Any]) -> Any:
+def unroll(
+    primitive: _t.Primitive, operands: Arrays, dims: Dims, params: _t.Params
+) -> tuple[Arrays, Dims]:
     """Applies JAX's batching rule for debug callbacks: one equation for each row."""
-    return _debugging.debug_batching_rule(operands, dims, primitive=primitive, **params)
+    rule = _debugging.debug_batching_rule
+    return rule(operands, dims, primitive=primitive, **params)  # type: ignore[no-any-return]
 
 
-def keep_under_remat(primitive: Any) -> None:
+def keep_under_remat(primitive: _t.Primitive) -> None:
     """Gives a primitive JAX's remat rule for debug callbacks.
 
     The rule keeps the equation in the rematerialized program too, if its inputs are
@@ -195,12 +193,12 @@ def keep_under_remat(primitive: Any) -> None:
     partial_eval_rules[primitive] = lambda *args: rule(*args, primitive)
 
 
-def discharge_in_place(primitive: Any) -> None:
+def discharge_in_place(primitive: _t.Primitive) -> None:
     """Registers a primitive that reads Refs, and changes none of them."""
     own = _debugging._debug_callback_state_discharge_rule
     leading = own.__code__.co_argcount  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
 
-    def rule(*args: Any, **params: Any) -> Any:
+    def rule(*args: object, **params: object) -> object:
         values = args[leading:]
         return values, primitive.bind(*values, **params)
 
@@ -215,30 +213,30 @@ def in_pallas_kernel() -> bool:
     pallas = sys.modules.get("jax._src.pallas.core")
     if pallas is None:
         return False
-    holder = getattr(pallas, "_grid_context", None)
-    if holder is not None:
-        return holder.value is not None
-    return pallas._pallas_tracing_env.grid_context is not None
+    try:
+        return pallas._grid_context.value is not None
+    except AttributeError:  # JAX 0.10
+        return pallas._pallas_tracing_env.grid_context is not None
 
 
-def on_first_of(axes: Sequence[Any], f: Callable[[], Any]) -> Any:
+def on_first_of(axes: Sequence[object], f: Callable[[], Arrays]) -> Arrays:
     """Runs `f()` only on the devices that are first along these mesh axes."""
 
-    def body() -> Any:
+    def body() -> Arrays:
         first = jax.lax.axis_index(tuple(axes)) == 0
-        return jax.lax.cond(first, f, lambda: [])
+        return jax.lax.cond(first, f, lambda: [])  # type: ignore[no-any-return]
 
-    return _shard_map.shard_map(body, in_specs=(), out_specs=[])()
+    return _shard_map.shard_map(body, in_specs=(), out_specs=[])()  # type: ignore[no-any-return]
 
 
-def manual_over(f: Callable[..., Any], values: Sequence[Any]) -> Any:
+def manual_over(f: Callable[..., Arrays], values: Arrays) -> Arrays:
     """Runs `f` on whole values, manually over all axes of the mesh around.
 
     `f` says itself that its results are the same on all devices.
     """
     spec = jax.sharding.PartitionSpec()
     mapped = _shard_map.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)
-    return mapped(*values)
+    return mapped(*values)  # type: ignore[no-any-return]
 
 
 # --- For host_callback: _compat/host_callback.py, _compat/outside_call.py ------------
@@ -248,6 +246,6 @@ pretty_printer = _pretty_printer
 is_undefined_primal = _ad.is_undefined_primal
 
 
-def is_known(tracer: Any) -> bool:
+def is_known(tracer: _t.Tracer) -> bool:
     """Whether partial evaluation knows this value."""
     return bool(tracer.is_known())

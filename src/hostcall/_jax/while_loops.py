@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax._src import config as _config
@@ -30,12 +30,17 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
+from hostcall._jax import types as _t
 from hostcall._jax.lowering import lower_by
-from hostcall._jax.tracing import changed, open_jaxpr
+from hostcall._jax.versions import JAXPRS, changed, open_jaxpr
 
 _while_p = _loops.while_p
-# One type since 0.12.
-_JAXPRS = (_core.Jaxpr, getattr(_core, "ClosedJaxpr", _core.Jaxpr))
+
+Flags: TypeAlias = Sequence[bool]
+Atoms: TypeAlias = Sequence[_t.Atom]
+# Both work on an equation's parameters.
+Error: TypeAlias = Callable[[_t.Params], Exception]
+Passes: TypeAlias = Callable[[Atoms, _t.Params], Atoms]
 
 
 class _Once(NamedTuple):
@@ -43,17 +48,15 @@ class _Once(NamedTuple):
     `run_once_in_while_loops`.
     """
 
-    error: Callable[[Any], Exception] | None
-    passes: Callable[[Sequence[Any], Any], Sequence[Any]] | None
+    error: Error | None
+    passes: Passes | None
 
 
-_once: dict[_core.Primitive, _Once] = {}
+_once: dict[_t.Primitive, _Once] = {}
 
 
 def run_once_in_while_loops(
-    primitive: _core.Primitive,
-    error: Callable[[Any], Exception] | None = None,
-    passes: Callable[[Sequence[Any], Any], Sequence[Any]] | None = None,
+    primitive: _t.Primitive, error: Error | None = None, passes: Passes | None = None
 ) -> None:
     """Equations of this primitive with effects run once in a loop that JAX splits.
 
@@ -67,12 +70,12 @@ def run_once_in_while_loops(
     _once[primitive] = _Once(error, passes)
 
 
-def _runs_once(eqn: Any) -> bool:
+def _runs_once(eqn: _t.JaxprEquation) -> bool:
     rule = _once.get(eqn.primitive)
     return rule is not None and (rule.passes is not None or bool(eqn.effects))
 
 
-def _all_eqns(jaxpr: Any) -> Iterator[Any]:
+def _all_eqns(jaxpr: _t.Jaxpr) -> Iterator[_t.JaxprEquation]:
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in _core.jaxprs_in_params(eqn.params):
@@ -87,19 +90,22 @@ _removed_p.multiple_results = True
 
 
 @_removed_p.def_abstract_eval
-def _removed_avals(*, hidden: Any) -> list[Any]:
+def _removed_avals(*, hidden: _t.JaxprEquation) -> list[_t.Aval]:
     return [v.aval for v in hidden.outvars]
 
 
-def _effects_of(jaxpr: Any, eqns: Sequence[Any]) -> Any:
-    inner = open_jaxpr(jaxpr)
-    return _pe.make_jaxpr_effects(inner.constvars, inner.invars, inner.outvars, eqns)
+def _with(jaxpr: _t.Jaxpr, eqns: list[_t.JaxprEquation], **changes: Any) -> _t.Jaxpr:
+    """The same with these equations, which give it its effects, and other changes."""
+    new = changed(jaxpr, eqns=eqns, **changes)
+    inner = open_jaxpr(new)
+    parts = inner.constvars, inner.invars, inner.outvars, eqns
+    return changed(new, effects=_pe.make_jaxpr_effects(*parts))
 
 
-class _Renamed(dict[Any, Any]):
+class _Renamed(dict[_t.Atom, _t.Atom]):
     """Variables and what stands in their place."""
 
-    def __call__(self, atom: Any) -> Any:
+    def __call__(self, atom: _t.Atom) -> _t.Atom:
         return atom if isinstance(atom, _core.Literal) else self.get(atom, atom)
 
 
@@ -107,9 +113,9 @@ class _Remover:
     """Removes the calls from jaxprs, at any depth."""
 
     def __init__(self) -> None:
-        self._gone: set[Any] = set()  # the effects of what was removed
+        self._gone: set[_t.Effect] = set()  # the effects of what was removed
 
-    def __call__(self, jaxpr: Any) -> Any:
+    def __call__(self, jaxpr: _t.Jaxpr) -> _t.Jaxpr:
         renamed, eqns = _Renamed(), []
         for eqn in jaxpr.eqns:
             invars = [renamed(x) for x in eqn.invars]
@@ -126,10 +132,9 @@ class _Remover:
                 new = {"primitive": _removed_p, "params": {"hidden": eqn}}
                 eqns.append(eqn.replace(invars=[], effects=set(), **new))
         outvars = [renamed(x) for x in open_jaxpr(jaxpr).outvars]
-        new = changed(jaxpr, eqns=eqns, outvars=outvars)
-        return changed(new, effects=_effects_of(new, eqns))
+        return _with(jaxpr, eqns, outvars=outvars)
 
-    def _inside(self, eqn: Any) -> Any:
+    def _inside(self, eqn: _t.JaxprEquation) -> _t.JaxprEquation:
         """The equation with its jaxprs changed."""
         inner = list(_core.jaxprs_in_params(eqn.params))
         if not any(_runs_once(each) for jaxpr in inner for each in _all_eqns(jaxpr)):
@@ -139,17 +144,17 @@ class _Remover:
         effects = {e for e in eqn.effects if e not in self._gone or e in left}
         return eqn.replace(params=params, effects=effects)
 
-    def _param(self, value: Any) -> Any:
-        if isinstance(value, _JAXPRS):
+    def _param(self, value: object) -> object:
+        if isinstance(value, JAXPRS):
             return self(value)
-        if isinstance(value, tuple) and any(isinstance(v, _JAXPRS) for v in value):
+        if isinstance(value, tuple) and any(isinstance(v, JAXPRS) for v in value):
             return tuple(map(self._param, value))
         return value
 
 
 def _joined(
-    whole: Any, known: Any, unknown: Any, ins: Sequence[bool], outs: Sequence[bool]
-) -> Any:
+    whole: _t.Jaxpr, known: _t.Jaxpr, unknown: _t.Jaxpr, ins: Flags, outs: Flags
+) -> _t.Jaxpr:
     """One jaxpr of the known and the unknown part of `whole`.
 
     `ins` and `outs` say which inputs and outputs are unknown. The known part has its
@@ -163,16 +168,15 @@ def _joined(
         *a.eqns,
         *(eqn.replace(invars=list(map(renamed, eqn.invars))) for eqn in b.eqns),
     ]
-    joined = changed(
+    return _with(
         known,
+        eqns,
         consts=[*known.consts, *unknown.consts],
         constvars=[*a.constvars, *b.constvars],
         invars=_util.merge_lists(ins, a.invars, others),
         outvars=_util.merge_lists(outs, own, list(map(renamed, b.outvars))),
-        eqns=eqns,
         debug_info=open_jaxpr(whole).debug_info,
     )
-    return changed(joined, effects=_effects_of(joined, eqns))
 
 
 # --- The two loops --------------------------------------------------------------------
@@ -190,8 +194,8 @@ class _Split(NamedTuple):
 
     ins: list[bool]
     outs: list[bool]
-    first: dict[str, Any]
-    second: dict[str, Any]
+    first: _t.Params
+    second: _t.Params
     used_ins: list[bool]
     used_outs: list[bool]
 
@@ -200,7 +204,7 @@ def _either(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b, strict=True)]
 
 
-def _split(params: dict[str, Any], unknown: Sequence[bool]) -> _Split | None:
+def _split(params: _t.Params, unknown: Sequence[bool]) -> _Split | None:
     """How JAX would split the loop; None if it would not."""
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     counts = [params["cond_nconsts"], params["body_nconsts"]]
@@ -214,7 +218,7 @@ def _split(params: dict[str, Any], unknown: Sequence[bool]) -> _Split | None:
     if tests[2] != [False] or all(unknown) or not any(unknown):
         return None
 
-    def known_outputs(jaxpr: Any, number: int) -> Any:
+    def known_outputs(jaxpr: _t.Jaxpr, number: int) -> _t.Jaxpr:
         return changed(jaxpr, outvars=open_jaxpr(jaxpr).outvars[:number])
 
     first = {
@@ -241,9 +245,7 @@ def _split(params: dict[str, Any], unknown: Sequence[bool]) -> _Split | None:
     return _Split(ins, carry, first, second, used_ins, used_outs)
 
 
-def _needed(
-    params: dict[str, Any], outs: Sequence[bool]
-) -> tuple[dict[str, Any], list[bool], list[bool]]:
+def _needed(params: _t.Params, outs: Flags) -> tuple[_t.Params, list[bool], list[bool]]:
     """The loop without what its results `outs` do not need.
 
     Returns its parameters, and which operands and results it has.
@@ -251,7 +253,9 @@ def _needed(
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
 
-    def without_dead_code(jaxpr: Any, outs: Any, keep: Any) -> tuple[Any, list[bool]]:
+    def without_dead_code(
+        jaxpr: _t.Jaxpr, outs: Flags, keep: bool | list[bool]
+    ) -> tuple[_t.Jaxpr, list[bool]]:
         inner = open_jaxpr(jaxpr)
         new, used = _pe.dce_jaxpr(inner, outs, instantiate=keep)
         return (new if inner is jaxpr else jaxpr.replace(jaxpr=new)), used
@@ -275,7 +279,9 @@ def _needed(
     return needed, [*of_cond[:n_cond], *of_body[:n_body], *carry], carry
 
 
-def _without_dead_calls(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _without_dead_calls(
+    used: list[bool], eqn: _t.JaxprEquation
+) -> tuple[list[bool], _t.JaxprEquation]:
     """A rule of dead code for loops in such loops. JAX has had its own since 0.12."""
     loops = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     if all(e.primitive is not _removed_p for loop in loops for e in _all_eqns(loop)):
@@ -289,7 +295,7 @@ def _without_dead_calls(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
 _pe.dce_rules.setdefault(_while_p, _without_dead_calls)
 
 
-def _has_calls(params: dict[str, Any]) -> bool:
+def _has_calls(params: _t.Params) -> bool:
     loops = params["cond_jaxpr"], params["body_jaxpr"]
     return any(_runs_once(eqn) for jaxpr in loops for eqn in _all_eqns(jaxpr))
 
@@ -300,23 +306,25 @@ _by_trace = _pe.custom_partial_eval_rules[_while_p]
 _under_remat = _pe.partial_eval_jaxpr_custom_rules[_while_p]
 
 
-def _while_partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
+def _while_partial_eval(
+    trace: _t.Trace, *tracers: _t.Tracer, **params: object
+) -> list[_t.Tracer]:
     split = None
     if _has_calls(params):
         split = _split(params, [not tracer.pval.is_known() for tracer in tracers])
     if split is None:
-        return _by_trace(trace, *tracers, **params)
+        return _by_trace(trace, *tracers, **params)  # type: ignore[no-any-return]
     known = [t.pval.get_known() for t in _util.partition_list(split.ins, tracers)[0]]
     first = _while_p.bind(*known, **split.first)
     operands = list(compress(tracers, split.used_ins))
     second = trace.default_process_primitive(_while_p, operands, split.second)
     unknown = compress(second, compress(split.outs, split.used_outs))
-    return _util.merge_lists(split.outs, first, list(unknown))
+    return _util.merge_lists(split.outs, first, list(unknown))  # type: ignore[no-any-return]
 
 
 def _while_partial_eval_custom(
-    saveable: Any, unknown: Sequence[bool], inst: Sequence[bool], eqn: Any
-) -> Any:
+    saveable: object, unknown: Flags, inst: Flags, eqn: _t.JaxprEquation
+) -> object:
     if not _has_calls(eqn.params):
         return _under_remat(saveable, unknown, inst, eqn)
     if not any(unknown):  # it runs once, and its results are kept, as those of a call
@@ -344,7 +352,9 @@ def _while_partial_eval_custom(
     return first, second, split.outs, split.outs, residuals
 
 
-def _loop(eqn: Any, operands: Any, results: Any, params: dict[str, Any]) -> Any:
+def _loop(
+    eqn: _t.JaxprEquation, operands: Atoms, results: Atoms, params: _t.Params
+) -> _t.JaxprEquation:
     """A while loop in the place of this one."""
     _, effects = _while_p.abstract_eval(*(x.aval for x in operands), **params)
     where = eqn.source_info, eqn.ctx
@@ -363,39 +373,46 @@ _pe.partial_eval_jaxpr_custom_rules[_while_p] = _while_partial_eval_custom
 # lets every row run on until the last one stops. All other loops keep JAX's lowering.
 
 
-def lower_effectful_conditions(chosen: Callable[[Collection[Any]], bool]) -> None:
+def lower_effectful_conditions(chosen: Callable[[Collection[_t.Effect]], bool]) -> None:
     """Lowers loops as `_with_condition_inside` whose conditions have chosen effects."""
     table = _mlir._lowerings
     entry = table[_while_p]
 
-    def rule(ctx: Any, *operands: Any, cond_jaxpr: Any, **params: Any) -> Any:
+    def rule(
+        ctx: _t.LoweringContext, *xs: _t.Value, cond_jaxpr: _t.Jaxpr, **params: Any
+    ) -> object:
         if not chosen(cond_jaxpr.effects):
-            return entry.rule(ctx, *operands, cond_jaxpr=cond_jaxpr, **params)
+            return entry.rule(ctx, *xs, cond_jaxpr=cond_jaxpr, **params)
         # Inside shard_map, a carry in which some rows have stopped varies over the mesh
         # axes of the condition, and the carry's type may not say so. Lower with the
         # varying-axes check off: JAX checked the program when it was traced.
         fixed = _core.ManualAxisType()
-        plain = [
-            aval.update(manual_axis_type=fixed) if hasattr(aval, "mat") else aval
+        avals = [
+            aval
+            if aval is _core.abstract_token
+            else aval.update(manual_axis_type=fixed)
             for aval in ctx.avals_in
         ]
-        inner = ctx.replace(avals_in=plain)
+        inner = ctx.replace(avals_in=avals)
         loop = functools.partial(_with_condition_inside, cond_jaxpr, **params)
         with _config._check_vma(False):
-            outs = lower_by(inner, loop, *operands)
+            outs = lower_by(inner, loop, *xs)
         ctx.set_tokens_out(inner.tokens_out)
         return outs
 
     table[_while_p] = type(entry)(rule, entry.inline)
 
 
+State: TypeAlias = tuple[jax.Array, list[jax.Array]]
+
+
 def _with_condition_inside(
-    cond_jaxpr: Any,
-    *operands: Any,
-    body_jaxpr: Any,
+    cond_jaxpr: _t.Jaxpr,
+    *operands: jax.Array,
+    body_jaxpr: _t.Jaxpr,
     cond_nconsts: int,
     body_nconsts: int,
-) -> list[Any]:
+) -> list[jax.Array]:
     """The same loop with the condition computed in the body, so that rows can stop.
 
     The carry gets one more value: for each row, whether it goes on.
@@ -405,13 +422,13 @@ def _with_condition_inside(
         list(operands), [cond_nconsts, body_nconsts]
     )
 
-    def chosen(goes_on: Any, new: Any, old: Any) -> Any:
+    def chosen(goes_on: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
         if goes_on.ndim == 0:  # the body runs only if the loop goes on
             return new
         rows = jax.lax.broadcast_in_dim(goes_on, new.shape, range(goes_on.ndim))
         return jax.lax.select(rows, new, old)
 
-    def again(state: Any) -> Any:
+    def again(state: State) -> State:
         goes_on, carry = state
         new = body(*body_consts, *carry)
         carry = [chosen(goes_on, n, c) for n, c in zip(new, carry, strict=True)]

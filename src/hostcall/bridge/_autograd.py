@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from hostcall._core.arguments import check_function, wrong
 from hostcall._core.source import source_of
 from hostcall._host_function.trees import pick, spread
 from hostcall.bridge._library import (
+    Arrays,
     Code,
+    Flags,
     LibraryFunction,
     TakesNoRules,
     along,
@@ -25,6 +27,11 @@ from hostcall.bridge._library import (
 )
 
 tree = jax.tree_util
+
+Run: TypeAlias = Callable[..., object]
+# Cotangents of the results -> those of what moves.
+Pull: TypeAlias = Callable[[Arrays], Arrays]
+Graph: TypeAlias = tuple[Pull, list[bool]]
 
 
 def of_autograd(
@@ -99,9 +106,7 @@ def of_autograd(
         wanted = "'sequential' or 'parallel'"
         raise wrong("vmap_method", f"`{shown}`", wanted, vmap_method, why)
     make_thread_safe()
-    code = FromAutograd(fn, shown, source_of(fn))
-    code.like(fn)
-    return OfAutograd(code, **options)
+    return OfAutograd(FromAutograd(fn, shown, source_of(fn), fn), **options)
 
 
 class OfAutograd(TakesNoRules, LibraryFunction):
@@ -127,36 +132,32 @@ def make_thread_safe() -> None:
 class FromAutograd(Code):
     """A function of autograd's NumPy: the user's, or a derivative of one."""
 
-    def __init__(self, run: Callable[..., Any], name: str, source: str) -> None:
-        super().__init__(name, source)
-        self._run = run
+    def __call__(self, *args: object) -> object:
+        return self.run(*args)
 
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
+    @staticmethod
+    def over(what: str, run: Run) -> Run:
+        return functools.partial(_pulled if what == "vjp" else _pushed, run)
 
-    def derived(self, what: str, name: str) -> Code:
-        derivative = {"vjp": _pulled, "jvp": _pushed}[what]
-        run = functools.partial(derivative, self._run)
-        return FromAutograd(run, name, f"{what} of {self.source()}")
-
-    def forward(self, args: Sequence[Any], nondiff: Sequence[int]) -> tuple[Any, Any]:
-        del nondiff  # the bridge has no such option
+    def forward(self, args: Arrays, _: object) -> tuple[object, Graph]:
         moving = [moves(x) for x in tree.tree_leaves(args) if is_traced_array(x)]
-        found = Along(self._run, args, moving)
+        found = Along(self.run, args, moving)
         pull = found.vjp()
         return found.treedef.unflatten(found.outs), (pull, moving)
 
     @staticmethod
-    def backward(graph: Any, cotangents: Sequence[Any], wanted: Sequence[bool]) -> Any:
+    def backward(graph: Graph, cotangents: Arrays, wanted: Flags) -> Arrays:
         pull, moving = graph
         return pick(spread(pull(cotangents), moving), wanted)
 
 
-def _pulled(run: Any, args: Any, cotangents: Any, wanted: bytes) -> list[Any]:
+def _pulled(run: Run, args: Arrays, cotangents: Arrays, wanted: bytes) -> Arrays:
     return Along(run, args, wanted).vjp()(cotangents)
 
 
-def _pushed(run: Any, args: Any, tangents: Any, out_diff: bytes) -> Any:
+def _pushed(
+    run: Run, args: Arrays, tangents: Arrays, out_diff: bytes
+) -> tuple[Arrays, Arrays]:
     found = Along(run, args, [t is not None for t in tangents])
     touts = found.jvp([t for t in tangents if t is not None])
     return found.outs, pick(touts, out_diff)
@@ -169,13 +170,13 @@ class Along:
         outs, treedef: its result, once a derivative has run it.
     """
 
-    def __init__(self, run: Any, args: Any, flags: Sequence[int]) -> None:
+    def __init__(self, run: Run, args: Arrays, flags: Flags) -> None:
         """`flags` marks the arrays that move, among all arrays of `args`."""
         self._run = run
         moving, self._filled, _ = along(args, flags, is_traced_array)
         self._moving = tuple(moving)
 
-    def _call(self, moving: Any) -> Any:
+    def _call(self, moving: Arrays) -> object:
         """The tuple of results with a derivative, of the tuple of what moves.
 
         The last is the first argument, since autograd warns of a result that depends on
@@ -188,12 +189,12 @@ class Along:
         self._marks = [moves(x) for x in self.outs]
         return traced_tuple((*pick(self.outs, self._marks), moving[0]))
 
-    def _with_all(self, found: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    def _with_all(self, found: Arrays, others: Arrays) -> Arrays:
         """What `_call` gave, and in the places of the other results `others`."""
         whole = spread(found, self._marks)
         return [y if x is None else x for x, y in zip(whole, others, strict=True)]
 
-    def jvp(self, tangents: Sequence[Any]) -> list[Any]:
+    def jvp(self, tangents: Arrays) -> Arrays:
         """The tangents of all results."""
         from autograd import make_jvp
 
@@ -201,7 +202,7 @@ class Along:
         self.outs = self._with_all(found, self.outs)
         return self._with_all(dots, [np.zeros(np.shape(x)) for x in self.outs])
 
-    def vjp(self) -> Callable[[Sequence[Any]], list[Any]]:
+    def vjp(self) -> Pull:
         """Cotangents of the results, None for zero -> those of what moves."""
         from autograd import make_vjp
         from autograd.tracer import getval
@@ -210,22 +211,21 @@ class Along:
         self.outs = self._with_all(found, self.outs)
         marks, zeros = self._marks, [np.zeros_like(getval(x)) for x in found]
 
-        def pullback(cotangents: Sequence[Any]) -> list[Any]:
-            cts = (*pick(cotangents, marks), None)
-            pairs = zip(cts, zeros, strict=True)
+        def pullback(cotangents: Arrays) -> Arrays:
+            pairs = zip((*pick(cotangents, marks), None), zeros, strict=True)
             return list(pull(tuple(zero if ct is None else ct for ct, zero in pairs)))
 
         return pullback
 
 
-def is_traced_array(leaf: Any) -> bool:
+def is_traced_array(leaf: object) -> bool:
     """Whether a leaf is an array that the call hands over, or a variable for one."""
     from autograd.tracer import getval
 
     return is_array(getval(leaf))
 
 
-def moves(value: Any) -> bool:
+def moves(value: object) -> bool:
     """Whether a value has a derivative."""
     from autograd.tracer import getval
 

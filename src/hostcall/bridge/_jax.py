@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from hostcall._core.arguments import check_function, wrong
 from hostcall._core.errors import SpecError
@@ -21,6 +21,9 @@ from hostcall._host_function.trees import pick
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
 from hostcall.bridge._library import PLAIN, OverOthers, TakesNoRules, along, is_operand
+
+Arrays: TypeAlias = Sequence[Any]  # JAX's; None may stand for zero
+Run: TypeAlias = Callable[..., Arrays]
 
 # The other device knows nothing of the mesh around the calling program.
 NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -107,13 +110,17 @@ class JaxFunction(TakesNoRules):
     _callee = Handle._callee  # hc.call calls it as JAX code does
 
     def __init__(
-        self, fn: Callable[..., Any], device: Any, name: str | None, timeout: Any
+        self,
+        fn: Callable[..., object],
+        device: jax.Device | None,
+        name: str | None,
+        timeout: float | None,
     ) -> None:
         given = {"name": name, "timeout": timeout}
         super().__init__(fn, **{**PLAIN, **given, "result": None})
         self._given = device, name, timeout
 
-        def flat(template: Template, *arrays: Any) -> Any:
+        def flat(template: Template, *arrays: jax.Array) -> object:
             args, kwargs = template.fill(arrays)
             return fn(*args, **kwargs)
 
@@ -121,7 +128,7 @@ class JaxFunction(TakesNoRules):
         self._flat = flat
         self._jit = jax.jit(flat, static_argnums=0)
         # Weak keys: jax.clear_caches() drops what JAX traced, and with it these.
-        self._programs: WeakKeyDictionary[Any, ProgramFunction] = WeakKeyDictionary()
+        self._programs: WeakKeyDictionary[Jaxpr, ProgramFunction] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         found = super().__reduce__()
@@ -138,7 +145,7 @@ class JaxFunction(TakesNoRules):
             traced = self._jit.trace(template, *avals)
             out_tree = jax.tree.structure(traced.out_info)
             jaxpr = traced.jaxpr
-            more: list[Any] = []
+            more: Arrays = []
             if len(jaxpr.in_avals) > len(avals):  # it closes over the program's values
                 code = functools.partial(self._flat, template)
                 program, more = self._closed(jax.make_jaxpr(code)(*avals))
@@ -148,19 +155,19 @@ class JaxFunction(TakesNoRules):
                 program = self._programs[jaxpr] = self._compiled(jaxpr)
         return out_tree.unflatten(program(*more, *arrays))
 
-    def _closed(self, jaxpr: Any) -> tuple[ProgramFunction, list[Any]]:
+    def _closed(self, jaxpr: Jaxpr) -> tuple[ProgramFunction, Arrays]:
         """The program, if `fn` closes over values of the caller: they are operands."""
         traced = [isinstance(x, jax.core.Tracer) for x in jaxpr.consts]
         values, filled, _ = along(jaxpr.consts, traced, is_operand)
 
-        def code(*operands: Any) -> Any:
+        def code(*operands: jax.Array) -> object:
             consts = filled(operands[: len(values)])
             return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *operands[len(values) :])
 
         opened = jax.make_jaxpr(code)(*structs(values), *structs(jaxpr.in_avals))
         return self._compiled(opened), values
 
-    def _compiled(self, jaxpr: Any) -> ProgramFunction:
+    def _compiled(self, jaxpr: Jaxpr) -> ProgramFunction:
         # NumPy arrays, so that constants don't stay on the device where they are now.
         consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
         device, _, timeout = self._given
@@ -176,13 +183,13 @@ class DeviceProgram(HostCode):
         " a hc.host function that calls the library, with rules of its own"
     )
 
-    def __init__(self, name: str, jaxpr: Any, device: Any) -> None:
+    def __init__(self, name: str, jaxpr: Jaxpr, device: jax.Device | None) -> None:
         self.__name__ = self.__qualname__ = name
         self.outs, self.code = structs(jaxpr.out_avals), jaxpr_as_fun(jaxpr)
         self._jit, self.device = jax.jit(self.code), device
         self._x64 = bool(jax.config.jax_enable_x64)
 
-    def __call__(self, *arrays: Any) -> list[Any]:
+    def __call__(self, *arrays: np.ndarray | jax.Array) -> Arrays:
         device = device_now(self.device)
         try:
             with jax.enable_x64(self._x64), jax.default_device(device):
@@ -217,19 +224,20 @@ class ProgramFunction(OverOthers):
         code = functools.partial(_OVER[what], self.fn.code)
         return JaxFunction(code, self.fn.device, name, self.options["timeout"])
 
-    def _batch(self, size: int, batched: Any, *args: Any) -> tuple[list[Any], Any]:
-        del size
+    def _batch(self, _: int, batched: list[bool], *args: object) -> tuple[Arrays, bool]:
         return self.derivative("vmap")(args, bytes(batched)), True
 
 
-def _pulled(run: Any, args: Any, cotangents: Any, wanted: bytes) -> list[Any]:
+def _pulled(run: Run, args: Arrays, cotangents: Arrays, wanted: bytes) -> Arrays:
     given = [ct is not None for ct in cotangents]
     moving, filled, _ = along(args, wanted, is_operand)
     _, pull = jax.vjp(lambda *xs: pick(run(*filled(xs)), given), *moving)
     return list(pull(pick(cotangents, given)))
 
 
-def _pushed(run: Any, args: Any, tangents: Any, out_diff: bytes) -> Any:
+def _pushed(
+    run: Run, args: Arrays, tangents: Arrays, out_diff: bytes
+) -> tuple[Arrays, Arrays]:
     given = [t is not None for t in tangents]
     moving, filled, _ = along(args, given, is_operand)
     dots = pick(tangents, given)
@@ -238,14 +246,14 @@ def _pushed(run: Any, args: Any, tangents: Any, out_diff: bytes) -> Any:
     return outs, pick(touts, out_diff)
 
 
-def _mapped(run: Any, args: Any, batched: bytes) -> Any:
+def _mapped(run: Run, args: Arrays, batched: bytes) -> object:
     return jax.vmap(run, [0 if flag else None for flag in batched])(*args)
 
 
-_OVER: dict[str, Any] = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}
+_OVER: dict[str, Run] = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}
 
 
-def device_now(device: Any) -> Any:
+def device_now(device: jax.Device | None) -> jax.Device:
     """The device to use for this `device=`; called inside the host call of a program.
 
     A CPU client runs only a limited number of programs at a time on a device, and each
@@ -263,9 +271,9 @@ def device_now(device: Any) -> Any:
     return host if on_cpu and shared else device
 
 
-def structs(avals: Sequence[Any]) -> list[Any]:
+def structs(avals: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
 
 
-def is_plain(x: Any) -> bool:
+def is_plain(x: jax.Array) -> bool:
     return not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

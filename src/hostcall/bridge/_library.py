@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import jax
 import numpy as np
@@ -29,6 +29,12 @@ from hostcall._host_function.rules import Rule
 from hostcall._host_function.trees import pick
 
 tree = jax.tree_util
+
+Function: TypeAlias = HostFunction[..., Any]
+# Arrays of one kind (NumPy's, JAX's, a library's own); None may stand for zero.
+Arrays: TypeAlias = Sequence[Any]
+# One for each array, also as bytes: those are one leaf, which isn't an array.
+Flags: TypeAlias = Sequence[int]
 
 
 def needed(package: str, bridge: str) -> Any:
@@ -52,7 +58,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def check_derivatives(bridge: str, shown: str, derivatives: Any) -> str:
+def check_derivatives(bridge: str, shown: str, derivatives: object) -> str:
     """Refuses a wrong derivatives=; returns what errors advise who wants one more."""
     if type(derivatives) is not int or derivatives < 0:
         wanted = "the highest order of derivatives, 0 for none"
@@ -68,37 +74,38 @@ class Code(HostCode):
     """Host code that a library can differentiate. Its rules work on flat arrays.
 
     Attributes:
-        derived: (what, name, *flags) -> the code of a derivative. For "vjp" it is
+        run: the function of the library's arrays.
+        over: (what, run, *flags) -> the `run` of a derivative. For "vjp" it is
             (args, cotangents, wanted) -> cotangents of the wanted arrays of `args`;
             `cotangents` has one entry per array of the result, None for zero. For "jvp"
             it is (args, tangents, out_diff) -> results, and the tangents of those
             results that `out_diff` marks; `tangents` has one entry per array of `args`,
-            None for zero. Flags are bytes: one leaf, which isn't an array.
+            None for zero.
         forward: (args, nondiff) -> (result, what the backward pass needs).
         backward: (that, cotangents, wanted) -> the cotangents of the wanted arrays of
             the arguments; None for zero.
     """
 
-    derived: Callable[..., Code]
-    forward: Callable[[Sequence[Any], Sequence[int]], tuple[Any, Any]]
-    backward: Callable[[Any, Sequence[Any], Sequence[bool]], Any]
+    over: ClassVar[Callable[..., Callable[..., object]]]
+    forward: Callable[[Arrays, Sequence[int]], tuple[object, object]]
+    backward: Callable[[Any, Arrays, Flags], Arrays]
 
-    def __init__(self, name: str, source: str) -> None:
+    def __init__(self, run: Any, name: str, source: str, like: Any = None) -> None:
+        """Except for the name it looks like the user's function `like`."""
         self.__name__ = name.rpartition(".")[2]
-        self.__qualname__ = name
-        self._source = source
+        if like is not None:
+            functools.update_wrapper(self, like, updated=())
+        self.run, self.__qualname__, self._source = run, name, source
 
-    def like(self, fn: Callable[..., Any]) -> None:
-        """Looks like the user's function `fn`, except for the name."""
-        name = self.__qualname__
-        functools.update_wrapper(self, fn, updated=())
-        self.__qualname__ = name
+    def derived(self, what: str, name: str, *flags: bytes) -> Code:
+        run = self.over(what, self.run, *flags)
+        return type(self)(run, name, f"{what} of {self._source}")
 
     def source(self) -> str:
         return self._source
 
 
-class OverOthers(HostFunction[..., Any]):
+class OverOthers(Function):
     """A function with rules in JAX code over others, which are made from it.
 
     The others are functions of the same kind, so they have such rules too: every order
@@ -111,16 +118,16 @@ class OverOthers(HostFunction[..., Any]):
         self.rules.vjp = Rule(self._with_args, "jax", self._pull, flat=True)
         self.rules.jvp = Rule(self._push, "jax", flat=True)
 
-    def _with_args(self, *args: Any) -> Any:
+    def _with_args(self, *args: object) -> tuple[object, object]:
         return self(*args), args
 
-    def _pull(self, args: Any, cotangents: Any, wanted: Any) -> Any:
+    def _pull(self, args: Arrays, cotangents: Arrays, wanted: Flags) -> object:
         return self.derivative("vjp")(args, cotangents, bytes(wanted))
 
-    def _push(self, args: Any, tangents: Any, out_diff: Any) -> Any:
+    def _push(self, args: Arrays, tangents: Arrays, out_diff: Flags) -> object:
         return self.derivative("jvp")(args, tangents, bytes(out_diff))
 
-    def derivative(self, *what: Any) -> Any:
+    def derivative(self, *what: Any) -> Function:
         """The function that is this derivative: "vjp" or "jvp", as in `Code.derived`;
         or another one that `_make` knows.
         """
@@ -128,10 +135,10 @@ class OverOthers(HostFunction[..., Any]):
         return self._made.get(what) or self._made.setdefault(what, self._make(*what))
 
     @functools.cached_property
-    def _made(self) -> dict[Any, Any]:
+    def _made(self) -> dict[tuple[object, ...], Function]:
         return {}
 
-    def _make(self, what: str) -> Any:
+    def _make(self, what: str) -> Function:
         raise NotImplementedError
 
 
@@ -161,18 +168,18 @@ class LibraryFunction(OverOthers):
         elif derivatives:
             self.set_rules()
 
-    def spec(self, *avals: Any) -> Any:
+    def spec(self, *avals: object) -> Any:
         """The spec of its result for arguments with these avals."""
         return self._spec(avals)
 
-    def _forward(self, *args: Any) -> Any:
+    def _forward(self, *args: object) -> tuple[object, object]:
         return self.fn.forward(args, self.nondiff_of(len(args)))
 
-    def _push_on_host(self, args: Any, tangents: Any, out_diff: Any) -> Any:
+    def _push_on_host(self, args: Arrays, tangents: Arrays, out_diff: Flags) -> object:
         return self.derivative("jvp").fn(args, tangents, bytes(out_diff))
 
     def _make(self, what: str) -> LibraryFunction:
-        def result(args: Any, _: Any, flags: bytes) -> Any:
+        def result(args: Arrays, _: object, flags: bytes) -> object:
             if what == "vjp":
                 return pick(shaped(args), flags)
             outs = tree.tree_leaves(self.spec(*args))
@@ -196,10 +203,10 @@ class LibraryFunction(OverOthers):
         return type(self)(self.fn.derived(what, name, *flags), name=name, **options)
 
 
-class TakesNoRules(HostFunction[..., Any]):
+class TakesNoRules(Function):
     """A function whose derivatives come from another library."""
 
-    def _add(self, kind: str, rule: Any) -> NoReturn:
+    def _add(self, kind: str, rule: object) -> NoReturn:
         del rule
         raise SpecError(
             f"hostcall: `{self.__name__}` is a bridge, whose rules come from the other"
@@ -208,27 +215,28 @@ class TakesNoRules(HostFunction[..., Any]):
             code="hc-rule",
         )
 
-    def defbatch(self, rule: Any) -> NoReturn:
+    def defbatch(self, rule: object) -> NoReturn:
         """Raises SpecError: a bridge takes no rules."""
         self._add("batch", rule)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Whether a leaf is an array that a call hands over; other leaves are static."""
     return isinstance(leaf, (np.ndarray, np.generic)) and is_numeric(leaf.dtype)
 
 
-def is_operand(leaf: Any) -> bool:
+def is_operand(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) or is_array_like(leaf)
 
 
-def shaped(avals: Any) -> list[Any]:
-    return [x for x in tree.tree_leaves(avals) if hasattr(x, "shape")]
+def shaped(avals: object) -> list[jax.ShapeDtypeStruct]:
+    leaves = tree.tree_leaves(avals)
+    return [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
 
 
 def along(
-    args: Any, flags: Sequence[int], is_array: Callable[[Any], bool]
-) -> tuple[list[Any], Callable[[Sequence[Any]], Any], list[Any]]:
+    args: object, flags: Flags, is_array: Callable[[object], bool]
+) -> tuple[list[Any], Callable[[Arrays], Any], list[Any]]:
     """(arrays, filled, leaves): the arrays of `args` that the flags mark.
 
     `filled` takes others in their places, and returns `args` with them. `leaves` is
@@ -237,7 +245,7 @@ def along(
     leaves, treedef = tree.tree_flatten(args)
     at = pick([i for i, x in enumerate(leaves) if is_array(x)], flags)
 
-    def filled(others: Sequence[Any]) -> Any:
+    def filled(others: Arrays) -> Any:
         whole = list(leaves)
         for n, i in enumerate(at):  # tuples of autograd can be indexed only
             whole[i] = others[n]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,14 @@ from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import Handle, HostCode
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.results import elementwise, with_axes
-from hostcall.bridge._library import PLAIN, needed
+from hostcall.bridge._library import PLAIN, Arrays, Function, needed
+
+# Expressions and symbols of SymPy's.
+Expr: TypeAlias = Any
+# Arrays -> a value for each expression.
+Code: TypeAlias = Callable[..., Arrays]
+# "one", "list", or the shape of a Matrix.
+Form: TypeAlias = Literal["one", "list"] | tuple[int, int]
 
 
 def of_sympy(
@@ -99,7 +108,7 @@ def of_sympy(
     return OfSympy(Evaluate(shown, tuple(outs), form, names, modules), timeout)
 
 
-class OfSympy(HostFunction[..., Any]):
+class OfSympy(Function):
     """Expressions as a function. `hc.bridge.sympy` makes it."""
 
     fn: Evaluate
@@ -108,7 +117,7 @@ class OfSympy(HostFunction[..., Any]):
     def __init__(self, evaluate: Evaluate, timeout: float | None) -> None:
         given = {"name": evaluate.__name__, "result": evaluate.spec, "timeout": timeout}
         super().__init__(evaluate, **{**PLAIN, "vmap_method": "expand_dims", **given})
-        self._slopes: dict[Any, tuple[list[int], OfSympy | None]] = {}
+        self._slopes: dict[object, tuple[list[int], OfSympy | None]] = {}
         numbers = range(len(evaluate.symbols))
         rules = (functools.partial(self._share, number) for number in numbers)
         self.defjvps(*rules, where="jax")
@@ -136,7 +145,9 @@ class OfSympy(HostFunction[..., Any]):
         # result, it would line up with an axis of another argument.
         return super().__call__(*with_axes(args, max(map(np.ndim, args))))
 
-    def _share(self, number: int, tangent: Any, _: Any, *primals: Any) -> Any:
+    def _share(
+        self, number: int, tangent: jax.Array, _: object, *primals: jax.Array
+    ) -> object:
         """One argument's share of the result's tangent, as JAX code."""
         key = number, tuple(not jnp.iscomplexobj(x) for x in primals)
         if key not in self._slopes:
@@ -160,7 +171,7 @@ class OfSympy(HostFunction[..., Any]):
         sympy = needed("sympy", "sympy")
         symbols = self.fn.symbols
 
-        def is_of_step(part: Any) -> bool:  # SymPy leaves its derivative unevaluated
+        def is_of_step(part: Expr) -> bool:  # SymPy leaves its derivative unevaluated
             steps = sympy.floor, sympy.ceiling
             return isinstance(part, sympy.Derivative) and isinstance(part.expr, steps)
 
@@ -191,7 +202,7 @@ class OfSympy(HostFunction[..., Any]):
         return at, OfSympy(evaluate, self.options["timeout"])
 
 
-def _parts(expr: Any) -> tuple[list[Any], Any]:
+def _parts(expr: Expr) -> tuple[list[Expr], Form]:
     """(the expressions, their form)."""
     sympy = needed("sympy", "sympy")
     if isinstance(expr, sympy.MatrixBase):
@@ -214,7 +225,7 @@ def _parts(expr: Any) -> tuple[list[Any], Any]:
     return outs, "list" if several else "one"
 
 
-def _short(expr: Any) -> str:
+def _short(expr: Expr) -> str:
     text = " ".join(str(expr).split())
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -223,8 +234,8 @@ def _short(expr: Any) -> str:
 
 
 def _code_of(
-    name: str, outs: tuple[Any, ...], symbols: tuple[Any, ...], modules: Any
-) -> Any:
+    name: str, outs: Sequence[Expr], symbols: Sequence[Expr], modules: object
+) -> Code:
     """All expressions as one function of arrays."""
     sympy = needed("sympy", "sympy")
     undone = (sympy.Derivative, sympy.Subs, sympy.Integral)
@@ -238,7 +249,7 @@ def _code_of(
     outs = tuple(o.replace(sympy.factorial, lambda n: sympy.gamma(n + 1)) for o in outs)
     given = list(modules) if isinstance(modules, tuple) else modules
     try:
-        code = sympy.lambdify(symbols, outs, modules=given, cse=True)
+        code: Code = sympy.lambdify(symbols, outs, modules=given, cse=True)
     except NotImplementedError as error:
         raise SpecError(
             f"hostcall: SymPy can't generate code for `{name}`: {error}"
@@ -272,10 +283,10 @@ class Evaluate(HostCode):
     )
 
     name: str
-    outs: tuple[Any, ...]
-    form: Any
-    symbols: tuple[Any, ...]
-    modules: Any
+    outs: tuple[Expr, ...]
+    form: Form
+    symbols: tuple[Expr, ...]
+    modules: object
 
     def __post_init__(self) -> None:
         sympy = needed("sympy", "sympy")
@@ -285,11 +296,11 @@ class Evaluate(HostCode):
         # Made now, so that missing functions are found before a program runs.
         self._code = _code_of(self.name, self.outs, self.symbols, self.modules)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Evaluate], tuple[object, ...]]:
         given = (self.name, self.outs, self.form, self.symbols, self.modules)
         return Evaluate, given
 
-    def formed(self, outs: list[Any], np: Any) -> Any:
+    def formed(self, outs: Arrays, np: ModuleType) -> object:
         """The result, of an array for each expression; `np` is NumPy or JAX's."""
         if self.form == "one":
             return outs[0]
@@ -297,7 +308,7 @@ class Evaluate(HostCode):
             return outs
         return np.stack(outs, -1).reshape(*outs[0].shape, *self.form)
 
-    def spec(self, *avals: Any) -> Any:
+    def spec(self, *avals: jax.ShapeDtypeStruct) -> object:
         """The spec of its result for such arrays."""
         plain = elementwise(*avals)
         wide = jnp.promote_types(plain.dtype, jnp.complex64)
@@ -305,7 +316,7 @@ class Evaluate(HostCode):
         structs = [jax.ShapeDtypeStruct(plain.shape, dtype) for dtype in dtypes]
         return jax.eval_shape(lambda *outs: self.formed(list(outs), jnp), *structs)
 
-    def __call__(self, *arrays: Any) -> Any:
+    def __call__(self, *arrays: np.ndarray) -> object:
         shape = np.broadcast_shapes(*(x.shape for x in arrays))
         real = not any(map(np.iscomplexobj, arrays))
         with np.errstate(all="ignore"):  # NaN and infinity without warnings, as in JAX
@@ -325,7 +336,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
     return x if known else x.astype(np.float32)
 
 
-def _real(value: Any) -> Any:
+def _real(value: np.ndarray | complex) -> np.ndarray | complex:
     """The real part; NaN where the value is truly complex.
 
     SciPy gives complex numbers for some functions of real arguments, often with a zero

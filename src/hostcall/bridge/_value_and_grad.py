@@ -14,10 +14,9 @@ import numpy as np
 from hostcall._core.arguments import check_function, wrong
 from hostcall._core.errors import ResultError, SpecError
 from hostcall._core.host_code import HostCode
-from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
 from hostcall._host_function.rules import among
-from hostcall.bridge._library import is_operand
+from hostcall.bridge._library import Arrays, Function, is_operand
 
 tree = jax.tree_util
 
@@ -98,7 +97,7 @@ def value_and_grad(
     code = fn, shown, (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
     both = _Both(*code)
     spec = both.scalar if result is None else result
-    made = host(_Value(*code) if value is None else value, result=spec, **options)
+    made = host(_ValueAlone(*code) if value is None else value, result=spec, **options)
     pair = host(both, result=functools.partial(_pair_spec, made, both), **options)
     pair.advice = (
         f"`{shown}` is differentiated twice, but hc.bridge.value_and_grad gives only"
@@ -129,7 +128,7 @@ class _Both(HostCode):
             __name__=self.name, __qualname__=self.name, __wrapped__=self.fn
         )
 
-    def __call__(self, *args: Any) -> tuple[Any, list[Any]]:
+    def __call__(self, *args: Any) -> tuple[object, Arrays]:
         value, gradient = self.pair(args)
         moving = self.moving(args)
         each = (gradient,) if len(moving) == 1 else gradient
@@ -140,7 +139,7 @@ class _Both(HostCode):
                 f" for zero), got {type(gradient).__name__}. Name arguments without a"
                 " gradient in nondiff="
             )
-        found: list[Any] = []
+        found: list[np.ndarray] = []
         for position, part in zip(moving, each, strict=True):
             leaves, treedef = tree.tree_flatten(args[position])
             if part is None:
@@ -158,7 +157,7 @@ class _Both(HostCode):
             found += [g for g, x in zip(parts, leaves, strict=True) if _floating(x)]
         return value, found
 
-    def pair(self, args: Any) -> tuple[Any, Any]:
+    def pair(self, args: Arrays) -> tuple[Any, Any]:
         answer = self.fn(*args)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise ResultError(
@@ -167,7 +166,7 @@ class _Both(HostCode):
             )
         return answer
 
-    def moving(self, args: Any) -> list[int]:
+    def moving(self, args: Arrays) -> list[int]:
         """The positions of the arguments with a gradient."""
         nondiff = among(self.nondiff, len(args))
         return [
@@ -176,17 +175,17 @@ class _Both(HostCode):
             if position not in nondiff and any(map(_floating, tree.tree_leaves(arg)))
         ]
 
-    def floating(self, args: Any) -> list[Any]:
+    def floating(self, args: Arrays) -> Arrays:
         """The arrays with a gradient."""
         leaves = tree.tree_leaves([args[n] for n in self.moving(args)])
         return [x for x in leaves if _floating(x)]
 
-    def scalar(self, *avals: Any) -> jax.ShapeDtypeStruct:
+    def scalar(self, *avals: object) -> jax.ShapeDtypeStruct:
         dtypes = [jnp.result_type(x) for x in self.floating(avals)]
         return jax.ShapeDtypeStruct((), jnp.result_type(*(dtypes or [float])))
 
 
-class _Value(_Both):
+class _ValueAlone(_Both):
     """The value alone."""
 
     stays = ""
@@ -195,14 +194,14 @@ class _Value(_Both):
         return self.pair(args)[0]
 
 
-def _pair_spec(made: HostFunction[..., Any], both: _Both, *avals: Any) -> Any:
+def _pair_spec(made: Function, both: _Both, *avals: object) -> tuple[object, Arrays]:
     """The spec of what `_Both` returns."""
     return made._spec(avals), both.floating(avals)
 
 
 def _jvp(
-    both: _Both, pair: HostFunction[..., Any], primals: Any, tangents: Any
-) -> tuple[Any, Any]:
+    both: _Both, pair: Function, primals: Arrays, tangents: Arrays
+) -> tuple[jax.Array, jax.Array]:
     """(value, its tangent): JAX code, which JAX transposes."""
     if any(jnp.iscomplexobj(x) for x in both.floating(primals)):
         raise SpecError(
@@ -218,6 +217,6 @@ def _jvp(
     return value, sum(terms[1:], terms[0]).astype(value.dtype)
 
 
-def _floating(x: Any) -> bool:
+def _floating(x: object) -> bool:
     there = isinstance(x, jax.ShapeDtypeStruct) or is_operand(x)
     return there and bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))

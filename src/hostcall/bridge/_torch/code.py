@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ import torch
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
-from hostcall.bridge._library import along
+from hostcall.bridge._library import Arrays, Flags, along
 
 tree = jax.tree_util
 
@@ -44,14 +44,14 @@ class Plain:
     """
 
     keeps = False
-    buffers: Mapping[str, Any] = MappingProxyType({})
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
         self.writes = True
         self._wrote = False  # ever
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> object:
         return self.fn(*args)
 
     def watch(self) -> None:
@@ -67,7 +67,7 @@ class Plain:
         self._wrote |= wrote
         self.writes = self._wrote
 
-    def check(self, args: Sequence[Any]) -> None:
+    def check(self, args: Arrays) -> None:
         """Raises SpecError for arguments that it can't take."""
         for leaf in tree.tree_leaves(args):
             if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
@@ -106,7 +106,7 @@ class Module(Plain):
         self.keeps = any(isinstance(m, torch.nn.RNNBase) for m in module.modules())
         self._idle = [self._copy()]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Module], tuple[torch.nn.Module]]:
         return Module, (self.fn,)
 
     def _copy(self) -> tuple[torch.nn.Module, Places]:
@@ -122,7 +122,7 @@ class Module(Plain):
             ) from error
         return copied, _places(copied, self.names)
 
-    def __call__(self, params: Mapping[str, Any], *args: Any) -> Any:
+    def __call__(self, params: Mapping[str, torch.Tensor], *args: object) -> object:
         # list.pop and list.append are atomic, so the list of idle copies needs no lock.
         try:
             module, places = self._idle.pop()
@@ -142,7 +142,7 @@ class Module(Plain):
         self._wrote |= any(x._version for x in copies.values())
         return value
 
-    def check(self, args: Sequence[Any]) -> None:
+    def check(self, args: Arrays) -> None:
         super().check(args)
         name = type(self.fn).__qualname__
         if not args or not isinstance(args[0], Mapping):
@@ -164,10 +164,10 @@ class Module(Plain):
 
 # For the name of each tensor of a module, where the module has it; a tied one has
 # several places.
-Places: TypeAlias = dict[str, list[tuple[Any, str]]]
+Places: TypeAlias = dict[str, list[tuple[dict[str, torch.Tensor], str]]]
 
 
-def _places(module: torch.nn.Module, names: Mapping[str, Any]) -> Places:
+def _places(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> Places:
     of = {id(x): name for name, x in names.items()}
     places: Places = {name: [] for name in names}
     for part in module.modules():
@@ -178,13 +178,16 @@ def _places(module: torch.nn.Module, names: Mapping[str, Any]) -> Places:
     return places
 
 
-def _put(places: Places, tensors: Mapping[str, Any]) -> None:
+def _put(places: Places, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, x in tensors.items():
         for held, key in places[name]:
             held[key] = x
 
 
 # --- Functions over others -----------------------------------------------------------
+
+Tensors: TypeAlias = list[torch.Tensor]
+Function: TypeAlias = Callable[..., Any]
 
 
 class Derived(Plain):
@@ -196,8 +199,8 @@ class Derived(Plain):
 
 
 def _along(
-    code: Plain, args: Any, flags: Sequence[int]
-) -> tuple[Any, list[torch.Tensor]]:
+    code: Plain, args: Arrays, flags: Flags
+) -> tuple[Callable[..., Tensors], Tensors]:
     """(function, tensors): the function `code`, of some of its tensors.
 
     `flags` marks the tensors of `args` that the function takes; the others keep their
@@ -205,7 +208,7 @@ def _along(
     """
     tensors, filled, leaves = along(args, flags, _is_tensor)
 
-    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def function(*tensors: torch.Tensor) -> Tensors:
         whole = filled(tensors)
         if code.writes:
             whole = tree.tree_map(lambda x: x.clone() if _is_tensor(x) else x, whole)
@@ -220,18 +223,18 @@ def _along(
     return function, tensors
 
 
-def _is_tensor(x: Any) -> bool:
+def _is_tensor(x: object) -> bool:
     return isinstance(x, torch.Tensor)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> Tensors:
     """The leaves of a result as tensors; Python's numbers become tensors too."""
     leaves = tree.tree_leaves(value)
     return [x if _is_tensor(x) else torch.as_tensor(x) for x in leaves]
 
 
-def has_derivative(x: Any) -> bool:
-    return _is_tensor(x) and (x.is_floating_point() or x.is_complex())
+def has_derivative(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def conjugate(x: torch.Tensor) -> torch.Tensor:
@@ -243,16 +246,14 @@ def conjugate(x: torch.Tensor) -> torch.Tensor:
     return x.conj() if x.is_complex() else x
 
 
-def _mapped(code: Plain, flags: bytes, *args: Any) -> list[torch.Tensor]:
+def _mapped(code: Plain, flags: bytes, *args: Any) -> Tensors:
     """(*args) -> results, with a batch axis in front of the tensors in `flags`."""
     function, tensors = _along(code, args, [True] * len(flags))
     dims = tuple(0 if flag else None for flag in flags)
     return list(torch.func.vmap(lambda *xs: tuple(function(*xs)), dims)(*tensors))
 
 
-def _pulled(
-    code: Plain, args: Any, cotangents: Sequence[Any], wanted: bytes
-) -> list[torch.Tensor]:
+def _pulled(code: Plain, args: Arrays, cotangents: Arrays, wanted: bytes) -> Tensors:
     """(args, cotangents, wanted) -> cotangents of the wanted tensors of `args`."""
     function, tensors = _along(code, args, wanted)
     seeds: list[torch.Tensor] = []
@@ -278,8 +279,8 @@ def _pulled(
 
 
 def _pushed(
-    code: Plain, args: Any, tangents: Sequence[Any], out_diff: bytes
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    code: Plain, args: Arrays, tangents: Arrays, out_diff: bytes
+) -> tuple[Tensors, Tensors]:
     """(args, tangents, out_diff) -> results, and the tangents that `out_diff` marks.
 
     `tangents` has one entry per tensor, None for zero.
@@ -297,4 +298,8 @@ def _pushed(
     ]
 
 
-_OVER: dict[str, Any] = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}
+_OVER: dict[str, Function] = {
+    "vjp": _pulled,
+    "jvp": _pushed,
+    "vmap": _mapped,
+}

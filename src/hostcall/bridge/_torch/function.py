@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,8 +33,8 @@ tree = jax.tree_util
 def make(fn: Callable[..., Any], shown: str, **options: Any) -> TorchFunction:
     """Makes a TorchFunction or a TorchModule from the options of `hc.bridge.torch`."""
     is_module = isinstance(fn, torch.nn.Module)
-    on_host = OnHost(Module(fn) if is_module else Plain(fn), shown, source_of(fn))
-    on_host.like(fn)
+    code = Module(fn) if is_module else Plain(fn)
+    on_host = OnHost(code, shown, source_of(fn), fn)
     if is_module:
         forward = inspect.signature(fn.forward)  # type: ignore[attr-defined]
         first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
@@ -63,11 +63,11 @@ class TorchFunction(LibraryFunction):
         """Calls the function and returns its result. See `hc.bridge.torch`."""
         if kwargs:
             args = self._positional(args, kwargs)
-        self.fn.code.check(args)
+        self.fn.run.check(args)
         return super().__call__(*args)
 
-    def _infer(self, avals: Any) -> Any:
-        code = self.fn.code
+    def _infer(self, avals: object) -> object:
+        code = self.fn.run
         code.watch()
         try:
             spec, wrote = _describe(code, avals)
@@ -81,7 +81,7 @@ class TorchFunction(LibraryFunction):
         code.watched(wrote)
         return spec
 
-    def _batch(self, size: int, in_batched: Any, *args: Any) -> Any:
+    def _batch(self, size: int, in_batched: object, *args: object) -> tuple[Any, bool]:
         leaves, form = tree.tree_flatten(args)
         at = [i for i, x in enumerate(leaves) if is_operand(x)]
         all_flags = tree.tree_leaves(in_batched)
@@ -117,18 +117,18 @@ class TorchModule(TorchFunction):
 
     def parameters(self) -> dict[str, jax.Array]:
         """Copies of the module's parameters as they are now, by name."""
-        return _copies(self.fn.code.fn.named_parameters())
+        return _copies(self.fn.run.fn.named_parameters())
 
     def buffers(self) -> dict[str, jax.Array]:
         """Copies of the module's buffers by name: `f({**params, **f.buffers()}, x)`."""
-        return _copies(self.fn.code.fn.named_buffers())
+        return _copies(self.fn.run.fn.named_buffers())
 
 
-def _copies(named: Any) -> dict[str, jax.Array]:
+def _copies(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, jax.Array]:
     return {name: jnp.array(array(x)) for name, x in named}
 
 
-def _check_sizes(avals: Any, spec: Any) -> None:
+def _check_sizes(avals: object, spec: object) -> None:
     """Refuses an empty result of non-empty zeros: its size may depend on values.
 
     A call with an empty result is never made, so the mistake would go unseen.
@@ -161,9 +161,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         self.wrote = False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
+        self,
+        func: torch._ops.OpOverload,
+        _: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         for number, parameter in enumerate(func._schema.arguments):
             if parameter.alias_info is None or not parameter.alias_info.is_write:
@@ -179,7 +182,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _describe(fn: Any, avals: Any) -> tuple[Any, bool]:
+def _describe(fn: Plain, avals: object) -> tuple[object, bool]:
     """Returns (a spec of what `fn` returns, whether it writes to its arguments).
 
     Raises:
@@ -196,13 +199,13 @@ def _describe(fn: Any, avals: Any) -> tuple[Any, bool]:
         return _described(fn, avals, ShapeEnv())
 
 
-def _described(fn: Any, avals: Any, sizes: Any) -> tuple[Any, bool]:
+def _described(fn: Plain, avals: object, sizes: object) -> tuple[object, bool]:
     """`sizes` holds the sizes that depend on values; with None they are an error."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
     with mode, _Watch() as watch:
 
-        def fake(leaf: Any) -> Any:
-            if not hasattr(leaf, "shape"):
+        def fake(leaf: object) -> object:
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf
             dtype = TORCH_DTYPES.get(np.dtype(leaf.dtype))
             if dtype is None:
@@ -217,7 +220,7 @@ def _described(fn: Any, avals: Any, sizes: Any) -> tuple[Any, bool]:
     return spec, watch.wrote
 
 
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+def _struct(leaf: object) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a result as JAX will have them."""
     if isinstance(leaf, torch.Tensor):
         if any(isinstance(n, torch.SymInt) for n in leaf.shape):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -13,14 +13,20 @@ import torch
 
 from hostcall._core.errors import DerivativeError
 from hostcall._host_function.trees import pick
-from hostcall.bridge._library import Code, is_array
+from hostcall.bridge._library import Arrays, Code, Flags, is_array
 from hostcall.bridge._torch.code import Derived, Plain, conjugate, has_derivative
 from hostcall.bridge._torch.tensors import array, check_unwritten, own_tensor, tensor
 
 tree = jax.tree_util
 
+P = ParamSpec("P")
+R = TypeVar("R")
+# The leaves of a result, None for those that depend on no input; the tensors of the
+# arguments.
+Graph: TypeAlias = tuple[list[torch.Tensor | None], list[torch.Tensor]]
 
-def _entering_torch(run: Any) -> Any:
+
+def _entering_torch(run: Callable[P, R]) -> Callable[P, R]:
     """Sets what torch keeps for each thread, while `run` uses it.
 
     torch.set_num_threads sets OpenMP's number for the calling thread only. Another
@@ -32,12 +38,12 @@ def _entering_torch(run: Any) -> Any:
     """
 
     @functools.wraps(run)
-    def entering(*args: Any) -> Any:
+    def entering(*args: P.args, **kwargs: P.kwargs) -> R:
         torch.get_num_threads()
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            return run(*args)
+            return run(*args, **kwargs)
         with torch.inference_mode(False), torch.enable_grad():
-            return run(*args)
+            return run(*args, **kwargs)
 
     return entering
 
@@ -46,23 +52,17 @@ class OnHost(Code):
     """A function of tensors as a function of the host's arrays.
 
     Attributes:
-        code: one of the classes in `code`.
+        run: one of the classes in `code`.
+        over: also, with "vmap", a batch: the arrays in `flags` have it as first axis.
     """
 
+    run: Plain
+    over = Derived
     __signature__: inspect.Signature  # set for a module
 
-    def __init__(self, code: Plain, name: str, source: str) -> None:
-        super().__init__(name, source)
-        self.code = code
-
-    def derived(self, what: str, name: str, *flags: bytes) -> Code:
-        """Also, with "vmap", a batch: the arrays in `flags` have it as first axis."""
-        code = Derived(what, self.code, *flags)
-        return OnHost(code, name, f"{what} of {self.source()}")
-
     @_entering_torch
-    def __call__(self, *args: Any) -> Any:
-        code = self.code
+    def __call__(self, *args: object) -> object:
+        code = self.run
         make = own_tensor if code.writes or code.keeps else tensor
         # Few steps for the usual arguments: once torch has gone through large tensors,
         # the caches are cold, and each line of Python takes ten times as long.
@@ -77,19 +77,15 @@ class OnHost(Code):
         return tree.tree_map(array, value)
 
     @_entering_torch
-    def forward(self, args: Sequence[Any], nondiff: Sequence[int]) -> tuple[Any, Any]:
-        """(result, graph). The graph owns its tensors.
-
-        The graph is (the leaves of the result, None for those that depend on no input;
-        the tensors of the arguments).
-        """
-        code = self.code
+    def forward(self, args: Arrays, nondiff: Sequence[int]) -> tuple[Any, Graph]:
+        """(result, graph). The graph owns its tensors."""
+        code = self.run
         inputs: list[torch.Tensor] = []
 
         # The buffers among the arguments have no derivative.
         still = {id(args[0][name]) for name in code.buffers if name in args[0]}
 
-        def enter(differentiable: bool, leaf: Any) -> Any:
+        def enter(differentiable: bool, leaf: Any) -> object:
             if not is_array(leaf):
                 return leaf
             x = own_tensor(leaf)
@@ -112,9 +108,7 @@ class OnHost(Code):
 
     @staticmethod
     @_entering_torch
-    def backward(
-        graph: Any, cotangents: Sequence[Any], wanted: Sequence[bool]
-    ) -> list[Any]:
+    def backward(graph: Graph, cotangents: Arrays, wanted: Flags) -> Arrays:
         """The cotangents of the wanted tensors of the arguments; None for zero."""
         recorded, entered = graph
         outs, seeds = [], []

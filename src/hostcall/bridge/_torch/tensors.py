@@ -29,15 +29,15 @@ _NAMES = (
     " float16 float32 float64 complex64 complex128 bfloat16 float8_e4m3fn"
     " float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 )
-TORCH_DTYPES: dict[Any, torch.dtype] = {
+TORCH_DTYPES: dict[np.dtype, torch.dtype] = {
     np.dtype(getattr(ml_dtypes, name, name)): getattr(torch, name)
     for name in _NAMES.split()
     if hasattr(torch, name)
 }
-NUMPY_DTYPES: dict[torch.dtype, Any] = {v: k for k, v in TORCH_DTYPES.items()}
+NUMPY_DTYPES: dict[torch.dtype, np.dtype] = {v: k for k, v in TORCH_DTYPES.items()}
 
 
-def _bits(dtype: Any) -> str:
+def _bits(dtype: np.dtype) -> str:
     """The integers as which arrays of ml_dtypes are handed over, as NumPy's DLPack has
     no names for their dtypes; "" for NumPy's own.
     """
@@ -74,7 +74,7 @@ def own_tensor(array: np.ndarray) -> torch.Tensor:
     return tensor(array if array.flags.writeable else array.copy())
 
 
-def no_such_dtype(dtype: Any) -> str:
+def no_such_dtype(dtype: np.dtype) -> str:
     return (
         f"hostcall: torch has no tensors of {dtype}. Convert the argument before the"
         " call: x.astype('int8'), x.astype('float32')"
@@ -97,7 +97,7 @@ def array(leaf: Any) -> Any:
     return leaf.cpu().resolve_conj().resolve_neg().numpy()
 
 
-def check_unwritten(leaves: list[Any], name: str) -> None:
+def check_unwritten(leaves: list[object], name: str) -> None:
     """Raises if a call wrote to tensors that it was lent; versions count writes."""
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     for number, lent in enumerate(tensors):
