@@ -6,8 +6,7 @@ import sys
 from typing import NamedTuple, TextIO
 
 from hostcall._api.status import CallStats, stats
-from hostcall._engine.counters import Facts, all_facts
-from hostcall._runtime import waits
+from hostcall._engine.counters import Facts, costs
 
 # How many of the costliest functions get a remedy.
 _WORST = 5
@@ -56,16 +55,16 @@ def report(file: TextIO | None = None) -> list[Finding]:
     def say(text: str) -> None:  # a tag may have lone surrogates
         print(text.encode(errors="backslashreplace").decode(), file=out)
 
-    facts = all_facts()
-    costs = sorted(stats().items(), key=lambda item: -_seconds(item[1]))
+    facts = dict(costs.facts)
+    ranked = sorted(stats().items(), key=lambda item: -_seconds(item[1]))
     findings = [
         _finding(name, c, facts.get(name, Facts()))
-        for name, c in costs[:_WORST]
+        for name, c in ranked[:_WORST]
         if _seconds(c) > 0
     ]
     head = ("seconds", "in Python", "for GIL", "for queue", "us each", "times", "MB")
     say("".join(f"{h:>11}" for h in head) + "  function")
-    for name, c in costs:
+    for name, c in ranked:
         mega = (c.bytes_in + c.bytes_out) / 1e6
         parts = (_seconds(c), c.python_seconds, c.gil_seconds, c.wait_seconds)
         each = 1e6 * _seconds(c) / max(c.calls, 1)
@@ -75,10 +74,10 @@ def report(file: TextIO | None = None) -> list[Finding]:
         )
     waited = sum(
         _seconds(c) if "call" in facts.get(name, Facts()).kinds else c.wait_seconds
-        for name, c in costs
+        for name, c in ranked
     )
     say(f"\nprograms waited for Python: {waited:.4f} s")
-    for what, (times, seconds) in waits.all_waits().items():
+    for what, (times, seconds) in dict(costs.waits).items():
         say(
             f"Python waited in {what} for programs and taps: {seconds:.4f} s"
             f" ({'once' if times == 1 else f'{times} times'})"

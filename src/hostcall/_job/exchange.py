@@ -4,7 +4,7 @@ The bytes go through the store that the processes share (_jax/coordination.py), 
 through devices: no program runs, so none that hangs or has failed is in the way.
 
   1. Each process puts its bytes under a key of its own.
-  2. Each fetches the others', looking 50 times a second, so that Ctrl-C ends the wait.
+  2. Each fetches the others', looking 20 times a second, so that Ctrl-C ends the wait.
   3. All meet at a barrier; then nobody needs the keys, and each deletes its own.
 
 All processes have to come here in the same order. The keys hold the number and the
@@ -22,8 +22,7 @@ import jax
 
 from hostcall import _jax
 from hostcall._core.errors import HostcallError
-
-_FETCH = 0.02  # seconds between two looks for the others' bytes
+from hostcall._core.wait import seen, wait
 
 _numbers = itertools.count()
 
@@ -63,10 +62,9 @@ def _exchange(
         _jax.job_put_bytes(f"{name}/{here}", own)
         found[here] = own
     try:
-        while missing := _fetch(name, givers, found):
-            if time.monotonic() >= end:
-                raise _absent(what, f"processes {missing} have", seconds)
-            time.sleep(_FETCH)
+        if not wait(seen(lambda: _fetch(name, givers, found)), seconds):
+            missing = [giver for giver in givers if giver not in found]
+            raise _absent(what, f"processes {missing} have", seconds)
         try:
             _jax.job_meet(name, max(end - time.monotonic(), 1.0))
         except jax.errors.JaxRuntimeError as error:
@@ -79,14 +77,14 @@ def _exchange(
                 _jax.job_delete(f"{name}/{here}")
 
 
-def _fetch(name: str, givers: range, found: dict[int, bytes]) -> list[int]:
-    """Fetches the bytes that are there by now; returns whose are missing."""
+def _fetch(name: str, givers: range, found: dict[int, bytes]) -> bool:
+    """Fetches the bytes that are there by now; returns whether those are all."""
     for giver in givers:
         if giver not in found:
             value = _jax.job_get_bytes(f"{name}/{giver}")
             if value is not None:
                 found[giver] = value
-    return [giver for giver in givers if giver not in found]
+    return all(giver in found for giver in givers)
 
 
 def _absent(what: str, who: str, seconds: float) -> Exception:

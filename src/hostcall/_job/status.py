@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from dataclasses import astuple
 from typing import Any
 
 from hostcall import _jax
 from hostcall._core.source import Place
+from hostcall._core.wait import seen, wait
 from hostcall._job.mailbox import BOARD
 from hostcall._runtime.running import ActiveCall, ProcessStatus, doing
 
-_FETCH = 0.02  # seconds between two looks for answers
 _LARGEST = 1 << 22  # characters of an answer
 
 _numbers = itertools.count()
@@ -42,16 +41,17 @@ def ask(seconds: float) -> list[ProcessStatus]:
     if processes == 1:
         return found
     question = f"{here}.{next(_numbers)}"
-    end = time.monotonic() + seconds
+
+    def all_answered() -> bool:
+        for process in [each.process for each in found if not each.answered]:
+            text = _jax.job_get(_key(question, process))
+            found[process] = _read(process, text)
+        return all(each.answered for each in found)
+
     _jax.job_put(f"{BOARD}asks/{question}", "")
     try:
-        while True:
-            for process in [each.process for each in found if not each.answered]:
-                text = _jax.job_get(_key(question, process))
-                found[process] = _read(process, text)
-            if all(each.answered for each in found) or time.monotonic() >= end:
-                return found
-            time.sleep(_FETCH)
+        wait(seen(all_answered), seconds)
+        return found
     finally:
         _jax.job_delete(f"{BOARD}asks/{question}")
         _jax.job_delete(_key(question))

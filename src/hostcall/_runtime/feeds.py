@@ -5,16 +5,18 @@ The threads are in feed_puller.py, which says who holds whom.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 import traceback
+from typing import ClassVar
 
 from hostcall._core import config
 from hostcall._core.errors import FeedError
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import living
-from hostcall._core.wait import SLICE
+from hostcall._core.wait import wait
 from hostcall._native import FeedFound
 from hostcall._runtime import workers
 from hostcall._runtime.feed_puller import FORKED, Puller
@@ -27,14 +29,17 @@ ENDING = "was closed, since the process is ending"
 # Seconds that close() and the end of the process wait for a source that blocks.
 PATIENCE = 1.0
 
-_ending_since: float | None = None
-
 
 class Stream(HostCode):
     """What programs hold of a feed; calling it waits for an item.
 
     Equal only to itself, so each feed traces to programs of its own.
+
+    Attributes:
+        ending_since: when the end of the process began.
     """
+
+    ending_since: ClassVar[float] = math.inf
 
     def __init__(
         self, puller: Puller, sizes: list[int], timeout: float | None, source: str
@@ -49,32 +54,31 @@ class Stream(HostCode):
 
     def __call__(self, lane: int) -> None:
         """Returns when the lane may find an item. Called by the engine."""
-        start, waiting = time.monotonic(), threading.get_ident()
+        began, waiting = time.monotonic(), threading.get_ident()
+
+        def item(seconds: float) -> bool:
+            found = self.ring.wait(lane, seconds)
+            if found is FeedFound.STOPPED:
+                self.puller.why_stopped()
+            return found is not FeedFound.NOTHING
+
+        def look() -> None:
+            since = max(began, Stream.ending_since)
+            if time.monotonic() - since > config.EXIT_TIMEOUT:
+                seconds = time.monotonic() - began
+                self._late(f"{seconds:.0f} s, and the process is ending")
+
         # hc.monitor.status() shows where the source is.
         workers.delegates[waiting] = [self.puller.thread]
         try:
-            while True:
-                found = self.ring.wait(lane, SLICE)
-                if found is FeedFound.STOPPED:
-                    self.puller.why_stopped()
-                if found is not FeedFound.NOTHING:
-                    return
-                self._check(start)
+            if not wait(item, self.timeout, look):
+                self._late(f"timeout={self.timeout:g} s")
+                wait(item)
         except KeyboardInterrupt:
             self.puller.close(INTERRUPTED)
             raise
         finally:
             workers.delegates.pop(waiting, None)
-
-    def _check(self, start: float) -> None:
-        now = time.monotonic()
-        if self.timeout is not None and now - start >= self.timeout:
-            self._late(f"timeout={self.timeout:g} s")
-        if (
-            _ending_since is not None
-            and now - max(start, _ending_since) > config.EXIT_TIMEOUT
-        ):
-            self._late(f"{now - start:.0f} s, and the process is ending")
 
     def _late(self, limit: str) -> None:
         frame = sys._current_frames().get(self.puller.thread)
@@ -104,8 +108,7 @@ def pullers() -> list[Puller]:
 
 def process_ends() -> None:
     """From now on, no program waits longer than EXIT_TIMEOUT for an item."""
-    global _ending_since
-    _ending_since = time.monotonic()
+    Stream.ending_since = time.monotonic()
 
 
 def end_all() -> None:

@@ -12,13 +12,13 @@ so nothing waits in a circle.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 from hostcall import _jax, _native
 from hostcall._core.errors import DeadlockError, HostcallError
+from hostcall._core.process import Owned, starting
 from hostcall._runtime import flights
 
 # Rungs of the ladder. Each keeps threads until the process ends, three or four for each
@@ -26,32 +26,38 @@ from hostcall._runtime import flights
 # the threads of a machine run out before its 1,000 frames.
 _MOST = 32
 
-_ladder: list[Any] = []  # host clients, lowest rung first; never shrinks
-_lock = threading.Lock()
+
+class _Ladder(Owned):
+    """
+    Attributes:
+        clients: those made for host code, lowest rung first. They only become more, so
+            that a look needs no lock. A forked child keeps its parent's for ever: a
+            client's destructor joins its threads, which do not exist there.
+    """
+
+    def __init__(self) -> None:
+        self.clients: list[Any] = []
+        super().__init__()
+
+    def level(self, client: Any | None) -> int:
+        """The number of a client's rung; 0 for the process's own clients."""
+        for level, host in enumerate(self.clients, 1):
+            if host is client:
+                return level
+        return 0
 
 
-def _level(client: Any | None) -> int:
-    for level, host in enumerate(_ladder):
-        if host is client:
-            return level + 1
-    return 0
-
-
-def clients() -> list[Any]:
-    """The clients that have been made for host code so far."""
-    return list(_ladder)
+_ladder = _Ladder()
 
 
 def is_host(client: Any | None) -> bool:
     """Whether this client was made for host code."""
-    with _lock:
-        return _level(client) > 0
+    return _ladder.level(client) > 0
 
 
 def is_second(client: Any | None) -> bool:
     """Whether programs on the rung below this client are started by host code."""
-    with _lock:
-        return _level(client) > 1
+    return _ladder.level(client) > 1
 
 
 def above(client: Any | None) -> Any:
@@ -63,16 +69,15 @@ def above(client: Any | None) -> Any:
         HostcallError: the ladder ends there: callbacks run programs that call, and so
             on, without an end.
 
-    Cost: 8 ms for the first call on each
-    rung of the ladder, which makes the client.
+    Cost: 8 ms for the first call on each rung of the ladder, which makes the client.
     """
-    with _lock:
-        level = _level(client)
+    with starting.lock:
+        level = _ladder.level(client)
         if level == _MOST:
             raise _too_deep()
-        if level == len(_ladder):
-            _ladder.append(_jax.make_host_client())
-        return _ladder[level].local_devices()[0]
+        if level == len(_ladder.clients):
+            _ladder.clients.append(_jax.make_host_client())
+        return _ladder.clients[level].local_devices()[0]
 
 
 def _too_deep() -> HostcallError:
@@ -128,7 +133,7 @@ def _refuses(devices: frozenset[Any]) -> Callable[[Sequence[Any]], None]:
 
 
 def _would_wait() -> Exception:
-    flights.tell("a callback would deadlock")
+    flights.DEADLOCK.log()
     return DeadlockError(
         "hostcall: a callback of a program over several devices started another"
         " program over some of them. It would wait forever: those devices are busy"

@@ -68,9 +68,9 @@ from typing import Protocol
 from hostcall import _jax, _native
 from hostcall._core import owed
 from hostcall._core.errors import HostcallError
-from hostcall._core.process import refusal, renew_all
-from hostcall._core.wait import SLICE
-from hostcall._runtime import delivery, feeds, host_device, loop, watcher
+from hostcall._core.process import refusal, renew_all, starting
+from hostcall._core.wait import wait
+from hostcall._runtime import delivery, feeds, loop, watcher
 
 logger = logging.getLogger("hostcall")
 
@@ -86,7 +86,6 @@ class JobEnd(Protocol):
 class _End:
     """
     Attributes:
-        lock: protects `ending`: atexit and a Finalize may both call `end`.
         begun: the engine is used.
         ending: `end` has been called.
         ender: the thread that ends the process.
@@ -95,7 +94,6 @@ class _End:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.begun = self.ending = False
         self.ender: int | None = None
         self.last: list[Callable[[], object]] = []
@@ -155,7 +153,7 @@ def end(*, interpreter: bool = True) -> None:
         interpreter: the interpreter shuts down afterwards, which stops daemon threads;
             False if the process ends by os._exit instead.
     """
-    with _end.lock:
+    with starting.lock:  # atexit and a Finalize may both come here
         if _end.ending or _native.closed():  # in a forked child the engine is closed
             return
         _end.ending, _end.ender = True, threading.get_ident()
@@ -236,14 +234,18 @@ def _wait_for_calls(interpreter: bool) -> None:
         # From now on a call on a daemon thread that ends stays inside the engine. JAX's
         # C++ would ask for the GIL next, while the interpreter shuts down.
         _native.leave_behind()
-    while not _native.wait_idle(SLICE):
+
+    def ended(seconds: float) -> bool:
+        if _native.wait_idle(seconds):
+            return True
         daemons = [t.ident for t in threading.enumerate() if t.daemon and t.ident]
-        if _native.only_on_threads(daemons):
-            return
+        return _native.only_on_threads(daemons)
+
+    wait(ended)
 
 
-def _after_fork() -> None:
-    """The child starts anew. It may not use JAX if its parent had started that."""
+def _start_anew() -> None:
+    """The child of a fork may not use JAX if its parent had started that."""
     started = _end.begun and _jax.back_ends_started()
     if started:
         _native.after_fork()
@@ -256,11 +258,11 @@ def _after_fork() -> None:
         return
     # A client's destructor joins its threads, which do not exist here. A child that
     # ends by sys.exit would crash there, as it does in plain JAX, so the clients are
-    # kept alive.
-    for client in (*_jax.clients(), *host_device.clients()):
+    # kept alive; those of _runtime/host_device.py are by `renew_all`.
+    for client in _jax.clients():
         _native.keep_for_ever(client)
 
 
 # When hostcall is imported; see above.
 atexit.register(end)
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_start_anew)

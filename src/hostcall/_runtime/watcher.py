@@ -50,20 +50,19 @@ from hostcall import _native
 from hostcall._core import config, daemon, failures
 from hostcall._core.counted import counted
 from hostcall._core.process import Owned
+from hostcall._core.wait import SLICE, over, wait
 from hostcall._native import Signal
 from hostcall._runtime import delivery, flights
 
 logger = logging.getLogger("hostcall")
 
-# Seconds that the main thread has to act by itself, and seconds to look for callbacks.
-_PATIENCE = 0.05
-_SEARCH = 2.0
+_SEARCH = 2.0  # seconds to look for callbacks that a Ctrl-C interrupts
 
 
 class _State(Owned):
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
-        self.calls_too = threading.Event()  # the end waits for calls, not only for taps
+        self.calls_too = False  # the end waits for calls, not only for taps
         super().__init__()
 
 
@@ -88,21 +87,20 @@ def watch_the_end() -> None:
 
 def watch_calls_too() -> None:
     """From now on, does so with calls too. The engine is closed and waits for them."""
-    _state.calls_too.set()
+    _state.calls_too = True
 
 
 def stop() -> None:
     """Ends the thread. A signal that comes later wakes nobody, and does no harm."""
-    if _state.thread is None:
-        return
-    _native.post_signal(Signal.STOP)
-    _state.thread.join()
+    if _state.thread is not None:
+        _native.post_signal(Signal.STOP)
+        wait(over(_state.thread))
 
 
 def _watch() -> None:
     end: _End | None = None
     while True:
-        events = _native.wait_signal(3600.0 if end is None else _PATIENCE)
+        events = _native.wait_signal(3600.0 if end is None else SLICE)
         if events & Signal.INTERRUPT:
             events |= _after_interrupt()
         if events & Signal.UNWATCHED:
@@ -151,7 +149,7 @@ def _after_interrupt() -> Signal:
         return Signal(0)
     before = _where_main_is()
     until = time.monotonic() + _SEARCH
-    events = _native.wait_signal(_PATIENCE)
+    events = _native.wait_signal(SLICE)
     while _where_main_is() == before and time.monotonic() < until:
         if events & Signal.STOP:
             break
@@ -162,7 +160,7 @@ def _after_interrupt() -> Signal:
         full = full and _native.interrupt_pushes(_text_of_interrupt())
         if _native.interrupt_calls(taps=full) or full:
             break
-        events |= _native.wait_signal(_PATIENCE)
+        events |= _native.wait_signal(SLICE)
     return events & ~Signal.INTERRUPT
 
 
@@ -217,7 +215,7 @@ class _End:
         now = time.monotonic()
         if now >= self._next_tap:
             self._tap(now)
-        if self._next_call is None and _state.calls_too.is_set():
+        if self._next_call is None and _state.calls_too:
             self._next_call = now + self._patience
         if self._next_call is not None and now >= self._next_call:
             self._next_call = now + self._patience
@@ -252,5 +250,5 @@ class _End:
             " now (Ctrl-C ends the process at once): %s",
             ", ".join(stuck),
         )
-        flights.tell("a callback holds up the end of the process")
+        flights.ENDING.log()
         _native.interrupt_calls()
