@@ -8,7 +8,7 @@ import time
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import failures, mistakes, owed
+from hostcall._core import failures, mistakes
 from hostcall._core.daemon import DaemonPool
 from hostcall._core.wait import ended, wait
 from hostcall._engine.counters import costs
@@ -74,7 +74,7 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
     if not delivery.flush(left, "hc.barrier()"):
         return False
     delivery.call_at_barrier(ending=False)
-    raised = _first(failed) or owed.first_failure() or tap_failures.take_as_one()
+    raised = _first(failed) or failures.first_owed() or tap_failures.take_as_one()
     try:
         if raised is not None:
             raise raised

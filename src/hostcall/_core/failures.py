@@ -12,6 +12,12 @@ Guarantees
   * An exception object that the user has been given is never changed. hostcall then
     drops its own strong reference instead.
 
+  * A failure that nobody was told of is raised by the next wait for programs. A program
+    that fails while it is dispatched raises there, and one with tokens raises where
+    those are waited for. A program without tokens (_jax/fast_dispatch.py) that XLA has
+    put behind others fails on a thread of XLA's. JAX raises it where a result is read:
+    nowhere, if the results were dropped. Such a failure is *owed*.
+
 Frames are emptied outside the lock, because that may run the user's destructors.
 """
 
@@ -24,7 +30,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, ClassVar
@@ -91,6 +97,8 @@ class _Failures(Owned):
         last: the number of the newest.
         told: the numbers of those that the user has seen.
         told_below: older ones count as told, so that `told` stays small.
+        owed: the texts of those that nobody was told of, for the next wait. Any thread
+            adds one, and any takes them, in single steps without the lock.
     """
 
     at_first: ClassVar[list[Callable[[], None]]] = [
@@ -104,11 +112,13 @@ class _Failures(Owned):
         self.last = 0
         self.told: set[int] = set()
         self.told_below = 0
+        self.owed: deque[str] = deque(maxlen=1024)
         super().__init__()
 
     def renew(self) -> None:
-        """A forked child may still ask for its parent's failures."""
+        """A forked child may still ask for its parent's failures, and owes none."""
         self.lock = threading.Lock()
+        self.owed.clear()
 
     def keeps_too_many(self, now: float) -> bool:
         if len(self.kept) <= config.KEPT_ERRORS:
@@ -416,3 +426,44 @@ def _report_is_made(text: str) -> None:
     replaced = replacement(number)
     if replaced is not None:
         raise replaced
+
+
+# --- Failures that nobody was told of -------------------------------------------------
+
+
+def owe(text: str) -> None:
+    """Notes a failure, if this is a thread of XLA's."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    # Else somebody has dispatched the program here, and the error is raised there. That
+    # is so, too, if XLA's thread only helps the dispatching one, which tells of it.
+    if str(frame.f_globals.get("__name__")).startswith("hostcall."):
+        _failures.owed.append(text)
+
+
+def first_owed() -> BaseException | None:
+    """What JAX would have raised for the oldest failure that nobody was told of.
+
+    The caller raises it; those behind it stay.
+    """
+    while _failures.owed:
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            text = _failures.owed.popleft()
+            if not is_told(number_of(text)):
+                return told_as(f"INTERNAL: {text}")
+    return None
+
+
+def failures_of_programs() -> list[BaseException]:
+    """Waits for the programs that this thread has dispatched. Returns the failures."""
+    return [*failures_of_effects(), *iter(first_owed, None)]
+
+
+def _raise_first() -> None:
+    error = first_owed()
+    if error is not None:
+        raise error
+
+
+_jax.when_waiting_for_effects(_raise_first)

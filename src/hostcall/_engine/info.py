@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from hostcall._core import coerce, collector, errors, failures, frames, owed
+from hostcall._core import coerce, collector, errors, failures, frames
 from hostcall._core.host_code import own
 from hostcall._engine.places import places
 from hostcall._runtime import tap_failures
@@ -124,7 +124,7 @@ class CallInfo:
         # A Ctrl-C is raised in the main thread anyway.
         stopped = isinstance(error, KeyboardInterrupt)
         if self.params.order != "pure" and not has_token and not stopped:
-            owed.owe(text)
+            failures.owe(text)
         if self.job is not None:
             # A failure that the program tells all processes is noted when they learn
             # it: until then this process's other devices still make their calls.

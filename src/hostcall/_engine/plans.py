@@ -143,7 +143,7 @@ def make_plan(
     arguments = _arguments(equation, operands, entry)
     together = None if entry.team is None else frozenset(info.devices.values())
     if together is not None:
-        info.guard = host_device.of_several(together)
+        info.guard = host_device.guard(together)
     asks = entry.inside is Inside.ASKED
     code = _code(equation, operands, arguments, info, entry).until_failure(info.job)
     traced, lend = callback.traced, _LENDS[callback.lend]
@@ -164,7 +164,7 @@ def make_plan(
         place=info.number,
         sends=code.runner is not None and _sends(callback.policy.pool),
         guard=info.guard,
-        scout=host_device.scout(together) if asks else None,
+        scout=host_device.guard(together, scouts=True) if asks else None,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         literals=equation.literals,
         keep=equation.keep,

@@ -17,12 +17,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 import jax
 
 from hostcall import _jax
 from hostcall._core.errors import HostcallError
 from hostcall._core.wait import seen, wait
+
+T = TypeVar("T")
 
 _numbers = itertools.count()
 
@@ -57,13 +61,11 @@ def _exchange(
         return [own]
     name = f"hostcall/exchange/{next(_numbers)}/{what}"
     end = time.monotonic() + seconds
-    found: dict[int, bytes] = {}
     if own is not None:
         _jax.job_put_bytes(f"{name}/{here}", own)
-        found[here] = own
     try:
-        if not wait(seen(lambda: _fetch(name, givers, found)), seconds):
-            missing = [giver for giver in givers if giver not in found]
+        found = fetch(_jax.job_get_bytes, name, givers, seconds)
+        if missing := [giver for giver in givers if giver not in found]:
             raise _absent(what, f"processes {missing} have", seconds)
         try:
             _jax.job_meet(name, max(end - time.monotonic(), 1.0))
@@ -77,14 +79,20 @@ def _exchange(
                 _jax.job_delete(f"{name}/{here}")
 
 
-def _fetch(name: str, givers: range, found: dict[int, bytes]) -> bool:
-    """Fetches the bytes that are there by now; returns whether those are all."""
-    for giver in givers:
-        if giver not in found:
-            value = _jax.job_get_bytes(f"{name}/{giver}")
-            if value is not None:
+def fetch(
+    get: Callable[[str], T | None], name: str, givers: Collection[int], seconds: float
+) -> dict[int, T]:
+    """What `get` finds in `name`/<giver>, of those who have put it there in time."""
+    found: dict[int, T] = {}
+
+    def look() -> bool:
+        for giver in givers:
+            if giver not in found and (value := get(f"{name}/{giver}")) is not None:
                 found[giver] = value
-    return all(giver in found for giver in givers)
+        return all(giver in found for giver in givers)
+
+    wait(seen(look), seconds)
+    return found
 
 
 def _absent(what: str, who: str, seconds: float) -> Exception:

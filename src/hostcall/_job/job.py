@@ -46,7 +46,7 @@ _LEFT = "hostcall/left/"  # and for each one that ends after a failure
 _END = "hostcall/end/"
 
 
-class Job(Owned):
+class Job(lifecycle.JobEnd, Owned):
     """One process's part in the job.
 
     Attributes:
@@ -114,10 +114,8 @@ class Job(Owned):
         self.watched = False
 
     def _meet(self) -> None:
-        def met() -> bool:
-            if self.failures.told is not None:
-                return True
-            return _jax.job_get(f"{_END}all") is not None
+        def met() -> str | None:
+            return self.failures.told or _jax.job_get(f"{_END}all")
 
         try:
             arrived, size = _jax.job_count(f"{_END}count"), _jax.job_size()

@@ -131,11 +131,6 @@ def is_worker(thread: int) -> bool:
     return state.thread is not None and state.thread.ident == thread
 
 
-def pending() -> int:
-    """Taps that are queued or being delivered."""
-    return _native.tap_queue()["pending"]
-
-
 def stop() -> None:
     """Delivers the queued taps and ends the worker. Nobody may push taps any more."""
     _native.stop_taps()

@@ -12,7 +12,7 @@ so nothing waits in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -118,20 +118,6 @@ def above_here() -> Any:
 # A program on one device is allowed: the callback's own thread runs it (see above).
 
 
-@cache
-def of_several(devices: frozenset[Any]) -> _jax.ExecutionGuard:
-    """The guard for callbacks of programs over these devices."""
-    return _jax.ExecutionGuard(_refuses(devices))
-
-
-def _refuses(devices: frozenset[Any]) -> Callable[[Sequence[Any]], None]:
-    def check(of_program: Sequence[Any]) -> None:
-        if len(of_program) > 1 and not devices.isdisjoint(of_program):
-            raise _would_wait()
-
-    return check
-
-
 def _would_wait() -> Exception:
     flights.DEADLOCK.log()
     return DeadlockError(
@@ -162,18 +148,19 @@ class CallInside(BaseException):
 
 
 @cache
-def scout(devices: frozenset[Any] | None) -> _jax.ExecutionGuard:
-    """A guard that raises CallInside for programs on the process's own CPU devices.
+def guard(
+    devices: frozenset[Any] | None, *, scouts: bool = False
+) -> _jax.ExecutionGuard:
+    """A guard that refuses programs over some of these devices, if not None.
 
-    A callback starts those if its arrays are committed to these devices. `devices`, if
-    not None, are guarded as by `of_several` too.
+    With `scouts` it raises CallInside for programs on the process's own CPU devices. A
+    callback starts those if its arrays are committed to these devices.
     """
-    refuse = None if devices is None else _refuses(devices)
 
     def check(of_program: Sequence[Any]) -> None:
-        if refuse is not None:
-            refuse(of_program)
-        on_process = any(
+        if devices and len(of_program) > 1 and not devices.isdisjoint(of_program):
+            raise _would_wait()
+        on_process = scouts and any(
             device.platform == "cpu" and not is_host(device.client)
             for device in of_program
         )

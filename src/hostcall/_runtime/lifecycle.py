@@ -63,10 +63,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from hostcall import _jax, _native
-from hostcall._core import owed
+from hostcall._core import failures
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import refusal, renew_all, starting
 from hostcall._core.wait import wait
@@ -75,8 +74,8 @@ from hostcall._runtime import delivery, feeds, loop, watcher
 logger = logging.getLogger("hostcall")
 
 
-class JobEnd(Protocol):
-    """What a process of a job of several does at its end (_job/job.py)."""
+class JobEnd:
+    """What a process does for its job at its end: nothing if it is alone."""
 
     def script_ended(self) -> None: ...
     def interrupted(self) -> None: ...
@@ -90,14 +89,14 @@ class _End:
         ending: `end` has been called.
         ender: the thread that ends the process.
         last: what is called when no program calls any more.
-        job: the job of several processes that the end leaves.
+        job: the job that the end leaves.
     """
 
     def __init__(self) -> None:
         self.begun = self.ending = False
         self.ender: int | None = None
         self.last: list[Callable[[], object]] = []
-        self.job: JobEnd | None = None
+        self.job = JobEnd()
 
 
 _end = _End()
@@ -167,10 +166,9 @@ def end(*, interpreter: bool = True) -> None:
         # After the last call, since a call may still have pushed taps.
         delivery.stop()
         feeds.end_all()
-        if _end.job is not None:
-            # After the last program, and while Ctrl-C is still watched. After all
-            # waits: other processes may ask what this one waits for.
-            _end.job.leave()
+        # After the last program, and while Ctrl-C is still watched. After all waits:
+        # other processes may ask what this one waits for.
+        _end.job.leave()
         for fn in _end.last:
             fn()
         # After the objects, which may need the loop to close.
@@ -189,16 +187,14 @@ def _ending_by_ctrl_c() -> Iterator[None]:
     except KeyboardInterrupt:
         # Without the normal exit, which would end the interpreter under running calls.
         try:
-            if _end.job is not None:
-                _end.job.interrupted()
+            _end.job.interrupted()
             delivery.flush_streams()
         finally:
             os._exit(130)
 
 
 def _drain() -> None:
-    if _end.job is not None:
-        _end.job.script_ended()
+    _end.job.script_ended()
     watcher.watch_the_end()
     feeds.process_ends()
     _wait_for_programs()
@@ -223,7 +219,7 @@ def _in_a_late_handler() -> bool:
 
 
 def _wait_for_programs() -> None:
-    for failure in owed.failures_of_programs():
+    for failure in failures.failures_of_programs():
         what = str(failure) if isinstance(failure, Exception) else repr(failure)
         logger.error("a program failed while the process was ending: %s", what)
 
@@ -249,7 +245,6 @@ def _start_anew() -> None:
     started = _end.begun and _jax.back_ends_started()
     if started:
         _native.after_fork()
-        owed.forget()
         _jax.refuse_programs(lambda: refusal("a JAX program is compiled or run"))
     renew_all()
     if not started:

@@ -36,7 +36,7 @@ from typing import Any
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import failures, mistakes, owed
+from hostcall._core import failures, mistakes
 
 
 class reraise(contextlib.ContextDecorator):
@@ -208,7 +208,7 @@ class _Block:
         if waits and first is None and self._without_sign:
             for mark in _jax.marks():
                 mark.block_until_ready()
-            first = owed.first_failure()
+            first = failures.first_owed()
         return first
 
     def leave_to(self, outer: _Block) -> None:

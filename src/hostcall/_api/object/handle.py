@@ -16,7 +16,7 @@ from hostcall._api.object import everywhere
 from hostcall._api.object.declaration import Declaration, parse_methods
 from hostcall._api.object.entry import Entry
 from hostcall._api.object.group import CLOSED, Group
-from hostcall._core import mistakes, owed
+from hostcall._core import failures, mistakes
 from hostcall._core.arguments import check_function, of_all_processes, parse_mask
 from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
@@ -239,7 +239,7 @@ class Object:
 
     def _snapshot(self) -> dict[str, Any]:
         failed = self._wait("save", log=False)
-        error = failed[0] if failed else owed.first_failure()
+        error = failed[0] if failed else failures.first_owed()
         if error is not None:
             raise error
         return self._group.snapshot()
@@ -304,7 +304,7 @@ class Object:
                 code="hc-deadlock",
             )
         self._group.check_open(f"{what}()")
-        ended = owed.failures_of_programs() if log else _jax.wait_for_effects()
+        ended = failures.failures_of_programs() if log else _jax.wait_for_effects()
         for failure in ended if log else ():
             logger.error(
                 "%s() of `%s` continues after a failed program: %s",
