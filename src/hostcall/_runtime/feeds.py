@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 from hostcall import _jax, _native
 from hostcall._core import config, failures
 from hostcall._core.counted import counted
-from hostcall._core.daemon import daemon, start
+from hostcall._core.daemon import Job, daemon, fulfil, start
 from hostcall._core.errors import FeedEndError, FeedError
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned, living
@@ -177,7 +177,7 @@ class Puller(Owned):
         self._read: Any = None  # see `begin`
         self._opened: Opened | None = None
         self._idle = False
-        self._jobs = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]()
+        self._jobs = queue.SimpleQueue[Job]()
         # How many items devices have taken at each position, one more at each. Only the
         # thread changes it; others copy it as a whole.
         self._after: list[tuple[int, dict[str, Any]]] = [(0, {"epoch": 0, "item": 0})]
@@ -378,13 +378,7 @@ class Puller(Owned):
 
     def _step(self) -> None:
         if self.ring is None or not self._jobs.empty():
-            future, job = self._jobs.get()
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
+            fulfil(*self._jobs.get())
         elif self._idle:
             self.ring.idle()
         elif self.ring.reserve():
