@@ -31,32 +31,25 @@ T = TypeVar("T")
 _numbers = itertools.count()
 
 
-def of_all(what: str, own: bytes, seconds: float) -> list[bytes]:
+def exchange(
+    what: str, own: bytes | None, seconds: float, *, first: bool = False
+) -> list[bytes]:
     """The bytes of each process, by its number.
 
     Args:
         what: the purpose, for messages: "save() of `env`".
         own: this process's bytes.
         seconds: how long to wait for the others.
+        first: only process 0 gives bytes; those of the others are not needed.
 
     Raises:
         HostcallError: a process did not come in time.
     """
-    return _exchange(what, own, range(_jax.job_size()), seconds)
-
-
-def of_first(what: str, own: bytes | None, seconds: float) -> bytes:
-    """The bytes of process 0, which is the only one that has to give any."""
-    mine = own if _jax.place_in_job()[0] == 0 else None
-    (found,) = _exchange(what, mine, range(1), seconds)
-    return found
-
-
-def _exchange(
-    what: str, own: bytes | None, givers: range, seconds: float
-) -> list[bytes]:
     here, processes = _jax.place_in_job()
-    if processes == 1:
+    givers = range(1 if first else processes)
+    if here not in givers:
+        own = None
+    elif processes == 1:
         assert own is not None
         return [own]
     name = f"hostcall/exchange/{next(_numbers)}/{what}"
@@ -64,7 +57,10 @@ def _exchange(
     if own is not None:
         _jax.job_put_bytes(f"{name}/{here}", own)
     try:
-        found = fetch(_jax.job_get_bytes, name, givers, seconds)
+        others = [giver for giver in givers if giver != here]
+        found = fetch(_jax.job_get_bytes, name, others, seconds)
+        if own is not None:
+            found[here] = own
         if missing := [giver for giver in givers if giver not in found]:
             raise _absent(what, f"processes {missing} have", seconds)
         try:
