@@ -53,7 +53,7 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     try:
         return _barrier(timeout, programs)
     finally:
-        costs.waited("hc.barrier", start)
+        costs.waited_in_barrier(start)
 
 
 def _barrier(timeout: float | None, programs: bool) -> bool:

@@ -45,7 +45,7 @@ from hostcall._core.watch_error import WatchError
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
 
 
-class _Kept:
+class _KeptError:
     """One kept exception.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Kept:
             frames.clear_values(trace)
 
 
-class _Failures(Owned):
+class _Known(Owned):
     """
     Attributes:
         at_first: what the first failure starts, the last first.
@@ -108,7 +108,7 @@ class _Failures(Owned):
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.kept: OrderedDict[int, _Kept] = OrderedDict()
+        self.kept: OrderedDict[int, _KeptError] = OrderedDict()
         self.last = 0
         self.told: set[int] = set()
         self.told_below = 0
@@ -128,7 +128,7 @@ class _Failures(Owned):
         return late or len(self.kept) > config.MOST_KEPT_ERRORS
 
 
-_failures = _Failures()
+_failures = _Known()
 
 
 def keep(exception: BaseException, handed_over: bool = False) -> int:
@@ -138,7 +138,7 @@ def keep(exception: BaseException, handed_over: bool = False) -> int:
         exception: the object.
         handed_over: the caller gets this object too, and may look at its frames.
     """
-    mine, kept, gone = _failures, _Kept(exception, handed_over), []
+    mine, kept, gone = _failures, _KeptError(exception, handed_over), []
     with mine.lock:
         before = mine.kept.get(mine.last)
         number = mine.last = mine.last + 1

@@ -53,7 +53,7 @@ class _Costs:
         counters, facts, tallies: by the calls' tag, or by the place of their function
             in the source, not by the function object: a program that makes a new lambda
             for each call must not use more and more memory.
-        waits: what Python threads waited in -> (how often, seconds).
+        barriers, barrier_seconds: how often and how long Python waited in `hc.barrier`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Costs:
         self.counters: defaultdict[str, Counters] = defaultdict(Counters)
         self.facts: defaultdict[str, Facts] = defaultdict(Facts)
         self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
-        self.waits: dict[str, tuple[int, float]] = {}
+        self.barriers, self.barrier_seconds = 0, 0.0
 
     def counters_of(self, callback: Callback) -> Counters:
         """The counters of all calls with one tag, or of all functions of one `def`."""
@@ -86,12 +86,11 @@ class _Costs:
             facts.lends |= bool(callback.lend)
             facts.nothing &= not params.avals
 
-    def waited(self, what: str, start: int) -> None:
+    def waited_in_barrier(self, start: int) -> None:
         """Counts a wait of this thread from `start`, in ticks, to now."""
-        seconds = (_native.ticks() - start) * _native.tick_ns() * 1e-9
         with self.lock:
-            times, total = self.waits.get(what, (0, 0.0))
-            self.waits[what] = times + 1, total + seconds
+            self.barriers += 1
+            self.barrier_seconds += (_native.ticks() - start) * _native.tick_ns() * 1e-9
         _native.note_event(WAIT, 0, start, -1, 1)
 
 

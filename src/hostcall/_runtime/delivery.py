@@ -15,10 +15,8 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from hostcall import _native
-from hostcall._core import config
+from hostcall._core import config, daemon
 from hostcall._core.counted import counted
-from hostcall._core.daemon import daemon
-from hostcall._core.daemon import start as start_thread
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import Owned, starting
 from hostcall._core.source import name_of, place_of
@@ -28,7 +26,7 @@ from hostcall._runtime import tap_failures, workers
 logger = logging.getLogger("hostcall")
 
 
-class _State(Owned):
+class _Taps(Owned):
     """
     Attributes:
         at_barrier: called at each barrier, by a forked child too.
@@ -44,7 +42,7 @@ class _State(Owned):
         super().__init__()
 
 
-state = _State()
+state = _Taps()
 
 
 def start() -> None:
@@ -56,9 +54,9 @@ def start() -> None:
     with starting.lock:
         if state.thread is None:
             _native.set_tap_limit(config.settings.tap_queue_bytes)
-            worker = daemon("hostcall-taps", _native.run_tap_worker)
+            worker = daemon.daemon("hostcall-taps", _native.run_tap_worker)
             try:
-                state.thread = start_thread(worker, "a tap")
+                state.thread = daemon.start(worker, "a tap")
             except HostcallError:
                 # Without a worker, the thread that taps delivers.
                 _native.stop_taps()

@@ -60,14 +60,14 @@ logger = logging.getLogger("hostcall")
 _SEARCH = 2.0  # seconds to look for callbacks that a Ctrl-C interrupts
 
 
-class _State(Owned):
+class _Watcher(Owned):
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self.calls_too = False  # the end waits for calls, not only for taps
         super().__init__()
 
 
-_state = _State()
+_state = _Watcher()
 
 
 def start() -> None:
@@ -99,7 +99,7 @@ def stop() -> None:
 
 
 def _watch() -> None:
-    end: _End | None = None
+    end: _Ending | None = None
     while True:
         events = _native.wait_signal(3600.0 if end is None else SLICE)
         if events & Signal.INTERRUPT:
@@ -113,7 +113,7 @@ def _watch() -> None:
         if events & Signal.TERMINATE:
             _after_terminate()
         if events & Signal.ENDING:
-            end = _End()
+            end = _Ending()
         if end is not None:
             end.look()
 
@@ -196,7 +196,7 @@ def _after_terminate() -> None:
 # --- The end -------------------------------------------------------------------------
 
 
-class _End:
+class _Ending:
     """Names and interrupts what has taken EXIT_TIMEOUT since the end began."""
 
     def __init__(self) -> None:
