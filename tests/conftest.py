@@ -126,7 +126,7 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
     assert _native.tap_queue()["bytes"] == 0
     # A thread of XLA may not have left the handler of a call whose results are there.
     assert _idle() or holds_in_time(_idle), hc.monitor.status()
-    failures._kept.clear()  # the frames of the last errors hold programs too
+    failures._failures.kept.clear()  # the frames of the last errors hold programs too
     if GIL:
         _no_program()
 

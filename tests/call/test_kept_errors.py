@@ -239,8 +239,8 @@ def test_numbers_of_raised_errors_do_not_pile_up():
         with contextlib.suppress(Mine):
             call(fail, np.float32(1))
         failures.tell(failures.failures_so_far())
-    assert len(failures._told) <= failures._TOLD_AT_MOST
-    assert len(failures._kept) <= config.MOST_KEPT_ERRORS
+    assert len(failures._failures.told) <= failures._TOLD_AT_MOST
+    assert len(failures._failures.kept) <= config.MOST_KEPT_ERRORS
     assert failures.is_told(failures.failures_so_far())
 
 

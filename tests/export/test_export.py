@@ -164,12 +164,12 @@ def test_feed_of_other_items():
     from hostcall._core import registry
 
     name = registry.Name("tests.other_feed", 1)
-    given = registry._things[name]  # another process could have another feed
-    registry._things[name] = given._replace(thing=r.feed)
+    given = registry._all.things[name]  # another process could have another feed
+    registry._all.things[name] = given._replace(thing=r.feed)
     loaded = hc.load(data)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"\[8\] bytes.* have \[4\]"):
         loaded.call(X[:2])
-    registry._things[name] = given
+    registry._all.things[name] = given
     np.testing.assert_allclose(hc.load(data).call(X[:2]), X[:2])
     other.close()
 

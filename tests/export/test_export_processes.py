@@ -145,7 +145,7 @@ def refused():
         print(str(error).splitlines()[0])
 refused()
 from hostcall._core import registry
-registry._things.clear(), registry._names.clear()
+registry._all.things.clear(), registry._all.names.clear()
 hc.register("tests.cube")(hc.host(lambda x: x, result=hc.results.like(0)))
 refused()
 """,

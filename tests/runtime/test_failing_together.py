@@ -92,7 +92,8 @@ for name, f in cases.items():
             assert text in str(error), error
     say(name)
     # All processes have raised it, so the job could go on, and does for the next case.
-    job().failures._here, _jax.execution._refusal_across = None, None
+    job().failures._here.clear()
+    _jax.execution._refusal_across = None
 slow.set()
 """
 
@@ -218,8 +219,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_sys_exit_while_the_others_wait():
     """It waits for them at its end, for as long as JAX would, and no longer."""
     rest = """
-from hostcall._job import job
-job._JAXS_END = 1.0
+from hostcall._job.job import Job
+Job.patience = 1.0
 if me == 1:
     sys.exit(3)
 f(x).block_until_ready()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import failures, mistakes, owed
-from hostcall._core.daemon import daemon, start
-from hostcall._core.wait import wait
-from hostcall._runtime import delivery, tap_failures, waits
+from hostcall._core import failures, mistakes
+from hostcall._core.daemon import DaemonPool
+from hostcall._core.wait import ended, wait
+from hostcall._engine.counters import costs
+from hostcall._runtime import delivery, tap_failures
 
 
 def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
@@ -53,7 +53,7 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     try:
         return _barrier(timeout, programs)
     finally:
-        waits.add("hc.barrier", start)
+        costs.waited_in_barrier(start)
 
 
 def _barrier(timeout: float | None, programs: bool) -> bool:
@@ -74,7 +74,7 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
     if not delivery.flush(left, "hc.barrier()"):
         return False
     delivery.call_at_barrier(ending=False)
-    raised = _first(failed) or owed.first_failure() or tap_failures.take_as_one()
+    raised = _first(failed) or failures.first_owed() or tap_failures.take_as_one()
     try:
         if raised is not None:
             raise raised
@@ -94,6 +94,10 @@ def _first(failed: list[BaseException]) -> BaseException | None:
     return None
 
 
+# These threads may wait for ever.
+_spare = DaemonPool(None, name="hostcall-barrier", what="barrier(timeout)")
+
+
 def _programs_end_in(seconds: float) -> bool:
     """Whether this thread's effects and all live arrays are ready in time.
 
@@ -101,17 +105,14 @@ def _programs_end_in(seconds: float) -> bool:
     for everything, and keeps waiting after this function has given up.
     """
     waiting = [*_jax.tokens(), *jax.live_arrays()]
-    ended = threading.Event()
 
     def wait_for_all() -> None:
         with failures.looking():
             for thing in waiting:
                 with contextlib.suppress(BaseException):  # its reader sees the error
                     thing.block_until_ready()
-        ended.set()
 
-    start(daemon("hostcall-barrier", wait_for_all), "barrier(timeout)")
-    return wait(ended.wait, max(seconds, 0.0))
+    return wait(ended(_spare.submit(wait_for_all)), max(seconds, 0.0))
 
 
 def discard_taps() -> None:

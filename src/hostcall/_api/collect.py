@@ -11,7 +11,7 @@ import numpy as np
 
 from hostcall._api.barrier import barrier
 from hostcall._core.dlpack import DLPackArray
-from hostcall._runtime import collectors
+from hostcall._runtime.collectors import collectors
 
 
 class collect:
@@ -59,14 +59,14 @@ class collect:
         barrier()
         self._seen = {}
         self._out: dict[str, Any] = {}
-        collectors.add(self)
+        collectors.active.append(self)
         return self._out
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             barrier()
         finally:
-            collectors.remove(self)
+            collectors.active.remove(self)
             # Copied: if Ctrl-C ended the barrier, the worker may still add values.
             self._out.update(
                 {k: _stacked(list(v)) for k, v in dict(self._seen).items()}

@@ -1,7 +1,7 @@
 """`hc.monitor.events`: every call, tap and delivery while a block runs, for tools.
 
 The engine has one buffer of events (native/base/event_buffer.h), and `with` blocks may
-nest or run in several threads. So whoever takes gives to all: `_share` empties the
+nest or run in several threads. So whoever takes gives to all: `_Source` empties the
 engine's buffer and hands what it had to each open block.
 """
 
@@ -14,28 +14,40 @@ import numpy as np
 
 from hostcall import _native
 from hostcall._api.flight import RAW, STATES
-from hostcall._engine import places
+from hostcall._engine.places import places
 from hostcall._runtime import waits
 
 # Events that a block keeps until it takes them; more are dropped and counted.
 _KEPT = 1 << 18
 
-_lock = threading.Lock()  # guards everything below, and each block's `_parts`
-_open: list[events] = []
-_dropped = 0
+
+class _Source:
+    """The engine's buffer, which hands each event to all open blocks.
+
+    Attributes:
+        lock: guards the rest, and what each block holds.
+        open: the blocks that get events.
+        dropped: events that the engine has dropped so far.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open: list[events] = []
+        self.dropped = 0
+
+    def share(self) -> None:
+        """Hands the engine's events to all open blocks. The lock is held."""
+        for _ in range(_KEPT // 4096):  # what comes meanwhile has to end some time
+            raw = _native.take_events()
+            lost = _native.events_dropped() - self.dropped
+            self.dropped += lost
+            for block in self.open:
+                block._add(raw, lost)
+            if not raw:
+                return
 
 
-def _share() -> None:
-    """Hands the engine's events to all open blocks. The lock is held."""
-    global _dropped
-    for _ in range(_KEPT // 4096):  # what comes meanwhile has to end some time
-        raw = _native.take_events()
-        lost = _native.events_dropped() - _dropped
-        _dropped += lost
-        for block in _open:
-            block._add(raw, lost)
-        if not raw:
-            return
+_source = _Source()
 
 
 class events:
@@ -64,21 +76,20 @@ class events:
         self.dropped = 0
         self._parts: list[bytes] = []
         self._json = _native.TraceJson(0)
-        self._formats = threading.Lock()  # protects `_json`, which several may use
 
     def __enter__(self) -> events:
-        with _lock:
-            _share()  # what came before this block is not for it
-            _open.append(self)
+        with _source.lock:
+            _source.share()  # what came before this block is not for it
+            _source.open.append(self)
             self._json = _native.TraceJson(_native.tap_queue()["pending"])
             _native.switch_events(True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _lock:
-            _share()
-            _open.remove(self)
-            _native.switch_events(bool(_open))
+        with _source.lock:
+            _source.share()
+            _source.open.remove(self)
+            _native.switch_events(bool(_source.open))
 
     def _add(self, raw: bytes, lost: int) -> None:
         room = _KEPT * RAW.itemsize - sum(map(len, self._parts))
@@ -87,9 +98,9 @@ class events:
             self._parts.append(raw[:room])
 
     def _take(self) -> list[bytes]:
-        with _lock:
-            if self in _open:
-                _share()
+        with _source.lock:
+            if self in _source.open:
+                _source.share()
             parts, self._parts = self._parts, []
         return parts
 
@@ -142,7 +153,7 @@ class events:
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             pending = _native.tap_queue()["pending"] if last else -1
-            with self._formats:
+            with _source.lock:  # several threads may use `_json`
                 block = self._json.lines(part, pending, ending and last)
             yield block
 

@@ -6,8 +6,7 @@ import sys
 from typing import NamedTuple, TextIO
 
 from hostcall._api.status import CallStats, stats
-from hostcall._engine.counters import Facts, all_facts
-from hostcall._runtime import waits
+from hostcall._engine.counters import Facts, costs
 
 # How many of the costliest functions get a remedy.
 _WORST = 5
@@ -56,31 +55,26 @@ def report(file: TextIO | None = None) -> list[Finding]:
     def say(text: str) -> None:  # a tag may have lone surrogates
         print(text.encode(errors="backslashreplace").decode(), file=out)
 
-    facts = all_facts()
-    costs = sorted(stats().items(), key=lambda item: -_seconds(item[1]))
+    facts = dict(costs.facts)
+    ranked = sorted(stats().items(), key=lambda item: -_seconds(item[1]))
     findings = [
         _finding(name, c, facts.get(name, Facts()))
-        for name, c in costs[:_WORST]
+        for name, c in ranked[:_WORST]
         if _seconds(c) > 0
     ]
     head = ("seconds", "in Python", "for GIL", "for queue", "us each", "times", "MB")
     say("".join(f"{h:>11}" for h in head) + "  function")
-    for name, c in costs:
-        mega = (c.bytes_in + c.bytes_out) / 1e6
-        parts = (_seconds(c), c.python_seconds, c.gil_seconds, c.wait_seconds)
-        each = 1e6 * _seconds(c) / max(c.calls, 1)
-        say(
-            "".join(f"{s:11.4f}" for s in parts)
-            + f"{each:11.2f}{c.calls:11}{mega:11.2f}  {name}"
-        )
+    for name, c in ranked:
+        say(_line(name, c))
     waited = sum(
         _seconds(c) if "call" in facts.get(name, Facts()).kinds else c.wait_seconds
-        for name, c in costs
+        for name, c in ranked
     )
     say(f"\nprograms waited for Python: {waited:.4f} s")
-    for what, (times, seconds) in waits.all_waits().items():
+    if times := costs.barriers:
         say(
-            f"Python waited in {what} for programs and taps: {seconds:.4f} s"
+            "Python waited in hc.barrier for programs and taps:"
+            f" {costs.barrier_seconds:.4f} s"
             f" ({'once' if times == 1 else f'{times} times'})"
         )
     for number, found in enumerate(findings, 1):
@@ -91,6 +85,13 @@ def report(file: TextIO | None = None) -> list[Finding]:
     return findings
 
 
+def _line(name: str, c: CallStats) -> str:
+    seconds = (_seconds(c), c.python_seconds, c.gil_seconds, c.wait_seconds)
+    each, mega = 1e6 * _seconds(c) / max(c.calls, 1), (c.bytes_in + c.bytes_out) / 1e6
+    numbers = "".join(f"{s:11.4f}" for s in seconds)
+    return f"{numbers}{each:11.2f}{c.calls:11}{mega:11.2f}  {name}"
+
+
 def _seconds(c: CallStats) -> float:
     return c.python_seconds + c.gil_seconds + c.wait_seconds
 
@@ -98,56 +99,75 @@ def _seconds(c: CallStats) -> float:
 def _finding(name: str, c: CallStats, facts: Facts) -> Finding:
     """The first rule that fits."""
     seconds = _seconds(c)
-    cause = f"{1e6 * seconds / max(c.calls, 1):.2f} us for each of its calls"
-    remedy = ""
+    found = None
+    if seconds >= _SECONDS and c.calls >= _CALLS:
+        of_kind = _of_calls if "call" in facts.kinds else _of_taps
+        found = _of_both(c, facts) or of_kind(c, facts)
+    each = f"{1e6 * seconds / max(c.calls, 1):.2f} us for each of its calls"
+    return Finding(name, seconds, *(found or (each, "")))
+
+
+# Each returns the cause and the remedy; None if no rule fits.
+
+
+def _of_both(c: CallStats, facts: Facts) -> tuple[str, str] | None:
     is_call = "call" in facts.kinds
-    each = c.python_seconds / max(c.calls, 1)
-    size = (c.bytes_in + c.bytes_out) / max(c.calls, 1)
-    if seconds < _SECONDS or c.calls < _CALLS:
-        pass
-    elif c.wait_seconds > 0.5 * seconds:
-        cause = (
-            f"devices waited {c.wait_seconds:.4f} s for space in the full queue of taps"
-        )
-        remedy = (
+    if c.wait_seconds > 0.5 * _seconds(c):
+        return (
+            f"devices waited {c.wait_seconds:.4f} s for space in the full queue of"
+            " taps",
             "The function is slower than the taps come: let fewer through (every=,"
             ' sample=), or drop some (when_full="drop_oldest"), or deliver many at once'
-            " (batch=)"
+            " (batch=)",
         )
-    elif c.gil_seconds > 0.5 * seconds:
-        cause = f"the calls waited {c.gil_seconds:.4f} s for the GIL"
+    if c.gil_seconds > 0.5 * _seconds(c):
         remedy = (
             "Other Python threads hold it: let them sleep or release it while the"
             " program runs"
         )
         if is_call and facts.nothing:
             remedy += "; or use hc.tap, which does not wait for the GIL"
-    elif is_call and facts.nothing:
-        cause = "the program waits for a function that returns nothing"
-        remedy = "hc.tap hands over the values and does not wait for the function"
-    elif facts.arrays & {"jax", "free"} and each < 1e-3:
-        cause = "most of a short call is making jax.Arrays of its arguments"
-        remedy = (
-            'arrays="numpy" hands out NumPy arrays'
-            if "jax" in facts.arrays
-            else 'arrays="numpy" hands out NumPy arrays: hc.call instead of the drop-in'
+        return f"the calls waited {c.gil_seconds:.4f} s for the GIL", remedy
+    if is_call and facts.nothing:
+        return (
+            "the program waits for a function that returns nothing",
+            "hc.tap hands over the values and does not wait for the function",
         )
-    elif is_call and "sequential" in facts.methods and facts.rows >= 8 and each < 1e-3:
-        cause = f"a batch of {facts.rows} rows makes as many calls"
-        remedy = (
+    if facts.arrays & {"jax", "free"} and c.python_seconds / c.calls < 1e-3:
+        remedy = 'arrays="numpy" hands out NumPy arrays'
+        if "jax" not in facts.arrays:
+            remedy += ": hc.call instead of the drop-in"
+        return "most of a short call is making jax.Arrays of its arguments", remedy
+    return None
+
+
+def _of_calls(c: CallStats, facts: Facts) -> tuple[str, str] | None:
+    each, size = c.python_seconds / c.calls, (c.bytes_in + c.bytes_out) / c.calls
+    rows = facts.rows if "sequential" in facts.methods else 1
+    if rows >= 8 and each < 1e-3:
+        return (
+            f"a batch of {rows} rows makes as many calls",
             'vmap_method="expand_dims" (or "broadcast_all") calls the function once for'
-            " the batch, if it can take arrays with a leading axis"
+            " the batch, if it can take arrays with a leading axis",
         )
-    elif is_call and "sequential" in facts.methods and facts.rows >= 2 and each >= 1e-2:
-        cause = f"{facts.rows} slow rows run one after another"
-        remedy = 'vmap_method="parallel" runs the rows at the same time'
-    elif is_call and not facts.lends and size >= 1 << 18 and each < 1e-2:
-        cause = f"each call copies {size / 1e6:.2f} MB of arguments and results"
-        remedy = (
+    if rows >= 2 and each >= 1e-2:
+        return (
+            f"{rows} slow rows run one after another",
+            'vmap_method="parallel" runs the rows at the same time',
+        )
+    if not facts.lends and size >= 1 << 18 and each < 1e-2:
+        return (
+            f"each call copies {size / 1e6:.2f} MB of arguments and results",
             "lend=True hands out views of XLA's memory instead of copies of the"
-            ' arguments; lend="out" lets the function write the results there too'
+            ' arguments; lend="out" lets the function write the results there too',
         )
-    elif not is_call and each < 1e-4 and c.calls >= 100_000:
-        cause = f"{c.calls} taps are delivered one by one"
-        remedy = "batch= delivers many taps in one call, stacked along a new axis"
-    return Finding(name, seconds, cause, remedy)
+    return None
+
+
+def _of_taps(c: CallStats, _: Facts) -> tuple[str, str] | None:
+    if c.python_seconds / c.calls < 1e-4 and c.calls >= 100_000:
+        return (
+            f"{c.calls} taps are delivered one by one",
+            "batch= delivers many taps in one call, stacked along a new axis",
+        )
+    return None

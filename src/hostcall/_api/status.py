@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 from hostcall import _native
 from hostcall._core.arguments import of_all_processes
-from hostcall._engine.counters import Tally, all_counters, all_tallies
+from hostcall._engine.counters import Tally, costs
 from hostcall._runtime.running import ActiveCall, ProcessStatus, running
 
 
@@ -89,14 +89,14 @@ def stats() -> dict[str, CallStats]:
 
     Cost: two readings of the clock for each call.
     """
-    tallies, none = all_tallies(), Tally()
+    tallies, none = dict(costs.tallies), Tally()
     return {
         name: CallStats(
             **{field: getattr(c, field) for field in _COUNTED},
             hits=tallies.get(name, none).hits,
             misses=tallies.get(name, none).misses,
         )
-        for name, c in all_counters().items()
+        for name, c in dict(costs.counters).items()
     }
 
 

@@ -9,6 +9,7 @@ ever. So these threads start with no context variables set.
 from __future__ import annotations
 
 import contextvars
+import functools
 import queue
 import sys
 import threading
@@ -45,6 +46,20 @@ def start(thread: threading.Thread, what: str) -> threading.Thread:
         ) from None
 
 
+Job = tuple[futures.Future[Any], Callable[[], Any]]
+
+
+def fulfil(future: futures.Future[Any], job: Callable[[], Any]) -> None:
+    """Runs a job, unless it was cancelled, and gives its outcome to the future."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(job())
+    except BaseException as error:
+        future.set_exception(error)
+        del future  # breaks the cycle future -> error -> this frame -> future
+
+
 class Pool(futures.ThreadPoolExecutor):
     """A pool whose threads, which `submit` starts, have no context variables set."""
 
@@ -74,26 +89,13 @@ class DaemonPool(futures.Executor):
         """
         self._max_workers = threads  # asked for where ThreadPoolExecutor has it
         self._begin, self._name, self._what = begin, name, what
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs = queue.SimpleQueue[Job | None]()
         self._lock = threading.Lock()  # of the two below
         self._threads = 0
         self._free = 0  # threads that wait for a job, less the jobs that wait for them
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        made = future = futures.Future[Any]()
-
-        def job() -> None:
-            nonlocal future
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                value = fn(*args, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-                del future  # breaks the cycle future -> error -> this frame -> future
-            else:
-                future.set_result(value)
-
+        made = futures.Future[Any]()
         with self._lock:
             most = self._max_workers
             if self._free <= 0 and (most is None or self._threads < most):
@@ -105,7 +107,7 @@ class DaemonPool(futures.Executor):
                     if most is None or self._threads == 0:
                         raise
             self._free -= 1
-        self._jobs.put(job)
+        self._jobs.put((made, functools.partial(fn, *args, **kwargs)))
         return made
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -117,7 +119,7 @@ class DaemonPool(futures.Executor):
     def _run(self) -> None:
         self._begin()
         while (job := self._jobs.get()) is not None:
-            job()
+            fulfil(*job)
             del job  # it holds the row's values
             with self._lock:
                 self._free += 1

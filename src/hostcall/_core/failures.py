@@ -12,36 +12,40 @@ Guarantees
   * An exception object that the user has been given is never changed. hostcall then
     drops its own strong reference instead.
 
-`_lock` is held for every change of `_kept`, `_last` and `_told`; single reads go
-without it. Frames are emptied outside the lock, because that may run the user's
-destructors.
+  * A failure that nobody was told of is raised by the next wait for programs. A program
+    that fails while it is dispatched raises there, and one with tokens raises where
+    those are waited for. A program without tokens (_jax/fast_dispatch.py) that XLA has
+    put behind others fails on a thread of XLA's. JAX raises it where a result is read:
+    nowhere, if the results were dropped. Such a failure is *owed*.
+
+Frames are emptied outside the lock, because that may run the user's destructors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import re
 import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from hostcall import _jax, _native
 from hostcall._core import codes, config, frames
+from hostcall._core.process import Owned
 from hostcall._core.watch_error import WatchError
 
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
 
 
-class _Kept:
+class _KeptError:
     """One kept exception.
 
     Attributes:
@@ -73,7 +77,7 @@ class _Kept:
         its reference to the object instead.
         """
         own: tuple[TracebackType, ...] = ()
-        with _lock:
+        with _failures.lock:
             own, self.own = self.own, own
             exception = self.get()
             if self.handed_over:
@@ -84,10 +88,47 @@ class _Kept:
             frames.clear_values(trace)
 
 
-_kept: OrderedDict[int, _Kept] = OrderedDict()
-_numbers = itertools.count(1)
-_last = 0
-_lock = threading.Lock()
+class _Known(Owned):
+    """
+    Attributes:
+        at_first: what the first failure starts, the last first.
+        lock: held for every change of the rest; single reads go without it.
+        kept: the exceptions, by number.
+        last: the number of the newest.
+        told: the numbers of those that the user has seen.
+        told_below: older ones count as told, so that `told` stays small.
+        owed: the texts of those that nobody was told of, for the next wait. Any thread
+            adds one, and any takes them, in single steps without the lock.
+    """
+
+    at_first: ClassVar[list[Callable[[], None]]] = [
+        _native.monitor_raises,
+        lambda: _jax.tell_of_reports(_report_is_made),
+    ]
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.kept: OrderedDict[int, _KeptError] = OrderedDict()
+        self.last = 0
+        self.told: set[int] = set()
+        self.told_below = 0
+        self.owed: deque[str] = deque(maxlen=1024)
+        super().__init__()
+
+    def renew(self) -> None:
+        """A forked child may still ask for its parent's failures, and owes none."""
+        self.lock = threading.Lock()
+        self.owed.clear()
+
+    def keeps_too_many(self, now: float) -> bool:
+        if len(self.kept) <= config.KEPT_ERRORS:
+            return False
+        oldest = next(iter(self.kept.values()))
+        late = now - oldest.since > config.KEPT_SECONDS
+        return late or len(self.kept) > config.MOST_KEPT_ERRORS
+
+
+_failures = _Known()
 
 
 def keep(exception: BaseException, handed_over: bool = False) -> int:
@@ -97,17 +138,16 @@ def keep(exception: BaseException, handed_over: bool = False) -> int:
         exception: the object.
         handed_over: the caller gets this object too, and may look at its frames.
     """
-    global _last
-    kept, gone = _Kept(exception, handed_over), []
-    with _lock:
-        before = _kept.get(_last)
-        number = _last = next(_numbers)
-        while _at_first:  # an interrupt may come in between
-            _at_first[-1]()
-            _at_first.pop()
-        _kept[number] = kept
-        while _keeps_too_many(kept.since):
-            gone.append(_kept.popitem(last=False))
+    mine, kept, gone = _failures, _KeptError(exception, handed_over), []
+    with mine.lock:
+        before = mine.kept.get(mine.last)
+        number = mine.last = mine.last + 1
+        while mine.at_first:  # an interrupt may come in between
+            mine.at_first[-1]()
+            mine.at_first.pop()
+        mine.kept[number] = kept
+        while mine.keeps_too_many(kept.since):
+            gone.append(mine.kept.popitem(last=False))
     # Outside the lock: emptying frames, and dropping `gone`, may run the user's
     # destructors, which may come back here.
     if before is not None:
@@ -115,18 +155,10 @@ def keep(exception: BaseException, handed_over: bool = False) -> int:
     return number
 
 
-def _keeps_too_many(now: float) -> bool:
-    if len(_kept) <= config.KEPT_ERRORS:
-        return False
-    oldest = next(iter(_kept.values()))
-    late = now - oldest.since > config.KEPT_SECONDS
-    return late or len(_kept) > config.MOST_KEPT_ERRORS
-
-
 def hand_over(exception: BaseException) -> None:
     """Notes that the user gets this object, if it is a kept one."""
-    with _lock:
-        found = [n for n, kept in _kept.items() if kept.exception is exception]
+    with _failures.lock:
+        found = [n for n, k in _failures.kept.items() if k.exception is exception]
     for number in found:
         _handed_over(number)
 
@@ -138,12 +170,12 @@ def _handed_over(number: int | None) -> BaseException | None:
     Only the newest one is kept with its frames; any other is released to the user at
     once.
     """
-    with _lock:  # else a newer one may empty its frames in between
-        kept = _kept.get(_last if number is None else number)
+    with _failures.lock:  # else a newer one may empty its frames in between
+        kept = _failures.kept.get(_failures.last if number is None else number)
         if kept is None:
             return None
         found, kept.handed_over = kept.get(), True
-        newest = kept is _kept.get(_last)
+        newest = kept is _failures.kept.get(_failures.last)
     if not newest:
         kept.let_go()
     return found
@@ -222,7 +254,7 @@ def without_number(text: str) -> str:
 
 def failures_so_far() -> int:
     """How many callbacks have failed in this process."""
-    return _last
+    return _failures.last
 
 
 def number_in(report: BaseException) -> int:
@@ -245,14 +277,14 @@ def original(report: BaseException) -> BaseException | None:
 
 def kept(number: int) -> BaseException | None:
     """The exception that `keep` gave this number, if it is still kept."""
-    found = _kept.get(number)
+    found = _failures.kept.get(number)
     return None if found is None else found.get()
 
 
 def is_kept(error: BaseException) -> bool:
     """Whether a callback raised this object."""
-    with _lock:
-        return any(kept.get() is error for kept in _kept.values())
+    with _failures.lock:
+        return any(kept.get() is error for kept in _failures.kept.values())
 
 
 def last_error() -> BaseException | None:
@@ -328,7 +360,7 @@ def in_place_of_value_error(report: ValueError) -> BaseException | None:
     if type(text) is not str:  # nothing of the user's runs here
         return None
     number = number_of(text)
-    return None if is_told(number) or number not in _kept else told_as(text)
+    return None if is_told(number) or number not in _failures.kept else told_as(text)
 
 
 # --- Reports at the time JAX makes them ----------------------------------------------
@@ -346,9 +378,6 @@ def in_place_of_value_error(report: ValueError) -> BaseException | None:
 #     and for BdbQuit: whoever quits a debugger should not have to read a report.
 
 _TOLD_AT_MOST = 4096
-_told: set[int] = set()
-_told_below = 0  # older failures count as told, so that `_told` stays small
-
 _looking = threading.local()
 
 
@@ -365,24 +394,24 @@ def looking() -> Iterator[None]:
 
 def is_told(number: int) -> bool:
     """Whether the user has seen this failure, as a report or as the object."""
-    return number in _told or number <= _told_below
+    return number in _failures.told or number <= _failures.told_below
 
 
 def is_surely_told(number: int) -> bool:
     """The same for a caller who would rather raise a very old failure again than
     never.
     """
-    return number in _told
+    return number in _failures.told
 
 
 def tell(number: int) -> None:
     """Notes that the user has seen this failure."""
-    global _told, _told_below
-    with _lock:
-        _told.add(number)
-        if len(_told) > _TOLD_AT_MOST:
-            _told_below = sorted(_told)[_TOLD_AT_MOST // 2]
-            _told = {n for n in _told if n > _told_below}
+    mine = _failures
+    with mine.lock:
+        mine.told.add(number)
+        if len(mine.told) > _TOLD_AT_MOST:
+            mine.told_below = sorted(mine.told)[_TOLD_AT_MOST // 2]
+            mine.told = {n for n in mine.told if n > mine.told_below}
 
 
 def _report_is_made(text: str) -> None:
@@ -399,8 +428,42 @@ def _report_is_made(text: str) -> None:
         raise replaced
 
 
-# What the first failure starts, the last first.
-_at_first: list[Callable[[], None]] = [
-    _native.monitor_raises,
-    lambda: _jax.tell_of_reports(_report_is_made),
-]
+# --- Failures that nobody was told of -------------------------------------------------
+
+
+def owe(text: str) -> None:
+    """Notes a failure, if this is a thread of XLA's."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    # Else somebody has dispatched the program here, and the error is raised there. That
+    # is so, too, if XLA's thread only helps the dispatching one, which tells of it.
+    if str(frame.f_globals.get("__name__")).startswith("hostcall."):
+        _failures.owed.append(text)
+
+
+def first_owed() -> BaseException | None:
+    """What JAX would have raised for the oldest failure that nobody was told of.
+
+    The caller raises it; those behind it stay.
+    """
+    while _failures.owed:
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            text = _failures.owed.popleft()
+            if not is_told(number_of(text)):
+                return told_as(f"INTERNAL: {text}")
+    return None
+
+
+def failures_of_programs() -> list[BaseException]:
+    """Waits for the programs that this thread has dispatched. Returns the failures."""
+    return [*failures_of_effects(), *iter(first_owed, None)]
+
+
+def _raise_first() -> None:
+    error = first_owed()
+    if error is not None:
+        raise error
+
+
+_jax.when_waiting_for_effects(_raise_first)

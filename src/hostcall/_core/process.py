@@ -9,9 +9,12 @@ such work is refused.
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 import weakref
-from typing import TypeVar
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
 
 from hostcall import _native
 from hostcall._core.errors import HostcallError
@@ -19,18 +22,19 @@ from hostcall._core.errors import HostcallError
 logger = logging.getLogger("hostcall")
 
 T = TypeVar("T", bound="Owned")
-
-# By id. A dict is changed, and its values are copied, in single steps: no lock, which a
-# fork could leave locked.
-_living: dict[int, weakref.ref[Owned]] = {}
+Made = TypeVar("Made")
 
 
 class Owned:
     """All of its state is made by `__init__`, which takes nothing, or by `renew`."""
 
+    # By id. A dict is changed, and its values are copied, in single steps, with the GIL
+    # and without: no lock, which a fork could leave locked.
+    _living: ClassVar[dict[int, weakref.ref[Owned]]] = {}
+
     def __init__(self) -> None:
         """Called last, by the `__init__` of each kind: others may look at it now."""
-        number, living = id(self), _living  # a module's names are None at the end
+        number, living = id(self), Owned._living  # a module's names are None at the end
         living[number] = weakref.ref(self, lambda _: living.pop(number, None))
 
     def renew(self) -> None:
@@ -42,7 +46,7 @@ class Owned:
 
 def living(kind: type[T]) -> list[T]:
     """What there is of a kind in this process, the oldest first."""
-    owners = [reference() for reference in list(_living.values())]
+    owners = [reference() for reference in list(Owned._living.values())]
     return [owner for owner in owners if isinstance(owner, kind)]
 
 
@@ -56,6 +60,38 @@ def renew_all() -> None:
             owner.renew()
         except Exception:
             logger.exception("a forked child could not start %r anew", owner)
+
+
+class _Starting(Owned):
+    """`lock` is held by a thread that starts something: two programs may be lowered at
+    once. It is reentrant: what is started starts other things, and a signal handler may
+    be the first to use the engine.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        super().__init__()
+
+
+starting = _Starting()
+
+
+def once(make: Callable[[], Made]) -> Callable[[], Made]:
+    """Calls `make()` the first time, and returns what it returned ever after.
+
+    If it raises, the next time is the first one.
+    """
+    made: list[Made] = []  # a look at it needs no lock
+
+    @functools.wraps(make)
+    def get() -> Made:
+        if not made:
+            with starting.lock:
+                if not made:
+                    made.append(make())
+        return made[0]
+
+    return get
 
 
 def refusal(what: str) -> HostcallError:

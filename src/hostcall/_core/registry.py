@@ -44,12 +44,24 @@ class Registered(NamedTuple):
     by: definitions.Statement
 
 
-# Guards all. Held for a few dictionary operations, and never while other code runs.
-_lock = threading.Lock()
-_things: dict[Name, Registered] = {}
-_names: dict[Any, Name] = {}  # by the object that programs hold (`held_of`)
-# What had a name before, with the reason why it has none now.
-_replaced: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+class _Registry:
+    """
+    Attributes:
+        lock: guards the rest.
+        things: what has a name.
+        names: by the object that programs hold (`held_of`).
+        replaced: what had a name before, with the reason why it has none now.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.things: dict[Name, Registered] = {}
+        self.names: dict[Any, Name] = {}
+        self.replaced: weakref.WeakKeyDictionary[Any, str]
+        self.replaced = weakref.WeakKeyDictionary()
+
+
+_all = _Registry()
 
 
 def held_of(thing: Any) -> Any:
@@ -67,8 +79,8 @@ def add(thing: Any, name: str, version: int) -> None:
     """
     key = _check(thing, name, version)
     held, by = held_of(thing), definitions.statement()
-    with _lock:
-        before, had = _things.get(key), _names.get(held)
+    with _all.lock:
+        before, had = _all.things.get(key), _all.names.get(held)
         now = before or Registered(thing, by)
         if had is not None and had != key:
             raise RegistryError(
@@ -78,10 +90,10 @@ def add(thing: Any, name: str, version: int) -> None:
         if now.thing is not thing:
             if not definitions.is_again(now.thing, now.by, thing, by):
                 raise RegistryError(_taken(key, now.thing, now.by, thing))
-            _names.pop(held_of(now.thing), None)
+            _all.names.pop(held_of(now.thing), None)
             _forget(held_of(now.thing), key, by)
             now = Registered(thing, by)
-        _things[key], _names[held] = now, key
+        _all.things[key], _all.names[held] = now, key
 
 
 def _forget(held: Any, key: Name, by: definitions.Statement) -> None:
@@ -90,13 +102,13 @@ def _forget(held: Any, key: Name, by: definitions.Statement) -> None:
         " what was registered there, and trace the program again"
     )
     with contextlib.suppress(TypeError):  # no weak reference to it: it has no name then
-        _replaced[held] = why
+        _all.replaced[held] = why
 
 
 def why_nameless(held: Any) -> str:
     """Why an object that had a name has none now; "" if it never had one."""
     try:
-        return _replaced.get(held, "")
+        return _all.replaced.get(held, "")
     except TypeError:  # unhashable, or without weak references
         return ""
 
@@ -104,7 +116,7 @@ def why_nameless(held: Any) -> str:
 def name_of_held(held: Any) -> Name | None:
     """The name under which this object is registered, or None."""
     try:
-        return _names.get(held)
+        return _all.names.get(held)
     except TypeError:  # unhashable
         return None
 
@@ -113,15 +125,15 @@ def find(name: str, version: int) -> Any:
     """The object of that name. Raises RegistryError as `require` does."""
     key = Name(name, version)
     require([key])
-    return _things[key].thing
+    return _all.things[key].thing
 
 
 def require(keys: Iterable[Name]) -> None:
     """Raises RegistryError, which says what is registered, if some name is not."""
     lines = []
-    missing = [key for key in keys if key not in _things]
+    missing = [key for key in keys if key not in _all.things]
     for key in missing:
-        others = sorted(k.version for k in list(_things) if k.name == key.name)
+        others = sorted(k.version for k in list(_all.things) if k.name == key.name)
         have = ", ".join(map(str, others))
         lines.append(f"{key} (version {have} is registered here)" if have else f"{key}")
     if missing:

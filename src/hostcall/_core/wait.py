@@ -8,8 +8,11 @@ however long it takes. So no wait of hostcall's is longer than a slice.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from typing import Any
 
 logger = logging.getLogger("hostcall")
 
@@ -27,6 +30,7 @@ def wait(
 
     Args:
         done: waits for so many seconds at most, as `threading.Event.wait` does.
+            `ended`, `over` and `seen` make one.
         seconds: the limit; None for no limit.
         look: called after each slice; raises if `done` can't become true any more.
         slow: what is logged, once, if this takes long; "" for nothing so far.
@@ -50,3 +54,36 @@ def slice_of(until: float | None) -> float:
     if until is None:
         return SLICE
     return min(SLICE, max(0.0, until - time.monotonic()))
+
+
+def ended(future: futures.Future[Any]) -> Callable[[float], object]:
+    """For `wait`: whether a future has a value or an error."""
+    return lambda seconds: futures.wait([future], seconds).done
+
+
+def over(thread: threading.Thread) -> Callable[[float], object]:
+    """For `wait`: whether a thread has ended."""
+
+    def done(seconds: float) -> bool:
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    return done
+
+
+def seen(
+    look: Callable[[], object], pause: float | None = None
+) -> Callable[[float], object]:
+    """For `wait`: whether `look()` is true, which wakes nobody when it becomes so.
+
+    `pause` is the time between two looks, if they are dear. It may be longer than a
+    slice on the main thread only, whose sleep Ctrl-C ends.
+    """
+
+    def done(seconds: float) -> bool:
+        if look():
+            return True
+        time.sleep(pause or seconds)
+        return False
+
+    return done

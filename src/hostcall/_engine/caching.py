@@ -37,7 +37,7 @@ from hostcall._core.fingerprint import fingerprint
 from hostcall._core.process import Owned
 from hostcall._core.spec import Static, Template
 from hostcall._core.wait import wait
-from hostcall._engine.counters import tally_of
+from hostcall._engine.counters import costs
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation
 from hostcall._runtime import host_device, loop, workers
@@ -126,7 +126,7 @@ class Rows:
             int(np.prod(aval.shape, dtype=np.int64)) * dtype.itemsize
             for aval, dtype in zip(params.avals, self._dtypes, strict=True)
         ]
-        self._tally = tally_of(callback)
+        self._tally = costs.tally_of(callback)
         self._may_wait = not host_device.is_second(device.client)
         about: tuple[Any, ...] = (
             self._part.label,

@@ -7,8 +7,10 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from hostcall import _native
 from hostcall._engine.params.equation import Callback, Equation
 from hostcall._native import Counters
+from hostcall._runtime.waits import WAIT
 
 
 @dataclass
@@ -38,57 +40,58 @@ class Tally:
         self.hits = self.misses = 0
 
     def add(self, hits: int, misses: int) -> None:
-        with _lock:
+        with costs.lock:
             self.hits += hits
             self.misses += misses
 
 
-_counters: defaultdict[str, Counters] = defaultdict(Counters)
-_facts: defaultdict[str, Facts] = defaultdict(Facts)
-_tallies: defaultdict[str, Tally] = defaultdict(Tally)
-_lock = threading.Lock()
+class _Costs:
+    """What calls have cost in this process. Readers copy the tables in a single step.
 
-
-def counters_of(callback: Callback) -> Counters:
-    """The counters of all calls with one tag, or of all functions made by one `def`.
-
-    The key is the place in the source, not the function object: a program that makes a
-    new lambda for each call must not use more and more memory.
+    Attributes:
+        lock: guards the values. Held for a few additions, while no other code runs.
+        counters, facts, tallies: by the calls' tag, or by the place of their function
+            in the source, not by the function object: a program that makes a new lambda
+            for each call must not use more and more memory.
+        barriers, barrier_seconds: how often and how long Python waited in `hc.barrier`.
     """
-    with _lock:
-        return _counters[callback.counted_as]
 
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.counters: defaultdict[str, Counters] = defaultdict(Counters)
+        self.facts: defaultdict[str, Facts] = defaultdict(Facts)
+        self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
+        self.barriers, self.barrier_seconds = 0, 0.0
 
-def tally_of(callback: Callback) -> Tally:
-    """The tally for calls that share their counters."""
-    with _lock:
-        return _tallies[callback.counted_as]
+    def counters_of(self, callback: Callback) -> Counters:
+        """The counters of all calls with one tag, or of all functions of one `def`."""
+        with self.lock:
+            return self.counters[callback.counted_as]
 
+    def tally_of(self, callback: Callback) -> Tally:
+        """The tally for calls that share their counters."""
+        with self.lock:
+            return self.tallies[callback.counted_as]
 
-def note(params: Equation) -> None:
-    """Notes what a plan that is made says about the calls of its function."""
-    callback = params.callback
-    with _lock:
-        facts = _facts[callback.counted_as]
-        facts.kinds.add("tap" if params.is_tap else "call")
-        facts.arrays.add(callback.arrays)
+    def note(self, params: Equation) -> None:
+        """Notes what a plan that is made says about the calls of its function."""
+        callback = params.callback
         method = params.vmap_method or "sequential"
-        facts.methods.add(method if isinstance(method, str) else "own")
-        facts.rows = max(facts.rows, math.prod(params.grid))
-        facts.lends |= bool(callback.lend)
-        facts.nothing &= not params.avals
+        with self.lock:
+            facts = self.facts[callback.counted_as]
+            facts.kinds.add("tap" if params.is_tap else "call")
+            facts.arrays.add(callback.arrays)
+            facts.methods.add(method if isinstance(method, str) else "own")
+            facts.rows = max(facts.rows, math.prod(params.grid))
+            facts.lends |= bool(callback.lend)
+            facts.nothing &= not params.avals
+
+    def waited_in_barrier(self, start: int) -> None:
+        """Counts a wait of this thread from `start`, in ticks, to now."""
+        with self.lock:
+            self.barriers += 1
+            self.barrier_seconds += (_native.ticks() - start) * _native.tick_ns() * 1e-9
+        _native.note_event(WAIT, 0, start, -1, 1)
 
 
-def all_facts() -> dict[str, Facts]:
-    with _lock:
-        return dict(_facts)
-
-
-def all_tallies() -> dict[str, Tally]:
-    with _lock:
-        return dict(_tallies)
-
-
-def all_counters() -> dict[str, Counters]:
-    with _lock:
-        return dict(_counters)
+costs = _Costs()

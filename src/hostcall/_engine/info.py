@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from hostcall._core import coerce, collector, errors, failures, frames, owed
+from hostcall._core import coerce, collector, errors, failures, frames
 from hostcall._core.host_code import own
-from hostcall._engine.places import number_of
+from hostcall._engine.places import places
 from hostcall._runtime import tap_failures
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class CallInfo:
         self.callback = params.callback
         self.name = self.callback.name
         self.place = self.callback.place
-        self.number = number_of(self.callback)  # of the place, in the engine's events
+        self.number = places.number_of(self.callback)  # in the engine's events
         self.devices = devices  # by ordinal; an eager call has one, at -1
         self.mesh = mesh
         # Set when the program has several devices (_runtime/host_device.py).
@@ -124,7 +124,7 @@ class CallInfo:
         # A Ctrl-C is raised in the main thread anyway.
         stopped = isinstance(error, KeyboardInterrupt)
         if self.params.order != "pure" and not has_token and not stopped:
-            owed.owe(text)
+            failures.owe(text)
         if self.job is not None:
             # A failure that the program tells all processes is noted when they learn
             # it: until then this process's other devices still make their calls.

@@ -7,7 +7,7 @@ many as lines of the program that write calls, however many functions they make.
 
 from __future__ import annotations
 
-import threading
+import itertools
 from typing import NamedTuple
 
 from hostcall import _native
@@ -22,29 +22,36 @@ class Named(NamedTuple):
     place: Place
 
 
-# Guarded by the lock; never shrinks. Number 0 stands for no place.
-_named: list[Named | None] = [None]
-_numbers: dict[Named, int] = {}
-_lock = threading.Lock()
+class _Places:
+    """Never shrinks. Number 0 stands for no place.
+
+    No lock: each step below is a single one, with the GIL and without.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Named, int] = {}
+        self._named: dict[int, Named] = {}
+        self._next = itertools.count(1)
+
+    def number_of(self, callback: Callback) -> int:
+        """The number of a call's place."""
+        key = Named(callback.tag or callback.name, callback.place)
+        found = self._numbers.get(key)
+        if found is not None:
+            return found
+        # What a number stands for is known before anybody gets it. If two threads come
+        # with one place, the number of the second is left out.
+        number = next(self._next)
+        self._named[number] = key
+        # A tag may have lone surrogates, which the engine's UTF-8 can't hold.
+        texts = (key.name, str(key.place))
+        shown = [t.encode(errors="backslashreplace").decode() for t in texts]
+        _native.name_place(number, *shown)
+        return self._numbers.setdefault(key, number)
+
+    def named(self, number: int) -> Named | None:
+        """What a number stands for, or None if there is no such number."""
+        return self._named.get(number)
 
 
-def number_of(callback: Callback) -> int:
-    """The number of a call's place."""
-    key = Named(callback.tag or callback.name, callback.place)
-    found = _numbers.get(key)  # no lock: a dict's lookup is atomic, and entries stay
-    if found is not None:
-        return found
-    with _lock:
-        if key not in _numbers:
-            # A tag may have lone surrogates, which the engine's UTF-8 can't hold.
-            texts = (key.name, str(key.place))
-            shown = [t.encode(errors="backslashreplace").decode() for t in texts]
-            _native.name_place(len(_named), *shown)
-            _named.append(key)
-            _numbers[key] = len(_named) - 1
-        return _numbers[key]
-
-
-def named(number: int) -> Named | None:
-    """What a number stands for, or None if there is no such number."""
-    return _named[number] if 0 <= number < len(_named) else None
+places = _Places()

@@ -15,7 +15,7 @@ from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.spec import packed_bits
 from hostcall._engine import targets
-from hostcall._engine.counters import counters_of, note
+from hostcall._engine.counters import costs
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Callback, Equation
 from hostcall._native import Inside, Lend, ResultForm
@@ -143,11 +143,11 @@ def make_plan(
     arguments = _arguments(equation, operands, entry)
     together = None if entry.team is None else frozenset(info.devices.values())
     if together is not None:
-        info.guard = host_device.of_several(together)
+        info.guard = host_device.guard(together)
     asks = entry.inside is Inside.ASKED
     code = _code(equation, operands, arguments, info, entry).until_failure(info.job)
     traced, lend = callback.traced, _LENDS[callback.lend]
-    note(equation)
+    costs.note(equation)
     return _native.Plan(
         **code._asdict(),
         **entry.settings(),
@@ -160,11 +160,11 @@ def make_plan(
         info=info,
         enter=None if traced is None else traced.enter,
         leave=None if traced is None else traced.leave,
-        counters=counters_of(callback),
+        counters=costs.counters_of(callback),
         place=info.number,
         sends=code.runner is not None and _sends(callback.policy.pool),
         guard=info.guard,
-        scout=host_device.scout(together) if asks else None,
+        scout=host_device.guard(together, scouts=True) if asks else None,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         literals=equation.literals,
         keep=equation.keep,
@@ -205,7 +205,7 @@ def plan_in_program(
 
 def _calls_inside(platforms: tuple[str, ...], params: Any) -> Inside:
     """Which calls of an equation run inside one of XLA's host callbacks."""
-    if platforms != ("cpu",) or not targets.has_host_callbacks():
+    if platforms != ("cpu",) or not targets.start():
         return Inside.NEVER
     if not params.runs_where_dispatched:
         return Inside.ASKED

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from hostcall import _jax, _native
 from hostcall._core import config, errors, failures
+from hostcall._core.process import once
 from hostcall._runtime import lifecycle
 
 if TYPE_CHECKING:
@@ -30,55 +30,37 @@ _HANDLERS = {
     GRAPH_TARGET: "graph",
 }
 
-_started = False
-_started_cuda = False
-_has_host_callbacks = False
-_lock = threading.Lock()
 
+@once
+def start() -> bool:
+    """Starts the engine: its threads, and what it does at the process's end.
 
-def start() -> None:
-    """Starts the engine, once: its threads, and what it does at the process's end.
-
-    Called when a program is lowered or loaded, and at the first eager call.
+    Called when a program is lowered or loaded, and at the first eager call. Returns
+    whether calls can run inside one of XLA's host callbacks.
     """
-    global _started, _has_host_callbacks
-    if _started:
-        return
-    with _lock:
-        if _started:
-            return
-        inside = _jax.host_callback_handler()
-        if inside is not None:
-            _native.set_host_callback_handler(inside, _native.run_pending)
-            _has_host_callbacks = True
-        for setting in _jax.ambient_settings():
-            _native.add_ambient_setting(**setting._asdict(), unset=_jax.UNSET)
-        _native.set_report_converter(failures.in_place_of_value_error)
-        lifecycle.begin()
-        _started = True  # last: the check above takes no lock
-
-
-def has_host_callbacks() -> bool:
-    """Whether calls can run inside one of XLA's host callbacks. Valid after `start`."""
-    return _has_host_callbacks
+    inside = _jax.host_callback_handler()
+    if inside is not None:
+        _native.set_host_callback_handler(inside, _native.run_pending)
+    for setting in _jax.ambient_settings():
+        _native.add_ambient_setting(**setting._asdict(), unset=_jax.UNSET)
+    _native.set_report_converter(failures.in_place_of_value_error)
+    lifecycle.begin()
+    return inside is not None
 
 
 def start_on(client: Any | None) -> None:
     """Does what `start` does, and prepares for CUDA if `client` has GPUs."""
-    global _started_cuda
     start()
-    if client is None or client.platform not in ("cuda", "gpu") or _started_cuda:
-        return
+    if client is not None and client.platform in ("cuda", "gpu"):
+        _prepare_for_cuda()
+
+
+@once
+def _prepare_for_cuda() -> None:
     missing = _native.cuda_missing()
     if missing:
         raise errors.HostcallError(missing, code="hc-device")
-    with _lock:
-        if _started_cuda:
-            return
-        _native.limit_pinned(
-            config.settings.pinned_bytes, config.settings.tap_queue_bytes
-        )
-        _started_cuda = True
+    _native.limit_pinned(config.settings.pinned_bytes, config.settings.tap_queue_bytes)
 
 
 def failures_over(program_is_across: bool) -> Failures | None:

@@ -4,7 +4,7 @@ The bytes go through the store that the processes share (_jax/coordination.py), 
 through devices: no program runs, so none that hangs or has failed is in the way.
 
   1. Each process puts its bytes under a key of its own.
-  2. Each fetches the others', looking 50 times a second, so that Ctrl-C ends the wait.
+  2. Each fetches the others', looking 20 times a second, so that Ctrl-C ends the wait.
   3. All meet at a barrier; then nobody needs the keys, and each deletes its own.
 
 All processes have to come here in the same order. The keys hold the number and the
@@ -17,56 +17,52 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 import jax
 
 from hostcall import _jax
 from hostcall._core.errors import HostcallError
+from hostcall._core.wait import seen, wait
 
-_FETCH = 0.02  # seconds between two looks for the others' bytes
+T = TypeVar("T")
 
 _numbers = itertools.count()
 
 
-def of_all(what: str, own: bytes, seconds: float) -> list[bytes]:
+def exchange(
+    what: str, own: bytes | None, seconds: float, *, first: bool = False
+) -> list[bytes]:
     """The bytes of each process, by its number.
 
     Args:
         what: the purpose, for messages: "save() of `env`".
         own: this process's bytes.
         seconds: how long to wait for the others.
+        first: only process 0 gives bytes; those of the others are not needed.
 
     Raises:
         HostcallError: a process did not come in time.
     """
-    return _exchange(what, own, range(_jax.job_size()), seconds)
-
-
-def of_first(what: str, own: bytes | None, seconds: float) -> bytes:
-    """The bytes of process 0, which is the only one that has to give any."""
-    mine = own if _jax.place_in_job()[0] == 0 else None
-    (found,) = _exchange(what, mine, range(1), seconds)
-    return found
-
-
-def _exchange(
-    what: str, own: bytes | None, givers: range, seconds: float
-) -> list[bytes]:
     here, processes = _jax.place_in_job()
-    if processes == 1:
+    givers = range(1 if first else processes)
+    if here not in givers:
+        own = None
+    elif processes == 1:
         assert own is not None
         return [own]
     name = f"hostcall/exchange/{next(_numbers)}/{what}"
     end = time.monotonic() + seconds
-    found: dict[int, bytes] = {}
     if own is not None:
         _jax.job_put_bytes(f"{name}/{here}", own)
-        found[here] = own
     try:
-        while missing := _fetch(name, givers, found):
-            if time.monotonic() >= end:
-                raise _absent(what, f"processes {missing} have", seconds)
-            time.sleep(_FETCH)
+        others = [giver for giver in givers if giver != here]
+        found = fetch(_jax.job_get_bytes, name, others, seconds)
+        if own is not None:
+            found[here] = own
+        if missing := [giver for giver in givers if giver not in found]:
+            raise _absent(what, f"processes {missing} have", seconds)
         try:
             _jax.job_meet(name, max(end - time.monotonic(), 1.0))
         except jax.errors.JaxRuntimeError as error:
@@ -79,14 +75,20 @@ def _exchange(
                 _jax.job_delete(f"{name}/{here}")
 
 
-def _fetch(name: str, givers: range, found: dict[int, bytes]) -> list[int]:
-    """Fetches the bytes that are there by now; returns whose are missing."""
-    for giver in givers:
-        if giver not in found:
-            value = _jax.job_get_bytes(f"{name}/{giver}")
-            if value is not None:
+def fetch(
+    get: Callable[[str], T | None], name: str, givers: Collection[int], seconds: float
+) -> dict[int, T]:
+    """What `get` finds in `name`/<giver>, of those who have put it there in time."""
+    found: dict[int, T] = {}
+
+    def look() -> bool:
+        for giver in givers:
+            if giver not in found and (value := get(f"{name}/{giver}")) is not None:
                 found[giver] = value
-    return [giver for giver in givers if giver not in found]
+        return all(giver in found for giver in givers)
+
+    wait(seen(look), seconds)
+    return found
 
 
 def _absent(what: str, who: str, seconds: float) -> Exception:

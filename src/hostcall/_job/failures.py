@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,29 +35,28 @@ _LONGEST = 10_000  # characters of a text of another process
 
 
 class Failures:
-    """The first failures that this process knows of.
-
-    Attributes:
-        told: the first one that all processes are told of, with its process; or None.
-    """
+    """The first failures that this process knows of."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         """`tell(text)` tells the other processes that this one failed."""
-        self.told: str | None = None
-        self._here: str | None = None
+        # Each holds the first text, and those that came in the same moment. A list's
+        # append is one step, with the GIL and without, so one thread finds its own
+        # text in front: no lock.
+        self._told: list[str] = []
+        self._here: list[str] = []
         self._tell = tell
-        self._lock = threading.Lock()
+
+    @property
+    def told(self) -> str | None:
+        """The first one that all processes are told of, with its process; or None."""
+        return self._told[0] if self._told else None
 
     def failed(self, text: str, *, tell: bool = True) -> None:
         """Notes that a call of a program over several processes failed here.
 
         `tell`: the others do not learn it from the program itself.
         """
-        with self._lock:
-            is_first = self._here is None
-            if is_first:
-                self._here = text
-        if is_first:
+        if _is_first(self._here, text):
             _jax.refuse_programs_across(self._refusal)
             if tell:
                 self.tell(text)
@@ -80,11 +78,7 @@ class Failures:
             )
 
     def _learn(self, process: int, text: str) -> bool:
-        with self._lock:
-            if self.told is not None:
-                return False
-            self.told = f"process {process} failed: {text}"
-            return True
+        return _is_first(self._told, f"process {process} failed: {text}")
 
     @staticmethod
     def keep_text(text: str) -> None:
@@ -113,16 +107,16 @@ class Failures:
 
         @functools.wraps(function, updated=())
         def checked(*args: Any, **kwargs: Any) -> Any:
-            # Without the lock: a call that reads None here began before the failure
-            # was noted, as if it had been made earlier.
-            if self._here is not None:
+            # A call that finds nothing here began before the failure was noted, as if
+            # it had been made earlier.
+            if self._here:
                 raise self._refusal()
             return function(*args, **kwargs)
 
         return checked
 
     def _refusal(self) -> Exception:
-        if self._here is not None:
+        if self._here:
             why = (
                 "a program over several processes failed in this process, which"
                 " therefore refuses further ones. Other processes may still be waiting"
@@ -137,9 +131,17 @@ class Failures:
         return HostcallError(
             f"hostcall: {why}. End all processes of the job, and restart them from the"
             " last checkpoint. Programs over this process's own devices still run. The"
-            f" first failure was: {self._here or self.told}",
+            f" first failure was: {(self._here or self._told)[0]}",
             code="hc-process",
         )
+
+
+def _is_first(texts: list[str], text: str) -> bool:
+    """Adds a text to those that came first; returns whether it is the very first."""
+    if texts:
+        return False
+    texts.append(text)
+    return texts[0] is text
 
 
 def _key(process: int) -> str:

@@ -13,10 +13,10 @@ later, since it was registered earlier):
      end at once; then all do.)
   3. If a failure is known, or that wait takes too long, JAX's meeting is left out: it
      can only fail. The process ends, Gloo closes its connections, and the collectives
-     of the others raise. Process 0 stays until the others have left, or for `_STAYS`:
+     of the others raise. Process 0 stays until the others have left, or for `stays`:
      it has the coordination service, and jaxlib aborts processes whose service ends.
 
-All waits return to Python every `_SLICE`, so that Ctrl-C ends them.
+Ctrl-C ends all these waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import threading
 import time
 from typing import Any
 
@@ -32,7 +31,8 @@ import jax
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._core.process import Owned, refuse
+from hostcall._core.process import Owned, once, refuse
+from hostcall._core.wait import seen, wait
 from hostcall._job import status
 from hostcall._job.failures import Failures
 from hostcall._job.mailbox import BOARD, Mailbox
@@ -45,21 +45,20 @@ _HERE = "hostcall/here/"  # a key for each process that has come here,
 _LEFT = "hostcall/left/"  # and for each one that ends after a failure
 _END = "hostcall/end/"
 
-_TELLING = 0.5  # seconds that a failing call waits until the others are told
-_STAYS = 5.0  # seconds that process 0 stays for the others,
-_ENDING = 1.0  # and until the last one's interpreter has ended
-_JAXS_END = 300.0  # seconds that JAX's own end waits for the others
-_SLICE = 0.25
 
-
-class Job(Owned):
+class Job(lifecycle.JobEnd, Owned):
     """One process's part in the job.
 
     Attributes:
         failures: what has failed.
         watched: whether the thread was started. Not if the job's processes may come
             and go: those jobs are left to JAX. Not in a forked child either.
+        patience: seconds for which it waits at its end for the others, as JAX would.
+        stays: seconds that process 0 stays for the others after a failure,
+        ending: and until the last one's interpreter has ended.
     """
+
+    patience, stays, ending = 300.0, 5.0, 1.0
 
     def __init__(self) -> None:
         self.failures = Failures(self._tell)
@@ -74,8 +73,7 @@ class Job(Owned):
 
     def _tell(self, text: str) -> None:
         if self.watched:
-            key = f"{BOARD}failed/{_jax.job_rank()}"
-            self._mailbox.post(key, text).wait(_TELLING)
+            self._mailbox.send(f"{BOARD}failed/{_jax.job_rank()}", text)
 
     def _note(self, before: Any, kind: Any, error: BaseException, trace: Any) -> None:
         """Notes an exception that Python reports; in an interactive session it only
@@ -91,7 +89,7 @@ class Job(Owned):
         """Tells the others of an exception that ended the script."""
         if self.watched and self._ended_by is not None:
             # It may follow from another's failure, which is to be told then.
-            self._mailbox.post(None).wait(_TELLING)
+            self._mailbox.send("")
             if self.failures.told is None:
                 self.failures.tell(failures.summary(self._ended_by))
 
@@ -116,38 +114,38 @@ class Job(Owned):
         self.watched = False
 
     def _meet(self) -> None:
-        until = time.monotonic() + _JAXS_END
+        def met() -> str | None:
+            return self.failures.told or _jax.job_get(f"{_END}all")
+
         try:
             arrived, size = _jax.job_count(f"{_END}count"), _jax.job_size()
             if arrived == size or len(_jax.job_folder(_HERE)) < size:
                 _jax.job_put(f"{_END}all", "go on")
-            while self.failures.told is None:
-                if _jax.job_get(f"{_END}all") is not None:
-                    return
-                time.sleep(_SLICE)
-                if time.monotonic() >= until:
-                    text = f"it waited {_JAXS_END:g} s at its end for the others"
-                    self.failures.tell(text)
+            if not wait(seen(met, self._mailbox.pause / 2), self.patience):
+                text = f"it waited {self.patience:g} s at its end for the others"
+                self.failures.tell(text)
         except jax.errors.JaxRuntimeError as error:
             logger.error("the job's other processes can't be awaited: %s", error)
 
     def _part(self) -> None:
         """Tells process 0 that this one ends now. Process 0 waits for all others."""
         here, size = _jax.place_in_job()
-        until = time.monotonic() + _STAYS
         if here:
-            self._mailbox.post(f"{_LEFT}{here}").wait(_TELLING)
+            self._mailbox.send(f"{_LEFT}{here}")
         else:
-            while len(_jax.job_folder(_LEFT)) < size - 1 and time.monotonic() < until:
-                time.sleep(_SLICE)
+            wait(seen(lambda: len(_jax.job_folder(_LEFT)) == size - 1), self.stays)
             # Even in the last moment before its own end, jaxlib aborts a process whose
             # service ends.
-            time.sleep(_ENDING)
+            time.sleep(self.ending)
         _jax.leave_job()
 
 
-_lock = threading.Lock()  # two programs may be lowered at once
-_job: Job | None = None
+@once
+def job() -> Job:
+    """The part of this process, in a job of several; begins at the first call."""
+    made = Job()
+    lifecycle.leave_by(made)
+    return made
 
 
 def ask(seconds: float) -> list[ProcessStatus]:
@@ -156,13 +154,3 @@ def ask(seconds: float) -> list[ProcessStatus]:
         refuse("hc.monitor.status(processes='all') is called")
         job()
     return status.ask(seconds)
-
-
-def job() -> Job:
-    """The part of this process, in a job of several; begins at the first call."""
-    global _job
-    with _lock:
-        if _job is None:
-            _job = Job()
-            lifecycle.leave_by(_job)
-        return _job

@@ -24,25 +24,32 @@ patterns, texts are cut, and nothing is looked up by what they say.
 from __future__ import annotations
 
 import contextlib
+import queue
 import re
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import jax
 
 from hostcall import _jax
-from hostcall._core import daemon
+from hostcall._core.daemon import daemon
+from hostcall._core.wait import ended, over, wait
 
 BOARD = "hostcall/board/"
 
-_LOOK = 0.5  # seconds between two looks
 _LOOKS = 500.0  # looks of all processes together that the service gets in a second
-_JOINING = 2.0  # seconds for a thread that waits for a service that does not answer
 _NAME = re.compile(r"(failed|asks)/([0-9]{1,9})(\.[0-9]{1,18})?", re.ASCII)
 
 
 class Mailbox:
-    """The thread. `post` and `stop` may be called by any other one."""
+    """The thread. `post`, `send` and `stop` may be called by any other one.
+
+    Attributes:
+        pause: seconds between two looks.
+        patience: seconds that a failing call waits until the others are told.
+    """
+
+    patience = 0.5
 
     def __init__(
         self, failed: Callable[[int, str], object], asked: Callable[[str], object]
@@ -50,60 +57,60 @@ class Mailbox:
         """`failed(process, text)` and `asked(question)` are called on the thread, each
         once for what another process has put on the board.
         """
+        self.pause = max(0.5, _jax.job_size() / _LOOKS)
         self._failed, self._asked = failed, asked
         self._seen: set[str] = set()
-        self._lock = threading.Lock()
-        self._outbox: list[tuple[str | None, str, threading.Event]] = []
-        self._woken = threading.Event()
-        self._stopping = False
-        self._thread = daemon.daemon("hostcall-job", self._run)
+        # The letters (key, text, when it is there); None for the last one.
+        self._outbox: queue.SimpleQueue[tuple[str, str, Future[None]] | None]
+        self._outbox = queue.SimpleQueue()
+        self._thread = daemon("hostcall-job", self._run)
 
     def start(self) -> None:
         # Python starts no thread in handlers of atexit: nobody is told anything then.
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
-    def post(self, key: str | None, text: str = "") -> threading.Event:
+    def post(self, key: str, text: str = "") -> Future[None]:
         """Stores a text (none without a key), after one more look at what the others
-        say; the event is set when it is there.
+        say.
         """
-        posted = threading.Event()
-        with self._lock:
-            self._outbox.append((key, text, posted))
-        self._woken.set()
+        posted: Future[None] = Future()
+        self._outbox.put((key, text, posted))
         return posted
 
+    def send(self, key: str, text: str = "") -> None:
+        """Posts a text, and waits until it is there, but not for long."""
+        wait(ended(self.post(key, text)), self.patience)
+
     def stop(self) -> None:
-        """Ends the thread, after what has been posted."""
-        self._stopping = True
-        self._woken.set()
+        """Ends the thread, after what has been posted. A thread that waits for a
+        service that does not answer is left behind.
+        """
+        self._outbox.put(None)
         if self._thread.is_alive():
-            self._thread.join(_JOINING)
+            wait(over(self._thread), 4 * self.patience)
 
     def _run(self) -> None:
-        look = max(_LOOK, _jax.job_size() / _LOOKS)
-        while True:
-            self._woken.wait(look)
-            self._woken.clear()
-            stopping = self._stopping  # before the outbox, whose last texts it follows
+        stopping = False
+        while not stopping:
+            posted = None
+            with contextlib.suppress(queue.Empty):
+                letter = self._outbox.get(timeout=self.pause)
+                if letter is None:
+                    stopping = True
+                else:
+                    key, text, posted = letter
             if _jax.job_size() == 1:  # jax.distributed.shutdown()
                 return
             # The service is gone, or the network is. JAX ends the process for the
             # first, and the second passes.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._look()
-            self._post_all()
-            if stopping:
-                return
-
-    def _post_all(self) -> None:
-        with self._lock:
-            outbox, self._outbox = self._outbox, []
-        for key, text, posted in outbox:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                if key is not None:
-                    _jax.job_put(key, text)
-            posted.set()
+            if posted is not None:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    if key:
+                        _jax.job_put(key, text)
+                posted.set_result(None)
 
     def _look(self) -> None:
         here, size = _jax.place_in_job()

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from dataclasses import astuple
 from typing import Any
 
 from hostcall import _jax
 from hostcall._core.source import Place
+from hostcall._job.exchange import fetch
 from hostcall._job.mailbox import BOARD
 from hostcall._runtime.running import ActiveCall, ProcessStatus, doing
 
-_FETCH = 0.02  # seconds between two looks for answers
+_ANSWERS = "hostcall/answers/"
 _LARGEST = 1 << 22  # characters of an answer
 
 _numbers = itertools.count()
@@ -37,24 +37,19 @@ _numbers = itertools.count()
 def ask(seconds: float) -> list[ProcessStatus]:
     """Asks all processes; those that do not answer in time are in the list too."""
     here, processes = _jax.place_in_job()
-    found = [ProcessStatus(process, answered=False) for process in range(processes)]
-    found[here] = doing(here)
+    own = doing(here)
     if processes == 1:
-        return found
+        return [own]
     question = f"{here}.{next(_numbers)}"
-    end = time.monotonic() + seconds
+    others = [process for process in range(processes) if process != here]
     _jax.job_put(f"{BOARD}asks/{question}", "")
     try:
-        while True:
-            for process in [each.process for each in found if not each.answered]:
-                text = _jax.job_get(_key(question, process))
-                found[process] = _read(process, text)
-            if all(each.answered for each in found) or time.monotonic() >= end:
-                return found
-            time.sleep(_FETCH)
+        texts = fetch(_jax.job_get, f"{_ANSWERS}{question}", others, seconds)
+        found = [_read(process, texts.get(process)) for process in others]
+        return [*found[:here], own, *found[here:]]
     finally:
         _jax.job_delete(f"{BOARD}asks/{question}")
-        _jax.job_delete(_key(question))
+        _jax.job_delete(f"{_ANSWERS}{question}/")
 
 
 def answer(question: str) -> None:
@@ -62,7 +57,7 @@ def answer(question: str) -> None:
     own = doing(_jax.job_rank())
     calls = [astuple(call) for call in own.calls]
     text = json.dumps([own.pid, own.taps, own.main, calls])
-    _jax.job_put(_key(question, own.process), text)
+    _jax.job_put(f"{_ANSWERS}{question}/{own.process}", text)
 
 
 def _read(process: int, text: str | None) -> ProcessStatus:
@@ -93,7 +88,3 @@ def _typed(values: Any, *types: type) -> list[Any]:
     if type(values) is not list or tuple(map(type, values)) != types:
         raise TypeError("not what a process of this job writes")
     return values
-
-
-def _key(question: str, process: int | str = "") -> str:
-    return f"hostcall/answers/{question}/{process}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,33 +12,23 @@ class Collector(Protocol):
     def take(self, tag: str, args: Any, kwargs: Any) -> None: ...
 
 
-_lock = threading.Lock()
-_active: tuple[Collector, ...] = ()
+class _Collectors:
+    def __init__(self) -> None:
+        # A list is changed and copied in single steps, with the GIL and without it: no
+        # lock.
+        self.active: list[Collector] = []
+
+    def seen_by(
+        self, tag: str, template: Template, whole: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Wraps `whole` so that the active collectors see its arguments first."""
+
+        def call(*leaves: Any) -> None:
+            for collector in self.active.copy():
+                collector.take(tag, *template.fill(leaves))
+            whole(*leaves)
+
+        return call
 
 
-def add(collector: Collector) -> None:
-    global _active
-    with _lock:
-        _active = (*_active, collector)
-
-
-def remove(collector: Collector) -> None:
-    global _active
-    with _lock:
-        _active = tuple(c for c in _active if c is not collector)
-
-
-def seen_by(
-    tag: str, template: Template, whole: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Wraps `whole` so that the active collectors see its arguments first.
-
-    Reads `_active` without the lock: `add` and `remove` replace the tuple.
-    """
-
-    def call(*leaves: Any) -> None:
-        for collector in _active:
-            collector.take(tag, *template.fill(leaves))
-        whole(*leaves)
-
-    return call
+collectors = _Collectors()

@@ -12,40 +12,37 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 from hostcall import _native
-from hostcall._core import config
+from hostcall._core import config, daemon
 from hostcall._core.counted import counted
-from hostcall._core.daemon import daemon
-from hostcall._core.daemon import start as start_thread
 from hostcall._core.errors import HostcallError
-from hostcall._core.process import Owned
+from hostcall._core.process import Owned, starting
 from hostcall._core.source import name_of, place_of
-from hostcall._core.wait import SLICE, wait
+from hostcall._core.wait import over, wait
 from hostcall._runtime import tap_failures, workers
 
 logger = logging.getLogger("hostcall")
 
-# Called at each barrier; registered for as long as the process lives.
-_at_barrier: list[Callable[[bool], object]] = []
 
-
-class _State(Owned):
+class _Taps(Owned):
     """
     Attributes:
-        lock: two programs may be lowered at once; start one thread only.
+        at_barrier: called at each barrier, by a forked child too.
         thread: the worker. It is set once, so a look at it needs no lock.
         reports: failures of programs, for the barrier to raise.
     """
 
+    at_barrier: ClassVar[list[Callable[[bool], object]]] = []
+
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.thread: threading.Thread | None = None
         self.reports: list[BaseException] = []
         super().__init__()
 
 
-state = _State()
+state = _Taps()
 
 
 def start() -> None:
@@ -54,12 +51,12 @@ def start() -> None:
     """
     if state.thread is not None or _native.closed():
         return
-    with state.lock:
+    with starting.lock:
         if state.thread is None:
             _native.set_tap_limit(config.settings.tap_queue_bytes)
-            worker = daemon("hostcall-taps", _native.run_tap_worker)
+            worker = daemon.daemon("hostcall-taps", _native.run_tap_worker)
             try:
-                state.thread = start_thread(worker, "a tap")
+                state.thread = daemon.start(worker, "a tap")
             except HostcallError:
                 # Without a worker, the thread that taps delivers.
                 _native.stop_taps()
@@ -76,14 +73,14 @@ def at_barrier(fn: Callable[[bool], object]) -> None:
         fn: called with True at the end of the process, else with False. What it raises
             is logged and raised like the error of a tap. There is no way to remove it.
     """
-    _at_barrier.append(fn)
+    state.at_barrier.append(fn)
 
 
 def call_at_barrier(*, ending: bool) -> None:
     """Calls what `at_barrier` has been given."""
     if _native.forked():  # a child may not tap
         return
-    for fn in list(_at_barrier):
+    for fn in list(state.at_barrier):
         try:
             fn(ending)
         except Exception as error:
@@ -132,19 +129,12 @@ def is_worker(thread: int) -> bool:
     return state.thread is not None and state.thread.ident == thread
 
 
-def pending() -> int:
-    """Taps that are queued or being delivered."""
-    return _native.tap_queue()["pending"]
-
-
 def stop() -> None:
     """Delivers the queued taps and ends the worker. Nobody may push taps any more."""
     _native.stop_taps()
-    thread = state.thread
-    if thread is None:
+    if state.thread is None:
         return
-    while thread.is_alive():
-        thread.join(SLICE)
+    wait(over(state.thread))
     tap_failures.tell_counts()
     errors, more = tap_failures.take()
     if errors:

@@ -14,11 +14,6 @@ from hostcall._core import config
 
 logger = logging.getLogger("hostcall")
 
-# Seconds. A program whose calls all fail would otherwise log a table for each.
-_PAUSE = 10.0
-
-_told: dict[str, float] = {}
-
 
 def apply() -> None:
     """Puts `hc.configure(flight=)` into effect. In a forked child nothing changes."""
@@ -28,11 +23,29 @@ def apply() -> None:
     _native.watch_fatal_signals(config.settings.flight == "signals")
 
 
-def tell(why: str) -> None:
-    """Logs the newest calls and taps, at most once in 10 s for each reason."""
-    now = time.monotonic()
-    if config.settings.flight == "off" or now - _told.get(why, -_PAUSE) < _PAUSE:
-        return
-    _told[why] = now
-    text = _native.flight_text(why).decode(errors="replace")
-    logger.warning("%s", text.rstrip())
+class Hang:
+    """A reason why something hangs.
+
+    Attributes:
+        pause: seconds. A program whose calls all fail would otherwise log a table for
+            each.
+        logged: when the recorder was logged for this reason.
+    """
+
+    pause = 10.0
+
+    def __init__(self, why: str) -> None:
+        self._why, self.logged = why, -self.pause
+
+    def log(self) -> None:
+        """Logs the newest calls and taps, but not again within `pause`."""
+        now = time.monotonic()
+        if config.settings.flight != "off" and now - self.logged >= self.pause:
+            self.logged = now
+            text = _native.flight_text(self._why).decode(errors="replace")
+            logger.warning("%s", text.rstrip())
+
+
+LATE = Hang("a call takes longer than its timeout")
+DEADLOCK = Hang("a callback would deadlock")
+ENDING = Hang("a callback holds up the end of the process")

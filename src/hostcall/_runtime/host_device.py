@@ -12,13 +12,13 @@ so nothing waits in a circle.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from hostcall import _jax, _native
 from hostcall._core.errors import DeadlockError, HostcallError
+from hostcall._core.process import Owned, starting
 from hostcall._runtime import flights
 
 # Rungs of the ladder. Each keeps threads until the process ends, three or four for each
@@ -26,32 +26,38 @@ from hostcall._runtime import flights
 # the threads of a machine run out before its 1,000 frames.
 _MOST = 32
 
-_ladder: list[Any] = []  # host clients, lowest rung first; never shrinks
-_lock = threading.Lock()
+
+class _Ladder(Owned):
+    """
+    Attributes:
+        clients: those made for host code, lowest rung first. They only become more, so
+            that a look needs no lock. A forked child keeps its parent's for ever: a
+            client's destructor joins its threads, which do not exist there.
+    """
+
+    def __init__(self) -> None:
+        self.clients: list[Any] = []
+        super().__init__()
+
+    def level(self, client: Any | None) -> int:
+        """The number of a client's rung; 0 for the process's own clients."""
+        for level, host in enumerate(self.clients, 1):
+            if host is client:
+                return level
+        return 0
 
 
-def _level(client: Any | None) -> int:
-    for level, host in enumerate(_ladder):
-        if host is client:
-            return level + 1
-    return 0
-
-
-def clients() -> list[Any]:
-    """The clients that have been made for host code so far."""
-    return list(_ladder)
+_ladder = _Ladder()
 
 
 def is_host(client: Any | None) -> bool:
     """Whether this client was made for host code."""
-    with _lock:
-        return _level(client) > 0
+    return _ladder.level(client) > 0
 
 
 def is_second(client: Any | None) -> bool:
     """Whether programs on the rung below this client are started by host code."""
-    with _lock:
-        return _level(client) > 1
+    return _ladder.level(client) > 1
 
 
 def above(client: Any | None) -> Any:
@@ -63,16 +69,15 @@ def above(client: Any | None) -> Any:
         HostcallError: the ladder ends there: callbacks run programs that call, and so
             on, without an end.
 
-    Cost: 8 ms for the first call on each
-    rung of the ladder, which makes the client.
+    Cost: 8 ms for the first call on each rung of the ladder, which makes the client.
     """
-    with _lock:
-        level = _level(client)
+    with starting.lock:
+        level = _ladder.level(client)
         if level == _MOST:
             raise _too_deep()
-        if level == len(_ladder):
-            _ladder.append(_jax.make_host_client())
-        return _ladder[level].local_devices()[0]
+        if level == len(_ladder.clients):
+            _ladder.clients.append(_jax.make_host_client())
+        return _ladder.clients[level].local_devices()[0]
 
 
 def _too_deep() -> HostcallError:
@@ -113,22 +118,8 @@ def above_here() -> Any:
 # A program on one device is allowed: the callback's own thread runs it (see above).
 
 
-@cache
-def of_several(devices: frozenset[Any]) -> _jax.ExecutionGuard:
-    """The guard for callbacks of programs over these devices."""
-    return _jax.ExecutionGuard(_refuses(devices))
-
-
-def _refuses(devices: frozenset[Any]) -> Callable[[Sequence[Any]], None]:
-    def check(of_program: Sequence[Any]) -> None:
-        if len(of_program) > 1 and not devices.isdisjoint(of_program):
-            raise _would_wait()
-
-    return check
-
-
 def _would_wait() -> Exception:
-    flights.tell("a callback would deadlock")
+    flights.DEADLOCK.log()
     return DeadlockError(
         "hostcall: a callback of a program over several devices started another"
         " program over some of them. It would wait forever: those devices are busy"
@@ -157,18 +148,19 @@ class CallInside(BaseException):
 
 
 @cache
-def scout(devices: frozenset[Any] | None) -> _jax.ExecutionGuard:
-    """A guard that raises CallInside for programs on the process's own CPU devices.
+def guard(
+    devices: frozenset[Any] | None, *, scouts: bool = False
+) -> _jax.ExecutionGuard:
+    """A guard that refuses programs over some of these devices, if not None.
 
-    A callback starts those if its arrays are committed to these devices. `devices`, if
-    not None, are guarded as by `of_several` too.
+    With `scouts` it raises CallInside for programs on the process's own CPU devices. A
+    callback starts those if its arrays are committed to these devices.
     """
-    refuse = None if devices is None else _refuses(devices)
 
     def check(of_program: Sequence[Any]) -> None:
-        if refuse is not None:
-            refuse(of_program)
-        on_process = any(
+        if devices and len(of_program) > 1 and not devices.isdisjoint(of_program):
+            raise _would_wait()
+        on_process = scouts and any(
             device.platform == "cpu" and not is_host(device.client)
             for device in of_program
         )

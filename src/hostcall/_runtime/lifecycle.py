@@ -63,20 +63,19 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from hostcall import _jax, _native
-from hostcall._core import owed
+from hostcall._core import failures
 from hostcall._core.errors import HostcallError
-from hostcall._core.process import refusal, renew_all
-from hostcall._core.wait import SLICE
-from hostcall._runtime import delivery, feeds, host_device, loop, watcher
+from hostcall._core.process import refusal, renew_all, starting
+from hostcall._core.wait import wait
+from hostcall._runtime import delivery, feeds, loop, watcher
 
 logger = logging.getLogger("hostcall")
 
 
-class JobEnd(Protocol):
-    """What a process of a job of several does at its end (_job/job.py)."""
+class JobEnd:
+    """What a process does for its job at its end: nothing if it is alone."""
 
     def script_ended(self) -> None: ...
     def interrupted(self) -> None: ...
@@ -86,20 +85,18 @@ class JobEnd(Protocol):
 class _End:
     """
     Attributes:
-        lock: protects `ending`: atexit and a Finalize may both call `end`.
         begun: the engine is used.
         ending: `end` has been called.
         ender: the thread that ends the process.
         last: what is called when no program calls any more.
-        job: the job of several processes that the end leaves.
+        job: the job that the end leaves.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.begun = self.ending = False
         self.ender: int | None = None
         self.last: list[Callable[[], object]] = []
-        self.job: JobEnd | None = None
+        self.job = JobEnd()
 
 
 _end = _End()
@@ -155,7 +152,7 @@ def end(*, interpreter: bool = True) -> None:
         interpreter: the interpreter shuts down afterwards, which stops daemon threads;
             False if the process ends by os._exit instead.
     """
-    with _end.lock:
+    with starting.lock:  # atexit and a Finalize may both come here
         if _end.ending or _native.closed():  # in a forked child the engine is closed
             return
         _end.ending, _end.ender = True, threading.get_ident()
@@ -169,10 +166,9 @@ def end(*, interpreter: bool = True) -> None:
         # After the last call, since a call may still have pushed taps.
         delivery.stop()
         feeds.end_all()
-        if _end.job is not None:
-            # After the last program, and while Ctrl-C is still watched. After all
-            # waits: other processes may ask what this one waits for.
-            _end.job.leave()
+        # After the last program, and while Ctrl-C is still watched. After all waits:
+        # other processes may ask what this one waits for.
+        _end.job.leave()
         for fn in _end.last:
             fn()
         # After the objects, which may need the loop to close.
@@ -191,16 +187,14 @@ def _ending_by_ctrl_c() -> Iterator[None]:
     except KeyboardInterrupt:
         # Without the normal exit, which would end the interpreter under running calls.
         try:
-            if _end.job is not None:
-                _end.job.interrupted()
+            _end.job.interrupted()
             delivery.flush_streams()
         finally:
             os._exit(130)
 
 
 def _drain() -> None:
-    if _end.job is not None:
-        _end.job.script_ended()
+    _end.job.script_ended()
     watcher.watch_the_end()
     feeds.process_ends()
     _wait_for_programs()
@@ -225,7 +219,7 @@ def _in_a_late_handler() -> bool:
 
 
 def _wait_for_programs() -> None:
-    for failure in owed.failures_of_programs():
+    for failure in failures.failures_of_programs():
         what = str(failure) if isinstance(failure, Exception) else repr(failure)
         logger.error("a program failed while the process was ending: %s", what)
 
@@ -236,18 +230,21 @@ def _wait_for_calls(interpreter: bool) -> None:
         # From now on a call on a daemon thread that ends stays inside the engine. JAX's
         # C++ would ask for the GIL next, while the interpreter shuts down.
         _native.leave_behind()
-    while not _native.wait_idle(SLICE):
+
+    def ended(seconds: float) -> bool:
+        if _native.wait_idle(seconds):
+            return True
         daemons = [t.ident for t in threading.enumerate() if t.daemon and t.ident]
-        if _native.only_on_threads(daemons):
-            return
+        return _native.only_on_threads(daemons)
+
+    wait(ended)
 
 
-def _after_fork() -> None:
-    """The child starts anew. It may not use JAX if its parent had started that."""
+def _start_anew() -> None:
+    """The child of a fork may not use JAX if its parent had started that."""
     started = _end.begun and _jax.back_ends_started()
     if started:
         _native.after_fork()
-        owed.forget()
         _jax.refuse_programs(lambda: refusal("a JAX program is compiled or run"))
     renew_all()
     if not started:
@@ -256,11 +253,11 @@ def _after_fork() -> None:
         return
     # A client's destructor joins its threads, which do not exist here. A child that
     # ends by sys.exit would crash there, as it does in plain JAX, so the clients are
-    # kept alive.
-    for client in (*_jax.clients(), *host_device.clients()):
+    # kept alive; those of _runtime/host_device.py are by `renew_all`.
+    for client in _jax.clients():
         _native.keep_for_ever(client)
 
 
 # When hostcall is imported; see above.
 atexit.register(end)
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_start_anew)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from typing import Any
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import failures, mistakes, owed
+from hostcall._core import failures, mistakes
 
 
 class reraise(contextlib.ContextDecorator):
@@ -157,19 +158,18 @@ class _Block:
         self._failures = failures.failures_so_far()
         while self._pending and self._pending[0].is_ready():
             self._settle(self._pending.pop(0))
-        if len(self._pending) > self._scan_above:
-            self._scan()
+        if len(self._pending) > self._scan_above:  # some may have ended behind an older
+            self._settle_all(_PENDING_AT_MOST)
+            self._scan_above = max(32, 2 * len(self._pending))
 
-    def _scan(self) -> None:
-        """Settles programs that have ended while an older one still runs."""
+    def _settle_all(self, left: float) -> None:
+        """Settles programs that have ended, and waits until at most `left` have not."""
         pending, self._pending = self._pending, []
-        while pending:
-            sign = pending.pop(0)
-            if sign.is_ready() or len(pending) > _PENDING_AT_MOST:
+        for i, sign in enumerate(pending):
+            if sign.is_ready() or len(pending) - i > left:
                 self._settle(sign)
             else:
                 self._pending.append(sign)
-        self._scan_above = max(32, 2 * len(self._pending))
 
     def _settle(self, sign: _Sign) -> None:
         self._kept -= sign.kept
@@ -185,12 +185,7 @@ class _Block:
 
         With `waits`, returns the first failure that the user has not seen.
         """
-        pending, self._pending = self._pending, []
-        for sign in pending:
-            if waits or sign.is_ready():
-                self._settle(sign)
-            else:
-                self._pending.append(sign)
+        self._settle_all(0 if waits else math.inf)
         first: BaseException | None = None
         failed, self._failed = self._failed, []
         for sign in failed:
@@ -208,7 +203,7 @@ class _Block:
         if waits and first is None and self._without_sign:
             for mark in _jax.marks():
                 mark.block_until_ready()
-            first = owed.first_failure()
+            first = failures.first_owed()
         return first
 
     def leave_to(self, outer: _Block) -> None:

@@ -86,12 +86,8 @@ def running() -> list[ActiveCall]:
     calls = []
     for info, thread, seconds, row in _native.active():
         (thread,) = workers.delegates.get(thread) or [thread]
-        name = info.callback.tag or info.name
-        calls.append(
-            ActiveCall(
-                name, info.place, seconds, row or (), thread, _stack(frames, thread)
-            )
-        )
+        name, stack = info.callback.tag or info.name, _stack(frames, thread)
+        calls.append(ActiveCall(name, info.place, seconds, row or (), thread, stack))
     return sorted(calls, key=lambda call: -call.seconds)
 
 

@@ -31,7 +31,7 @@ clock = time.monotonic  # tests replace it
 
 
 @dataclass
-class _Tally:
+class _Count:
     """The failures of one tap since the last barrier that raised.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Tally:
     newest: str = ""
 
 
-class _State(Owned):
+class _TapFailures(Owned):
     """
     Attributes:
         lock: protects the others.
@@ -58,13 +58,13 @@ class _State(Owned):
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.tallies: dict[tuple[str, Any], _Tally] = {}
+        self.tallies: dict[tuple[str, Any], _Count] = {}
         self.failures: list[BaseException] = []
         self.forgotten = 0
         super().__init__()
 
 
-_state = _State()
+_state = _TapFailures()
 
 
 def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) -> None:
@@ -75,7 +75,7 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
     with _state.lock:
         if len(_state.tallies) >= _TALLIES_AT_MOST:
             _state.tallies.clear()
-        tally = _state.tallies.setdefault((name, place), _Tally())
+        tally = _state.tallies.setdefault((name, place), _Count())
         tally.count += 1
         if _is_kept(tally, error):
             _state.failures.append(error)
@@ -92,7 +92,7 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
             _tell_count(name, place, tally)
 
 
-def _is_kept(tally: _Tally, error: BaseException) -> bool:
+def _is_kept(tally: _Count, error: BaseException) -> bool:
     if len(_state.failures) < config.KEPT_TAP_ERRORS:
         return True
     # The first failure of a tap, or a KeyboardInterrupt, is kept even if other taps
@@ -114,7 +114,7 @@ def _tell_in_full(
     )
 
 
-def _tell_count(name: str, place: Any, tally: _Tally) -> None:
+def _tell_count(name: str, place: Any, tally: _Count) -> None:
     with _state.lock:
         count, more = tally.count, tally.count - tally.logged
         tally.logged, tally.until = count, clock() + SECONDS

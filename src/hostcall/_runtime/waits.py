@@ -1,8 +1,9 @@
-"""How long Python threads have waited for programs, for `hc.monitor.report()`."""
+"""What Python code adds to the events of the engine (hc.monitor.events)."""
 
 from __future__ import annotations
 
-import threading
+import itertools
+from typing import ClassVar
 
 from hostcall import _native
 
@@ -10,49 +11,27 @@ from hostcall import _native
 KINDS = ("call", "tap", "delivery", "team", "rows", "wait", "feed")
 ROW, WAIT = KINDS.index("rows"), KINDS.index("wait")
 
-_lock = threading.Lock()
-_waits: dict[str, tuple[int, float]] = {}
-
-
-def add(what: str, start: int) -> None:
-    """Counts a wait of this thread that began at `start`, in ticks, and ends now."""
-    seconds = (_native.ticks() - start) * _native.tick_ns() * 1e-9
-    with _lock:
-        times, total = _waits.get(what, (0, 0.0))
-        _waits[what] = times + 1, total + seconds
-    _native.note_event(WAIT, 0, start, -1, 1)
-
-
-def all_waits() -> dict[str, tuple[int, float]]:
-    """What was waited in -> (how often, seconds)."""
-    with _lock:
-        return dict(_waits)
-
-
-_free: list[int] = []  # rows of a trace that nothing is on
-_rows = 0
-
 
 class Lane:
     """A row of a trace for something that runs elsewhere, such as another process.
 
-    Things on one row must not overlap, so each takes the first free one.
+    Things on one row must not overlap, so each takes a free one. Lists and counts
+    change in single steps, with the GIL and without, so there is no lock.
     """
 
+    _free: ClassVar[list[int]] = []  # rows that nothing is on
+    _numbers = itertools.count(1)
+
     def __init__(self, place: int, number: int, count: int) -> None:
-        global _rows
         self._place, self._number, self._count = place, number, count
         self._start = _native.ticks()
-        with _lock:
-            if not _free:
-                _rows += 1
-                _free.append(_rows)
-            self._row = min(_free)
-            _free.remove(self._row)
+        try:
+            self._row = self._free.pop()
+        except IndexError:
+            self._row = next(self._numbers)
 
     def end(self) -> None:
         _native.note_event(
             ROW, self._place, self._start, self._number, self._count, self._row
         )
-        with _lock:
-            _free.append(self._row)
+        self._free.append(self._row)

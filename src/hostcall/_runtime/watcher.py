@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import signal
 import sys
@@ -50,24 +51,23 @@ from hostcall import _native
 from hostcall._core import config, daemon, failures
 from hostcall._core.counted import counted
 from hostcall._core.process import Owned
+from hostcall._core.wait import SLICE, over, wait
 from hostcall._native import Signal
 from hostcall._runtime import delivery, flights
 
 logger = logging.getLogger("hostcall")
 
-# Seconds that the main thread has to act by itself, and seconds to look for callbacks.
-_PATIENCE = 0.05
-_SEARCH = 2.0
+_SEARCH = 2.0  # seconds to look for callbacks that a Ctrl-C interrupts
 
 
-class _State(Owned):
+class _Watcher(Owned):
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
-        self.calls_too = threading.Event()  # the end waits for calls, not only for taps
+        self.calls_too = False  # the end waits for calls, not only for taps
         super().__init__()
 
 
-_state = _State()
+_state = _Watcher()
 
 
 def start() -> None:
@@ -88,21 +88,20 @@ def watch_the_end() -> None:
 
 def watch_calls_too() -> None:
     """From now on, does so with calls too. The engine is closed and waits for them."""
-    _state.calls_too.set()
+    _state.calls_too = True
 
 
 def stop() -> None:
     """Ends the thread. A signal that comes later wakes nobody, and does no harm."""
-    if _state.thread is None:
-        return
-    _native.post_signal(Signal.STOP)
-    _state.thread.join()
+    if _state.thread is not None:
+        _native.post_signal(Signal.STOP)
+        wait(over(_state.thread))
 
 
 def _watch() -> None:
-    end: _End | None = None
+    end: _Ending | None = None
     while True:
-        events = _native.wait_signal(3600.0 if end is None else _PATIENCE)
+        events = _native.wait_signal(3600.0 if end is None else SLICE)
         if events & Signal.INTERRUPT:
             events |= _after_interrupt()
         if events & Signal.UNWATCHED:
@@ -114,7 +113,7 @@ def _watch() -> None:
         if events & Signal.TERMINATE:
             _after_terminate()
         if events & Signal.ENDING:
-            end = _End()
+            end = _Ending()
         if end is not None:
             end.look()
 
@@ -134,15 +133,10 @@ def _raises() -> bool:
     Python's handler does, and so does asyncio.run's, which cancels the main task first.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:
-        return True
     if type(handler) is not functools.partial or type(handler.func) is not MethodType:
-        return False
-    if "asyncio" not in sys.modules:
-        return False
-    import asyncio
-
-    return type(handler.func.__self__) is asyncio.Runner
+        return handler is signal.default_int_handler
+    asyncio = sys.modules.get("asyncio")  # whoever runs it has imported it
+    return asyncio is not None and type(handler.func.__self__) is asyncio.Runner
 
 
 def _after_interrupt() -> Signal:
@@ -151,27 +145,24 @@ def _after_interrupt() -> Signal:
         return Signal(0)
     before = _where_main_is()
     until = time.monotonic() + _SEARCH
-    events = _native.wait_signal(_PATIENCE)
+    events = _native.wait_signal(SLICE)
     while _where_main_is() == before and time.monotonic() < until:
         if events & Signal.STOP:
             break
         # If a program waits for space in the queue, the tap that is being delivered
         # blocks it, so that tap is interrupted too.
         # A program that is between two waits at this moment is met at the next look.
-        full = _native.tap_queue()["blocked"] > 0
-        full = full and _native.interrupt_pushes(_text_of_interrupt())
+        full = _native.tap_queue()["blocked"] > 0 and _native.interrupt_pushes(
+            failures.numbered(
+                KeyboardInterrupt(),
+                "KeyboardInterrupt: while a program waited for space in the queue of"
+                " taps",
+            )
+        )
         if _native.interrupt_calls(taps=full) or full:
             break
-        events |= _native.wait_signal(_PATIENCE)
+        events |= _native.wait_signal(SLICE)
     return events & ~Signal.INTERRUPT
-
-
-def _text_of_interrupt() -> str:
-    number = failures.keep(KeyboardInterrupt())
-    return (
-        "KeyboardInterrupt: while a program waited for space in the queue of taps"
-        f" [hostcall error {number}]"
-    )
 
 
 def _where_main_is() -> tuple[int, int] | None:
@@ -196,7 +187,7 @@ def _after_terminate() -> None:
         logger.warning(
             "SIGTERM ends the process. Not delivered within %g s, and lost: %s",
             config.EXIT_TIMEOUT,
-            counted(delivery.pending(), "tap"),
+            counted(_native.tap_queue()["pending"], "tap"),
         )
     delivery.flush_streams()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -205,39 +196,40 @@ def _after_terminate() -> None:
 # --- The end -------------------------------------------------------------------------
 
 
-class _End:
+class _Ending:
     """Names and interrupts what has taken EXIT_TIMEOUT since the end began."""
 
     def __init__(self) -> None:
         self._patience = config.EXIT_TIMEOUT
         self._next_tap = time.monotonic() + self._patience
-        self._next_call: float | None = None
+        self._next_call = math.inf
 
     def look(self) -> None:
         now = time.monotonic()
-        if now >= self._next_tap:
-            self._tap(now)
-        if self._next_call is None and _state.calls_too.is_set():
+        if _state.calls_too and self._next_call == math.inf:
             self._next_call = now + self._patience
-        if self._next_call is not None and now >= self._next_call:
+        if now >= self._next_tap and self._tap():
+            self._next_tap = now + self._patience
+        if now >= self._next_call:
             self._next_call = now + self._patience
             self._calls()
 
-    def _tap(self, now: float) -> None:
+    def _tap(self) -> bool:
+        """Whether there was one to interrupt."""
         for info, thread, age, _ in _native.active():
-            if not delivery.is_worker(thread) or age < self._patience:
-                continue
-            # Interrupt before logging, which takes time: the worker could have gone on
-            # to the next tap. The next interrupt leaves this one time to clean up.
-            _native.interrupt_taps()
-            self._next_tap = now + self._patience
-            logger.warning(
-                "the process is ending and waits for the tap `%s`, which has taken"
-                " %.0f s and is interrupted now (Ctrl-C ends the process at once)",
-                info.name,
-                age,
-            )
-            return
+            if delivery.is_worker(thread) and age >= self._patience:
+                # Interrupt before logging, which takes time: the worker could have gone
+                # on to the next tap. The next interrupt leaves this one time to clean
+                # up.
+                _native.interrupt_taps()
+                logger.warning(
+                    "the process is ending and waits for the tap `%s`, which has taken"
+                    " %.0f s and is interrupted now (Ctrl-C ends the process at once)",
+                    info.name,
+                    age,
+                )
+                return True
+        return False
 
     def _calls(self) -> None:
         stuck = [
@@ -245,12 +237,11 @@ class _End:
             for info, thread, age, _ in _native.active()
             if not delivery.is_worker(thread)
         ]
-        if not stuck:
-            return
-        logger.warning(
-            "the process is ending and waits for these callbacks, which are interrupted"
-            " now (Ctrl-C ends the process at once): %s",
-            ", ".join(stuck),
-        )
-        flights.tell("a callback holds up the end of the process")
-        _native.interrupt_calls()
+        if stuck:
+            logger.warning(
+                "the process is ending and waits for these callbacks, which are"
+                " interrupted now (Ctrl-C ends the process at once): %s",
+                ", ".join(stuck),
+            )
+            flights.ENDING.log()
+            _native.interrupt_calls()

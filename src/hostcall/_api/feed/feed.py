@@ -23,8 +23,7 @@ from hostcall._engine.options import FEED, check
 from hostcall._engine.params.equation import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import bind
-from hostcall._runtime.feed_puller import Puller, once
-from hostcall._runtime.feeds import CLOSED, PATIENCE, Stream
+from hostcall._runtime.feeds import CLOSED, PATIENCE, Puller, Stream, once
 
 
 class Feed(Handle):

@@ -29,10 +29,10 @@ def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:
     `part` makes this process's own, with its waiting states. If it raises, all raise.
     """
     own, failure = _told(part)
-    from hostcall._job import exchange  # asked for: a job of one process does without
+    from hostcall._job.exchange import exchange  # a job of one process does without
 
     who = f"save() of `{name}`"
-    given = exchange.of_all(who, own, limit)
+    given = exchange(who, own, limit)
     if failure is not None:
         raise failure
     return _joined(name, [decode(one, who, n) for n, one in enumerate(given)])
@@ -82,10 +82,10 @@ def scatter(
     failure: Exception | None = None
     if state is not None or _jax.place_in_job()[0] == 0:
         own, failure = _told(lambda: check(state))
-    from hostcall._job import exchange
+    from hostcall._job.exchange import exchange
 
     who = f"restore() of `{name}`"
-    given = exchange.of_first(who, own, limit)
+    (given,) = exchange(who, own, limit, first=True)
     if failure is not None:
         raise failure
     found = decode(given, who, 0)

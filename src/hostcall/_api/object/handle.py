@@ -18,7 +18,7 @@ from hostcall._api.object import everywhere
 from hostcall._api.object.declaration import Declaration, parse_methods
 from hostcall._api.object.entry import Entry
 from hostcall._api.object.group import CLOSED, Group, Snapshot
-from hostcall._core import mistakes, owed
+from hostcall._core import failures, mistakes
 from hostcall._core.arguments import check_function, of_all_processes, parse_mask
 from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
@@ -232,7 +232,7 @@ class Object:
 
     def _snapshot(self) -> Snapshot:
         failed = self._wait("save", log=False)
-        error = failed[0] if failed else owed.first_failure()
+        error = failed[0] if failed else failures.first_owed()
         if error is not None:
             raise error
         return self._group.snapshot()
@@ -300,7 +300,7 @@ class Object:
         if not log:
             return _jax.wait_for_effects()
         text = "%s() of `%s` continues after a failed program: %s"
-        for failure in owed.failures_of_programs():
+        for failure in failures.failures_of_programs():
             logger.error(text, what, name, failure)
         return []
 

@@ -118,7 +118,7 @@ class Callback:
 
     @cached_property
     def counted_as(self) -> str:
-        """Under which name its calls are counted; see `counters_of`."""
+        """Under which name its calls are counted; see `costs`."""
         return self.tag or source_of(self.function)
 
     def described(self) -> str:

@@ -10,7 +10,7 @@ from hostcall import _native
 from hostcall._core.arguments import conflict
 from hostcall._engine.masks import CompressedTap
 from hostcall._engine.params.equation import Equation
-from hostcall._runtime import collectors
+from hostcall._runtime.collectors import collectors
 
 WhenFull = Literal["block", "drop_newest", "drop_oldest"]
 Rows = Literal["batched", "each"]

@@ -13,7 +13,7 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core.errors import HostcallError
 from hostcall._engine import plans, targets
-from hostcall._engine.counters import counters_of
+from hostcall._engine.counters import costs
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
@@ -168,7 +168,7 @@ def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
 
     # JAX's callback knows neither device nor run, so all share one throttle.
     own = _native.Throttle(params.settings())
-    counters = counters_of(params.callback)
+    counters = costs.counters_of(params.callback)
 
     def run(*arrays: Any) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]

@@ -22,7 +22,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.order import effects_of
 from hostcall._core.source import source_of
 from hostcall._engine import plans, targets
-from hostcall._engine.counters import counters_of
+from hostcall._engine.counters import costs
 from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
@@ -183,7 +183,7 @@ def _lets(params: TapParams, device: Any, always: bool) -> bool:
         _places[key] = found
         while len(_places) > _AT_MOST:
             _places.popitem(last=False)
-    return found.lets(counters_of(callback), always)
+    return found.lets(costs.counters_of(callback), always)
 
 
 # --- abstract eval -----------------------------------------------------------------
